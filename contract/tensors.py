@@ -1,0 +1,85 @@
+"""The tensors of the two doors: the ensemble (text in, text out) and the engine (token ids in and out).
+
+The ensemble's names are those of the TensorRT-LLM 1.x ensemble, so its clients work unchanged; the engine's
+are the C++ ``tensorrtllm`` backend's. What we add to either is marked. Every ``config.pbtxt`` is held to these
+tables by a test. Dims are without the batch dimension; Triton puts one in front (always 1 here), so a scalar
+travels as ``[1, 1]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a model's signature. ``datatype`` is KServe's name (BYTES for text)."""
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...] = (1,)
+    optional: bool = True
+    ours: bool = False
+
+
+def _t(name: str, datatype: str, *dims: int, optional: bool = True, ours: bool = False) -> Tensor:
+    return Tensor(name, datatype, dims or (1,), optional, ours)
+
+
+ENSEMBLE_INPUTS = (
+    _t("text_input", "BYTES"),  # the prompt; exactly one of text_input and messages
+    _t("messages", "BYTES", ours=True),  # JSON list of {"role", "content"}; the model's chat template is applied
+    _t("max_tokens", "INT32"),
+    _t("num_return_sequences", "INT32"),
+    _t("bad_words", "BYTES", -1),
+    _t("stop_words", "BYTES", -1),  # matched on text, across token borders
+    _t("stop_token_ids", "INT32", -1, ours=True),
+    _t("exclude_input_in_output", "BOOL"),  # true unless sent, so that stream=false and stream=true agree
+    _t("end_id", "INT32"),
+    _t("pad_id", "INT32"),
+    _t("ignore_eos", "BOOL", ours=True),
+    _t("top_k", "INT32"),
+    _t("top_p", "FP32"),
+    _t("min_p", "FP32", ours=True),
+    _t("temperature", "FP32"),
+    _t("length_penalty", "FP32"),
+    _t("repetition_penalty", "FP32"),
+    _t("min_tokens", "INT32"),
+    _t("min_length", "INT32", ours=True),  # the older name of min_tokens
+    _t("presence_penalty", "FP32"),
+    _t("frequency_penalty", "FP32"),
+    _t("seed", "UINT64"),
+    _t("random_seed", "UINT64", ours=True),  # the older name of seed
+    _t("return_log_probs", "BOOL"),
+    _t("return_context_logits", "BOOL"),
+    _t("return_generation_logits", "BOOL"),
+    _t("return_perf_metrics", "BOOL"),
+    _t("return_num_input_tokens", "BOOL"),
+    _t("return_num_output_tokens", "BOOL"),
+    _t("beam_width", "INT32"),
+    _t("stream", "BOOL"),
+    _t("skip_special_tokens", "BOOL", ours=True),
+    _t("include_stop_in_output", "BOOL", ours=True),
+    _t("embedding_bias_words", "BYTES", -1),
+    _t("embedding_bias_weights", "FP32", -1),
+    _t("lora_task_id", "UINT64"),
+    _t("guided_decoding_guide_type", "BYTES"),
+    _t("guided_decoding_guide", "BYTES"),
+)
+
+ENSEMBLE_OUTPUTS = (
+    _t("text_output", "BYTES", -1),
+    _t("output_ids", "INT32", -1, ours=True),  # the ids this response adds
+    _t("cum_log_probs", "FP32", -1),
+    _t("output_log_probs", "FP32", -1, -1),  # [beam, ids of this response]
+    _t("finish_reason", "BYTES", ours=True),  # "" while running; see generation.FinishReason
+    _t("stop_reason", "BYTES", ours=True),  # the stop string or id that matched
+    _t("error_message", "BYTES", ours=True),  # errors.to_text when finish_reason is "error"
+    _t("num_input_tokens", "INT32"),
+    _t("num_output_tokens", "INT32"),
+    _t("num_cached_tokens", "INT32", ours=True),
+    _t("arrival_time_ns", "INT64"),
+    _t("first_scheduled_time_ns", "INT64"),
+    _t("first_token_time_ns", "INT64"),
+    _t("last_token_time_ns", "INT64"),
+)
