@@ -1,0 +1,53 @@
+"""SHA-256 of files and of JSON values; large files are hashed once and remembered until they are touched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+CACHE = Path(__file__).resolve().parent.parent / ".cache" / "sha256.json"
+REMEMBERED_BYTES = 32 * 1024 * 1024  # below this hashing takes less than 30 ms
+
+
+def sha256_json(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def sha256_file(path: Path, cache: Path = CACHE) -> str:
+    """Hex digest. A large file's digest is kept under its inode, size, mtime and ctime: no write goes unseen,
+    because the kernel moves ctime on every change and no program can set it back."""
+    stat = path.stat()
+    if stat.st_size < REMEMBERED_BYTES:
+        return _hash(path)
+    key = f"{path.resolve()}:{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+    known = _load(cache)
+    if key not in known:
+        digest = _hash(path)
+        known = {k: v for k, v in _load(cache).items() if not k.startswith(f"{path.resolve()}:")} | {key: digest}
+        _save(cache, known)
+    return known[key]
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _load(cache: Path) -> dict[str, str]:
+    try:
+        known = json.loads(cache.read_text())
+    except (OSError, ValueError):
+        return {}  # absent or damaged: hashing again is the safe answer
+    return known if isinstance(known, dict) else {}
+
+
+def _save(cache: Path, known: dict[str, str]) -> None:
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    partial = cache.with_name(f"{cache.name}.partial-{os.getpid()}")
+    partial.write_text(json.dumps(known, indent=0))
+    os.replace(partial, cache)
