@@ -1,0 +1,7 @@
+"""``python -m clients``"""
+
+import sys
+
+from clients.command_line import main
+
+sys.exit(main())

@@ -1,0 +1,119 @@
+"""A conversation in the terminal. The history stays here and goes to the server whole with every turn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from typing import Any
+
+from clients import exits, terminal
+from clients.async_client import AsyncClient
+from clients.latency import Stopwatch
+from contract.errors import TridentError
+from contract.generation import TokenDelta
+
+_HELP = """\
+  /reset          forget the conversation
+  /system TEXT    set the system message and begin anew; without TEXT, show it
+  /quit           leave (so does Ctrl-D)
+  Ctrl-C          stops the answer that is being written; the conversation goes on"""
+
+
+def converse(client: AsyncClient, system: str, asked: dict[str, Any], stats: bool) -> int:
+    """Reads turns from standard input and streams the answers until /quit or the end of input."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (gives input() a history and line editing)
+        print(f"Talking to {client.model} at {client.url}. /help lists the commands.", file=sys.stderr)
+    loop = asyncio.new_event_loop()
+    history = _begun(system)
+    code = exits.OK
+    try:
+        while True:
+            try:
+                line = input("you> " if interactive else "").strip()
+            except EOFError:
+                return code
+            except KeyboardInterrupt:
+                if not interactive:
+                    return exits.INTERRUPTED
+                print("\n(/quit or Ctrl-D leaves)", file=sys.stderr)
+                continue
+            if not line:
+                continue
+            if line.startswith("/"):
+                word, _, rest = line.partition(" ")
+                if word in ("/quit", "/exit"):
+                    return code
+                system, history = _commanded(word, rest.strip(), system, history)
+                continue
+            history.append({"role": "user", "content": line})
+            try:
+                answer = _answered(loop, client, history, asked, stats)
+                history.append({"role": "assistant", "content": answer})
+            except TridentError as error:
+                history.pop()
+                terminal.show_error(error)
+                code = exits.code_for(error)
+                if not interactive:
+                    return code
+    finally:
+        loop.run_until_complete(client.close())
+        loop.close()
+
+
+def _commanded(word: str, rest: str, system: str, history: list[dict]) -> tuple[str, list[dict]]:
+    """Obeys a /command; returns the system message and the history after it."""
+    if word == "/reset":
+        print("(forgotten)", file=sys.stderr)
+        return system, _begun(system)
+    if word == "/system" and rest:
+        print("(set; the conversation begins anew)", file=sys.stderr)
+        return rest, _begun(rest)
+    if word == "/system":
+        print(system or "(no system message)", file=sys.stderr)
+    else:
+        print(_HELP if word == "/help" else f"no such command: {word}\n{_HELP}", file=sys.stderr)
+    return system, history
+
+
+def _begun(system: str) -> list[dict]:
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _answered(
+    loop: asyncio.AbstractEventLoop, client: AsyncClient, history: list[dict], asked: dict, stats: bool
+) -> str:
+    """Streams one answer and returns it, or what there was of it when Ctrl-C stopped it."""
+    shown: list[str] = []
+
+    async def answer() -> None:
+        watch, last = Stopwatch(), TokenDelta()
+        stream = client.generate(messages=history, **asked)
+        try:
+            async with stream:
+                async for delta in stream:
+                    watch.observe(delta)
+                    last = delta
+                    shown.append(delta.text)
+                    sys.stdout.write(delta.text)
+                    sys.stdout.flush()
+        finally:
+            print(flush=True)
+        if stats:
+            print(terminal.figures(stream, watch, last), file=sys.stderr)
+
+    task = loop.create_task(answer())
+    with contextlib.suppress(NotImplementedError):  # no such thing on Windows, where Ctrl-C ends the chat
+        loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        loop.run_until_complete(task)
+    except asyncio.CancelledError:
+        print("(stopped)", file=sys.stderr)
+    finally:
+        with contextlib.suppress(NotImplementedError):
+            loop.remove_signal_handler(signal.SIGINT)
+    return "".join(shown)

@@ -1,0 +1,283 @@
+"""``python -m clients``: talk to a Trident server from a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from clients import chat, demo, exits, status, terminal
+from clients.async_client import AsyncClient
+from clients.connection import DEFAULT_MODEL, DEFAULT_URL, TLS
+from clients.retries import RetryPolicy
+from contract.errors import InvalidArgument, PermissionDenied, TridentError
+
+VERBS = ("generate", "chat", "demo", "models", "health", "stop")
+
+_OVERVIEW = f"""\
+Talk to a Trident server: text in, text out, token by token.
+
+  python -m clients "def fibonacci(n):"                 stream a completion
+  echo "Once upon a time" | python -m clients           the prompt from a pipe
+  python -m clients "Hi" --max-tokens 32 --temperature 0 --stats
+  python -m clients chat                                a conversation; /help inside
+  python -m clients health                              is the server ready?
+  python -m clients models                              what has it loaded?
+  python -m clients stop REQUEST_ID                     end a running request
+  python -m clients demo                                a short tour against a running server
+
+`python -m clients VERB --help` lists a verb's options. Without a verb it is `generate`.
+The server is --url, or $TRIDENT_URL, or {DEFAULT_URL} (what `make serve` opens).
+"""
+
+_EXIT_CODES = f"exit codes:\n{exits.table()}\n"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="python -m clients",
+        description=_OVERVIEW,
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = top.add_subparsers(dest="verb", metavar="VERB", title="verbs")
+    connection = _connection_options()
+
+    def verb(
+        name: str, run: Callable, summary: str, parents: Sequence[argparse.ArgumentParser] = ()
+    ) -> argparse.ArgumentParser:
+        made = verbs.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            epilog=_EXIT_CODES,
+            parents=[*parents, connection],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        made.set_defaults(run=run)
+        return made
+
+    sampling = _sampling_options()
+    generate = verb("generate", _generate, "stream a completion of a prompt (the default verb)", [sampling])
+    generate.add_argument("prompt", nargs="?", help="the text to continue; '-' or nothing reads standard input")
+    generate.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+    )
+    generate.add_argument("--echo", action="store_true", help="print the prompt in front of the answer")
+    generate.add_argument("--no-stream", action="store_true", help="wait for the whole answer, then print it")
+    generate.add_argument(
+        "--json", action="store_true", help="one JSON object per response (with --no-stream: one in all)"
+    )
+    generate.add_argument(
+        "--stats", action="store_true", help="latencies and token counts to standard error at the end"
+    )
+    generate.add_argument("--cancel-after", type=int, metavar="N", help="cancel the request after N tokens, exit 0")
+    generate.add_argument(
+        "--request-id", default="", metavar="ID", help="name the request, so that `stop ID` can end it"
+    )
+    talk = verb("chat", _chat, "a conversation, with the model's own chat template", [sampling])
+    talk.add_argument("--system", default="", metavar="TEXT", help="the system message it begins with")
+    talk.add_argument("--stats", action="store_true", help="latencies and token counts after every answer")
+    verb("demo", _demo, "stream one completion, then show in-flight batching on a ready server")
+    verb("models", _models, "list the server's models and their state")
+    verb("health", _health, "say whether the server is live and ready")
+    ending = verb("stop", _stop, "end a running request, by its id")
+    ending.add_argument("request_id", metavar="REQUEST_ID", help="as shown by --stats, or given with --request-id")
+    return top
+
+
+def _connection_options() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(add_help=False)
+    group = made.add_argument_group("connection")
+    group.add_argument("--url", help=f"HOST:PORT of the server's gRPC door (default: $TRIDENT_URL or {DEFAULT_URL})")
+    group.add_argument("--model", default=DEFAULT_MODEL, help="the model to ask (default: %(default)s)")
+    group.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help="give up, and cancel the server's work, after so long"
+    )
+    group.add_argument(
+        "--retries", type=int, default=3, metavar="N", help="tries again before the first token (default: %(default)s)"
+    )
+    group.add_argument(
+        "--api-key", default=None, metavar="KEY", help="sent as a bearer token (default: $TRIDENT_API_KEY)"
+    )
+    group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="metadata for every call")
+    group.add_argument("--tls", action="store_true", help="encrypt, trusting the system's certificates")
+    group.add_argument("--tls-root", metavar="FILE", help="encrypt, trusting this PEM file")
+    group.add_argument("--tls-cert", metavar="FILE", help="our certificate, for mutual TLS")
+    group.add_argument("--tls-key", metavar="FILE", help="the key of --tls-cert")
+    group.add_argument("--tls-name", default="", metavar="NAME", help="the name in the server's certificate")
+    return made
+
+
+def _sampling_options() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(add_help=False)
+    group = made.add_argument_group("generation")
+    group.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="at most so many new tokens (default: %(default)s)"
+    )
+    group.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest token (default: 1)")
+    group.add_argument("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens (default: all)")
+    group.add_argument(
+        "--top-p", type=float, metavar="P", help="choose among the likeliest tokens that sum to P (default: 1)"
+    )
+    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the likeliest (default: 0)")
+    group.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1 repeats less (default: 1)")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    group.add_argument("--min-tokens", type=int, metavar="N", help="no end before so many tokens")
+    group.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="go on to --max-tokens whatever the model says"
+    )
+    return made
+
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "min_tokens", "ignore_eos")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    # gRPC's core writes a log of its own to stderr, in the middle of the text; its errors reach us as exceptions.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    arguments = with_verb(list(sys.argv[1:] if argv is None else argv))
+    command = parser()
+    if not arguments and sys.stdin.isatty():
+        command.print_help()
+        return 2
+    args = command.parse_args(arguments or ["generate"])
+    try:
+        return args.run(args)
+    except TridentError as error:
+        terminal.show_error(error)
+        return exits.code_for(error)
+    except KeyboardInterrupt:
+        return exits.INTERRUPTED
+    except BrokenPipeError:
+        terminal.forget_stdout()
+        return exits.PIPE_CLOSED
+
+
+def with_verb(argv: list[str]) -> list[str]:
+    """``argv`` with its verb in front: a verb may follow connection options, and none means generate."""
+    takes_value = {
+        option for action in _connection_options()._actions if action.nargs is None for option in action.option_strings
+    }
+    at = 0
+    while at < len(argv) and argv[at].startswith("--") and argv[at].partition("=")[0] in takes_value | {"--tls"}:
+        at += 2 if argv[at] in takes_value else 1
+    if at < len(argv) and argv[at] in VERBS:
+        return [argv[at], *argv[:at], *argv[at + 1 :]]
+    if argv and argv[0] in ("-h", "--help"):
+        return argv
+    return ["generate", *argv] if argv else []
+
+
+def client_for(args: argparse.Namespace) -> AsyncClient:
+    """The client the connection options describe."""
+    tls = None
+    if args.tls or args.tls_root or args.tls_cert or args.tls_key:
+        tls = TLS(args.tls_root, args.tls_cert, args.tls_key, args.tls_name)
+    headers = []
+    for header in args.header:
+        name, sep, value = header.partition("=")
+        if not (name and sep):
+            raise InvalidArgument("--header", f"got {header!r}; allowed is NAME=VALUE")
+        headers.append((name.lower(), value))
+    if args.retries < 0:
+        raise InvalidArgument("--retries", f"got {args.retries}; allowed is 0 or more")
+    key = os.environ.get("TRIDENT_API_KEY", "") if args.api_key is None else args.api_key
+    return AsyncClient(
+        args.url, model=args.model, tls=tls, api_key=key, metadata=headers, retry=RetryPolicy(attempts=args.retries + 1)
+    )
+
+
+def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``generate`` out of the options; what was not given is left to the server."""
+    given = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
+    return {"max_tokens": args.max_tokens, "timeout_s": args.timeout, **given}
+
+
+def _generate(args: argparse.Namespace) -> int:
+    prompt = args.prompt
+    if prompt is None or prompt == "-":
+        if prompt is None and sys.stdin.isatty():
+            raise InvalidArgument(
+                "prompt", 'there is none; give it in quotes, or pipe it in: python -m clients "Hello"'
+            )
+        prompt = sys.stdin.read()
+    if args.cancel_after is not None and args.cancel_after < 1:
+        raise InvalidArgument("--cancel-after", f"got {args.cancel_after}; allowed is 1 or more")
+    asked = {
+        "stop": args.stop,
+        "echo": args.echo,
+        "stream": not args.no_stream,
+        "request_id": args.request_id,
+        **sampling_of(args),
+    }
+
+    async def run() -> int:
+        async with client_for(args) as client:
+            stream = client.generate(prompt, timings=args.stats or args.json, **asked)
+            return await terminal.show(stream, as_json=args.json, stats=args.stats, cancel_after=args.cancel_after)
+
+    return _run(run())
+
+
+def _chat(args: argparse.Namespace) -> int:
+    return chat.converse(client_for(args), args.system, sampling_of(args), args.stats)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    async def run() -> int:
+        async with client_for(args) as client:
+            return await demo.tour(client)
+
+    return _run(run())
+
+
+def _models(args: argparse.Namespace) -> int:
+    async def run() -> int:
+        async with client_for(args) as client:
+            try:
+                models = await client.models(args.timeout or 5.0)
+            except PermissionDenied:
+                print("the server does not show its index; asking for the models we know", file=sys.stderr)
+                ready = [(name, await client.model_ready(name)) for name in status.KNOWN_MODELS]
+                models = [status.Model(name, state="READY" if is_ready else "UNAVAILABLE") for name, is_ready in ready]
+            for model in models:
+                print(f"{model.name:<24} {model.version or '-':<8} {model.state or '-':<12} {model.reason}".rstrip())
+            return exits.OK
+
+    return _run(run())
+
+
+def _health(args: argparse.Namespace) -> int:
+    async def run() -> int:
+        async with client_for(args) as client:
+            health = await client.health(args.timeout or 5.0)
+            words = {True: "yes", False: "no"}
+            print(f"{health.url}  live: {words[health.live]}  ready: {words[health.ready]}  {health.model}: ", end="")
+            print("ready" if health.model_ready else "not ready")
+            return exits.OK if health.ok else 6
+
+    return _run(run())
+
+
+def _stop(args: argparse.Namespace) -> int:
+    async def run() -> int:
+        async with client_for(args) as client:
+            await client.stop(args.request_id, args.timeout or 5.0)
+            print(f"asked the engine to end {args.request_id}", file=sys.stderr)
+            return exits.OK
+
+    return _run(run())
+
+
+def _run(work: Coroutine[Any, Any, int]) -> int:
+    """Runs to the end or to Ctrl-C, which cancels what is under way before it is reported."""
+    try:
+        return asyncio.run(work)
+    except asyncio.CancelledError:
+        return exits.INTERRUPTED

@@ -1,0 +1,122 @@
+"""How a client reaches a replica: address, TLS, credentials, keepalive, and what every call carries."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from contract.errors import InvalidArgument
+
+DEFAULT_URL = "127.0.0.1:8001"
+DEFAULT_MODEL = "ensemble"
+DEFAULT_TIMEOUT_S = 600.0
+
+CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    # A dead peer is noticed in 40 s. Only while a call is running: Triton counts idle pings as abuse.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    # Retries are ours: they stop at the first token, have a budget and honour the server's hints.
+    ("grpc.enable_retries", 0),
+    # A replica that comes back is found within a second, not after two minutes of backing off.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+)
+
+
+@dataclass(frozen=True)
+class TLS:
+    """Files in PEM. root: who to trust, None for the system's store. cert and key: ours, for mutual TLS.
+
+    server_name: the name the server's certificate carries, where it is not the address.
+    """
+
+    root: str | Path | None = None
+    cert: str | Path | None = None
+    key: str | Path | None = None
+    server_name: str = ""
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises InvalidArgument for a file that cannot be read, or a certificate without its key."""
+        if (self.cert is None) != (self.key is None):
+            raise InvalidArgument("tls", "cert and key go together; set both for mutual TLS, or neither")
+        return grpc.ssl_channel_credentials(
+            _pem("tls.root", self.root), _pem("tls.key", self.key), _pem("tls.cert", self.cert)
+        )
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Everything about reaching one server.
+
+    url: HOST:PORT, or any target gRPC resolves (``dns:///name:8001``, ``unix:/path``). api_key goes as
+    ``authorization: Bearer …``; metadata is added to every call, keys in lower case.
+    """
+
+    url: str = DEFAULT_URL
+    tls: TLS | None = None
+    api_key: str = ""
+    metadata: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.url or "://" in self.url.removeprefix("dns://") or self.url.isdigit():
+            problem = f"got {self.url!r}; allowed is HOST:PORT of the server's gRPC door, such as {DEFAULT_URL}"
+            raise InvalidArgument("url", problem)
+        for key, _ in self.metadata:
+            if key != key.lower():
+                raise InvalidArgument("metadata", f"got the key {key!r}; gRPC allows lower case only")
+
+    def options(self) -> list[tuple[str, int | str]]:
+        """Channel arguments for grpc and grpc.aio."""
+        named = [("grpc.ssl_target_name_override", self.tls.server_name)] if self.tls and self.tls.server_name else []
+        return [*CHANNEL_OPTIONS, *named]
+
+    def call_metadata(self, request_id: str = "", traceparent: str = "") -> tuple[tuple[str, str], ...]:
+        """What one call carries: the trace context always, the credentials and the caller's own if any."""
+        carried = (("traceparent", traceparent or new_traceparent()),)
+        if request_id:
+            carried += (("x-request-id", request_id),)
+        if self.api_key:
+            carried += (("authorization", f"Bearer {self.api_key}"),)
+        return carried + self.metadata
+
+
+def connection(
+    url: str | Connection | None,
+    tls: TLS | bool | None,
+    api_key: str,
+    metadata: Mapping[str, str] | Iterable[tuple[str, str]],
+) -> Connection:
+    """A Connection out of a client's arguments. ``url`` None is $TRIDENT_URL or the default; ``tls`` True is TLS()."""
+    if isinstance(url, Connection):
+        return url
+    pairs = metadata.items() if isinstance(metadata, Mapping) else metadata
+    secure = TLS() if tls is True else tls or None
+    return Connection(url or os.environ.get("TRIDENT_URL") or DEFAULT_URL, secure, api_key, tuple(pairs))
+
+
+def new_request_id() -> str:
+    return uuid.uuid4().hex
+
+
+def new_traceparent() -> str:
+    """A fresh W3C trace context. Not sampled: whether to trace is then the server's own choice."""
+    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"
+
+
+def _pem(field: str, path: str | Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as exc:
+        raise InvalidArgument(field, f"cannot read {str(path)!r}: {exc.strerror}") from exc

@@ -1,0 +1,125 @@
+"""What gRPC and Triton say went wrong, translated once into the tree of ``contract.errors``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import grpc
+
+from clients import wire
+from contract import errors
+from contract.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    TridentError,
+    Unavailable,
+)
+
+# Triton has no code for most of what it says, and uses UNAVAILABLE for three different things. First match wins.
+_TRITON_PHRASES: tuple[tuple[re.Pattern[str], type[TridentError]], ...] = tuple(
+    (re.compile(pattern, re.IGNORECASE), error)
+    for pattern, error in (
+        (r"exceeds maximum queue size", Overloaded),
+        (r"request timeout expired", DeadlineExceeded),
+        (r"protocol is restricted", PermissionDenied),
+        (r"has no available versions|is not ready|is not healthy|server is (stopping|exiting)", Unavailable),
+        (r"unknown model|model .* (is )?not found|failed to find", NotFound),
+        (r"cancell?ed", Cancelled),
+        (
+            r"unexpected (inference )?(input|output|shape|datatype|data-type)|expected \d+ inputs|missing .*input",
+            InvalidArgument,
+        ),
+        (r"input .* (must|shape|dims)|failed to parse|unable to parse|invalid argument", InvalidArgument),
+    )
+)
+
+
+@dataclass(frozen=True)
+class RetryHint:
+    """What the server says about trying again. ``after_s`` None: nothing said. ``never``: do not."""
+
+    after_s: float | None = None
+    never: bool = False
+
+
+def from_error_message(text: str) -> TridentError:
+    """The error in a response's ``error_message``: ours in its in-band form, or Triton's own words."""
+    return errors.from_text(text) or _from_words(text, EngineFailed)
+
+
+def from_rpc(code: grpc.StatusCode, details: str, url: str = "", hint: RetryHint | None = None) -> TridentError:
+    """The error a gRPC status means. ``url`` is named where the server could not be reached."""
+    ours = errors.from_text(details)
+    if ours is None:
+        fallback = errors.BY_GRPC_STATUS.get(code.name, EngineFailed)
+        if code is grpc.StatusCode.UNAVAILABLE and _never_reached(details):
+            ours = Unavailable(f"cannot reach {url or 'the server'}: {_short(details)}")
+        elif code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):
+            ours = _from_words(details, fallback)
+        else:
+            ours = errors.make(fallback, details or code.name)
+    if hint and hint.after_s is not None and isinstance(ours, Overloaded | Unavailable):
+        ours.retry_after_s = hint.after_s
+    return ours
+
+
+def retry_hint(trailers: Iterable[tuple[str, str | bytes]] | None) -> RetryHint:
+    """The hint in a call's trailers.
+
+    ``retry-after-ms`` and ``grpc-retry-pushback-ms`` (negative: do not retry), and google.rpc.RetryInfo in
+    ``grpc-status-details-bin``. The longest wait wins.
+    """
+    waits_s: list[float] = []
+    for key, value in trailers or ():
+        if key in ("retry-after-ms", "grpc-retry-pushback-ms"):
+            wait_ms = _number(value)
+            if key == "grpc-retry-pushback-ms" and (wait_ms is None or wait_ms < 0):
+                return RetryHint(never=True)  # gRPC's rule: a pushback that is no number means never
+            if wait_ms is not None and wait_ms >= 0:
+                waits_s.append(wait_ms / 1e3)
+        elif key == "grpc-status-details-bin" and isinstance(value, bytes):
+            waits_s += _retry_info_s(value)
+    return RetryHint(max(waits_s, default=None))
+
+
+def _retry_info_s(status: bytes) -> list[float]:
+    """Delays of every RetryInfo in a google.rpc.Status{3: Any{1: type_url, 2: value}}; [] if it is garbled."""
+    waits_s = []
+    try:
+        for detail in (dict(wire.fields(value)) for number, value in wire.fields(status) if number == 3):
+            if detail.get(1, b"").endswith(b"google.rpc.RetryInfo"):
+                delay = dict(wire.fields(dict(wire.fields(detail.get(2, b""))).get(1, b"")))
+                waits_s.append(delay.get(1, 0) + delay.get(2, 0) / 1e9)
+    except (wire.WireError, TypeError, AttributeError):
+        return []
+    return waits_s
+
+
+def _from_words(text: str, fallback: type[TridentError]) -> TridentError:
+    for pattern, error in _TRITON_PHRASES:
+        if pattern.search(text):
+            return InvalidArgument("", text) if error is InvalidArgument else error(text)
+    return errors.make(fallback, text)
+
+
+def _never_reached(details: str) -> bool:
+    return "failed to connect" in details or "DNS resolution failed" in details or "resolver" in details.lower()
+
+
+def _short(details: str) -> str:
+    """gRPC's last cause alone: ``Connection refused`` out of two lines of addresses."""
+    return details.rsplit("last error: ", 1)[-1].rsplit("endpoint: ", 1)[-1][:200]
+
+
+def _number(value: str | bytes) -> float | None:
+    try:
+        return float(value)
+    except ValueError:
+        return None

@@ -1,0 +1,104 @@
+"""Answers on a terminal: text as it comes, figures at the end, errors in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from typing import Any
+
+from clients import exits
+from clients.latency import Stopwatch
+from clients.token_stream import TokenStream
+from contract.errors import Overloaded, TridentError, Unavailable
+from contract.generation import TokenDelta
+
+
+async def show(
+    stream: TokenStream, *, as_json: bool = False, stats: bool = False, cancel_after: int | None = None
+) -> int:
+    """Prints a stream to standard output as it arrives. Ends early, with a cancel, after ``cancel_after`` tokens."""
+    watch, last, column = Stopwatch(), TokenDelta(), True
+    cut = False
+    try:
+        async with stream:
+            async for delta in stream:
+                watch.observe(delta)
+                last = delta
+                if as_json:
+                    print(json.dumps(delta_object(delta, stream, watch), ensure_ascii=False), flush=True)
+                elif delta.text:
+                    sys.stdout.write(delta.text)
+                    sys.stdout.flush()
+                    column = delta.text.endswith("\n")
+                if cancel_after is not None and watch.tokens >= cancel_after and delta.finish_reason is None:
+                    cut = True
+                    break
+    finally:
+        if not column:
+            print(flush=True)
+        if stats:
+            print(figures(stream, watch, last, cut), file=sys.stderr, flush=True)
+    return exits.OK
+
+
+def delta_object(delta: TokenDelta, stream: TokenStream, watch: Stopwatch) -> dict[str, Any]:
+    """A delta as JSON: what it carries, and on the last one also usage, timings and our own figures."""
+    shown: dict[str, Any] = {"text": delta.text, "token_ids": list(delta.token_ids)}
+    if delta.log_probs:
+        shown["log_probs"] = list(delta.log_probs)
+    if delta.finish_reason is not None:
+        shown |= {
+            "finish_reason": delta.finish_reason.value,
+            "stop_reason": delta.stop_reason,
+            "request_id": stream.request_id,
+        }
+        shown["usage"] = dataclasses.asdict(delta.usage) if delta.usage else None
+        shown["timings"] = dataclasses.asdict(delta.timings) if delta.timings else None
+        shown |= {"ttft_s": watch.ttft_s, "total_s": watch.total_s}
+    return shown
+
+
+def figures(stream: TokenStream, watch: Stopwatch, last: TokenDelta, cut: bool = False) -> str:
+    """Two lines about a stream: how fast, and how much."""
+    fast = []
+    if watch.ttft_s is not None:
+        fast.append(f"first token {ms(watch.ttft_s)}")
+    if (half := watch.inter_token_s(0.5)) is not None:
+        fast.append(f"between tokens p50 {ms(half)}, p99 {ms(watch.inter_token_s(0.99))}")
+    if watch.tokens_per_s is not None:
+        fast.append(f"{watch.tokens_per_s:.0f} tokens/s")
+    much = [f"{watch.tokens} new tokens in {watch.total_s:.2f} s"]
+    if last.usage:
+        cached = f", {last.usage.cached_tokens} of them cached" if last.usage.cached_tokens else ""
+        much = [
+            f"{last.usage.input_tokens} prompt tokens{cached}",
+            f"{last.usage.output_tokens} new tokens in {watch.total_s:.2f} s",
+        ]
+    reason = "cancelled by us" if cut else last.finish_reason.value if last.finish_reason else "unfinished"
+    much.append(f"ended by: {reason}{f' ({last.stop_reason!r})' if last.stop_reason else ''}")
+    if stream.attempts > 1:
+        much.append(f"{stream.attempts} attempts")
+    much.append(f"request {stream.request_id}")
+    return "\n".join(" · ".join(line) for line in (fast, much) if line)
+
+
+def ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
+
+
+def show_error(error: TridentError) -> None:
+    """One line on standard error, and what to do about it where that is known."""
+    print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+    if isinstance(error, Unavailable) and "cannot reach" in str(error):
+        print(
+            "  is the server running? `make serve` starts one; --url or $TRIDENT_URL says where it is", file=sys.stderr
+        )
+    if isinstance(error, Overloaded | Unavailable) and error.retry_after_s:
+        print(f"  the server asks to try again in {error.retry_after_s:g} s", file=sys.stderr)
+
+
+def forget_stdout() -> None:
+    """Keeps the interpreter from complaining, at exit, about output that nobody reads any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
