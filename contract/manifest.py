@@ -1,0 +1,193 @@
+"""``manifest.json``: what an engine folder holds, from what it was made, and for what it may be used.
+
+Every folder under ``engines/`` has one, written last; a folder without it is half-built and never served.
+``verify`` is the door: it returns the manifest of a folder whose files are exactly those that were built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from contract.errors import EngineFailed, NotFound
+
+FILE_NAME = "manifest.json"
+FORMAT = 1
+KINDS = ("cpu", "trtllm", "llmapi")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class EngineManifest:
+    """One engine.
+
+    name: the recipe's and the folder's. kind: cpu (OpenVINO IR), trtllm (TensorRT-LLM engine) or llmapi.
+    model: the hub id or folder the recipe names. architecture: the class in its config.json.
+    checkpoint_sha256: over weights, config and tokenizer. recipe: its whole content; recipe_sha256 over that.
+    precision: of the weights; kv_cache_precision: of keys and values.
+    max_batch_size: sequences at once. max_num_tokens: tokens per step over all of them. max_seq_len: prompt plus
+    output of one. kv_cache_tokens: size of the KV pool, None where load decides.
+    vocab_size: of the logits. eos_token_ids: every id that ends a text, the first is the usual one.
+    tokenizer_sha256: of tokenizer.json. files: sha256 by path relative to the folder, all but this one.
+    properties: what the device is opened with (OpenVINO property names), empty for the other kinds.
+    versions: of everything that shaped the files (trident, openvino, tensorrt_llm, tensorrt, cuda, driver, …).
+    evaluation: scores of the quality gate, None when it did not run. sm, image: GPU engines only: compute
+    capability times ten and the container that built it and must serve it.
+    created: UTC, ISO 8601.
+    """
+
+    name: str
+    kind: str
+    model: str
+    architecture: str
+    checkpoint_sha256: str
+    recipe: Mapping[str, object]
+    recipe_sha256: str
+    precision: str
+    kv_cache_precision: str
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int
+    kv_cache_tokens: int | None
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    pad_token_id: int | None
+    tokenizer_sha256: str
+    versions: Mapping[str, str]
+    created: str
+    files: Mapping[str, str]
+    properties: Mapping[str, str] = field(default_factory=dict)
+    evaluation: Mapping[str, object] | None = None
+    sm: int | None = None
+    image: str | None = None
+
+    def save(self, folder: Path) -> None:
+        """Writes manifest.json whole or not at all, and down to the disk."""
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, sort_keys=True) + "\n"
+        partial = folder / f"{FILE_NAME}.partial"
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, folder / FILE_NAME)
+
+
+def load(folder: Path) -> EngineManifest:
+    """Reads and checks manifest.json alone.
+
+    Raises NotFound when there is no such engine, EngineFailed when the folder is half-built or its manifest is
+    damaged or of another format.
+    """
+    if not folder.is_dir():
+        raise NotFound(f"there is no engine at {folder}; {_how_to_build(folder)}{_others(folder)}")
+    path = folder / FILE_NAME
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise EngineFailed(f"{folder} is half-built (it has no {FILE_NAME}); {_how_to_build(folder)}") from exc
+    except (OSError, ValueError) as exc:
+        raise EngineFailed(f"{path} cannot be read ({exc}); {_how_to_build(folder)}") from exc
+    problem = _problem(table)
+    if problem:
+        raise EngineFailed(f"{path}: {problem}; {_how_to_build(folder)}")
+    table.pop("format")
+    return EngineManifest(**table | {"eos_token_ids": tuple(table["eos_token_ids"])})
+
+
+def verify(folder: Path, digest: Callable[[Path], str] | None = None) -> EngineManifest:
+    """The manifest of a folder whose every listed file is there and unchanged.
+
+    digest: sha256 of a file, for callers that remember digests of large files. Raises what ``load`` raises, and
+    EngineFailed naming the first file that is missing or differs.
+    """
+    manifest = load(folder)
+    for name, expected in sorted(manifest.files.items()):
+        path = folder / name
+        if not path.is_file():
+            raise EngineFailed(f"{folder} is incomplete: {name} is missing; {_how_to_build(folder)}")
+        if (digest or sha256_file)(path) != expected:
+            raise EngineFailed(f"{folder} is damaged: {name} is not the file that was built; {_how_to_build(folder)}")
+    return manifest
+
+
+def hash_files(folder: Path) -> dict[str, str]:
+    """sha256 of every file below ``folder`` but the manifest, by relative path."""
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): sha256_file(p) for p in paths if p.name not in (FILE_NAME, f"{FILE_NAME}.partial")}
+
+
+def sha256_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _how_to_build(folder: Path) -> str:
+    return f"build it with `make build-engine ENGINE={folder.name}`"
+
+
+def _others(folder: Path) -> str:
+    built = sorted(p.parent.name for p in folder.parent.glob(f"*/{FILE_NAME}") if "." not in p.parent.name)
+    return f"; built are: {', '.join(built)}" if built else ""
+
+
+def _problem(table: object) -> str:
+    """What keeps ``table`` from being a manifest, in a sentence; empty when nothing does."""
+    if not isinstance(table, dict):
+        return "it is not a JSON object"
+    if table.get("format") != FORMAT:
+        return f"its format is {table.get('format')!r}; this version reads {FORMAT}"
+    known = {f.name for f in fields(EngineManifest)} | {"format"}
+    if unknown := sorted(table.keys() - known):
+        return f"unknown field {unknown[0]}"
+    if missing := sorted(known - table.keys()):
+        return f"{missing[0]} is missing"
+    for name, is_right, allowed in _CHECKS:
+        if not is_right(table[name]):
+            return f"{name} is {table[name]!r}; allowed is {allowed}"
+    return ""
+
+
+def _is_int(value: object, low: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_sha256(value: object) -> bool:
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+
+
+def _is_files(value: object) -> bool:
+    """Relative paths that stay inside the folder, each with a digest."""
+    if not isinstance(value, dict) or not value:
+        return False
+    return all(_is_sha256(v) and k and not k.startswith("/") and ".." not in k.split("/") for k, v in value.items())
+
+
+_TEXT = ("name", "model", "architecture", "precision", "kv_cache_precision", "created")
+_COUNTS = ("max_batch_size", "max_num_tokens", "max_seq_len", "vocab_size")
+_CHECKS: tuple[tuple[str, Callable[[object], bool], str], ...] = (
+    *((name, _is_text, "a non-empty string") for name in _TEXT),
+    *((name, lambda v: _is_int(v, 1), "a positive integer") for name in _COUNTS),
+    ("kind", lambda v: v in KINDS, f"one of {', '.join(KINDS)}"),
+    *((name, _is_sha256, "64 hex digits") for name in ("checkpoint_sha256", "recipe_sha256", "tokenizer_sha256")),
+    ("kv_cache_tokens", lambda v: v is None or _is_int(v, 1), "a positive integer or null"),
+    *((name, lambda v: v is None or _is_int(v), "a token id or null") for name in ("bos_token_id", "pad_token_id")),
+    ("eos_token_ids", lambda v: isinstance(v, list) and all(map(_is_int, v)), "a list of token ids"),
+    ("files", _is_files, "a table of sha256 by relative path"),
+    *((name, lambda v: isinstance(v, dict), "a table") for name in ("recipe", "versions", "properties")),
+    ("evaluation", lambda v: v is None or isinstance(v, dict), "a table or null"),
+    ("sm", lambda v: v is None or _is_int(v, 1), "a positive integer or null"),
+    ("image", lambda v: v is None or _is_text(v), "a non-empty string or null"),
+)
