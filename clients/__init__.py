@@ -1,10 +1,23 @@
 """How to talk to a replica: streaming clients over gRPC, a command line, and balancing over many replicas."""
 
 from clients.async_client import AsyncClient
+from clients.blocking_stream import BlockingStream
+from clients.client import Client
 from clients.completion import Completion
 from clients.connection import TLS
 from clients.latency import Stopwatch
 from clients.retries import NO_RETRY, RetryBudget, RetryPolicy
 from clients.token_stream import TokenStream
 
-__all__ = ["NO_RETRY", "TLS", "AsyncClient", "Completion", "RetryBudget", "RetryPolicy", "Stopwatch", "TokenStream"]
+__all__ = [
+    "NO_RETRY",
+    "TLS",
+    "AsyncClient",
+    "BlockingStream",
+    "Client",
+    "Completion",
+    "RetryBudget",
+    "RetryPolicy",
+    "Stopwatch",
+    "TokenStream",
+]

@@ -7,7 +7,6 @@ async with AsyncClient("127.0.0.1:8001") as client:
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,40 +17,14 @@ import grpc.aio
 from clients import failures, request, status, wire
 from clients.completion import Completion
 from clients.connection import DEFAULT_MODEL, TLS, Connection, connection
+from clients.generations import Generations
 from clients.retries import RetryBudget, RetryPolicy, RetrySchedule
 from clients.token_stream import TokenStream
 from contract.errors import TridentError
 from contract.generation import GenerationRequest
 
 
-class Generations:
-    """The ways to ask for a generation, for whoever can ``open`` a stream."""
-
-    def open(self, asked: GenerationRequest, *, traceparent: str = "", timings: bool = False) -> TokenStream:
-        raise NotImplementedError
-
-    def generate(
-        self, prompt: str | None = None, *, traceparent: str = "", timings: bool = False, **arguments: Any
-    ) -> TokenStream:
-        """The answer as it is made: ``async for delta in client.generate(prompt, max_tokens=64)``.
-
-        Instead of ``prompt``, ``messages`` is a chat (the model's template is applied by the server). Other
-        arguments, see ``clients.request.build``: max_tokens, stop, stop_token_ids, timeout_s (the whole request,
-        queueing and retries included), echo, skip_special_tokens, json_schema, request_id, and the fields of
-        SamplingParams (temperature, top_k, top_p, min_p, seed, log_probs, …). ``timings`` asks for the engine's
-        own instants; ``traceparent`` joins a trace that the caller has begun. Leaving the loop cancels.
-        """
-        return self.open(request.build(prompt, **arguments), traceparent=traceparent, timings=timings)
-
-    async def complete(
-        self, prompt: str | None = None, *, traceparent: str = "", timings: bool = False, **arguments: Any
-    ) -> Completion:
-        """The whole answer in one response; arguments as for ``generate``."""
-        asked = request.build(prompt, **{"stream": False, **arguments})
-        return await self.open(asked, traceparent=traceparent, timings=timings).complete()
-
-
-class AsyncClient(Generations):
+class AsyncClient(Generations[TokenStream]):
     """Talks to one server. Make it anywhere; the connection opens with the first call, on the running loop.
 
     url: HOST:PORT; None is $TRIDENT_URL or 127.0.0.1:8001. tls: True or TLS(…). retry and budget: when and how
@@ -98,7 +71,11 @@ class AsyncClient(Generations):
     def open(self, asked: GenerationRequest, *, traceparent: str = "", timings: bool = False) -> TokenStream:
         """A stream for a request that is already valid. Nothing is sent before it is read."""
         schedule = RetrySchedule(self._retry, self._budget, self._rng)
-        return TokenStream(_OneServer(self, traceparent, timings), identified(asked), schedule)
+        return TokenStream(_OneServer(self, traceparent, timings), request.identified(asked), schedule)
+
+    async def complete(self, prompt: str | None = None, **arguments: Any) -> Completion:
+        """The whole answer, in one response; arguments as for ``generate``."""
+        return await self.generate(prompt, **{"stream": False, **arguments}).complete()
 
     def call(
         self, asked: GenerationRequest, left_s: float, traceparent: str = "", timings: bool = False
@@ -160,11 +137,6 @@ class AsyncClient(Generations):
         return failures.from_rpc(
             exc.code(), exc.details() or "", self.url, failures.retry_hint(exc.trailing_metadata())
         )
-
-
-def identified(asked: GenerationRequest) -> GenerationRequest:
-    """The request with an id; the server keys what it knows of a request by it."""
-    return asked if asked.request_id else dataclasses.replace(asked, request_id=request.new_request_id())
 
 
 class _OneServer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Iterable, Mapping
@@ -61,3 +62,8 @@ def build(
         request_id=request_id or new_request_id(),
         json_schema=schema,
     ).validate()
+
+
+def identified(asked: GenerationRequest) -> GenerationRequest:
+    """The request with an id; the server keys what it knows of a request by it."""
+    return asked if asked.request_id else dataclasses.replace(asked, request_id=new_request_id())

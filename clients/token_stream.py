@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import time
 from collections.abc import Callable
 from typing import Protocol
 
 import grpc
 import grpc.aio
 
-from clients import completion, failures, wire
-from clients.connection import DEFAULT_TIMEOUT_S
+from clients import completion
+from clients.answer import Answer
 from clients.failures import RetryHint
 from clients.latency import Stopwatch
 from clients.retries import RetrySchedule
-from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, TridentError, Unavailable
-from contract.generation import FinishReason, GenerationRequest, TokenDelta
+from contract.errors import Cancelled, TridentError
+from contract.generation import GenerationRequest, TokenDelta
 
 # How long to wait for the status after the final response; it usually arrives in the same packet.
-_STATUS_PATIENCE_S = 2.0
+STATUS_PATIENCE_S = 2.0
 
 
 class Attempt(Protocol):
@@ -52,26 +50,25 @@ class TokenStream:
     """``async for delta in stream`` ends after the delta with ``finish_reason``; errors are raised, typed.
 
     Also an asynchronous context manager, for callers that keep it: leaving the block cancels what still runs.
-    ``request_id`` is what ``stop`` takes. ``tokens`` counts those received.
+    ``request_id`` is what ``stop`` takes; ``attempts`` counts the calls made for it.
     """
 
     def __init__(self, door: Door, request: GenerationRequest, schedule: RetrySchedule) -> None:
         self.request = request
         self.request_id = request.request_id
-        self.tokens = 0
         self.attempts = 0
+        self._answer = Answer(request)
         self._door = door
         self._schedule = schedule
-        self._timeout_s = DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s
-        self._deadline_s = time.monotonic() + self._timeout_s
         self._attempt: Attempt | None = None
-        self._next: Callable | None = None  # None where something else than reading comes next
-        self._read_rest: Callable | None = None
-        self._decode = wire.ResponseDecoder().decode
-        self._started = False  # a delta was handed out
-        self._answered = False  # the last delta was handed out
+        self._read: Callable | None = None
+        self._next: Callable | None = None  # self._read, or None where something else than reading comes next
         self._ended = False
-        self._pending_error: TridentError | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens received so far."""
+        return self._answer.tokens
 
     def __aiter__(self) -> _Loop:
         return _Loop(self)
@@ -96,43 +93,26 @@ class TokenStream:
             if self._next is None:
                 await self._advance()
             try:
-                data = await self._next()
+                delta = self._answer.take(await self._next())
             except StopAsyncIteration:
-                await self._failed(self._silent_end(), RetryHint())
-                continue
+                await self._failed(self._answer.cut(self._attempt.url), RetryHint())
             except grpc.aio.AioRpcError as exc:
-                await self._failed(*self._translated(exc), cause=exc)
-                continue
+                await self._failed(*self._answer.broke(exc, self._attempt.url), cause=exc)
+            except TridentError as error:
+                await self._failed(error, RetryHint())
             except asyncio.CancelledError:
                 if self._ended:  # closed by another task: this one was not cancelled
                     raise Cancelled(f"request {self.request_id} was closed while it was being read") from None
                 self.cancel()
                 raise
-            delta, final, message = self._decode(data)
-            if message:
-                await self._failed(failures.from_error_message(message), RetryHint())
-            elif delta is None:
-                if final:
-                    await self._drained()
-                    raise StopAsyncIteration
-            elif delta.finish_reason is FinishReason.ERROR:
-                error = failures.from_error_message(delta.error) if delta.error else EngineFailed("no reason given")
-                if not (delta.text or delta.token_ids):
-                    await self._failed(error, RetryHint())
-                    continue
-                self._pending_error, self._next = error, None
-                return self._handed_out(
-                    dataclasses.replace(delta, finish_reason=None, error="", usage=None, timings=None)
-                )
+            except BaseException:
+                self.cancel()
+                raise
             else:
-                if final or delta.finish_reason is not None:
-                    self._answered, self._read_rest, self._next = True, self._next, None
-                return self._handed_out(delta)
-
-    def _handed_out(self, delta: TokenDelta) -> TokenDelta:
-        self._started = True
-        self.tokens += len(delta.token_ids)
-        return delta
+                if self._answer.over:
+                    self._next = None
+                if delta is not None:
+                    return delta
 
     async def complete(self) -> completion.Completion:
         """Reads to the end. The errors are those of the iteration."""
@@ -146,36 +126,34 @@ class TokenStream:
     async def _advance(self) -> None:
         """Opens the next attempt; raises StopAsyncIteration or the error of a stream that is over."""
         while self._next is None:
-            if self._pending_error is not None and not self._ended:
-                self._end(self._pending_error)
-                raise self._pending_error
-            if self._answered and not self._ended:
-                await self._drained()
+            if self._answer.broken and not self._ended:
+                self._end(self._answer.broken)
+                raise self._answer.broken
+            if self._answer.whole and not self._ended:
+                await self._drain()
             if self._ended:
                 raise StopAsyncIteration
-            left_s = self._deadline_s - time.monotonic()
-            if left_s <= 0:
-                self._end(error := self._late())
+            if self._answer.left_s <= 0:
+                self._end(error := self._answer.late())
                 raise error
             self.attempts += 1
             try:
-                attempt = await self._door.open(self.request, left_s)
+                attempt = await self._door.open(self.request, self._answer.left_s)
             except TridentError as error:
                 await self._failed(error, RetryHint(getattr(error, "retry_after_s", None)))
                 continue
             if self._ended:  # closed while a replica was looked for
                 attempt.call.cancel()
-                attempt.release(None)
+                attempt.release(Cancelled("the stream was left"))
                 raise Cancelled(f"request {self.request_id} was closed before it was sent")
             self._attempt = attempt
-            self._next = self._read_rest = attempt.call.__aiter__().__anext__
+            self._next = self._read = attempt.call.__aiter__().__anext__
 
     async def _failed(self, error: TridentError, hint: RetryHint, cause: BaseException | None = None) -> None:
         """Ends the attempt. Returns if there shall be another one, raises otherwise."""
         self._release(error)
-        if not self._started:
-            left_s = self._deadline_s - time.monotonic()
-            wait_s = self._schedule.wait_s(error, hint, left_s, self._door.has_alternative())
+        if not self._answer.started and not self._ended:
+            wait_s = self._schedule.wait_s(error, hint, self._answer.left_s, self._door.has_alternative())
             if wait_s is not None:
                 try:
                     await asyncio.sleep(wait_s)
@@ -186,31 +164,17 @@ class TokenStream:
         self._ended = True
         raise error from cause
 
-    async def _drained(self) -> None:
+    async def _drain(self) -> None:
         """The answer is whole: reads up to the status, so that the server never takes our leaving for a cancel."""
 
         async def read_rest() -> None:
             while True:
-                await self._read_rest()
+                await self._read()
 
         # Whatever breaks after the answer does not take the answer back.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.TimeoutError, StopAsyncIteration):
-            await asyncio.wait_for(read_rest(), _STATUS_PATIENCE_S)
+            await asyncio.wait_for(read_rest(), STATUS_PATIENCE_S)
         self._end(None)
-
-    def _translated(self, exc: grpc.aio.AioRpcError) -> tuple[TridentError, RetryHint]:
-        hint = failures.retry_hint(exc.trailing_metadata())
-        if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED and self._deadline_s - time.monotonic() < 0.05:
-            return self._late(), hint
-        return failures.from_rpc(exc.code(), exc.details() or "", self._attempt.url, hint), hint
-
-    def _late(self) -> DeadlineExceeded:
-        where = f"after {self.tokens} tokens" if self._started else "before the first token"
-        return DeadlineExceeded(f"the deadline of {self._timeout_s:g} s passed {where}")
-
-    def _silent_end(self) -> TridentError:
-        where = f"after {self.tokens} tokens" if self._started else "without an answer"
-        return Unavailable(f"{self._attempt.url} closed the stream {where}, with no final response")
 
     def _end(self, error: TridentError | None) -> None:
         self._ended = True
