@@ -1,0 +1,1 @@
+from python_backends.tokenizer.model import TritonPythonModel  # noqa: F401

@@ -1,0 +1,97 @@
+"""The way back: from the detokenizer (and the supervisor) to the engine, past Triton.
+
+Triton 2.51 never tells a running engine step of an ensemble that its client has gone, so the detokenizer,
+which does learn it, sends word on an abstract unix datagram socket. One datagram is one line of words.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+_MAX_BYTES = 4096
+
+
+class Verb(str, Enum):
+    """cancel: the client has gone. stop: a stop string matched. alive: answer to a probe. abort: end all streams."""
+
+    CANCEL = "cancel"
+    STOP = "stop"
+    ALIVE = "alive"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class ControlMessage:
+    """``epoch`` and ``key`` name a stream (see stream_state); ABORT carries a reason instead."""
+
+    verb: Verb
+    epoch: int = 0
+    key: int = 0
+    reason: str = ""
+
+    def encode(self) -> bytes:
+        if self.verb is Verb.ABORT:
+            return f"abort {self.reason}".encode()[:_MAX_BYTES]
+        return f"{self.verb.value} {self.epoch} {self.key}".encode()
+
+    @classmethod
+    def decode(cls, datagram: bytes) -> ControlMessage:
+        """Raises ValueError for anything that is not one of ours."""
+        verb_text, _, rest = datagram.decode().partition(" ")
+        verb = Verb(verb_text)
+        if verb is Verb.ABORT:
+            return cls(verb, reason=rest)
+        epoch, key = rest.split(" ")
+        return cls(verb, int(epoch), int(key))
+
+
+class ControlSender:
+    """Sends without ever blocking: a lost datagram is repeated at the next token or probe of the stream."""
+
+    def __init__(self, name: str) -> None:
+        self._address = "\0" + name
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+
+    def send(self, message: ControlMessage) -> bool:
+        try:
+            self._socket.sendto(message.encode(), self._address)
+        except OSError:  # no engine is listening now, or its buffer is full
+            return False
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class ControlListener:
+    """Calls ``handle`` in a thread of its own for every message that arrives, until closed."""
+
+    def __init__(self, name: str, handle: Callable[[ControlMessage], None]) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        self._socket.bind("\0" + name)
+        self._handle = handle
+        self._closing = False
+        self._thread = threading.Thread(target=self._listen, name="control", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self._closing:
+            datagram = self._socket.recv(_MAX_BYTES)
+            try:
+                message = ControlMessage.decode(datagram)
+            except ValueError:
+                continue  # anybody on this machine can send here; only our own words count
+            self._handle(message)
+
+    def close(self) -> None:
+        self._closing = True
+        waker = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        waker.sendto(b"", self._socket.getsockname())
+        waker.close()
+        self._thread.join(timeout=1)
+        self._socket.close()

@@ -1,0 +1,75 @@
+"""The worker process as its owner sees it: start, send commands, hear reports, notice its death."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socketpair
+from typing import Protocol
+
+from python_backends.cpu_engine.messages import Add, End, Failed, Ready, StepReport
+
+
+class Listener(Protocol):
+    """Called from the link's own thread. ``on_death`` comes exactly once and last."""
+
+    def on_ready(self) -> None: ...
+
+    def on_report(self, report: StepReport) -> None: ...
+
+    def on_death(self, reason: str) -> None: ...
+
+
+class WorkerLink:
+    """One life of the worker, which ends when the link is closed or its owner's process dies."""
+
+    def __init__(self, engine_dir: Path, listener: Listener) -> None:
+        ours, theirs = socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "python_backends.cpu_engine.worker", str(theirs.fileno()), str(engine_dir)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self._connection = Connection(ours.detach())
+        self._listener = listener
+        self._commands: queue.SimpleQueue[Add | End | None] = queue.SimpleQueue()
+        threading.Thread(target=self._send, name="engine-commands", daemon=True).start()
+        threading.Thread(target=self._receive, name="engine-reports", daemon=True).start()
+
+    def send(self, command: Add | End) -> None:
+        """Never blocks, also while the worker is in a step; silent when it is dead, because on_death tells."""
+        self._commands.put(command)
+
+    def _send(self) -> None:
+        while (command := self._commands.get()) is not None:
+            try:
+                self._connection.send(command)
+            except OSError:
+                return
+
+    def _receive(self) -> None:
+        reason = ""
+        try:
+            while True:
+                message = self._connection.recv()
+                if isinstance(message, StepReport):
+                    self._listener.on_report(message)
+                elif isinstance(message, Ready):
+                    self._listener.on_ready()
+                elif isinstance(message, Failed):
+                    reason = message.reason
+        except (EOFError, ConnectionError):
+            code = self._process.wait()
+            self._commands.put(None)
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            self._listener.on_death(f"the engine process {how}" + (f": {reason}" if reason else ""))
+
+    def close(self) -> None:
+        """Kills the worker, which has nothing to save; returns when it is gone."""
+        self._process.kill()
+        self._process.wait()

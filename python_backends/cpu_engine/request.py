@@ -1,0 +1,143 @@
+"""The engine's door: TensorRT-LLM tensors in, one valid frozen request out, or an error that names the tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from contract.errors import InvalidArgument
+from contract.generation import SamplingParams
+from python_backends.limits import EngineLimits, check_fits
+from python_backends.triton_io import Inputs
+from python_backends.word_list import decode_word_list
+
+# Tensors of the contract that this engine cannot honour. Their neutral values are accepted, because the usual
+# clients always send them; anything else is refused by name.
+_UNSUPPORTED = {
+    "beam_width": (1, "beam search"),
+    "num_return_sequences": (1, "several sequences for one request"),
+    "len_penalty": (1.0, "a length penalty (it only acts on beams)"),
+    "return_context_logits": (False, "logits of the prompt"),
+    "return_generation_logits": (False, "logits of the output"),
+    "lora_task_id": (0, "LoRA adapters"),
+}
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One sequence to generate.
+
+    input_ids: int64[n]. stop_ids: single ids that end it; stop_sequences: id sequences of two or more that do.
+    streaming: a response per flush, else one. echo: the prompt's ids come first. stream_options: opaque text for
+    the detokenizer. arrival_ns, tokenized_ns: CLOCK_MONOTONIC. timeout_ns: total time allowed from arrival, 0 none.
+    """
+
+    request_id: str
+    input_ids: np.ndarray
+    max_tokens: int
+    sampling: SamplingParams
+    stop_ids: frozenset[int]
+    stop_sequences: tuple[tuple[int, ...], ...]
+    streaming: bool
+    echo: bool
+    stream_options: str
+    arrival_ns: int
+    tokenized_ns: int
+    timeout_ns: int
+
+    @property
+    def deadline_ns(self) -> int | None:
+        return self.arrival_ns + self.timeout_ns if self.timeout_ns else None
+
+
+def parse(inputs: Inputs, limits: EngineLimits, request_id: str, timeout_ns: int, now_ns: int) -> EngineRequest:
+    """Raises InvalidArgument or PromptTooLong naming the tensor, its value and what is allowed."""
+    _refuse_unsupported(inputs)
+    input_ids = _token_ids(inputs, "input_ids", limits.vocab_size)
+    declared = inputs.scalar("input_lengths")
+    if declared != input_ids.size:
+        raise InvalidArgument("input_lengths", f"got {declared}; allowed is {input_ids.size}, the number of input_ids")
+    max_tokens = inputs.scalar("request_output_len")
+    if max_tokens < 1:
+        raise InvalidArgument("request_output_len", f"got {max_tokens}; allowed is 1 or more")
+    check_fits(input_ids.size, max_tokens, limits)
+    stop_ids, stop_sequences = _stops(inputs, limits.vocab_size)
+    times = inputs.integers("tokenizer_time_ns") or [now_ns, now_ns]
+    return EngineRequest(
+        request_id=request_id,
+        input_ids=input_ids,
+        max_tokens=max_tokens,
+        sampling=_sampling(inputs),
+        stop_ids=stop_ids,
+        stop_sequences=stop_sequences,
+        streaming=inputs.scalar("streaming", False),
+        echo=not inputs.scalar("exclude_input_in_output", True),
+        stream_options=inputs.text("stream_options", ""),
+        arrival_ns=times[0],
+        tokenized_ns=times[1],
+        timeout_ns=timeout_ns,
+    )
+
+
+def _token_ids(inputs: Inputs, name: str, vocab_size: int) -> np.ndarray:
+    array = inputs.array(name)
+    if array is None or array.size == 0:
+        raise InvalidArgument(name, "holds no token ids; send at least one")
+    ids = array.reshape(-1).astype(np.int64)
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if wrong.size:
+        raise InvalidArgument(name, f"holds the id {wrong[0]}; allowed are 0 to {vocab_size - 1}")
+    return ids
+
+
+def _refuse_unsupported(inputs: Inputs) -> None:
+    for name, (neutral, what) in _UNSUPPORTED.items():
+        value = inputs.scalar(name, neutral)
+        if value != neutral:
+            raise InvalidArgument(name, f"got {value}; this CPU engine does not do {what}, allowed is {neutral}")
+    for name, what in (("bad_words_list", "bad words"), ("embedding_bias", "a bias on token ids")):
+        array = inputs.array(name)
+        if array is not None and array.size:
+            raise InvalidArgument(name, f"this CPU engine does not do {what}; leave it out")
+    for name in ("guided_decoding_guide_type", "guided_decoding_guide"):
+        if inputs.scalar(name):
+            raise InvalidArgument(name, "this CPU engine does not do guided decoding; leave it out")
+
+
+def _sampling(inputs: Inputs) -> SamplingParams:
+    neutral = SamplingParams()
+    try:
+        return SamplingParams(
+            temperature=inputs.scalar("temperature", neutral.temperature),
+            # TensorRT-LLM samples greedily unless told otherwise: its default runtime_top_k is 1.
+            top_k=inputs.scalar("runtime_top_k", 1 if _greedy_by_default(inputs) else 0),
+            # TensorRT-LLM's clients send 0 for "not set".
+            top_p=inputs.scalar("runtime_top_p", neutral.top_p) or neutral.top_p,
+            min_p=inputs.scalar("min_p", neutral.min_p),
+            repetition_penalty=inputs.scalar("repetition_penalty", neutral.repetition_penalty),
+            presence_penalty=inputs.scalar("presence_penalty", neutral.presence_penalty),
+            frequency_penalty=inputs.scalar("frequency_penalty", neutral.frequency_penalty),
+            seed=inputs.scalar("seed"),
+            min_tokens=inputs.scalar("min_tokens", neutral.min_tokens),
+            log_probs=inputs.scalar("return_log_probs", False),
+        ).validate()
+    except InvalidArgument as exc:
+        raise InvalidArgument({"top_k": "runtime_top_k (top_k)", "top_p": "runtime_top_p (top_p)"}.get(exc.field, exc.field), exc.problem) from exc
+
+
+def _greedy_by_default(inputs: Inputs) -> bool:
+    return all(inputs.scalar(name) is None for name in ("temperature", "runtime_top_p", "min_p"))
+
+
+def _stops(inputs: Inputs, vocab_size: int) -> tuple[frozenset[int], tuple[tuple[int, ...], ...]]:
+    end_id = inputs.scalar("end_id", -1)
+    if not -1 <= end_id < vocab_size:
+        raise InvalidArgument("end_id", f"got {end_id}; allowed are 0 to {vocab_size - 1}, or -1 for none")
+    words = decode_word_list("stop_words_list", inputs.array("stop_words_list"))
+    for word in words:
+        for token in word:
+            if not 0 <= token < vocab_size:
+                raise InvalidArgument("stop_words_list", f"holds the id {token}; allowed are 0 to {vocab_size - 1}")
+    singles = {word[0] for word in words if len(word) == 1}
+    return frozenset(singles | ({end_id} - {-1})), tuple(dict.fromkeys(word for word in words if len(word) > 1))

@@ -1,0 +1,169 @@
+"""The engine process: OpenVINO GenAI's continuous-batching pipeline and its step loop, nothing else.
+
+``step()`` holds the interpreter lock, so the loop shares an interpreter with nobody: the Triton-side model sends
+commands and receives one message per step with every sequence's new tokens (python_backends/cpu_engine/link.py
+starts this module and speaks with it). The process ends when its connection does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import openvino as ov
+import openvino_genai as genai
+
+from contract.generation import SamplingParams
+from contract import manifest as manifests
+from python_backends.cpu_engine.messages import Add, End, Failed, Ready, SequenceOutput, StepReport
+from python_backends.cpu_engine.pipeline import open_pipeline
+from python_backends.stream_state import StreamEvent
+
+
+class StepLoop:
+    """Owns the pipeline and its live handles. ``run`` returns when the connection is closed."""
+
+    def __init__(self, pipeline: genai.ContinuousBatchingPipeline, connection: Connection) -> None:
+        self._pipeline = pipeline
+        self._connection = connection
+        self._handles: dict[int, genai.GenerationHandle] = {}
+        self._without_token: dict[int, int] = {}  # id -> prompt tokens
+        self._ended: list[SequenceOutput] = []
+
+    def run(self) -> None:
+        while True:
+            # Block only when there is nothing to step: an idle engine costs nothing.
+            while self._connection.poll(0 if self._handles else None):
+                self._obey(self._connection.recv())
+            start_ns = time.monotonic_ns()
+            self._pipeline.step()
+            self._connection.send(self._report(start_ns))
+
+    def _obey(self, command: Add | End) -> None:
+        if isinstance(command, Add):
+            self._add(command)
+        else:
+            self._end(command.id)
+
+    def _add(self, command: Add) -> None:
+        config = generation_config(command.max_tokens, command.sampling, command.stop_ids)
+        try:
+            handle = self._pipeline.add_request(command.id, ov.Tensor(command.input_ids[None]), config)
+        except RuntimeError as exc:
+            rejected = SequenceOutput(command.id, [], [], StreamEvent.ERROR, rejected=_last_line(exc))
+            self._connection.send(StepReport(0, 0, [rejected]))
+            return
+        self._handles[command.id] = handle
+        self._without_token[command.id] = command.input_ids.size
+
+    def _end(self, id: int) -> None:
+        handle = self._handles.pop(id, None)
+        self._without_token.pop(id, None)
+        if handle is not None:
+            handle.cancel()
+            self._ended.append(SequenceOutput(id, [], [], StreamEvent.CANCELLED))
+            if not self._handles:
+                # A cancelled sequence's blocks are freed by the step after it; nobody else would make that step.
+                self._pipeline.step()
+                self._connection.send(self._report(time.monotonic_ns()))
+
+    def _report(self, start_ns: int) -> StepReport:
+        outputs = self._take_ended()
+        for id, handle in list(self._handles.items()):
+            output = self._read(id, handle)
+            if output is not None:
+                outputs.append(output)
+        metrics = self._pipeline.get_metrics()
+        return StepReport(
+            start_ns,
+            time.monotonic_ns(),
+            outputs,
+            metrics.scheduled_requests,
+            len(self._without_token),
+            sum(self._without_token.values()),
+            metrics.cache_usage / 100,
+        )
+
+    def _take_ended(self) -> list[SequenceOutput]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _read(self, id: int, handle: genai.GenerationHandle) -> SequenceOutput | None:
+        token_ids: list[int] = []
+        log_probs: list[float] = []
+        finish = genai.GenerationFinishReason.NONE
+        # read() on an empty queue would block for ever, with the interpreter lock held.
+        while handle.can_read():
+            for output in handle.read().values():
+                token_ids += output.generated_ids
+                log_probs += output.generated_log_probs
+                finish = output.finish_reason
+        event = StreamEvent.RUNNING
+        status = handle.get_status()
+        if status == genai.GenerationStatus.IGNORED:
+            event = StreamEvent.ERROR
+        elif status != genai.GenerationStatus.RUNNING:
+            event = StreamEvent.LENGTH if finish == genai.GenerationFinishReason.LENGTH else StreamEvent.STOP
+        if token_ids:
+            self._without_token.pop(id, None)
+        if event.last:
+            del self._handles[id]
+            self._without_token.pop(id, None)
+        elif not token_ids:
+            return None
+        rejected = "the KV cache ran out of blocks" if event is StreamEvent.ERROR else ""
+        return SequenceOutput(id, token_ids, log_probs, event, rejected)
+
+
+def generation_config(max_tokens: int, sampling: SamplingParams, stop_ids: frozenset[int]) -> genai.GenerationConfig:
+    """OpenVINO GenAI's form of the sampling parameters. Without stop ids only the length ends a sequence; the end
+    tokens of generation_config.json are not merged in by the pipeline, so ``stop_ids`` is the whole truth."""
+    config = genai.GenerationConfig()
+    config.max_new_tokens = max_tokens
+    config.stop_token_ids = set(stop_ids)
+    config.min_new_tokens = min(sampling.min_tokens, max_tokens) if stop_ids else 0
+    config.repetition_penalty = sampling.repetition_penalty
+    config.presence_penalty = sampling.presence_penalty
+    config.frequency_penalty = sampling.frequency_penalty
+    config.logprobs = int(sampling.log_probs)
+    config.do_sample = not sampling.greedy
+    if config.do_sample:
+        config.temperature = sampling.temperature
+        config.top_p = sampling.top_p
+        config.min_p = sampling.min_p
+        if sampling.top_k:
+            config.top_k = sampling.top_k
+        config.rng_seed = fold_seed(sampling.seed) if sampling.seed is not None else int.from_bytes(os.urandom(4), "little")
+    return config
+
+
+def fold_seed(seed: int) -> int:
+    """A uint64 seed in the 32 bits that GenAI heeds, so that seeds that differ only in the high half still differ."""
+    return (seed ^ (seed >> 32)) & 0xFFFFFFFF
+
+
+def _last_line(exc: Exception) -> str:
+    """What a GenAI error says, without the source paths of its build."""
+    return str(exc).strip().splitlines()[-1]
+
+
+def main() -> None:
+    descriptor, engine_dir = int(sys.argv[1]), Path(sys.argv[2])
+    connection = Connection(descriptor)
+    manifest = manifests.load(engine_dir)
+    pipeline = open_pipeline(engine_dir, manifest)
+    connection.send(Ready())
+    try:
+        StepLoop(pipeline, connection).run()
+    except EOFError:
+        return  # the model that started us has gone
+    except Exception as exc:
+        connection.send(Failed(_last_line(exc)))
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The Triton model ``detokenizer``: one instance, in order, never an error once a stream runs.
+
+It is also where a client's going is noticed: Triton marks only a step's *next* request as cancelled, which is the
+one this model gets, so it looks and sends word to the engine (python_backends/control.py).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+
+from python_backends.control import ControlMessage, ControlSender, Verb
+from python_backends.detokenizer.decoding import Decoding
+from python_backends.detokenizer.streams import EngineChunk, Piece, Streams, failed_piece
+from python_backends.metrics import PHASES, PHASES_HELP, TTFT_BUCKETS, Metrics
+from python_backends.settings import Settings
+from python_backends.stream_state import StreamEvent, StreamState
+from python_backends.triton_io import FINAL, Inputs, log_error, metric_family, response, row, texts
+
+# Asking Triton whether a request was cancelled is a call to the server process (11-22 µs), so each stream is asked
+# about at most this often; with the engine's probes of silent streams that bounds the time to notice.
+_CANCEL_CHECK_NS = 40_000_000
+_METRICS_PERIOD_NS = 100_000_000
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict) -> None:
+        settings = Settings.from_env()
+        self._control = ControlSender(settings.control_socket)
+        self._streams = Streams(
+            Decoding.from_tokenizer(settings.engine_dir / "tokenizer.json"),
+            lambda epoch, key: self._control.send(ControlMessage(Verb.STOP, epoch, key)),
+        )
+        self._checked_ns: dict[int, int] = {}
+        self._metrics = Metrics(metric_family)
+        self._flushed_ns = 0
+        self._detokenize_phase = self._metrics.histogram(
+            PHASES, PHASES_HELP, TTFT_BUCKETS, model="detokenizer", phase="detokenize"
+        )
+
+    def execute(self, requests: list) -> None:
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                state, piece = self._piece(request)
+                if piece is None:
+                    sender.send(flags=FINAL)
+                else:
+                    sender.send(response(_outputs(state, piece)), flags=FINAL)
+            except Exception as exc:  # the outer edge: an error here would leak the whole ensemble request
+                log_error(f"detokenizer: {exc!r}")
+                sender.send(response(_outputs(None, failed_piece(exc))), flags=FINAL)
+
+    def _piece(self, request) -> tuple[StreamState, Piece | None]:
+        inputs = Inputs(request)
+        state = StreamState.from_array(inputs.array("stream_state"))
+        self._relay_cancel(request, state)
+        if state.event is StreamEvent.PROBE:
+            return state, None
+        log_probs = inputs.array("output_log_probs")
+        note = json.loads(inputs.text("stream_note", "{}"))
+        chunk = EngineChunk(
+            state,
+            inputs.array("output_ids").reshape(-1).tolist(),
+            [] if log_probs is None else log_probs.reshape(-1).tolist(),
+            note.get("options", ""),
+            note.get("error", ""),
+        )
+        try:
+            piece = self._streams.feed(chunk)
+        except Exception as exc:
+            log_error(f"detokenizer: stream {state.key}: {exc!r}")
+            self._streams.drop(state)
+            self._control.send(ControlMessage(Verb.CANCEL, state.epoch, state.key))
+            piece = failed_piece(exc)
+        self._observe(state, bool(note.get("options")))
+        return state, piece
+
+    def _relay_cancel(self, request, state: StreamState) -> None:
+        now_ns = time.monotonic_ns()
+        if state.event.last:
+            self._checked_ns.pop(state.key, None)
+        elif now_ns - self._checked_ns.get(state.key, 0) >= _CANCEL_CHECK_NS or state.event is StreamEvent.PROBE:
+            self._checked_ns[state.key] = now_ns
+            if request.is_cancelled():
+                self._control.send(ControlMessage(Verb.CANCEL, state.epoch, state.key))
+
+    def _observe(self, state: StreamState, first: bool) -> None:
+        now_ns = time.monotonic_ns()
+        if first:
+            self._detokenize_phase((now_ns - state.sent_ns) / 1e9)
+        if now_ns - self._flushed_ns >= _METRICS_PERIOD_NS:
+            self._flushed_ns = now_ns
+            self._metrics.flush()
+
+
+def _outputs(state: StreamState | None, piece: Piece) -> dict[str, np.ndarray]:
+    outputs = {"text_output": texts(piece.text), "output_ids": row(piece.token_ids)}
+    if piece.log_probs:
+        outputs["output_log_probs"] = np.array([[piece.log_probs]], dtype=np.float32)
+        outputs["cum_log_probs"] = row([piece.cum_log_prob], np.float32)
+    if piece.finish_reason is None:
+        return outputs
+    outputs["finish_reason"] = texts(piece.finish_reason.value)
+    outputs["num_output_tokens"] = row([piece.num_output_tokens])
+    if piece.stop_reason:
+        outputs["stop_reason"] = texts(piece.stop_reason)
+    if piece.error:
+        outputs["error_message"] = texts(piece.error)
+    if state is not None:
+        outputs["num_input_tokens"] = row([state.num_input_tokens])
+        outputs["num_cached_tokens"] = row([state.num_cached_tokens])
+        if piece.timings:
+            outputs["arrival_time_ns"] = row([state.arrival_ns], np.int64)
+            outputs["first_scheduled_time_ns"] = row([state.first_scheduled_ns], np.int64)
+            outputs["first_token_time_ns"] = row([state.first_token_ns], np.int64)
+            outputs["last_token_time_ns"] = row([state.last_token_ns], np.int64)
+    return outputs

@@ -1,0 +1,68 @@
+"""Metric families on the server's own page, made once and updated from one thread.
+
+Every update through Triton's Python API is a call to the server process (~10 µs), so hot paths only append to a
+queue and ``flush`` does the calling a few times a second.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+# OpenTelemetry's bucket advice for gen_ai.server.* (seconds).
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+
+PHASES = "trident_time_to_first_token_phase_seconds"
+PHASES_HELP = "Time to first token by phase: tokenize, queue, prefill, first_decode, detokenize."
+
+_MAX_PENDING = 20_000  # observations kept between two flushes; beyond that the oldest are dropped
+
+
+class Metrics:
+    """``family`` makes a Triton metric family: (name, description, kind) -> object with Metric(labels=, buckets=)."""
+
+    def __init__(self, family: Callable[[str, str, str], object]) -> None:
+        self._make_family = family
+        self._families: dict[str, object] = {}
+        self._metrics: dict[tuple, object] = {}
+        self._gauges: dict[tuple, float] = {}
+        self._pending: deque[tuple[str, object, float]] = deque(maxlen=_MAX_PENDING)
+
+    def counter(self, name: str, description: str, **labels: str) -> Callable[[float], None]:
+        """A function that adds to the counter."""
+        metric = self._metric(name, description, "counter", labels)
+        return lambda value=1.0: self._pending.append(("increment", metric, value))
+
+    def histogram(self, name: str, description: str, buckets: Sequence[float], **labels: str) -> Callable[[float], None]:
+        """A function that observes a value."""
+        metric = self._metric(name, description, "histogram", labels, buckets)
+        return lambda value: self._pending.append(("observe", metric, value))
+
+    def gauge(self, name: str, description: str, **labels: str) -> Callable[[float], None]:
+        """A function that sets the gauge; setting what is already shown costs nothing."""
+        key = (name, *sorted(labels.items()))
+        metric = self._metric(name, description, "gauge", labels)
+
+        def set_value(value: float) -> None:
+            if self._gauges.get(key) != value:
+                self._gauges[key] = value
+                self._pending.append(("set", metric, value))
+
+        return set_value
+
+    def flush(self) -> None:
+        """Sends everything pending to the server. One thread only."""
+        for _ in range(len(self._pending)):
+            action, metric, value = self._pending.popleft()
+            getattr(metric, action)(value)
+
+    def _metric(self, name: str, description: str, kind: str, labels: dict, buckets: Sequence[float] | None = None):
+        key = (name, *sorted(labels.items()))
+        if key not in self._metrics:
+            if name not in self._families:
+                self._families[name] = self._make_family(name, description, kind)
+            extra = {"buckets": [float(bucket) for bucket in buckets]} if buckets else {}
+            self._metrics[key] = self._families[name].Metric(labels=labels, **extra)
+        return self._metrics[key]

@@ -1,0 +1,45 @@
+"""How the Python backends run: environment variables with the prefix TRIDENT_, read here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from contract.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Settings:
+    """engine_dir: the engine folder being served. control_socket: name of the abstract unix datagram socket
+    on which the engine hears of streams to end. max_waiting: requests that may wait for a slot.
+    sender_threads: threads that hand responses to Triton. max_coalesce_s: upper bound of the coalescing window.
+    max_prompt_bytes: longest text_input or messages accepted."""
+
+    engine_dir: Path
+    control_socket: str
+    max_waiting: int = 1024
+    sender_threads: int = 4
+    max_coalesce_s: float = 0.05
+    max_prompt_bytes: int = 4 * 1024 * 1024
+
+    @classmethod
+    def from_env(cls) -> Settings:
+        engine_dir = os.environ.get("TRIDENT_ENGINE_DIR")
+        if not engine_dir:
+            raise InvalidArgument("TRIDENT_ENGINE_DIR", "is not set; it names the engine folder, e.g. engines/demo")
+        return cls(
+            engine_dir=Path(engine_dir),
+            control_socket=os.environ.get("TRIDENT_CONTROL_SOCKET", "trident-engine"),
+            max_waiting=_positive("TRIDENT_MAX_WAITING", 1024),
+            sender_threads=_positive("TRIDENT_SENDER_THREADS", 4),
+            max_coalesce_s=_positive("TRIDENT_MAX_COALESCE_MS", 50) / 1e3,
+            max_prompt_bytes=_positive("TRIDENT_MAX_PROMPT_BYTES", 4 * 1024 * 1024),
+        )
+
+
+def _positive(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or int(text) == 0:
+        raise InvalidArgument(name, f"got {text!r}; allowed is a whole number from 1")
+    return int(text)

@@ -1,0 +1,126 @@
+"""The Triton model ``tokenizer``: a batch of requests in, each one's engine tensors (or its error) out."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from contract.errors import BY_NAME, EngineFailed, InvalidArgument, TridentError
+from contract import manifest as manifests
+from python_backends.limits import EngineLimits, check_fits
+from python_backends.metrics import Metrics
+from python_backends.settings import Settings
+from python_backends.tokenizer.chat_template import ChatTemplate
+from python_backends.tokenizer.encoding import Encoding
+from python_backends.tokenizer.request import DEFAULT_MAX_TOKENS, PromptRequest, parse
+from python_backends.triton_io import Inputs, error_response, metric_family, parameters, response, row, texts
+from python_backends.word_list import encode_word_list
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict) -> None:
+        settings = Settings.from_env()
+        manifest = manifests.load(settings.engine_dir)
+        self._limits = EngineLimits.from_manifest(manifest)
+        self._eos_token_ids = tuple(manifest.eos_token_ids)
+        self._on_cpu = manifest.kind == "cpu"
+        self._encoding = Encoding(settings.engine_dir / "tokenizer.json", self._limits.max_seq_len)
+        self._chat_template = ChatTemplate(settings.engine_dir)
+        self._metrics = Metrics(metric_family)
+        self._refused = {
+            name: self._metrics.counter(
+                "trident_errors_total", "Requests refused or failed, by error", model="tokenizer", error_type=name
+            )
+            for name in BY_NAME
+        }
+
+    def execute(self, requests: list) -> list:
+        arrival_ns = time.monotonic_ns()
+        parsed = [self._parse(request) for request in requests]
+        ids = iter(self._encode([item for item in parsed if isinstance(item, tuple)]))
+        responses = []
+        for item in parsed:
+            try:
+                if isinstance(item, TridentError):
+                    raise item
+                responses.append(response(self._outputs(item[0], next(ids), arrival_ns)))
+            except TridentError as exc:
+                self._refused[type(exc).__name__](1)
+                responses.append(error_response(exc))
+        self._metrics.flush()
+        return responses
+
+    def _parse(self, request) -> tuple[PromptRequest, str, bool] | TridentError:
+        """The request, the text to encode and whether special tokens are still to be added, or why not."""
+        try:
+            prompt = parse(Inputs(request), parameters(request), self._limits)
+            self._refuse_unsupported(prompt)
+            if prompt.messages is not None:
+                # A chat template writes the special tokens itself.
+                text, add_special_tokens = self._chat_template.render(prompt.messages), False
+            else:
+                text, add_special_tokens = prompt.prompt, True
+            self._encoding.check_length("text_input", text)
+            return prompt, text, add_special_tokens
+        except TridentError as exc:
+            return exc
+        except Exception as exc:  # the outer edge: a fault of ours becomes a well-formed answer
+            return EngineFailed(f"the tokenizer could not read the request: {exc!r}")
+
+    def _encode(self, items: list[tuple[PromptRequest, str, bool]]) -> list[list[int]]:
+        """Ids of every item, in order; one call to the tokenizer per kind of prompt."""
+        ids: list[list[int]] = [[]] * len(items)
+        for add_special_tokens in (True, False):
+            chosen = [index for index, item in enumerate(items) if item[2] is add_special_tokens]
+            encoded = self._encoding.encode([items[index][1] for index in chosen], add_special_tokens)
+            for index, token_ids in zip(chosen, encoded, strict=True):
+                ids[index] = token_ids
+        return ids
+
+    def _refuse_unsupported(self, prompt: PromptRequest) -> None:
+        if self._on_cpu and prompt.bad_words:
+            raise InvalidArgument("bad_words", "the CPU engine cannot ban words; leave it out")
+        if self._on_cpu and prompt.bias_words:
+            raise InvalidArgument("embedding_bias_words", "the CPU engine cannot bias words; leave it out")
+
+    def _outputs(self, prompt: PromptRequest, ids: list[int], arrival_ns: int) -> dict[str, np.ndarray]:
+        if not ids:
+            raise InvalidArgument("text_input", "the prompt encodes to no tokens; send some text")
+        max_tokens = prompt.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, min(DEFAULT_MAX_TOKENS, self._limits.max_seq_len - len(ids)))
+        check_fits(len(ids), max_tokens, self._limits)
+        end_id, words = self._ends(prompt)
+        outputs = {
+            "input_ids": row(ids),
+            "input_lengths": row([len(ids)]),
+            "request_output_len": row([max_tokens]),
+            "end_id": row([end_id]),
+            "stop_words_list": encode_word_list(words),
+            "stream_options": texts(prompt.options.to_json()),
+        }
+        if prompt.bad_words:
+            outputs["bad_words_list"] = encode_word_list([self._encoding.encode_word(word) for word in prompt.bad_words])
+        if prompt.bias_words:
+            outputs["embedding_bias"] = self._bias(prompt)
+        if prompt.seed is not None:
+            outputs["seed"] = row([prompt.seed], np.uint64)
+        if prompt.min_tokens is not None:
+            outputs["min_tokens"] = row([prompt.min_tokens])
+        outputs["tokenizer_time_ns"] = row([arrival_ns, time.monotonic_ns()], np.int64)
+        return outputs
+
+    def _ends(self, prompt: PromptRequest) -> tuple[int, list[tuple[int, ...]]]:
+        """The one end id an engine takes, and every other id that ends the output as a stop word of one id."""
+        if prompt.end_id is None:
+            end_ids = self._eos_token_ids
+        else:
+            end_ids = () if prompt.end_id == -1 else (prompt.end_id,)
+        return (end_ids[0] if end_ids else -1), [(token,) for token in (*end_ids[1:], *prompt.stop_token_ids)]
+
+    def _bias(self, prompt: PromptRequest) -> np.ndarray:
+        bias = np.zeros((1, self._limits.vocab_size), dtype=np.float32)
+        for word, weight in zip(prompt.bias_words, prompt.bias_weights, strict=True):
+            bias[0, list(self._encoding.encode_word(word))] += weight
+        return bias

@@ -1,0 +1,137 @@
+"""The ensemble's door: what a client sent, checked and named, before any of it is encoded."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from contract.errors import InvalidArgument
+from contract.tensors import ENSEMBLE_INPUTS
+from python_backends.limits import EngineLimits
+from python_backends.stream_options import StreamOptions
+from python_backends.triton_io import Inputs
+
+DEFAULT_MAX_TOKENS = 128
+_MAX_STOPS = 100
+_MAX_STOP_CHARACTERS = 1000
+
+# A request parameter nobody reads is most often an input in the wrong place (generate_stream turns every JSON key
+# that is no input into one), so unknown ones are refused. Forwarded headers arrive as parameters too.
+_KNOWN_PARAMETERS = {"traceparent", "tracestate"}
+_KNOWN_PARAMETER_PREFIXES = ("x-", "triton_", "sequence_")
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """prompt: text to encode, or messages: JSON of a chat; exactly one is set. max_tokens: None takes the default.
+    stop_token_ids: ids that end the output beside the model's own. end_id: None for the model's own, -1 for none.
+    seed, min_tokens: None when not sent. bad_words, bias: what only some engines can honour."""
+
+    prompt: str | None
+    messages: str | None
+    max_tokens: int | None
+    stop_token_ids: tuple[int, ...]
+    end_id: int | None
+    seed: int | None
+    min_tokens: int | None
+    bad_words: tuple[str, ...]
+    bias_words: tuple[str, ...]
+    bias_weights: tuple[float, ...]
+    options: StreamOptions
+
+
+def parse(inputs: Inputs, parameters: dict, limits: EngineLimits) -> PromptRequest:
+    """Raises InvalidArgument that names the input and what is allowed."""
+    check_parameters(parameters)
+    prompt, messages = inputs.text("text_input"), inputs.text("messages")
+    if prompt is None and messages is None:
+        raise InvalidArgument("text_input", "is missing; send a prompt, or a chat in messages")
+    if prompt is not None and messages is not None:
+        raise InvalidArgument("messages", "was sent together with text_input; send one of them")
+    if prompt == "":
+        raise InvalidArgument("text_input", "is empty; send at least one character")
+    max_tokens = inputs.scalar("max_tokens")
+    if max_tokens is not None and not 1 <= max_tokens <= limits.max_seq_len:
+        raise InvalidArgument("max_tokens", f"got {max_tokens}; allowed are 1 to {limits.max_seq_len} with the prompt")
+    min_tokens = _alias(inputs, "min_tokens", "min_length")
+    if min_tokens is not None and not 0 <= min_tokens <= limits.max_seq_len:
+        raise InvalidArgument("min_tokens", f"got {min_tokens}; allowed are 0 to {limits.max_seq_len}")
+    bias_words, bias_weights = inputs.texts("embedding_bias_words"), inputs.integers("embedding_bias_weights")
+    if len(bias_words) != len(bias_weights):
+        raise InvalidArgument("embedding_bias_weights", f"has {len(bias_weights)} values for {len(bias_words)} words")
+    stop_token_ids = tuple(dict.fromkeys(_ids(inputs, "stop_token_ids", limits.vocab_size)))
+    return PromptRequest(
+        prompt=prompt,
+        messages=messages,
+        max_tokens=max_tokens,
+        stop_token_ids=stop_token_ids,
+        end_id=_end_id(inputs, limits.vocab_size),
+        seed=_alias(inputs, "seed", "random_seed"),
+        min_tokens=min_tokens,
+        bad_words=tuple(word for word in inputs.texts("bad_words") if word),
+        bias_words=tuple(bias_words),
+        bias_weights=tuple(bias_weights),
+        options=StreamOptions(
+            echo=not inputs.scalar("exclude_input_in_output", True),
+            stop=_stop_words(inputs),
+            include_stop=inputs.scalar("include_stop_in_output", False),
+            hidden_ids=stop_token_ids,
+            skip_special_tokens=inputs.scalar("skip_special_tokens", True),
+            min_tokens=min_tokens or 0,
+            timings=inputs.scalar("return_perf_metrics", False),
+        ),
+    )
+
+
+def check_parameters(parameters: dict) -> None:
+    for name in parameters:
+        lowered = name.lower()
+        if lowered in _KNOWN_PARAMETERS or lowered.startswith(_KNOWN_PARAMETER_PREFIXES):
+            continue
+        names = [tensor.name for tensor in ENSEMBLE_INPUTS]
+        if name in names:
+            raise InvalidArgument(name, "was sent as a request parameter; send it as an input tensor")
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f"; did you mean the input {near[0]}?" if near else "; see the inputs of the model ensemble"
+        raise InvalidArgument(name, f"is neither an input nor a known request parameter{hint}")
+
+
+def _alias(inputs: Inputs, name: str, older_name: str):
+    """The value under either name; InvalidArgument when both were sent and differ."""
+    value, older = inputs.scalar(name), inputs.scalar(older_name)
+    if value is not None and older is not None and value != older:
+        raise InvalidArgument(older_name, f"got {older}, but {name}, its other name, got {value}; send one of them")
+    return older if value is None else value
+
+
+def _end_id(inputs: Inputs, vocab_size: int) -> int | None:
+    if inputs.scalar("ignore_eos", False):
+        return -1
+    end_id = inputs.scalar("end_id")
+    if end_id is not None and not -1 <= end_id < vocab_size:
+        raise InvalidArgument("end_id", f"got {end_id}; allowed are 0 to {vocab_size - 1}, or -1 for none")
+    return end_id
+
+
+def _ids(inputs: Inputs, name: str, vocab_size: int) -> list[int]:
+    ids = inputs.integers(name)
+    if len(ids) > _MAX_STOPS:
+        raise InvalidArgument(name, f"holds {len(ids)} ids; allowed are at most {_MAX_STOPS}")
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidArgument(name, f"holds the id {token}; allowed are 0 to {vocab_size - 1}")
+    return ids
+
+
+def _stop_words(inputs: Inputs) -> tuple[str, ...]:
+    array = inputs.array("stop_words")
+    if array is not None and array.size > _MAX_STOPS:
+        raise InvalidArgument("stop_words", f"holds {array.size} strings; allowed are at most {_MAX_STOPS}")
+    # The usual clients send an empty string for "none".
+    words = tuple(dict.fromkeys(word for word in inputs.texts("stop_words") if word))
+    for word in words:
+        if len(word) > _MAX_STOP_CHARACTERS:
+            raise InvalidArgument(
+                "stop_words", f"holds a string of {len(word)} characters; allowed are {_MAX_STOP_CHARACTERS}"
+            )
+    return words

@@ -1,0 +1,32 @@
+"""TensorRT-LLM's word lists: INT32[1, 2, L], row 0 the ids of all words, row 1 where each word ends, then -1."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from contract.errors import InvalidArgument
+
+
+def decode_word_list(name: str, array: np.ndarray | None) -> list[tuple[int, ...]]:
+    """The words of a TensorRT-LLM word list INT32[1, 2, L]: row 0 all ids, row 1 inclusive end offsets, then -1."""
+    if array is None or array.size == 0:
+        return []
+    ids, offsets = array.reshape(2, -1).tolist()
+    words, start = [], 0
+    for index, end in enumerate(offsets):
+        if end == -1:
+            if any(later != -1 for later in offsets[index:]):
+                raise InvalidArgument(name, f"row 1 holds an offset after -1 at position {index}; -1 only pads the end")
+            break
+        if not start < end <= len(ids):
+            raise InvalidArgument(name, f"row 1 holds the offset {end}; allowed here are {start + 1} to {len(ids)}")
+        words.append(tuple(ids[start:end]))
+        start = end
+    return words
+
+
+def encode_word_list(words: list[tuple[int, ...]]) -> np.ndarray:
+    """INT32[1, 2, L], the inverse of decode_word_list; L is 0 without words."""
+    ids = [token for word in words for token in word]
+    offsets = np.cumsum([len(word) for word in words], dtype=np.int32).tolist()
+    return np.array([[ids, offsets + [-1] * (len(ids) - len(offsets))]], dtype=np.int32).reshape(1, 2, len(ids))
