@@ -13,7 +13,32 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "build" / "recipes"
 OPTION_TABLES = ROOT / "build" / "trtllm"
 ENGINES = ROOT / "engines"
+FETCHED = ROOT / ".cache" / "models"
 MODEL_REPOSITORY = ROOT / "model_repository"
 
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
+
+
+def fetched_model(hub_id: str) -> Path:
+    """Where the files of a hub model are put."""
+    return FETCHED / hub_id.replace("/", "--")
+
+
+def checkpoint(engine: str) -> Path:
+    """The quantised or converted checkpoint: config.json and one ``rank{N}.safetensors`` per rank."""
+    return ENGINES / engine / "checkpoint"
+
+
+def compiled(engine: str) -> Path:
+    """The compiled engine: config.json and one ``rank{N}.engine`` per rank."""
+    return ENGINES / engine / "engine"
+
+
+def logs(engine: str) -> Path:
+    return ENGINES / engine / "logs"
+
+
+def relative(path: Path) -> Path:
+    """``path`` from the repository root, or itself where it lies elsewhere."""
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path

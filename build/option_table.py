@@ -34,9 +34,11 @@ class Option:
     def problem(self, value: object) -> str | None:
         """Why the program would reject ``value``, or None if it would not."""
         if self.type == "flag":
-            return None if isinstance(value, bool) else f"got {value!r}; {self.flag} is a switch: allowed is true or false"
+            return (
+                None if isinstance(value, bool) else f"got {value!r}; {self.flag} is a switch: allowed is true or false"
+            )
         if isinstance(value, bool):
-            hint = f'one of {", ".join(self.choices)}' if self.choices else f"a value of type {self.type}"
+            hint = f"one of {', '.join(self.choices)}" if self.choices else f"a value of type {self.type}"
             return f"got {value!r}; {self.flag} takes a value, a bare flag is an argument error: allowed is {hint}"
         if self.many:
             values = value if isinstance(value, (list, tuple)) else ()
@@ -51,7 +53,8 @@ class Option:
             return f"got {value!r}; allowed is a value of type {self.type}"
         text = str(value).lower() if self.type == "enum" else str(value)
         if self.choices and text not in self.choices:
-            return f"got {value!r}; allowed is one of {', '.join(self.choices)}; nearest is {nearest(text, self.choices)!r}"
+            near = nearest(text, self.choices)
+            return f"got {value!r}; allowed is one of {', '.join(self.choices)}; nearest is {near!r}"
         return None
 
 

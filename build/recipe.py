@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+import hardware
 import layout  # noqa: F401  makes `contract` importable when a script is run by path
 from option_table import nearest
 from option_table import read as read_option_table
@@ -130,8 +131,9 @@ class Recipe:
 
     cpu: kv_cache_tokens is the size of the KV pool. On a GPU it is an upper bound of the pool, None for
     kv_cache_fraction of the memory left after load alone.
-    trtllm, llmapi: gpu names a card of ``hardware.py``, sm is its compute capability times ten (90 for 9.0); tp and
-    pp are tensor- and pipeline-parallel ranks; image is the container that builds and serves.
+    trtllm, llmapi: gpu names a card of ``hardware.py`` and sm its compute capability times ten (90 for 9.0); a recipe
+    gives either, ``load`` fills in the other (the reference card of an sm); tp and pp are tensor- and
+    pipeline-parallel ranks; image is the container that builds and serves.
     trtllm: build, quantize and convert are options passed on to the programs of those names, checked against their
     option tables; they win over what the plan would choose.
     """
@@ -235,8 +237,8 @@ KEYS: dict[str, _Key] = {
     "group_size": _Key(_one_of(32, 64, 128, 256)),
     "kv_cache_tokens": _Key(_integer(32, 2**31 - 1), required_for=(CPU,)),
     "kv_cache_fraction": _Key(_number(0.01, 1.0), GPU_KINDS),
-    "gpu": _Key(_text, GPU_KINDS),
-    "sm": _Key(_integer(70, 130), GPU_KINDS),
+    "gpu": _Key(hardware.problem, GPU_KINDS),
+    "sm": _Key(_one_of(*hardware.SMS), GPU_KINDS),
     "tp": _Key(_one_of(1, 2, 4, 8, 16), GPU_KINDS),
     "pp": _Key(_one_of(1, 2, 4, 8, 16), GPU_KINDS),
     "max_beam_width": _Key(_integer(1, 64), (TRTLLM,)),
@@ -273,6 +275,38 @@ _SPECULATIVE: dict[str, Check] = {
     "num_medusa_heads": _integer(1, 16),
     "choices": _text,
 }
+# Options the recipe has its own keys for: one value, one home.
+_OWN_KEY = {
+    "build": {
+        "max_batch_size": "max_batch_size",
+        "max_num_tokens": "max_num_tokens",
+        "max_seq_len": "max_seq_len",
+        "max_decoder_seq_len": "max_seq_len",
+        "max_beam_width": "max_beam_width",
+        "speculative_decoding_mode": "speculative_decoding.mode",
+        "max_draft_len": "speculative_decoding.max_draft_len",
+    },
+    "quantize": {
+        "qformat": "precision",
+        "kv_cache_dtype": "kv_cache_precision",
+        "tp_size": "tp",
+        "pp_size": "pp",
+        "calib_dataset": "calibration.dataset",
+        "calib_size": "calibration.size",
+        "batch_size": "calibration.batch_size",
+        "calib_max_seq_length": "calibration.max_seq_length",
+        "awq_block_size": "group_size",
+    },
+    "convert": {
+        "tp_size": "tp",
+        "pp_size": "pp",
+        "calib_dataset": "calibration.dataset",
+        "calib_size": "calibration.size",
+        "calib_max_seq_length": "calibration.max_seq_length",
+        "group_size": "group_size",
+    },
+}
+_PATHS = ("checkpoint_dir", "model_dir", "output_dir")  # the plan's own
 _TABLES = {"calibration", "speculative_decoding", "quality", "build", "quantize", "convert", "environment"}
 
 
@@ -321,13 +355,17 @@ def parse(table: Mapping[str, object], path: Path | str) -> Recipe:
             _require(path, key, table[key], rule.check)
     _require(path, "precision", table["precision"], _one_of(*PRECISIONS[kind]))
     kv_default = KV_CACHE_PRECISIONS[kind][0]
-    _require(path, "kv_cache_precision", table.get("kv_cache_precision", kv_default), _one_of(*KV_CACHE_PRECISIONS[kind]))
+    _require(
+        path, "kv_cache_precision", table.get("kv_cache_precision", kv_default), _one_of(*KV_CACHE_PRECISIONS[kind])
+    )
     if table.get("name", path.stem) != path.stem:
         raise RecipeError(path, "name", f"got {table['name']!r}; a recipe is named by its file: {path.stem!r}")
     if kind in GPU_KINDS and "gpu" not in table and "sm" not in table:
         raise RecipeError(path, "gpu", "is missing; name the target card (gpu) or its compute capability (sm, e.g. 90)")
 
     values = {key: value for key, value in table.items() if key not in _TABLES}
+    if kind in GPU_KINDS:
+        values |= _card(path, table)
     values |= {"name": path.stem, "kv_cache_precision": table.get("kv_cache_precision", kv_default)}
     values.setdefault("max_seq_len", None)
     precision = str(table["precision"])
@@ -341,6 +379,15 @@ def parse(table: Mapping[str, object], path: Path | str) -> Recipe:
         convert=_options(path, "convert", table, ("convert_checkpoint_llama", "convert_checkpoint_qwen")),
         environment=_environment(path, table),
     )
+
+
+def _card(path: Path, table: Mapping) -> dict[str, object]:
+    if "gpu" not in table:
+        return {"gpu": hardware.reference(table["sm"]).name, "sm": table["sm"]}
+    card = hardware.find(table["gpu"])
+    if table.get("sm", card.sm) != card.sm:
+        raise RecipeError(path, "sm", f"got {table['sm']}; {card.name} is SM {card.sm}, so allowed is {card.sm}")
+    return {"gpu": card.name, "sm": card.sm}
 
 
 def _unknown(key: str, allowed: tuple[str, ...]) -> str:
@@ -394,7 +441,9 @@ def _speculative(path: Path, table: Mapping) -> SpeculativeDecoding | None:
             values["window_size"], values["ngram_size"], values["verification_set_size"]
         )
     elif "max_draft_len" not in values:
-        raise RecipeError(path, f"{name}.max_draft_len", f"is missing; mode {mode!r} must say how many tokens it drafts")
+        raise RecipeError(
+            path, f"{name}.max_draft_len", f"is missing; mode {mode!r} must say how many tokens it drafts"
+        )
     return SpeculativeDecoding(**values)
 
 
@@ -402,6 +451,16 @@ def _options(path: Path, name: str, table: Mapping, programs: tuple[str, ...]) -
     """Options passed on to a program; with several programs (one per model family) one of them must know the option."""
     values = dict(table.get(name, {}))
     for key, value in values.items():
+        if key in _PATHS:
+            raise RecipeError(path, f"{name}.{key}", "is chosen by the build; leave it out")
+        if key in _OWN_KEY[name]:
+            raise RecipeError(path, f"{name}.{key}", f"is set by the recipe's own key: {_OWN_KEY[name][key]}")
+        if key == "cp_size" and value != 1:
+            raise RecipeError(path, f"{name}.{key}", f"got {value!r}; allowed is 1: context parallelism is not offered")
+        if name == "build" and key in ("tp_size", "pp_size", "tp", "pp"):
+            raise RecipeError(
+                path, f"{name}.{key}", "trtllm-build has no such option (R33): set tp and pp on the recipe"
+            )
         problems = [read_option_table(program).problem(key, value) for program in programs]
         if all(problems):
             raise RecipeError(path, f"{name}.{key}", problems[0])

@@ -1,0 +1,154 @@
+"""Checks beyond the builder's rules: does the card have the format, does the model fit, do the limits make sense.
+
+H: hardware. M: memory. S: shapes and limits. U: keys of the recipe that would have no effect.
+"""
+
+from __future__ import annotations
+
+import commands
+import hardware
+import memory
+from case import Case, RuleBook, Severity
+from recipe import CPU, TRTLLM
+from rules import integer_weights_fail_on_sm_100
+
+REFUSE, WARN = Severity.REFUSE, Severity.WARN
+CHECKS = RuleBook()
+
+
+@CHECKS.rule("H1", REFUSE)
+def the_card_has_the_format(case: Case) -> str | None:
+    recipe = case.recipe
+    if recipe.kind == CPU or recipe.precision in hardware.SUPPORT[recipe.sm] or _r4_speaks(case):
+        return None
+    where = ", ".join(f"SM {sm}" for sm in hardware.supporting(recipe.precision))
+    card = f"SM {recipe.sm} ({hardware.GENERATIONS[recipe.sm]})"
+    return f"{recipe.precision} does not run on {card} by TensorRT-LLM's support matrix, only on {where}"
+
+
+@CHECKS.rule("H2", REFUSE)
+def the_card_has_the_kv_format(case: Case) -> str | None:
+    recipe = case.recipe
+    if recipe.kind == CPU or recipe.kv_cache_precision in hardware.KV_SUPPORT[recipe.sm] or _r4_speaks(case):
+        return None
+    return f"an {recipe.kv_cache_precision.upper()} KV cache does not run on SM {recipe.sm}"
+
+
+@CHECKS.rule("H3", REFUSE)
+def swiglu_plugin_is_for_hopper(case: Case) -> str | None:
+    if case.recipe.kind != TRTLLM or case.recipe.sm == 90 or 100 <= case.recipe.sm < 120:  # R5 speaks of SM 100
+        return None
+    if not case.on("gemm_swiglu_plugin"):
+        return None
+    return f"gemm_swiglu_plugin fp8 exists for Hopper (SM 90) only, not for SM {case.recipe.sm}"
+
+
+@CHECKS.rule("H4", WARN)
+def w4a8_is_not_listed_for_qwen3(case: Case) -> str | None:
+    if case.recipe.precision != "w4a8_awq" or case.shape.architecture.name != "Qwen3ForCausalLM":
+        return None
+    return "W4A8-AWQ is not listed for Qwen3 in TensorRT-LLM's support matrix"
+
+
+@CHECKS.rule("M1", REFUSE)
+def one_sequence_must_fit(case: Case) -> str | None:
+    recipe, arch = case.recipe, case.shape.architecture
+    if recipe.max_seq_len is None or not _divides(case):
+        return None
+    need, total = recipe.max_seq_len + commands.draft_len(recipe), memory.footprint(recipe, arch)
+    if total.sequences(need) >= 1:
+        return None
+    if recipe.kind == CPU:
+        return f"kv_cache_tokens {recipe.kv_cache_tokens} is less than one sequence of max_seq_len {recipe.max_seq_len}"
+    card, gib = hardware.find(recipe.gpu), memory.GIB
+    return (
+        f"{total.fixed_bytes / gib:.1f} GiB of weights, activations and buffers leave room for {total.pool_tokens} KV "
+        f"tokens on one {card.name} of {card.memory_gib:g} GiB, less than one sequence of {need}"
+    )
+
+
+@CHECKS.rule("S1", WARN)
+def sequences_must_not_outgrow_the_model(case: Case) -> str | None:
+    length = case.recipe.max_seq_len
+    if length is None or length <= case.shape.positions:
+        return None
+    made_for = f"the {case.shape.positions} tokens the model was made for"
+    return f"max_seq_len {length} is more than {made_for}: text beyond them is nonsense"
+
+
+@CHECKS.rule("S2", REFUSE)
+def ranks_must_divide_the_model(case: Case) -> str | None:
+    arch, recipe = case.shape.architecture, case.recipe
+    if _divides(case):
+        kv, shared = arch.num_kv_heads, recipe.tp > arch.num_kv_heads
+        if max(recipe.tp, kv) % min(recipe.tp, kv):
+            return f"tp {recipe.tp} and the model's {kv} KV heads: one must be a multiple of the other"
+        if shared and recipe.precision in ("int8_sq", "fp8_pc_pt"):
+            return f"{recipe.precision} cannot share {kv} KV heads among tp {recipe.tp} ranks: ModelOpt's export fails"
+        return None
+    if arch.num_heads % recipe.tp:
+        return f"tp {recipe.tp} does not divide the model's {arch.num_heads} attention heads"
+    if arch.hidden_size % recipe.tp:
+        return f"tp {recipe.tp} does not divide the model's hidden size {arch.hidden_size}"
+    if arch.intermediate_size % recipe.tp:
+        return f"tp {recipe.tp} does not divide the model's intermediate size {arch.intermediate_size}"
+    return f"pp {recipe.pp} is more than the model's {arch.num_layers} layers"
+
+
+@CHECKS.rule("S3", WARN)
+def long_prompts_need_chunked_context(case: Case) -> str | None:
+    recipe = case.recipe
+    if recipe.kind != TRTLLM or recipe.max_seq_len is None or commands.max_num_tokens(recipe) >= recipe.max_seq_len:
+        return None
+    if recipe.chunked_context and commands.paged_context_fmha(recipe):
+        return None
+    return (
+        f"without chunked context a prompt must fit one step, so prompts over max_num_tokens "
+        f"{commands.max_num_tokens(recipe)} are refused although max_seq_len is {recipe.max_seq_len}"
+    )
+
+
+@CHECKS.rule("S4", REFUSE)
+def lookahead_has_limits(case: Case) -> str | None:
+    spec = case.recipe.speculative_decoding
+    if spec is None or spec.mode != "lookahead_decoding":
+        return None
+    if case.recipe.max_beam_width > 1:
+        return f"lookahead decoding needs max_beam_width 1, not {case.recipe.max_beam_width}"
+    if spec.ngram_size == 1:
+        return "lookahead decoding with ngram_size 1 drafts nothing"
+    return None
+
+
+@CHECKS.rule("U1", REFUSE)
+def tables_must_have_an_effect(case: Case) -> str | None:
+    if case.recipe.kind != TRTLLM:
+        return None
+    unused, program = ("convert", "quantize.py") if case.quantizes else ("quantize", "convert_checkpoint.py")
+    if not getattr(case.recipe, unused):
+        return None
+    return f"[{unused}] has no effect: {case.recipe.precision} checkpoints of this model are made by {program}"
+
+
+@CHECKS.rule("U2", WARN)
+def draft_heads_are_made_elsewhere(case: Case) -> str | None:
+    spec = case.recipe.speculative_decoding
+    if spec is None or spec.mode not in ("medusa", "eagle", "explicit_draft_tokens"):
+        return None
+    if spec.mode == "medusa" and case.recipe.kind == TRTLLM and case.quantizes:
+        return None
+    return (
+        f"the draft heads of {spec.mode} are written by the converter of the image's {spec.mode} example, not by the "
+        "command below: put its checkpoint in place and go on from compile"
+    )
+
+
+def _r4_speaks(case: Case) -> bool:
+    """One refusal for one fault: the builder's own rule goes before the support matrix."""
+    return case.recipe.kind == TRTLLM and integer_weights_fail_on_sm_100(case) is not None
+
+
+def _divides(case: Case) -> bool:
+    arch, recipe = case.shape.architecture, case.recipe
+    sizes = (arch.num_heads, arch.hidden_size, arch.intermediate_size)
+    return all(size % recipe.tp == 0 for size in sizes) and recipe.pp <= arch.num_layers

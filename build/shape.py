@@ -1,0 +1,109 @@
+"""Where a model's shape is found before its weights are: a local config.json, else a table of published ones.
+
+The table (``build/trtllm/model_shapes.json``) holds the keys of the published config.json files that decide shapes;
+``tests/build/test_shape.py`` holds it to the published parameter counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import architecture
+import layout
+from option_table import nearest
+
+from contract.errors import InvalidArgument
+
+TABLE = layout.OPTION_TABLES / "model_shapes.json"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+class UnknownShape(InvalidArgument):
+    """The shape of a recipe's model cannot be told; the message says what to do about it."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's architecture. source: where it was read. source_dtype: the checkpoint's own, None if it is not said.
+
+    positions: the longest sequence the model was made for, with its rope scaling.
+    """
+
+    model: str
+    architecture: architecture.Architecture
+    source: str
+    source_dtype: str | None
+    positions: int
+
+    @property
+    def family(self) -> str:
+        """``llama`` or ``qwen``: which convert_checkpoint.py reads it."""
+        return "qwen" if self.architecture.name.startswith("Qwen") else "llama"
+
+
+def is_hub_id(model: str) -> bool:
+    """True for ``org/name``, unless a folder of that name is here."""
+    return HUB_ID.fullmatch(model) is not None and local_folder(model) is None
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder ``model`` names, absolute or from the repository root; None if there is none."""
+    folder = (layout.ROOT / Path(model).expanduser()).resolve()
+    return folder if folder.is_dir() else None
+
+
+def find(model: str) -> Shape:
+    """The shape of a hub id or a local folder; UnknownShape or UnsupportedModel's sentence when it cannot be told."""
+    folder = local_folder(model)
+    if folder is None and HUB_ID.fullmatch(model):
+        folder = layout.fetched_model(model)
+    if folder is not None and (folder / "config.json").is_file():
+        return _read(model, folder / "config.json")
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    by_small_name = {name.lower(): name for name in table}
+    if model.lower() in by_small_name:
+        name = by_small_name[model.lower()]
+        return from_config(model, table[name], f"published config.json of {name}")
+    if not HUB_ID.fullmatch(model):
+        raise UnknownShape(
+            "model", f"{model!r} has no config.json (looked in {layout.ROOT / model}); make or fetch it first"
+        )
+    wanted = layout.relative(layout.fetched_model(model))
+    raise UnknownShape(
+        "model",
+        f"the shape of {model!r} is not known here: run `hf download {model} config.json --local-dir {wanted}`, "
+        f"or use a model that is known, e.g. {nearest(model, tuple(table))!r}",
+    )
+
+
+def _read(model: str, path: Path) -> Shape:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise UnknownShape("model", f"{path} is not a readable JSON file: {exc}") from exc
+    if not isinstance(config, dict):
+        raise UnknownShape("model", f"{path} holds {type(config).__name__}, not an object")
+    return from_config(model, config, str(layout.relative(path)))
+
+
+def from_config(model: str, config: dict, source: str) -> Shape:
+    """The shape a config.json describes; UnknownShape says why where it is not one we can build."""
+    try:
+        arch = architecture.from_config(config)
+    except architecture.UnsupportedModel as exc:
+        raise UnknownShape("model", f"{model!r} cannot be planned: {exc}") from exc
+    dtype = config.get("torch_dtype") or config.get("dtype")
+    return Shape(model, arch, source, str(dtype) if dtype else None, _positions(arch))
+
+
+def _positions(arch: architecture.Architecture) -> int:
+    factor = float(arch.rope.scaling.get("factor") or 1.0)
+    if arch.rope.kind == "yarn":  # the factor counts from the pre-training length, which may be the written one
+        original = float(arch.rope.scaling.get("original_max_position_embeddings") or arch.max_positions)
+        return max(arch.max_positions, int(original * factor))
+    if arch.rope.kind == "linear":
+        return int(arch.max_positions * factor)
+    return arch.max_positions  # llama3 writes the stretched length

@@ -1,0 +1,186 @@
+"""All rules over one recipe, each refusal and warning with the nearest recipe that does not earn it.
+
+"Nearest" is the cheapest change that leaves nothing refused and, where one exists, warns of nothing new. ``_edits``
+says what a change may be and what it costs: an option or a limit is cheap, another weight format dearer, giving up
+speculative decoding or the card dearest.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import commands
+import hardware
+import layout
+import memory
+from case import Case, Finding, Severity
+from fitness import CHECKS
+from recipe import CPU, KV_CACHE_PRECISIONS, PRECISIONS, TRTLLM, Recipe, RecipeError, load
+from rules import EAGLE_DRAFT, RULES
+
+MAX_CANDIDATES = 3000
+OPTION, LIMIT, FORMAT, RANKS, FEATURE, CARD = 1, 1, 2, 3, 4, 6  # costs
+
+
+def judge(case: Case) -> tuple[Finding, ...]:
+    """Every finding, refusals first, then warnings, then the rest; within one severity in the rules' order."""
+    order = list(Severity)
+    found = sorted(_check(case), key=lambda finding: order.index(finding.severity))
+    return tuple(_with_alternative(case, finding) for finding in found)
+
+
+def refused(findings: tuple[Finding, ...]) -> bool:
+    return any(finding.severity is Severity.REFUSE for finding in findings)
+
+
+def _check(case: Case) -> list[Finding]:
+    return (RULES.check(case) if case.recipe.kind == TRTLLM else []) + CHECKS.check(case)
+
+
+def _with_alternative(case: Case, finding: Finding) -> Finding:
+    # What this machine or a checkpoint on its disk earned, no other recipe answers.
+    of_machine = case.gpus_here is not None or case.rank_files is not None
+    if finding.severity is Severity.INFORM or of_machine:
+        return finding
+    return replace(finding, instead=nearest(case, finding.rule))
+
+
+@dataclass(frozen=True)
+class _Edit:
+    """One change of a recipe: its cost, how it reads as TOML, and the fields it sets."""
+
+    cost: int
+    text: str
+    changes: dict[str, object]
+
+
+def nearest(case: Case, rule: str) -> str:
+    """The cheapest change of the recipe after which ``rule`` is silent and nothing is refused, as TOML; "" if none."""
+    edits = list(_edits(case))
+    singles = [(edit,) for edit in edits]
+    pairs = [pair for pair in itertools.combinations(edits, 2) if not pair[0].changes.keys() & pair[1].changes.keys()]
+    candidates = sorted(singles + pairs, key=lambda edits: sum(edit.cost for edit in edits))[:MAX_CANDIDATES]
+    warned = {f.rule for f in _check(case) if f.severity is Severity.WARN}
+    fallback = ""
+    for candidate in candidates:
+        recipe = replace(case.recipe, **{k: v for edit in candidate for k, v in edit.changes.items()})
+        found = _check(replace(case, recipe=recipe))
+        if any(f.rule == rule or f.severity is Severity.REFUSE for f in found):
+            continue
+        said = ", ".join(edit.text for edit in candidate)
+        shipped = _shipped_like(recipe)
+        said = f"{said} (as build/recipes/{shipped}.toml)" if shipped else said
+        if {f.rule for f in found if f.severity is Severity.WARN} <= warned:
+            return said
+        fallback = fallback or said
+    return fallback
+
+
+def _edits(case: Case) -> Iterator[_Edit]:
+    recipe, kind = case.recipe, case.recipe.kind
+    for table in ("build", "quantize", "convert", "environment"):
+        given = dict(getattr(recipe, table))
+        for key in given:
+            yield _Edit(OPTION, f"without {table}.{key}", {table: {k: v for k, v in given.items() if k != key}})
+        if len(given) > 1:
+            yield _Edit(OPTION * len(given), f"without [{table}]", {table: {}})
+    if kind != CPU and recipe.calibration.dataset != "cnn_dailymail":
+        dataset = replace(recipe.calibration, dataset="cnn_dailymail")
+        yield _Edit(OPTION, 'calibration.dataset = "cnn_dailymail"', {"calibration": dataset})
+    for kv in KV_CACHE_PRECISIONS[kind]:
+        if kv != recipe.kv_cache_precision:
+            yield _Edit(OPTION, f'kv_cache_precision = "{kv}"', {"kv_cache_precision": kv})
+    yield from _limits(case)
+    yield from _formats(recipe)
+    if recipe.speculative_decoding is not None:
+        yield _Edit(FEATURE, "without [speculative_decoding]", {"speculative_decoding": None})
+    if kind == CPU:
+        return
+    for tp in sorted({1, 2, 4, 8} - {recipe.tp}, key=lambda tp: (tp < recipe.tp, abs(tp - recipe.tp))):
+        yield _Edit(RANKS, f"tp = {tp}", {"tp": tp})
+    if recipe.pp > 1:
+        yield _Edit(RANKS, "pp = 1", {"pp": 1})
+    for card in sorted(hardware.CARDS.values(), key=lambda card: (abs(card.sm - recipe.sm), card.memory_gib)):
+        if card.name != recipe.gpu:
+            yield _Edit(CARD, f'gpu = "{card.name}"', {"gpu": card.name, "sm": card.sm})
+
+
+def _formats(recipe: Recipe) -> Iterator[_Edit]:
+    """Other weights and KV cache: what we ship for this model and card, what the card is best at, then by size."""
+    own = memory.WEIGHT_BYTES[recipe.precision]
+    pairs = [(r.precision, r.kv_cache_precision) for r in _shipped() if r.model == recipe.model and r.sm == recipe.sm]
+    pairs += hardware.OFFERED[recipe.sm] if recipe.kind != CPU else ()
+    by_size = sorted(PRECISIONS[recipe.kind], key=lambda p: abs(memory.WEIGHT_BYTES[p] - own))
+    pairs += [(p, kv) for p in by_size for kv in (recipe.kv_cache_precision, *KV_CACHE_PRECISIONS[recipe.kind])]
+    for precision, kv in dict.fromkeys(pairs):
+        allowed = precision in PRECISIONS[recipe.kind] and kv in KV_CACHE_PRECISIONS[recipe.kind]
+        if not allowed or precision == recipe.precision:
+            continue
+        text, changes = f'precision = "{precision}"', {"precision": precision}
+        if kv != recipe.kv_cache_precision:
+            text, changes = f'{text}, kv_cache_precision = "{kv}"', changes | {"kv_cache_precision": kv}
+        yield _Edit(FORMAT, text, changes)
+
+
+def _limits(case: Case) -> Iterator[_Edit]:
+    recipe = case.recipe
+    longest = min(case.shape.positions, recipe.max_seq_len or 8192)
+    for length in [longest] + [n for n in (65536, 32768, 16384, 8192, 4096, 2048, 1024) if n < longest]:
+        if length != recipe.max_seq_len:
+            yield _Edit(LIMIT, f"max_seq_len = {length}", {"max_seq_len": length})
+    tokens = {
+        commands.max_num_tokens(recipe),
+        min(recipe.max_num_tokens, 16384),
+        recipe.max_seq_len or 8192,
+        8192,
+        2048,
+    }
+    for count in sorted(tokens - {recipe.max_num_tokens}, key=lambda n: abs(n - recipe.max_num_tokens)):
+        yield _Edit(LIMIT, f"max_num_tokens = {count}", {"max_num_tokens": count})
+    for batch in (512, 256, 128, 64, 32, 16, 8):
+        if batch < recipe.max_batch_size:
+            yield _Edit(LIMIT, f"max_batch_size = {batch}", {"max_batch_size": batch})
+    for size in {32, 64, 128} - {recipe.group_size}:
+        yield _Edit(LIMIT, f"group_size = {size}", {"group_size": size})
+    if recipe.kind == CPU and recipe.max_seq_len and recipe.max_seq_len > (recipe.kv_cache_tokens or 0):
+        needed = -(-recipe.max_seq_len // memory.BLOCK_TOKENS) * memory.BLOCK_TOKENS
+        yield _Edit(LIMIT, f"kv_cache_tokens = {needed}", {"kv_cache_tokens": needed})
+    if recipe.kind == TRTLLM:
+        yield from _engine_limits(recipe)
+
+
+def _engine_limits(recipe: Recipe) -> Iterator[_Edit]:
+    spec = recipe.speculative_decoding
+    if spec is not None and spec.max_draft_len > EAGLE_DRAFT:
+        shorter = replace(spec, max_draft_len=EAGLE_DRAFT)
+        text = f"speculative_decoding.max_draft_len = {EAGLE_DRAFT}"
+        yield _Edit(LIMIT, text, {"speculative_decoding": shorter})
+    if recipe.max_beam_width > 1:
+        yield _Edit(LIMIT, "max_beam_width = 1", {"max_beam_width": 1})
+    if recipe.multiple_profiles:
+        yield _Edit(LIMIT, "multiple_profiles = false", {"multiple_profiles": False})
+    if not recipe.chunked_context:
+        yield _Edit(LIMIT, "chunked_context = true", {"chunked_context": True})
+
+
+def _shipped_like(recipe: Recipe) -> str:
+    """A shipped recipe of the same model, formats, card and ranks; "" if there is none."""
+    keys = ("kind", "model", "precision", "kv_cache_precision", "sm", "tp", "pp", "speculative_decoding")
+    for other in _shipped():
+        if other.name != recipe.name and all(getattr(other, key) == getattr(recipe, key) for key in keys):
+            return other.name
+    return ""
+
+
+@lru_cache
+def _shipped() -> tuple[Recipe, ...]:
+    recipes = []
+    for path in sorted(layout.RECIPES.glob("*.toml")):
+        try:
+            recipes.append(load(path))
+        except RecipeError:  # a broken recipe is somebody's work in progress, not this plan's business
+            continue
+    return tuple(recipes)
