@@ -1,0 +1,146 @@
+"""Stop strings, found in a text as it grows.
+
+Of all occurrences the one that ends first is the match; of those that end together, the one that starts first. That
+does not depend on how the text is cut into pieces. Text is held back only while it may still become part of a match.
+The work per character is constant (amortised) for any number of stop strings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+
+from contract.errors import InvalidArgument
+
+ROOT = 0
+
+
+class StopStrings:
+    """The stop strings of one request, compiled: an Aho-Corasick automaton over characters.
+
+    A state is the longest end of the text that begins some stop string. Building takes time and memory in proportion
+    to the characters of all stop strings. Raises InvalidArgument for an empty string or for something else than one.
+    """
+
+    def __init__(self, strings: Sequence[str] = ()) -> None:
+        if isinstance(strings, str):
+            raise InvalidArgument("stop_words", f"got the string {strings!r}; allowed is a list of strings")
+        for place, string in enumerate(strings):
+            if not isinstance(string, str) or not string:
+                raise InvalidArgument(
+                    "stop_words", f"entry {place} is {string!r}; allowed is a string with a character or more"
+                )
+        self._next: list[dict[str, int]] = [{}]  # state -> character -> longer state
+        self._match: list[str | None] = [None]  # state -> the stop string that ends here
+        for string in strings:
+            self._insert(string)
+        self._fallback = [ROOT] * len(self._next)  # state -> the next longest end of the text that begins a stop string
+        self._held = [0] * len(self._next)  # state -> characters that may still become part of a match
+        self._link()
+        starts = "".join(sorted(self._next[ROOT]))
+        self._start = re.compile(f"[{re.escape(starts)}]" if starts else "(?!)")
+
+    def __bool__(self) -> bool:
+        return bool(self._next[ROOT])
+
+    def held(self, state: int) -> int:
+        """How many characters at the end of the text may still become part of a match."""
+        return self._held[state]
+
+    def scan(self, state: int, text: str) -> tuple[int, int, str | None]:
+        """Reads ``text`` from ``state`` on, up to the first match.
+
+        Returns the state, the number of characters read, and the stop string that ends with the last of them.
+        """
+        follow, fallback, match = self._next, self._fallback, self._match
+        place, end = 0, len(text)
+        while place < end:
+            if state == ROOT:
+                start = self._start.search(text, place)
+                if start is None:
+                    break
+                place = start.start()
+            character = text[place]
+            while character not in follow[state] and state != ROOT:
+                state = fallback[state]
+            state = follow[state].get(character, ROOT)
+            place += 1
+            if match[state] is not None:
+                return state, place, match[state]
+        return state, end, None
+
+    def _insert(self, string: str) -> None:
+        state = ROOT
+        for character in string:
+            longer = self._next[state].get(character)
+            if longer is None:
+                longer = self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._match.append(None)
+            state = longer
+        self._match[state] = string
+
+    def _link(self) -> None:
+        order = [ROOT]  # shorter states first; grows while it is walked
+        for state in order:
+            if self._match[state] is not None:
+                self._next[state] = {}  # the text ends here, so longer stop strings are never reached
+            for character, longer in self._next[state].items():
+                self._fallback[longer] = shorter = self._step(self._fallback[state], character) if state else ROOT
+                # A stop string that ends here and started later gives way to one that started earlier.
+                self._match[longer] = self._match[longer] or self._match[shorter]
+                order.append(longer)
+        for state in reversed(order):
+            # A match that ends in a longer state reaches back over this one by so much.
+            for longer in self._next[state].values():
+                match = self._match[longer]
+                self._held[state] = max(self._held[state], (len(match) if match else self._held[longer]) - 1)
+        for state in order:
+            self._held[state] = max(self._held[state], self._held[self._fallback[state]])
+
+    def _step(self, state: int, character: str) -> int:
+        while character not in self._next[state] and state != ROOT:
+            state = self._fallback[state]
+        return self._next[state].get(character, ROOT)
+
+
+class StopMatcher:
+    """Follows one text. ``stop`` is the stop string that ended it, None so far.
+
+    While it is not armed, text passes and is forgotten: a match lies wholly in text that came after ``arm``.
+    """
+
+    def __init__(self, stops: StopStrings, include_stop: bool = False, armed: bool = True) -> None:
+        """``include_stop``: the stop string is given out too, so nothing has to be held back for it."""
+        self._stops = stops
+        self._include_stop = include_stop
+        self.armed = armed
+        self.stop: str | None = None
+        self.state = ROOT
+        self._held: deque[str] = deque()  # characters
+
+    def arm(self) -> None:
+        self.armed = True
+
+    def feed(self, text: str) -> str:
+        """The text that is now certain to lie before (or, if included, in) the first match. Nothing after a match."""
+        if self.stop is not None:
+            return ""
+        if not self.armed:
+            return text
+        self.state, read, self.stop = self._stops.scan(self.state, text)
+        if self._include_stop:
+            return text[:read]
+        kept = len(self.stop) if self.stop is not None else self._stops.held(self.state)
+        if not self._held and not kept:
+            return text[:read]
+        self._held.extend(text[:read])
+        return self._release(len(self._held) - kept)
+
+    def finish(self) -> str:
+        """What was held back, when the text ends without a match."""
+        return self._release(len(self._held)) if self.stop is None else ""
+
+    def _release(self, count: int) -> str:
+        return "".join([self._held.popleft() for _ in range(count)])
