@@ -30,7 +30,8 @@ class StreamEvent(IntEnum):
 class StreamState:
     """epoch: start of this engine process's life in ns; key: the stream's number within it. Together they name
     a stream for ever, whatever request ids clients send. stop_id: the id that ended it, or -1. Times are
-    CLOCK_MONOTONIC nanoseconds, 0 while unknown; sent_ns is when this response left the engine."""
+    CLOCK_MONOTONIC nanoseconds, 0 while unknown; sent_ns is when this response left the engine;
+    first is 1 when it holds the stream's first generated id."""
 
     epoch: int
     key: int
@@ -43,6 +44,7 @@ class StreamState:
     first_token_ns: int = 0
     last_token_ns: int = 0
     sent_ns: int = 0
+    first: int = 0
 
     def to_array(self) -> np.ndarray:
         return np.array([astuple(self)], dtype=np.int64)

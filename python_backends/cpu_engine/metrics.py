@@ -117,7 +117,7 @@ class EngineMetrics:
     def sent(self, stream: Stream, chunk: Chunk) -> None:
         """One response with tokens has left."""
         state, request = chunk.state, stream.request
-        if chunk.first:
+        if state.first:
             self._ttft((state.sent_ns - request.arrival_ns) / 1e9)
             self._phases["tokenize"]((request.tokenized_ns - request.arrival_ns) / 1e9)
             self._phases["queue"]((stream.first_scheduled_ns - request.tokenized_ns) / 1e9)

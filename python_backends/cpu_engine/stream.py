@@ -15,7 +15,7 @@ from python_backends.stream_state import StreamEvent, StreamState
 @dataclass(frozen=True)
 class Chunk:
     """What one response adds. token_ids and log_probs are new since the last chunk; ``error`` goes with ERROR.
-    first: holds the stream's first new token. since_last_ns: since its previous response, 0 for the first."""
+    since_last_ns: since the stream's previous response, 0 for the first."""
 
     state: StreamState
     token_ids: Sequence[int]
@@ -23,7 +23,6 @@ class Chunk:
     cum_log_prob: float
     num_output_tokens: int
     options: str
-    first: bool
     since_last_ns: int
     error: TridentError | None
 
@@ -145,7 +144,8 @@ class Stream:
             self.first_token_ns,
             self.last_token_ns,
             now_ns,
+            int(first),
         )
         return Chunk(
-            state, token_ids, log_probs, self.cum_log_prob, self.num_output_tokens, options, first, since_last_ns, self.error
+            state, token_ids, log_probs, self.cum_log_prob, self.num_output_tokens, options, since_last_ns, self.error
         )

@@ -119,11 +119,18 @@ class StepLoop:
 
 
 def generation_config(max_tokens: int, sampling: SamplingParams, stop_ids: frozenset[int]) -> genai.GenerationConfig:
-    """OpenVINO GenAI's form of the sampling parameters. Without stop ids only the length ends a sequence; the end
-    tokens of generation_config.json are not merged in by the pipeline, so ``stop_ids`` is the whole truth."""
+    """OpenVINO GenAI's form of the sampling parameters; ``stop_ids`` is the whole truth about what ends a sequence.
+
+    Left without an end id, the pipeline would take the ones of generation_config.json; naming any one stop id as the
+    end id keeps it from that, and ``ignore_eos`` does where there is none (it would also ignore stop ids).
+    """
     config = genai.GenerationConfig()
     config.max_new_tokens = max_tokens
-    config.stop_token_ids = set(stop_ids)
+    if stop_ids:
+        config.set_eos_token_id(min(stop_ids))
+        config.stop_token_ids = set(stop_ids)
+    else:
+        config.ignore_eos = True
     config.min_new_tokens = min(sampling.min_tokens, max_tokens) if stop_ids else 0
     config.repetition_penalty = sampling.repetition_penalty
     config.presence_penalty = sampling.presence_penalty

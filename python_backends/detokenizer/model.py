@@ -57,8 +57,6 @@ class TritonPythonModel:
         inputs = Inputs(request)
         state = StreamState.from_array(inputs.array("stream_state"))
         self._relay_cancel(request, state)
-        if state.event is StreamEvent.PROBE:
-            return state, None
         log_probs = inputs.array("output_log_probs")
         note = json.loads(inputs.text("stream_note", "{}"))
         chunk = EngineChunk(
@@ -72,10 +70,10 @@ class TritonPythonModel:
             piece = self._streams.feed(chunk)
         except Exception as exc:
             log_error(f"detokenizer: stream {state.key}: {exc!r}")
-            self._streams.drop(state)
+            self._streams.fail(state)
             self._control.send(ControlMessage(Verb.CANCEL, state.epoch, state.key))
             piece = failed_piece(exc)
-        self._observe(state, bool(note.get("options")))
+        self._observe(state)
         return state, piece
 
     def _relay_cancel(self, request, state: StreamState) -> None:
@@ -87,9 +85,9 @@ class TritonPythonModel:
             if request.is_cancelled():
                 self._control.send(ControlMessage(Verb.CANCEL, state.epoch, state.key))
 
-    def _observe(self, state: StreamState, first: bool) -> None:
+    def _observe(self, state: StreamState) -> None:
         now_ns = time.monotonic_ns()
-        if first:
+        if state.first:
             self._detokenize_phase((now_ns - state.sent_ns) / 1e9)
         if now_ns - self._flushed_ns >= _METRICS_PERIOD_NS:
             self._flushed_ns = now_ns

@@ -70,6 +70,7 @@ class Streams:
         self._decoding = decoding
         self._ask_to_stop = ask_to_stop
         self._open: dict[int, _OpenStream] = {}
+        self._failed: set[int] = set()
         self._epoch = 0
 
     def __len__(self) -> int:
@@ -78,6 +79,14 @@ class Streams:
     def feed(self, chunk: EngineChunk) -> Piece | None:
         """What the client is to get, or None when this chunk gives it nothing to see."""
         state = chunk.state
+        if state.epoch != self._epoch:  # a new engine: streams of the old one will never end
+            self._open.clear()
+            self._failed.clear()
+            self._epoch = state.epoch
+        if state.key in self._failed:
+            if state.event.last:
+                self._failed.discard(state.key)
+            return None
         stream = self._stream(chunk)
         if stream.stop is None:
             text = self._take(stream, chunk)
@@ -92,14 +101,14 @@ class Streams:
         log_probs, stream.held_log_probs = stream.held_log_probs, []
         return Piece(text, token_ids, log_probs, stream.cum_log_prob)
 
-    def drop(self, state: StreamState) -> None:
+    def fail(self, state: StreamState) -> None:
+        """The stream's end was told to the client as an error; whatever the engine still says of it is dropped."""
         self._open.pop(state.key, None)
+        if not state.event.last:
+            self._failed.add(state.key)
 
     def _stream(self, chunk: EngineChunk) -> _OpenStream:
         state = chunk.state
-        if state.epoch != self._epoch:  # a new engine: streams of the old one will never end
-            self._open.clear()
-            self._epoch = state.epoch
         stream = self._open.get(state.key)
         if stream is None:
             options = StreamOptions.from_json(chunk.options)

@@ -1,0 +1,69 @@
+# Trident's verbs. Each is a line or two a person could type; variables can be set: make serve ENGINE=demo GRPC_PORT=9001
+PYTHON     ?= python3
+ENGINE     ?= demo
+MODEL      ?=
+PRECISION  ?=
+GRPC_PORT  ?= 8001
+HTTP_PORT  ?= 8000
+METRICS_PORT ?= 8002
+HOST       ?= 127.0.0.1
+PROMPT     ?=
+
+VENV := .venv
+BIN  := $(VENV)/bin
+export TRIDENT_GRPC_PORT = $(GRPC_PORT)
+export TRIDENT_HTTP_PORT = $(HTTP_PORT)
+export TRIDENT_METRICS_PORT = $(METRICS_PORT)
+export TRIDENT_HOST = $(HOST)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo serve chat build-engine plan-engine test test-fast check format bench clean
+
+help: ## list the verbs
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.installed ## create .venv with everything pinned
+
+$(VENV)/.installed: constraints.txt requirements/serve.txt requirements/test.txt
+	$(PYTHON) server/python_version.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -r requirements/serve.txt -r requirements/test.txt
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt --no-deps nvidia-pytriton
+	@touch $@
+
+build-engine: setup ## make engines/$(ENGINE) from its recipe, or from MODEL=<hub id or folder>
+	$(BIN)/python build/engine.py --engine $(ENGINE) $(if $(MODEL),--model '$(MODEL)') $(if $(PRECISION),--precision $(PRECISION))
+
+plan-engine: setup ## say what build-engine would do for ENGINE, and what will fit
+	$(BIN)/python build/plan.py --engine $(ENGINE)
+
+demo: build-engine ## the main job: build, serve, stream one completion, stop
+	$(BIN)/python -m server --engine $(ENGINE) --free-ports -- $(BIN)/python -m clients demo
+
+serve: build-engine ## serve ENGINE until Ctrl-C (gRPC 8001, HTTP 8000, metrics 8002)
+	$(BIN)/python -m server --engine $(ENGINE)
+
+chat: setup ## talk to a running server, or say one thing with PROMPT="..."
+	$(BIN)/python -m clients $(if $(PROMPT),'$(PROMPT)',chat)
+
+test: setup ## every test, the end-to-end ones with a real tritonserver
+	$(BIN)/python -m pytest
+
+test-fast: setup ## the tests that need no server
+	$(BIN)/python -m pytest -m "not end_to_end and not build_env"
+
+check: setup ## lint, formatting, the model repository; writes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python build/lint.py model_repository
+
+format: setup ## rewrite the sources in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup ## measure: see benchmarks/README.md
+	$(BIN)/python benchmarks/detokenizer.py
+
+clean: ## remove what was built: .venv, engines, server state and caches
+	rm -rf $(VENV) engines .triton .cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
