@@ -83,3 +83,55 @@ ENSEMBLE_OUTPUTS = (
     _t("first_token_time_ns", "INT64"),
     _t("last_token_time_ns", "INT64"),
 )
+
+ENGINE_INPUTS = (
+    _t("input_ids", "INT32", -1),
+    _t("input_lengths", "INT32", optional=False),
+    _t("request_output_len", "INT32", optional=False),
+    _t("num_return_sequences", "INT32"),
+    _t("end_id", "INT32"),  # -1: no end token
+    _t("pad_id", "INT32"),
+    _t("stop_words_list", "INT32", 2, -1),  # row 0 ids, row 1 inclusive end offsets padded with -1
+    _t("bad_words_list", "INT32", 2, -1),
+    _t("embedding_bias", "FP32", -1),
+    _t("beam_width", "INT32"),
+    _t("temperature", "FP32"),
+    _t("runtime_top_k", "INT32"),
+    _t("runtime_top_p", "FP32"),
+    _t("min_p", "FP32", ours=True),
+    _t("len_penalty", "FP32"),
+    _t("repetition_penalty", "FP32"),
+    _t("min_tokens", "INT32"),
+    _t("presence_penalty", "FP32"),
+    _t("frequency_penalty", "FP32"),
+    _t("seed", "UINT64"),
+    _t("return_log_probs", "BOOL"),
+    _t("return_context_logits", "BOOL"),
+    _t("return_generation_logits", "BOOL"),
+    _t("return_perf_metrics", "BOOL"),
+    _t("return_num_input_tokens", "BOOL"),
+    _t("return_num_output_tokens", "BOOL"),
+    _t("exclude_input_in_output", "BOOL"),
+    _t("stop", "BOOL"),
+    _t("streaming", "BOOL"),
+    _t("lora_task_id", "UINT64"),
+    _t("guided_decoding_guide_type", "BYTES"),
+    _t("guided_decoding_guide", "BYTES"),
+    _t("stream_options", "BYTES", ours=True),  # opaque to the engine; comes back with the first response
+    _t("tokenizer_time_ns", "INT64", 2, ours=True),  # CLOCK_MONOTONIC: request arrived, ids ready
+)
+
+ENGINE_OUTPUTS = (
+    _t("output_ids", "INT32", -1, -1),  # [beam, new ids]
+    _t("sequence_length", "INT32", -1),  # [beam]: new ids of this response
+    _t("cum_log_probs", "FP32", -1),
+    _t("output_log_probs", "FP32", -1, -1),
+    _t("num_input_tokens", "INT32"),
+    _t("num_output_tokens", "INT32"),
+    _t("arrival_time_ns", "INT64"),
+    _t("first_scheduled_time_ns", "INT64"),
+    _t("first_token_time_ns", "INT64"),
+    _t("last_token_time_ns", "INT64"),
+    _t("stream_state", "INT64", -1, ours=True),  # see python_backends/stream_state.py
+    _t("stream_note", "BYTES", ours=True),  # first response: stream_options; last one: the error, if any
+)
