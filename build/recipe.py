@@ -32,7 +32,7 @@ GPU_KINDS = (TRTLLM, LLMAPI)
 IMAGE = "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
 
 PRECISIONS = {
-    CPU: ("bf16", "int8", "int4"),
+    CPU: ("bf16", "fp16", "fp32", "int8", "int4"),
     TRTLLM: ("bf16", "fp8", "fp8_pc_pt", "int4_awq", "w4a8_awq", "int8_sq", "int8_wo", "int4_wo", "nvfp4"),
     LLMAPI: ("bf16", "fp8", "fp8_pc_pt", "int4_awq", "w4a8_awq", "nvfp4"),
 }
@@ -105,6 +105,8 @@ class QualityBudget:
 # Starting points, wider for fewer bits; a recipe's [quality] overrides them key by key.
 DEFAULT_QUALITY = {
     "bf16": QualityBudget(1.01, 0.97, 0.01),
+    "fp16": QualityBudget(1.01, 0.97, 0.01),
+    "fp32": QualityBudget(1.01, 0.97, 0.01),
     "fp8": QualityBudget(1.03, 0.93, 0.03),
     "fp8_pc_pt": QualityBudget(1.03, 0.93, 0.03),
     "int8": QualityBudget(1.02, 0.95, 0.02),
