@@ -13,7 +13,7 @@ from pathlib import Path
 
 import layout
 import option_table
-from recipe import TRTLLM, Recipe
+from recipe import CPU, TRTLLM, Recipe
 from shape import Shape, is_hub_id, local_folder
 
 QUANTIZE, CONVERT = "quantize", "convert"
@@ -221,7 +221,15 @@ def package(recipe: Recipe) -> list[str]:
 
 
 def verify(recipe: Recipe) -> list[str]:
-    return ["python", "build/verify.py", "--engine", recipe.name]
+    """Scores what was built against the bf16 model, on held-out text."""
+    built = layout.ENGINES / recipe.name if recipe.kind == CPU else layout.checkpoint(recipe.name)
+    argv = ["python", "build/quality.py", "--engine", recipe.name, "--reference", model_dir(recipe.model)]
+    return [*argv, "--candidate", f"{recipe.name}={_path(built)}"]
+
+
+def build_engine(recipe: Recipe) -> list[str]:
+    """Every stage from fetch to the manifest, by the driver; all there is for kinds without programs of their own."""
+    return ["python", "build/engine.py", "--engine", recipe.name]
 
 
 def in_docker(argv: Sequence[str], recipe: Recipe, root: str | Path = layout.ROOT) -> list[str]:

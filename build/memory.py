@@ -173,6 +173,14 @@ def kv_bytes_per_token(recipe: Recipe, arch: Architecture) -> float:
     return 2 * layers * kv_heads_per_rank(recipe, arch) * per_head
 
 
+def kv_arithmetic(recipe: Recipe, arch: Architecture) -> str:
+    """``kv_bytes_per_token`` with its numbers in place."""
+    layers, heads = -(-arch.num_layers // recipe.pp), kv_heads_per_rank(recipe, arch)
+    size = f"{KV_BYTES[recipe.kv_cache_precision]:g}"
+    per_head = f"({arch.head_dim} x {size} + 8)" if recipe.kv_cache_precision == "u8" else f"{arch.head_dim} x {size}"
+    return f"2 x {layers} x {heads} x {per_head} = {kv_bytes_per_token(recipe, arch):g} bytes per token"
+
+
 def activation_bytes(recipe: Recipe, arch: Architecture) -> int:
     """Upper bound of what one step of max_num_tokens needs on one rank, all kernels' workspaces included."""
     attention = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim

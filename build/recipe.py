@@ -14,10 +14,9 @@ from pathlib import Path
 
 import hardware
 import layout  # noqa: F401  makes `contract` importable when a script is run by path
+from contract.errors import InvalidArgument
 from option_table import nearest
 from option_table import read as read_option_table
-
-from contract.errors import InvalidArgument
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -358,7 +358,7 @@ def misspelt_options_vanish(case: Case) -> str | None:
     for key in case.recipe.build:
         if key not in table.options and key not in ("tp_size", "pp_size"):
             near = table.nearest(key)
-            return f"trtllm-build has no option {key!r} (nearest is {near!r}); a BuildConfig would drop it silently"
+            return f"trtllm-build has no option {key!r} (nearest {near!r}), and a BuildConfig drops it silently"
     file = case.recipe.build.get("build_config")
     return _misspelt_plugin(str(file)) if file is not None else None
 
@@ -400,8 +400,8 @@ def fp8_alone_leaves_the_kv_cache(case: Case) -> str | None:
     if not case.quantizes or case.recipe.precision not in ("fp8", "nvfp4") or case.recipe.kv_cache_precision != "auto":
         return None
     return (
-        f"kv_cache_precision auto with {case.recipe.precision}: kv_cache_quant_algo is reset to null in the checkpoint, "
-        "so keys and values stay in 16 bits"
+        f"kv_cache_precision auto with {case.recipe.precision}: kv_cache_quant_algo is reset to null in the "
+        "checkpoint, so keys and values stay in 16 bits"
     )
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import architecture
 import layout
-from option_table import nearest
-
 from contract.errors import InvalidArgument
+from option_table import nearest
 
 TABLE = layout.OPTION_TABLES / "model_shapes.json"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

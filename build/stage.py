@@ -1,0 +1,148 @@
+"""The stages of one build, with their exact commands, what they need, and estimates of disk and time.
+
+Nothing here was timed on a GPU: every estimate carries the arithmetic it comes from in ``basis``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import commands
+import hardware
+import layout
+import memory
+from recipe import CPU, LLMAPI, Recipe
+from shape import Shape
+
+HERE, CONTAINER = "here", "container"
+IMAGE_GB = 14.2  # compressed size of the 26.04 to 26.07 images
+DOWNLOAD_BYTES_S = 100e6
+DISK_BYTES_S = 500e6
+FLOPS_SHARE = 0.3  # of a card's dense bf16 peak, in a calibration pass
+AWQ_PASSES = 12  # one to measure, eleven scales tried per layer
+CPU_PARAMETERS_S = 40e6  # parameters read, quantised and written per second and core
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step. argv: what runs; where: ``here`` or in the recipe's container; writes: what it leaves.
+
+    disk_bytes and seconds are estimates, basis says how they come about. instead: another way to the same result.
+    """
+
+    name: str
+    where: str
+    needs_gpu: bool
+    argv: tuple[str, ...]
+    writes: str
+    disk_bytes: int
+    seconds: float
+    basis: str
+    instead: tuple[str, ...] = ()
+
+
+def stages(recipe: Recipe, shape: Shape) -> list[Stage]:
+    """In order: fetch, quantise or convert, compile, package, verify; a kind leaves out what it does not need."""
+    fetch = [_fetch(recipe, shape)] if commands.fetch(recipe) else []
+    if recipe.kind == CPU:
+        return [*fetch, _compile_cpu(recipe, shape), _verify(recipe, shape)]
+    if recipe.kind == LLMAPI:
+        return [*fetch, _export(recipe, shape), _verify(recipe, shape)]
+    return [*fetch, _checkpoint(recipe, shape), _compile(recipe, shape), _package(recipe), _verify(recipe, shape)]
+
+
+def image_stage(recipe: Recipe) -> Stage:
+    """Getting the container, once per machine."""
+    size = int(IMAGE_GB * 1e9)
+    basis = f"{IMAGE_GB:g} GB compressed at {DOWNLOAD_BYTES_S / 1e6:g} MB/s; about twice that unpacked"
+    return Stage(
+        "image", HERE, False, ("docker", "pull", recipe.image), recipe.image, size, size / DOWNLOAD_BYTES_S, basis
+    )
+
+
+def _fetch(recipe: Recipe, shape: Shape) -> Stage:
+    size = 2 * shape.architecture.num_parameters()
+    basis = f"2 bytes x parameters at {DOWNLOAD_BYTES_S / 1e6:g} MB/s"
+    writes = commands.model_dir(recipe.model)
+    return Stage(
+        "fetch", HERE, False, tuple(commands.fetch(recipe) or ()), writes, size, size / DOWNLOAD_BYTES_S, basis
+    )
+
+
+def _checkpoint(recipe: Recipe, shape: Shape) -> Stage:
+    size = memory.checkpoint_bytes(recipe, shape.architecture)
+    calibrated = commands.checkpoint_route(recipe, shape) == commands.QUANTIZE
+    seconds, basis = _calibration_s(recipe, shape) if calibrated else (0.0, "no calibration")
+    seconds += (2 * shape.architecture.num_parameters() + size) / DISK_BYTES_S
+    basis += f"; read and write at {DISK_BYTES_S / 1e6:g} MB/s"
+    on_cpu = calibrated and recipe.pp == 1 and recipe.precision != "nvfp4"
+    return Stage(
+        "quantise" if calibrated else "convert",
+        CONTAINER,
+        True,
+        tuple(commands.checkpoint(recipe, shape)),
+        f"{layout.relative(layout.checkpoint(recipe.name))}/: config.json, {_ranks(recipe, 'safetensors')}",
+        size,
+        seconds,
+        basis,
+        instead=tuple(commands.checkpoint_on_cpu(recipe)) if on_cpu else (),
+    )
+
+
+def _calibration_s(recipe: Recipe, shape: Shape) -> tuple[float, str]:
+    card, passes = hardware.find(str(recipe.gpu)), AWQ_PASSES if "awq" in recipe.precision else 1
+    texts, length = commands.calibration_size(recipe), recipe.calibration.max_seq_length
+    flops = 2.0 * shape.architecture.num_parameters() * texts * length * passes
+    words = (
+        f"{passes} x 2 x parameters x {texts} texts x {length} tokens at {FLOPS_SHARE:.0%} of {card.tflops:g} TFLOP/s"
+    )
+    return flops / (FLOPS_SHARE * card.tflops * 1e12), words
+
+
+def _compile(recipe: Recipe, shape: Shape) -> Stage:
+    size = memory.checkpoint_bytes(recipe, shape.architecture)
+    layers = shape.architecture.num_layers / recipe.pp
+    per_layer = 4 if recipe.multiple_profiles else 2
+    basis = f"rule of thumb: 30 s + {per_layer} s per layer of a rank, one worker per GPU; disk is the weights' size"
+    writes = f"{layout.relative(layout.compiled(recipe.name))}/: config.json, {_ranks(recipe, 'engine')}"
+    argv = tuple(commands.compile_engine(recipe, shape))
+    return Stage("compile", CONTAINER, True, argv, writes, size, 30 + per_layer * layers, basis)
+
+
+def _compile_cpu(recipe: Recipe, shape: Shape) -> Stage:
+    size = memory.checkpoint_bytes(recipe, shape.architecture)
+    seconds = 2 + shape.architecture.num_parameters() / CPU_PARAMETERS_S
+    basis = f"rule of thumb: 2 s + {CPU_PARAMETERS_S / 1e6:g} M parameters a second; disk is the weights' size"
+    writes = (
+        f"{layout.relative(layout.ENGINES / recipe.name)}/: openvino_model.xml, openvino_model.bin, tokenizer, manifest"
+    )
+    return Stage("compile", HERE, False, tuple(commands.build_engine(recipe)), writes, size, seconds, basis)
+
+
+def _export(recipe: Recipe, shape: Shape) -> Stage:
+    size = memory.checkpoint_bytes(recipe, shape.architecture)
+    seconds, basis = _calibration_s(recipe, shape) if recipe.precision != "bf16" else (0.0, "no calibration")
+    seconds += (2 * shape.architecture.num_parameters() + size) / DISK_BYTES_S
+    writes = f"{layout.relative(layout.checkpoint(recipe.name))}/: a Hugging Face checkpoint with hf_quant_config.json"
+    argv = tuple(commands.build_engine(recipe))
+    return Stage("quantise", CONTAINER, recipe.precision != "bf16", argv, writes, size, seconds, basis)
+
+
+def _package(recipe: Recipe) -> Stage:
+    writes = f"model_repository/engine/configs/{recipe.name}.pbtxt"
+    return Stage("package", HERE, False, tuple(commands.package(recipe)), writes, 16_000, 1, "one small text file")
+
+
+def _verify(recipe: Recipe, shape: Shape) -> Stage:
+    q = recipe.quality
+    writes = (
+        f"scores beside the engine; refused beyond perplexity x {q.perplexity_ratio:g}, "
+        f"top-1 agreement below {q.top1_agreement:g} or KL above {q.kl:g} nats"
+    )
+    seconds = 10 + 2 * 2.0 * shape.architecture.num_parameters() * 16 * 256 / 50e9
+    basis = "two models x 2 x parameters x 16 x 256 tokens at 50 GFLOP/s on a CPU, and a sanity prompt of ten seconds"
+    return Stage("verify", HERE, False, tuple(commands.verify(recipe)), writes, 10_000, seconds, basis)
+
+
+def _ranks(recipe: Recipe, suffix: str) -> str:
+    return f"rank0.{suffix}" if recipe.world_size == 1 else f"rank0 to rank{recipe.world_size - 1}.{suffix}"
