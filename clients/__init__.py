@@ -1,6 +1,7 @@
 """How to talk to a replica: streaming clients over gRPC, a command line, and balancing over many replicas."""
 
 from clients.async_client import AsyncClient
+from clients.balanced import BalancedClient
 from clients.blocking_stream import BlockingStream
 from clients.client import Client
 from clients.completion import Completion
@@ -13,6 +14,7 @@ __all__ = [
     "NO_RETRY",
     "TLS",
     "AsyncClient",
+    "BalancedClient",
     "BlockingStream",
     "Client",
     "Completion",

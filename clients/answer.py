@@ -17,14 +17,18 @@ from contract.generation import FinishReason, GenerationRequest, TokenDelta
 class Answer:
     """What is known of the answer so far.
 
-    started: a delta was handed out, so nothing may be tried again. whole: the last delta was handed out.
-    broken: an error that was found behind text, to be raised once that text has been handed out.
+    started: a delta was handed out, so nothing may be tried again. whole: the last delta was handed out; ``last``
+    is that one. broken: an error that was found behind text, to be raised once that text has been handed out.
+    Instants are on the monotonic clock; first_s is 0 before the first delta.
     """
 
     def __init__(self, request: GenerationRequest) -> None:
         self.timeout_s = DEFAULT_TIMEOUT_S if request.timeout_s is None else request.timeout_s
-        self.deadline_s = time.monotonic() + self.timeout_s
+        self.begun_s = time.monotonic()
+        self.deadline_s = self.begun_s + self.timeout_s
+        self.first_s = 0.0
         self.tokens = 0
+        self.last: TokenDelta | None = None
         self.started = False
         self.whole = False
         self.broken: TridentError | None = None
@@ -59,7 +63,10 @@ class Answer:
                 delta = dataclasses.replace(delta, finish_reason=None, error="", usage=None, timings=None)
             else:
                 self.whole = True
-        self.started = True
+                self.last = delta
+        if not self.started:
+            self.started = True
+            self.first_s = time.monotonic()
         self.tokens += len(delta.token_ids)
         return delta
 
@@ -68,7 +75,10 @@ class Answer:
         hint = failures.retry_hint(status.trailing_metadata())
         if status.code() is grpc.StatusCode.DEADLINE_EXCEEDED and self.left_s < 0.05:
             return self.late(), hint
-        return failures.from_rpc(status.code(), status.details() or "", url, hint), hint
+        details = status.details() or ""
+        if failures.never_reached(status.code(), details):
+            hint = dataclasses.replace(hint, unsent=True)
+        return failures.from_rpc(status.code(), details, url, hint), hint
 
     def late(self) -> DeadlineExceeded:
         """The error of a request whose deadline has passed."""

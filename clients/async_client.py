@@ -15,8 +15,9 @@ import grpc
 import grpc.aio
 
 from clients import failures, request, status, wire
+from clients.answer import Answer
 from clients.completion import Completion
-from clients.connection import DEFAULT_MODEL, TLS, Connection, connection
+from clients.connection import DEFAULT_MODEL, TLS, Connection, connection, new_traceparent
 from clients.generations import Generations
 from clients.retries import RetryBudget, RetryPolicy, RetrySchedule
 from clients.token_stream import TokenStream
@@ -71,7 +72,9 @@ class AsyncClient(Generations[TokenStream]):
     def open(self, asked: GenerationRequest, *, traceparent: str = "", timings: bool = False) -> TokenStream:
         """A stream for a request that is already valid. Nothing is sent before it is read."""
         schedule = RetrySchedule(self._retry, self._budget, self._rng)
-        return TokenStream(_OneServer(self, traceparent, timings), request.identified(asked), schedule)
+        return TokenStream(
+            _OneServer(self, traceparent or new_traceparent(), timings), request.identified(asked), schedule
+        )
 
     async def complete(self, prompt: str | None = None, **arguments: Any) -> Completion:
         """The whole answer, in one response; arguments as for ``generate``."""
@@ -156,5 +159,5 @@ class _OneCall:
     def __init__(self, call: grpc.aio.UnaryStreamCall, url: str) -> None:
         self.call, self.url = call, url
 
-    def release(self, error: TridentError | None) -> None:
+    def release(self, error: TridentError | None, answer: Answer) -> None:
         """Nothing is booked with a single server."""

@@ -32,21 +32,23 @@ _TRITON_PHRASES: tuple[tuple[re.Pattern[str], type[TridentError]], ...] = tuple(
         (r"has no available versions|is not ready|is not healthy|server is (stopping|exiting)", Unavailable),
         (r"unknown model|model .* (is )?not found|failed to find", NotFound),
         (r"cancell?ed", Cancelled),
-        (
-            r"unexpected (inference )?(input|output|shape|datatype|data-type)|expected \d+ inputs|missing .*input",
-            InvalidArgument,
-        ),
-        (r"input .* (must|shape|dims)|failed to parse|unable to parse|invalid argument", InvalidArgument),
+        (r"unexpected (inference )?(input|output|shape)|data-?type is|expected \d+ inputs", InvalidArgument),
+        (r"missing .*input|input .* (must|dims)|(failed|unable) to parse|invalid argument", InvalidArgument),
     )
 )
 
 
 @dataclass(frozen=True)
 class RetryHint:
-    """What the server says about trying again. ``after_s`` None: nothing said. ``never``: do not."""
+    """What is known about trying again.
+
+    after_s: how long the server asks to wait, None if it says nothing. never: it asks not to. unsent: the request
+    never reached a server, so that trying elsewhere adds no load to anybody.
+    """
 
     after_s: float | None = None
     never: bool = False
+    unsent: bool = False
 
 
 def from_error_message(text: str) -> TridentError:
@@ -59,7 +61,7 @@ def from_rpc(code: grpc.StatusCode, details: str, url: str = "", hint: RetryHint
     ours = errors.from_text(details)
     if ours is None:
         fallback = errors.BY_GRPC_STATUS.get(code.name, EngineFailed)
-        if code is grpc.StatusCode.UNAVAILABLE and _never_reached(details):
+        if never_reached(code, details):
             ours = Unavailable(f"cannot reach {url or 'the server'}: {_short(details)}")
         elif code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):
             ours = _from_words(details, fallback)
@@ -109,8 +111,10 @@ def _from_words(text: str, fallback: type[TridentError]) -> TridentError:
     return errors.make(fallback, text)
 
 
-def _never_reached(details: str) -> bool:
-    return "failed to connect" in details or "DNS resolution failed" in details or "resolver" in details.lower()
+def never_reached(code: grpc.StatusCode, details: str) -> bool:
+    """Whether a call failed before anything of it was sent."""
+    unconnected = "failed to connect" in details or "DNS resolution failed" in details
+    return code is grpc.StatusCode.UNAVAILABLE and unconnected
 
 
 def _short(details: str) -> str:

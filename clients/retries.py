@@ -77,11 +77,15 @@ class RetrySchedule:
         budget.earn()
 
     def wait_s(self, error: TridentError, hint: RetryHint, left_s: float, alternative: bool = False) -> float | None:
-        """``left_s`` is what the deadline leaves; ``alternative``: another replica is at hand, so do not wait."""
+        """``left_s`` is what the deadline leaves; ``alternative``: another replica is at hand, so do not wait.
+
+        Going to another replica because one could not be reached is free: the budget guards servers from load.
+        """
         self.failures += 1
         if not error.retryable or (hint.never and not alternative) or self.failures >= self._policy.attempts:
             return None
         wait_s = 0.0 if alternative else self._policy.wait_s(self.failures, hint, self._rng)
-        if wait_s >= left_s or not self._budget.spend():
+        if wait_s >= left_s:
             return None
-        return wait_s
+        free = alternative and hint.unsent
+        return wait_s if free or self._budget.spend() else None

@@ -32,7 +32,7 @@ class Attempt(Protocol):
     call: grpc.aio.UnaryStreamCall
     url: str
 
-    def release(self, error: TridentError | None) -> None:
+    def release(self, error: TridentError | None, answer: Answer) -> None:
         """The call is over: with ``error``, or None for a good end. Called exactly once."""
 
 
@@ -144,7 +144,7 @@ class TokenStream:
                 continue
             if self._ended:  # closed while a replica was looked for
                 attempt.call.cancel()
-                attempt.release(Cancelled("the stream was left"))
+                attempt.release(Cancelled("the stream was left"), self._answer)
                 raise Cancelled(f"request {self.request_id} was closed before it was sent")
             self._attempt = attempt
             self._next = self._read = attempt.call.__aiter__().__anext__
@@ -185,7 +185,7 @@ class TokenStream:
         if attempt is not None:
             with contextlib.suppress(RuntimeError):  # the event loop is gone, and the call with it
                 attempt.call.cancel()
-            attempt.release(error)
+            attempt.release(error, self._answer)
 
 
 class _Loop:

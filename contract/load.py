@@ -10,7 +10,9 @@ class ReplicaLoad:
     """A snapshot of one replica.
 
     running, waiting, max_running: requests. kv_usage: fraction of KV blocks in use, 0 to 1.
-    pending_tokens: prompt and output tokens booked by this caller and not yet settled.
+    pending_tokens: work booked by this caller and not yet settled, in tokens of decoding.
+    outstanding: this caller's requests that are under way there; known at once, where running and waiting are as
+    old as the last look at the metrics. tokens_per_s: what the replica decodes in all, as measured; 0 if unknown.
     """
 
     name: str
@@ -20,3 +22,5 @@ class ReplicaLoad:
     kv_usage: float = 0.0
     pending_tokens: int = 0
     healthy: bool = True
+    outstanding: int = 0
+    tokens_per_s: float = 0.0

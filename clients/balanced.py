@@ -1,0 +1,301 @@
+"""One client over many replicas: finds them, watches their health, picks one per request, fails over.
+
+    async with BalancedClient("dns:///trident:8001", pick=picks.token_aware) as client:
+        async for delta in client.generate("def fibonacci(n):", max_tokens=64):
+            ...
+
+A request that fails before its first token goes to another replica at once; after it, never.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import grpc.aio
+
+from clients import costs, picks, request
+from clients.answer import Answer
+from clients.async_client import AsyncClient
+from clients.completion import Completion
+from clients.connection import DEFAULT_MODEL, TLS, new_traceparent
+from clients.costs import Costs, Observation, Pace
+from clients.discovery import Discovery, source
+from clients.generations import Generations
+from clients.health import Health, HealthPolicy
+from clients.picks import Ask, Pick
+from clients.retries import RetryBudget, RetryPolicy, RetrySchedule
+from clients.token_stream import TokenStream
+from contract.errors import InvalidArgument, TridentError, Unavailable
+from contract.generation import GenerationRequest
+from contract.load import ReplicaLoad
+
+_LOG = logging.getLogger(__name__)
+
+
+class BalancedClient(Generations[TokenStream]):
+    """Talks to a set of replicas that serve the same model.
+
+    replicas: ``"HOST:PORT,HOST:PORT"``, ``"dns:///NAME:PORT"``, ``"file:///PATH"``, a list, or a Discovery; asked
+    again every ``refresh_s``. pick: a policy of ``clients.picks``, or its name. The other arguments are those of
+    AsyncClient and hold for every replica. One event loop uses it; close it there.
+    """
+
+    def __init__(
+        self,
+        replicas: str | Iterable[str] | Discovery,
+        *,
+        pick: Pick | str = picks.power_of_two_choices,
+        model: str = DEFAULT_MODEL,
+        tls: TLS | bool | None = None,
+        api_key: str = "",
+        metadata: Mapping[str, str] | Iterable[tuple[str, str]] = (),
+        retry: RetryPolicy | None = None,
+        budget: RetryBudget | None = None,
+        health: HealthPolicy | None = None,
+        refresh_s: float = 30.0,
+        rng: random.Random | None = None,
+    ) -> None:
+        if isinstance(pick, str) and pick not in picks.BY_NAME:
+            raise InvalidArgument("pick", f"got {pick!r}; allowed is {', '.join(picks.BY_NAME)}")
+        self.model = model
+        self.costs = Costs()
+        self._source = source(replicas)
+        self._pick = picks.BY_NAME[pick] if isinstance(pick, str) else pick
+        self._client_options = {
+            "model": model,
+            "tls": tls,
+            "api_key": api_key,
+            "metadata": tuple(dict(metadata).items()),
+        }
+        self._retry = retry or RetryPolicy()
+        self._budget = budget or RetryBudget(reserve=100.0)  # a replica that dies takes all its requests with it
+        self._policy = health or HealthPolicy()
+        self._refresh_s = refresh_s
+        self._rng = rng or random.Random()
+        self._replicas: dict[str, _Replica] = {}
+        self._watch: asyncio.Task | None = None
+        self._found: asyncio.Future | None = None  # done when the first look for replicas is
+        self._closing: set[asyncio.Task] = set()
+        self._turn = 0
+
+    async def __aenter__(self) -> BalancedClient:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the watching and closes every connection; streams that still run are cancelled."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+            self._watch = None
+        leaving, self._replicas = list(self._replicas.values()), {}
+        await asyncio.gather(*(replica.close() for replica in leaving), *self._closing)
+
+    def loads(self) -> list[ReplicaLoad]:
+        """What the picks see now."""
+        return [replica.load() for replica in self._replicas.values()]
+
+    def generate(self, prompt: str | None = None, *, session: str = "", **arguments: Any) -> TokenStream:
+        """As ``AsyncClient.generate``; ``session`` names the conversation that ``session_affinity`` keeps together."""
+        traceparent, timings = arguments.pop("traceparent", ""), arguments.pop("timings", False)
+        asked = request.build(prompt, **arguments)
+        return self.open(asked, traceparent=traceparent, timings=timings, session=session)
+
+    def open(
+        self, asked: GenerationRequest, *, traceparent: str = "", timings: bool = False, session: str = ""
+    ) -> TokenStream:
+        """A stream for a request that is already valid. The replica is picked when it is first read."""
+        self._turn += 1
+        size = costs.prompt_bytes(asked)
+        ask = Ask(self.costs.estimate(size, asked.max_tokens), self._turn, session, costs.prefix(asked))
+        door = _Door(self, ask, size, traceparent or new_traceparent())
+        return TokenStream(door, request.identified(asked), RetrySchedule(self._retry, self._budget, self._rng))
+
+    async def complete(self, prompt: str | None = None, **arguments: Any) -> Completion:
+        """The whole answer, in one response; arguments as for ``generate``."""
+        return await self.generate(prompt, **{"stream": False, **arguments}).complete()
+
+    async def found(self) -> None:
+        """Waits until the replicas have been looked for, and probed, once. Raises Unavailable if that failed."""
+        if self._watch is None:
+            self._found = asyncio.get_running_loop().create_future()
+            self._watch = asyncio.create_task(self._keep_watch(self._found))
+        await asyncio.shield(self._found)
+
+    async def _keep_watch(self, found: asyncio.Future) -> None:
+        """Looks for replicas for ever, and probes each on its own schedule."""
+        while True:
+            try:
+                await self._refresh()
+            except TridentError as error:
+                if self._replicas:
+                    _LOG.warning("keeping the %d replicas known before: %s", len(self._replicas), error)
+                else:
+                    if not found.done():
+                        found.set_exception(error)
+                        found.exception()  # seen, even if nobody waits
+                    self._watch = None  # the next request looks again
+                    return
+            if not found.done():
+                found.set_result(None)
+            await asyncio.sleep(self._refresh_s * self._rng.uniform(0.9, 1.1))
+
+    async def _refresh(self) -> None:
+        urls = await self._source.replicas()
+        for url in self._replicas.keys() - set(urls):
+            self._let_go(self._replicas.pop(url))
+        new = [_Replica(AsyncClient(url, **self._client_options)) for url in urls if url not in self._replicas]
+        # A new replica is probed before it gets anything, so that one that is still loading is not picked.
+        await asyncio.gather(*(replica.probe(self._policy) for replica in new))
+        for replica in new:
+            self._replicas[replica.client.url] = replica
+            replica.probing = asyncio.create_task(replica.keep_probing(self._policy, self._rng))
+
+    def _let_go(self, replica: _Replica) -> None:
+        """Nothing new goes there; what it has, it finishes."""
+        task = asyncio.create_task(replica.close_when_idle())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+class _Replica:
+    """One replica and what is known of it."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.client = client
+        self.health = Health()
+        self.pace = Pace()
+        self.outstanding = 0
+        self.pending_tokens = 0.0
+        self.probing: asyncio.Task | None = None
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def load(self) -> ReplicaLoad:
+        return ReplicaLoad(
+            self.client.url,
+            pending_tokens=round(self.pending_tokens),
+            healthy=bool(self.health.healthy),
+            outstanding=self.outstanding,
+            tokens_per_s=self.pace.tokens_per_s,
+        )
+
+    def book(self, cost_tokens: float) -> None:
+        self.outstanding += 1
+        self.pending_tokens += cost_tokens
+        self.idle.clear()
+
+    def settle(self, cost_tokens: float) -> None:
+        self.outstanding -= 1
+        self.pending_tokens = max(0.0, self.pending_tokens - cost_tokens) if self.outstanding else 0.0
+        if not self.outstanding:
+            self.idle.set()
+
+    async def probe(self, policy: HealthPolicy) -> None:
+        try:
+            ok = await self.client.model_ready(self.client.model, policy.timeout_s)
+        except TridentError:
+            ok = False
+        self.observe(ok, policy)
+
+    def observe(self, ok: bool, policy: HealthPolicy) -> None:
+        before = self.health.healthy
+        self.health = self.health.after(ok, policy)
+        if self.health.healthy is not before:
+            _LOG.info("replica %s is %s", self.client.url, "healthy" if self.health.healthy else "not healthy")
+
+    async def keep_probing(self, policy: HealthPolicy, rng: random.Random) -> None:
+        while True:
+            await asyncio.sleep(policy.interval_s * rng.uniform(0.9, 1.1))
+            await self.probe(policy)
+
+    async def close_when_idle(self) -> None:
+        if self.probing is not None:
+            self.probing.cancel()
+        await self.idle.wait()
+        await self.close()
+
+    async def close(self) -> None:
+        if self.probing is not None:
+            self.probing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.probing
+            self.probing = None
+        self.idle.set()
+        await self.client.close()
+
+
+class _Door:
+    """Where one request may go: any replica, but not twice to one while another is left."""
+
+    def __init__(self, client: BalancedClient, ask: Ask, prompt_bytes: int, traceparent: str) -> None:
+        self._client, self._ask, self._prompt_bytes, self._traceparent = client, ask, prompt_bytes, traceparent
+        self._tried: set[str] = set()
+
+    async def open(self, asked: GenerationRequest, left_s: float) -> _Booked:
+        client = self._client
+        if not client._replicas:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(client.found(), left_s)
+        loads = client.loads()
+        fresh = [load for load in loads if load.healthy and load.name not in self._tried]
+        if not fresh:
+            self._tried.clear()
+        name = client._pick(fresh or loads, self._ask, client._rng).name
+        self._tried.add(name)
+        replica = client._replicas[name]
+        call = replica.client.call(asked, left_s, self._traceparent, timings=True)
+        return _Booked(client, replica, call, self._ask.cost_tokens, self._prompt_bytes, asked.max_tokens)
+
+    def has_alternative(self) -> bool:
+        return any(load.healthy and load.name not in self._tried for load in self._client.loads())
+
+
+class _Booked:
+    """A call and what is booked for it; both end together."""
+
+    def __init__(
+        self,
+        client: BalancedClient,
+        replica: _Replica,
+        call: grpc.aio.UnaryStreamCall,
+        cost_tokens: float,
+        prompt_bytes: int,
+        max_tokens: int,
+    ) -> None:
+        self.call, self.url = call, replica.client.url
+        self._client, self._replica, self._cost_tokens = client, replica, cost_tokens
+        self._prompt_bytes, self._max_tokens = prompt_bytes, max_tokens
+        replica.book(cost_tokens)
+        self._running_at_start = replica.outstanding
+
+    def release(self, error: TridentError | None, answer: Answer) -> None:
+        running = (self._running_at_start + self._replica.outstanding) / 2
+        self._replica.settle(self._cost_tokens)
+        if error is None:
+            self._replica.observe(True, self._client._policy)
+            self._learn(answer, running)
+        elif isinstance(error, Unavailable):
+            self._replica.observe(False, self._client._policy)
+
+    def _learn(self, answer: Answer, running: float) -> None:
+        last = answer.last
+        if last is None or last.usage is None:
+            return
+        usage, learned = last.usage, self._client.costs
+        learned.observe_sizes(self._prompt_bytes, usage.input_tokens, self._max_tokens, usage.output_tokens)
+        if last.timings is None:
+            return  # from here, queueing and prefill cannot be told apart
+        prefill_s = (last.timings.first_token_ns - last.timings.first_scheduled_ns) / 1e9
+        decode_s = (last.timings.last_token_ns - last.timings.first_token_ns) / 1e9
+        uncached = usage.input_tokens - usage.cached_tokens
+        seen = Observation(prefill_s, uncached, decode_s, usage.output_tokens, max(1, round(running)))
+        learned.observe(seen)
+        self._replica.pace.observe(seen)

@@ -1,0 +1,123 @@
+"""Where the replicas are: a fixed list, a DNS name, or a file that somebody keeps up to date.
+
+A source is asked again and again. What it cannot answer it raises as Unavailable, and the caller goes on with
+what it knew before: an old list serves better than none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+from contract.errors import InvalidArgument, Unavailable
+
+DEFAULT_PORT = 8001
+_FORMS = "'HOST:PORT,HOST:PORT', 'dns:///NAME:PORT' or 'file:///PATH'"
+
+
+class Discovery(Protocol):
+    """Names the replicas that should exist now."""
+
+    async def replicas(self) -> tuple[str, ...]:
+        """``HOST:PORT`` of each, without repeats, sorted. Raises Unavailable if they cannot be found out."""
+
+
+class Static:
+    """A fixed list."""
+
+    def __init__(self, urls: Iterable[str]) -> None:
+        self._urls = _clean(urls)
+        if not self._urls:
+            raise InvalidArgument("replicas", "the list is empty; name at least one HOST:PORT")
+
+    async def replicas(self) -> tuple[str, ...]:
+        return self._urls
+
+
+Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
+
+
+class Dns:
+    """Every address that a name has, as a headless Kubernetes service gives it one per pod."""
+
+    def __init__(self, name: str, port: int = DEFAULT_PORT, resolve: Resolve | None = None) -> None:
+        self._name, self._port, self._resolve = name, port, resolve or _addresses
+
+    async def replicas(self) -> tuple[str, ...]:
+        try:
+            addresses = await self._resolve(self._name, self._port)
+        except OSError as exc:
+            raise Unavailable(f"the name {self._name!r} does not resolve: {exc.strerror or exc}") from exc
+        found = _clean(
+            f"[{address}]:{self._port}" if ":" in address else f"{address}:{self._port}" for address in addresses
+        )
+        if not found:
+            raise Unavailable(f"the name {self._name!r} has no address")
+        return found
+
+
+class File:
+    """One HOST:PORT a line; ``#`` begins a comment. Replace the file by renaming, so that no half of it is read."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+
+    async def replicas(self) -> tuple[str, ...]:
+        try:
+            lines = self._path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as exc:
+            raise Unavailable(f"cannot read the replicas in {str(self._path)!r}: {exc}") from exc
+        try:
+            found = _clean(line.partition("#")[0] for line in lines)
+        except InvalidArgument as exc:
+            raise Unavailable(f"{str(self._path)!r} is not a list of replicas: {exc}") from exc
+        if not found:
+            raise Unavailable(f"{str(self._path)!r} names no replica")
+        return found
+
+
+def source(where: str | Iterable[str] | Discovery) -> Discovery:
+    """The source that ``where`` describes; a Discovery is returned as it is. Raises InvalidArgument."""
+    if isinstance(where, str):
+        if where.startswith("file://"):
+            return File(where.removeprefix("file://"))
+        if where.startswith("dns://"):
+            name, port = _split(where.removeprefix("dns://").lstrip("/"))
+            return Dns(name, port)
+        if "://" in where:
+            raise InvalidArgument("replicas", f"got {where!r}; allowed is {_FORMS}")
+        return Static(where.split(","))
+    if hasattr(where, "replicas"):
+        return where
+    return Static(where)
+
+
+def _clean(urls: Iterable[str]) -> tuple[str, ...]:
+    """Stripped, checked, without repeats, sorted."""
+    stripped = {url.strip() for url in urls} - {""}
+    return tuple(sorted(f"{host}:{port}" for host, port in map(_split, stripped)))
+
+
+def _split(url: str) -> tuple[str, int]:
+    """``HOST:PORT``, ``HOST`` or ``[IPV6]:PORT``; the host keeps its brackets."""
+    host, colon, port = url.rpartition(":")
+    if not colon or url.endswith("]"):
+        host, port = url, str(DEFAULT_PORT)
+    unbracketed = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if (
+        not host
+        or unbracketed
+        or any(space in host for space in " \t/")
+        or not port.isdigit()
+        or not 0 < int(port) < 65536
+    ):
+        raise InvalidArgument("replicas", f"got {url!r}; allowed is HOST:PORT with a port from 1 to 65535")
+    return host, int(port)
+
+
+async def _addresses(name: str, port: int) -> list[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    return [address[0] for *_, address in found]
