@@ -30,11 +30,17 @@ class EngineLimits:
 def check_fits(prompt_tokens: int, max_tokens: int, limits: EngineLimits) -> None:
     """PromptTooLong with the numbers, when prompt + max_tokens exceed the engine's length or its whole KV cache."""
     total = prompt_tokens + max_tokens
+    if prompt_tokens >= limits.max_seq_len:
+        raise PromptTooLong(
+            "text_input",
+            f"the prompt has {prompt_tokens} tokens; allowed are {limits.max_seq_len - 1}, because prompt and output "
+            f"together may have {limits.max_seq_len} (max_seq_len)",
+        )
     if total > limits.max_seq_len:
         raise PromptTooLong(
             "max_tokens",
             f"the prompt has {prompt_tokens} tokens and {max_tokens} are asked for, {total} together; allowed are "
-            f"{limits.max_seq_len} (max_seq_len), so max_tokens may be at most {max(0, limits.max_seq_len - prompt_tokens)}",
+            f"{limits.max_seq_len} (max_seq_len), so max_tokens may be at most {limits.max_seq_len - prompt_tokens}",
         )
     blocks = -(-total // limits.block_tokens)
     if blocks > limits.kv_cache_blocks:

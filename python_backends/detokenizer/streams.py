@@ -59,6 +59,7 @@ class _OpenStream:
     ids: int = 0
     cum_log_prob: float = 0.0
     stop: str | None = None
+    held_text: list[str] = field(default_factory=list)
     held_ids: list[int] = field(default_factory=list)
     held_log_probs: list[float] = field(default_factory=list)
 
@@ -95,6 +96,9 @@ class Streams:
         if state.event.last:
             del self._open[state.key]
             return self._last(stream, chunk, text)
+        if not stream.options.stream:
+            stream.held_text.append(text)
+            return None
         if not text:
             return None  # ids wait for the text they are part of
         token_ids, stream.held_ids = stream.held_ids, []
@@ -156,7 +160,7 @@ class Streams:
             finish_reason, stop_reason = FinishReason.STOP, stream.stop
         echoed = state.num_input_tokens if stream.options.echo else 0
         return Piece(
-            text,
+            "".join(stream.held_text) + text,
             stream.held_ids,
             stream.held_log_probs,
             stream.cum_log_prob,

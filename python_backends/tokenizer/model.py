@@ -98,6 +98,7 @@ class TritonPythonModel:
             "request_output_len": row([max_tokens]),
             "end_id": row([end_id]),
             "stop_words_list": encode_word_list(words),
+            "streaming": row([self._engine_streams(prompt)], np.bool_),
             "stream_options": texts(prompt.options.to_json()),
         }
         if prompt.bad_words:
@@ -118,6 +119,12 @@ class TritonPythonModel:
         else:
             end_ids = () if prompt.end_id == -1 else (prompt.end_id,)
         return (end_ids[0] if end_ids else -1), [(token,) for token in (*end_ids[1:], *prompt.stop_token_ids)]
+
+    def _engine_streams(self, prompt: PromptRequest) -> bool:
+        """Whether the engine is to send ids as they come. Without ``stream`` the detokenizer gathers the text; it must
+        see the ids early all the same to stop the engine at a stop string, and, behind an engine that cannot ask
+        whether the client is still there, to notice that it has gone."""
+        return prompt.options.stream or bool(prompt.options.stop) or not self._on_cpu
 
     def _bias(self, prompt: PromptRequest) -> np.ndarray:
         bias = np.zeros((1, self._limits.vocab_size), dtype=np.float32)

@@ -72,6 +72,7 @@ def parse(inputs: Inputs, parameters: dict, limits: EngineLimits) -> PromptReque
         bias_words=tuple(bias_words),
         bias_weights=tuple(bias_weights),
         options=StreamOptions(
+            stream=inputs.scalar("stream", False),
             echo=not inputs.scalar("exclude_input_in_output", True),
             stop=_stop_words(inputs),
             include_stop=inputs.scalar("include_stop_in_output", False),
