@@ -138,7 +138,8 @@ def _refuse_what_the_graph_lacks(name: str, config: Mapping[str, object]) -> Non
         raise UnsupportedModel(f"config.json: sliding_window {window} is not supported; only full attention is")
     layer_types = set(config.get("layer_types") or [])  # type: ignore[call-overload]
     if layer_types - {"full_attention"} and uses_window:
-        raise UnsupportedModel(f"config.json: layer_types {sorted(layer_types)} is not supported; only full attention is")
+        said = ", ".join(sorted(layer_types))
+        raise UnsupportedModel(f"config.json: layer_types {said} are not supported; only full_attention is")
 
 
 def _size(config: Mapping[str, object], key: str, default: int | None = None) -> int:

@@ -7,7 +7,10 @@ import json
 import os
 from pathlib import Path
 
-CACHE = Path(__file__).resolve().parent.parent / ".cache" / "sha256.json"
+import layout
+from contract.manifest import sha256_file as _hash
+
+CACHE = layout.ROOT / ".cache" / "sha256.json"
 REMEMBERED_BYTES = 32 * 1024 * 1024  # below this hashing takes less than 30 ms
 
 
@@ -21,21 +24,15 @@ def sha256_file(path: Path, cache: Path = CACHE) -> str:
     stat = path.stat()
     if stat.st_size < REMEMBERED_BYTES:
         return _hash(path)
-    key = f"{path.resolve()}:{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
-    known = _load(cache)
-    if key not in known:
-        digest = _hash(path)
-        known = {k: v for k, v in _load(cache).items() if not k.startswith(f"{path.resolve()}:")} | {key: digest}
-        _save(cache, known)
-    return known[key]
-
-
-def _hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+    place = f"{path.resolve()}:"
+    key = f"{place}{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+    if (known := _load(cache).get(key)) is not None:
+        return known
+    digest = _hash(path)
+    # Read again: another build may have added to it while this one hashed.
+    others = {k: v for k, v in _load(cache).items() if not k.startswith(place)}
+    _save(cache, others | {key: digest})
+    return digest
 
 
 def _load(cache: Path) -> dict[str, str]:

@@ -75,8 +75,18 @@ class _KvCache:
         return both
 
 
-def _attention(arch: Architecture, at: str, x: Node, cos: Node, sin: Node, bias: Node, cache: _KvCache, layer: int,
-               matrix: Weight, vector: Weight) -> Node:
+def _attention(
+    arch: Architecture,
+    at: str,
+    x: Node,
+    cos: Node,
+    sin: Node,
+    bias: Node,
+    cache: _KvCache,
+    layer: int,
+    matrix: Weight,
+    vector: Weight,
+) -> Node:
     def heads(what: str, count: int) -> Node:
         """f32[B, L, hidden] -> f32[B, count, L, head_dim]."""
         flat = _linear(x, f"{at}.self_attn.{what}_proj", arch.qkv_bias, matrix, vector)
@@ -89,7 +99,7 @@ def _attention(arch: Architecture, at: str, x: Node, cos: Node, sin: Node, bias:
     key = cache.append(layer, "key", _rotate(heads("k", arch.num_kv_heads), cos, sin, arch.head_dim))
     value = cache.append(layer, "value", heads("v", arch.num_kv_heads))
     repeat = arch.num_heads // arch.num_kv_heads
-    scale = _f32(arch.head_dim ** -0.5)
+    scale = _f32(arch.head_dim**-0.5)
     mixed = ops.scaled_dot_product_attention(
         query, _repeat_heads(key, arch, repeat), _repeat_heads(value, arch, repeat), bias, scale, causal=False
     )

@@ -118,8 +118,8 @@ def verify(folder: Path, digest: Callable[[Path], str] | None = None) -> EngineM
 
 def hash_files(folder: Path) -> dict[str, str]:
     """sha256 of every file below ``folder`` but the manifest, by relative path."""
-    paths = sorted(p for p in folder.rglob("*") if p.is_file())
-    return {str(p.relative_to(folder)): sha256_file(p) for p in paths if p.name not in (FILE_NAME, f"{FILE_NAME}.partial")}
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(FILE_NAME))
+    return {str(path.relative_to(folder)): sha256_file(path) for path in paths}
 
 
 def sha256_file(path: Path) -> str:
@@ -135,7 +135,7 @@ def _how_to_build(folder: Path) -> str:
 
 
 def _others(folder: Path) -> str:
-    built = sorted(p.parent.name for p in folder.parent.glob(f"*/{FILE_NAME}") if "." not in p.parent.name)
+    built = sorted(p.parent.name for p in folder.parent.glob(f"*/{FILE_NAME}") if ".partial-" not in p.parent.name)
     return f"; built are: {', '.join(built)}" if built else ""
 
 

@@ -16,13 +16,28 @@ from tokenizers.models import BPE
 EOS, BOS = 256, 257
 
 _BASE = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 331,
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 512,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": BOS, "eos_token_id": EOS,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "vocab_size": 331,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
 }
 _LLAMA3_ROPE = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
 
@@ -32,17 +47,31 @@ CONFIGS: dict[str, dict] = {
     "llama_mha_tied": _BASE | {"num_key_value_heads": 4, "tie_word_embeddings": True, "vocab_size": 300},
     "llama_bias_llama3_rope": _BASE | {"attention_bias": True, "mlp_bias": True, "rope_scaling": _LLAMA3_ROPE},
     "llama_linear_rope_wide_heads": _BASE | {"head_dim": 32, "rope_scaling": {"type": "linear", "factor": 2.0}},
-    "mistral_mqa": _BASE | {
-        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 1,
+    "mistral_mqa": _BASE
+    | {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "num_key_value_heads": 1,
         "sliding_window": None,
     },
-    "qwen2": _BASE | {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True,
-        "rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 128, "vocab_size": 337,
+    "qwen2": _BASE
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "use_sliding_window": False,
+        "sliding_window": 128,
+        "vocab_size": 337,
     },
-    "qwen3": _BASE | {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "num_key_value_heads": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "vocab_size": 311,
+    "qwen3": _BASE
+    | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 32,
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "vocab_size": 311,
     },
 }
 
@@ -87,7 +116,7 @@ def tensors(config: dict, seed: int = 0, sharpness: float = 1.0) -> dict[str, np
 
 
 def write(folder: Path, config: dict, *, dtype: str = "BF16", shards: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
-    """Writes config, weights (``dtype`` BF16, F16 or F32, in ``shards`` files) and tokenizer; returns what it stored."""
+    """Writes config, tokenizer and weights (``dtype`` BF16, F16 or F32, in ``shards`` files); returns what it wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
@@ -96,7 +125,9 @@ def write(folder: Path, config: dict, *, dtype: str = "BF16", shards: int = 1, s
     return write_weights(folder, tensors(config, seed), dtype=dtype, shards=shards)
 
 
-def write_weights(folder: Path, values: dict[str, np.ndarray], *, dtype: str = "BF16", shards: int = 1) -> dict[str, np.ndarray]:
+def write_weights(
+    folder: Path, values: dict[str, np.ndarray], *, dtype: str = "BF16", shards: int = 1
+) -> dict[str, np.ndarray]:
     stored = {name: _as_stored(value, dtype) for name, value in values.items()}
     names = list(stored)
     if shards == 1:

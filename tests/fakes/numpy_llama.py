@@ -17,17 +17,24 @@ def logits(config: dict, tensors: dict[str, np.ndarray], ids: list[int]) -> np.n
     hidden = tensors["model.embed_tokens.weight"][np.asarray(ids)]
     cos, sin = _rotation(config, len(ids))
     for layer in range(config["num_hidden_layers"]):
-        part = {k.removeprefix(f"model.layers.{layer}."): v for k, v in tensors.items()
-                if k.startswith(f"model.layers.{layer}.")}
+        part = {
+            k.removeprefix(f"model.layers.{layer}."): v
+            for k, v in tensors.items()
+            if k.startswith(f"model.layers.{layer}.")
+        }
         hidden = hidden + _attention(config, part, _norm(hidden, part["input_layernorm.weight"], eps), cos, sin)
         normed = _norm(hidden, part["post_attention_layernorm.weight"], eps)
         gate = _linear(part, "mlp.gate_proj", normed)
-        hidden = hidden + _linear(part, "mlp.down_proj", gate / (1 + np.exp(-gate)) * _linear(part, "mlp.up_proj", normed))
+        hidden = hidden + _linear(
+            part, "mlp.down_proj", gate / (1 + np.exp(-gate)) * _linear(part, "mlp.up_proj", normed)
+        )
     head = tensors["model.embed_tokens.weight"] if config.get("tie_word_embeddings") else tensors["lm_head.weight"]
     return (_norm(hidden, tensors["model.norm.weight"], eps) @ head.T).astype(np.float32)
 
 
-def greedy(config: dict, tensors: dict[str, np.ndarray], ids: list[int], max_tokens: int, eos: tuple[int, ...] = ()) -> list[int]:
+def greedy(
+    config: dict, tensors: dict[str, np.ndarray], ids: list[int], max_tokens: int, eos: tuple[int, ...] = ()
+) -> list[int]:
     """New ids, the end id not among them."""
     ids, new = list(ids), []
     while len(new) < max_tokens:
@@ -47,7 +54,9 @@ def _linear(part: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray
     return x @ part[f"{name}.weight"].T + part.get(f"{name}.bias", np.float32(0))
 
 
-def _attention(config: dict, part: dict[str, np.ndarray], x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+def _attention(
+    config: dict, part: dict[str, np.ndarray], x: np.ndarray, cos: np.ndarray, sin: np.ndarray
+) -> np.ndarray:
     length, heads = len(x), config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     size = config.get("head_dim") or config["hidden_size"] // heads

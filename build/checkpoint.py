@@ -1,0 +1,165 @@
+"""A Hugging Face checkpoint folder, opened and checked before anything long is started on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import architecture as architectures
+import digest
+import layout  # noqa: F401  makes `contract` importable when a script is run by path
+import shards
+from architecture import Architecture
+from contract.errors import InvalidArgument
+from shards import StoredTensor
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+_INDEX = "model.safetensors.index.json"
+# What older exports carry along and nobody reads: the rotary frequencies are computed from the config.
+_IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
+
+
+class CheckpointError(InvalidArgument):
+    """A checkpoint folder is incomplete, damaged, or of a kind this build does not support."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__("model", problem)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint; weights stay on disk until ``StoredTensor.raw`` or ``f32`` is called.
+
+    config, generation: the parsed JSON files (``{}`` when there is no generation_config.json).
+    tensors: exactly ``architecture.expected_tensors()``, each found and of the right shape.
+    eos_token_ids: every end id, the usual one first; bos_token_id, pad_token_id: None when the model has none.
+    """
+
+    folder: Path
+    config: Mapping[str, object]
+    generation: Mapping[str, object]
+    architecture: Architecture
+    tensors: Mapping[str, StoredTensor]
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    pad_token_id: int | None
+
+    def files(self) -> list[Path]:
+        """What an engine is made from: config, tokenizer and the weight files that are read."""
+        names = ("config.json", "generation_config.json", _INDEX, *TOKENIZER_FILES)
+        weights = {tensor.path for tensor in self.tensors.values()}
+        return sorted({p for n in names if (p := self.folder / n).is_file()} | weights)
+
+    def sha256(self) -> str:
+        """Over the names and contents of ``files``."""
+        return digest.sha256_json({path.name: digest.sha256_file(path) for path in self.files()})
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Reads headers and JSON only. Raises CheckpointError, one sentence naming the file, tensor or key."""
+    config = _json(folder, "config.json")
+    try:
+        arch = architectures.from_config(config)
+        tensors = _tensors(folder, arch)
+    except (architectures.UnsupportedModel, shards.BadShard) as exc:
+        raise CheckpointError(f"{folder}: {exc}") from exc
+    generation = _json(folder, "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    _check_tokenizer(folder, arch)
+    return Checkpoint(
+        folder=folder,
+        config=config,
+        generation=generation,
+        architecture=arch,
+        tensors=tensors,
+        eos_token_ids=_token_ids("eos_token_id", generation, config, arch),
+        bos_token_id=next(iter(_token_ids("bos_token_id", generation, config, arch)), None),
+        pad_token_id=next(iter(_token_ids("pad_token_id", generation, config, arch)), None),
+    )
+
+
+def _json(folder: Path, name: str) -> dict:
+    path = folder / name
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise CheckpointError(f"{folder} has no {name}; is it a Hugging Face checkpoint?") from exc
+    except (OSError, ValueError) as exc:
+        raise CheckpointError(f"{path} is not valid JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return value
+
+
+def _tensors(folder: Path, arch: Architecture) -> dict[str, StoredTensor]:
+    stored: dict[str, StoredTensor] = {}
+    for path in _weight_files(folder):
+        stored |= shards.read_header(path)
+    expected = arch.expected_tensors()
+    for name, shape in expected.items():
+        tensor = stored.get(name)
+        if tensor is None:
+            raise CheckpointError(f"{folder}: the weights lack {name} {list(shape)}, which {arch.name} needs")
+        if tensor.shape != shape:
+            raise CheckpointError(f"{tensor.path}: {name} is {list(tensor.shape)}; config.json says {list(shape)}")
+        if tensor.dtype not in shards.DTYPES:
+            allowed = ", ".join(shards.DTYPES)
+            raise CheckpointError(f"{tensor.path}: {name} is stored as {tensor.dtype}; supported are {allowed}")
+    # A tensor that nobody reads means that the graph would compute another model than the one that was trained.
+    tied_copy = {"lm_head.weight"} if arch.tied else set()
+    extra = [n for n in stored if n not in expected and n not in tied_copy and not n.endswith(_IGNORED_ENDINGS)]
+    if extra:
+        raise CheckpointError(f"{stored[extra[0]].path}: {extra[0]} has no place in {arch.name} as config.json has it")
+    return {name: stored[name] for name in expected}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if (folder / _INDEX).is_file():
+        names = _json(folder, _INDEX).get("weight_map")
+        if not isinstance(names, dict) or not names or not all(isinstance(n, str) for n in names.values()):
+            raise CheckpointError(f"{folder / _INDEX} has no weight_map of tensor names to file names")
+        paths = [folder / name for name in sorted(set(names.values()))]
+        for path in paths:
+            if path.parent != folder or not path.is_file():
+                raise CheckpointError(f"{folder}: {path.name} is missing; {_INDEX} names it")
+        return paths
+    lone = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
+    if len(lone) == 1:
+        return lone
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise CheckpointError(f"{folder} has PyTorch weights only; convert them to safetensors first")
+    raise CheckpointError(f"{folder} has no model.safetensors and no {_INDEX}")
+
+
+def _check_tokenizer(folder: Path, arch: Architecture) -> None:
+    if not (folder / "tokenizer.json").is_file():
+        slow = " (only a SentencePiece tokenizer.model)" if (folder / "tokenizer.model").is_file() else ""
+        remedy = "load it with transformers' AutoTokenizer and save it as a fast tokenizer"
+        raise CheckpointError(f"{folder} has no tokenizer.json{slow}; {remedy}")
+    vocab = _json(folder, "tokenizer.json").get("model", {}).get("vocab", {})
+    largest = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
+    # Added tokens beyond the matrix are common (an unused <pad>) and refused as ids later; the base vocabulary
+    # reaching beyond it means the tokenizer belongs to another model.
+    if largest >= arch.vocab_size:
+        problem = f"tokenizer.json has ids up to {largest}; the model's vocab_size is {arch.vocab_size}"
+        raise CheckpointError(f"{folder}: {problem}")
+
+
+def _token_ids(key: str, generation: Mapping, config: Mapping, arch: Architecture) -> tuple[int, ...]:
+    """From generation_config.json, else config.json; -1 (an old spelling of none) is dropped."""
+    value = generation.get(key, config.get(key))
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not -1 <= token < arch.vocab_size:
+            raise CheckpointError(f"{key} is {value!r}; allowed are token ids below vocab_size {arch.vocab_size}")
+    return tuple(dict.fromkeys(token for token in ids if token >= 0))

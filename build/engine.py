@@ -1,0 +1,193 @@
+"""Builds the engine of a recipe, or of any checkpoint: ``python build/engine.py --engine demo``.
+
+When recipe, checkpoint, versions and files are those of the engine that is there, nothing is built; else the new one
+appears whole or not at all (``engine_folder.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+import digest
+import engine_folder
+import layout
+import recipe as recipes
+from checkpoint import Checkpoint, open_checkpoint
+from contract.errors import InvalidArgument, TridentError
+from contract.manifest import EngineManifest, hash_files, verify
+from fetch import fetch, local_folder
+from recipe import Recipe
+
+Say = Callable[[str], None]
+
+DEFAULT_PRECISION = "int8"  # of a model given by --model
+DEFAULT_SEQ_LEN = 4096  # at most; a recipe asks for more
+DEFAULT_SEQUENCES = 8  # of that length, that the KV pool holds
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_LARGE_BYTES = 1_000_000_000  # takes longer than two seconds to hash
+_BUILDER = ("architecture.py", "compile_cpu.py", "graph.py", "numerics.py", "rope.py", "shards.py", "weights.py")
+
+
+def build(recipe: Recipe, into: Path, say: Say) -> Path:
+    """The folder ``into/<recipe.name>`` holding the engine, built now or found unchanged.
+
+    Raises TridentError with one sentence; then, and after a kill at any point, the engine that was there before (or
+    none) is there.
+    """
+    if recipe.kind != recipes.CPU:
+        problem = f"{recipe.name} is of kind {recipe.kind!r}; this builds kind 'cpu', the others: make plan-engine"
+        raise InvalidArgument("engine", problem)
+    checkpoint = open_checkpoint(fetch(recipe.model, recipe.revision))
+    folder = into / recipe.name
+    into.mkdir(parents=True, exist_ok=True)
+    size = sum(path.stat().st_size for path in checkpoint.files())
+    if size > _LARGE_BYTES:
+        say(f"checking {size / 1e9:.1f} GB of {recipe.model} (read once, then remembered)")
+    with engine_folder.only_builder(folder, say):
+        wanted = _manifest(recipe, checkpoint)
+        if _is_up_to_date(folder, wanted):
+            say(f"{_shown(folder)} is up to date ({recipe.precision} from {recipe.model})")
+            return folder
+        _build(recipe, checkpoint, wanted, folder, say)
+    return folder
+
+
+def _build(recipe: Recipe, checkpoint: Checkpoint, wanted: EngineManifest, folder: Path, say: Say) -> None:
+    import compile_cpu  # OpenVINO takes longer to import than to find out that nothing changed
+
+    started_s = time.monotonic()
+    say(f"building {_shown(folder)}: {recipe.precision} weights, {recipe.kv_cache_precision} KV, from {recipe.model}")
+    with engine_folder.replacement(folder) as partial:
+        compile_cpu.compile_cpu(checkpoint, recipe, partial, say)
+        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        finished = dataclasses.replace(
+            wanted, created=created, files=hash_files(partial), properties=compile_cpu.properties(recipe)
+        )
+        finished.save(partial)
+    megabytes = sum(p.stat().st_size for p in folder.iterdir()) / 1e6
+    say(f"{_shown(folder)} is ready: {megabytes:,.1f} MB in {time.monotonic() - started_s:.1f} s")
+
+
+def _manifest(recipe: Recipe, checkpoint: Checkpoint) -> EngineManifest:
+    """What the engine's manifest will say; files, properties and created are not known yet."""
+    content = dataclasses.asdict(recipe)
+    return EngineManifest(
+        name=recipe.name,
+        kind=recipe.kind,
+        model=recipe.model,
+        architecture=checkpoint.architecture.name,
+        checkpoint_sha256=checkpoint.sha256(),
+        recipe=content,
+        recipe_sha256=digest.sha256_json(content),
+        precision=recipe.precision,
+        kv_cache_precision=recipe.kv_cache_precision,
+        max_batch_size=recipe.max_batch_size,
+        max_num_tokens=recipe.max_num_tokens,
+        max_seq_len=recipe.max_seq_len or checkpoint.architecture.max_positions,
+        kv_cache_tokens=recipe.kv_cache_tokens,
+        vocab_size=checkpoint.architecture.vocab_size,
+        eos_token_ids=checkpoint.eos_token_ids,
+        bos_token_id=checkpoint.bos_token_id,
+        pad_token_id=checkpoint.pad_token_id,
+        tokenizer_sha256=digest.sha256_file(checkpoint.folder / "tokenizer.json"),
+        versions=_versions(),
+        created="",
+        files={},
+    )
+
+
+def _versions() -> dict[str, str]:
+    """What shapes the files. ``builder`` stands for the code itself, which moves between releases."""
+    project = re.search(r'^version = "(.+)"', (layout.ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    sources = {name: digest.sha256_file(layout.ROOT / "build" / name) for name in _BUILDER}
+    return {
+        "trident": project.group(1) if project else "unknown",
+        "builder": digest.sha256_json(sources)[:16],
+        "python": platform.python_version(),
+        "openvino": metadata.version("openvino"),
+        "openvino_genai": metadata.version("openvino-genai"),
+    }
+
+
+def _is_up_to_date(folder: Path, wanted: EngineManifest) -> bool:
+    try:
+        found = verify(folder, digest.sha256_file)
+    except TridentError:
+        return False  # absent, half-built, damaged or older: build it
+    same = ("checkpoint_sha256", "recipe_sha256", "versions")
+    return all(getattr(found, name) == getattr(wanted, name) for name in same)
+
+
+def recipe_for(engine: str | None, model: str | None, precision: str | None) -> Recipe:
+    """The recipe named ``engine`` (demo), or, given ``model``, one made for it; ``precision`` replaces its own.
+
+    A recipe's limits are about its own model, so another model gets limits of its own and int8 weights.
+    """
+    given = {} if precision is None else {"precision": precision}
+    if model is None:
+        path = layout.RECIPES / f"{_checked(engine or 'demo')}.toml"
+        loaded = recipes.load(path)
+        return loaded if not given else recipes.parse(recipes.tomllib.loads(path.read_text("utf-8")) | given, path)
+    name = _checked(engine or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip(".-_"))
+    folder = local_folder(model)
+    length = min(open_checkpoint(folder or fetch(model)).architecture.max_positions, DEFAULT_SEQ_LEN)
+    table = {
+        "kind": recipes.CPU,
+        "description": "made by build-engine for a given model",
+        "model": model if folder is None else str(layout.relative(folder)),
+        "precision": DEFAULT_PRECISION,
+        "max_batch_size": 64,
+        "max_num_tokens": 512,
+        "max_seq_len": length,
+        "kv_cache_tokens": DEFAULT_SEQUENCES * length,
+    }
+    return recipes.parse(table | given, layout.RECIPES / f"{name}.toml")
+
+
+def _checked(name: str) -> str:
+    if not _NAME.fullmatch(name) or ".partial-" in name or ".replaced-" in name:
+        allowed = "letters, digits, '.', '_' and '-', beginning with a letter or digit"
+        raise InvalidArgument("engine", f"got {name!r}; allowed is a name of {allowed}")
+    return name
+
+
+def _shown(folder: Path) -> str:
+    return str(layout.relative(folder))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Builds engines/<engine>/ from build/recipes/<engine>.toml, or from any Llama- or Qwen-family "
+        "checkpoint. Does nothing when nothing changed. Gated hub models need HF_TOKEN; HF_HUB_OFFLINE=1 stays local."
+    )
+    parser.add_argument("--engine", metavar="NAME", help="recipe and result (default: demo; with --model, its name)")
+    parser.add_argument("--model", metavar="FOLDER_OR_HUB_ID", help="build from this checkpoint, with default limits")
+    parser.add_argument(
+        "--precision",
+        choices=recipes.PRECISIONS[recipes.CPU],
+        help=f"of the weights (default: the recipe's; with --model, {DEFAULT_PRECISION})",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        build(recipe_for(options.engine, options.model, options.precision), layout.ENGINES, _say)
+    except TridentError as error:
+        print(f"build-engine: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _say(line: str) -> None:
+    print(f"build-engine: {line}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
