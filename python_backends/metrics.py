@@ -35,7 +35,9 @@ class Metrics:
         metric = self._metric(name, description, "counter", labels)
         return lambda value=1.0: self._pending.append(("increment", metric, value))
 
-    def histogram(self, name: str, description: str, buckets: Sequence[float], **labels: str) -> Callable[[float], None]:
+    def histogram(
+        self, name: str, description: str, buckets: Sequence[float], **labels: str
+    ) -> Callable[[float], None]:
         """A function that observes a value."""
         metric = self._metric(name, description, "histogram", labels, buckets)
         return lambda value: self._pending.append(("observe", metric, value))

@@ -23,6 +23,11 @@ class Settings:
     max_coalesce_s: float = 0.05
     max_prompt_bytes: int = 4 * 1024 * 1024
 
+    @property
+    def mailbox_socket(self) -> str:
+        """Name of the abstract unix datagram socket on which the detokenizer hears of requests (mailbox.py)."""
+        return f"{self.control_socket}-mailbox"
+
     @classmethod
     def from_env(cls) -> Settings:
         engine_dir = os.environ.get("TRIDENT_ENGINE_DIR")

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """stream: a response per piece of text, else one with all of it. echo: the prompt's ids come first in the stream. stop: strings to match on text. include_stop: leave the match in the text. hidden_ids: stop ids that end the
-    stream and are not part of the output. min_tokens: no stop string counts before so many ids. timings: report the
-    engine's instants with the end."""
+    """stream: a response per piece of text, else one with all of it. echo: the prompt's ids come first in the stream.
+    stop: strings to match on text. include_stop: leave the match in the text. hidden_ids: stop ids that end the stream
+    and are not part of the output. min_tokens: no stop string counts before so many ids. timings: report the engine's
+    instants with the end."""
 
     stream: bool = False
     echo: bool = False

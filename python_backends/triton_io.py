@@ -62,6 +62,8 @@ class Inputs:
         array = self.array(name)
         return [] if array is None else array.reshape(-1).tolist()
 
+    floats = integers
+
 
 def decode_text(name: str, value: bytes | str) -> str:
     """UTF-8 without NUL, or InvalidArgument that says where it is not."""
@@ -94,6 +96,24 @@ def response(outputs: dict[str, np.ndarray]):
 def error_response(error: TridentError):
     code = getattr(pb_utils.TritonError, _TRITON_CODE.get(error.grpc_status, "INTERNAL"))
     return pb_utils.InferenceResponse([], pb_utils.TritonError(errors.to_text(error), code))
+
+
+def stop_request(model: str, request_id: str) -> None:
+    """Sends TensorRT-LLM's stop for a live request to ``model`` and waits for its answer; call it in a thread."""
+    inputs = {
+        "input_ids": row([0]),
+        "input_lengths": row([1]),
+        "request_output_len": row([1]),
+        "stop": row([True], np.bool_),
+    }
+    request = pb_utils.InferenceRequest(
+        model_name=model,
+        request_id=request_id,
+        requested_output_names=["output_ids", "sequence_length"],
+        inputs=[pb_utils.Tensor(name, array) for name, array in inputs.items()],
+    )
+    for _ in request.exec(decoupled=True):
+        pass
 
 
 def metric_family(name: str, description: str, kind: str):

@@ -238,9 +238,7 @@ class Engine:
         self._finish(stream, event, error=error)
         return True
 
-    def _finish(
-        self, stream: Stream, event: StreamEvent, stop_id: int = -1, error: TridentError | None = None
-    ) -> None:
+    def _finish(self, stream: Stream, event: StreamEvent, stop_id: int = -1, error: TridentError | None = None) -> None:
         """The stream leaves the tables; its last response goes out."""
         del self._streams[stream.key]
         same_id = self._by_request_id.get(stream.request.request_id)

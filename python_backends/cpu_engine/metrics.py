@@ -38,7 +38,14 @@ class EngineMetrics:
             return {value: metrics.gauge(family, description, **names, **{label: value}) for value in values}
 
         self._requests = gauges(
-            "nv_trt_llm_request_metrics", "Requests by state", "request_type", "active", "max", "scheduled", "context", "waiting"
+            "nv_trt_llm_request_metrics",
+            "Requests by state",
+            "request_type",
+            "active",
+            "max",
+            "scheduled",
+            "context",
+            "waiting",
         )
         self._blocks = gauges(
             "nv_trt_llm_kv_cache_block_metrics",
@@ -52,7 +59,9 @@ class EngineMetrics:
             "inflight_batcher_specific_metric",
             *("total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests"),
         )
-        self._general = gauges("nv_trt_llm_general_metrics", "Engine steps", "general_type", "timestamp", "iteration_counter")
+        self._general = gauges(
+            "nv_trt_llm_general_metrics", "Engine steps", "general_type", "timestamp", "iteration_counter"
+        )
         self._input_length = metrics.histogram(
             "nv_llm_input_token_len",
             "Prompt tokens per request",
@@ -68,39 +77,58 @@ class EngineMetrics:
             response_metric_type="total_output_tokens",
         )
         self._ttft = metrics.histogram(
-            "gen_ai_server_time_to_first_token_seconds", "From arrival to the first token's response", TTFT_BUCKETS, **names
+            "gen_ai_server_time_to_first_token_seconds",
+            "From arrival to the first token's response",
+            TTFT_BUCKETS,
+            **names,
         )
         self._tpot = metrics.histogram(
-            "gen_ai_server_time_per_output_token_seconds", "Mean time per token after the first, per request", TPOT_BUCKETS, **names
+            "gen_ai_server_time_per_output_token_seconds",
+            "Mean time per token after the first, per request",
+            TPOT_BUCKETS,
+            **names,
         )
         self._duration = metrics.histogram(
-            "gen_ai_server_request_duration_seconds", "From arrival to the last token's response", DURATION_BUCKETS, **names
+            "gen_ai_server_request_duration_seconds",
+            "From arrival to the last token's response",
+            DURATION_BUCKETS,
+            **names,
         )
         self._itl = metrics.histogram(
-            "trident_inter_token_latency_seconds", "Time between responses over tokens in the later one", TPOT_BUCKETS, **names
+            "trident_inter_token_latency_seconds",
+            "Time between responses over tokens in the later one",
+            TPOT_BUCKETS,
+            **names,
         )
         self._phases = {
             phase: metrics.histogram(PHASES, PHASES_HELP, TTFT_BUCKETS, model=model, phase=phase)
             for phase in ("tokenize", "queue", "prefill", "first_decode")
         }
-        self._input_tokens = metrics.counter("trident_input_tokens_total", "Prompt tokens of accepted requests", **names)
+        self._input_tokens = metrics.counter("trident_input_tokens_total", "Tokens of accepted prompts", **names)
         self._output_tokens = metrics.counter("trident_output_tokens_total", "Generated tokens", **names)
         self._cached_tokens = metrics.counter(
             "trident_cached_prompt_tokens_total", "Prompt tokens found in the prefix cache", **names
         )
         self._finished = {
             event: metrics.counter(
-                "trident_requests_total", "Finished requests by finish_reason", **names, finish_reason=event.name.lower()
+                "trident_requests_total",
+                "Finished requests by finish_reason",
+                **names,
+                finish_reason=event.name.lower(),
             )
             for event in StreamEvent
             if event.last
         }
         self._cancellations = {
-            reason: metrics.counter("trident_cancellations_total", "Requests ended early, by reason", **names, reason=reason)
+            reason: metrics.counter(
+                "trident_cancellations_total", "Requests ended early, by reason", **names, reason=reason
+            )
             for reason in CANCEL_REASONS
         }
         self._errors = {
-            name: metrics.counter("trident_errors_total", "Requests refused or failed, by error", **names, error_type=name)
+            name: metrics.counter(
+                "trident_errors_total", "Requests refused or failed, by error", **names, error_type=name
+            )
             for name in BY_NAME
         }
 

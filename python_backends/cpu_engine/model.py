@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 
-from contract.errors import EngineFailed, InvalidArgument, TridentError, to_text
 from contract import manifest as manifests
+from contract.errors import EngineFailed, InvalidArgument, TridentError, to_text
 from python_backends.control import ControlListener
 from python_backends.cpu_engine.engine import Engine
 from python_backends.cpu_engine.link import WorkerLink

@@ -29,7 +29,9 @@ def window_ns(live_streams: int, max_window_ns: int) -> int:
 class Outbox:
     """Streams are put in when due; a stream is in the queue at most once, so its responses keep their order."""
 
-    def __init__(self, threads: int, on_sent: Callable[[Stream, Chunk | None], None], clock_ns=time.monotonic_ns) -> None:
+    def __init__(
+        self, threads: int, on_sent: Callable[[Stream, Chunk | None], None], clock_ns=time.monotonic_ns
+    ) -> None:
         self._queue: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self._on_sent = on_sent
         self._clock_ns = clock_ns

@@ -9,6 +9,7 @@ import openvino_genai as genai
 from contract.manifest import EngineManifest
 from python_backends.limits import EngineLimits
 
+
 def open_pipeline(engine_dir: Path, manifest: EngineManifest) -> genai.ContinuousBatchingPipeline:
     """Loads weights and allocates the KV cache; 0.4 s for a 10M-parameter model, about 1 s for 160M."""
     scheduler = genai.SchedulerConfig()

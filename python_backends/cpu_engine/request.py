@@ -123,7 +123,9 @@ def _sampling(inputs: Inputs) -> SamplingParams:
             log_probs=inputs.scalar("return_log_probs", False),
         ).validate()
     except InvalidArgument as exc:
-        raise InvalidArgument({"top_k": "runtime_top_k (top_k)", "top_p": "runtime_top_p (top_p)"}.get(exc.field, exc.field), exc.problem) from exc
+        raise InvalidArgument(
+            {"top_k": "runtime_top_k (top_k)", "top_p": "runtime_top_p (top_p)"}.get(exc.field, exc.field), exc.problem
+        ) from exc
 
 
 def _greedy_by_default(inputs: Inputs) -> bool:

@@ -16,8 +16,8 @@ from pathlib import Path
 import openvino as ov
 import openvino_genai as genai
 
-from contract.generation import SamplingParams
 from contract import manifest as manifests
+from contract.generation import SamplingParams
 from python_backends.cpu_engine.messages import Add, End, Failed, Ready, SequenceOutput, StepReport
 from python_backends.cpu_engine.pipeline import open_pipeline
 from python_backends.stream_state import StreamEvent
@@ -143,7 +143,9 @@ def generation_config(max_tokens: int, sampling: SamplingParams, stop_ids: froze
         config.min_p = sampling.min_p
         if sampling.top_k:
             config.top_k = sampling.top_k
-        config.rng_seed = fold_seed(sampling.seed) if sampling.seed is not None else int.from_bytes(os.urandom(4), "little")
+        config.rng_seed = (
+            fold_seed(sampling.seed) if sampling.seed is not None else int.from_bytes(os.urandom(4), "little")
+        )
     return config
 
 

@@ -6,17 +6,18 @@ one this model gets, so it looks and sends word to the engine (python_backends/c
 
 from __future__ import annotations
 
-import json
 import time
 
 import numpy as np
 
-from python_backends.control import ControlMessage, ControlSender, Verb
+from contract import manifest as manifests
+from python_backends.detokenizer.bare_engine import BareEngine
 from python_backends.detokenizer.decoding import Decoding
+from python_backends.detokenizer.in_band_engine import InBandEngine
 from python_backends.detokenizer.streams import EngineChunk, Piece, Streams, failed_piece
 from python_backends.metrics import PHASES, PHASES_HELP, TTFT_BUCKETS, Metrics
 from python_backends.settings import Settings
-from python_backends.stream_state import StreamEvent, StreamState
+from python_backends.stream_state import StreamState
 from python_backends.triton_io import FINAL, Inputs, log_error, metric_family, response, row, texts
 
 # Asking Triton whether a request was cancelled is a call to the server process (11-22 µs), so each stream is asked
@@ -28,11 +29,12 @@ _METRICS_PERIOD_NS = 100_000_000
 class TritonPythonModel:
     def initialize(self, args: dict) -> None:
         settings = Settings.from_env()
-        self._control = ControlSender(settings.control_socket)
-        self._streams = Streams(
-            Decoding.from_tokenizer(settings.engine_dir / "tokenizer.json"),
-            lambda epoch, key: self._control.send(ControlMessage(Verb.STOP, epoch, key)),
-        )
+        manifest = manifests.load(settings.engine_dir)
+        if manifest.kind == "trtllm":
+            self._engine = BareEngine(settings.mailbox_socket)
+        else:
+            self._engine = InBandEngine(settings.control_socket)
+        self._streams = Streams(Decoding.from_tokenizer(settings.engine_dir / "tokenizer.json"), self._engine.stop)
         self._checked_ns: dict[int, int] = {}
         self._metrics = Metrics(metric_family)
         self._flushed_ns = 0
@@ -44,54 +46,47 @@ class TritonPythonModel:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                state, piece = self._piece(request)
+                chunk = self._engine.chunk(request, Inputs(request))
+                self._relay_cancel(request, chunk.state)
+                piece = self._piece(chunk)
                 if piece is None:
                     sender.send(flags=FINAL)
                 else:
-                    sender.send(response(_outputs(state, piece)), flags=FINAL)
+                    sender.send(response(_outputs(chunk.state, piece)), flags=FINAL)
             except Exception as exc:  # the outer edge: an error here would leak the whole ensemble request
                 log_error(f"detokenizer: {exc!r}")
                 sender.send(response(_outputs(None, failed_piece(exc))), flags=FINAL)
 
-    def _piece(self, request) -> tuple[StreamState, Piece | None]:
-        inputs = Inputs(request)
-        state = StreamState.from_array(inputs.array("stream_state"))
-        self._relay_cancel(request, state)
-        log_probs = inputs.array("output_log_probs")
-        note = json.loads(inputs.text("stream_note", "{}"))
-        chunk = EngineChunk(
-            state,
-            inputs.array("output_ids").reshape(-1).tolist(),
-            [] if log_probs is None else log_probs.reshape(-1).tolist(),
-            note.get("options", ""),
-            note.get("error", ""),
-        )
+    def _piece(self, chunk: EngineChunk) -> Piece | None:
         try:
             piece = self._streams.feed(chunk)
-        except Exception as exc:
-            log_error(f"detokenizer: stream {state.key}: {exc!r}")
-            self._streams.fail(state)
-            self._control.send(ControlMessage(Verb.CANCEL, state.epoch, state.key))
+        except Exception as exc:  # one stream's text could not be made: it ends, the others go on
+            log_error(f"detokenizer: stream {chunk.state.key}: {exc!r}")
+            self._streams.fail(chunk.state)
+            self._engine.cancel(chunk.state)
             piece = failed_piece(exc)
-        self._observe(state)
-        return state, piece
+        self._observe(chunk.state)
+        return piece
 
     def _relay_cancel(self, request, state: StreamState) -> None:
         now_ns = time.monotonic_ns()
         if state.event.last:
             self._checked_ns.pop(state.key, None)
-        elif now_ns - self._checked_ns.get(state.key, 0) >= _CANCEL_CHECK_NS or state.event is StreamEvent.PROBE:
+        elif now_ns - self._checked_ns.get(state.key, 0) >= _CANCEL_CHECK_NS:
             self._checked_ns[state.key] = now_ns
             if request.is_cancelled():
-                self._control.send(ControlMessage(Verb.CANCEL, state.epoch, state.key))
+                self._engine.cancel(state)
 
     def _observe(self, state: StreamState) -> None:
         now_ns = time.monotonic_ns()
-        if state.first:
+        if state.first and state.sent_ns:
             self._detokenize_phase((now_ns - state.sent_ns) / 1e9)
         if now_ns - self._flushed_ns >= _METRICS_PERIOD_NS:
             self._flushed_ns = now_ns
             self._metrics.flush()
+
+    def finalize(self) -> None:
+        self._engine.close()
 
 
 def _outputs(state: StreamState | None, piece: Piece) -> dict[str, np.ndarray]:
@@ -110,7 +105,7 @@ def _outputs(state: StreamState | None, piece: Piece) -> dict[str, np.ndarray]:
     if state is not None:
         outputs["num_input_tokens"] = row([state.num_input_tokens])
         outputs["num_cached_tokens"] = row([state.num_cached_tokens])
-        if piece.timings:
+        if piece.timings and state.arrival_ns:
             outputs["arrival_time_ns"] = row([state.arrival_ns], np.int64)
             outputs["first_scheduled_time_ns"] = row([state.first_scheduled_ns], np.int64)
             outputs["first_token_time_ns"] = row([state.first_token_ns], np.int64)

@@ -65,9 +65,9 @@ class _OpenStream:
 
 
 class Streams:
-    """``ask_to_stop(epoch, key)`` tells the engine that a stop string matched."""
+    """``ask_to_stop`` tells the engine that a stop string matched in the stream of that state."""
 
-    def __init__(self, decoding: Decoding, ask_to_stop: Callable[[int, int], None]) -> None:
+    def __init__(self, decoding: Decoding, ask_to_stop: Callable[[StreamState], None]) -> None:
         self._decoding = decoding
         self._ask_to_stop = ask_to_stop
         self._open: dict[int, _OpenStream] = {}
@@ -119,14 +119,21 @@ class Streams:
             stops = StopStrings(options.stop)
             echoed = state.num_input_tokens if options.echo else 0
             unarmed = echoed + options.min_tokens
-            text = TextStream(self._decoding, stops, options.skip_special_tokens, options.include_stop, armed=not unarmed)
+            text = TextStream(
+                self._decoding, stops, options.skip_special_tokens, options.include_stop, armed=not unarmed
+            )
             stream = self._open[state.key] = _OpenStream(options, text, unarmed)
         return stream
 
     def _take(self, stream: _OpenStream, chunk: EngineChunk) -> str:
         """Decodes the chunk's ids; keeps those that belong to the output with the stream."""
         ids, state = list(chunk.token_ids), chunk.state
-        if state.event is StreamEvent.STOP and ids and ids[-1] == state.stop_id and ids[-1] in stream.options.hidden_ids:
+        if (
+            state.event is StreamEvent.STOP
+            and ids
+            and ids[-1] == state.stop_id
+            and ids[-1] in stream.options.hidden_ids
+        ):
             ids.pop()
         text, consumed = "", 0
         while consumed < len(ids) and stream.stop is None:
@@ -140,7 +147,7 @@ class Streams:
             if not stream.unarmed_ids:
                 stream.text.arm()
         if stream.stop is not None and not state.event.last:
-            self._ask_to_stop(state.epoch, state.key)
+            self._ask_to_stop(state)
         elif stream.stop is None and state.event.last:
             piece = stream.text.finish()
             text, stream.stop = text + piece.text, piece.stop

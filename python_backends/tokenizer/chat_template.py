@@ -31,7 +31,9 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         self._template = environment.from_string(source) if source else None
-        self._tokens = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        self._tokens = {
+            name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        }
 
     def render(self, messages_json: str) -> str:
         """The prompt for a chat, oldest message first, ending where the assistant is to speak."""

@@ -30,10 +30,12 @@ class Encoding:
         A byte-level token spells each byte with one or two, a word piece with the byte itself, so a token's own
         length in UTF-8 bounds the text it stands for; normalisers that shorten text do so at most fourfold.
         """
-        at_least = len(text.encode()) // (4 * self._longest_token_bytes)
+        size = len(text.encode())
+        at_least = size // (4 * self._longest_token_bytes)
         if at_least > self._max_seq_len:
             raise PromptTooLong(
-                name, f"has {len(text.encode())} bytes, more than {at_least} tokens; allowed are {self._max_seq_len} tokens"
+                name,
+                f"has {len(text.encode())} bytes, more than {at_least} tokens; allowed are {self._max_seq_len} tokens",
             )
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:

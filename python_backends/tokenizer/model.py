@@ -6,9 +6,10 @@ import time
 
 import numpy as np
 
-from contract.errors import BY_NAME, EngineFailed, InvalidArgument, TridentError
 from contract import manifest as manifests
+from contract.errors import BY_NAME, EngineFailed, InvalidArgument, TridentError
 from python_backends.limits import EngineLimits, check_fits
+from python_backends.mailbox import Letter, MailboxSender
 from python_backends.metrics import Metrics
 from python_backends.settings import Settings
 from python_backends.tokenizer.chat_template import ChatTemplate
@@ -25,12 +26,14 @@ class TritonPythonModel:
         self._limits = EngineLimits.from_manifest(manifest)
         self._eos_token_ids = tuple(manifest.eos_token_ids)
         self._on_cpu = manifest.kind == "cpu"
+        # Only a Python engine carries options through; for the others they go to the detokenizer by mailbox.
+        self._mailbox = MailboxSender(settings.mailbox_socket) if manifest.kind == "trtllm" else None
         self._encoding = Encoding(settings.engine_dir / "tokenizer.json", self._limits.max_seq_len)
         self._chat_template = ChatTemplate(settings.engine_dir)
         self._metrics = Metrics(metric_family)
         self._refused = {
             name: self._metrics.counter(
-                "trident_errors_total", "Requests refused or failed, by error", model="tokenizer", error_type=name
+                "trident_errors_total", "Requests refused or failed", model="tokenizer", error_type=name
             )
             for name in BY_NAME
         }
@@ -40,11 +43,11 @@ class TritonPythonModel:
         parsed = [self._parse(request) for request in requests]
         ids = iter(self._encode([item for item in parsed if isinstance(item, tuple)]))
         responses = []
-        for item in parsed:
+        for request, item in zip(requests, parsed, strict=True):
             try:
                 if isinstance(item, TridentError):
                     raise item
-                responses.append(response(self._outputs(item[0], next(ids), arrival_ns)))
+                responses.append(response(self._outputs(request.request_id(), item[0], next(ids), arrival_ns)))
             except TridentError as exc:
                 self._refused[type(exc).__name__](1)
                 responses.append(error_response(exc))
@@ -84,25 +87,33 @@ class TritonPythonModel:
         if self._on_cpu and prompt.bias_words:
             raise InvalidArgument("embedding_bias_words", "the CPU engine cannot bias words; leave it out")
 
-    def _outputs(self, prompt: PromptRequest, ids: list[int], arrival_ns: int) -> dict[str, np.ndarray]:
+    def _outputs(
+        self, request_id: str, prompt: PromptRequest, ids: list[int], arrival_ns: int
+    ) -> dict[str, np.ndarray]:
         if not ids:
             raise InvalidArgument("text_input", "the prompt encodes to no tokens; send some text")
         max_tokens = prompt.max_tokens
         if max_tokens is None:
             max_tokens = max(1, min(DEFAULT_MAX_TOKENS, self._limits.max_seq_len - len(ids)))
         check_fits(len(ids), max_tokens, self._limits)
-        end_id, words = self._ends(prompt)
+        end_ids = self._end_ids(prompt)
+        if self._mailbox is not None:
+            ends = (*end_ids, *prompt.stop_token_ids)
+            self._mailbox.post(Letter(request_id, prompt.options.to_json(), max_tokens, len(ids), ends))
         outputs = {
             "input_ids": row(ids),
             "input_lengths": row([len(ids)]),
             "request_output_len": row([max_tokens]),
-            "end_id": row([end_id]),
-            "stop_words_list": encode_word_list(words),
+            # An engine takes one end id; every other id that ends the output goes as a stop word of one id.
+            "end_id": row([end_ids[0] if end_ids else -1]),
+            "stop_words_list": encode_word_list([(token,) for token in (*end_ids[1:], *prompt.stop_token_ids)]),
             "streaming": row([self._engine_streams(prompt)], np.bool_),
             "stream_options": texts(prompt.options.to_json()),
         }
         if prompt.bad_words:
-            outputs["bad_words_list"] = encode_word_list([self._encoding.encode_word(word) for word in prompt.bad_words])
+            outputs["bad_words_list"] = encode_word_list(
+                [self._encoding.encode_word(word) for word in prompt.bad_words]
+            )
         if prompt.bias_words:
             outputs["embedding_bias"] = self._bias(prompt)
         if prompt.seed is not None:
@@ -112,13 +123,11 @@ class TritonPythonModel:
         outputs["tokenizer_time_ns"] = row([arrival_ns, time.monotonic_ns()], np.int64)
         return outputs
 
-    def _ends(self, prompt: PromptRequest) -> tuple[int, list[tuple[int, ...]]]:
-        """The one end id an engine takes, and every other id that ends the output as a stop word of one id."""
+    def _end_ids(self, prompt: PromptRequest) -> tuple[int, ...]:
+        """The model's own, unless the request names one or wants none."""
         if prompt.end_id is None:
-            end_ids = self._eos_token_ids
-        else:
-            end_ids = () if prompt.end_id == -1 else (prompt.end_id,)
-        return (end_ids[0] if end_ids else -1), [(token,) for token in (*end_ids[1:], *prompt.stop_token_ids)]
+            return self._eos_token_ids
+        return () if prompt.end_id == -1 else (prompt.end_id,)
 
     def _engine_streams(self, prompt: PromptRequest) -> bool:
         """Whether the engine is to send ids as they come. Without ``stream`` the detokenizer gathers the text; it must

@@ -1,0 +1,130 @@
+"""An engine that sends bare ids (the C++ ``tensorrtllm`` backend): whose they are, when a stream ends, how to stop it.
+
+The backend marks no last response for this step, so the end is inferred: an end id, the token budget, or a response
+without ids, which is how it answers a stop. A stream whose end never comes (the backend failed it) is forgotten when
+its id is used again after ``_FORGET_NS``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from contract.errors import EngineFailed
+from python_backends.detokenizer.streams import EngineChunk
+from python_backends.mailbox import Letter, Mailbox
+from python_backends.stream_state import StreamEvent, StreamState
+from python_backends.triton_io import Inputs, log_error, stop_request
+
+_FORGET_NS = 600_000_000_000
+
+
+@dataclass
+class _Live:
+    key: int
+    letter: Letter
+    seen: int = 0
+    touched_ns: int = 0
+    cancelled: bool = False
+
+
+class BareStreams:
+    """Thread-safe: letters come in the mailbox's thread, ids in Triton's."""
+
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock_ns = clock_ns
+        self._lock = threading.Lock()
+        self._live: dict[str, _Live] = {}
+        self._next_key = 0
+
+    def accept(self, letter: Letter) -> bool:
+        """Opens a stream under the letter's id; False while another one lives there."""
+        now_ns = self._clock_ns()
+        with self._lock:
+            live = self._live.get(letter.request_id)
+            if live is not None and now_ns - live.touched_ns < _FORGET_NS:
+                return False
+            self._next_key += 1
+            self._live[letter.request_id] = _Live(self._next_key, letter, touched_ns=now_ns)
+            return True
+
+    def mark_cancelled(self, request_id: str) -> bool:
+        """True the first time for a live stream."""
+        with self._lock:
+            live = self._live.get(request_id)
+            if live is None or live.cancelled:
+                return False
+            live.cancelled = True
+            return True
+
+    def state(self, request_id: str, token_ids: Sequence[int]) -> tuple[StreamState, str]:
+        """How the stream stands after these ids, and its options with its first ids. Raises EngineFailed for ids
+        under a request id that no stream has."""
+        with self._lock:
+            live = self._live.get(request_id)
+            if live is None:
+                raise EngineFailed(f"the engine sent tokens for the request id {request_id!r}, which no stream has")
+            options = live.letter.options if live.seen == 0 else ""
+            first = int(live.seen == 0)
+            live.seen += len(token_ids)
+            live.touched_ns = self._clock_ns()
+            event, stop_id = self._event(live, token_ids)
+            if event.last:
+                del self._live[request_id]
+        state = StreamState(0, live.key, event, stop_id, live.letter.num_input_tokens, first=first)
+        return state, options
+
+    @staticmethod
+    def _event(live: _Live, token_ids: Sequence[int]) -> tuple[StreamEvent, int]:
+        if not token_ids:
+            return (StreamEvent.CANCELLED if live.cancelled else StreamEvent.STOP), -1
+        if token_ids[-1] in live.letter.end_ids:
+            return StreamEvent.STOP, token_ids[-1]
+        if live.seen >= live.letter.max_tokens:
+            return StreamEvent.LENGTH, -1
+        return StreamEvent.RUNNING, -1
+
+
+class BareEngine:
+    """The engine as the detokenizer sees it when ids come under request ids; see InBandEngine for the other kind."""
+
+    def __init__(self, mailbox_name: str, model: str = "engine") -> None:
+        self._model = model
+        self._streams = BareStreams()
+        self._mailbox = Mailbox(mailbox_name, self._streams.accept)
+        self._request_ids: dict[int, str] = {}
+        # The stop request goes through Triton and is answered there: not in the thread that serves tokens.
+        self._stops = ThreadPoolExecutor(max_workers=2, thread_name_prefix="stop")
+
+    def chunk(self, request, inputs: Inputs) -> EngineChunk:
+        request_id = request.request_id()
+        token_ids = inputs.integers("output_ids")[: sum(inputs.integers("sequence_length"))]
+        state, options = self._streams.state(request_id, token_ids)
+        if state.event.last:
+            self._request_ids.pop(state.key, None)
+        else:
+            self._request_ids[state.key] = request_id
+        return EngineChunk(state, token_ids, inputs.floats("output_log_probs")[: len(token_ids)], options)
+
+    def stop(self, state: StreamState) -> None:
+        """A stop string matched."""
+        self._stops.submit(self._send_stop, self._request_ids[state.key])
+
+    def cancel(self, state: StreamState) -> None:
+        """The client has gone."""
+        request_id = self._request_ids.get(state.key)
+        if request_id is not None and self._streams.mark_cancelled(request_id):
+            self._stops.submit(self._send_stop, request_id)
+
+    def _send_stop(self, request_id: str) -> None:
+        try:
+            stop_request(self._model, request_id)
+        except Exception as exc:  # a thread of its own: nobody else would hear of it
+            log_error(f"the stop of request {request_id!r} did not reach the engine: {exc!r}")
+
+    def close(self) -> None:
+        self._mailbox.close()
+        self._stops.shutdown(wait=False)

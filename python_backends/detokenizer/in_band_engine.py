@@ -1,0 +1,38 @@
+"""An engine that names its streams in band, as ours in Python do: state beside the ids, a socket for the way back."""
+
+from __future__ import annotations
+
+import json
+
+from python_backends.control import ControlMessage, ControlSender, Verb
+from python_backends.detokenizer.streams import EngineChunk
+from python_backends.stream_state import StreamState
+from python_backends.triton_io import Inputs
+
+
+class InBandEngine:
+    """The engine as the detokenizer sees it; see BareEngine for the other kind."""
+
+    def __init__(self, control_socket: str) -> None:
+        self._control = ControlSender(control_socket)
+
+    def chunk(self, request, inputs: Inputs) -> EngineChunk:
+        note = json.loads(inputs.text("stream_note", "{}"))
+        return EngineChunk(
+            StreamState.from_array(inputs.array("stream_state")),
+            inputs.integers("output_ids"),
+            inputs.floats("output_log_probs"),
+            note.get("options", ""),
+            note.get("error", ""),
+        )
+
+    def stop(self, state: StreamState) -> None:
+        """A stop string matched."""
+        self._control.send(ControlMessage(Verb.STOP, state.epoch, state.key))
+
+    def cancel(self, state: StreamState) -> None:
+        """The client has gone."""
+        self._control.send(ControlMessage(Verb.CANCEL, state.epoch, state.key))
+
+    def close(self) -> None:
+        self._control.close()

@@ -1,0 +1,114 @@
+"""From the tokenizer to the detokenizer, past an engine that carries nothing for them.
+
+The C++ ``tensorrtllm`` backend returns bare ids, and an ensemble may feed the detokenizer from nowhere else. So the
+tokenizer leaves what the detokenizer must know under the request's id, which Triton gives to every step, and hears
+whether that id is free: two live requests under one id would mix, here and in the backend's own table.
+One datagram each way on abstract unix sockets, about 0.1 ms, before the engine has seen the request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from contract.errors import InvalidArgument, Unavailable
+
+MAX_REQUEST_ID_BYTES = 256
+_MAX_BYTES = 180_000  # a unix datagram must fit the default socket buffer
+_REPLY_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Letter:
+    """options: StreamOptions as JSON. end_ids: every id that ends the output. Counts are tokens."""
+
+    request_id: str
+    options: str
+    max_tokens: int
+    num_input_tokens: int
+    end_ids: tuple[int, ...]
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, datagram: bytes) -> Letter:
+        fields = json.loads(datagram)
+        return cls(**{**fields, "end_ids": tuple(fields["end_ids"])})
+
+
+def check_request_id(request_id: str) -> None:
+    """Raises InvalidArgument unless the id can name a stream."""
+    size = len(request_id.encode())
+    if size == 0:
+        raise InvalidArgument("request_id", "is empty; this engine tells streams apart by it, send a unique one")
+    if size > MAX_REQUEST_ID_BYTES:
+        raise InvalidArgument("request_id", f"has {size} bytes; allowed are 1 to {MAX_REQUEST_ID_BYTES}")
+
+
+class MailboxSender:
+    """The tokenizer's end; one per instance, used by one thread."""
+
+    def __init__(self, name: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(f"\0{name}-reply-{os.getpid()}")
+        self._socket.settimeout(_REPLY_TIMEOUT_S)
+        self._address = "\0" + name
+
+    def post(self, letter: Letter) -> None:
+        """Returns when the detokenizer holds the letter. Raises InvalidArgument for an id that is in use or options
+        too large to carry, Unavailable when the detokenizer does not answer."""
+        check_request_id(letter.request_id)
+        datagram = letter.encode()
+        if len(datagram) > _MAX_BYTES:
+            raise InvalidArgument("stop_words", f"take {len(datagram)} bytes; allowed are {_MAX_BYTES} in all")
+        try:
+            self._socket.sendto(datagram, self._address)
+            while True:  # a reply that came after its timeout is of an earlier request
+                reply = json.loads(self._socket.recv(_MAX_BYTES))
+                if reply["request_id"] == letter.request_id:
+                    break
+        except OSError as exc:
+            raise Unavailable(f"the detokenizer does not answer: {exc}") from exc
+        if not reply["accepted"]:
+            raise InvalidArgument("request_id", "is in use by a request that still runs; send a unique one")
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Mailbox:
+    """The detokenizer's end. ``accept(letter)`` is called in the mailbox's thread and says whether the id is free."""
+
+    def __init__(self, name: str, accept: Callable[[Letter], bool]) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind("\0" + name)
+        self._accept = accept
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="mailbox", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._closing:
+            datagram, sender = self._socket.recvfrom(_MAX_BYTES)
+            try:
+                letter = Letter.decode(datagram)
+            except (ValueError, TypeError, KeyError):
+                continue  # anybody on this machine can send here; only letters count
+            reply = {"request_id": letter.request_id, "accepted": self._accept(letter)}
+            try:
+                self._socket.sendto(json.dumps(reply).encode(), sender)
+            except OSError:
+                pass  # the tokenizer that asked has gone
+
+    def close(self) -> None:
+        self._closing = True
+        waker = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        waker.sendto(b"", self._socket.getsockname())
+        waker.close()
+        self._thread.join(timeout=1)
+        self._socket.close()
