@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from contract.errors import EngineFailed
 from python_backends.detokenizer.streams import EngineChunk
@@ -20,6 +20,13 @@ from python_backends.stream_state import StreamEvent, StreamState
 from python_backends.triton_io import Inputs, log_error, stop_request
 
 _FORGET_NS = 600_000_000_000
+
+_TIMES = {
+    "arrival_ns": "arrival_time_ns",
+    "first_scheduled_ns": "first_scheduled_time_ns",
+    "first_token_ns": "first_token_time_ns",
+    "last_token_ns": "last_token_time_ns",
+}
 
 
 @dataclass
@@ -103,6 +110,8 @@ class BareEngine:
         request_id = request.request_id()
         token_ids = inputs.integers("output_ids")[: sum(inputs.integers("sequence_length"))]
         state, options = self._streams.state(request_id, token_ids)
+        times = {field: inputs.scalar(name, 0) for field, name in _TIMES.items()}
+        state = replace(state, **times)
         if state.event.last:
             self._request_ids.pop(state.key, None)
         else:

@@ -34,6 +34,7 @@ class PromptRequest:
     end_id: int | None
     seed: int | None
     min_tokens: int | None
+    min_p: float
     bad_words: tuple[str, ...]
     bias_words: tuple[str, ...]
     bias_weights: tuple[float, ...]
@@ -68,6 +69,7 @@ def parse(inputs: Inputs, parameters: dict, limits: EngineLimits) -> PromptReque
         end_id=_end_id(inputs, limits.vocab_size),
         seed=_alias(inputs, "seed", "random_seed"),
         min_tokens=min_tokens,
+        min_p=inputs.scalar("min_p", 0.0),
         bad_words=tuple(word for word in inputs.texts("bad_words") if word),
         bias_words=tuple(bias_words),
         bias_weights=tuple(bias_weights),
