@@ -7,6 +7,7 @@ combination works on the target GPU is ``rules.py``'s question. ``KEYS`` is the 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -23,10 +24,12 @@ if sys.version_info >= (3, 11):
 else:  # the same parser under its older name
     import tomli as tomllib
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 CPU, TRTLLM, LLMAPI = "cpu", "trtllm", "llmapi"
 KINDS = (CPU, TRTLLM, LLMAPI)
 GPU_KINDS = (TRTLLM, LLMAPI)
 
+TRTLLM_VERSION = "1.2.1"
 # One image builds and serves, so TensorRT is the same on both sides.
 IMAGE = "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
 
@@ -359,6 +362,8 @@ def parse(table: Mapping[str, object], path: Path | str) -> Recipe:
     _require(
         path, "kv_cache_precision", table.get("kv_cache_precision", kv_default), _one_of(*KV_CACHE_PRECISIONS[kind])
     )
+    if not NAME.fullmatch(path.stem):
+        raise RecipeError(path, "name", f"got {path.stem!r}; a recipe's file name is letters, digits, '.', '_' and '-'")
     if table.get("name", path.stem) != path.stem:
         raise RecipeError(path, "name", f"got {table['name']!r}; a recipe is named by its file: {path.stem!r}")
     if kind in GPU_KINDS and "gpu" not in table and "sm" not in table:
