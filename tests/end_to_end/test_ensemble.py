@@ -1,0 +1,204 @@
+"""The main job on the real server: text streams out of tokenizer → engine → detokenizer, batched in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+import pytest
+import tritonclient.grpc as sync_triton
+import tritonclient.grpc.aio as triton
+import tritonclient.http as http_triton
+from triton_requests import Answer, ask, metric, metrics, responses, take, tensor
+
+from contract import manifest as manifests
+from python_backends.cpu_engine.pipeline import open_pipeline
+
+PROMPT = "def fibonacci(n):\n"
+
+
+@pytest.fixture
+async def client(replica):
+    async with triton.InferenceServerClient(replica.grpc_url) as connection:
+        yield connection
+
+
+async def test_a_stream_brings_pieces_that_join_to_the_unary_text_and_one_end_with_usage(client):
+    streamed = await ask(client, {"text_input": PROMPT, "max_tokens": 40, "stream": True, "ignore_eos": True})
+    whole = await ask(client, {"text_input": PROMPT, "max_tokens": 40, "ignore_eos": True})
+    assert streamed.responses > 10 and whole.responses == 1
+    assert streamed.text == whole.text != ""
+    assert streamed.ids == whole.ids and len(streamed.ids) == 40
+    for answer in (streamed, whole):
+        assert answer.finish_reasons == ["length"] and answer.finals == 1
+        assert answer.outputs["num_output_tokens"].tolist() == [[40]]
+        assert answer.outputs["num_input_tokens"].item() > 4
+
+
+async def test_greedy_output_through_the_ensemble_is_the_engines_own_token_for_token(client, engine_dir):
+    manifest = manifests.load(engine_dir)
+    tokenizer_ids = await ask(client, {"text_input": PROMPT, "max_tokens": 1, "exclude_input_in_output": False})
+    prompt_ids = tokenizer_ids.ids[:-1]
+    pipeline = open_pipeline(engine_dir, manifest)
+    config = genai.GenerationConfig()
+    config.max_new_tokens, config.ignore_eos, config.do_sample = 100, True, False
+    handle = pipeline.add_request(1, ov.Tensor(np.array([prompt_ids], dtype=np.int64)), config)
+    expected = []
+    while pipeline.has_non_finished_requests():
+        pipeline.step()
+        while handle.can_read():
+            for output in handle.read().values():
+                expected += output.generated_ids
+    answer = await ask(client, {"text_input": PROMPT, "max_tokens": 100, "ignore_eos": True, "stream": True})
+    assert answer.ids == expected
+
+
+async def test_a_request_sent_while_another_generates_gets_its_first_token_before_the_other_ends(client, replica):
+    async def first_token_of_late_request() -> float:
+        async for _result, error in responses(client, {"text_input": "import os", "max_tokens": 5, "stream": True}):
+            assert not error
+            return asyncio.get_running_loop().time()
+
+    seen, late = 0, None
+    async for result, error in responses(
+        client, {"text_input": PROMPT, "max_tokens": 900, "stream": True, "ignore_eos": True}
+    ):
+        assert not error
+        seen += 1
+        if seen == 5:
+            late = asyncio.create_task(first_token_of_late_request())
+    assert late.done() and late.result() < asyncio.get_running_loop().time()
+    assert seen > 5 and result is not None
+
+
+async def test_concurrent_requests_share_engine_steps(client, replica):
+    inputs = {"max_tokens": 300, "stream": True, "ignore_eos": True}
+    tasks = [asyncio.create_task(ask(client, {"text_input": f"def f{i}(x):\n", **inputs})) for i in range(16)]
+    most = 0
+    while not all(task.done() for task in tasks):
+        page = await asyncio.to_thread(metrics, replica.metrics_url)
+        name = "nv_trt_llm_inflight_batcher_metrics"
+        most = max(most, metric(page, name, inflight_batcher_specific_metric="generation_requests"))
+        await asyncio.sleep(0.02)
+    answers = [task.result() for task in tasks]
+    assert most == 16
+    assert all(len(answer.ids) == 300 for answer in answers)
+
+
+async def test_the_same_seed_gives_the_same_text_and_another_seed_another(client):
+    inputs = {"text_input": PROMPT, "max_tokens": 30, "temperature": 1.0, "top_p": 0.95, "ignore_eos": True}
+    first, again, older_name, other = await asyncio.gather(
+        ask(client, {**inputs, "seed": 7}),
+        ask(client, {**inputs, "seed": 7}),
+        ask(client, {**inputs, "random_seed": 7}),
+        ask(client, {**inputs, "seed": 2**40 + 7}),
+    )
+    assert first.ids == again.ids == older_name.ids != other.ids
+
+
+async def test_a_chat_goes_through_the_models_template(client):
+    messages = json.dumps([{"role": "user", "content": "What does abs do?"}])
+    answer = await ask(client, {"messages": messages, "max_tokens": 16})
+    assert answer.text and not answer.error
+    assert "<|" not in answer.text
+
+
+async def test_the_stop_request_ends_the_stream_of_that_id(client):
+    stop = {"input_ids": 0, "input_lengths": 1, "request_output_len": 1, "stop": True}
+    request = {"text_input": PROMPT, "max_tokens": 900, "stream": True, "ignore_eos": True}
+    answer = Answer()
+    async for result, error in responses(client, request, request_id="job-1"):
+        assert not error
+        take(answer, result)
+        if answer.responses == 3:
+            reply = await ask(client, stop, model="engine", request_id="job-1")
+            assert reply.ids == [] and reply.finals == 1
+    assert answer.finish_reasons == ["cancelled"]
+    assert len(answer.ids) < 900
+
+
+def test_the_sync_client_streams(replica):
+    answers: list[tuple[object, object]] = []
+    with sync_triton.InferenceServerClient(replica.grpc_url) as client:
+        client.start_stream(lambda result, error: answers.append((result, error)))
+        inputs = []
+        for name, value, datatype in (("text_input", [[PROMPT.encode()]], "BYTES"), ("max_tokens", [[8]], "INT32")):
+            array = np.array(value, dtype=np.object_ if datatype == "BYTES" else np.int32)
+            inputs.append(sync_triton.InferInput(name, list(array.shape), datatype))
+            inputs[-1].set_data_from_numpy(array)
+        client.async_stream_infer("ensemble", inputs, enable_empty_final_response=True)
+        client.stop_stream()
+    assert answers and all(error is None for _, error in answers)
+    assert answers[-1][0].get_response().parameters["triton_final_response"].bool_param
+
+
+def _post(replica, path: str, body: dict) -> tuple[int, str]:
+    request = urllib.request.Request(f"{replica.http_url}{path}", data=json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_generate_stream_sends_server_sent_events_and_generate_one_answer(replica):
+    body = {"text_input": PROMPT, "max_tokens": 12, "stream": True, "ignore_eos": True}
+    status, text = _post(replica, "/v2/models/ensemble/generate_stream", body)
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    assert status == 200 and len(events) > 3
+    assert events[-1]["finish_reason"] == "length"
+    status, text = _post(replica, "/v2/models/ensemble/generate", {**body, "stream": False})
+    assert status == 200
+    assert json.loads(text)["text_output"] == "".join(event["text_output"] for event in events)
+
+
+def test_the_http_client_reads_the_ensembles_metadata(replica):
+    with http_triton.InferenceServerClient(replica.http_url.removeprefix("http://")) as client:
+        assert client.is_model_ready("ensemble")
+        outputs = {output["name"] for output in client.get_model_metadata("ensemble")["outputs"]}
+    assert {"text_output", "finish_reason", "cum_log_probs", "output_log_probs"} <= outputs
+
+
+async def test_two_hundred_streams_at_once_all_end_with_their_own_text(client):
+    inputs = {"max_tokens": 12, "stream": True, "ignore_eos": True}
+    prompts = [f"def function_{index % 20}(x):\n" for index in range(200)]
+    answers = await asyncio.gather(*[ask(client, {"text_input": prompt, **inputs}) for prompt in prompts])
+    assert {len(answer.ids) for answer in answers} == {12}
+    by_prompt: dict[str, set[str]] = {}
+    for prompt, answer in zip(prompts, answers, strict=True):
+        by_prompt.setdefault(prompt, set()).add(answer.text)
+    assert all(len(texts) == 1 for texts in by_prompt.values())
+
+
+async def test_what_the_usual_clients_always_send_is_accepted(client):
+    usual = {
+        "text_input": PROMPT,
+        "max_tokens": 8,
+        "bad_words": "",
+        "stop_words": "",
+        "stream": False,
+        "beam_width": 1,
+        "top_k": 1,
+        "top_p": 0.0,
+        "temperature": 1.0,
+        "length_penalty": 1.0,
+        "repetition_penalty": 1.0,
+        "random_seed": 0,
+        "return_log_probs": False,
+        "return_context_logits": False,
+        "return_generation_logits": False,
+        "num_return_sequences": 1,
+        "pad_id": 0,
+    }
+    answer = await ask(client, usual)
+    assert answer.error == "" and len(answer.ids) == 8
+
+
+async def test_an_unknown_input_is_refused_by_name(client):
+    answer = await ask(client, [tensor("text_input", "a"), tensor("colour", 1, "INT32")])
+    assert "colour" in answer.error
