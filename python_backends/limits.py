@@ -22,9 +22,11 @@ class EngineLimits:
 
     @classmethod
     def from_manifest(cls, manifest: EngineManifest) -> EngineLimits:
-        # An engine that sizes its pool when it loads can hold what its batch may need.
-        pool_tokens = manifest.kv_cache_tokens or manifest.max_batch_size * manifest.max_seq_len
-        return cls(manifest.vocab_size, manifest.max_seq_len, manifest.max_batch_size, pool_tokens // BLOCK_TOKENS)
+        if manifest.kv_cache_tokens is not None:
+            blocks = manifest.kv_cache_tokens // BLOCK_TOKENS
+        else:  # an engine that sizes its pool when it loads can hold what its batch may need
+            blocks = manifest.max_batch_size * -(-manifest.max_seq_len // BLOCK_TOKENS)
+        return cls(manifest.vocab_size, manifest.max_seq_len, manifest.max_batch_size, blocks)
 
 
 def check_fits(prompt_tokens: int, max_tokens: int, limits: EngineLimits) -> None:

@@ -1,0 +1,56 @@
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.errors import InvalidArgument, PromptTooLong
+from contract.manifest import EngineManifest
+from python_backends.limits import BLOCK_TOKENS, EngineLimits, check_fits
+
+LIMITS = EngineLimits(vocab_size=100, max_seq_len=200, max_batch_size=4, kv_cache_blocks=5)
+
+
+def manifest(**changes):
+    fields = {field.name: None for field in dataclasses.fields(EngineManifest)}
+    return EngineManifest(**fields | {"vocab_size": 100, "max_batch_size": 4} | changes)
+
+
+def test_a_request_that_fills_the_length_exactly_fits():
+    check_fits(100, 60, LIMITS)
+
+
+def test_a_request_over_the_length_is_refused_with_every_number():
+    with pytest.raises(PromptTooLong) as caught:
+        check_fits(150, 51, LIMITS)
+    assert caught.value.field == "max_tokens"
+    for number in ("150 tokens", "51 are asked for", "201 together", "200 (max_seq_len)", "at most 50"):
+        assert number in str(caught.value)
+
+
+def test_a_prompt_over_the_length_by_itself_leaves_no_room_rather_than_less():
+    with pytest.raises(PromptTooLong, match="may be at most 0"):
+        check_fits(300, 1, LIMITS)
+
+
+def test_a_request_over_the_whole_cache_is_refused_in_blocks():
+    with pytest.raises(PromptTooLong, match="161 tokens need 6 KV cache blocks of 32; the whole cache has 5"):
+        check_fits(100, 61, LIMITS)
+
+
+def test_what_does_not_fit_is_an_invalid_argument_for_every_client():
+    assert issubclass(PromptTooLong, InvalidArgument)
+
+
+def test_a_given_pool_is_counted_in_whole_blocks():
+    assert EngineLimits.from_manifest(manifest(max_seq_len=200, kv_cache_tokens=1000)).kv_cache_blocks == 31
+
+
+@given(st.integers(1, 64), st.integers(2, 5000))
+def test_a_pool_of_the_engines_own_size_holds_its_whole_batch_at_full_length(max_batch_size, max_seq_len):
+    limits = EngineLimits.from_manifest(
+        manifest(max_batch_size=max_batch_size, max_seq_len=max_seq_len, kv_cache_tokens=None)
+    )
+    blocks_of_one = -(-max_seq_len // BLOCK_TOKENS)
+    assert limits.kv_cache_blocks >= max_batch_size * blocks_of_one
+    check_fits(max_seq_len - 1, 1, limits)
