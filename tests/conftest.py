@@ -1,0 +1,95 @@
+"""What tests of several rooms share: the server's Python types, model configurations and a tiny engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import triton_python_backend_utils as triton_stub
+from google.protobuf import text_format
+from hypothesis import settings
+from tritonclient.grpc import model_config_pb2
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from tests.fakes import checkpoints
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Machines that run several things at once are slow now and then; how slow says nothing about the code.
+settings.register_profile("trident", deadline=None)
+settings.load_profile("trident")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_types() -> None:
+    """From here on the stub's module is complete, as in the server once the model is imported. Test modules are
+    imported before, so a model that touches the server's types while it is imported fails."""
+    triton_stub.appear()
+
+
+@pytest.fixture
+def triton(server_types: None) -> Iterator[object]:
+    """The stub's module with empty metrics, log and models."""
+    triton_stub.forget()
+    yield triton_stub
+    triton_stub.forget()
+
+
+@pytest.fixture(scope="session")
+def model_config() -> Callable[[str], ModelConfig]:
+    """The model configuration of a folder of model_repository, as the server reads it."""
+
+    def read(model: str) -> ModelConfig:
+        path = ROOT / "model_repository" / model / "config.pbtxt"
+        return text_format.Parse(path.read_text(), ModelConfig())
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def answer_of(model_config: Callable[[str], ModelConfig]) -> Callable[[str, object], dict[str, np.ndarray]]:
+    """``answer_of(model, response)``: a response's tensors by name, once each of them was found to be as the model's
+    configuration declares it, where the server would refuse or corrupt others."""
+
+    def tensors(model: str, response: object) -> dict[str, np.ndarray]:
+        assert not response.has_error(), response.error().message()
+        config = model_config(model)
+        declared = {output.name: output for output in config.output}
+        arrays = {}
+        for tensor in response.output_tensors():
+            name, array = tensor.name(), tensor.as_numpy()
+            assert name in declared, f"{model} has no output {name}"
+            datatype = model_config_pb2.DataType.Name(declared[name].data_type).removeprefix("TYPE_")
+            assert tensor.triton_dtype() == ("BYTES" if datatype == "STRING" else datatype), name
+            dims = list(declared[name].dims)
+            assert array.ndim == 1 + len(dims) and array.shape[0] == 1, f"{name} is {array.shape}, batch and {dims}"
+            assert all(want in (-1, got) for want, got in zip(dims, array.shape[1:], strict=True)), name
+            arrays[name] = array
+        return arrays
+
+    return tensors
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a CPU engine made from a random two-layer Llama by build/: f32, 8 sequences, 256 tokens each, a KV
+    cache of 32 blocks. Byte-level tokenizer: ids below 256 are bytes (in the alphabet's order), 256 ends a text."""
+    import engine
+    import recipe
+
+    home = tmp_path_factory.mktemp("engines")
+    checkpoints.write(home / "checkpoint", checkpoints.CONFIGS["llama_gqa"])
+    table = {
+        "kind": "cpu",
+        "description": "for tests",
+        "model": str(home / "checkpoint"),
+        "precision": "fp32",
+        "kv_cache_precision": "f32",
+        "max_batch_size": 8,
+        "max_num_tokens": 64,
+        "max_seq_len": 256,
+        "kv_cache_tokens": 1024,
+    }
+    return engine.build(recipe.parse(table, Path("tiny.toml")), home, lambda line: None)
