@@ -28,9 +28,11 @@ def test_a_request_over_the_length_is_refused_with_every_number():
         assert number in str(caught.value)
 
 
-def test_a_prompt_over_the_length_by_itself_leaves_no_room_rather_than_less():
-    with pytest.raises(PromptTooLong, match="may be at most 0"):
-        check_fits(300, 1, LIMITS)
+def test_a_prompt_that_leaves_no_room_for_output_is_refused_as_the_prompt():
+    check_fits(199 - 40, 1, LIMITS)  # 160 tokens, which is all the cache holds
+    with pytest.raises(PromptTooLong, match="the prompt has 200 tokens; allowed are 199") as caught:
+        check_fits(200, 1, LIMITS)
+    assert caught.value.field == "text_input"
 
 
 def test_a_request_over_the_whole_cache_is_refused_in_blocks():
