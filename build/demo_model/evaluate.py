@@ -1,0 +1,156 @@
+"""Measure the demo model on the modules it never saw, next to compressors and a byte n-gram, and write its card.
+
+    python build/demo_model/evaluate.py [--checkpoint FOLDER]
+
+Every contestant codes the same held-out bytes; the models also code where each module ends. Writes evaluation.json
+(the figures) and README.md (the card, made from evaluation.json and training.json) into the checkpoint's folder.
+"""
+
+import argparse
+import json
+import math
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path: `demo_model` lies in build/
+
+from demo_model.compression import compression_bits_per_byte
+from demo_model.conversations import Conversation
+from demo_model.corpus import Corpus, Document, gather
+from demo_model.llama import Llama, load_weights
+from demo_model.model_card import model_card
+from demo_model.ngram import KNESER_NEY, WITTEN_BELL, ByteNgram
+from demo_model.tokenizer import END_OF_TEXT, END_OF_TURN, write_json
+
+CHECKPOINT = Path(__file__).resolve().parent / "checkpoint"
+NGRAM_ORDER = 5
+STRIDE_TOKENS = 512  # windows overlap by half, so that past the first 512 tokens each token sees at least as many
+COMPLETION_PROMPTS = ("def fibonacci(n):", "class Stack:\n    def __init__(self):", "import os\n\ndef ")
+QUESTIONS = ("What does `copytree` do?", "Write `def read_lines(path):`")
+COMPLETION_TOKENS = 96
+
+
+@torch.inference_mode()
+def token_bits(model: Llama, input_ids: Sequence[int]) -> float:
+    """Bits the model needs for input_ids[1:], given input_ids[0]; overlapping windows, each token counted once."""
+    window = model.config.max_position_embeddings
+    ids = torch.tensor(input_ids)
+    bits, counted = 0.0, 1
+    while counted < len(ids):
+        start = max(0, counted - STRIDE_TOKENS) if counted > 1 else 0
+        end = min(start + window, len(ids))
+        log_probs = F.log_softmax(model(ids[None, start : end - 1])[0].double(), dim=-1)  # f64[end - start - 1, vocab]
+        nats = -log_probs.gather(1, ids[start + 1 : end, None]).squeeze(1)
+        bits += nats[counted - start - 1 :].sum().item() / math.log(2)
+        counted = end
+    return bits
+
+
+def model_bits_per_byte(model: Llama, tokenizer: Tokenizer, documents: Sequence[Document]) -> float:
+    """Mean over all bytes of the documents; each document is coded alone, with the <|endoftext|> that ends it."""
+    end_id = tokenizer.token_to_id(END_OF_TEXT)
+    bits = sum(token_bits(model, [*tokenizer.encode(document.text).ids, end_id]) for document in documents)
+    return bits / sum(document.size_bytes for document in documents)
+
+
+@torch.inference_mode()
+def completion(
+    model: Llama, tokenizer: Tokenizer, prompt: str, max_tokens: int, temperature: float = 0.0, seed: int = 0
+) -> str:
+    """Text that follows `prompt`: greedy at temperature 0, else sampled; ends at <|endoftext|> or <|end|>."""
+    ends = {tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(END_OF_TURN)}
+    random = np.random.default_rng(seed)
+    ids = tokenizer.encode(prompt).ids
+    prompt_tokens = len(ids)
+    while len(ids) - prompt_tokens < max_tokens:
+        logits = model(torch.tensor([ids[-model.config.max_position_embeddings :]]))[0, -1].double()
+        if temperature == 0:
+            next_id = int(logits.argmax())
+        else:
+            probabilities = F.softmax(logits / temperature, dim=-1).numpy()
+            next_id = int(random.choice(len(probabilities), p=probabilities))
+        if next_id in ends:
+            break
+        ids.append(next_id)
+    return tokenizer.decode(ids[prompt_tokens:], skip_special_tokens=True)
+
+
+def samples(model: Llama, tokenizer: Tokenizer) -> list[dict]:
+    """Prompt, settings and completion of the card's examples: none is chosen, all come from fixed seeds."""
+    found = []
+    for prompt in COMPLETION_PROMPTS:
+        for temperature in (0.0, 0.7):
+            text = completion(model, tokenizer, prompt, COMPLETION_TOKENS, temperature)
+            found.append({"prompt": prompt, "temperature": temperature, "completion": text})
+    for question in QUESTIONS:
+        prompt = Conversation("", question, "").rendered().removesuffix(END_OF_TURN)
+        text = completion(model, tokenizer, prompt, COMPLETION_TOKENS)
+        found.append({"prompt": prompt, "temperature": 0.0, "completion": text})
+    return found
+
+
+def evaluate(folder: Path, corpus: Corpus) -> dict:
+    """Every figure of the card, as evaluation.json holds it; bits per byte are over the held-out bytes."""
+    model, tokenizer = load_weights(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    held_out = [document.text.encode() for document in corpus.held_out]
+    training = [document.text.encode() for document in corpus.training]
+    held_out_bytes = sum(map(len, held_out))
+    print(f"held out: {len(held_out)} modules, {held_out_bytes:,} bytes", flush=True)
+    started = time.monotonic()
+    ours = model_bits_per_byte(model, tokenizer, corpus.held_out)
+    print(f"model: {ours:.3f} bits per byte ({time.monotonic() - started:.0f} s)", flush=True)
+    baselines = {}
+    for smoothing in (KNESER_NEY, WITTEN_BELL):
+        ngram = ByteNgram(training, NGRAM_ORDER, smoothing)
+        name = f"order-{NGRAM_ORDER} byte n-gram, {smoothing.replace('_', '-')}, same training text"
+        baselines[name] = sum(map(ngram.bits, held_out)) / held_out_bytes
+    baselines |= compression_bits_per_byte(held_out, training)
+    for name, figure in baselines.items():
+        print(f"{name}: {figure:.3f} bits per byte", flush=True)
+    tokens = sum(len(tokenizer.encode(document.text, add_special_tokens=False).ids) for document in corpus.held_out)
+    return {
+        "held_out_modules": [document.path for document in corpus.held_out],
+        "held_out_bytes": held_out_bytes,
+        "held_out_bytes_per_token": held_out_bytes / tokens,
+        "model_bits_per_byte": ours,
+        "baselines_bits_per_byte": baselines,
+        "samples": samples(model, tokenizer),
+    }
+
+
+def write_card(folder: Path, corpus: Corpus) -> None:
+    """Evaluate the checkpoint in `folder`; write evaluation.json and README.md beside it.
+
+    Raises ValueError where `corpus` holds out other modules than the training run did.
+    """
+    record = json.loads((folder / "training.json").read_text())
+    if [document.path for document in corpus.held_out] != record["held_out_modules"]:
+        raise ValueError(
+            f"held-out modules differ from those of the training run: it used CPython {record['python']}, this is "
+            f"{platform.python_version()}, so it may have been trained on what would be measured here"
+        )
+    figures = evaluate(folder, corpus)
+    write_json(folder / "evaluation.json", figures)
+    (folder / "README.md").write_text(model_card(record, figures))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure the demo model and write its model card.")
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="folder that train.py wrote")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    write_card(options.checkpoint, gather())
+    print(f"written to {options.checkpoint}")
+
+
+if __name__ == "__main__":
+    main()

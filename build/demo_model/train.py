@@ -1,0 +1,219 @@
+"""Train the demo model: a small Llama, on the standard library of the running CPython.
+
+    python build/demo_model/train.py [--steps N] [--minutes M] [--seed S] [--out FOLDER]
+
+Runs on CUDA where there is one, otherwise on the CPU, in bf16 autocast either way. It ends after `steps` or in time
+for `minutes`, whichever is first: when the clock says that the planned steps will not fit, the learning rate starts
+its descent early, so that a slow machine still ends with a settled model. One seed gives one loss curve, bit for bit,
+on one machine with one number of threads; where the clock shortened a run, training.json says to what, and --steps
+and --decay-from with these numbers repeat it.
+
+The model card, with held-out bits per byte next to compressors and n-grams, is made at the end (evaluate.py).
+Every 400 steps the model so far is written to .cache/demo_model/, complete and usable, in case the run is cut short.
+"""
+
+import argparse
+import csv
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+# Before torch: threads that spin while they wait starve each other on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path: `demo_model` lies in build/
+
+from demo_model.conversations import conversations
+from demo_model.corpus import Corpus, gather
+from demo_model.evaluate import CHECKPOINT, write_card
+from demo_model.llama import Llama, LlamaConfig, save_weights
+from demo_model.schedule import Schedule
+from demo_model.tokenizer import save_tokenizer, train_tokenizer, write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+INTERMEDIATE = ROOT / ".cache/demo_model"
+CHECKPOINT_EVERY_STEPS = 400
+REPORT_EVERY_STEPS = 50
+
+BATCH_SEQUENCES = 2
+SHORT_CONTEXT_TOKENS = 256  # until the descent: attention costs a quarter, and what is learnt first lies nearby
+MATRIX_LEARNING_RATE = 0.02  # Muon, on the matrices inside the layers
+VECTOR_LEARNING_RATE = 3e-3  # AdamW, on the embedding and the norms
+
+
+def token_documents(corpus: Corpus, tokenizer) -> list[np.ndarray]:
+    """i64 ids of every training document and conversation, each beginning with <|endoftext|>."""
+    texts = [document.text for document in corpus.training]
+    texts += [conversation.rendered() for conversation in conversations(corpus.training)]
+    return [np.array(encoding.ids, dtype=np.int64) for encoding in tokenizer.encode_batch(texts)]
+
+
+def batches(documents: list[np.ndarray], sequence_tokens: int, seed: int) -> Iterator[Tensor]:
+    """Endless i64[BATCH_SEQUENCES, sequence_tokens + 1]: every epoch packs the documents in a new order.
+
+    Windows are shuffled after packing, so that a batch does not come from one long file.
+    """
+    random = np.random.default_rng(seed)
+    while True:
+        stream = np.concatenate([documents[index] for index in random.permutation(len(documents))])
+        starts = np.arange(0, len(stream) - sequence_tokens - 1, sequence_tokens)
+        if len(starts) < BATCH_SEQUENCES:
+            raise ValueError(f"training text: {len(stream)} tokens, need {BATCH_SEQUENCES * sequence_tokens + 2}")
+        starts = random.permutation(starts)
+        for first in range(0, len(starts) - BATCH_SEQUENCES + 1, BATCH_SEQUENCES):
+            rows = [stream[start : start + sequence_tokens + 1] for start in starts[first : first + BATCH_SEQUENCES]]
+            yield torch.from_numpy(np.stack(rows))
+
+
+def optimizers(model: Llama) -> list[torch.optim.Optimizer]:
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name != "embed_tokens.weight"]
+    vectors = [p for name, p in model.named_parameters() if p.ndim != 2 or name == "embed_tokens.weight"]
+    return [
+        torch.optim.Muon(matrices, lr=MATRIX_LEARNING_RATE, weight_decay=0.05, adjust_lr_fn="original"),
+        torch.optim.AdamW(vectors, lr=VECTOR_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0),
+    ]
+
+
+def loss_of(model: Llama, batch: Tensor, context_tokens: int) -> Tensor:
+    """Mean cross entropy in nats per token of i64[B, T + 1], read in pieces of `context_tokens`, a divisor of T."""
+    with torch.autocast(batch.device.type, torch.bfloat16):
+        logits = model(batch[:, :-1].reshape(-1, context_tokens))  # bf16[B * T / context, context, vocab]
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What a finished run was; `losses` is the curve, nats per token, one number per step."""
+
+    losses: list[float]
+    schedule: Schedule
+    seconds: float
+
+
+def train(
+    model: Llama,
+    documents: list[np.ndarray],
+    schedule: Schedule,
+    seed: int,
+    budget_s: float,
+    on_checkpoint=None,
+) -> TrainingRun:
+    """Train in place on the model's device. `on_checkpoint(step)` is called every CHECKPOINT_EVERY_STEPS steps."""
+    torch.use_deterministic_algorithms(True)
+    device = model.embed_tokens.weight.device
+    full_context_tokens = model.config.max_position_embeddings
+    short_context_tokens = min(SHORT_CONTEXT_TOKENS, full_context_tokens)
+    stream = batches(documents, full_context_tokens, seed)
+    updates = optimizers(model)
+    learning_rates = [[group["lr"] for group in update.param_groups] for update in updates]
+    losses: list[float] = []
+    started = time.monotonic()
+    step = 0
+    while step < schedule.steps and time.monotonic() - started < budget_s:
+        for update, rates in zip(updates, learning_rates, strict=True):
+            for group, rate in zip(update.param_groups, rates, strict=True):
+                group["lr"] = rate * schedule.factor(step)
+        context_tokens = short_context_tokens if step < schedule.decay_from else full_context_tokens
+        loss = loss_of(model, next(stream).to(device), context_tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for update in updates:
+            update.step()
+            update.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        step += 1
+        elapsed = time.monotonic() - started
+        if step % REPORT_EVERY_STEPS == 0 or step == schedule.steps:
+            recent = sum(losses[-REPORT_EVERY_STEPS:]) / len(losses[-REPORT_EVERY_STEPS:])
+            rate = step * BATCH_SEQUENCES * full_context_tokens / elapsed
+            print(f"step {step}/{schedule.steps}  loss {recent:.3f}  {rate:.0f} tokens/s  {elapsed:.0f} s", flush=True)
+        if on_checkpoint and step % CHECKPOINT_EVERY_STEPS == 0:
+            on_checkpoint(step)
+        schedule = schedule.shortened(step, elapsed, budget_s)
+    return TrainingRun(losses, schedule, time.monotonic() - started)
+
+
+def write_curve(file: Path, losses: list[float]) -> None:
+    """step, loss in nats per token with all its digits: two runs of one seed give files that are byte-equal."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", newline="") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(("step", "loss_nats_per_token"))
+        writer.writerows((step, repr(loss)) for step, loss in enumerate(losses))
+
+
+def training_record(run: TrainingRun, model: Llama, corpus: Corpus, documents: list[np.ndarray], seed: int) -> dict:
+    """training.json: what the model card and a repetition need to know."""
+    return {
+        "seed": seed,
+        "steps": run.schedule.steps,
+        "steps_taken": len(run.losses),
+        "decay_from": run.schedule.decay_from,
+        "batch_tokens": BATCH_SEQUENCES * model.config.max_position_embeddings,
+        "short_context_tokens": SHORT_CONTEXT_TOKENS,
+        "seconds": round(run.seconds),
+        "device": str(model.embed_tokens.weight.device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "parameters": model.num_parameters,
+        "architecture": asdict(model.config),
+        "training_documents": len(corpus.training),
+        "training_bytes": sum(document.size_bytes for document in corpus.training),
+        "training_tokens": sum(len(document) for document in documents),
+        "conversations": len(documents) - len(corpus.training),
+        "held_out_modules": [document.path for document in corpus.held_out],
+        "held_out_bytes": sum(document.size_bytes for document in corpus.held_out),
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train the demo model and write it as a HuggingFace checkpoint.")
+    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps of 2048 tokens (default 4000)")
+    parser.add_argument("--minutes", type=float, default=45.0, help="wall-clock budget (default 45)")
+    parser.add_argument("--decay-from", type=int, help="step at which the learning rate descends (default 60 %%)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads; part of what makes a run repeatable")
+    parser.add_argument("--out", type=Path, default=CHECKPOINT, help=f"default {CHECKPOINT.relative_to(ROOT)}")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    torch.set_num_threads(options.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    corpus = gather()
+    tokenizer = train_tokenizer(document.text for document in corpus.training)
+    documents = token_documents(corpus, tokenizer)
+    config = LlamaConfig(vocab_size=tokenizer.get_vocab_size())
+    model = Llama(config)
+    model.initialise(torch.Generator().manual_seed(options.seed))
+    model.to(device)
+    print(f"{model.num_parameters:,} parameters, {sum(map(len, documents)):,} training tokens, {device}", flush=True)
+
+    def checkpoint(step: int) -> None:
+        save_weights(model, INTERMEDIATE)
+        save_tokenizer(tokenizer, INTERMEDIATE)
+        print(f"step {step}: written to {INTERMEDIATE}", flush=True)
+
+    schedule = Schedule.planned(options.steps, options.decay_from)
+    run = train(model, documents, schedule, options.seed, options.minutes * 60, checkpoint)
+    save_weights(model, options.out)
+    save_tokenizer(tokenizer, options.out)
+    write_curve(options.out / "loss_curve.csv", run.losses)
+    write_json(options.out / "training.json", training_record(run, model, corpus, documents, options.seed))
+    write_card(options.out, corpus)
+    print(f"written to {options.out}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
