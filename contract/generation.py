@@ -33,7 +33,7 @@ class SamplingParams:
     Penalties follow the usual definitions (repetition multiplicative, presence and frequency additive).
     seed: equal seeds and parameters give equal text on one machine.
     min_tokens: no end before so many generated tokens. ignore_eos: the model's end tokens do not end it.
-    log_probs: return the log probability of every generated token.
+    log_probs: return the log probability of every generated token. top_log_probs: and of so many likeliest ids.
     """
 
     temperature: float = 1.0
@@ -47,6 +47,7 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     log_probs: bool = False
+    top_log_probs: int = 0
 
     @property
     def greedy(self) -> bool:
@@ -62,6 +63,7 @@ class SamplingParams:
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _integer("min_tokens", self.min_tokens, 0, INT32_MAX)
+        _integer("top_log_probs", self.top_log_probs, 0, 20)
         if self.seed is not None:
             _integer("seed", self.seed, 0, UINT64_MAX)
         return self
@@ -145,7 +147,9 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
         raise InvalidArgument(name, f"got {value!r}; allowed is an integer from {low} to {high}")
 
 
-def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> None:
+def _number(
+    name: str, value: object, low: float, high: float, *, open_low: bool = False, open_high: bool = False
+) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or value < low or value > high or (open_low and value == low) or (open_high and value == high):
         interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"

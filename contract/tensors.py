@@ -51,6 +51,7 @@ ENSEMBLE_INPUTS = (
     _t("seed", "UINT64"),
     _t("random_seed", "UINT64", ours=True),  # the older name of seed
     _t("return_log_probs", "BOOL"),
+    _t("num_top_log_probs", "INT32", ours=True),  # 0 to 20 likeliest ids per position
     _t("return_context_logits", "BOOL"),
     _t("return_generation_logits", "BOOL"),
     _t("return_perf_metrics", "BOOL"),
@@ -72,6 +73,8 @@ ENSEMBLE_OUTPUTS = (
     _t("output_ids", "INT32", -1, ours=True),  # the ids this response adds
     _t("cum_log_probs", "FP32", -1),
     _t("output_log_probs", "FP32", -1, -1),  # [beam, ids of this response]
+    _t("top_log_probs_ids", "INT32", -1, -1, ours=True),  # [ids of this response, k], likeliest first
+    _t("top_log_probs", "FP32", -1, -1, ours=True),
     _t("finish_reason", "BYTES", ours=True),  # "" while running; see generation.FinishReason
     _t("stop_reason", "BYTES", ours=True),  # the stop string or id that matched
     _t("error_message", "BYTES", ours=True),  # errors.to_text when finish_reason is "error"
@@ -106,6 +109,7 @@ ENGINE_INPUTS = (
     _t("frequency_penalty", "FP32"),
     _t("seed", "UINT64"),
     _t("return_log_probs", "BOOL"),
+    _t("num_top_log_probs", "INT32", ours=True),
     _t("return_context_logits", "BOOL"),
     _t("return_generation_logits", "BOOL"),
     _t("return_perf_metrics", "BOOL"),
@@ -126,6 +130,8 @@ ENGINE_OUTPUTS = (
     _t("sequence_length", "INT32", -1),  # [beam]: new ids of this response
     _t("cum_log_probs", "FP32", -1),
     _t("output_log_probs", "FP32", -1, -1),
+    _t("top_log_probs_ids", "INT32", -1, -1, ours=True),  # [new ids, k]
+    _t("top_log_probs", "FP32", -1, -1, ours=True),
     _t("num_input_tokens", "INT32"),
     _t("num_output_tokens", "INT32"),
     _t("arrival_time_ns", "INT64"),

@@ -170,7 +170,7 @@ class Engine:
                     stream.first_scheduled_ns = max(report.start_ns, stream.started_ns)
                 keep = stream.stop_sequence_end(output.token_ids)
                 with stream.lock:
-                    stream.add_tokens(output.token_ids[:keep], output.log_probs[:keep], now_ns)
+                    stream.add_tokens(output.token_ids[:keep], output.log_probs[:keep], output.top[:keep], now_ns)
                 if keep is not None:
                     self._end(output.id, StreamEvent.STOP)
                 elif output.event is StreamEvent.ERROR:

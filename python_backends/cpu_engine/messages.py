@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from contract.generation import SamplingParams
+from python_backends.cpu_engine.top_log_probs import TopLogProbs
 from python_backends.stream_state import StreamEvent
 
 
@@ -42,12 +43,14 @@ class Failed:
 
 @dataclass(frozen=True)
 class SequenceOutput:
-    """New ids of one sequence; ``event`` is RUNNING or how it ended; ``rejected`` says why it never ran."""
+    """New ids of one sequence; ``event`` is RUNNING or how it ended; ``top`` has one entry per id where asked;
+    ``rejected`` says why it never ran."""
 
     id: int
     token_ids: list[int]
     log_probs: list[float]
     event: StreamEvent
+    top: list[TopLogProbs] = field(default_factory=list)
     rejected: str = ""
 
 

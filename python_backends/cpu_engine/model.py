@@ -29,7 +29,7 @@ class ResponseSink:
     def __init__(self, sender, wanted: set[str], inputs: Inputs) -> None:
         self._sender = sender
         self._wanted = wanted
-        self._log_probs = inputs.scalar("return_log_probs", False)
+        self._log_probs = inputs.scalar("return_log_probs", False) or inputs.scalar("num_top_log_probs", 0) > 0
         self._perf = inputs.scalar("return_perf_metrics", False)
         self._input_count = inputs.scalar("return_num_input_tokens", False)
         self._output_count = inputs.scalar("return_num_output_tokens", False)
@@ -48,6 +48,9 @@ class ResponseSink:
         if self._log_probs and (chunk.log_probs or state.event.last):
             outputs["output_log_probs"] = np.array([[chunk.log_probs]], dtype=np.float32)
             outputs["cum_log_probs"] = row([chunk.cum_log_prob], np.float32)
+        if chunk.top:
+            outputs["top_log_probs_ids"] = np.array([[entry.ids for entry in chunk.top]], dtype=np.int32)
+            outputs["top_log_probs"] = np.array([[entry.log_probs for entry in chunk.top]], dtype=np.float32)
         if self._input_count:
             outputs["num_input_tokens"] = row([state.num_input_tokens])
         if self._output_count:

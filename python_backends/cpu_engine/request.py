@@ -121,11 +121,15 @@ def _sampling(inputs: Inputs) -> SamplingParams:
             seed=inputs.scalar("seed"),
             min_tokens=inputs.scalar("min_tokens", neutral.min_tokens),
             log_probs=inputs.scalar("return_log_probs", False),
+            top_log_probs=inputs.scalar("num_top_log_probs", 0),
         ).validate()
     except InvalidArgument as exc:
-        raise InvalidArgument(
-            {"top_k": "runtime_top_k (top_k)", "top_p": "runtime_top_p (top_p)"}.get(exc.field, exc.field), exc.problem
-        ) from exc
+        names = {
+            "top_k": "runtime_top_k (top_k)",
+            "top_p": "runtime_top_p (top_p)",
+            "top_log_probs": "num_top_log_probs",
+        }
+        raise InvalidArgument(names.get(exc.field, exc.field), exc.problem) from exc
 
 
 def _greedy_by_default(inputs: Inputs) -> bool:

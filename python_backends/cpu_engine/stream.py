@@ -9,17 +9,19 @@ from typing import Protocol
 
 from contract.errors import TridentError
 from python_backends.cpu_engine.request import EngineRequest
+from python_backends.cpu_engine.top_log_probs import TopLogProbs
 from python_backends.stream_state import StreamEvent, StreamState
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one response adds. token_ids and log_probs are new since the last chunk; ``error`` goes with ERROR.
+    """What one response adds. token_ids, log_probs and top are new since the last one; ``error`` goes with ERROR.
     since_last_ns: since the stream's previous response, 0 for the first."""
 
     state: StreamState
     token_ids: Sequence[int]
     log_probs: Sequence[float]
+    top: Sequence[TopLogProbs]
     cum_log_prob: float
     num_output_tokens: int
     options: str
@@ -47,6 +49,7 @@ class Stream:
     lock: threading.Lock = field(default_factory=threading.Lock)
     pending_ids: list[int] = field(default_factory=list)
     pending_log_probs: list[float] = field(default_factory=list)
+    pending_top: list[TopLogProbs] = field(default_factory=list)
     event: StreamEvent = StreamEvent.RUNNING
     stop_id: int = -1
     error: TridentError | None = None
@@ -67,7 +70,9 @@ class Stream:
     answered: bool = False  # a response was handed to Triton
     closed: bool = False  # the last one was
 
-    def add_tokens(self, token_ids: Sequence[int], log_probs: Sequence[float], now_ns: int) -> None:
+    def add_tokens(
+        self, token_ids: Sequence[int], log_probs: Sequence[float], top: Sequence[TopLogProbs], now_ns: int
+    ) -> None:
         if not token_ids or self.event.last:
             return
         if not self.first_token_ns:
@@ -76,6 +81,7 @@ class Stream:
         self.num_output_tokens += len(token_ids)
         self.pending_ids += token_ids
         self.pending_log_probs += log_probs
+        self.pending_top += top
         self.cum_log_prob += sum(log_probs)
 
     def finish(self, event: StreamEvent, stop_id: int = -1, error: TridentError | None = None) -> bool:
@@ -112,10 +118,11 @@ class Stream:
         """Everything pending as one chunk, or None when there is nothing to say."""
         streaming = self.request.streaming
         last = self.event.last
-        token_ids, log_probs = [], []
+        token_ids, log_probs, top = [], [], []
         if last or streaming:
             token_ids, self.pending_ids = self.pending_ids, []
             log_probs, self.pending_log_probs = self.pending_log_probs, []
+            top, self.pending_top = self.pending_top, []
         event = self.event
         if not last and not token_ids:
             if not self.probe_due:
@@ -147,5 +154,13 @@ class Stream:
             int(first),
         )
         return Chunk(
-            state, token_ids, log_probs, self.cum_log_prob, self.num_output_tokens, options, since_last_ns, self.error
+            state,
+            token_ids,
+            log_probs,
+            top,
+            self.cum_log_prob,
+            self.num_output_tokens,
+            options,
+            since_last_ns,
+            self.error,
         )

@@ -20,14 +20,18 @@ from contract import manifest as manifests
 from contract.generation import SamplingParams
 from python_backends.cpu_engine.messages import Add, End, Failed, Ready, SequenceOutput, StepReport
 from python_backends.cpu_engine.pipeline import open_pipeline
+from python_backends.cpu_engine.top_log_probs import SecondReading
 from python_backends.stream_state import StreamEvent
 
 
 class StepLoop:
     """Owns the pipeline and its live handles. ``run`` returns when the connection is closed."""
 
-    def __init__(self, pipeline: genai.ContinuousBatchingPipeline, connection: Connection) -> None:
+    def __init__(
+        self, pipeline: genai.ContinuousBatchingPipeline, second_reading: SecondReading, connection: Connection
+    ) -> None:
         self._pipeline = pipeline
+        self._second_reading = second_reading
         self._connection = connection
         self._handles: dict[int, genai.GenerationHandle] = {}
         self._without_token: dict[int, int] = {}  # id -> prompt tokens
@@ -57,11 +61,14 @@ class StepLoop:
             self._connection.send(StepReport(0, 0, [rejected]))
             return
         self._handles[command.id] = handle
+        if command.sampling.top_log_probs:
+            self._second_reading.open(command.id, command.input_ids, command.sampling.top_log_probs)
         self._without_token[command.id] = command.input_ids.size
 
     def _end(self, id: int) -> None:
         handle = self._handles.pop(id, None)
         self._without_token.pop(id, None)
+        self._second_reading.close(id)
         if handle is not None:
             handle.cancel()
             self._ended.append(SequenceOutput(id, [], [], StreamEvent.CANCELLED))
@@ -109,13 +116,17 @@ class StepLoop:
             event = StreamEvent.LENGTH if finish == genai.GenerationFinishReason.LENGTH else StreamEvent.STOP
         if token_ids:
             self._without_token.pop(id, None)
+        top = self._second_reading.read(id, token_ids)
+        if top:
+            log_probs = [entry.chosen for entry in top]
         if event.last:
             del self._handles[id]
             self._without_token.pop(id, None)
+            self._second_reading.close(id)
         elif not token_ids:
             return None
         rejected = "the KV cache ran out of blocks" if event is StreamEvent.ERROR else ""
-        return SequenceOutput(id, token_ids, log_probs, event, rejected)
+        return SequenceOutput(id, token_ids, log_probs, event, top, rejected)
 
 
 def generation_config(max_tokens: int, sampling: SamplingParams, stop_ids: frozenset[int]) -> genai.GenerationConfig:
@@ -135,7 +146,7 @@ def generation_config(max_tokens: int, sampling: SamplingParams, stop_ids: froze
     config.repetition_penalty = sampling.repetition_penalty
     config.presence_penalty = sampling.presence_penalty
     config.frequency_penalty = sampling.frequency_penalty
-    config.logprobs = int(sampling.log_probs)
+    config.logprobs = int(sampling.log_probs or sampling.top_log_probs > 0)
     config.do_sample = not sampling.greedy
     if config.do_sample:
         config.temperature = sampling.temperature
@@ -166,7 +177,8 @@ def main() -> None:
     pipeline = open_pipeline(engine_dir, manifest)
     connection.send(Ready())
     try:
-        StepLoop(pipeline, connection).run()
+        second_reading = SecondReading(engine_dir / "openvino_model.xml", manifest.properties)
+        StepLoop(pipeline, second_reading, connection).run()
     except EOFError:
         return  # the model that started us has gone
     except Exception as exc:

@@ -116,7 +116,7 @@ class BareEngine:
             self._request_ids.pop(state.key, None)
         else:
             self._request_ids[state.key] = request_id
-        return EngineChunk(state, token_ids, inputs.floats("output_log_probs")[: len(token_ids)], options)
+        return EngineChunk(state, token_ids, inputs.floats("output_log_probs")[: len(token_ids)], options=options)
 
     def stop(self, state: StreamState) -> None:
         """A stop string matched."""

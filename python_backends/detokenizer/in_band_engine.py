@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from python_backends.control import ControlMessage, ControlSender, Verb
-from python_backends.detokenizer.streams import EngineChunk
+from python_backends.detokenizer.streams import EngineChunk, TopEntry
 from python_backends.stream_state import StreamState
 from python_backends.triton_io import Inputs
 
@@ -22,6 +22,7 @@ class InBandEngine:
             StreamState.from_array(inputs.array("stream_state")),
             inputs.integers("output_ids"),
             inputs.floats("output_log_probs"),
+            _top(inputs),
             note.get("options", ""),
             note.get("error", ""),
         )
@@ -36,3 +37,8 @@ class InBandEngine:
 
     def close(self) -> None:
         self._control.close()
+
+
+def _top(inputs: Inputs) -> list[TopEntry]:
+    ids, log_probs = inputs.array("top_log_probs_ids"), inputs.array("top_log_probs")
+    return [] if ids is None else list(zip(ids[0].tolist(), log_probs[0].tolist(), strict=True))

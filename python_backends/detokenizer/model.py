@@ -94,6 +94,9 @@ def _outputs(state: StreamState | None, piece: Piece) -> dict[str, np.ndarray]:
     if piece.log_probs:
         outputs["output_log_probs"] = np.array([[piece.log_probs]], dtype=np.float32)
         outputs["cum_log_probs"] = row([piece.cum_log_prob], np.float32)
+    if piece.top:
+        outputs["top_log_probs_ids"] = np.array([[ids for ids, _ in piece.top]], dtype=np.int32)
+        outputs["top_log_probs"] = np.array([[log_probs for _, log_probs in piece.top]], dtype=np.float32)
     if piece.finish_reason is None:
         return outputs
     outputs["finish_reason"] = texts(piece.finish_reason.value)

@@ -7,7 +7,6 @@ The work per character is constant (amortised) for any number of stop strings.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Sequence
 
@@ -38,8 +37,6 @@ class StopStrings:
         self._fallback = [ROOT] * len(self._next)  # state -> the next longest end of the text that begins a stop string
         self._held = [0] * len(self._next)  # state -> characters that may still become part of a match
         self._link()
-        starts = "".join(sorted(self._next[ROOT]))
-        self._start = re.compile(f"[{re.escape(starts)}]" if starts else "(?!)")
 
     def __bool__(self) -> bool:
         return bool(self._next[ROOT])
@@ -53,22 +50,16 @@ class StopStrings:
 
         Returns the state, the number of characters read, and the stop string that ends with the last of them.
         """
+        if state == ROOT and self._next[ROOT].keys().isdisjoint(text):
+            return ROOT, len(text), None
         follow, fallback, match = self._next, self._fallback, self._match
-        place, end = 0, len(text)
-        while place < end:
-            if state == ROOT:
-                start = self._start.search(text, place)
-                if start is None:
-                    break
-                place = start.start()
-            character = text[place]
+        for read, character in enumerate(text, 1):
             while character not in follow[state] and state != ROOT:
                 state = fallback[state]
             state = follow[state].get(character, ROOT)
-            place += 1
             if match[state] is not None:
-                return state, place, match[state]
-        return state, end, None
+                return state, read, match[state]
+        return state, len(text), None
 
     def _insert(self, string: str) -> None:
         state = ROOT

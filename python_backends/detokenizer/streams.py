@@ -25,13 +25,19 @@ _FINISH_REASONS = {
 }
 
 
+# The likeliest ids at one position and their log probabilities, likeliest first.
+TopEntry = tuple[list[int], list[float]]
+
+
 @dataclass(frozen=True)
 class EngineChunk:
-    """One engine response. log_probs: one per id, or empty. options: with a stream's first chunk. error: with ERROR."""
+    """One engine response. log_probs, top: one entry per id, or empty. options: with a stream's first chunk. error:
+    with ERROR."""
 
     state: StreamState
     token_ids: Sequence[int]
     log_probs: Sequence[float] = ()
+    top: Sequence[TopEntry] = ()
     options: str = ""
     error: str = ""
 
@@ -43,6 +49,7 @@ class Piece:
     text: str
     token_ids: Sequence[int]
     log_probs: Sequence[float]
+    top: Sequence[TopEntry]
     cum_log_prob: float
     finish_reason: FinishReason | None = None
     stop_reason: str = ""
@@ -62,6 +69,7 @@ class _OpenStream:
     held_text: list[str] = field(default_factory=list)
     held_ids: list[int] = field(default_factory=list)
     held_log_probs: list[float] = field(default_factory=list)
+    held_top: list[TopEntry] = field(default_factory=list)
 
 
 class Streams:
@@ -103,7 +111,8 @@ class Streams:
             return None  # ids wait for the text they are part of
         token_ids, stream.held_ids = stream.held_ids, []
         log_probs, stream.held_log_probs = stream.held_log_probs, []
-        return Piece(text, token_ids, log_probs, stream.cum_log_prob)
+        top, stream.held_top = stream.held_top, []
+        return Piece(text, token_ids, log_probs, top, stream.cum_log_prob)
 
     def fail(self, state: StreamState) -> None:
         """The stream's end was told to the client as an error; whatever the engine still says of it is dropped."""
@@ -157,6 +166,7 @@ class Streams:
         stream.cum_log_prob += sum(log_probs)
         stream.held_ids += ids[:consumed]
         stream.held_log_probs += log_probs
+        stream.held_top += chunk.top[: len(log_probs)]
         return text
 
     def _last(self, stream: _OpenStream, chunk: EngineChunk, text: str) -> Piece:
@@ -170,6 +180,7 @@ class Streams:
             "".join(stream.held_text) + text,
             stream.held_ids,
             stream.held_log_probs,
+            stream.held_top,
             stream.cum_log_prob,
             finish_reason,
             stop_reason,
@@ -188,4 +199,4 @@ class Streams:
 def failed_piece(problem: Exception) -> Piece:
     """The end of a stream whose text could not be made."""
     error = EngineFailed(f"the detokenizer failed: {problem!r}")
-    return Piece("", (), (), 0.0, FinishReason.ERROR, "", to_text(error))
+    return Piece("", (), (), (), 0.0, FinishReason.ERROR, "", to_text(error))

@@ -84,6 +84,8 @@ class TritonPythonModel:
     def _refuse_unsupported(self, prompt: PromptRequest) -> None:
         if not self._on_cpu and prompt.min_p:
             raise InvalidArgument("min_p", f"got {prompt.min_p}; this engine does not do it, allowed is 0")
+        if not self._on_cpu and prompt.num_top_log_probs:
+            raise InvalidArgument("num_top_log_probs", "this engine knows only the chosen id's log probability")
         if self._on_cpu and prompt.bad_words:
             raise InvalidArgument("bad_words", "the CPU engine cannot ban words; leave it out")
         if self._on_cpu and prompt.bias_words:

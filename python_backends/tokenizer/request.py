@@ -35,6 +35,7 @@ class PromptRequest:
     seed: int | None
     min_tokens: int | None
     min_p: float
+    num_top_log_probs: int
     bad_words: tuple[str, ...]
     bias_words: tuple[str, ...]
     bias_weights: tuple[float, ...]
@@ -70,6 +71,7 @@ def parse(inputs: Inputs, parameters: dict, limits: EngineLimits) -> PromptReque
         seed=_alias(inputs, "seed", "random_seed"),
         min_tokens=min_tokens,
         min_p=inputs.scalar("min_p", 0.0),
+        num_top_log_probs=inputs.scalar("num_top_log_probs", 0),
         bad_words=tuple(word for word in inputs.texts("bad_words") if word),
         bias_words=tuple(bias_words),
         bias_weights=tuple(bias_weights),
