@@ -35,7 +35,8 @@ class ControlMessage:
 
     def encode(self) -> bytes:
         if self.verb is Verb.ABORT:
-            return f"abort {self.reason}".encode()[:_MAX_BYTES]
+            cut = f"abort {self.reason}".encode()[:_MAX_BYTES]
+            return cut.decode(errors="ignore").encode()  # not in the middle of a character
         return f"{self.verb.value} {self.epoch} {self.key}".encode()
 
     @classmethod

@@ -11,6 +11,8 @@ def decode_word_list(name: str, array: np.ndarray | None) -> list[tuple[int, ...
     """The words of a TensorRT-LLM word list INT32[1, 2, L]: row 0 all ids, row 1 inclusive end offsets, then -1."""
     if array is None or array.size == 0:
         return []
+    if array.size % 2:
+        raise InvalidArgument(name, f"holds {array.size} values; allowed are two rows of the same length")
     ids, offsets = array.reshape(2, -1).tolist()
     words, start = [], 0
     for index, end in enumerate(offsets):
@@ -26,7 +28,9 @@ def decode_word_list(name: str, array: np.ndarray | None) -> list[tuple[int, ...
 
 
 def encode_word_list(words: list[tuple[int, ...]]) -> np.ndarray:
-    """INT32[1, 2, L], the inverse of decode_word_list; L is 0 without words."""
+    """INT32[1, 2, L], the inverse of decode_word_list; L is 0 without words. No word may be empty: its end would be
+    the one before it, which engines refuse."""
+    assert all(words), "a word list holds an empty word"
     ids = [token for word in words for token in word]
     offsets = np.cumsum([len(word) for word in words], dtype=np.int32).tolist()
     return np.array([[ids, offsets + [-1] * (len(ids) - len(offsets))]], dtype=np.int32).reshape(1, 2, len(ids))
