@@ -60,6 +60,9 @@ def _announced(matrix: graph.Weight, checkpoint: Checkpoint, say: Callable[[str]
 
 def check(checkpoint: Checkpoint, recipe: Recipe) -> None:
     """Refuses, before anything long starts, what recipe and checkpoint cannot do together."""
+    if not checkpoint.eos_token_ids:
+        problem = "neither generation_config.json nor config.json has an eos_token_id"
+        raise CheckpointError(f"{checkpoint.folder}: {problem}")
     longest = checkpoint.architecture.max_positions
     if recipe.max_seq_len is None or recipe.max_seq_len > longest:
         raise InvalidArgument("max_seq_len", f"got {recipe.max_seq_len}; allowed for this model is 2 to {longest}")
@@ -103,8 +106,5 @@ def _copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
             shutil.copyfile(source, folder / name)
     if not (folder / "tokenizer_config.json").exists():
         (folder / "tokenizer_config.json").write_text("{}\n")  # no chat template, no named tokens
-    if not checkpoint.eos_token_ids:
-        problem = "neither generation_config.json nor config.json has an eos_token_id"
-        raise CheckpointError(f"{checkpoint.folder}: {problem}")
     generation = dict(checkpoint.generation) | {"eos_token_id": list(checkpoint.eos_token_ids)}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

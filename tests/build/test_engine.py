@@ -1,0 +1,232 @@
+"""The driver: one command from a checkpoint to an engine that can be served, and nothing the second time."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import openvino_genai as genai
+import pytest
+
+import engine
+import layout
+import recipe as recipes
+from contract.errors import InvalidArgument, TridentError
+from contract.manifest import load, verify
+from tests.fakes import checkpoints
+
+LLAMA = checkpoints.CONFIGS["llama_gqa"]
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    checkpoints.write(tmp_path / "checkpoint", LLAMA)
+    return tmp_path / "checkpoint"
+
+
+TABLE = {
+    "kind": "cpu",
+    "precision": "int8",
+    "max_batch_size": 8,
+    "max_num_tokens": 64,
+    "max_seq_len": 256,
+    "kv_cache_tokens": 2048,
+}
+
+
+def recipe(checkpoint: Path, **changes: object) -> recipes.Recipe:
+    return recipes.parse(TABLE | {"model": str(checkpoint)} | changes, Path("tiny.toml"))
+
+
+def build(made: recipes.Recipe, into: Path) -> list[str]:
+    """The lines that were said."""
+    lines: list[str] = []
+    assert engine.build(made, into, lines.append) == into / made.name
+    return lines
+
+
+def in_a_process(code: str, checkpoint: Path, into: Path) -> subprocess.CompletedProcess:
+    """Runs ``code`` with ``made``, the recipe of ``checkpoint``, and ``into`` in a Python of its own."""
+    opening = (
+        "import json, os, pathlib, sys; sys.path.insert(0, 'build'); import engine, recipe\n"
+        "made, into = recipe.parse(json.loads(sys.argv[1]), pathlib.Path('tiny.toml')), pathlib.Path(sys.argv[2])\n"
+    )
+    line = [sys.executable, "-c", opening + code, json.dumps(TABLE | {"model": str(checkpoint)}), str(into)]
+    return subprocess.run(line, cwd=layout.ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_the_manifest_says_what_was_built_and_every_file_is_accounted_for(checkpoint, tmp_path):
+    made = recipe(checkpoint)
+    build(made, tmp_path / "engines")
+    manifest = verify(tmp_path / "engines" / "tiny")
+    assert (manifest.name, manifest.kind, manifest.model) == ("tiny", "cpu", str(checkpoint))
+    assert (manifest.precision, manifest.kv_cache_precision) == ("int8", "u8")
+    assert manifest.properties == {"KV_CACHE_PRECISION": "u8"}
+    assert (manifest.max_batch_size, manifest.max_num_tokens, manifest.max_seq_len) == (8, 64, 256)
+    assert (manifest.kv_cache_tokens, manifest.vocab_size, manifest.architecture) == (2048, 331, "LlamaForCausalLM")
+    assert (manifest.eos_token_ids, manifest.bos_token_id, manifest.pad_token_id) == ((256,), 257, None)
+    assert manifest.versions.keys() >= {"trident", "builder", "python", "openvino", "openvino_genai"}
+    assert manifest.recipe["prefix_reuse"] is True and manifest.recipe["chunked_context"] is True
+    assert len(manifest.files) == len(list((tmp_path / "engines" / "tiny").iterdir())) - 1
+    genai.ContinuousBatchingPipeline(
+        str(tmp_path / "engines" / "tiny"), genai.SchedulerConfig(), "CPU", dict(manifest.properties)
+    )
+
+
+def test_a_second_build_says_one_line_and_touches_nothing(checkpoint, tmp_path):
+    build(recipe(checkpoint), tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "tiny").iterdir()}
+    lines = build(recipe(checkpoint), tmp_path)
+    assert len(lines) == 1 and lines[0].endswith(f"tiny is up to date (int8 from {checkpoint})")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "tiny").iterdir()} == before
+
+
+def test_the_second_build_does_not_import_openvino(checkpoint, tmp_path):
+    build(recipe(checkpoint), tmp_path)
+    code = "engine.build(made, into, print); print('openvino' in sys.modules)"
+    done = in_a_process(code, checkpoint, tmp_path)
+    assert "is up to date" in done.stdout and done.stdout.endswith("False\n")
+
+
+def change_weights(checkpoint: Path, folder: Path) -> None:
+    checkpoints.write_weights(checkpoint, checkpoints.tensors(LLAMA, seed=5))
+
+
+def change_tokenizer(checkpoint: Path, folder: Path) -> None:
+    (checkpoint / "tokenizer_config.json").write_text('{"chat_template": "{{ messages[0].content }}"}')
+
+
+def damage_a_file(checkpoint: Path, folder: Path) -> None:
+    path = folder / "openvino_model.bin"
+    data = bytearray(path.read_bytes())
+    data[1000] ^= 1
+    path.write_bytes(data)
+
+
+def remove_a_file(checkpoint: Path, folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def remove_the_manifest(checkpoint: Path, folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def come_from_another_version(checkpoint: Path, folder: Path) -> None:
+    table = json.loads((folder / "manifest.json").read_text())
+    table["versions"]["openvino"] = "2020.1"
+    (folder / "manifest.json").write_text(json.dumps(table))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_weights,
+        change_tokenizer,
+        damage_a_file,
+        remove_a_file,
+        remove_the_manifest,
+        come_from_another_version,
+    ],
+)
+def test_anything_that_changed_is_built_again(checkpoint, tmp_path, change):
+    build(recipe(checkpoint), tmp_path)
+    change(checkpoint, tmp_path / "tiny")
+    lines = build(recipe(checkpoint), tmp_path)
+    assert lines[-1].split(": ")[0].endswith("tiny is ready")
+    verify(tmp_path / "tiny")
+    assert len(build(recipe(checkpoint), tmp_path)) == 1
+
+
+@pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"kv_cache_precision": "f32"}, {"max_seq_len": 128}])
+def test_a_changed_recipe_is_built_again(checkpoint, tmp_path, changes):
+    build(recipe(checkpoint), tmp_path)
+    build(recipe(checkpoint, **changes), tmp_path)
+    found = load(tmp_path / "tiny")
+    assert {name: getattr(found, name) for name in changes} == changes
+
+
+def test_a_build_that_fails_keeps_the_engine_that_was_there(checkpoint, tmp_path):
+    build(recipe(checkpoint), tmp_path / "engines")
+    before = verify(tmp_path / "engines" / "tiny")
+    values = checkpoints.tensors(LLAMA)
+    values["model.layers.1.mlp.up_proj.weight"][:] = float("nan")
+    checkpoints.write_weights(checkpoint, values)
+    with pytest.raises(TridentError, match="up_proj.weight holds NaN"):
+        build(recipe(checkpoint), tmp_path / "engines")
+    assert verify(tmp_path / "engines" / "tiny") == before
+    assert sorted(p.name for p in (tmp_path / "engines").iterdir()) == [".tiny.lock", "tiny"]
+
+
+def test_a_kill_in_the_middle_leaves_no_engine_and_the_next_build_succeeds(checkpoint, tmp_path):
+    code = "engine.build(made, into, lambda line: line.startswith('writing') and os.kill(os.getpid(), 9))"
+    assert in_a_process(code, checkpoint, tmp_path / "engines").returncode == -signal.SIGKILL
+    assert not (tmp_path / "engines" / "tiny").exists() and list((tmp_path / "engines").glob("tiny.partial-*"))
+    build(recipe(checkpoint), tmp_path / "engines")
+    assert sorted(p.name for p in (tmp_path / "engines").iterdir()) == [".tiny.lock", "tiny"]
+
+
+def test_a_gpu_recipe_is_sent_to_the_plan(tmp_path):
+    with pytest.raises(InvalidArgument, match="engine: tiny is of kind 'trtllm'; this builds kind 'cpu'"):
+        build(dataclasses.replace(recipe(tmp_path), kind="trtllm"), tmp_path)
+
+
+def test_a_given_model_gets_int8_and_limits_of_its_own(checkpoint):
+    made = engine.recipe_for(None, str(checkpoint), None)
+    assert (made.name, made.precision, made.kv_cache_precision) == ("checkpoint", "int8", "u8")
+    assert (made.max_seq_len, made.model) == (512, str(checkpoint))
+    assert made.kv_cache_tokens >= made.max_seq_len
+    assert engine.recipe_for("mine", str(checkpoint), "int4").precision == "int4"
+    assert engine.recipe_for("mine", str(checkpoint), None).name == "mine"
+
+
+def test_a_recipe_keeps_its_values_unless_a_precision_is_given():
+    written = recipes.load(layout.RECIPES / "demo.toml")
+    assert engine.recipe_for("demo", None, None) == engine.recipe_for(None, None, None) == written
+    other = engine.recipe_for("demo", None, "int4")
+    assert other.precision == "int4" and other.max_seq_len == written.max_seq_len
+    assert other.quality == recipes.DEFAULT_QUALITY["int4"]
+
+
+@pytest.mark.parametrize("name", ["../demo", "a/b", ".hidden", "demo.partial-3", "demo.replaced-3", "x" * 200, "a b"])
+def test_a_name_that_is_no_folder_name_is_refused(checkpoint, name):
+    for model in (None, str(checkpoint)):
+        with pytest.raises(InvalidArgument, match="engine: got .* allowed is a name of letters, digits"):
+            engine.recipe_for(name, model, None)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    line = [sys.executable, "build/engine.py", *arguments]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    return subprocess.run(line, cwd=layout.ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_a_mistake_on_the_command_line_is_one_sentence_and_exit_status_1():
+    done = command("--engine", "demmo")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("build-engine: ") and "nearest is 'demo'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_help_says_what_each_option_means():
+    done = command("--help")
+    assert done.returncode == 0
+    for word in ("--engine", "--model", "--precision", "int8", "HF_TOKEN", "HF_HUB_OFFLINE"):
+        assert word in done.stdout
+
+
+def test_the_command_builds_into_engines_and_is_idle_the_second_time(checkpoint):
+    name = f"test-{os.getpid()}"
+    try:
+        first = command("--engine", name, "--model", str(checkpoint), "--precision", "int4")
+        second = command("--engine", name, "--model", str(checkpoint), "--precision", "int4")
+        assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+        assert f"build-engine: engines/{name} is ready" in first.stdout
+        assert second.stdout == f"build-engine: engines/{name} is up to date (int4 from {checkpoint})\n"
+        assert verify(layout.ENGINES / name).precision == "int4"
+    finally:
+        shutil.rmtree(layout.ENGINES / name, ignore_errors=True)
+        (layout.ENGINES / f".{name}.lock").unlink(missing_ok=True)
