@@ -1,0 +1,8 @@
+"""How Triton is run: one supervisor per tritonserver, from installation check to the last process gone.
+
+``python -m server`` is the door for people and make; :func:`server.running` the one for tests and tools.
+"""
+
+from server.replica import Replica, running
+
+__all__ = ["Replica", "running"]

@@ -1,0 +1,79 @@
+"""``python -m server``: serve an engine, serve it for one command, or say how servers are.
+
+python -m server [--engine NAME] [--host H] [--grpc-port P] [--http-port P] [--metrics-port P]
+python -m server [options] -- COMMAND ARG...     COMMAND runs once the server is ready; its exit code is ours
+python -m server status [--json]                 exit code 0 if every server is ready
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from contract.errors import NotFound, TridentError
+from server import ports, status
+from server.health import State
+from server.settings import PORT_FIELDS, Settings
+from server.supervisor import Supervisor
+
+
+def main(argv: Sequence[str]) -> int:
+    own, command = split_command(argv)
+    arguments = _parser().parse_args(own)
+    try:
+        if arguments.verb == "status":
+            return _show_status(arguments.json)
+        if command and shutil.which(command[0]) is None:
+            raise NotFound(f"there is no command {command[0]!r} to serve")
+        overrides = {name: getattr(arguments, name) for name in ("engine", "host", *PORT_FIELDS)}
+        if arguments.free_ports:
+            overrides |= dict(zip(PORT_FIELDS, ports.free(3), strict=True))
+        settings = Settings.from_environment(os.environ, **overrides)
+        return asyncio.run(Supervisor(settings).run(command))
+    except TridentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our own arguments, and the command after the first ``--``."""
+    words = list(argv)
+    where = words.index("--") if "--" in words else len(words)
+    return words[:where], words[where + 1 :]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m server",
+        description="Serves an engine with tritonserver until Ctrl-C, or for one command given after --.",
+        epilog="Everything else is set by TRIDENT_* variables; server/settings.py lists them.",
+    )
+    parser.add_argument("verb", nargs="?", choices=("serve", "status"), default="serve", help="default: serve")
+    parser.add_argument("--engine", metavar="NAME", help="folder under engines/ (TRIDENT_ENGINE, default demo)")
+    parser.add_argument("--host", metavar="IPV4", help="address to listen on (TRIDENT_HOST, default 127.0.0.1)")
+    for name in PORT_FIELDS:
+        default = Settings.__dataclass_fields__[name].default
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, metavar="PORT", help=f"TRIDENT_{name.upper()}, default {default}")
+    parser.add_argument("--free-ports", action="store_true", help="listen on ports nobody uses, whatever else is set")
+    parser.add_argument("--json", action="store_true", help="status as a JSON list")
+    return parser
+
+
+def _show_status(as_json: bool) -> int:
+    found = status.read_all(Settings.from_environment(os.environ).state_dir)
+    if as_json:
+        print(json.dumps([asdict(one) for one in found], indent=2))
+    else:
+        print("\n".join(status.describe(one) for one in found) or "no server was started here")
+    return 0 if found and all(one.state == State.READY.value for one in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,111 @@
+"""The command line and the environment tritonserver is started with, each flag with its reason."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from server.installation import Installation
+from server.repository import ENSEMBLE
+from server.settings import ROOT, Settings
+
+ADMIN_HEADER = "trident-admin-key"
+# Strangers may infer and look; only who has the key may load, unload, map memory, or redirect traces and logs.
+RESTRICTED = "model-repository,shared-memory,trace,logging"
+FORWARDED_HEADERS = "(?i)(traceparent|tracestate|x-.*)"
+# Four sender threads of the engine, the detokenizer's relay, and room; the default of 32 per instance is idle weight.
+BACKEND_THREADS = 8
+# Only reached when the supervisor's own, shorter patience fails.
+EXIT_TIMEOUT_S = 10
+
+
+def tritonserver(settings: Settings, installation: Installation, backends: Path, shm_prefix: str) -> list[str]:
+    """argv of a tritonserver that serves the ensemble of ``settings`` and nothing else."""
+    keepalive_ms = round(settings.keepalive_s * 1000)
+    return [
+        str(installation.tritonserver),
+        f"--model-repository={settings.model_repository}",
+        f"--backend-directory={backends}",
+        f"--cache-directory={installation.caches}",
+        # Explicit control is what makes a drain (unload) and a revival (unload, load) possible.
+        "--model-control-mode=explicit",
+        f"--load-model={ENSEMBLE}",
+        f"--model-config-name={settings.engine}",
+        # Configs are complete; completing them would start every stub twice.
+        "--disable-auto-complete-config",
+        f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+        f"--grpc-address={settings.host}",
+        f"--http-address={settings.host}",
+        f"--metrics-address={settings.host}",
+        f"--grpc-port={settings.grpc_port}",
+        f"--http-port={settings.http_port}",
+        f"--metrics-port={settings.metrics_port}",
+        f"--grpc-restricted-protocol={RESTRICTED}:{ADMIN_HEADER}={settings.admin_key}",
+        f"--http-restricted-api={RESTRICTED}:{ADMIN_HEADER}={settings.admin_key}",
+        f"--grpc-header-forward-pattern={FORWARDED_HEADERS}",
+        f"--http-header-forward-pattern={FORWARDED_HEADERS}",
+        # A peer that vanished without closing its socket is noticed after time + timeout; without these after 2 h.
+        f"--grpc-keepalive-time={keepalive_ms}",
+        f"--grpc-keepalive-timeout={keepalive_ms // 2}",
+        "--grpc-keepalive-permit-without-calls=1",
+        "--grpc-http2-max-pings-without-data=0",
+        # Clients may ping us as often as we ping them; the default of 5 min would close their connections.
+        f"--grpc-http2-min-recv-ping-interval-without-data={keepalive_ms // 2}",
+        f"--allow-gpu-metrics={str(Path('/dev/nvidiactl').exists()).lower()}",
+        f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
+        f"--backend-config=python,thread-pool-size={BACKEND_THREADS}",
+        *_log_flags(settings.log_level),
+        *_tls_flags(settings),
+        *_trace_flags(settings),
+    ]
+
+
+def control_socket(shm_prefix: str) -> str:
+    r"""Name of the engine's control socket, an abstract unix datagram socket: bind and send to ``"\0" + name``."""
+    return f"trident-{shm_prefix}-engine"
+
+
+def environment(
+    settings: Settings, installation: Installation, engine_folder: Path, shm_prefix: str, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Environment of tritonserver and of the stubs, which inherit it."""
+    variables = dict(environ)
+    # The stub runs the models with the first python3 on PATH: this one's environment.
+    variables["PATH"] = _prepended(str(Path(sys.executable).parent), environ.get("PATH", ""))
+    variables["PYTHONPATH"] = _prepended(str(ROOT), environ.get("PYTHONPATH", ""))
+    variables["PYTHONUNBUFFERED"] = "1"
+    if installation.libraries:
+        variables["LD_LIBRARY_PATH"] = _prepended(installation.libraries, environ.get("LD_LIBRARY_PATH", ""))
+    variables["TRIDENT_ENGINE_DIR"] = str(engine_folder)
+    variables["TRIDENT_CONTROL_SOCKET"] = control_socket(shm_prefix)
+    return variables
+
+
+def _prepended(first: str, rest: str) -> str:
+    return os.pathsep.join((first, rest)) if rest else first
+
+
+def _log_flags(level: str) -> list[str]:
+    if level == "verbose":
+        return ["--log-verbose=1"]
+    return [f"--log-info={str(level == 'info').lower()}", f"--log-warning={str(level != 'error').lower()}"]
+
+
+def _tls_flags(settings: Settings) -> list[str]:
+    if settings.tls_cert is None:
+        return []
+    return ["--grpc-use-ssl=true", f"--grpc-server-cert={settings.tls_cert}", f"--grpc-server-key={settings.tls_key}"]
+
+
+def _trace_flags(settings: Settings) -> list[str]:
+    if not settings.otlp_endpoint:
+        return []
+    return [
+        "--trace-config=mode=opentelemetry",
+        "--trace-config=level=TIMESTAMPS",
+        f"--trace-config=rate={settings.trace_every}",
+        f"--trace-config=opentelemetry,url={settings.otlp_endpoint}",
+        "--trace-config=opentelemetry,resource=service.name=trident",
+    ]

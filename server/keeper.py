@@ -1,0 +1,121 @@
+"""Runs a command so that nothing of it outlives its supervisor. Run by path, alone: ``python -I -S keeper.py``.
+
+    keeper.py SHM_PREFIX COMMAND ARG...
+
+The keeper stands between supervisor and tritonserver. Its standard input is a pipe the supervisor holds open;
+when that closes, on purpose or because the supervisor was killed, or when the command ends by itself, it kills
+every process that descends from the command, removes their files in /dev/shm, and exits the way the command did.
+First line of standard output: the command's pid.
+
+A parent-death signal alone would not do: it reaches tritonserver, not its stubs, nor what they started.
+"""
+
+import ctypes
+import os
+import resource
+import select
+import signal
+import sys
+import time
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+SHM = "/dev/shm"
+
+
+def main(shm_prefix: str, command: list[str]) -> int:
+    # Orphans of the command become our children, so "no children left" means "nothing left".
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_IGN)  # the supervisor decides
+    pid = _spawn(command)
+    print(pid, flush=True)
+    _wait_for_either(pid)
+    status = kill_all(pid)
+    _remove_files(shm_prefix)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def kill_all(pid: int) -> int:
+    """Kills ``pid`` and all other children, and theirs as they become ours; returns the wait status of ``pid``."""
+    status = 0
+    while True:
+        for child in children():
+            os.kill(child, signal.SIGKILL)
+        try:
+            ended, its_status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status
+        if ended == pid:
+            status = its_status
+        elif ended == 0:
+            time.sleep(0.002)
+
+
+def children() -> list[int]:
+    """Our children that have not been waited for. Only we wait, so none of these pids can be somebody else's."""
+    me = os.getpid()
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as stat:
+                    # The command's name may hold blanks and parentheses; what follows the last one does not.
+                    if int(stat.read().rpartition(b")")[2].split()[1]) == me:
+                        found.append(int(name))
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    return found
+
+
+def _spawn(command: list[str]) -> int:
+    keeper = os.getpid()
+    pid = os.fork()  # no threads here, so nothing is torn
+    if pid:
+        return pid
+    try:
+        os.setsid()
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:
+            os._exit(1)
+        for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signal_number, signal.SIG_DFL)
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a descriptor per connection
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(2, 1)  # both into the log; standard output is ours
+        os.execv(command[0], command)
+    except OSError as error:
+        os.write(2, f"cannot run {command[0]}: {error.strerror}\n".encode())
+    os._exit(127)
+
+
+def _wait_for_either(pid: int) -> None:
+    """Returns when ``pid`` ended or our standard input closed."""
+    command_ended = os.pidfd_open(pid)
+    poller = select.poll()
+    poller.register(0, select.POLLIN | select.POLLHUP)
+    poller.register(command_ended, select.POLLIN)
+    poller.poll()
+    os.close(command_ended)
+
+
+def _remove_files(shm_prefix: str) -> None:
+    for name in os.listdir(SHM):
+        if name.startswith(shm_prefix):
+            try:
+                os.unlink(f"{SHM}/{name}")
+            except FileNotFoundError:
+                pass
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,193 @@
+"""One life of a server: from launch to its first token, with an eye on it until the end.
+
+A supervisor sees several. What happens to a life after it became ready is reported as an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from contract.errors import EngineFailed, TridentError
+from server import canary, command, log, process, stubs, traffic
+from server.admin import Admin, fetch
+from server.health import CanaryFailed, CanaryPassed, Event, ServerExited, StubDied, ending
+from server.installation import Installation
+from server.process import Server
+from server.repository import Model, Pipeline
+from server.settings import Settings
+
+LOOK_EVERY_S = 0.05
+# After a failed canary the next one follows sooner, so that a hang is told from a hiccup within seconds.
+RETRY_CANARY_S = 1.0
+# Models finalize within a moment of SIGTERM; the server then takes seconds over its own exit, which nobody needs.
+TERMINATE_S = 0.5
+
+
+class Life:
+    """``pid`` of tritonserver is 0 before :meth:`begin` and after :meth:`end`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        installation: Installation,
+        pipeline: Pipeline,
+        engine_folder: Path,
+        shm_prefix: str,
+        report: Callable[[Event], None],
+    ) -> None:
+        self.admin = Admin(settings.http_url, settings.admin_key)
+        self._settings = settings
+        self._pipeline = pipeline
+        self._report = report
+        self._shm_prefix = shm_prefix
+        self._log = log.path(settings.state_dir, settings.grpc_port)
+        backends = installation.link_backends(settings.state_dir)
+        self._command = command.tritonserver(settings, installation, backends, shm_prefix)
+        self._environ = command.environment(settings, installation, engine_folder, shm_prefix, os.environ)
+        self._server: Server | None = None
+        self._watch = stubs.Watch(self._on_stub_death)
+        self._canary: asyncio.Task[None] | None = None
+        self._doomed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why it will not become ready
+        self._ready = False
+        self._dead: set[str] = set()  # models whose stub died; each is reported once until it is revived
+
+    @property
+    def pid(self) -> int:
+        return self._server.pid if self._server else 0
+
+    @property
+    def serving(self) -> bool:
+        """Whether it became ready and tritonserver still runs, so that there may be streams to care for."""
+        return self._ready and self._server is not None and not self._server.exited.done()
+
+    async def traffic(self) -> traffic.Traffic:
+        """What the metrics page says now. TridentError if it does not answer."""
+        page = await asyncio.to_thread(fetch, self._settings.metrics_url, timeout_s=self._settings.canary_timeout_s)
+        return traffic.read(page.decode(), self._pipeline.last.name)
+
+    async def begin(self) -> None:
+        """Returns when a canary came through. EngineFailed with the log's own words if that will not happen."""
+        log_start = self._log.stat().st_size if self._log.exists() else 0
+        self._server = Server.start(self._command, self._environ, self._log, self._shm_prefix)
+        self._server.exited.add_done_callback(self._on_exit)
+        birth = asyncio.create_task(self._become_ready())
+        try:
+            await asyncio.wait(
+                {birth, self._doomed}, timeout=self._settings.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            birth.cancel()
+        if self._doomed.done():
+            raise EngineFailed(f"{self._doomed.result()}\n{log.complaints(self._log, log_start)}".rstrip())
+        if not birth.done():
+            raise EngineFailed(
+                f"no token within {self._settings.start_timeout_s:g} s\n{log.complaints(self._log, log_start)}"
+            )
+        birth.result()
+        self._ready = True
+        self._canary = asyncio.create_task(self._keep_asking())
+
+    async def revive(self, model: str) -> None:
+        """Loads ``model`` anew after its stub died; streams in flight go on. TridentError if it does not come back."""
+        self._watch.forget([stub for stub in self._watch.watched if stub.model == model])
+        # Loading alone does nothing: in Triton's eyes the model is loaded and its files have not changed.
+        # Until the load is done the ensemble is gone and readiness says so.
+        await self.admin.unload(model)
+        await self.admin.load(model, self._settings.start_timeout_s)
+        self._dead.discard(model)
+        self._watch_stubs()
+        finding = await canary.ask(self._settings, self._settings.canary_timeout_s)
+        if finding.health is not canary.Health.WELL:
+            raise EngineFailed(finding.reason)
+
+    async def end(self, terminate: bool = False) -> None:
+        """Nothing of this life is left on return. ``terminate``: let an idle server finalize its models first."""
+        if self._canary is not None:
+            self._canary.cancel()
+        self._watch.close()
+        if self._server is None:
+            return
+        self._server.exited.remove_done_callback(self._on_exit)
+        if terminate:
+            self._server.terminate()
+            await asyncio.wait({self._server.exited}, timeout=TERMINATE_S)
+        await self._server.kill()
+        self._server = None
+
+    async def _become_ready(self) -> None:
+        while not await self.admin.is_ready():
+            await asyncio.sleep(LOOK_EVERY_S)
+        self._watch_stubs()
+        while True:
+            finding = await canary.ask(self._settings, self._settings.canary_timeout_s)
+            if finding.health is canary.Health.WELL:
+                return
+            if finding.health is canary.Health.ILL:
+                self._doom(f"the models loaded, but the first request failed: {finding.reason}")
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _keep_asking(self) -> None:
+        pause_s = self._settings.canary_interval_s
+        while True:
+            await asyncio.sleep(pause_s)
+            self._watch_stubs()  # whoever loaded a model anew gave it new stubs
+            before = await self._answered()
+            asked_s = time.monotonic()
+            finding = await canary.ask(self._settings, self._settings.canary_timeout_s)
+            if finding.health is canary.Health.SLOW:
+                # Slow is not ill while others get their answers.
+                after = await self._answered()
+                if before is not None and after is not None and after > before:
+                    finding = canary.Finding(canary.Health.BUSY, f"{finding.reason}, but other requests were answered")
+            well = finding.health in (canary.Health.WELL, canary.Health.BUSY)
+            self._report(CanaryPassed() if well else CanaryFailed(finding.reason))
+            spent_s = time.monotonic() - asked_s
+            pause_s = self._settings.canary_interval_s if well else max(0.0, RETRY_CANARY_S - spent_s)
+
+    async def _answered(self) -> float | None:
+        """Answers given so far by the ensemble's last step, None if the metrics page does not answer."""
+        try:
+            return (await self.traffic()).answered
+        except TridentError:
+            return None
+
+    def _watch_stubs(self) -> None:
+        """Watches all stubs there are now; one that should be there and is not has died unseen."""
+        found = stubs.find(self.pid)
+        self._watch.add(found)
+        for model in self._pipeline.models:
+            if sum(stub.model == model.name for stub in found) < model.stubs:
+                self._mourn(model)
+
+    def _on_stub_death(self, dead: stubs.Stub) -> None:
+        living = stubs.find(self.pid)
+        if stubs.replaced(dead, living):
+            self._watch.add(living)
+            return
+        for model in self._pipeline.models:
+            if model.name == dead.model:
+                self._mourn(model)
+
+    def _mourn(self, model: Model) -> None:
+        if not process.is_alive(self.pid):
+            return  # it took its stubs along, and its own end is reported
+        if not self._ready:
+            self._doom(f"the {model.name}'s process died")
+        elif model.name not in self._dead:
+            self._dead.add(model.name)
+            self._report(StubDied(model.name, model.streams))
+
+    def _on_exit(self, exited: asyncio.Future[int]) -> None:
+        self._watch.close()
+        if self._ready:
+            self._report(ServerExited(exited.result()))
+        else:
+            self._doom(f"tritonserver ended with {ending(exited.result())}")
+
+    def _doom(self, reason: str) -> None:
+        if not self._doomed.done():
+            self._doomed.set_result(reason)

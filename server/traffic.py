@@ -1,0 +1,55 @@
+"""How much is going on inside a server, read from its metrics page."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+SAMPLE = re.compile(r"^(nv_inference_request_\w+|nv_trt_llm_request_metrics)\{(.*)\} (\S+)$", re.MULTILINE)
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+ANSWERS = ("nv_inference_request_success", "nv_inference_request_failure")
+# TensorRT-LLM's gauge of the engine, in both engines: what runs and what waits.
+LIVE = ("active", "waiting", "scheduled", "context")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """answered: responses and failures of the model that answers last; grows while any stream moves.
+
+    live: requests inside the engine by its own gauges, None if it has none.
+    """
+
+    answered: float
+    live: float | None
+
+
+def read(metrics: str, last_model: str) -> Traffic:
+    """``metrics``: the page in Prometheus text format. ``last_model``: the ensemble's last step."""
+    answered = 0.0
+    live = None
+    for name, text, value in SAMPLE.findall(metrics):
+        labels = dict(LABEL.findall(text))
+        if name in ANSWERS and labels.get("model") == last_model:
+            answered += float(value)
+        elif name == "nv_trt_llm_request_metrics" and labels.get("request_type") in LIVE:
+            live = (live or 0.0) + float(value)
+    return Traffic(answered, live)
+
+
+class Quiet:
+    """Whether a server that admits nothing new has nothing left to do: call it with successive snapshots.
+
+    True once ``looks`` snapshots in a row found an empty engine and no answer given in between. They must span more
+    than the engine's gauges lag (100 ms in both engines) and the detokenizer needs for what left the engine last.
+    """
+
+    def __init__(self, looks: int) -> None:
+        self._looks = looks
+        self._same = 0
+        self._last: Traffic | None = None
+
+    def __call__(self, now: Traffic) -> bool:
+        still = now.live == 0 and now == self._last
+        self._same = self._same + 1 if still else 0
+        self._last = now
+        return self._same >= self._looks - 1

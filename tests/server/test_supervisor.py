@@ -1,0 +1,329 @@
+"""The supervisor with a real tritonserver: starts, faults, stops. The models are the fixture's."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from contract.errors import EngineFailed, Unavailable
+from server import ports, shared_memory, status, stubs
+from server.admin import fetch
+from server.settings import ROOT
+
+pytestmark = pytest.mark.end_to_end
+
+
+def descendants(pid):
+    """pid → command line of every process that descends from ``pid``, zombies included."""
+    parents = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(process.name)] = int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    found, queue = set(), [pid]
+    while queue:
+        above = queue.pop()
+        below = [child for child, parent in parents.items() if parent == above]
+        found.update(below)
+        queue += below
+    return found
+
+
+def wait_until(happened, timeout_s=10.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not happened():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def gone(pids):
+    return wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def files_of(replica):
+    return list(Path("/dev/shm").glob(f"{shared_memory.port_prefix(replica.settings.grpc_port)}*"))
+
+
+def is_ready(replica):
+    try:
+        fetch(f"{replica.http_url}/v2/health/ready")
+    except (EngineFailed, Unavailable):
+        return False
+    return True
+
+
+@pytest.fixture
+def replica(serve):
+    with serve() as replica:
+        yield replica
+
+
+@pytest.fixture(scope="module")
+def untouched(serve):
+    """A replica for tests that only look."""
+    with serve() as replica:
+        yield replica
+
+
+def test_a_server_is_ready_answers_says_so_and_leaves_nothing_behind(serve, open_stream):
+    with serve() as replica:
+        assert is_ready(replica)
+        stream = open_stream(replica, max_tokens=8)
+        assert stream.ended.wait(10) and "".join(stream.texts) == "pingping" and stream.finish_reason == "length"
+        assert replica.status.state == "ready" and replica.status.restarts == 0
+        assert {stub.model for stub in replica.stubs()} == {"tokenizer", "engine", "detokenizer"}
+        assert files_of(replica)
+        everything = descendants(replica.pid)
+        assert replica.server_pid in everything
+        welcome = replica.output.read_text()
+        assert f"python -m clients --url {replica.grpc_url}" in welcome and f"{replica.http_url}/v2/models" in welcome
+    assert replica.process.returncode == 0
+    assert gone(everything) and files_of(replica) == []
+    assert not status.path(replica.settings.state_dir, replica.settings.grpc_port).exists()
+
+
+def test_strangers_may_look_and_infer_but_not_unload_or_map_memory(untouched):
+    for path in ("/v2", "/v2/models/ensemble/config", "/v2/models/ensemble/stats"):
+        assert fetch(untouched.http_url + path)
+    for path in ("/v2/repository/models/ensemble/unload", "/v2/repository/index", "/v2/systemsharedmemory/status"):
+        method = "GET" if path.endswith("status") else "POST"
+        with pytest.raises(EngineFailed, match="403"):
+            fetch(untouched.http_url + path, method)
+        assert fetch(untouched.http_url + path, method, untouched.admin_headers) or path.endswith("unload")
+
+
+@pytest.mark.parametrize("model", ["engine", "detokenizer"])
+def test_a_killed_streaming_stub_ends_every_stream_at_once_and_the_server_is_ready_again(replica, open_stream, model):
+    streams = [open_stream(replica, max_tokens=100_000) for _ in range(4)]
+    assert all(stream.started.wait(10) for stream in streams)
+    before = replica.server_pid
+    os.kill(replica.stubs(model)[0].pid, signal.SIGKILL)
+    assert all(stream.ended.wait(10) for stream in streams)
+    assert {stream.failure for stream in streams} == {"UNAVAILABLE"}
+    assert not is_ready(replica) or replica.server_pid != before
+    replica.wait_until_ready(restarts=1)
+    again = open_stream(replica, max_tokens=4)
+    assert again.ended.wait(10) and "".join(again.texts) == "ping"
+    assert f"the {model}'s process died" in replica.output.read_text()
+    assert replica.server_pid != before and len(files_of(replica)) == 4
+
+
+def test_a_killed_tokenizer_stub_is_revived_while_streams_go_on_and_readiness_says_so(replica, open_stream):
+    stream = open_stream(replica, max_tokens=600, step_ms=5)
+    assert stream.started.wait(10)
+    before, seen = replica.server_pid, []
+    looking = threading.Event()
+
+    def look():
+        while not looking.is_set():
+            seen.append(is_ready(replica))
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    os.kill(replica.stubs("tokenizer")[0].pid, signal.SIGKILL)
+    found = replica.wait_until_ready(revivals=1)
+    looking.set()
+    looker.join()
+    assert (found.restarts, found.revivals) == (0, 1) and replica.server_pid == before
+    assert False in seen and is_ready(replica)
+    assert {stub.instance for stub in replica.stubs("tokenizer")} == {"tokenizer_0_0", "tokenizer_0_1"}
+    again = open_stream(replica, max_tokens=4)
+    assert again.ended.wait(10) and "".join(again.texts) == "ping"
+    assert stream.ended.wait(10) and len(stream.texts) == 600 and stream.finish_reason == "length"
+
+
+def test_all_stubs_and_then_tritonserver_itself_may_be_killed_again_and_again(replica, open_stream):
+    for restarts in (1, 2):
+        for stub in replica.stubs():
+            os.kill(stub.pid, signal.SIGKILL)
+        replica.wait_until_ready(restarts=restarts)
+    os.kill(replica.server_pid, signal.SIGKILL)
+    found = replica.wait_until_ready(restarts=3)
+    assert found.restarts == 3 and "tritonserver ended with signal 9" in replica.output.read_text()
+    again = open_stream(replica, max_tokens=4)
+    assert again.ended.wait(10) and again.finish_reason == "length"
+
+
+def test_a_model_loaded_anew_by_hand_is_no_fault(serve, open_stream, tmp_path):
+    repository = tmp_path / "model_repository"
+    subprocess.run(["cp", "-r", Path(__file__).parent / "fixtures" / "model_repository", repository], check=True)
+    with serve(model_repository=repository, canary_interval_s=0.2) as replica:
+        old = replica.stubs("detokenizer")[0]
+        (repository / "detokenizer" / "1" / "model.py").touch()
+        fetch(f"{replica.http_url}/v2/repository/models/detokenizer/load", "POST", replica.admin_headers)
+        assert gone([old.pid])
+        assert wait_until(lambda: len(replica.stubs("detokenizer")) == 1)
+        time.sleep(0.5)  # two canaries
+        assert replica.status.restarts == 0 and is_ready(replica)
+        # Its new process is watched as the old one was.
+        os.kill(replica.stubs("detokenizer")[0].pid, signal.SIGKILL)
+        replica.wait_until_ready(restarts=1)
+
+
+def test_a_hung_engine_is_told_from_a_busy_one_and_restarted(serve, open_stream):
+    with serve(canary_interval_s=0.3, canary_timeout_s=0.3) as replica:
+        busy = open_stream(replica, max_tokens=400, step_ms=5)
+        assert busy.ended.wait(10) and replica.status.restarts == 0
+        os.kill(replica.stubs("engine")[0].pid, signal.SIGSTOP)
+        found = replica.wait_until_ready(restarts=1)
+        assert found.restarts == 1 and "canary requests in a row failed" in replica.output.read_text()
+
+
+def test_a_stop_lets_short_streams_end_and_tells_long_ones_why(serve, open_stream):
+    with serve() as replica:
+        short = [open_stream(replica, max_tokens=4, step_ms=250) for _ in range(20)]
+        long = [open_stream(replica, max_tokens=100_000, step_ms=250) for _ in range(80)]
+        assert all(stream.started.wait(10) for stream in short + long)
+        everything = descendants(replica.pid)
+        asked_s = time.monotonic()
+        replica.process.send_signal(signal.SIGTERM)
+        assert wait_until(lambda: not is_ready(replica))
+        late = open_stream(replica, max_tokens=4)
+        assert replica.process.wait(20) == 0
+        took_s = time.monotonic() - asked_s
+    assert all(stream.ended.wait(5) for stream in short + long + [late])
+    assert {(len(stream.texts), stream.finish_reason, stream.failure) for stream in short} == {(4, "length", "")}
+    assert {(stream.finish_reason, stream.error_message) for stream in long} == {
+        ("error", "Unavailable: the server is shutting down")
+    }
+    assert "no available versions" in late.failure or late.failure == "UNAVAILABLE"
+    assert gone(everything) and files_of(replica) == []
+    assert took_s < 5.0  # the promise of a stop, whatever is open
+
+
+def test_a_stop_cuts_off_streams_of_an_engine_that_does_not_listen(serve, open_stream):
+    with serve(drain_s=0.2) as replica:
+        stream = open_stream(replica, max_tokens=100_000)
+        assert stream.started.wait(10)
+        os.kill(replica.stubs("engine")[0].pid, signal.SIGSTOP)
+        everything = descendants(replica.pid)
+        assert replica.stop() == 0
+    assert stream.ended.wait(5) and stream.failure == "UNAVAILABLE"
+    assert gone(everything) and "some streams did not end" in replica.output.read_text()
+
+
+def test_a_second_signal_stops_at_once(serve, open_stream):
+    with serve(drain_s=600) as replica:
+        stream = open_stream(replica, max_tokens=100_000)
+        assert stream.started.wait(10)
+        everything = descendants(replica.pid)
+        replica.process.send_signal(signal.SIGINT)
+        assert wait_until(lambda: replica.status.state == "draining")
+        assert not stream.ended.wait(0.3)
+        replica.process.send_signal(signal.SIGINT)
+        assert replica.process.wait(5) == 130
+    assert stream.ended.wait(5) and stream.failure == "UNAVAILABLE"
+    assert gone(everything) and files_of(replica) == []
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "keeper"])
+def test_nothing_survives_a_killed_supervisor_and_nothing_is_lost_with_a_killed_keeper(replica, open_stream, victim):
+    stream = open_stream(replica, max_tokens=100_000)
+    assert stream.started.wait(10)
+    everything = descendants(replica.pid)
+    if victim == "supervisor":
+        replica.process.kill()
+        replica.process.wait()
+        assert gone(everything) and files_of(replica) == []
+        assert replica.status.state == "dead"
+    else:
+        keeper = int(Path(f"/proc/{replica.server_pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+        os.kill(keeper, signal.SIGKILL)
+        replica.wait_until_ready(restarts=1)
+        assert gone(everything)
+    assert stream.ended.wait(5) and stream.failure == "UNAVAILABLE"
+
+
+def run(*arguments, env=None, **settings):
+    """``python -m server`` with ``arguments``, to its end."""
+    variables = {f"TRIDENT_{name.upper()}": str(value) for name, value in settings.items()}
+    return subprocess.run(
+        [sys.executable, "-m", "server", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **variables, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def place(engines, tmp_path):
+    """Settings of a server of the fixture ensemble on free ports."""
+    grpc_port, http_port, metrics_port = ports.free(3)
+    return {
+        "model_repository": Path(__file__).parent / "fixtures" / "model_repository",
+        "engines_dir": engines,
+        "state_dir": tmp_path,
+        "grpc_port": grpc_port,
+        "http_port": http_port,
+        "metrics_port": metrics_port,
+    }
+
+
+def test_a_command_runs_once_the_server_is_ready_and_its_exit_code_is_ours(place):
+    ended = run("--", sys.executable, "-c", ASK_READY, **place)
+    assert ended.returncode == 7 and ended.stdout == f"127.0.0.1:{place['grpc_port']} 200\n"
+    assert "ready in" in ended.stderr and "stopped" in ended.stderr
+    ended = run("--", "no-such-command", **place)
+    assert ended.returncode == 1 and "no-such-command" in ended.stderr
+
+
+ASK_READY = """
+import os, sys, urllib.request
+print(os.environ["TRIDENT_URL"], urllib.request.urlopen(os.environ["TRIDENT_HTTP_URL"] + "/v2/health/ready").status)
+sys.exit(7)
+"""
+
+
+def test_a_model_that_does_not_load_is_one_clear_error_with_the_logs_own_words(place):
+    ended = run(env={"TRIDENT_FIXTURE_FAULT": "engine-load"}, **place)
+    assert ended.returncode == 1
+    assert "the fixture's weights are missing" in ended.stderr and "Traceback" not in ended.stderr
+    assert len(ended.stderr.splitlines()) < 20
+    listed = run("status", "--json", **place)
+    (found,) = json.loads(listed.stdout)
+    assert found["state"] == "failed" and "weights are missing" in found["reason"] and listed.returncode == 1
+    assert not list(Path("/dev/shm").glob(f"{shared_memory.port_prefix(place['grpc_port'])}*"))
+
+
+def test_a_server_that_fails_to_start_again_and_again_is_given_up(serve, tmp_path):
+    repository = tmp_path / "model_repository"
+    subprocess.run(["cp", "-r", Path(__file__).parent / "fixtures" / "model_repository", repository], check=True)
+    with serve(model_repository=repository) as replica:
+        repository.rename(tmp_path / "lost")
+        os.kill(replica.server_pid, signal.SIGKILL)
+        assert replica.process.wait(30) == 1
+        said = replica.output.read_text()
+        assert "did not start 3 times in a row" in said and str(repository) in said
+        assert replica.status.state == "failed" and replica.status.restarts == 3
+
+
+def test_status_lists_a_server_that_runs(untouched):
+    listed = run("status", state_dir=untouched.settings.state_dir)
+    assert listed.returncode == 0
+    assert untouched.grpc_url in listed.stdout and "ready since" in listed.stdout
+
+
+def test_generate_stream_over_http_speaks_through_the_ensemble(untouched):
+    body = json.dumps({"text_input": "abc", "max_tokens": 3}).encode()
+    with urllib.request.urlopen(f"{untouched.http_url}/v2/models/ensemble/generate_stream", body, timeout=10) as answer:
+        events = [json.loads(line.removeprefix(b"data: ")) for line in answer if line.startswith(b"data: ")]
+    assert "".join(event["text_output"] for event in events) == "abc"
+
+
+def test_stubs_are_found_by_model_and_instance(untouched):
+    found = stubs.find(untouched.server_pid)
+    assert [stub.instance for stub in found] == ["detokenizer_0_0", "engine_0_0", "tokenizer_0_0", "tokenizer_0_1"]
+    assert [stub.model for stub in found] == ["detokenizer", "engine", "tokenizer", "tokenizer"]
+    assert stubs.find(os.getpid()) == []
