@@ -25,6 +25,14 @@ def test_values_are_exactly_those_stored(tmp_path, dtype):
         np.testing.assert_array_equal(found[name].f32(), stored[name])
 
 
+def test_tensors_need_not_be_aligned(tmp_path):
+    value = np.arange(6, dtype=np.float32).reshape(2, 3)
+    header = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [1, 25]}}
+    for padding in range(4):
+        write(tmp_path / "x.safetensors", json.dumps(header).encode() + b" " * padding, b"\0" + value.tobytes())
+        np.testing.assert_array_equal(read_header(tmp_path / "x.safetensors")["a"].f32(), value)
+
+
 def test_raw_bits_are_a_view_of_the_file(tmp_path):
     checkpoints.write_weights(tmp_path, {"a": np.ones((2, 2), np.float32)})
     raw = read_header(tmp_path / "model.safetensors")["a"].raw()

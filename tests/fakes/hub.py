@@ -1,4 +1,4 @@
-"""A model hub in little: one repository at one commit over HTTP, as huggingface_hub asks for it. Remembers what was asked."""
+"""A model hub in little: one repository at one commit over HTTP, answering as huggingface_hub expects."""
 
 from __future__ import annotations
 
