@@ -26,7 +26,7 @@ import openvino.opset13 as ops
 from openvino import Node
 
 from checkpoint import Checkpoint, CheckpointError
-from numerics import bf16_to_f32, f32_to_bf16
+from numerics import f32_to_bf16
 
 PRECISIONS = ("fp32", "bf16", "fp16", "int8", "int4")
 _READ_OUT = ("model.embed_tokens.weight", "lm_head.weight")
@@ -133,7 +133,7 @@ class Weights:
         if self._precision == "bf16":
             # The file's own bytes where it is bf16 already: mapped, not copied.
             bits = tensor.raw() if tensor.dtype == "BF16" else f32_to_bf16(self._values(name))
-            _require_finite(name, bf16_to_f32(bits))
+            _require(name, not ((bits & 0x7F80) == 0x7F80).any())  # all exponent bits set: NaN or infinity
             return ops.convert(self._constant(np.ascontiguousarray(bits), ov.Type.bf16, tensor.shape), ov.Type.f32)
         exact = self._values(name)
         with np.errstate(over="ignore"):
@@ -159,10 +159,10 @@ class Weights:
 
     def _values(self, name: str) -> np.ndarray:
         values = self._checkpoint.tensors[name].f32()
-        _require_finite(name, values)
+        _require(name, bool(np.isfinite(values).all()))
         return np.ascontiguousarray(values)
 
 
-def _require_finite(name: str, values: np.ndarray) -> None:
-    if not np.isfinite(values).all():
+def _require(name: str, finite: bool) -> None:
+    if not finite:
         raise CheckpointError(f"{name} holds NaN or infinity; the checkpoint is damaged or its training diverged")
