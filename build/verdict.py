@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import commands
 import hardware
@@ -19,33 +19,33 @@ import memory
 from case import Case, Finding, Severity
 from fitness import CHECKS
 from recipe import CPU, KV_CACHE_PRECISIONS, PRECISIONS, TRTLLM, Recipe, RecipeError, load
-from rules import EAGLE_DRAFT, RULES
+from rules import EAGLE_BATCH, EAGLE_DRAFT, RULES
 
-MAX_CANDIDATES = 3000
+MAX_PAIRS = 200
+MAX_MENDED = 8
 OPTION, LIMIT, FORMAT, RANKS, FEATURE, CARD = 1, 1, 2, 3, 4, 6  # costs
 
 
 def judge(case: Case) -> tuple[Finding, ...]:
     """Every finding, refusals first, then warnings, then the rest; within one severity in the rules' order."""
-    order = list(Severity)
-    found = sorted(_check(case), key=lambda finding: order.index(finding.severity))
-    return tuple(_with_alternative(case, finding) for finding in found)
+    order, search = list(Severity), _Search(case)
+    found = sorted(check(case), key=lambda finding: order.index(finding.severity))
+    # What this machine or a checkpoint on its disk earned, no other recipe answers.
+    if case.gpus_here is not None or case.rank_files is not None:
+        return tuple(found)
+    return tuple(
+        finding if finding.severity is Severity.INFORM else replace(finding, instead=search.nearest(finding.rule))
+        for finding in found
+    )
 
 
 def refused(findings: tuple[Finding, ...]) -> bool:
     return any(finding.severity is Severity.REFUSE for finding in findings)
 
 
-def _check(case: Case) -> list[Finding]:
+def check(case: Case) -> list[Finding]:
+    """Every finding, without alternatives, in the rules' order."""
     return (RULES.check(case) if case.recipe.kind == TRTLLM else []) + CHECKS.check(case)
-
-
-def _with_alternative(case: Case, finding: Finding) -> Finding:
-    # What this machine or a checkpoint on its disk earned, no other recipe answers.
-    of_machine = case.gpus_here is not None or case.rank_files is not None
-    if finding.severity is Severity.INFORM or of_machine:
-        return finding
-    return replace(finding, instead=nearest(case, finding.rule))
 
 
 @dataclass(frozen=True)
@@ -57,26 +57,89 @@ class _Edit:
     changes: dict[str, object]
 
 
-def nearest(case: Case, rule: str) -> str:
-    """The cheapest change of the recipe after which ``rule`` is silent and nothing is refused, as TOML; "" if none."""
-    edits = list(_edits(case))
-    singles = [(edit,) for edit in edits]
-    pairs = [pair for pair in itertools.combinations(edits, 2) if not pair[0].changes.keys() & pair[1].changes.keys()]
-    candidates = sorted(singles + pairs, key=lambda edits: sum(edit.cost for edit in edits))[:MAX_CANDIDATES]
-    warned = {f.rule for f in _check(case) if f.severity is Severity.WARN}
-    fallback = ""
-    for candidate in candidates:
-        recipe = replace(case.recipe, **{k: v for edit in candidate for k, v in edit.changes.items()})
-        found = _check(replace(case, recipe=recipe))
-        if any(f.rule == rule or f.severity is Severity.REFUSE for f in found):
-            continue
-        said = ", ".join(edit.text for edit in candidate)
-        shipped = _shipped_like(recipe)
-        said = f"{said} (as build/recipes/{shipped}.toml)" if shipped else said
-        if {f.rule for f in found if f.severity is Severity.WARN} <= warned:
-            return said
-        fallback = fallback or said
-    return fallback
+@dataclass(frozen=True)
+class _Faults:
+    """Names of the rules that refuse a recipe, and of those that warn of it."""
+
+    refused: frozenset[str]
+    warned: frozenset[str]
+
+    def left(self, rule: str) -> frozenset[str]:
+        """What still stands in the way of ``rule`` being silent and nothing refused."""
+        return self.refused | ({rule} & self.warned)
+
+
+def _faults(case: Case) -> _Faults:
+    found = check(case)
+    refused, warned = (
+        frozenset(f.rule for f in found if f.severity is severity) for severity in (Severity.REFUSE, Severity.WARN)
+    )
+    return _Faults(refused, warned)
+
+
+class _Search:
+    """Looks for the nearest recipe; what each single edit leads to is found once and serves every rule."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    @cached_property
+    def before(self) -> _Faults:
+        return _faults(self.case)
+
+    @cached_property
+    def singles(self) -> list[tuple[_Edit, _Faults]]:
+        edits = sorted(_edits(self.case), key=lambda edit: edit.cost)
+        return [(edit, _faults(_changed(self.case, (edit,)))) for edit in edits]
+
+    def nearest(self, rule: str) -> str:
+        """The cheapest change after which ``rule`` is silent and nothing is refused, as TOML; "" if none is found.
+
+        One edit is tried before two; a recipe with more faults is mended fault by fault.
+        """
+        good = [((edit,), after) for edit, after in self.singles if not after.left(rule)]
+        best = next((edits for edits, after in good if after.warned <= self.before.warned), None)
+        best = best or (good[0][0] if good else None) or self._pair(rule) or self._mended(rule)
+        return _said(best, _changed(self.case, best)) if best else ""
+
+    def _pair(self, rule: str) -> tuple[_Edit, ...] | None:
+        """Two edits of which each does away with what the other leaves."""
+        pairs = [
+            (a, b)
+            for (a, after_a), (b, after_b) in itertools.combinations(self.singles, 2)
+            if not after_a.left(rule) & after_b.left(rule) and not a.changes.keys() & b.changes.keys()
+        ]
+        for pair in sorted(pairs, key=lambda pair: pair[0].cost + pair[1].cost)[:MAX_PAIRS]:
+            if not _faults(_changed(self.case, pair)).left(rule):
+                return pair
+        return None
+
+    def _mended(self, rule: str) -> tuple[_Edit, ...] | None:
+        """Edits that do away with one fault after the other, each the cheapest that brings no new refusal."""
+        case, done, faults = self.case, (), self.before
+        while faults.left(rule) and len(done) < MAX_MENDED:
+            fault = min(faults.left(rule))
+            for edit in sorted(_edits(case), key=lambda edit: edit.cost):
+                changed = _changed(case, (edit,))
+                after = _faults(changed)
+                if fault not in after.left(rule) and after.refused <= faults.refused:
+                    case, done, faults = changed, (*done, edit), after
+                    break
+            else:
+                return None
+        return None if faults.left(rule) else done
+
+
+def _changed(case: Case, edits: tuple[_Edit, ...]) -> Case:
+    changes: dict[str, object] = {}
+    for edit in edits:
+        changes |= edit.changes
+    return replace(case, recipe=replace(case.recipe, **changes))
+
+
+def _said(edits: tuple[_Edit, ...], changed: Case) -> str:
+    text, shipped = ", ".join(edit.text for edit in edits), _shipped_like(changed.recipe)
+    return f"{text} (as build/recipes/{shipped}.toml)" if shipped else text
 
 
 def _edits(case: Case) -> Iterator[_Edit]:
@@ -156,8 +219,11 @@ def _engine_limits(recipe: Recipe) -> Iterator[_Edit]:
     spec = recipe.speculative_decoding
     if spec is not None and spec.max_draft_len > EAGLE_DRAFT:
         shorter = replace(spec, max_draft_len=EAGLE_DRAFT)
-        text = f"speculative_decoding.max_draft_len = {EAGLE_DRAFT}"
-        yield _Edit(LIMIT, text, {"speculative_decoding": shorter})
+        text, changes = f"speculative_decoding.max_draft_len = {EAGLE_DRAFT}", {"speculative_decoding": shorter}
+        yield _Edit(LIMIT, text, changes)
+        if recipe.max_batch_size > EAGLE_BATCH:
+            changes = changes | {"max_batch_size": EAGLE_BATCH}
+            yield _Edit(2 * LIMIT, f"max_batch_size = {EAGLE_BATCH}, {text}", changes)
     if recipe.max_beam_width > 1:
         yield _Edit(LIMIT, "max_beam_width = 1", {"max_beam_width": 1})
     if recipe.multiple_profiles:

@@ -1,0 +1,95 @@
+import pytest
+from gpu_recipes import LLAMA_70B, QWEN3_8B, QWEN_7B, case
+
+from fitness import CHECKS
+from verdict import check
+
+
+def reason(rule: str, **changes: object) -> str | None:
+    return CHECKS[rule].reason(case(**changes))
+
+
+@pytest.mark.parametrize("gpu", ["a100", "a10"])
+def test_h1_fp8_weights_do_not_run_below_sm_89(gpu):
+    assert "only on SM 89" in reason("H1", gpu=gpu)
+    assert reason("H1", gpu=gpu, precision="int4_awq", kv_cache_precision="auto") is None
+
+
+@pytest.mark.parametrize("precision", ["int4_awq", "int8_sq", "int8_wo", "int4_wo", "w4a8_awq"])
+def test_h1_integer_weights_do_not_run_on_sm_120(precision):
+    assert "SM 120 (Blackwell)" in reason("H1", gpu="rtx-5090", precision=precision, kv_cache_precision="auto")
+    assert reason("H1", precision=precision, kv_cache_precision="auto") is None
+
+
+def test_h1_nvfp4_needs_blackwell():
+    assert reason("H1", precision="nvfp4")
+    assert reason("H1", precision="nvfp4", gpu="b200") is None
+
+
+def test_one_fault_is_refused_once():
+    found = [f.rule for f in check(case(gpu="b200", precision="int4_awq", kv_cache_precision="auto"))]
+    assert "R4" in found and "H1" not in found
+
+
+def test_h2_int8_kv_does_not_run_on_sm_120():
+    assert reason("H2", gpu="rtx-5090", kv_cache_precision="int8")
+    assert reason("H2", gpu="rtx-5090") is None
+
+
+def test_h3_the_swiglu_plugin_is_for_hopper():
+    assert reason("H3", gpu="l40s", build={"gemm_swiglu_plugin": "fp8"})
+    assert reason("H3", build={"gemm_swiglu_plugin": "fp8"}) is None
+    assert reason("H3", gpu="l40s") is None
+
+
+def test_h4_w4a8_is_not_listed_for_qwen3():
+    assert reason("H4", model=QWEN3_8B, precision="w4a8_awq")
+    assert reason("H4", model=QWEN_7B, precision="w4a8_awq") is None
+
+
+def test_m1_weights_and_one_sequence_must_fit():
+    assert "leave room for 0 KV tokens" in reason("M1", model=LLAMA_70B, gpu="l40s")
+    assert reason("M1", model=LLAMA_70B, gpu="l40s", tp=4) is None
+    assert "less than one sequence of 4096" in reason("M1", kv_cache_tokens=1024)
+    spec = {"mode": "eagle", "max_draft_len": 256}
+    assert reason("M1", kv_cache_tokens=4096) is None
+    assert "4352" in reason("M1", kv_cache_tokens=4096, speculative_decoding=spec)
+
+
+def test_s1_sequences_must_not_outgrow_the_model():
+    assert "32768 tokens" in reason("S1", model=QWEN_7B, max_seq_len=32769)
+    assert reason("S1", model=QWEN_7B, max_seq_len=32768) is None
+
+
+def test_s2_ranks_must_divide_the_model():
+    assert "28 attention heads" in reason("S2", model=QWEN_7B, tp=8)
+    assert reason("S2", model=QWEN_7B, pp=16) is None
+    assert reason("S2", model=QWEN_7B, tp=4) is None
+    assert "cannot share 8 KV heads" in reason("S2", tp=16, precision="int8_sq", kv_cache_precision="auto")
+    assert reason("S2", tp=16) is None
+
+
+def test_s3_long_prompts_need_chunked_context():
+    assert "prompts over max_num_tokens 2048" in reason("S3", max_num_tokens=2048, chunked_context=False)
+    assert reason("S3", max_num_tokens=2048, precision="int4_awq", kv_cache_precision="fp8")
+    assert reason("S3", max_num_tokens=2048) is None
+    assert reason("S3", max_num_tokens=4096, chunked_context=False) is None
+
+
+def test_s4_lookahead_has_limits():
+    spec = {"mode": "lookahead_decoding", "window_size": 7, "ngram_size": 7, "verification_set_size": 7}
+    assert "max_beam_width 1" in reason("S4", speculative_decoding=spec, max_beam_width=2)
+    assert "drafts nothing" in reason("S4", speculative_decoding=spec | {"ngram_size": 1})
+    assert reason("S4", speculative_decoding=spec) is None
+
+
+def test_u1_a_table_without_effect_is_refused():
+    assert "[convert] has no effect" in reason("U1", convert={"per_token": True})
+    assert "[quantize] has no effect" in reason("U1", precision="bf16", kv_cache_precision="auto", quantize={"seed": 1})
+    assert reason("U1", quantize={"seed": 1}) is None
+
+
+def test_u2_draft_heads_of_other_converters_are_announced():
+    assert "eagle" in reason("U2", speculative_decoding={"mode": "eagle", "max_draft_len": 4})
+    assert reason("U2", speculative_decoding={"mode": "medusa", "max_draft_len": 4}) is None
+    assert reason("U2", speculative_decoding={"mode": "draft_tokens_external", "max_draft_len": 4}) is None
