@@ -100,8 +100,8 @@ class Life:
         await self.admin.load(model, self._settings.start_timeout_s)
         self._dead.discard(model)
         self._watch_stubs()
-        finding = await canary.ask(self._settings, self._settings.canary_timeout_s)
-        if finding.health is not canary.Health.WELL:
+        finding = await self._examine()
+        if finding.health not in (canary.Health.WELL, canary.Health.BUSY):
             raise EngineFailed(finding.reason)
 
     async def end(self, terminate: bool = False) -> None:
@@ -135,18 +135,22 @@ class Life:
         while True:
             await asyncio.sleep(pause_s)
             self._watch_stubs()  # whoever loaded a model anew gave it new stubs
-            before = await self._answered()
             asked_s = time.monotonic()
-            finding = await canary.ask(self._settings, self._settings.canary_timeout_s)
-            if finding.health is canary.Health.SLOW:
-                # Slow is not ill while others get their answers.
-                after = await self._answered()
-                if before is not None and after is not None and after > before:
-                    finding = canary.Finding(canary.Health.BUSY, f"{finding.reason}, but other requests were answered")
+            finding = await self._examine()
             well = finding.health in (canary.Health.WELL, canary.Health.BUSY)
             self._report(CanaryPassed() if well else CanaryFailed(finding.reason))
             spent_s = time.monotonic() - asked_s
             pause_s = self._settings.canary_interval_s if well else max(0.0, RETRY_CANARY_S - spent_s)
+
+    async def _examine(self) -> canary.Finding:
+        """A canary's finding; slow is not ill while others get their answers."""
+        before = await self._answered()
+        finding = await canary.ask(self._settings, self._settings.canary_timeout_s)
+        if finding.health is canary.Health.SLOW:
+            after = await self._answered()
+            if before is not None and after is not None and after > before:
+                return canary.Finding(canary.Health.BUSY, f"{finding.reason}, but other requests were answered")
+        return finding
 
     async def _answered(self) -> float | None:
         """Answers given so far by the ensemble's last step, None if the metrics page does not answer."""
