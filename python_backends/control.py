@@ -7,12 +7,17 @@ which does learn it, sends word on an abstract unix datagram socket. One datagra
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 _MAX_BYTES = 4096
+
+# The kernel holds ten datagrams for a listener (net.unix.max_dgram_qlen); in a storm of cancels a moment's patience
+# is better than a lost one. The listener takes some 20 µs for each.
+_PATIENCE_US = 5_000
 
 
 class Verb(str, Enum):
@@ -51,16 +56,18 @@ class ControlMessage:
 
 
 class ControlSender:
-    """Sends without ever blocking: a lost datagram is repeated at the next token or probe of the stream."""
+    """Waits 5 ms at most for a busy listener; what is lost all the same is repeated at the stream's next chunk."""
 
     def __init__(self, name: str) -> None:
         self._address = "\0" + name
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, _PATIENCE_US))
 
     def send(self, message: ControlMessage) -> bool:
+        """Whether the listener has it."""
         try:
             self._socket.sendto(message.encode(), self._address)
-        except OSError:  # no engine is listening now, or its buffer is full
+        except OSError:  # no engine is listening now, or its queue is full
             return False
         return True
 
@@ -73,8 +80,11 @@ class ControlListener:
 
     def __init__(self, name: str, handle: Callable[[ControlMessage], None]) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
-        self._socket.bind("\0" + name)
+        try:
+            self._socket.bind("\0" + name)
+        except OSError:
+            self._socket.close()
+            raise
         self._handle = handle
         self._closing = False
         self._thread = threading.Thread(target=self._listen, name="control", daemon=True)
@@ -91,8 +101,6 @@ class ControlListener:
 
     def close(self) -> None:
         self._closing = True
-        waker = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        waker.sendto(b"", self._socket.getsockname())
-        waker.close()
+        self._socket.shutdown(socket.SHUT_RD)  # wakes recv, also when the queue is full
         self._thread.join(timeout=1)
         self._socket.close()

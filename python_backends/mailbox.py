@@ -37,8 +37,12 @@ class Letter:
 
     @classmethod
     def decode(cls, datagram: bytes) -> Letter:
+        """Raises ValueError, TypeError or KeyError for anything that is not a letter."""
         fields = json.loads(datagram)
-        return cls(**{**fields, "end_ids": tuple(fields["end_ids"])})
+        letter = cls(**{**fields, "end_ids": tuple(fields["end_ids"])})
+        if not isinstance(letter.request_id, str) or not isinstance(letter.options, str):
+            raise TypeError("request_id and options are text")
+        return letter
 
 
 def check_request_id(request_id: str) -> None:
@@ -86,7 +90,11 @@ class Mailbox:
 
     def __init__(self, name: str, accept: Callable[[Letter], bool]) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind("\0" + name)
+        try:
+            self._socket.bind("\0" + name)
+        except OSError:
+            self._socket.close()
+            raise
         self._accept = accept
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="mailbox", daemon=True)
@@ -97,7 +105,7 @@ class Mailbox:
             datagram, sender = self._socket.recvfrom(_MAX_BYTES)
             try:
                 letter = Letter.decode(datagram)
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 continue  # anybody on this machine can send here; only letters count
             reply = {"request_id": letter.request_id, "accepted": self._accept(letter)}
             try:
@@ -107,8 +115,6 @@ class Mailbox:
 
     def close(self) -> None:
         self._closing = True
-        waker = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        waker.sendto(b"", self._socket.getsockname())
-        waker.close()
+        self._socket.shutdown(socket.SHUT_RD)  # wakes recv, also when the queue is full
         self._thread.join(timeout=1)
         self._socket.close()

@@ -1,6 +1,7 @@
 import os
 import socket
 import threading
+import uuid
 
 import pytest
 from hypothesis import example, given
@@ -29,8 +30,8 @@ class Heard:
 
 
 @pytest.fixture
-def name(request):
-    return f"trident-test-{os.getpid()}-{request.node.name}"
+def name():
+    return f"trident-test-{uuid.uuid4()}"
 
 
 @pytest.fixture
@@ -59,9 +60,9 @@ def test_an_abort_keeps_its_reason(reason):
     assert ControlMessage.decode(message.encode()) == message
 
 
-@given(st.text(alphabet="é漢🙂a", min_size=5000, max_size=5003))
-@example("é" * 5000)
-def test_a_reason_too_long_for_a_datagram_is_cut_between_characters(reason):
+@given(st.integers(1000, 1003), st.sampled_from(["é", "漢", "🙂"]))
+def test_a_reason_too_long_for_a_datagram_is_cut_between_characters(shift, character):
+    reason = "a" * shift + character * 4000
     datagram = ControlMessage(Verb.ABORT, reason=reason).encode()
     assert len(datagram) <= 4096
     decoded = ControlMessage.decode(datagram)
@@ -86,15 +87,15 @@ def test_any_datagram_is_one_of_ours_or_a_value_error(datagram):
 def test_messages_arrive_in_order(name, heard):
     sent = [ControlMessage(Verb.CANCEL, 7, key) for key in range(100)]
     sender = ControlSender(name)
-    for message in sent:
-        while not sender.send(message):  # its queue holds a few only; the sender never waits
-            pass
+    assert all(sender.send(message) for message in sent)  # far more than the kernel's queue holds
     sender.close()
     assert heard.wait_for(len(sent)) == sent
 
 
 def test_hostile_datagrams_are_skipped_and_the_next_message_is_heard(name, heard):
-    raw_send(name, b"", b"\xff" * 4096, b"cancel -1", b"cancel 1 2 3", b"shutdown now", b"stop \x00 1", os.urandom(2000))
+    raw_send(
+        name, b"", b"\xff" * 4096, b"cancel -1", b"cancel 1 2 3", b"shutdown now", b"stop \x00 1", os.urandom(2000)
+    )
     raw_send(name, b"x" * 100_000)  # longer than any of ours
     raw_send(name, b"stop 3 4")
     assert heard.wait_for(1) == [ControlMessage(Verb.STOP, 3, 4)]
@@ -106,7 +107,7 @@ def test_sending_to_nobody_says_so_and_does_not_raise(name):
     sender.close()
 
 
-def test_a_sender_does_not_wait_for_a_listener_that_is_busy(name):
+def test_a_listener_that_hangs_costs_the_sender_a_refusal_and_closes_all_the_same(name):
     release, started = threading.Event(), threading.Event()
 
     def slow(message):
@@ -117,11 +118,12 @@ def test_a_sender_does_not_wait_for_a_listener_that_is_busy(name):
     sender = ControlSender(name)
     sender.send(ControlMessage(Verb.CANCEL, 1, 0))
     assert started.wait(10)
-    outcomes = [sender.send(ControlMessage(Verb.CANCEL, 1, key)) for key in range(20_000)]
-    assert False in outcomes  # full: refused at once, not waited for
+    while sender.send(ControlMessage(Verb.CANCEL, 1, 1)):
+        pass
     release.set()
-    sender.close()
     listener.close()
+    assert sender.send(ControlMessage(Verb.CANCEL, 1, 2)) is False
+    sender.close()
 
 
 def test_a_closed_listener_frees_its_name(name):

@@ -1,0 +1,129 @@
+import json
+import socket
+import threading
+import uuid
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.errors import InvalidArgument, Unavailable
+from python_backends import mailbox
+from python_backends.mailbox import Letter, Mailbox, MailboxSender
+
+LETTER = Letter("id-1", '{"stop": ["é"]}', max_tokens=10, num_input_tokens=3, end_ids=(2, 5))
+
+
+@pytest.fixture
+def name():
+    return f"trident-test-{uuid.uuid4()}"
+
+
+@pytest.fixture
+def sender(name):
+    sender = MailboxSender(name)
+    yield sender
+    sender.close()
+
+
+class Table:
+    """Ids that are taken, as the detokenizer keeps them."""
+
+    def __init__(self):
+        self.letters = {}
+
+    def __call__(self, letter):
+        free = letter.request_id not in self.letters
+        self.letters.setdefault(letter.request_id, letter)
+        return free
+
+
+@pytest.fixture
+def table(name):
+    table = Table()
+    box = Mailbox(name, table)
+    yield table
+    box.close()
+
+
+@given(st.text(max_size=30), st.text(), st.integers(1), st.integers(1), st.lists(st.integers(0)).map(tuple))
+def test_a_letter_survives_its_datagram(request_id, options, max_tokens, num_input_tokens, end_ids):
+    letter = Letter(request_id, options, max_tokens, num_input_tokens, end_ids)
+    assert Letter.decode(letter.encode()) == letter
+
+
+def test_a_posted_letter_has_arrived_when_post_returns(sender, table):
+    sender.post(LETTER)
+    assert table.letters == {"id-1": LETTER}
+
+
+def test_an_id_in_use_is_refused_by_name(sender, table):
+    sender.post(LETTER)
+    with pytest.raises(InvalidArgument, match="request_id: is in use by a request that still runs"):
+        sender.post(LETTER)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "problem"),
+    [("", "is empty"), ("x" * 257, "has 257 bytes; allowed are 1 to 256"), ("é" * 129, "has 258 bytes")],
+)
+def test_an_id_that_cannot_name_a_stream_is_refused(sender, table, request_id, problem):
+    with pytest.raises(InvalidArgument, match=f"request_id: {problem}"):
+        sender.post(Letter(request_id, "", 1, 1, ()))
+    assert not table.letters
+
+
+def test_options_too_large_for_a_datagram_are_refused(sender, table):
+    with pytest.raises(InvalidArgument, match="stop_words: take .* bytes; allowed are"):
+        sender.post(Letter("id", "x" * 200_000, 1, 1, ()))
+
+
+def test_the_largest_options_arrive(sender, table):
+    sender.post(Letter("id", "x" * 179_000, 1, 1, ()))
+    assert len(table.letters["id"].options) == 179_000
+
+
+def test_without_a_detokenizer_the_request_is_refused_for_now(sender):
+    with pytest.raises(Unavailable, match="the detokenizer does not answer"):
+        sender.post(LETTER)
+
+
+def test_a_reply_that_came_too_late_is_not_taken_for_the_next_one(name, monkeypatch):
+    monkeypatch.setattr(mailbox, "_REPLY_TIMEOUT_S", 0.05)
+    released = threading.Event()
+    box = Mailbox(name, lambda letter: letter.request_id != "slow" or not released.wait(10))
+    sender = MailboxSender(name)
+    with pytest.raises(Unavailable):
+        sender.post(Letter("slow", "", 1, 1, ()))
+    released.set()
+    sender._socket.settimeout(10)
+    sender.post(Letter("next", "", 1, 1, ()))  # the reply to "slow", a refusal, comes first
+    sender.close()
+    box.close()
+
+
+def test_hostile_datagrams_are_skipped(name, sender, table):
+    hostile = [
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"[]",
+        b"{}",
+        b'{"end_ids": 5}',
+        json.dumps(
+            {"request_id": ["x"], "options": "", "max_tokens": 1, "num_input_tokens": 1, "end_ids": []}
+        ).encode(),
+        json.dumps({"request_id": "x", "options": "", "max_tokens": 1, "end_ids": []}).encode(),
+    ]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        for datagram in hostile:
+            stranger.sendto(datagram, "\0" + name)
+    sender.post(LETTER)
+    assert table.letters == {"id-1": LETTER}
+
+
+def test_a_closed_mailbox_frees_its_name(name, sender):
+    for _ in range(3):
+        box = Mailbox(name, Table())
+        sender.post(LETTER)
+        box.close()
