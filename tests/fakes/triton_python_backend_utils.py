@@ -125,7 +125,9 @@ class _ResponseSender:
         if flags not in (0, 1):
             raise TritonModelException("Response flags must be 0 or TRITONSERVER_RESPONSE_COMPLETE_FINAL.")
         if response is None and flags == 0:
-            raise TritonModelException("Inference Response object must be provided when the response flags is set to zero.")
+            raise TritonModelException(
+                "Inference Response object must be provided when the response flags is set to zero."
+            )
         if response is not None and not isinstance(response, _InferenceResponse):
             raise TypeError(f"send takes a response, not {type(response).__name__}")
         with self._lock:
@@ -148,7 +150,12 @@ class _InferenceRequest:
         timeout: int = 0,
         parameters: str = "",
     ) -> None:
-        self._request_id, self._model_name, self._timeout, self._parameters = request_id, model_name, timeout, parameters
+        self._request_id, self._model_name, self._timeout, self._parameters = (
+            request_id,
+            model_name,
+            timeout,
+            parameters,
+        )
         self._inputs, self._outputs = list(inputs), list(requested_output_names)
         self._sender: _ResponseSender | None = None
         self.cancelled = False
@@ -188,7 +195,9 @@ class _InferenceRequest:
         if not decoupled:
             raise TritonModelException("a decoupled model is asked with decoupled=True")
         if self._model_name not in served_models:
-            raise TritonModelException(f"Failed for execute the inference request. Model '{self._model_name}' is not ready.")
+            raise TritonModelException(
+                f"Failed for execute the inference request. Model '{self._model_name}' is not ready."
+            )
         return iter(served_models[self._model_name](self))
 
 

@@ -1,0 +1,46 @@
+from pathlib import Path
+
+import pytest
+
+from contract.errors import InvalidArgument
+from python_backends.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def engine_dir(monkeypatch):
+    monkeypatch.setenv("TRIDENT_ENGINE_DIR", "/engines/demo")
+
+
+def test_only_the_engine_folder_has_no_default(monkeypatch):
+    settings = Settings.from_env()
+    assert settings.engine_dir == Path("/engines/demo")
+    assert settings == Settings(Path("/engines/demo"), "trident-engine")
+    monkeypatch.delenv("TRIDENT_ENGINE_DIR")
+    with pytest.raises(InvalidArgument, match="TRIDENT_ENGINE_DIR: is not set"):
+        Settings.from_env()
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "field", "value"),
+    [
+        ("TRIDENT_CONTROL_SOCKET", "other", "control_socket", "other"),
+        ("TRIDENT_MAX_WAITING", "7", "max_waiting", 7),
+        ("TRIDENT_SENDER_THREADS", "2", "sender_threads", 2),
+        ("TRIDENT_MAX_COALESCE_MS", "20", "max_coalesce_s", 0.02),
+        ("TRIDENT_MAX_PROMPT_BYTES", "1000", "max_prompt_bytes", 1000),
+    ],
+)
+def test_every_setting_comes_from_its_variable(monkeypatch, variable, text, field, value):
+    monkeypatch.setenv(variable, text)
+    assert getattr(Settings.from_env(), field) == value
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", "", " 3"])
+def test_a_count_that_is_none_is_refused_by_the_variables_name(monkeypatch, text):
+    monkeypatch.setenv("TRIDENT_SENDER_THREADS", text)
+    with pytest.raises(InvalidArgument, match="TRIDENT_SENDER_THREADS: got .*; allowed is a whole number from 1"):
+        Settings.from_env()
+
+
+def test_the_mailbox_is_named_after_the_control_socket():
+    assert Settings(Path("x"), "a").mailbox_socket != Settings(Path("x"), "b").mailbox_socket
