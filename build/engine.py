@@ -23,7 +23,7 @@ import layout
 import recipe as recipes
 from checkpoint import Checkpoint, open_checkpoint
 from contract.errors import InvalidArgument, TridentError
-from contract.manifest import EngineManifest, hash_files, verify
+from contract.manifest import EngineManifest, hash_files, load, verify
 from fetch import fetch, local_folder
 from recipe import Recipe
 
@@ -130,11 +130,14 @@ def _is_up_to_date(folder: Path, wanted: EngineManifest) -> bool:
 def recipe_for(engine: str | None, model: str | None, precision: str | None) -> Recipe:
     """The recipe named ``engine`` (demo), or, given ``model``, one made for it; ``precision`` replaces its own.
 
-    A recipe's limits are about its own model, so another model gets limits of its own and int8 weights.
+    A recipe's limits are about its own model, so another model gets limits of its own and int8 weights. An engine
+    that was made from a given model has no recipe file; later calls find what was wanted in its manifest.
     """
     given = {} if precision is None else {"precision": precision}
     if model is None:
         path = layout.RECIPES / f"{_checked(engine or 'demo')}.toml"
+        if not path.exists() and (kept := _kept_recipe(path.stem)) is not None:
+            return recipes.parse(kept | given, path)
         loaded = recipes.load(path)
         return loaded if not given else recipes.parse(recipes.tomllib.loads(path.read_text("utf-8")) | given, path)
     name = _checked(engine or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip(".-_"))
@@ -151,6 +154,15 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None) -> 
         "kv_cache_tokens": DEFAULT_SEQUENCES * length,
     }
     return recipes.parse(table | given, layout.RECIPES / f"{name}.toml")
+
+
+def _kept_recipe(name: str) -> dict[str, object] | None:
+    try:
+        kept = load(layout.ENGINES / name).recipe
+    except TridentError:
+        return None
+    keys = ("kind", "description", "model", "precision", "max_batch_size", "max_num_tokens", "max_seq_len")
+    return {key: kept[key] for key in (*keys, "kv_cache_tokens")} if kept.get("kind") == recipes.CPU else None
 
 
 def _checked(name: str) -> str:

@@ -183,6 +183,18 @@ def test_a_given_model_gets_int8_and_limits_of_its_own(checkpoint):
     assert engine.recipe_for("mine", str(checkpoint), None).name == "mine"
 
 
+def test_an_engine_made_from_a_given_model_can_be_built_again_by_its_name(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "ENGINES", tmp_path / "engines")
+    made = engine.recipe_for("mine", str(checkpoint), "int4")
+    build(made, layout.ENGINES)
+    assert engine.recipe_for("mine", None, None) == made
+    assert len(build(engine.recipe_for("mine", None, None), layout.ENGINES)) == 1
+    assert engine.recipe_for("mine", None, "bf16").precision == "bf16"
+    (layout.ENGINES / "mine" / "manifest.json").write_text("{")
+    with pytest.raises(InvalidArgument, match="there is no such recipe"):
+        engine.recipe_for("mine", None, None)
+
+
 def test_a_recipe_keeps_its_values_unless_a_precision_is_given():
     written = recipes.load(layout.RECIPES / "demo.toml")
     assert engine.recipe_for("demo", None, None) == engine.recipe_for(None, None, None) == written
