@@ -159,5 +159,8 @@ class _OneCall:
     def __init__(self, call: grpc.aio.UnaryStreamCall, url: str) -> None:
         self.call, self.url = call, url
 
-    def release(self, error: TridentError | None, answer: Answer) -> None:
+    def began(self) -> None:
         """Nothing is booked with a single server."""
+
+    def release(self, error: TridentError | None, answer: Answer) -> None:
+        """Nor is anything settled."""

@@ -23,7 +23,7 @@ from clients.answer import Answer
 from clients.async_client import AsyncClient
 from clients.completion import Completion
 from clients.connection import DEFAULT_MODEL, TLS, new_traceparent
-from clients.costs import Costs, Observation, Pace
+from clients.costs import Cost, Costs, Observation
 from clients.discovery import Discovery, source
 from clients.generations import Generations
 from clients.health import Health, HealthPolicy
@@ -113,9 +113,8 @@ class BalancedClient(Generations[TokenStream]):
     ) -> TokenStream:
         """A stream for a request that is already valid. The replica is picked when it is first read."""
         self._turn += 1
-        size = costs.prompt_bytes(asked)
-        ask = Ask(self.costs.estimate(size, asked.max_tokens), self._turn, session, costs.prefix(asked))
-        door = _Door(self, ask, size, traceparent or new_traceparent())
+        ask = Ask(self._turn, session, costs.prefix(asked))
+        door = _Door(self, ask, traceparent or new_traceparent())
         return TokenStream(door, request.identified(asked), RetrySchedule(self._retry, self._budget, self._rng))
 
     async def complete(self, prompt: str | None = None, **arguments: Any) -> Completion:
@@ -171,7 +170,6 @@ class _Replica:
     def __init__(self, client: AsyncClient) -> None:
         self.client = client
         self.health = Health()
-        self.pace = Pace()
         self.outstanding = 0
         self.pending_tokens = 0.0
         self.probing: asyncio.Task | None = None
@@ -184,18 +182,22 @@ class _Replica:
             pending_tokens=round(self.pending_tokens),
             healthy=bool(self.health.healthy),
             outstanding=self.outstanding,
-            tokens_per_s=self.pace.tokens_per_s,
         )
 
-    def book(self, cost_tokens: float) -> None:
+    def book(self, cost: Cost) -> None:
         self.outstanding += 1
-        self.pending_tokens += cost_tokens
+        self.pending_tokens += cost.total
         self.idle.clear()
 
     def settle(self, cost_tokens: float) -> None:
+        """So much of what was booked is done."""
+        self.pending_tokens = max(0.0, self.pending_tokens - cost_tokens)
+
+    def release(self) -> None:
+        """One request is over, and settled."""
         self.outstanding -= 1
-        self.pending_tokens = max(0.0, self.pending_tokens - cost_tokens) if self.outstanding else 0.0
         if not self.outstanding:
+            self.pending_tokens = 0.0  # no rounding errors are kept
             self.idle.set()
 
     async def probe(self, policy: HealthPolicy) -> None:
@@ -235,8 +237,8 @@ class _Replica:
 class _Door:
     """Where one request may go: any replica, but not twice to one while another is left."""
 
-    def __init__(self, client: BalancedClient, ask: Ask, prompt_bytes: int, traceparent: str) -> None:
-        self._client, self._ask, self._prompt_bytes, self._traceparent = client, ask, prompt_bytes, traceparent
+    def __init__(self, client: BalancedClient, ask: Ask, traceparent: str) -> None:
+        self._client, self._ask, self._traceparent = client, ask, traceparent
         self._tried: set[str] = set()
 
     async def open(self, asked: GenerationRequest, left_s: float) -> _Booked:
@@ -252,7 +254,7 @@ class _Door:
         self._tried.add(name)
         replica = client._replicas[name]
         call = replica.client.call(asked, left_s, self._traceparent, timings=True)
-        return _Booked(client, replica, call, self._ask.cost_tokens, self._prompt_bytes, asked.max_tokens)
+        return _Booked(client, replica, call, asked)
 
     def has_alternative(self) -> bool:
         return any(load.healthy and load.name not in self._tried for load in self._client.loads())
@@ -262,23 +264,24 @@ class _Booked:
     """A call and what is booked for it; both end together."""
 
     def __init__(
-        self,
-        client: BalancedClient,
-        replica: _Replica,
-        call: grpc.aio.UnaryStreamCall,
-        cost_tokens: float,
-        prompt_bytes: int,
-        max_tokens: int,
+        self, client: BalancedClient, replica: _Replica, call: grpc.aio.UnaryStreamCall, asked: GenerationRequest
     ) -> None:
         self.call, self.url = call, replica.client.url
-        self._client, self._replica, self._cost_tokens = client, replica, cost_tokens
-        self._prompt_bytes, self._max_tokens = prompt_bytes, max_tokens
-        replica.book(cost_tokens)
+        self._client, self._replica = client, replica
+        self._prompt_bytes = costs.prompt_bytes(asked)
+        self._cost = client.costs.estimate(self._prompt_bytes, asked.max_tokens)
+        self._unsettled = self._cost.total
+        replica.book(self._cost)
         self._running_at_start = replica.outstanding
+
+    def began(self) -> None:
+        self._replica.settle(self._cost.prefill)
+        self._unsettled -= self._cost.prefill
 
     def release(self, error: TridentError | None, answer: Answer) -> None:
         running = (self._running_at_start + self._replica.outstanding) / 2
-        self._replica.settle(self._cost_tokens)
+        self._replica.settle(self._unsettled)
+        self._replica.release()
         if error is None:
             self._replica.observe(True, self._client._policy)
             self._learn(answer, running)
@@ -289,13 +292,11 @@ class _Booked:
         last = answer.last
         if last is None or last.usage is None:
             return
-        usage, learned = last.usage, self._client.costs
-        learned.observe_sizes(self._prompt_bytes, usage.input_tokens, self._max_tokens, usage.output_tokens)
-        if last.timings is None:
-            return  # from here, queueing and prefill cannot be told apart
-        prefill_s = (last.timings.first_token_ns - last.timings.first_scheduled_ns) / 1e9
-        decode_s = (last.timings.last_token_ns - last.timings.first_token_ns) / 1e9
+        usage, timings = last.usage, last.timings
+        self._client.costs.observe_size(self._prompt_bytes, usage.input_tokens)
+        if timings is None:
+            return  # seen from here, queueing and prefill cannot be told apart
+        prefill_s = (timings.first_token_ns - timings.first_scheduled_ns) / 1e9
+        decode_s = (timings.last_token_ns - timings.first_token_ns) / 1e9
         uncached = usage.input_tokens - usage.cached_tokens
-        seen = Observation(prefill_s, uncached, decode_s, usage.output_tokens, max(1, round(running)))
-        learned.observe(seen)
-        self._replica.pace.observe(seen)
+        self._client.costs.observe(Observation(prefill_s, uncached, decode_s, usage.output_tokens, running))

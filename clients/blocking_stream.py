@@ -61,6 +61,9 @@ class BlockingStream:
     def __exit__(self, *_exc: object) -> None:
         self.cancel()
 
+    def __del__(self) -> None:
+        self.cancel()
+
     def cancel(self) -> None:
         """Cancels the call if it still runs. Safe to call twice, and from any thread."""
         self._ended = True

@@ -1,17 +1,21 @@
 """What requests cost a replica, learned from those that were answered. No clock, no I/O.
 
 The unit is one token of decoding. A prompt token costs ``prefill_weight`` of it, which is a property of engine,
-model and batch: about 0.01 on a large GPU, near 1 on a small CPU. It is measured, never assumed.
+model, batch and load: about 0.01 to 0.1 on a GPU, near 1 on a small CPU. It is measured, never assumed.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from contract.generation import GenerationRequest
 
-# Each new observation moves an average by this much; about the last twenty count.
-_STEP = 0.1
+# How many of the latest observations an average is made of. Times change with the load; lengths vary more, so
+# that a mean of few of them would only add noise to the bookings.
+_TIMES, _LENGTHS = 32, 512
+# Beyond these a measurement is an accident, and a booking made with it would blind the picks.
+_LEAST_WEIGHT, _MOST_WEIGHT = 0.0001, 1000.0
 
 
 @dataclass(frozen=True)
@@ -27,61 +31,105 @@ class Observation:
     uncached_tokens: int
     decode_s: float
     output_tokens: int
-    running: int
+    running: float
 
 
-@dataclass
+@dataclass(frozen=True)
+class Cost:
+    """Work in tokens of decoding: the prompt's, which is done at the first token, and the answer's."""
+
+    prefill: float
+    decode: float
+
+    @property
+    def total(self) -> float:
+        return self.prefill + self.decode
+
+
 class Costs:
     """The running averages of one client over all its replicas."""
 
-    prefill_s_per_token: float = 0.0
-    decode_s_per_token: float = 0.0
-    bytes_per_token: float = 4.0
-    used_share: float = 1.0  # of max_tokens
-    unmeasured_weight: float = 0.1
+    def __init__(self, unmeasured_weight: float = 0.1) -> None:
+        self._unmeasured_weight = unmeasured_weight
+        self._prefill = _Line(_TIMES)
+        self._decode_shares_s: deque[float] = deque(maxlen=_TIMES)
+        self._output_tokens = _Mean(_LENGTHS)
+        self._bytes_per_token = _Mean(_LENGTHS, 4.0)
 
     @property
     def prefill_weight(self) -> float:
-        """Work of a prompt token in tokens of decoding; ``unmeasured_weight`` until both sides were observed."""
-        if not (self.prefill_s_per_token and self.decode_s_per_token):
-            return self.unmeasured_weight
-        return self.prefill_s_per_token / self.decode_s_per_token
+        """Work of a prompt token in tokens of decoding; 0.1, or what was given, until both were observed."""
+        if not (self._prefill.slope and self._decode_shares_s):
+            return self._unmeasured_weight
+        # The quicker quarter: those that no other prompt held up, which is prefill's cost and not decoding's.
+        quick_s = sorted(self._decode_shares_s)[len(self._decode_shares_s) // 4]
+        return min(max(self._prefill.slope / quick_s, _LEAST_WEIGHT), _MOST_WEIGHT)
 
-    def estimate(self, prompt_bytes: int, max_tokens: int) -> float:
-        """What a request will cost, before anything about it is known but its size."""
-        return prompt_bytes / self.bytes_per_token * self.prefill_weight + max_tokens * self.used_share
+    def estimate(self, prompt_bytes: int, max_tokens: int) -> Cost:
+        """What a request will cost, before anything about it is known but its size.
+
+        The answer is booked at the average length: how long it will be nobody knows yet, and a sequence holds its
+        place in the batch until its end whatever it has done.
+        """
+        expected = min(max_tokens, self._output_tokens.value or max_tokens)
+        return Cost(prompt_bytes / self._bytes_per_token.value * self.prefill_weight, expected)
 
     def observe(self, seen: Observation) -> None:
-        """Learns the weight. A step decodes one token for each running request, so a token's share of it is
-        the pace divided by ``running``; prefill has the engine to itself."""
+        """Learns what a token takes. A step decodes one token for each running request, so a token's share of it
+        is the pace divided by ``running``; prefill has the engine to itself."""
         if seen.uncached_tokens > 0 and seen.prefill_s > 0:
-            self.prefill_s_per_token = _moved(self.prefill_s_per_token, seen.prefill_s / seen.uncached_tokens)
+            self._prefill.observe(seen.uncached_tokens, seen.prefill_s)
         if seen.output_tokens > 1 and seen.decode_s > 0:
-            pace_s = seen.decode_s / (seen.output_tokens - 1)
-            self.decode_s_per_token = _moved(self.decode_s_per_token, pace_s / max(1, seen.running))
+            share_s = seen.decode_s / (seen.output_tokens - 1) / max(1.0, seen.running)
+            self._decode_shares_s.append(max(share_s, 1e-9))
+        self._output_tokens.observe(seen.output_tokens)
 
-    def observe_sizes(self, prompt_bytes: int, input_tokens: int, max_tokens: int, output_tokens: int) -> None:
-        """Learns how many bytes a token has here, and how much of max_tokens is used."""
-        if input_tokens > 0:
-            self.bytes_per_token = max(0.25, _moved(self.bytes_per_token, prompt_bytes / input_tokens))
-        self.used_share = _moved(self.used_share, min(1.0, output_tokens / max_tokens))
+    def observe_size(self, prompt_bytes: int, input_tokens: int) -> None:
+        """Learns how many bytes a token has here."""
+        if input_tokens > 0 and prompt_bytes > 0:
+            self._bytes_per_token.observe(prompt_bytes / input_tokens)
 
 
 @dataclass
-class Pace:
-    """What one replica decodes in all, in tokens per second. 0 until it was seen decoding."""
+class _Mean:
+    """The mean of about the last ``memory`` values; of all of them as long as they are fewer."""
 
-    tokens_per_s: float = 0.0
-    running: float = 0.0
+    memory: int
+    value: float = 0.0
+    count: int = 0
 
-    def observe(self, seen: Observation) -> None:
-        """Only what was seen at a comparable load may lower it: a replica is not slow for having little to do."""
-        if seen.output_tokens < 2 or seen.decode_s <= 0:
-            return
-        total = (seen.output_tokens - 1) / seen.decode_s * seen.running
-        if total > self.tokens_per_s or seen.running >= self.running / 2:
-            self.tokens_per_s = _moved(self.tokens_per_s, total)
-            self.running = _moved(self.running, seen.running)
+    def observe(self, value: float) -> None:
+        self.count = min(self.count + 1, self.memory)
+        self.value += (value - self.value) / self.count
+
+
+class _Line:
+    """The slope of prefill time over prompt tokens, by least squares over the recent past.
+
+    A slope, not a ratio: the time to the first token has a part that no prompt token is to blame for, the step
+    that was under way and the first decoding, and with short prompts that part is nearly all of it.
+    """
+
+    def __init__(self, memory: int) -> None:
+        self._tokens, self._seconds = _Mean(memory), _Mean(memory)
+        self._squares, self._products = _Mean(memory), _Mean(memory)
+
+    def observe(self, tokens: float, seconds: float) -> None:
+        self._tokens.observe(tokens)
+        self._seconds.observe(seconds)
+        self._squares.observe(tokens * tokens)
+        self._products.observe(tokens * seconds)
+
+    @property
+    def slope(self) -> float:
+        """Seconds a prompt token adds; the plain ratio while the prompts differ too little to tell. 0: unknown."""
+        tokens, seconds = self._tokens.value, self._seconds.value
+        if not tokens:
+            return 0.0
+        variance = self._squares.value - tokens * tokens
+        covariance = self._products.value - tokens * seconds
+        differ = variance > (0.2 * tokens) ** 2
+        return covariance / variance if differ and covariance > 0 else seconds / tokens
 
 
 def prompt_bytes(asked: GenerationRequest) -> int:
@@ -104,7 +152,3 @@ def prefix(asked: GenerationRequest, size: int = 1024) -> str:
         if message.get("role") == "user":
             break
     return "\0".join(shared)[:size]
-
-
-def _moved(average: float, value: float) -> float:
-    return value if not average else average + _STEP * (value - average)

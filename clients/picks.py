@@ -20,12 +20,10 @@ from contract.load import ReplicaLoad
 class Ask:
     """What a pick knows about the request.
 
-    cost_tokens: its whole work in tokens of decoding, a prompt token counting as the measured prefill weight.
     turn: the caller's running number of requests. session, prefix: what the request shares with earlier ones,
     empty if nothing: a conversation's id, and the beginning of the prompt.
     """
 
-    cost_tokens: float = 1.0
     turn: int = 0
     session: str = ""
     prefix: str = ""
@@ -54,11 +52,8 @@ def power_of_two_choices(loads: Sequence[ReplicaLoad], ask: Ask, rng: random.Ran
 
 
 def token_aware(loads: Sequence[ReplicaLoad], ask: Ask, rng: random.Random) -> ReplicaLoad:
-    """The one that would have worked off its backlog, this request included, the soonest."""
-    candidates = eligible(loads)
-    known = [load.tokens_per_s for load in candidates if load.tokens_per_s > 0]
-    usual = sum(known) / len(known) if known else 1.0
-    return _lowest(candidates, lambda load: backlog_s(load, ask.cost_tokens, usual), rng)
+    """The one with the least work booked, in tokens of decoding, prompts that wait to be computed included."""
+    return _lowest(eligible(loads), lambda load: load.pending_tokens, rng)
 
 
 def session_affinity(bound: float = 1.25, otherwise: Pick = power_of_two_choices) -> Pick:
@@ -112,11 +107,6 @@ def eligible(loads: Sequence[ReplicaLoad]) -> list[ReplicaLoad]:
 def occupancy(load: ReplicaLoad) -> int:
     """Requests under way: ours, or all that its metrics show if that is more."""
     return max(load.outstanding, load.running + load.waiting)
-
-
-def backlog_s(load: ReplicaLoad, cost_tokens: float, usual_tokens_per_s: float) -> float:
-    """Seconds of work booked there once ``cost_tokens`` are added: tokens over tokens per second."""
-    return (load.pending_tokens + cost_tokens) / (load.tokens_per_s or usual_tokens_per_s)
 
 
 def _lowest(loads: Sequence[ReplicaLoad], score: Callable[[ReplicaLoad], float], rng: random.Random) -> ReplicaLoad:

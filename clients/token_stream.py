@@ -32,6 +32,9 @@ class Attempt(Protocol):
     call: grpc.aio.UnaryStreamCall
     url: str
 
+    def began(self) -> None:
+        """The first token is here. Called at most once."""
+
     def release(self, error: TridentError | None, answer: Answer) -> None:
         """The call is over: with ``error``, or None for a good end. Called exactly once."""
 
@@ -63,6 +66,7 @@ class TokenStream:
         self._attempt: Attempt | None = None
         self._read: Callable | None = None
         self._next: Callable | None = None  # self._read, or None where something else than reading comes next
+        self._began = False
         self._ended = False
 
     @property
@@ -78,6 +82,9 @@ class TokenStream:
 
     async def __aexit__(self, *_exc: object) -> None:
         await self.aclose()
+
+    def __del__(self) -> None:
+        self.cancel()
 
     async def aclose(self) -> None:
         """Cancels the call if it still runs. Safe to call twice."""
@@ -112,6 +119,9 @@ class TokenStream:
                 if self._answer.over:
                     self._next = None
                 if delta is not None:
+                    if not self._began:
+                        self._began = True
+                        self._attempt.began()
                     return delta
 
     async def complete(self) -> completion.Completion:

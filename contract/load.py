@@ -12,7 +12,7 @@ class ReplicaLoad:
     running, waiting, max_running: requests. kv_usage: fraction of KV blocks in use, 0 to 1.
     pending_tokens: work booked by this caller and not yet settled, in tokens of decoding.
     outstanding: this caller's requests that are under way there; known at once, where running and waiting are as
-    old as the last look at the metrics. tokens_per_s: what the replica decodes in all, as measured; 0 if unknown.
+    old as the last look at the metrics.
     """
 
     name: str
@@ -23,4 +23,3 @@ class ReplicaLoad:
     pending_tokens: int = 0
     healthy: bool = True
     outstanding: int = 0
-    tokens_per_s: float = 0.0

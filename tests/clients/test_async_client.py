@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from clients import AsyncClient
+from clients.status import Model
+from contract.errors import InvalidArgument, NotFound, Unavailable
+from contract.generation import GenerationRequest
+
+
+async def test_every_call_carries_an_id_and_a_trace_context_and_what_the_caller_adds(replica) -> None:
+    async with AsyncClient(replica.url, api_key="s3cret", metadata={"x-tenant": "acme"}) as client:
+        await client.complete("x", max_tokens=1)
+        await client.complete("x", max_tokens=1, request_id="mine", traceparent=f"00-{'a' * 32}-{'b' * 16}-01")
+    first, second = replica.seen
+    assert re.fullmatch("[0-9a-f]{32}", first.id) and first.metadata["x-request-id"] == first.id
+    assert re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-00", first.metadata["traceparent"])
+    assert second.id == "mine"
+    assert second.metadata["traceparent"] == f"00-{'a' * 32}-{'b' * 16}-01"
+    assert first.metadata["authorization"] == "Bearer s3cret"
+    assert first.metadata["x-tenant"] == "acme"
+
+
+async def test_a_valid_request_can_be_opened_as_it_is(replica) -> None:
+    async with AsyncClient(replica.url) as client:
+        whole = await client.open(GenerationRequest("p q", max_tokens=3)).complete()
+    assert whole.text == " p q p"
+    assert whole.request_id == replica.seen[0].id != ""
+
+
+async def test_health_says_what_is_live_and_ready(replica) -> None:
+    async with AsyncClient(replica.url) as client:
+        health = await client.health()
+        assert (health.live, health.ready, health.model_ready, health.ok) == (True, True, True, True)
+        replica.ready = False
+        health = await client.health()
+        assert (health.live, health.ready, health.model_ready, health.ok) == (True, False, False, False)
+
+
+async def test_the_models_are_listed_with_their_state(replica) -> None:
+    async with AsyncClient(replica.url) as client:
+        assert await client.models() == [Model("ensemble", "1", "READY"), Model("engine", "1", "READY")]
+        assert await client.model_ready("engine") and not await client.model_ready("nosuch")
+
+
+async def test_an_unknown_model_is_not_found(replica) -> None:
+    async with AsyncClient(replica.url, model="nosuch") as client:
+        with pytest.raises(NotFound, match="unknown model: 'nosuch'"):
+            await client.complete("x")
+
+
+async def test_a_bad_argument_is_refused_before_anything_is_sent(replica) -> None:
+    async with AsyncClient(replica.url) as client:
+        with pytest.raises(InvalidArgument, match="top_p"):
+            client.generate("x", top_p=0)
+    assert not replica.seen
+
+
+async def test_health_of_a_server_that_is_not_there_raises(unused_tcp_port) -> None:
+    async with AsyncClient(f"127.0.0.1:{unused_tcp_port}") as client:
+        with pytest.raises(Unavailable, match="cannot reach"):
+            await client.health()
+
+
+async def test_a_closed_client_opens_again_when_it_is_used(replica) -> None:
+    client = AsyncClient(replica.url)
+    assert (await client.complete("x", max_tokens=1)).text == " x"
+    await client.close()
+    assert (await client.complete("y", max_tokens=1)).text == " y"
+    await client.close()
+    await client.close()

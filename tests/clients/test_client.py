@@ -1,0 +1,184 @@
+"""The blocking client over true gRPC, against a replica in another thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import grpc
+import pytest
+
+from clients import NO_RETRY, Client, RetryPolicy
+from contract.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    Unavailable,
+)
+from contract.generation import FinishReason
+from tests.fakes.replica import FakeReplica, Script
+
+ABC = ("a", "b", "c")
+QUICK = RetryPolicy(attempts=4, base_s=0.001, cap_s=0.01)
+
+
+def settled(replica: FakeReplica, limit_s: float = 5.0) -> None:
+    for _ in range(int(limit_s / 0.01)):
+        if not replica.counts.running:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{replica.counts.running} requests still run after {limit_s} s")
+
+
+@pytest.mark.parametrize("empty_final", [False, True])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_tokens_arrive_one_by_one_to_the_end(threaded_replica, playlist, empty_final, sparse) -> None:
+    playlist.set(Script(ABC, empty_final=empty_final, sparse=sparse))
+    with Client(threaded_replica.url) as client:
+        deltas = list(client.generate("x"))
+        settled(threaded_replica)
+    assert [delta.text for delta in deltas] == ["a", "b", "c"]
+    assert [delta.finish_reason for delta in deltas] == [None, None, FinishReason.STOP]
+    assert (threaded_replica.counts.finished, threaded_replica.counts.cancelled) == (1, 0)
+
+
+def test_a_whole_completion_comes_in_one_response(threaded_replica, playlist) -> None:
+    playlist.set(Script(ABC))
+    with Client(threaded_replica.url, api_key="k") as client:
+        whole = client.complete("x", timings=True)
+    assert (whole.text, whole.finish_reason, whole.timings.arrival_ns) == ("abc", FinishReason.STOP, 1_000)
+    assert threaded_replica.seen[0].metadata["authorization"] == "Bearer k"
+    assert threaded_replica.seen[0].value("stream") is False
+
+
+def leave_by_break(client: Client) -> None:
+    stream = client.generate("x")
+    for _ in stream:
+        break
+    assert stream.tokens == 1
+
+
+def leave_by_exception(client: Client) -> None:
+    with pytest.raises(ZeroDivisionError):
+        for _ in client.generate("x"):
+            raise ZeroDivisionError
+
+
+def leave_by_cancel(client: Client) -> None:
+    stream = client.generate("x")
+    next(stream)
+    stream.cancel()
+    stream.cancel()
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def leave_by_the_with_block(client: Client) -> None:
+    with client.generate("x") as stream:
+        assert next(stream).text == "a"
+
+
+def leave_from_another_thread(client: Client) -> None:
+    stream = client.generate("x", request_id="mine")
+    threading.Timer(0.1, stream.cancel).start()
+    with pytest.raises(Cancelled, match="request mine was closed while it was being read"):
+        stream.complete()
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [leave_by_break, leave_by_exception, leave_by_cancel, leave_by_the_with_block, leave_from_another_thread],
+)
+def test_leaving_a_stream_cancels_the_servers_work(threaded_replica, playlist, leave) -> None:
+    playlist.set(Script(tuple("abc" * 1000), gap_s=0.005))
+    with Client(threaded_replica.url) as client:
+        leave(client)
+        settled(threaded_replica)
+        assert (threaded_replica.counts.started, threaded_replica.counts.cancelled) == (1, 1)
+
+
+def test_a_deadline_ends_the_stream_and_the_servers_work(threaded_replica, playlist) -> None:
+    playlist.set(Script(ABC, stall_after=2))
+    with Client(threaded_replica.url) as client:
+        with pytest.raises(DeadlineExceeded, match="the deadline of 0.3 s passed after 2 tokens"):
+            client.generate("x", timeout_s=0.3).complete()
+        settled(threaded_replica)
+    assert threaded_replica.counts.cancelled == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        (Script(refuse=InvalidArgument("max_tokens", "got 0")), InvalidArgument),
+        (Script(fail_after=0, error=EngineFailed("boom")), EngineFailed),
+        (Script(ABC, fail_after=2, error=Overloaded("full")), Overloaded),
+        (Script(ABC, status_after=2), Unavailable),
+    ],
+)
+def test_what_cannot_be_tried_again_is_raised_at_once(threaded_replica, playlist, script, kind) -> None:
+    playlist.set(script)
+    with Client(threaded_replica.url, retry=QUICK) as client, pytest.raises(kind):
+        client.generate("x").complete()
+    assert len(threaded_replica.seen) == 1
+
+
+@pytest.mark.parametrize(
+    "script", [Script(refuse=Overloaded("full")), Script(ABC, status_after=0), Script(silent_end=True)]
+)
+def test_a_failure_before_the_first_token_is_tried_again(threaded_replica, playlist, script) -> None:
+    playlist.set(script, script, Script(ABC))
+    with Client(threaded_replica.url, retry=QUICK) as client:
+        stream = client.generate("x")
+        assert stream.complete().text == "abc"
+    assert (stream.attempts, len(threaded_replica.seen)) == (3, 3)
+
+
+def test_no_retry_means_one_attempt(threaded_replica, playlist) -> None:
+    playlist.set(Script(status_after=0, tokens=ABC, status=(grpc.StatusCode.UNAVAILABLE, "x", ())), Script(ABC))
+    with Client(threaded_replica.url, retry=NO_RETRY) as client, pytest.raises(Unavailable):
+        client.complete("x")
+    assert len(threaded_replica.seen) == 1
+
+
+def test_a_stopped_request_ends_with_what_it_had(threaded_replica, playlist) -> None:
+    playlist.set(Script(tuple("abc" * 1000), gap_s=0.005))
+    with Client(threaded_replica.url) as client:
+        stream = client.generate("x", request_id="to-stop")
+        next(stream)
+        client.stop("to-stop")
+        assert stream.complete().finish_reason is FinishReason.CANCELLED
+
+
+def test_threads_share_one_client(threaded_replica) -> None:
+    texts: dict[int, str] = {}
+    with Client(threaded_replica.url) as client:
+
+        def ask(n: int) -> None:
+            texts[n] = client.generate(f"w{n}", max_tokens=5).complete().text
+
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert texts == {n: f" w{n}" * 5 for n in range(16)}
+
+
+def test_status_questions_are_answered(threaded_replica) -> None:
+    with Client(threaded_replica.url) as client:
+        assert client.health().ok
+        assert [model.name for model in client.models()] == ["ensemble", "engine"]
+        assert client.model_ready("engine")
+    with Client(threaded_replica.url, model="nosuch") as client, pytest.raises(NotFound):
+        client.complete("x")
+
+
+def test_a_server_that_is_not_there_is_named(unused_tcp_port) -> None:
+    with Client(f"127.0.0.1:{unused_tcp_port}", retry=NO_RETRY) as client:
+        with pytest.raises(Unavailable, match=f"cannot reach 127.0.0.1:{unused_tcp_port}"):
+            client.complete("x")
+        with pytest.raises(Unavailable, match="cannot reach"):
+            client.health()

@@ -1,0 +1,279 @@
+"""The command as a person types it: a process, its output, its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from clients import command_line, exits
+from contract import errors
+from contract.errors import BY_NAME, TridentError
+from tests.fakes.replica import FakeReplica, Script
+
+ROOT = Path(__file__).resolve().parents[2]
+ABC = ("a", "b", "c")
+
+
+def run(
+    replica: FakeReplica | None, *arguments: str, stdin: str | None = None, **environment: str
+) -> subprocess.CompletedProcess:
+    """``python -m clients ARGUMENTS`` against the replica."""
+    found = {"TRIDENT_URL": replica.url, "TRIDENT_METRICS_URL": replica.metrics_url} if replica else {}
+    return subprocess.run(
+        [sys.executable, "-m", "clients", *arguments],
+        cwd=ROOT,
+        env=os.environ | found | environment,
+        input=stdin,
+        stdin=subprocess.DEVNULL if stdin is None else None,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_prompt_streams_its_completion_to_standard_output(threaded_replica) -> None:
+    done = run(
+        threaded_replica,
+        "one two",
+        "--max-tokens",
+        "3",
+        "--temperature",
+        "0",
+        "--seed",
+        "7",
+        "--stop",
+        "x",
+        "--stop",
+        "y",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, " one two one\n", "")
+    seen = threaded_replica.seen[0]
+    assert (seen.value("temperature"), seen.value("seed"), seen.inputs["stop_words"]) == (0.0, 7, ["x", "y"])
+    assert seen.value("stream") is True and "top_k" not in seen.inputs
+
+
+def test_the_prompt_may_come_from_a_pipe(threaded_replica) -> None:
+    assert run(threaded_replica, "--max-tokens", "2", stdin="from a pipe").stdout == " from a\n"
+    assert run(threaded_replica, "-", "--max-tokens", "2", stdin="and again").stdout == " and again\n"
+
+
+def test_stats_go_to_standard_error(threaded_replica) -> None:
+    done = run(threaded_replica, "one two", "--max-tokens", "3", "--stats")
+    assert done.stdout == " one two one\n"
+    for part in (
+        "first token",
+        "between tokens p50",
+        "tokens/s",
+        "2 prompt tokens",
+        "3 new tokens",
+        "ended by: length",
+    ):
+        assert part in done.stderr
+
+
+def test_json_gives_one_object_per_response_and_all_on_the_last(threaded_replica) -> None:
+    done = run(threaded_replica, "one two", "--max-tokens", "3", "--json", "--request-id", "mine")
+    objects = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["text"] for one in objects] == [" one", " two", " one"]
+    assert objects[-1]["finish_reason"] == "length" and objects[-1]["request_id"] == "mine"
+    assert objects[-1]["usage"] == {"input_tokens": 2, "output_tokens": 3, "cached_tokens": 0}
+    assert objects[-1]["timings"]["first_token_ns"] == 3_000
+    whole = run(threaded_replica, "one two", "--max-tokens", "3", "--json", "--no-stream")
+    assert [json.loads(line)["text"] for line in whole.stdout.splitlines()] == [" one two one"]
+
+
+def test_cancel_after_ends_early_and_well(threaded_replica, playlist) -> None:
+    playlist.set(Script(tuple("abc" * 1000), gap_s=0.005))
+    done = run(threaded_replica, "x", "--cancel-after", "4", "--stats")
+    assert (done.returncode, done.stdout) == (0, "abca\n")
+    assert "cancelled by us" in done.stderr
+    assert threaded_replica.counts.cancelled == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "code", "message"),
+    [
+        (
+            Script(refuse=errors.InvalidArgument("stop_words", "too long")),
+            [],
+            2,
+            "InvalidArgument: stop_words: too long",
+        ),
+        (Script(refuse=errors.Unauthenticated("no key")), [], 3, "Unauthenticated: no key"),
+        (Script(), ["--model", "nosuch"], 4, "NotFound: Request for unknown model"),
+        (Script(refuse=errors.Overloaded("full")), ["--retries", "0"], 5, "Overloaded: full"),
+        (Script(refuse=errors.Unavailable("draining")), ["--retries", "0"], 6, "Unavailable: draining"),
+        (Script(ABC, stall_after=0), ["--timeout", "0.3"], 7, "the deadline of 0.3 s passed before the first token"),
+        (Script(refuse=errors.EngineFailed("boom")), [], 1, "EngineFailed: boom"),
+    ],
+)
+def test_each_kind_of_error_has_its_exit_code_and_one_line(
+    threaded_replica, playlist, script, arguments, code, message
+) -> None:
+    playlist.set(script)
+    done = run(threaded_replica, "x", *arguments)
+    assert done.returncode == code
+    assert done.stderr.startswith("error: ") and message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_every_error_has_a_code_and_help_shows_it() -> None:
+    for kind in BY_NAME.values():
+        if kind is not TridentError:
+            code = exits.code_for(errors.make(kind, "f: x"))
+            assert f"\n  {code:>3}  " in "\n" + exits.table()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x", "--top-p", "2"], "top_p: got 2.0"),
+        (["x", "--cancel-after", "0"], "--cancel-after: got 0; allowed is 1 or more"),
+        (["x", "--header", "novalue"], "--header: got 'novalue'; allowed is NAME=VALUE"),
+        (["x", "--retries", "-1"], "--retries: got -1"),
+        (["x", "--url", "http://a:1"], "url: got 'http://a:1'"),
+    ],
+)
+def test_bad_options_are_named(arguments: list[str], message: str, capsys) -> None:
+    assert command_line.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_option_is_named(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(["x", "--nonsense"])
+    assert ended.value.code == 2 and "unrecognized arguments: --nonsense" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_said_with_a_way_out(unused_tcp_port) -> None:
+    done = run(None, "x", "--url", f"127.0.0.1:{unused_tcp_port}", "--retries", "0")
+    assert done.returncode == 6
+    assert f"cannot reach 127.0.0.1:{unused_tcp_port}" in done.stderr and "make serve" in done.stderr
+
+
+def test_help_is_whole_and_needs_no_server(capsys) -> None:
+    overview = run(None, "--help")
+    assert overview.returncode == 0
+    for word in (*command_line.VERBS, "exit codes:", "TRIDENT_URL", "127.0.0.1:8001"):
+        assert word in overview.stdout
+    for verb in command_line.VERBS:
+        with pytest.raises(SystemExit) as ended:
+            command_line.main([verb, "--help"])
+        shown = capsys.readouterr().out
+        assert ended.value.code == 0 and "--url" in shown and "exit codes:" in shown
+
+
+def test_health_models_and_stop(threaded_replica) -> None:
+    assert run(threaded_replica, "health").stdout.endswith("live: yes  ready: yes  ensemble: ready\n")
+    assert run(threaded_replica, "models").stdout.splitlines()[0].split() == ["ensemble", "1", "READY"]
+    assert run(threaded_replica, "stop", "some-id").returncode == 0
+    assert threaded_replica.counts.stopped_ids == ["some-id"]
+    threaded_replica.ready = False
+    done = run(threaded_replica, "health")
+    assert done.returncode == 6 and "ready: no  ensemble: not ready" in done.stdout
+
+
+def test_credentials_and_headers_travel(threaded_replica) -> None:
+    run(threaded_replica, "x", "--max-tokens", "1", "--header", "X-Tenant=acme", TRIDENT_API_KEY="k1")
+    assert threaded_replica.seen[0].metadata["authorization"] == "Bearer k1"
+    assert threaded_replica.seen[0].metadata["x-tenant"] == "acme"
+
+
+@pytest.mark.parametrize(
+    ("typed", "understood"),
+    [
+        (["hello"], ["generate", "hello"]),
+        (["generate", "chat"], ["generate", "chat"]),
+        (["--url", "a:1", "health"], ["health", "--url", "a:1"]),
+        (["--url=a:1", "--tls", "chat"], ["chat", "--url=a:1", "--tls"]),
+        (["--max-tokens", "3", "x"], ["generate", "--max-tokens", "3", "x"]),
+        (["--url", "chat"], ["generate", "--url", "chat"]),
+        (["--help"], ["--help"]),
+        ([], []),
+    ],
+)
+def test_a_verb_is_found_behind_connection_options_and_none_means_generate(typed, understood) -> None:
+    assert command_line.with_verb(typed) == understood
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(threaded_replica, playlist) -> None:
+    playlist.set(Script(tuple("abc" * 100_000), gap_s=0.0005))
+    command = [sys.executable, "-m", "clients", "x", "--url", threaded_replica.url]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.read(5)
+        process.stdout.close()
+        assert process.wait(30) == exits.PIPE_CLOSED
+        assert process.stderr.read() == b""
+
+
+def test_ctrl_c_cancels_and_ends_with_130(threaded_replica, playlist) -> None:
+    playlist.set(Script(tuple("abc" * 10_000), gap_s=0.005))
+    command = [sys.executable, "-m", "clients", "x", "--url", threaded_replica.url, "--stats"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.read(3) == "abc"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == exits.INTERRUPTED
+        errors_shown = process.stderr.read()
+    assert "Traceback" not in errors_shown and "ended by: unfinished" in errors_shown
+    deadline = time.monotonic() + 5
+    while threaded_replica.counts.running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threaded_replica.counts.cancelled == 1
+
+
+def test_a_chat_keeps_its_history_and_obeys_its_commands(threaded_replica, playlist) -> None:
+    playlist.set(Script(("yes",)))
+    turns = [
+        "hello",
+        "and?",
+        "/system be brief",
+        "hi",
+        "/reset",
+        "again",
+        "/system",
+        "/help",
+        "/what",
+        "/quit",
+        "never",
+    ]
+    done = run(threaded_replica, "chat", "--max-tokens", "5", "--system", "be kind", stdin="\n".join(turns) + "\n")
+    assert (done.returncode, done.stdout) == (0, "yes\n" * 4)
+    sent = [json.loads(seen.value("messages")) for seen in threaded_replica.seen]
+    kind, brief = {"role": "system", "content": "be kind"}, {"role": "system", "content": "be brief"}
+    assert sent[0] == [kind, {"role": "user", "content": "hello"}]
+    assert sent[1][2:] == [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "and?"}]
+    assert sent[2] == [brief, {"role": "user", "content": "hi"}]
+    assert sent[3] == [brief, {"role": "user", "content": "again"}]
+    assert "no such command: /what" in done.stderr and "be brief" in done.stderr
+
+
+def test_ctrl_c_in_a_chat_stops_the_answer_alone(threaded_replica, playlist) -> None:
+    playlist.set(Script(tuple("abc" * 10_000), gap_s=0.005), Script(("fine",)))
+    command = [sys.executable, "-m", "clients", "chat", "--url", threaded_replica.url]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        assert process.stdout.read(3) == "abc"
+        process.send_signal(signal.SIGINT)
+        process.stdin.write("next\n")
+        process.stdin.close()
+        assert process.stdout.read().endswith("fine\n")
+        assert process.wait(30) == 0
+        assert "(stopped)" in process.stderr.read()
+    second = json.loads(threaded_replica.seen[1].value("messages"))
+    assert [message["role"] for message in second] == ["user", "assistant", "user"]
+    assert second[1]["content"].startswith("abc")
+
+
+def test_a_chat_that_fails_says_so_and_ends_with_its_code(threaded_replica, playlist) -> None:
+    playlist.set(Script(refuse=errors.PromptTooLong("messages", "9000 tokens, 4096 are allowed")))
+    done = run(threaded_replica, "chat", stdin="hello\n")
+    assert done.returncode == 2 and "PromptTooLong: messages: 9000 tokens" in done.stderr

@@ -1,0 +1,45 @@
+"""The tour against replicas that batch in flight, and one that does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from clients import AsyncClient, demo
+from tests.fakes.replica import FakeReplica, Script, SeenRequest, echo
+
+
+def paced(seen: SeenRequest) -> Script:
+    script = echo(seen)
+    return Script(script.tokens, script.finish_reason, first_token_s=0.002, gap_s=0.002)
+
+
+@pytest.fixture
+def quick(monkeypatch) -> None:
+    monkeypatch.setattr(demo, "_STAGE_S", 0.2)
+
+
+async def test_the_tour_shows_the_figures_and_proves_in_flight_batching(quick, monkeypatch, capsys) -> None:
+    async with FakeReplica(paced) as replica, AsyncClient(replica.url) as client:
+        monkeypatch.setenv("TRIDENT_METRICS_URL", replica.metrics_url)
+        assert await demo.tour(client) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("def fibonacci(n):") > 1
+    for part in ("time to first token", "inter-token latency", "tokens/s", "before the other ended", "8 streams"):
+        assert part in shown
+    assert f"read from {replica.metrics_url}: 8\n" in shown
+
+
+async def test_a_server_that_takes_one_request_at_a_time_is_found_out(quick, monkeypatch, capsys) -> None:
+    async with FakeReplica(paced, slots=1) as replica, AsyncClient(replica.url) as client:
+        monkeypatch.setenv("TRIDENT_METRICS_URL", replica.metrics_url)
+        assert await demo.tour(client) == 1
+    shown = capsys.readouterr().out
+    assert "AFTER the other ended" in shown
+    assert f"read from {replica.metrics_url}: 1\n" in shown
+
+
+async def test_without_a_metrics_page_the_tour_says_so(quick, monkeypatch, capsys, unused_tcp_port) -> None:
+    async with FakeReplica(paced) as replica, AsyncClient(replica.url) as client:
+        monkeypatch.setenv("TRIDENT_METRICS_URL", f"http://127.0.0.1:{unused_tcp_port}/metrics")
+        assert await demo.tour(client) == 0
+    assert "Sequences per engine step: unknown" in capsys.readouterr().out
