@@ -1,0 +1,86 @@
+"""The number formats of quantised checkpoints, in numpy: bf16, FP8 E4M3, INT8 and packed INT4.
+
+Weights are read from their stored bits; activations are rounded as the engine's kernels round them (to nearest, ties
+to even, saturating), so that an engine's numerics can be computed where no such kernel exists.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+E4M3_MAX = 448.0
+INT8_MAX = 127.0
+INT4_MAX = 7.0
+
+
+def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
+    """u16 bits -> f32 of the same shape, exact."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def f32_to_bf16(values: np.ndarray) -> np.ndarray:
+    """f32 -> u16 bits of the nearest bf16, ties to even. A NaN stays one."""
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    bits = values.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+def round_to_bf16(values: np.ndarray) -> np.ndarray:
+    """f32 -> f32 holding only bf16 values."""
+    return bf16_to_f32(f32_to_bf16(values))
+
+
+def _e4m3_values() -> np.ndarray:
+    """f32[256]: the value of every E4M3FN byte. Bias 7, no infinities, 0x7F and 0xFF are NaN."""
+    byte = np.arange(256)
+    exponent, mantissa = (byte >> 3) & 0xF, byte & 0x7
+    magnitude = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    values = np.where(byte < 128, magnitude, -magnitude)
+    values[[0x7F, 0xFF]] = np.nan
+    return values.astype(np.float32)
+
+
+E4M3_VALUES = _e4m3_values()
+
+
+def e4m3_to_f32(bits: np.ndarray) -> np.ndarray:
+    """u8 bits -> f32 of the same shape, exact."""
+    return E4M3_VALUES[bits]
+
+
+def round_to_e4m3(values: np.ndarray) -> np.ndarray:
+    """f32 -> f32 holding only E4M3 values; magnitudes above 448 become 448, as the hardware's saturating cast does."""
+    values = np.clip(np.asarray(values, dtype=np.float32), -E4M3_MAX, E4M3_MAX)
+    _, exponent = np.frexp(values)  # |v| in [2^(e-1), 2^e): three mantissa bits are steps of 2^(e-4)
+    step = np.ldexp(np.float32(1), np.maximum(exponent - 4, -9))
+    return np.rint(values / step) * step
+
+
+def round_to_int8(values: np.ndarray) -> np.ndarray:
+    """f32 -> f32 holding only integers from -128 to 127."""
+    return np.clip(np.rint(values), -128, 127)
+
+
+def pack_int4(values: np.ndarray) -> np.ndarray:
+    """i8[out, in] of -8 to 7 -> i8[out / 2, in]: byte j holds row 2j in its low and row 2j+1 in its high nibble."""
+    if values.shape[0] % 2:
+        raise ValueError(f"INT4 packs pairs of rows; got {values.shape[0]} rows")
+    if values.size and (values.min() < -8 or values.max() > 7):
+        raise ValueError(f"INT4 holds -8 to 7; got {values.min()} to {values.max()}")
+    nibbles = values.astype(np.uint8) & 0xF
+    return (nibbles[0::2] | (nibbles[1::2] << 4)).view(np.int8)
+
+
+def unpack_int4(packed: np.ndarray) -> np.ndarray:
+    """i8[out / 2, in] -> i8[out, in] of -8 to 7. The inverse of :func:`pack_int4`."""
+    bits = packed.view(np.uint8)
+    rows = np.stack([bits & 0xF, bits >> 4], axis=1).reshape(2 * bits.shape[0], *bits.shape[1:])
+    return (rows.astype(np.int8) ^ 8) - 8  # two's complement of a nibble
+
+
+def dequantise_blocks(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """i8[out, in] and f32[out, in / block] -> f32[out, in]; one scale per row and per block of input columns."""
+    rows, blocks = scales.shape
+    blocked = values.reshape(rows, blocks, -1).astype(np.float32)
+    return (blocked * scales[:, :, None]).reshape(rows, -1)
