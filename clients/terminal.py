@@ -48,6 +48,8 @@ def delta_object(delta: TokenDelta, stream: TokenStream, watch: Stopwatch) -> di
     shown: dict[str, Any] = {"text": delta.text, "token_ids": list(delta.token_ids)}
     if delta.log_probs:
         shown["log_probs"] = list(delta.log_probs)
+    if delta.top_log_probs:
+        shown["top_log_probs"] = [[list(pair) for pair in likeliest] for likeliest in delta.top_log_probs]
     if delta.finish_reason is not None:
         shown |= {
             "finish_reason": delta.finish_reason.value,

@@ -31,12 +31,13 @@ _NO_SAMPLING = SamplingParams()
 _SLOTS = {
     name: slot
     for slot, name in enumerate(
-        ["text_output", "output_ids", "output_log_probs", "finish_reason", "stop_reason", "error_message"]
+        ["text_output", "output_ids", "output_log_probs", "top_log_probs_ids", "top_log_probs", "finish_reason"]
+        + ["stop_reason", "error_message"]
         + ["num_input_tokens", "num_output_tokens", "num_cached_tokens", "arrival_time_ns", "first_scheduled_time_ns"]
         + ["first_token_time_ns", "last_token_time_ns"]
     )
 }
-_NOTHING: tuple = ("", (), (), "", "", "", (), (), (), (), (), (), ())
+_NOTHING: tuple = ("", (), (), (), (), "", "", "", (), (), (), (), (), (), ())
 _REASON, _LAST_RUNNING = _SLOTS["finish_reason"], _SLOTS["error_message"]
 _REASONS = {reason.value: reason for reason in FinishReason}
 
@@ -148,9 +149,8 @@ def generation(request: GenerationRequest, model: str, timeout_s: float | None =
     return infer_request(model, request.request_id, typed, parameters)
 
 
-_SAMPLING_TENSORS = tuple(
-    (name, {"log_probs": "return_log_probs"}.get(name, name)) for name in SamplingParams.__dataclass_fields__
-)
+_RENAMED = {"log_probs": "return_log_probs", "top_log_probs": "num_top_log_probs"}
+_SAMPLING_TENSORS = tuple((name, _RENAMED.get(name, name)) for name in SamplingParams.__dataclass_fields__)
 
 
 def stop(request_id: str, model: str = "engine") -> bytes:
@@ -319,20 +319,32 @@ def _value(code: str, width: int, data: bytes, at: int, size: int) -> str | tupl
 
 
 def _delta(values: list) -> TokenDelta:
-    reason_text = values[_REASON]
+    """The delta of one response, values in the order of ``_SLOTS``."""
+    text_output, ids, log_probs, top_ids, top_values, reason_text = values[: _REASON + 1]
+    top = _top_log_probs(len(ids), top_ids, top_values) if top_ids else ()
     if not reason_text:
-        return TokenDelta(values[0], values[1], values[2])
+        if top:
+            return TokenDelta(text_output, ids, log_probs, top_log_probs=top)
+        return TokenDelta(text_output, ids, log_probs)
     reason = _REASONS.get(reason_text)
     if reason is None:
-        raise WireError(
-            f"finish_reason: got {reason_text!r}; allowed is {', '.join(r.value for r in FinishReason)} or empty"
-        )
+        allowed = ", ".join(_REASONS)
+        raise WireError(f"finish_reason: got {reason_text!r}; allowed is {allowed} or empty")
+    stop_reason, error, inputs, outputs, cached, arrival, scheduled, first, last = values[_REASON + 1 :]
     usage = timings = None
-    if values[6] and values[7]:
-        usage = Usage(values[6][0], values[7][0], values[8][0] if values[8] else 0)
-    if values[9] and values[10] and values[11] and values[12] and values[11][0]:
-        timings = Timings(values[9][0], values[10][0], values[11][0], values[12][0])
-    return TokenDelta(values[0], values[1], values[2], reason, values[4], usage, timings, values[5])
+    if inputs and outputs:
+        usage = Usage(inputs[0], outputs[0], cached[0] if cached else 0)
+    if arrival and scheduled and first and last and first[0]:
+        timings = Timings(arrival[0], scheduled[0], first[0], last[0])
+    return TokenDelta(text_output, ids, log_probs, reason, stop_reason, usage, timings, error, top)
+
+
+def _top_log_probs(count: int, ids: tuple, log_probs: tuple) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """Pairs (id, log probability) for each of ``count`` new ids, out of two tensors of [count, k]."""
+    if not count or len(ids) != len(log_probs) or len(ids) % count:
+        raise WireError(f"top_log_probs: {len(ids)} ids and {len(log_probs)} values do not fit {count} new tokens")
+    pairs, k = tuple(zip(ids, log_probs, strict=True)), len(ids) // count
+    return tuple(pairs[at : at + k] for at in range(0, len(pairs), k))
 
 
 def _is_final_flag(entry: bytes) -> bool:

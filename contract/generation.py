@@ -129,7 +129,8 @@ class TokenDelta:
 
     text: new text, possibly empty. token_ids: the new ids. log_probs: one per id, or empty if not asked.
     finish_reason is set on the last delta only, together with usage; stop_reason says which stop string
-    or id matched; error holds the in-band error text when finish_reason is ERROR.
+    or id matched; error holds the in-band error text when finish_reason is ERROR. top_log_probs: for each new id
+    the likeliest (id, log probability), likeliest first, or empty if not asked.
     """
 
     text: str = ""
@@ -140,6 +141,7 @@ class TokenDelta:
     usage: Usage | None = None
     timings: Timings | None = None
     error: str = ""
+    top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:

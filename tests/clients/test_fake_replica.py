@@ -31,20 +31,18 @@ def read(result: tritonclient.grpc.InferResult) -> tuple[str, bool]:
 async def test_the_asyncio_client_streams_from_it(replica, playlist, empty_final) -> None:
     playlist.set(Script(("a", "b"), empty_final=empty_final))
 
+    asked = {"triton_enable_empty_final_response": True}  # stream_infer has no argument of its own for it
+
     async def requests():
-        yield {
-            "model_name": "ensemble",
-            "inputs": inputs("x", 2),
-            "request_id": "1",
-            "enable_empty_final_response": True,
-        }
+        yield {"model_name": "ensemble", "inputs": inputs("x", 2), "request_id": "1", "parameters": asked}
 
     got = []
     async with tritonclient.grpc.aio.InferenceServerClient(replica.url) as client:
         async for result, error in client.stream_infer(requests()):
             assert error is None
             got.append(read(result))
-    assert got == [("a", False), ("b", True)] if not empty_final else [("a", False), ("b", False), ("", True)]
+    extra = [("b", False), ("", True)] if empty_final else [("b", True)]
+    assert got == [("a", False), *extra]
 
 
 def test_the_blocking_client_streams_from_it_and_sees_refusals(threaded_replica, playlist) -> None:

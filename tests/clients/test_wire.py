@@ -100,7 +100,7 @@ def test_the_protobufs_read_a_request_as_it_was_meant(
 
 
 def test_every_field_of_a_request_travels_under_the_ensembles_name_and_type() -> None:
-    sampling = SamplingParams(0.5, 5, 0.9, 0.1, 1.5, 0.25, -0.25, 2**64 - 1, 3, True, True)
+    sampling = SamplingParams(0.5, 5, 0.9, 0.1, 1.5, 0.25, -0.25, 2**64 - 1, 3, True, True, 4)
     asked = GenerationRequest(
         messages=({"role": "user", "content": "grüß Gott"},),
         sampling=sampling,
@@ -130,6 +130,7 @@ def test_every_field_of_a_request_travels_under_the_ensembles_name_and_type() ->
         "min_tokens": [3],
         "ignore_eos": [True],
         "return_log_probs": [True],
+        "num_top_log_probs": [4],
         "return_num_input_tokens": [True],
         "return_num_output_tokens": [True],
         "return_perf_metrics": [True],
@@ -182,6 +183,23 @@ def test_the_last_response_carries_usage_timings_and_both_reasons() -> None:
     expected = TokenDelta("bye", (9,), (), FinishReason.STOP, "\n\n", Usage(5, 7, 4), Timings(1, 2, 2**40, 2**41), "")
     for _ in range(2):  # the second time from the remembered header
         assert decoder.decode(response(last, final=True)) == (expected, True, "")
+
+
+def test_the_likeliest_ids_come_as_pairs_for_each_new_id() -> None:
+    values = {
+        "text_output": ["ab"],
+        "top_log_probs": [-0.5, -1.0, -0.25, -2.0],
+        "output_ids": [7, 9],
+        "top_log_probs_ids": [7, 8, 9, 7],
+    }
+    decoder = wire.ResponseDecoder()
+    pairs = (((7, -0.5), (8, -1.0)), ((9, -0.25), (7, -2.0)))
+    for _ in range(2):
+        assert decoder.decode(response(values))[0] == TokenDelta("ab", (7, 9), top_log_probs=pairs)
+    ended, _, _ = decoder.decode(response(values | {"finish_reason": ["stop"]}, final=True))
+    assert ended == TokenDelta("ab", (7, 9), (), FinishReason.STOP, top_log_probs=pairs)
+    with pytest.raises(wire.WireError, match="top_log_probs: 4 ids and 4 values do not fit 3 new tokens"):
+        decoder.decode(response(values | {"output_ids": [1, 2, 3]}))
 
 
 def test_one_stream_may_mix_full_sparse_and_coalesced_responses() -> None:
