@@ -70,7 +70,7 @@ def tritonclient_async(url: str, streams: int, tokens: int) -> int:
             for n in range(streams):
 
                 async def requests(n: int = n):
-                    yield _triton_request(tokens, str(n)) | {"parameters": {"triton_enable_empty_final_response": True}}
+                    yield _triton_request(tokens, str(n))
 
                 async for result, error in client.stream_infer(requests()):
                     if error:

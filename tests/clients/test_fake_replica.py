@@ -27,26 +27,22 @@ def read(result: tritonclient.grpc.InferResult) -> tuple[str, bool]:
     return ("" if text is None else text.flat[0].decode()), final
 
 
-@pytest.mark.parametrize("empty_final", [False, True])
-async def test_the_asyncio_client_streams_from_it(replica, playlist, empty_final) -> None:
-    playlist.set(Script(("a", "b"), empty_final=empty_final))
-
-    asked = {"triton_enable_empty_final_response": True}  # stream_infer has no argument of its own for it
+async def test_the_asyncio_client_streams_from_it_without_asking_for_empty_responses(replica, playlist) -> None:
+    playlist.set(Script(("a", "b"), empty_final=True))
 
     async def requests():
-        yield {"model_name": "ensemble", "inputs": inputs("x", 2), "request_id": "1", "parameters": asked}
+        yield {"model_name": "ensemble", "inputs": inputs("x", 2), "request_id": "1"}
 
     got = []
     async with tritonclient.grpc.aio.InferenceServerClient(replica.url) as client:
         async for result, error in client.stream_infer(requests()):
             assert error is None
             got.append(read(result))
-    extra = [("b", False), ("", True)] if empty_final else [("b", True)]
-    assert got == [("a", False), *extra]
+    assert got == [("a", False), ("b", True)]
 
 
 def test_the_blocking_client_streams_from_it_and_sees_refusals(threaded_replica, playlist) -> None:
-    playlist.set(Script(("a", "b")), Script(refuse=InvalidArgument("max_tokens", "got 0")))
+    playlist.set(Script(("a", "b"), empty_final=True), Script(refuse=InvalidArgument("max_tokens", "got 0")))
     arrived: queue.Queue = queue.Queue()
     with tritonclient.grpc.InferenceServerClient(threaded_replica.url) as client:
         assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("ensemble")
@@ -55,10 +51,10 @@ def test_the_blocking_client_streams_from_it_and_sees_refusals(threaded_replica,
         client.start_stream(lambda result, error: arrived.put((result, error)))
         for n in range(2):
             client.async_stream_infer("ensemble", inputs("x", 2), request_id=str(n), enable_empty_final_response=True)
-        texts = [read(arrived.get(timeout=10)[0]) for _ in range(2)]
+        texts = [read(arrived.get(timeout=10)[0]) for _ in range(3)]
         _, error = arrived.get(timeout=10)
         client.stop_stream()
-    assert texts == [("a", False), ("b", True)]
+    assert texts == [("a", False), ("b", False), ("", True)]
     assert "in ensemble 'ensemble', InvalidArgument: max_tokens: got 0" in str(error)
 
 

@@ -118,8 +118,10 @@ async def leave_by_cancelling_the_task(client: AsyncClient) -> None:
 
 
 async def leave_by_a_timeout_of_asyncio(client: AsyncClient) -> None:
+    stream = client.generate("x")
+    await stream.__anext__()
     with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(client.complete("x", stream=True), 0.1)
+        await asyncio.wait_for(stream.complete(), 0.05)
 
 
 async def leave_by_dropping_it(client: AsyncClient) -> None:
