@@ -30,6 +30,7 @@ def lint(repository: Repository) -> list[Fault]:
     for model in repository.parsed:
         faults += _tensor_names(model)
         faults += _queues(model)
+        faults += _scripting(model)
         if model.is_ensemble:
             faults += ensemble_faults(repository, model)
         elif is_engine(model):
@@ -61,6 +62,13 @@ def _queues(model: Model) -> Iterator[Fault]:
             yield Fault(
                 model.name, "queue", ERROR, f"priority level {level} has no max_queue_size: its queue is unbounded"
             )
+
+
+def _scripting(model: Model) -> Iterator[Fault]:
+    """The sample's BLS model, which drives the others from Python in the ensemble's place."""
+    if "tensorrt_llm_model_name" in model.config.parameters:
+        message = "a BLS model holds one Python process per running request, and a client that goes away is not noticed"
+        yield Fault(model.name, "bls", WARNING, message)
 
 
 def main(arguments: list[str] | None = None) -> int:

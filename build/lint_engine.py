@@ -163,7 +163,7 @@ def _parameters(model: Model) -> Iterator[Fault]:
         if key not in given:
             yield Fault(model.name, "parameter", ERROR, f"parameter {key} must be there: the backend throws without it")
     kind = _value(model, "gpt_model_type")
-    if "gpt_model_type" in given and kind not in INFLIGHT:
+    if "gpt_model_type" in given and kind not in INFLIGHT and not kind.startswith("${"):
         why = "batching is static" if kind in ("V1", "v1") else "the backend throws"
         message = f"in-flight batching is off: gpt_model_type is {kind!r} ({why}); allowed is {' or '.join(INFLIGHT)}"
         yield Fault(model.name, "in-flight", ERROR, message)
@@ -175,7 +175,8 @@ def _parameters(model: Model) -> Iterator[Fault]:
         for key in LOOKAHEAD:
             if not _value(model, key):
                 yield Fault(model.name, "parameter", ERROR, f"decoding_mode lookahead throws without {key}")
-    if _value(model, "exclude_input_in_output") not in ("True", "true", "TRUE", "1"):
+    echo = _value(model, "exclude_input_in_output")
+    if echo not in ("True", "true", "TRUE", "1") and not echo.startswith("${"):
         message = "exclude_input_in_output is not true: an answer that is not streamed repeats its prompt"
         yield Fault(model.name, "parameter", WARNING, message)
 
@@ -214,7 +215,7 @@ def _unparsable(key: str, value: str) -> str:
 
 def _scheduling(model: Model) -> Iterator[Fault]:
     config = model.config
-    if config.backend not in BACKENDS:
+    if config.backend not in BACKENDS and not config.backend.startswith("${"):
         message = f"backend is {config.backend!r}; allowed is tensorrtllm, or python for its slower twin"
         yield Fault(model.name, "backend", ERROR, message)
     if not model.decoupled:

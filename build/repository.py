@@ -17,9 +17,15 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
-BARE_PLACEHOLDER = re.compile(r"(\w+)(\s*:\s*\[?\s*)\$\{\w+\}")
-NEUTRAL = {"data_type": "TYPE_FP32", "decoupled": "true", "optional": "true", "kind": "KIND_CPU", "count": "1"}
-BATCH_FIELDS = {"max_batch_size": "8", "preferred_batch_size": "8"}
+BARE_PLACEHOLDER = re.compile(r"(\w+)(\s*:\s*\[?\s*)\$\{(\w+)\}")  # one in quotes is a string like another
+NEUTRAL = {
+    "decoupled": "true",
+    "optional": "true",
+    "kind": "KIND_CPU",
+    "count": "1",
+    "max_batch_size": "8",
+    "preferred_batch_size": "8",
+}
 
 
 @dataclass(frozen=True)
@@ -126,10 +132,11 @@ def _parse(text: str) -> tuple[ModelConfig | None, str]:
 
 def _filled(text: str) -> str:
     def neutral(match: re.Match) -> str:
-        field = match[1]
-        return f"{field}{match[2]}{NEUTRAL.get(field, BATCH_FIELDS.get(field, '0'))}"
+        field, name = match[1], match[3]
+        datatype = "TYPE_FP32" if "logits" in name else "TYPE_FP16"
+        return f"{field}{match[2]}{datatype if field == 'data_type' else NEUTRAL.get(field, '0')}"
 
-    return PLACEHOLDER.sub("", BARE_PLACEHOLDER.sub(neutral, text))
+    return BARE_PLACEHOLDER.sub(neutral, text)
 
 
 def _file_faults(model: Model, problem: str) -> Iterator[Fault]:

@@ -1,0 +1,211 @@
+import json
+import re
+import subprocess
+
+import gpu_machine
+import pytest
+from google.protobuf import text_format
+from gpu_recipes import accepted, make
+from hypothesis import given, settings
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInstanceGroup
+
+import commands
+import layout
+import lint
+import package
+import recipe as recipes
+import repository
+import shape as shapes
+from compile_trtllm import check_engine
+from contract import tensors
+from contract.errors import EngineFailed, InvalidArgument
+
+SHIPPED = [r for path in sorted(layout.RECIPES.glob("*.toml")) if (r := recipes.load(path)).kind == recipes.TRTLLM]
+
+
+def parsed(recipe: recipes.Recipe) -> ModelConfig:
+    return text_format.Parse(package.render(recipe), ModelConfig())
+
+
+def parameters(recipe: recipes.Recipe) -> dict[str, str]:
+    return {key: value.string_value for key, value in parsed(recipe).parameters.items()}
+
+
+def check(recipe: recipes.Recipe) -> None:
+    """What holds for every configuration we write."""
+    text, config, theirs = package.render(recipe), parsed(recipe), package.contract()
+    assert "${" not in text
+    assert (config.name, config.backend, config.max_batch_size) == ("engine", "tensorrtllm", recipe.max_batch_size)
+    assert config.model_transaction_policy.decoupled
+    assert [(g.kind, g.count) for g in config.instance_group] == [(ModelInstanceGroup.KIND_CPU, 1)]
+    batching = config.dynamic_batching
+    assert batching.max_queue_delay_microseconds == 0 and batching.default_queue_policy.max_queue_size > 0
+    for side in ("input", "output"):
+        names = [tensor.name for tensor in getattr(config, side)]
+        assert len(set(names)) == len(names)
+        for tensor in getattr(config, side):
+            known = theirs[side][tensor.name]
+            wanted = "TYPE_FP32" if known["data_type"] == "${logits_datatype}" else known["data_type"]
+            assert (DataType.Name(tensor.data_type), list(tensor.dims)) == (wanted, known["dims"])
+            assert tensor.HasField("reshape") == known["reshape_scalar"] and list(tensor.reshape.shape) == []
+    known = json.loads(package.CONTRACT.read_text())["tensorrt_llm"]["parameters"]
+    assert set(config.parameters) <= set(known)
+    assert all(len(line) <= 160 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("recipe", SHIPPED, ids=lambda recipe: recipe.name)
+def test_the_configuration_of_every_shipped_recipe_parses_and_keeps_the_contract(recipe):
+    check(recipe)
+    assert parameters(recipe)["gpt_model_path"] == f"engines/{recipe.name}/engine"
+
+
+@settings(max_examples=60, deadline=None)
+@given(accepted())
+def test_the_configuration_of_every_accepted_recipe_parses_and_keeps_the_contract(drawn):
+    check(drawn.recipe)
+
+
+def test_the_signature_is_the_cpu_engines_without_what_is_ours():
+    config = parsed(make())
+    assert [t.name for t in config.input] == [t.name for t in tensors.ENGINE_INPUTS if not t.ours]
+    assert [t.name for t in config.output] == [t.name for t in tensors.ENGINE_OUTPUTS if not t.ours]
+    required = {t.name for t in config.input if not t.optional}
+    assert required == {"input_lengths", "request_output_len"}
+
+
+def test_one_tensor_stands_on_a_line_with_its_shape_behind():
+    rows = [row for row in package.render(make()).splitlines() if "data_type" in row]
+    assert len(rows) == len(package.inputs(make())) + len(package.outputs(make()))
+    assert all(re.search(r"# \[batch(, (n|\d))+\]$", row) for row in rows)
+    assert any('name: "stop_words_list"' in row and row.endswith("# [batch, 2, n]") for row in rows)
+
+
+def test_logits_are_offered_where_the_engine_gathers_them():
+    assert "context_logits" not in package.outputs(make())
+    assert package.outputs(make(build={"gather_context_logits": True}))[-1] == "context_logits"
+    assert package.outputs(make(build={"gather_all_token_logits": True}))[-2:] == [
+        "context_logits",
+        "generation_logits",
+    ]
+    check(make(build={"gather_all_token_logits": True}))
+
+
+def test_reuse_and_chunking_are_on_only_where_the_engine_can():
+    def pair(**changes: object) -> tuple[str, str]:
+        values = parameters(make(**changes))
+        return values["enable_kv_cache_reuse"], values["enable_chunked_context"]
+
+    assert pair() == ("true", "true")
+    assert pair(prefix_reuse=False) == ("false", "true")
+    assert pair(chunked_context=False) == ("true", "false")
+    assert pair(precision="int4_awq") == ("false", "false")  # with its FP8 KV cache: R1
+    assert pair(precision="int4_awq", kv_cache_precision="auto") == ("true", "true")
+
+
+def test_the_pools_size_and_the_scheduler_follow_the_recipe():
+    values = parameters(make(kv_cache_tokens=4096, kv_cache_fraction=0.5, optimize_for="throughput", max_beam_width=4))
+    assert values["kv_cache_free_gpu_mem_fraction"] == "0.5" and values["max_tokens_in_paged_kv_cache"] == "4096"
+    assert values["batch_scheduler_policy"] == "max_utilization" and values["max_beam_width"] == "4"
+    assert "max_tokens_in_paged_kv_cache" not in parameters(make())
+    assert parameters(make())["batch_scheduler_policy"] == "guaranteed_no_evict"
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (
+            {"mode": "lookahead_decoding", "window_size": 5, "ngram_size": 4, "verification_set_size": 3},
+            {
+                "decoding_mode": "lookahead",
+                "lookahead_window_size": "5",
+                "lookahead_ngram_size": "4",
+                "lookahead_verification_set_size": "3",
+            },
+        ),
+        ({"mode": "medusa", "max_draft_len": 63}, {"decoding_mode": "medusa"}),
+        (
+            {"mode": "eagle", "max_draft_len": 4, "choices": "{0}, {0, 0}"},
+            {"decoding_mode": "eagle", "eagle_choices": "{0}, {0, 0}"},
+        ),
+        ({"mode": "explicit_draft_tokens", "max_draft_len": 4}, {"decoding_mode": "redrafter"}),
+    ],
+)
+def test_speculative_decoding_sets_its_mode(spec, expected):
+    values = parameters(make(speculative_decoding=spec))
+    assert {key: values[key] for key in expected} == expected
+    assert "acceptance_rate" in package.outputs(make(speculative_decoding=spec))
+
+
+def test_external_drafts_have_an_input():
+    recipe = make(speculative_decoding={"mode": "draft_tokens_external", "max_draft_len": 4})
+    assert "draft_input_ids" in package.inputs(recipe) and "decoding_mode" not in parameters(recipe)
+    check(recipe)
+
+
+def test_quotes_in_a_value_do_not_break_the_file():
+    spec = {"mode": "medusa", "max_draft_len": 4, "choices": 'a "quoted" \\ choice'}
+    assert parameters(make(speculative_decoding=spec))["medusa_choices"] == 'a "quoted" \\ choice'
+
+
+@pytest.mark.parametrize("kind", ["cpu", "llmapi"])
+def test_other_kinds_are_refused(kind):
+    recipe = make(kind="llmapi") if kind == "llmapi" else recipes.load(layout.RECIPES / "demo.toml")
+    with pytest.raises(InvalidArgument, match=f"is of kind '{kind}'"):
+        package.render(recipe)
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """Engines in a folder of their own, with one compiled for ``make()``."""
+    monkeypatch.setattr(layout, "ENGINES", tmp_path / "engines")
+    folder = layout.compiled("engine-under-test")
+    gpu_machine.builder(tmp_path / "bin")
+    gpu_machine.checkpoint(layout.checkpoint("engine-under-test"), 1)
+    argv = ["--checkpoint_dir", str(layout.checkpoint("engine-under-test")), "--output_dir", str(folder)]
+    limits = ["--max_batch_size", "64", "--max_seq_len", "4096"]
+    subprocess.run([str(tmp_path / "bin" / "trtllm-build"), *argv, *limits], check=True, timeout=60)
+    assert check_engine(make()) == folder
+    return tmp_path
+
+
+def test_a_compiled_engine_is_packaged_and_the_lint_finds_nothing(compiled):
+    path = package.write(make(), compiled / "models")
+    assert path == compiled / "models" / "engine" / "configs" / "engine-under-test.pbtxt"
+    assert path.read_text() == package.render(make())
+    assert list(path.parent.iterdir()) == [path]
+    (compiled / "models" / "engine" / "1").mkdir()
+    assert lint.lint(repository.read(compiled / "models", "engine-under-test")) == []
+
+
+def test_packaging_twice_leaves_the_same_file(compiled):
+    first = package.write(make(), compiled / "models").read_text()
+    assert package.write(make(), compiled / "models").read_text() == first
+
+
+def test_without_a_compiled_engine_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "ENGINES", tmp_path / "engines")
+    with pytest.raises(EngineFailed, match="holds no compiled engine: run `make build-engine"):
+        package.write(make(), tmp_path / "models")
+    assert not (tmp_path / "models").exists()
+
+
+def test_the_program_prints_without_an_engine_and_refuses_what_the_rules_refuse(tmp_path, capsys):
+    assert package.main(["--engine", "llama-3.1-8b-fp8-hopper", "--print"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == package.render(recipes.load(layout.RECIPES / "llama-3.1-8b-fp8-hopper.toml"))
+    bad = tmp_path / "bad.toml"
+    text = (layout.RECIPES / "llama-3.1-8b-fp8-hopper.toml").read_text()
+    bad.write_text(text.replace('"h100"', '"a100"'))
+    assert package.main(["--recipe", str(bad), "--print"]) == 2
+    assert "bad is refused by H1" in capsys.readouterr().err
+
+
+def test_a_text_that_is_no_configuration_is_not_written():
+    with pytest.raises(EngineFailed, match="does not parse as a ModelConfig"):
+        package.parse('name: "engine" backnd: "tensorrtllm"')
+
+
+def test_the_engines_path_is_where_the_builder_puts_it():
+    recipe = make()
+    argv = commands.compile_engine(recipe, shapes.find(recipe.model))
+    assert argv[argv.index("--output_dir") + 1] == parameters(recipe)["gpt_model_path"]
