@@ -11,7 +11,7 @@
 | TRIDENT_START_TIMEOUT_S | 120 | longest time from launch to the first token |
 | TRIDENT_DRAIN_S | 2 | how long streams in flight may go on after a stop is asked for |
 | TRIDENT_CANARY_INTERVAL_S | 10 | pause between two canary requests while serving |
-| TRIDENT_CANARY_TIMEOUT_S | 5 | a canary without an end by then has failed |
+| TRIDENT_CANARY_TIMEOUT_S | 10 | a canary without an end by then has failed |
 | TRIDENT_LOG_LEVEL | info | tritonserver's log: error, warning, info or verbose |
 | TRIDENT_KEEPALIVE_S | 10 | silence after which a gRPC peer is pinged, so that a vanished one is noticed |
 | TRIDENT_OTLP_ENDPOINT | | OTLP/HTTP traces go here, e.g. http://127.0.0.1:4318/v1/traces |
@@ -53,7 +53,7 @@ class Settings:
     start_timeout_s: float = 120.0
     drain_s: float = 2.0
     canary_interval_s: float = 10.0
-    canary_timeout_s: float = 5.0
+    canary_timeout_s: float = 10.0
     log_level: str = "info"
     keepalive_s: float = 10.0
     otlp_endpoint: str = ""

@@ -85,5 +85,5 @@ def start_ticks(pid: int) -> int | None:
 def describe(status: Status) -> str:
     """One line for people."""
     counts = f"{status.restarts} restarts, {status.revivals} revivals"
-    why = f": {status.reason}" if status.reason else ""
+    why = f": {status.reason.splitlines()[0]}" if status.reason else ""
     return f"{status.grpc_url}  {status.engine}  {status.state} since {status.since}  ({counts}){why}"

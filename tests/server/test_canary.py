@@ -1,0 +1,45 @@
+"""The canary's request and how its answers are judged."""
+
+import struct
+
+from tritonclient.grpc import service_pb2
+
+from server import canary
+from server.canary import Finding, Health
+
+
+def test_the_request_asks_the_ensemble_for_one_token():
+    request = canary.request()
+    assert request.model_name == "ensemble"
+    assert [(one.name, one.datatype, list(one.shape)) for one in request.inputs] == [
+        ("text_input", "BYTES", [1, 1]),
+        ("max_tokens", "INT32", [1, 1]),
+    ]
+    assert request.raw_input_contents[1] == struct.pack("<i", 1)
+    assert canary.request().id != request.id
+
+
+def test_a_stream_that_ends_as_streams_do_is_well():
+    assert canary.judge_end("length") == canary.judge_end("stop") == Finding(Health.WELL)
+    assert canary.judge_end("cancelled").health is Health.ILL
+    assert canary.judge_end(None).health is Health.ILL
+
+
+def test_a_full_server_is_busy_and_any_other_error_is_ill():
+    for message in ("Overloaded: 1024 requests wait", "in ensemble 'ensemble', Exceeds maximum queue size"):
+        assert canary.judge_error(message).health is Health.BUSY
+    for message in ("EngineFailed: the engine is gone", "Stub process 'tokenizer_0_0' is not healthy.", ""):
+        found = canary.judge_error(message)
+        assert found.health is Health.ILL and found.reason
+
+
+def test_texts_are_the_first_elements_of_the_byte_outputs():
+    response = service_pb2.ModelInferResponse()
+    for name, datatype, content in (
+        ("text_output", "BYTES", b"\x02\x00\x00\x00hi\x01\x00\x00\x00x"),
+        ("num_output_tokens", "INT32", struct.pack("<i", 1)),
+        ("stop_reason", "BYTES", b""),
+    ):
+        response.outputs.add(name=name, datatype=datatype, shape=[1, 1])
+        response.raw_output_contents.append(content)
+    assert canary.texts(response) == {"text_output": "hi"}

@@ -1,0 +1,19 @@
+"""The abort that ends streams in band; draining itself is tested with a real server in test_supervisor.py."""
+
+import os
+import socket
+
+from server import drain
+
+
+def test_an_abort_reaches_the_engines_control_socket_as_one_line():
+    name = f"trident-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as engine:
+        engine.bind(f"\0{name}")
+        engine.settimeout(5)
+        assert drain.abort(name, "the server is shutting down")
+        assert engine.recv(4096) == b"abort the server is shutting down"
+
+
+def test_an_abort_nobody_listens_to_is_told():
+    assert not drain.abort(f"trident-test-nobody-{os.getpid()}", "why")

@@ -1,0 +1,74 @@
+"""The installation: found here, and refused with a cure where it cannot run."""
+
+import os
+import sys
+
+import pytest
+
+from contract.errors import Unavailable
+from server import installation
+
+
+def test_the_wheel_of_this_environment_is_found():
+    found = installation.find()
+    assert os.access(found.tritonserver, os.X_OK) and os.access(found.stub, os.X_OK)
+    assert f"/{sys.version_info.major}.{sys.version_info.minor}/" in str(found.stub)
+
+
+def test_backends_are_links_made_once_and_mended_when_they_point_elsewhere(tmp_path):
+    found = installation.find()
+    backends = found.link_backends(tmp_path)
+    links = {link.name: link.readlink() for link in (backends / "python").iterdir()}
+    assert links["triton_python_backend_stub"] == found.stub and "libtriton_python.so" in links
+    stub = backends / "python" / found.stub.name
+    stub.unlink()
+    stub.symlink_to("/nowhere")
+    found.link_backends(tmp_path)
+    assert {link.name: link.readlink() for link in (backends / "python").iterdir()} == links
+
+
+@pytest.mark.parametrize("version", [(3, 9), (3, 13)])
+def test_a_python_without_numpy_1_is_refused(version):
+    with pytest.raises(
+        Unavailable, match=f"Python 3.{version[1]} cannot run Triton's Python models: 3.10, 3.11 or 3.12"
+    ):
+        installation.check_python(version)
+
+
+@pytest.mark.parametrize("version", [(3, 10), (3, 11), (3, 12)])
+def test_the_pythons_that_have_one_pass(version):
+    installation.check_python(version)
+
+
+def test_numpy_2_is_refused_because_it_corrupts_tensors():
+    with pytest.raises(Unavailable, match="numpy 2.1.0 corrupts tensors.*numpy < 2"):
+        installation.check_numpy("2.1.0")
+    with pytest.raises(Unavailable, match="numpy is not installed"):
+        installation.check_numpy(None)
+    installation.check_numpy("1.26.4")
+
+
+def test_an_old_or_foreign_c_library_is_refused():
+    with pytest.raises(Unavailable, match="glibc 2.35 or newer .*here it is 2.31"):
+        installation.check_glibc((2, 31))
+    with pytest.raises(Unavailable, match="this system's C library is another one"):
+        installation.check_glibc(None)
+    installation.check_glibc((2, 35))
+
+
+def test_a_missing_libpython_is_refused_with_two_cures():
+    with pytest.raises(Unavailable, match=r"libpython3\.99\.so\.1\.0 is missing.*--enable-shared"):
+        installation.find_libpython("3.99")
+
+
+def test_a_missing_wheel_is_refused(monkeypatch):
+    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Unavailable, match="tritonserver is not installed.*make setup"):
+        installation.find()
+
+
+def test_a_wheel_without_its_stub_is_refused(monkeypatch, tmp_path):
+    spec = type("Spec", (), {"submodule_search_locations": [str(tmp_path)]})
+    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(Unavailable, match="the nvidia-pytriton wheel is incomplete: .*tritonserver is missing"):
+        installation.find()

@@ -1,0 +1,36 @@
+"""The command line."""
+
+import pytest
+
+from server.__main__ import main, split_command
+
+
+def test_what_follows_the_first_double_dash_is_the_command():
+    assert split_command(["--engine", "demo", "--", "sh", "-c", "x", "--", "y"]) == (
+        ["--engine", "demo"],
+        ["sh", "-c", "x", "--", "y"],
+    )
+    assert split_command(["status"]) == (["status"], [])
+
+
+def test_a_bad_setting_is_one_line_and_code_1(monkeypatch, capsys):
+    monkeypatch.setenv("TRIDENT_HTTP_PORT", "http")
+    assert main([]) == 1
+    assert capsys.readouterr().err == "error: TRIDENT_HTTP_PORT: got 'http'; allowed is an integer\n"
+
+
+def test_an_engine_that_was_never_built_is_told_with_how_to_build_it(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("TRIDENT_ENGINES_DIR", str(tmp_path))
+    assert main(["--engine", "nosuch"]) == 1
+    assert "make build-engine ENGINE=nosuch" in capsys.readouterr().err
+
+
+def test_no_status_is_not_a_ready_server(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("TRIDENT_STATE_DIR", str(tmp_path))
+    assert main(["status"]) == 1 and capsys.readouterr().out == "no server was started here\n"
+
+
+def test_an_unknown_verb_is_refused():
+    with pytest.raises(SystemExit) as refusal:
+        main(["restart"])
+    assert refusal.value.code == 2

@@ -1,0 +1,60 @@
+"""Ports: free, or named with who holds them."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from contract.errors import InvalidArgument, Unavailable
+from server import ports
+
+
+def test_free_ports_differ_and_pass_the_check():
+    found = ports.free(3)
+    assert len(set(found)) == 3
+    ports.check("127.0.0.1", dict(zip("abc", found, strict=True)))
+
+
+def test_a_busy_port_is_named_with_its_variable_and_its_holder():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(Unavailable) as refusal:
+            ports.check("127.0.0.1", {"TRIDENT_HTTP_PORT": port})
+    words = str(refusal.value)
+    assert (
+        f"port {port} on 127.0.0.1 is in use by process {os.getpid()} (" in words and "set TRIDENT_HTTP_PORT" in words
+    )
+
+
+def test_a_port_held_on_every_address_is_busy_and_its_holder_is_found_in_another_process():
+    hold = (
+        "import socket, sys; s = socket.create_server(('0.0.0.0', 0)); print(s.getsockname()[1], flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        port = int(holder.stdout.readline())
+        pid, command = ports.holder(port)
+        with pytest.raises(Unavailable, match="in use"):
+            ports.check("127.0.0.1", {"TRIDENT_GRPC_PORT": port})
+        holder.communicate(b"\n")
+    assert pid == holder.pid and "create_server" in command
+    assert ports.holder(port) is None
+
+
+def test_one_port_cannot_have_two_jobs():
+    with pytest.raises(InvalidArgument, match="TRIDENT_HTTP_PORT: 8001 is also TRIDENT_GRPC_PORT"):
+        ports.check("127.0.0.1", {"TRIDENT_GRPC_PORT": 8001, "TRIDENT_HTTP_PORT": 8001})
+
+
+def test_an_address_of_another_machine_is_refused():
+    with pytest.raises(InvalidArgument, match="TRIDENT_GRPC_PORT: cannot listen on 192.0.2.1"):
+        ports.check("192.0.2.1", {"TRIDENT_GRPC_PORT": ports.free(1)[0]})
+
+
+def test_a_claim_keeps_a_second_supervisor_away_until_it_is_released():
+    (port,) = ports.free(1)
+    with ports.claim(port):
+        with pytest.raises(Unavailable, match=f"gRPC port {port} belongs to another supervisor"):
+            ports.claim(port)
+    ports.claim(port).close()

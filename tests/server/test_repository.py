@@ -1,0 +1,49 @@
+"""The pipeline as read from config files."""
+
+from pathlib import Path
+
+import pytest
+
+from contract.errors import NotFound
+from server.repository import Model, read_pipeline
+from server.settings import ROOT
+
+FIXTURE = Path(__file__).parent / "fixtures" / "model_repository"
+
+
+def test_steps_come_in_order_with_their_stubs_and_what_dies_with_them():
+    assert read_pipeline(FIXTURE, "demo").models == (
+        Model("tokenizer", stubs=2, streams=False),
+        Model("engine", stubs=1, streams=True),
+        Model("detokenizer", stubs=1, streams=True),
+    )
+
+
+def test_the_models_we_ship_are_a_pipeline_too():
+    pipeline = read_pipeline(ROOT / "model_repository", "demo")
+    assert [model.name for model in pipeline.models] == ["tokenizer", "engine", "detokenizer"]
+    assert [model.streams for model in pipeline.models] == [False, True, True]
+    assert pipeline.last.name == "detokenizer" and pipeline["engine"].stubs == 1
+
+
+def test_a_named_config_replaces_the_default_one(tmp_path):
+    for model in ("tokenizer", "engine", "detokenizer", "ensemble"):
+        (tmp_path / model).mkdir()
+        (tmp_path / model / "config.pbtxt").write_text((FIXTURE / model / "config.pbtxt").read_text())
+    (tmp_path / "engine" / "configs").mkdir()
+    compiled = 'name: "engine" backend: "tensorrtllm" model_transaction_policy { decoupled: true }'
+    (tmp_path / "engine" / "configs" / "h100.pbtxt").write_text(compiled)
+    assert read_pipeline(tmp_path, "h100")["engine"] == Model("engine", stubs=0, streams=True)
+    assert read_pipeline(tmp_path, "demo")["engine"] == Model("engine", stubs=1, streams=True)
+
+
+def test_a_missing_model_and_a_broken_config_are_named(tmp_path):
+    with pytest.raises(NotFound, match="model 'ensemble' is not in .*config.pbtxt"):
+        read_pipeline(tmp_path, "demo")
+    (tmp_path / "ensemble").mkdir()
+    (tmp_path / "ensemble" / "config.pbtxt").write_text("nonsense: 1")
+    with pytest.raises(NotFound, match="model 'ensemble' cannot be read: .*config.pbtxt:1:1"):
+        read_pipeline(tmp_path, "demo")
+    (tmp_path / "ensemble" / "config.pbtxt").write_text('name: "ensemble"')
+    with pytest.raises(NotFound, match="is not an ensemble"):
+        read_pipeline(tmp_path, "demo")

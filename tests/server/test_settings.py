@@ -1,0 +1,77 @@
+"""Settings: read from TRIDENT_*, refused by name."""
+
+from pathlib import Path
+
+import pytest
+
+from contract.errors import InvalidArgument
+from server.settings import ROOT, Settings
+
+
+def test_nothing_set_means_the_defaults():
+    settings = Settings.from_environment({})
+    assert settings.ports == {"TRIDENT_GRPC_PORT": 8001, "TRIDENT_HTTP_PORT": 8000, "TRIDENT_METRICS_PORT": 8002}
+    assert (settings.host, settings.engine, settings.drain_s) == ("127.0.0.1", "demo", 2.0)
+    assert settings.model_repository == ROOT / "model_repository"
+
+
+def test_variables_are_read_and_an_empty_one_counts_as_unset():
+    environ = {"TRIDENT_GRPC_PORT": "9001", "TRIDENT_DRAIN_S": "0.5", "TRIDENT_HOST": "", "TRIDENT_ENGINES_DIR": "made"}
+    settings = Settings.from_environment(environ)
+    assert (settings.grpc_port, settings.drain_s, settings.host) == (9001, 0.5, "127.0.0.1")
+    assert settings.engines_dir == Path.cwd() / "made"
+
+
+def test_an_override_wins_over_its_variable_and_none_is_no_override():
+    settings = Settings.from_environment({"TRIDENT_GRPC_PORT": "9001"}, grpc_port=9002, host=None)
+    assert (settings.grpc_port, settings.host) == (9002, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "variable, value, allowed",
+    [
+        ("TRIDENT_GRPC_PORT", "eighty", "an integer"),
+        ("TRIDENT_GRPC_PORT", "0", "1 to 65535"),
+        ("TRIDENT_HTTP_PORT", "65536", "1 to 65535"),
+        ("TRIDENT_HOST", "::1", "an IPv4 address"),
+        ("TRIDENT_HOST", "localhost", "an IPv4 address"),
+        ("TRIDENT_ENGINE", "../secret", "letters, digits"),
+        ("TRIDENT_DRAIN_S", "-1", "0 to 86400"),
+        ("TRIDENT_DRAIN_S", "nan", "0 to 86400"),
+        ("TRIDENT_CANARY_INTERVAL_S", "0", "0.1 to 86400"),
+        ("TRIDENT_LOG_LEVEL", "debug", "error, warning, info, verbose"),
+        ("TRIDENT_ADMIN_KEY", "a key", "letters, digits"),
+        ("TRIDENT_OTLP_ENDPOINT", "127.0.0.1:4318", "http(s) URL"),
+        ("TRIDENT_TRACE_EVERY", "0", "1 to"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_variable_and_what_is_allowed(variable, value, allowed):
+    with pytest.raises(InvalidArgument) as refusal:
+        Settings.from_environment({variable: value})
+    assert refusal.value.field == variable and allowed in str(refusal.value)
+
+
+def test_tls_needs_both_files_and_both_must_exist(tmp_path):
+    cert = tmp_path / "cert.pem"
+    cert.touch()
+    with pytest.raises(InvalidArgument, match="TRIDENT_TLS_CERT and TRIDENT_TLS_KEY together"):
+        Settings.from_environment({"TRIDENT_TLS_CERT": str(cert)})
+    with pytest.raises(InvalidArgument, match=r"TRIDENT_TLS_KEY: there is no file .*key\.pem"):
+        Settings.from_environment({"TRIDENT_TLS_CERT": str(cert), "TRIDENT_TLS_KEY": str(tmp_path / "key.pem")})
+
+
+def test_every_run_has_a_key_of_its_own_that_does_not_show():
+    first, second = Settings(), Settings()
+    assert first.admin_key != second.admin_key and first.admin_key not in repr(first)
+
+
+def test_a_wildcard_address_is_reached_over_loopback():
+    settings = Settings(host="0.0.0.0", grpc_port=9001)
+    assert settings.grpc_url == "127.0.0.1:9001" and settings.host == "0.0.0.0"
+
+
+def test_every_variable_is_in_the_table_of_the_module():
+    from server import settings
+
+    for name in settings.READERS:
+        assert settings.variable(name) in settings.__doc__

@@ -1,0 +1,50 @@
+"""The status file."""
+
+import os
+import subprocess
+from dataclasses import replace
+
+from server import status
+
+STATUS = status.Status(
+    state="ready",
+    since="2026-01-01T00:00:00.000+00:00",
+    restarts=1,
+    revivals=2,
+    reason="",
+    engine="demo",
+    grpc_url="127.0.0.1:8001",
+    http_url="http://127.0.0.1:8000",
+    metrics_url="http://127.0.0.1:8002/metrics",
+    pid=os.getpid(),
+    started=status.start_ticks(os.getpid()),
+    server_pid=0,
+    log="log",
+)
+
+
+def test_what_is_written_is_read_and_listed(tmp_path):
+    file = status.path(tmp_path, 8001)
+    assert status.read(file) is None
+    status.write(file, STATUS)
+    assert status.read(file) == STATUS and status.read_all(tmp_path) == [STATUS]
+    assert [path.name for path in tmp_path.iterdir()] == ["status-8001.json"]
+    status.remove(file)
+    status.remove(file)
+    assert status.read_all(tmp_path) == []
+
+
+def test_a_supervisor_that_is_gone_is_dead_whatever_it_wrote_and_a_recycled_pid_does_not_count(tmp_path):
+    file = status.path(tmp_path, 8001)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for pid, started in ((gone.pid, 1), (os.getpid(), STATUS.started - 1)):
+        status.write(file, replace(STATUS, pid=pid, started=started))
+        assert status.read(file).state == "dead"
+    status.write(file, replace(STATUS, pid=gone.pid, state="failed", reason="no weights"))
+    assert status.read(file).state == "failed"
+
+
+def test_a_line_for_people_tells_state_counts_and_reason():
+    line = status.describe(replace(STATUS, state="failed", reason="no weights\nmore"))
+    assert "failed since" in line and "1 restarts, 2 revivals" in line and line.endswith(": no weights")

@@ -1,0 +1,40 @@
+"""Reading the metrics page, and telling a quiet server from a busy one."""
+
+from server.traffic import Quiet, Traffic, read
+
+PAGE = """\
+# HELP nv_inference_request_success Number of successful inference requests, all batch sizes
+nv_inference_request_success{model="tokenizer",version="1"} 100
+nv_inference_request_success{model="detokenizer",version="1"} 40
+nv_inference_request_success{model="detokenizer",version="2"} 2
+nv_inference_request_failure{model="detokenizer",reason="OTHER",version="1"} 1
+nv_inference_request_duration_us{model="detokenizer",version="1"} 123456
+nv_trt_llm_request_metrics{model="engine",request_type="active",version="1"} 3
+nv_trt_llm_request_metrics{model="engine",request_type="waiting",version="1"} 2
+nv_trt_llm_request_metrics{model="engine",request_type="max",version="1"} 64
+"""
+
+
+def test_answers_are_those_of_the_last_model_and_live_is_all_but_the_maximum():
+    assert read(PAGE, "detokenizer") == Traffic(answered=43, live=5)
+
+
+def test_an_engine_without_gauges_has_no_live_count():
+    assert read("", "detokenizer") == Traffic(answered=0, live=None)
+
+
+def verdicts(looks, *snapshots):
+    quiet = Quiet(looks)
+    return [quiet(Traffic(*snapshot)) for snapshot in snapshots]
+
+
+def test_quiet_needs_an_empty_engine_and_no_answers_for_so_many_looks():
+    assert verdicts(3, (5, 1), (6, 0), (7, 0), (7, 0), (7, 0)) == [False, False, False, False, True]
+
+
+def test_a_late_answer_or_a_late_request_starts_the_count_again():
+    assert verdicts(2, (5, 0), (6, 0), (7, 0), (7, 1), (7, 0), (7, 0)) == [False, False, False, False, False, True]
+
+
+def test_a_server_that_cannot_count_is_never_called_quiet():
+    assert not any(verdicts(2, (5, None), (5, None), (5, None)))
