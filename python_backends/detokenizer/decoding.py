@@ -256,7 +256,7 @@ def _text_stages(step: dict) -> list[Callable[[], stages.TextStage]]:
             return _substitutes(*stages.CLEANUP) if cleanup else []
         case {"type": "CTC", "pad_token": pad, "word_delimiter_token": delimiter, "cleanup": cleanup}:
             if cleanup and not delimiter:
-                return _whole(step)
+                raise _unsupported("CTC with an empty word delimiter behind Fuse or ByteLevel")
             dropped = [(pad, "")] if pad else []
             return _substitutes(*dropped, *(*stages.CLEANUP, (delimiter, " ")) if cleanup else ())
     raise _unsupported(step["type"])

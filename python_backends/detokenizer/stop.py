@@ -75,8 +75,6 @@ class StopStrings:
     def _link(self) -> None:
         order = [ROOT]  # shorter states first; grows while it is walked
         for state in order:
-            if self._match[state] is not None:
-                self._next[state] = {}  # the text ends here, so longer stop strings are never reached
             for character, longer in self._next[state].items():
                 self._fallback[longer] = shorter = self._step(self._fallback[state], character) if state else ROOT
                 # A stop string that ends here and started later gives way to one that started earlier.

@@ -147,6 +147,15 @@ def test_a_run_begun_before_arming_stops_with_its_next_character() -> None:
     assert stream.feed([vocab["<0x41>"], vocab["<0x0A>"], vocab["e"]]) == TextPiece("\nA", 2, "\n")
 
 
+def test_a_run_begun_before_arming_is_still_held_until_it_is_decided() -> None:
+    decoding, vocab = byte_fallback()
+    stream = TextStream(decoding, StopStrings(["\n"]), armed=False)
+    assert stream.feed([vocab["<0x0A>"]]) == TextPiece("", 1, None)
+    stream.arm()
+    assert stream.feed([vocab["<0x41>"]]) == TextPiece("", 1, None)
+    assert stream.feed([vocab["<0xFF>"]]) == TextPiece("\ufffd" * 3, 1, None)
+
+
 def test_the_run_after_the_one_in_which_the_stream_was_armed_is_looked_at_in_full() -> None:
     decoding, vocab = byte_fallback()
     stream = TextStream(decoding, StopStrings(["\n"]), armed=False)
