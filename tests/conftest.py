@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -23,18 +24,19 @@ settings.load_profile("trident")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def server_types() -> None:
-    """From here on the stub's module is complete, as in the server once the model is imported. Test modules are
-    imported before, so a model that touches the server's types while it is imported fails."""
+def triton_types() -> ModuleType:
+    """The stub's module, complete from here on, as in the server once the model is imported. Test modules are imported
+    before, so a model that touches the server's types while it is imported fails."""
     triton_stub.appear()
+    return triton_stub
 
 
 @pytest.fixture
-def triton(server_types: None) -> Iterator[object]:
+def triton(triton_types: ModuleType) -> Iterator[ModuleType]:
     """The stub's module with empty metrics, log and models."""
-    triton_stub.forget()
-    yield triton_stub
-    triton_stub.forget()
+    triton_types.forget()
+    yield triton_types
+    triton_types.forget()
 
 
 @pytest.fixture(scope="session")

@@ -79,7 +79,8 @@ def _check_characters(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as exc:
-        raise InvalidArgument("messages", f"hold half a character (\\u{ord(text[exc.start]):x}); send both halves") from exc
+        half = f"\\u{ord(text[exc.start]):x}"
+        raise InvalidArgument("messages", f"hold half a character ({half}); send both halves") from exc
 
 
 def _raise_exception(message: str) -> None:

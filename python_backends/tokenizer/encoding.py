@@ -35,7 +35,7 @@ class Encoding:
         if at_least > self._max_seq_len:
             raise PromptTooLong(
                 name,
-                f"has {len(text.encode())} bytes, more than {at_least} tokens; allowed are {self._max_seq_len} tokens",
+                f"has {size} bytes, more than {at_least} tokens; allowed are {self._max_seq_len} tokens",
             )
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:

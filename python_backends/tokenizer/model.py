@@ -24,6 +24,7 @@ class TritonPythonModel:
         settings = Settings.from_env()
         manifest = manifests.load(settings.engine_dir)
         self._limits = EngineLimits.from_manifest(manifest)
+        self._max_prompt_bytes = settings.max_prompt_bytes
         self._eos_token_ids = tuple(manifest.eos_token_ids)
         self._on_cpu = manifest.kind == "cpu"
         # Only a Python engine carries options through; for the others they go to the detokenizer by mailbox.
@@ -48,23 +49,24 @@ class TritonPythonModel:
                 if isinstance(item, TridentError):
                     raise item
                 responses.append(response(self._outputs(request.request_id(), item[0], next(ids), arrival_ns)))
-            except TridentError as exc:
-                self._refused[type(exc).__name__](1)
-                responses.append(error_response(exc))
+            except Exception as exc:  # the outer edge: one request's fault must not take its batch with it
+                error = exc if isinstance(exc, TridentError) else EngineFailed(f"the tokenizer failed: {exc!r}")
+                self._refused[type(error).__name__](1)
+                responses.append(error_response(error))
         self._metrics.flush()
         return responses
 
     def _parse(self, request) -> tuple[PromptRequest, str, bool] | TridentError:
         """The request, the text to encode and whether special tokens are still to be added, or why not."""
         try:
-            prompt = parse(Inputs(request), parameters(request), self._limits)
+            prompt = parse(Inputs(request), parameters(request), self._limits, self._max_prompt_bytes)
             self._refuse_unsupported(prompt)
             if prompt.messages is not None:
                 # A chat template writes the special tokens itself.
-                text, add_special_tokens = self._chat_template.render(prompt.messages), False
+                name, text, add_special_tokens = "messages", self._chat_template.render(prompt.messages), False
             else:
-                text, add_special_tokens = prompt.prompt, True
-            self._encoding.check_length("text_input", text)
+                name, text, add_special_tokens = "text_input", prompt.prompt, True
+            self._encoding.check_length(name, text)
             return prompt, text, add_special_tokens
         except TridentError as exc:
             return exc
@@ -101,9 +103,6 @@ class TritonPythonModel:
             max_tokens = max(1, min(DEFAULT_MAX_TOKENS, self._limits.max_seq_len - len(ids)))
         check_fits(len(ids), max_tokens, self._limits)
         end_ids = self._end_ids(prompt)
-        if self._mailbox is not None:
-            ends = (*end_ids, *prompt.stop_token_ids)
-            self._mailbox.post(Letter(request_id, prompt.options.to_json(), max_tokens, len(ids), ends))
         outputs = {
             "input_ids": row(ids),
             "input_lengths": row([len(ids)]),
@@ -115,9 +114,7 @@ class TritonPythonModel:
             "stream_options": texts(prompt.options.to_json()),
         }
         if prompt.bad_words:
-            outputs["bad_words_list"] = encode_word_list(
-                [self._encoding.encode_word(word) for word in prompt.bad_words]
-            )
+            outputs["bad_words_list"] = encode_word_list([self._ids("bad_words", word) for word in prompt.bad_words])
         if prompt.bias_words:
             outputs["embedding_bias"] = self._bias(prompt)
         if prompt.seed is not None:
@@ -125,6 +122,9 @@ class TritonPythonModel:
         if prompt.min_tokens is not None:
             outputs["min_tokens"] = row([prompt.min_tokens])
         outputs["tokenizer_time_ns"] = row([arrival_ns, time.monotonic_ns()], np.int64)
+        if self._mailbox is not None:  # last, because the id is taken from here on
+            ends = (*end_ids, *prompt.stop_token_ids)
+            self._mailbox.post(Letter(request_id, prompt.options.to_json(), max_tokens, len(ids), ends))
         return outputs
 
     def _end_ids(self, prompt: PromptRequest) -> tuple[int, ...]:
@@ -142,5 +142,11 @@ class TritonPythonModel:
     def _bias(self, prompt: PromptRequest) -> np.ndarray:
         bias = np.zeros((1, self._limits.vocab_size), dtype=np.float32)
         for word, weight in zip(prompt.bias_words, prompt.bias_weights, strict=True):
-            bias[0, list(self._encoding.encode_word(word))] += weight
+            bias[0, list(self._ids("embedding_bias_words", word))] += weight
         return bias
+
+    def _ids(self, name: str, word: str) -> tuple[int, ...]:
+        ids = self._encoding.encode_word(word)
+        if not ids:
+            raise InvalidArgument(name, f"holds {word!r}, of which this model's tokenizer makes no token; leave it out")
+        return ids

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass
 
-from contract.errors import InvalidArgument
+from contract.errors import InvalidArgument, PromptTooLong
 from contract.tensors import ENSEMBLE_INPUTS
 from python_backends.limits import EngineLimits
 from python_backends.stream_options import StreamOptions
@@ -42,7 +43,7 @@ class PromptRequest:
     options: StreamOptions
 
 
-def parse(inputs: Inputs, parameters: dict, limits: EngineLimits) -> PromptRequest:
+def parse(inputs: Inputs, parameters: dict, limits: EngineLimits, max_prompt_bytes: int) -> PromptRequest:
     """Raises InvalidArgument that names the input and what is allowed."""
     check_parameters(parameters)
     prompt, messages = inputs.text("text_input"), inputs.text("messages")
@@ -52,15 +53,20 @@ def parse(inputs: Inputs, parameters: dict, limits: EngineLimits) -> PromptReque
         raise InvalidArgument("messages", "was sent together with text_input; send one of them")
     if prompt == "":
         raise InvalidArgument("text_input", "is empty; send at least one character")
+    for name, text in (("text_input", prompt), ("messages", messages)):
+        if text is not None and len(text.encode()) > max_prompt_bytes:
+            raise PromptTooLong(name, f"has {len(text.encode())} bytes; allowed are {max_prompt_bytes}")
     max_tokens = inputs.scalar("max_tokens")
     if max_tokens is not None and not 1 <= max_tokens <= limits.max_seq_len:
         raise InvalidArgument("max_tokens", f"got {max_tokens}; allowed are 1 to {limits.max_seq_len} with the prompt")
     min_tokens = _alias(inputs, "min_tokens", "min_length")
     if min_tokens is not None and not 0 <= min_tokens <= limits.max_seq_len:
         raise InvalidArgument("min_tokens", f"got {min_tokens}; allowed are 0 to {limits.max_seq_len}")
-    bias_words, bias_weights = inputs.texts("embedding_bias_words"), inputs.integers("embedding_bias_weights")
+    bias_words, bias_weights = inputs.texts("embedding_bias_words"), inputs.floats("embedding_bias_weights")
     if len(bias_words) != len(bias_weights):
         raise InvalidArgument("embedding_bias_weights", f"has {len(bias_weights)} values for {len(bias_words)} words")
+    if not all(map(math.isfinite, bias_weights)):
+        raise InvalidArgument("embedding_bias_weights", f"holds {bias_weights}; allowed are finite numbers")
     stop_token_ids = tuple(dict.fromkeys(_ids(inputs, "stop_token_ids", limits.vocab_size)))
     return PromptRequest(
         prompt=prompt,

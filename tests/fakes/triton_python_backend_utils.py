@@ -301,7 +301,7 @@ def incoming(
     timeout_us: int = 0,
     parameters: Mapping[str, object] | None = None,
 ) -> _InferenceRequest:
-    """A request as a client of the server sends it. ``inputs``: name -> (KServe datatype, values with batch dimension)."""
+    """A request as a client sends it. ``inputs``: name -> (KServe datatype, values with batch dimension)."""
     request = _InferenceRequest(
         request_id=request_id,
         requested_output_names=outputs,

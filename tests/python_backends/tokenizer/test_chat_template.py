@@ -104,7 +104,9 @@ def test_what_is_no_chat_is_refused_with_an_example_of_one(messages, problem):
 
 @given(
     st.recursive(
-        st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+        st.none() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=8,
     )
 )
 def test_any_json_is_a_chat_or_is_refused_by_name(value):

@@ -1,0 +1,251 @@
+import dataclasses
+import json
+import shutil
+import uuid
+
+import numpy as np
+import pytest
+import tokenizers
+
+from contract import manifest as manifests
+from contract.errors import from_text
+from contract.tensors import ENGINE_INPUTS, ENSEMBLE_INPUTS
+from python_backends.mailbox import Mailbox
+from python_backends.settings import Settings
+from python_backends.stream_options import StreamOptions
+from python_backends.tokenizer.model import TritonPythonModel
+from python_backends.word_list import decode_word_list
+from tests.fakes import tokenizer_families
+
+DATATYPES = {tensor.name: tensor.datatype for tensor in ENSEMBLE_INPUTS}
+END = 256
+
+
+@pytest.fixture
+def model(triton, tiny_engine, monkeypatch):
+    monkeypatch.setenv("TRIDENT_ENGINE_DIR", str(tiny_engine))
+    model = TritonPythonModel()
+    model.initialize({})
+    return model
+
+
+@pytest.fixture
+def library(tiny_engine):
+    return tokenizers.Tokenizer.from_file(str(tiny_engine / "tokenizer.json"))
+
+
+def request(triton, request_id="", parameters=None, **values):
+    tensors = {
+        name: (DATATYPES[name], [value if isinstance(value, list) else [value]]) for name, value in values.items()
+    }
+    return triton.incoming(tensors, request_id=request_id, parameters=parameters)
+
+
+@pytest.fixture
+def ask(triton, model, answer_of):
+    """``ask(**inputs)``: the engine's tensors for one request, or the error in the answer."""
+
+    def ask(**inputs):
+        [answer] = model.execute([request(triton, **inputs)])
+        return from_text(answer.error().message()) if answer.has_error() else answer_of("tokenizer", answer)
+
+    return ask
+
+
+def test_a_prompt_becomes_the_engines_tensors(ask, library):
+    found = ask(text_input="Hello, 世界", max_tokens=7)
+    ids = library.encode("Hello, 世界").ids
+    assert found["input_ids"].tolist() == [ids]
+    assert found["input_lengths"].tolist() == [[len(ids)]]
+    assert found["request_output_len"].tolist() == [[7]]
+    assert found["end_id"].tolist() == [[END]]
+    assert found["stop_words_list"].shape == (1, 2, 0)
+    assert found.keys() <= {tensor.name for tensor in ENGINE_INPUTS}
+    for absent in ("seed", "min_tokens", "bad_words_list", "embedding_bias"):
+        assert absent not in found  # the engine's own default is taken
+
+
+def test_times_are_those_of_arrival_and_of_the_ids(ask):
+    arrived, ready = ask(text_input="a")["tokenizer_time_ns"][0].tolist()
+    assert 0 < arrived <= ready
+
+
+def test_a_chat_is_rendered_and_gets_no_second_set_of_special_tokens(ask, library):
+    found = ask(messages=json.dumps([{"role": "user", "content": "Hi"}]))
+    expected = library.encode("<|begin|>user\nHi<|end|><|begin|>assistant", add_special_tokens=False).ids
+    assert found["input_ids"].tolist() == [expected] and END in expected
+
+
+def test_without_max_tokens_there_is_room_for_128_or_for_what_is_left(ask):
+    assert ask(text_input="a")["request_output_len"].tolist() == [[128]]
+    assert ask(text_input="a" * 200)["request_output_len"].tolist() == [[56]]
+
+
+def test_what_was_sent_is_handed_on(ask):
+    found = ask(text_input="a", seed=2**64 - 1, min_tokens=3, stream=True)
+    assert found["seed"].tolist() == [[2**64 - 1]] and found["seed"].dtype == np.uint64
+    assert found["min_tokens"].tolist() == [[3]]
+    assert found["streaming"].tolist() == [[True]]
+    options = StreamOptions.from_json(found["stream_options"][0, 0].decode())
+    assert options == StreamOptions(stream=True, min_tokens=3)
+
+
+def test_stop_ids_go_as_words_of_one_id_each(ask):
+    found = ask(text_input="a", stop_token_ids=[9, 8])
+    assert found["end_id"].tolist() == [[END]]
+    assert decode_word_list("stop_words_list", found["stop_words_list"]) == [(9,), (8,)]
+
+
+def test_end_tokens_can_be_replaced_and_left_out(ask):
+    assert ask(text_input="a", end_id=5)["end_id"].tolist() == [[5]]
+    assert ask(text_input="a", ignore_eos=True)["end_id"].tolist() == [[-1]]
+
+
+def test_a_unary_request_streams_inside_when_a_stop_string_is_to_stop_the_engine(ask):
+    assert not ask(text_input="a")["streaming"].item()
+    assert ask(text_input="a", stop_words=["x"])["streaming"].item()
+
+
+def test_a_prompt_that_does_not_fit_is_refused_with_the_numbers(ask):
+    assert "the prompt has 200 tokens and 57 are asked for" in str(ask(text_input="a" * 200, max_tokens=57))
+    assert "the prompt has 256 tokens; allowed are 255" in str(ask(text_input="a" * 256))
+    assert "has 1000000 bytes" in str(ask(text_input="a" * 1_000_000))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"text_input": "a", "bad_words": ["x"]}, "bad_words: the CPU engine cannot ban words; leave it out"),
+        (
+            {"text_input": "a", "embedding_bias_words": ["x"], "embedding_bias_weights": [1.0]},
+            "embedding_bias_words: the CPU engine cannot bias words; leave it out",
+        ),
+        ({"text_input": ""}, "text_input: is empty; send at least one character"),
+        ({"messages": "[]"}, "messages: must be a JSON list"),
+        ({"text_input": "a", "parameters": {"tempratur": 1}}, "tempratur: is neither an input nor a known"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(ask, inputs, message):
+    assert message in str(ask(**inputs))
+
+
+def test_a_batch_answers_each_request_by_itself_and_in_order(triton, model, library, answer_of):
+    chat = json.dumps([{"role": "user", "content": "b"}])
+    requests = [
+        request(triton, text_input="one"),
+        request(triton, text_input=""),
+        request(triton, messages=chat),
+        request(triton, text_input="two", max_tokens=0),
+        request(triton, text_input="x" * 10_000_000),
+        request(triton, text_input="three"),
+    ]
+    answers = model.execute(requests)
+    assert [answer.has_error() for answer in answers] == [False, True, False, True, True, False]
+    texts = [library.decode(answer_of("tokenizer", answers[index])["input_ids"][0].tolist()) for index in (0, 2, 5)]
+    assert texts == ["one", "user\nb" + "assistant", "three"]
+
+
+def test_refusals_are_counted_by_kind(triton, model):
+    model.execute([request(triton, text_input=""), request(triton), request(triton, text_input="a" * 300)])
+    counted = {
+        name: triton.metric_value("trident_errors_total", model="tokenizer", error_type=name)
+        for name in ("InvalidArgument", "PromptTooLong", "EngineFailed")
+    }
+    assert counted == {"InvalidArgument": 2, "PromptTooLong": 1, "EngineFailed": 0}
+
+
+def test_a_fault_of_ours_is_one_requests_well_formed_error(triton, model, monkeypatch):
+    class Broken:
+        def parameters(self):
+            raise RuntimeError("shared memory is gone")
+
+    first, second = model.execute([Broken(), request(triton, text_input="a")])
+    assert "EngineFailed: the tokenizer could not read the request: RuntimeError" in first.error().message()
+    assert not second.has_error()
+    monkeypatch.setattr(model, "_end_ids", lambda prompt: 1 / 0 if prompt.prompt == "a" else ())
+    first, second = model.execute([request(triton, text_input="a"), request(triton, text_input="b")])
+    assert "EngineFailed: the tokenizer failed: ZeroDivisionError" in first.error().message()
+    assert not second.has_error()
+
+
+@pytest.fixture
+def gpu_engine(tiny_engine, tmp_path, monkeypatch):
+    """The same tokenizer in front of an engine that is not ours."""
+    folder = tmp_path / "engine"
+    shutil.copytree(tiny_engine, folder)
+    dataclasses.replace(manifests.load(tiny_engine), kind="trtllm").save(folder)
+    monkeypatch.setenv("TRIDENT_ENGINE_DIR", str(folder))
+    monkeypatch.setenv("TRIDENT_CONTROL_SOCKET", f"trident-test-{uuid.uuid4()}")
+    return folder
+
+
+@pytest.fixture
+def bare(triton, gpu_engine, answer_of):
+    """``bare(**inputs)`` asks the tokenizer in front of such an engine; ``bare.letters`` is what it told the
+    detokenizer."""
+    letters = {}
+    box = Mailbox(
+        Settings.from_env().mailbox_socket, lambda letter: letters.setdefault(letter.request_id, letter) is letter
+    )
+    model = TritonPythonModel()
+    model.initialize({})
+
+    def ask(**inputs):
+        [answer] = model.execute([request(triton, **inputs)])
+        return from_text(answer.error().message()) if answer.has_error() else answer_of("tokenizer", answer)
+
+    ask.letters = letters
+    yield ask
+    model._mailbox.close()
+    box.close()
+
+
+def test_behind_a_bare_engine_the_detokenizer_hears_of_the_request_first(bare):
+    found = bare(request_id="r1", text_input="abc", max_tokens=9, stop_token_ids=[7], stop_words=["x"])
+    letter = bare.letters["r1"]
+    assert (letter.max_tokens, letter.num_input_tokens, letter.end_ids) == (9, 3, (END, 7))
+    assert StreamOptions.from_json(letter.options).stop == ("x",)
+    assert found["streaming"].item()
+
+
+def test_behind_a_bare_engine_a_request_needs_an_id_of_its_own(bare):
+    assert "request_id: is empty" in str(bare(text_input="a"))
+    bare(request_id="r1", text_input="a")
+    assert "request_id: is in use by a request that still runs" in str(bare(request_id="r1", text_input="a"))
+
+
+def test_a_refused_request_does_not_take_its_id(bare):
+    assert "allowed are 255" in str(bare(request_id="r1", text_input="a" * 300))
+    assert not bare.letters
+    bare(request_id="r1", text_input="a")
+
+
+def test_behind_a_bare_engine_words_become_ids(bare, library):
+    found = bare(
+        request_id="r1",
+        text_input="a",
+        bad_words=["ab", "c"],
+        embedding_bias_words=["ab", "b"],
+        embedding_bias_weights=[1.5, -1.0],
+    )
+    a, b, c = (library.encode(letter, add_special_tokens=False).ids[0] for letter in "abc")
+    assert decode_word_list("bad_words_list", found["bad_words_list"]) == [(a, b), (c,)]
+    bias = found["embedding_bias"][0]
+    assert bias.shape == (331,) and (bias[a], bias[b], bias.sum()) == (1.5, 0.5, 2.0)
+
+
+def test_a_word_of_which_the_tokenizer_makes_nothing_is_refused_by_name(gpu_engine, request):
+    tokenizer_families.word_piece().save(str(gpu_engine / "tokenizer.json"))
+    bare = request.getfixturevalue("bare")
+    for words in ({"bad_words": ["fox", " "]}, {"embedding_bias_words": [" "], "embedding_bias_weights": [1.0]}):
+        refusal = bare(request_id="r1", text_input="fox", **words)
+        assert f"{next(iter(words))}: holds ' ', of which this model's tokenizer makes no token" in str(refusal)
+    assert not bare.letters
+
+
+def test_what_a_bare_engine_cannot_do_is_refused_by_name(bare):
+    assert "min_p: got" in str(bare(request_id="r1", text_input="a", min_p=0.5))
+    assert "num_top_log_probs: this engine knows only" in str(
+        bare(request_id="r1", text_input="a", num_top_log_probs=2)
+    )
+    assert not bare.letters

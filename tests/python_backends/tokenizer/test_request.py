@@ -1,0 +1,165 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.errors import InvalidArgument, PromptTooLong
+from contract.tensors import ENSEMBLE_INPUTS
+from python_backends.limits import EngineLimits
+from python_backends.stream_options import StreamOptions
+from python_backends.tokenizer.request import parse
+from python_backends.triton_io import Inputs
+
+LIMITS = EngineLimits(vocab_size=100, max_seq_len=200, max_batch_size=4, kv_cache_blocks=32)
+DATATYPES = {tensor.name: tensor.datatype for tensor in ENSEMBLE_INPUTS}
+
+
+@pytest.fixture
+def ask(triton):
+    """``ask(name=value, …)``: the parsed request of these inputs of the ensemble."""
+
+    def ask(parameters=None, **values):
+        tensors = {
+            name: (DATATYPES[name], [value if isinstance(value, list) else [value]]) for name, value in values.items()
+        }
+        return parse(Inputs(triton.incoming(tensors)), parameters or {}, LIMITS, max_prompt_bytes=1000)
+
+    return ask
+
+
+def test_a_prompt_alone_takes_the_models_own_for_everything_else(ask):
+    prompt = ask(text_input="Hé")
+    assert (prompt.prompt, prompt.messages, prompt.max_tokens, prompt.end_id) == ("Hé", None, None, None)
+    assert (prompt.seed, prompt.min_tokens, prompt.stop_token_ids, prompt.bad_words) == (None, None, (), ())
+    assert prompt.options == StreamOptions()
+
+
+def test_what_the_detokenizer_is_to_know_rides_along(ask):
+    prompt = ask(
+        text_input="a",
+        stream=True,
+        exclude_input_in_output=False,
+        stop_words=["x", "y", "x", ""],
+        stop_token_ids=[5, 7, 5],
+        include_stop_in_output=True,
+        skip_special_tokens=False,
+        min_tokens=3,
+        return_perf_metrics=True,
+    )
+    assert prompt.options == StreamOptions(
+        stream=True,
+        echo=True,
+        stop=("x", "y"),
+        include_stop=True,
+        hidden_ids=(5, 7),
+        skip_special_tokens=False,
+        min_tokens=3,
+        timings=True,
+    )
+    assert prompt.stop_token_ids == (5, 7)
+
+
+def test_the_empty_lists_that_the_usual_clients_send_mean_none(ask):
+    prompt = ask(text_input="a", stop_words=[""], bad_words=[""], embedding_bias_words=[], embedding_bias_weights=[])
+    assert (prompt.options.stop, prompt.bad_words, prompt.bias_words) == ((), (), ())
+
+
+@pytest.mark.parametrize(("name", "older"), [("seed", "random_seed"), ("min_tokens", "min_length")])
+def test_an_older_name_means_the_same(ask, name, older):
+    assert getattr(ask(text_input="a", **{older: 7}), name) == 7
+    assert getattr(ask(text_input="a", **{name: 7, older: 7}), name) == 7
+    with pytest.raises(InvalidArgument, match=f"{older}: got 8, but {name}, its other name, got 7; send one of them"):
+        ask(text_input="a", **{name: 7, older: 8})
+
+
+def test_end_tokens_are_the_models_own_one_of_the_callers_or_none(ask):
+    assert ask(text_input="a", end_id=99).end_id == 99
+    assert ask(text_input="a", end_id=-1).end_id == -1
+    assert ask(text_input="a", ignore_eos=True).end_id == -1
+    assert ask(text_input="a", ignore_eos=False).end_id is None
+
+
+@pytest.mark.parametrize(
+    ("inputs", "field", "problem"),
+    [
+        ({}, "text_input", "is missing; send a prompt, or a chat in messages"),
+        ({"text_input": "a", "messages": "[]"}, "messages", "was sent together with text_input"),
+        ({"text_input": ""}, "text_input", "is empty; send at least one character"),
+        ({"text_input": b"\xff"}, "text_input", "is not valid UTF-8 at byte 0"),
+        ({"text_input": "a\0"}, "text_input", "holds a NUL character at position 1"),
+        ({"text_input": ["a", "b"]}, "text_input", "holds 2 values; allowed is exactly one"),
+        ({"max_tokens": 0}, "max_tokens", "got 0; allowed are 1 to 200"),
+        ({"max_tokens": -1}, "max_tokens", "got -1; allowed are 1 to 200"),
+        ({"max_tokens": 2**31 - 1}, "max_tokens", "got 2147483647; allowed are 1 to 200"),
+        ({"max_tokens": []}, "max_tokens", "holds 0 values"),
+        ({"min_tokens": -1}, "min_tokens", "got -1; allowed are 0 to 200"),
+        ({"min_length": 201}, "min_tokens", "got 201; allowed are 0 to 200"),
+        ({"end_id": 100}, "end_id", "got 100; allowed are 0 to 99, or -1 for none"),
+        ({"end_id": -2}, "end_id", "got -2; allowed are 0 to 99, or -1 for none"),
+        ({"stop_token_ids": [1, 100]}, "stop_token_ids", "holds the id 100; allowed are 0 to 99"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "holds the id -1; allowed are 0 to 99"),
+        ({"stop_token_ids": [1] * 101}, "stop_token_ids", "holds 101 ids; allowed are at most 100"),
+        ({"stop_words": ["x"] * 10_000}, "stop_words", "holds 10000 strings; allowed are at most 100"),
+        ({"stop_words": ["x" * 1001]}, "stop_words", "holds a string of 1001 characters; allowed are 1000"),
+        ({"stop_words": [b"\xff"]}, "stop_words", "is not valid UTF-8"),
+        ({"embedding_bias_words": ["a"]}, "embedding_bias_weights", "has 0 values for 1 words"),
+        (
+            {"embedding_bias_words": ["a"], "embedding_bias_weights": [float("nan")]},
+            "embedding_bias_weights",
+            "allowed are finite numbers",
+        ),
+    ],
+)
+def test_what_is_not_allowed_is_refused_by_name(ask, inputs, field, problem):
+    prompt = {} if {"text_input", "messages"} & inputs.keys() or not inputs else {"text_input": "a"}
+    with pytest.raises(InvalidArgument, match=problem) as caught:
+        ask(**prompt, **inputs)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("name", ["text_input", "messages"])
+def test_a_prompt_over_the_servers_bound_is_refused_in_bytes(ask, name):
+    ask(**{name: "é" * 500})
+    with pytest.raises(PromptTooLong, match=f"{name}: has 1002 bytes; allowed are 1000"):
+        ask(**{name: "é" * 501})
+
+
+@pytest.mark.parametrize(
+    "name", ["x-tenant", "X-Request-Id", "traceparent", "triton_enable_empty_final_response", "sequence_id"]
+)
+def test_headers_and_the_servers_own_parameters_are_let_by(ask, name):
+    assert ask({name: "1"}, text_input="a").prompt == "a"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_tokens", "was sent as a request parameter; send it as an input tensor"),
+        ("temprature", "did you mean the input temperature?"),
+        ("frobnicate", "see the inputs of the model ensemble"),
+        ("", "see the inputs of the model ensemble"),
+    ],
+)
+def test_an_unknown_parameter_is_refused_with_a_hint(ask, name, hint):
+    with pytest.raises(InvalidArgument) as caught:
+        ask({name: 1}, text_input="a")
+    assert caught.value.field == name and hint in str(caught.value)
+
+
+values = {
+    "BYTES": st.lists(st.binary(max_size=8), max_size=3),
+    "INT32": st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3),
+    "UINT64": st.lists(st.integers(0, 2**64 - 1), max_size=2),
+    "FP32": st.lists(st.floats(width=32), max_size=2),
+    "BOOL": st.lists(st.booleans(), max_size=2),
+}
+
+
+@given(st.fixed_dictionaries({}, optional={name: values[datatype].map(list) for name, datatype in DATATYPES.items()}))
+def test_any_inputs_at_all_are_parsed_or_refused_by_the_name_of_one_of_them(triton_types, inputs):
+    request = triton_types.incoming({name: (DATATYPES[name], [value]) for name, value in inputs.items()})
+    try:
+        prompt = parse(Inputs(request), {}, LIMITS, max_prompt_bytes=1000)
+    except InvalidArgument as refusal:
+        assert refusal.field in DATATYPES
+    else:
+        assert (prompt.prompt is None) != (prompt.messages is None)
