@@ -95,5 +95,6 @@ def test_signals_meant_for_the_supervisor_do_not_reach_the_command(prefix):
 
 def test_a_command_that_cannot_be_run_is_said(prefix):
     keeper = keep(prefix, "/no/such/server")
-    _, said = keeper.communicate(timeout=10)
-    assert keeper.returncode == 127 and "cannot run /no/such/server: No such file or directory" in said
+    assert keeper.wait(10) == 127
+    _, said = keeper.communicate()
+    assert "cannot run /no/such/server: No such file or directory" in said
