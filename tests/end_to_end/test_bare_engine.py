@@ -1,0 +1,126 @@
+"""The ensemble's variant for the C++ backend, on the real server, around a stand-in that sends bare ids as it does."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc.aio as triton
+from triton_requests import ask, responses
+
+from contract import manifest as manifests
+from contract import tensors
+from server.replica import running
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = "def area(width, height):\n    return width * height\n"
+TRITON_TYPES = {"BYTES": "TYPE_STRING"}
+
+
+def bare_engine_config() -> str:
+    """The engine door without what only a Python engine knows."""
+
+    def rows(table, optional: bool) -> str:
+        return ",".join(
+            f'{{ name: "{t.name}" data_type: {TRITON_TYPES.get(t.datatype, "TYPE_" + t.datatype)} '
+            f"dims: [ {', '.join(map(str, t.dims))} ]{' optional: true' if optional and t.optional else ''} }}"
+            for t in table
+            if not t.ours
+        )
+
+    return (
+        'name: "engine" backend: "python" max_batch_size: 1 '
+        f"input [ {rows(tensors.ENGINE_INPUTS, True)} ] output [ {rows(tensors.ENGINE_OUTPUTS, False)} ] "
+        "model_transaction_policy { decoupled: true } instance_group [ { kind: KIND_CPU count: 1 } ]"
+    )
+
+
+@pytest.fixture(scope="module")
+def replica(engine_dir, tmp_path_factory):
+    engines = tmp_path_factory.mktemp("engines")
+    shutil.copytree(engine_dir, engines / "demo")
+    dataclasses.replace(manifests.load(engine_dir), kind="trtllm").save(engines / "demo")
+    repository = tmp_path_factory.mktemp("repository") / "models"
+    shutil.copytree(ROOT / "model_repository", repository)
+    for model in ("ensemble", "detokenizer", "engine"):
+        (repository / model / "configs").mkdir(exist_ok=True)
+    for model in ("ensemble", "detokenizer"):
+        config = (ROOT / "build" / "trtllm" / f"{model}.pbtxt").read_text()
+        # This server is older than the setting.
+        config = re.sub(r"^ *max_inflight_requests: \d+\n", "", config, flags=re.MULTILINE)
+        (repository / model / "configs" / "demo.pbtxt").write_text(config)
+    (repository / "engine" / "configs" / "demo.pbtxt").write_text(bare_engine_config())
+    shutil.copy(ROOT / "tests" / "fakes" / "bare_engine_model.py", repository / "engine" / "1" / "model.py")
+    # The canary of the supervisor sends an id of its own with each request, as this engine insists on.
+    with running("demo", engines_dir=str(engines), model_repository=str(repository)) as server:
+        yield server
+
+
+@pytest.fixture
+async def client(replica):
+    async with triton.InferenceServerClient(replica.grpc_url) as connection:
+        yield connection
+
+
+async def test_text_streams_and_ends_with_length_and_usage(client):
+    inputs = {"text_input": PROMPT, "max_tokens": 30, "ignore_eos": True}
+    streamed = await ask(client, {**inputs, "stream": True}, request_id="a")
+    whole = await ask(client, inputs, request_id="b")
+    assert streamed.text == whole.text and "area" in streamed.text
+    assert streamed.responses > 5 and whole.responses == 1
+    for answer in (streamed, whole):
+        assert answer.finish_reasons == ["length"]
+        assert answer.outputs["num_output_tokens"].item() == 30
+
+
+async def test_an_end_id_and_a_stop_string_end_it(client):
+    echoed = await ask(client, {"text_input": PROMPT, "max_tokens": 6, "ignore_eos": True, "stream": True}, request_id="c")
+    end_id = echoed.ids[-1]
+    ended = await ask(client, {"text_input": PROMPT, "max_tokens": 99, "end_id": end_id}, request_id="d")
+    assert ended.finish_reasons == ["stop"] and ended.ids[-1] == end_id and len(ended.ids) < 99
+    stopped = await ask(
+        client,
+        {"text_input": PROMPT, "max_tokens": 900, "ignore_eos": True, "stop_words": ["height):"], "stream": True},
+        request_id="e",
+    )
+    assert stopped.finish_reasons == ["stop"]
+    assert stopped.outputs["stop_reason"].item() == b"height):"
+    assert "height):" not in stopped.text
+    assert stopped.outputs["num_output_tokens"].item() < 100
+
+
+async def test_a_request_without_an_id_or_with_one_in_use_is_refused_by_name(client):
+    assert "request_id: is empty" in (await ask(client, {"text_input": PROMPT, "max_tokens": 3})).error
+    long = {"text_input": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    first = asyncio.create_task(ask(client, long, request_id="same"))
+    await asyncio.sleep(0.3)
+    assert "is in use by a request that still runs" in (await ask(client, long, request_id="same")).error
+    assert (await first).finish_reasons == ["length"]
+    again = await ask(client, {**long, "max_tokens": 3}, request_id="same")
+    assert again.finish_reasons == ["length"]
+
+
+async def test_a_client_that_goes_away_stops_the_engine_by_request_id(client):
+    long = {"text_input": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    seen = 0
+    async for _result, error in responses(client, long, request_id="gone"):
+        assert not error
+        seen += 1
+        if seen == 5:
+            break
+    for _ in range(100):  # the id is free again as soon as the engine has stopped, long before 900 tokens
+        answer = await ask(client, {**long, "max_tokens": 2}, request_id="gone")
+        if not answer.error:
+            break
+        await asyncio.sleep(0.02)
+    assert answer.finish_reasons == ["length"]
+
+
+async def test_what_the_backend_cannot_do_is_refused_by_name(client):
+    base = {"text_input": PROMPT, "max_tokens": 3}
+    assert "min_p: got 0.5" in (await ask(client, {**base, "min_p": 0.5}, request_id="f")).error
+    assert "num_top_log_probs" in (await ask(client, {**base, "num_top_log_probs": 3}, request_id="g")).error
