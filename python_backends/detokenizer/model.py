@@ -41,6 +41,9 @@ class TritonPythonModel:
         self._detokenize_phase = self._metrics.histogram(
             PHASES, PHASES_HELP, TTFT_BUCKETS, model="detokenizer", phase="detokenize"
         )
+        self._open_streams = self._metrics.gauge(
+            "trident_open_streams", "Streams whose text is under way", model="detokenizer"
+        )
 
     def execute(self, requests: list) -> None:
         for request in requests:
@@ -81,8 +84,10 @@ class TritonPythonModel:
         now_ns = time.monotonic_ns()
         if state.first and state.sent_ns:
             self._detokenize_phase((now_ns - state.sent_ns) / 1e9)
-        if now_ns - self._flushed_ns >= _METRICS_PERIOD_NS:
+        # The last stream's end is shown at once: nobody may come later to show it.
+        if now_ns - self._flushed_ns >= _METRICS_PERIOD_NS or not len(self._streams):
             self._flushed_ns = now_ns
+            self._open_streams(len(self._streams))
             self._metrics.flush()
 
     def finalize(self) -> None:
