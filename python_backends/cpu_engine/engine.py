@@ -74,10 +74,12 @@ class Engine:
         self._closing = False
         self._failed_starts = 0
         self._worker_ready = threading.Event()
+        self._start_known = threading.Event()  # the worker is ready, or has failed to start for good
         self._open_link = open_link
-        self._outbox = Outbox(sender_threads, self._on_sent, clock_ns)
+        self._outbox = Outbox(sender_threads, self._on_sent, self._on_lost, clock_ns)
         self._work = threading.Event()  # set while anything lives; the ticker sleeps without it
-        self._link = open_link(self)
+        with self._lock:
+            self._link = open_link(self)
         self._ticker = threading.Thread(target=self._tick_while_live, name="ticker", daemon=True)
         self._ticker.start()
 
@@ -106,6 +108,11 @@ class Engine:
             self._start_admitted(now_ns)
             self._work.set()
         return key
+
+    def refused(self, error: TridentError) -> None:
+        """Counts a request that was turned away before or by ``submit``."""
+        self._metrics.refused(error)
+        self._work.set()  # the ticker takes it to the metrics page
 
     def stop_request(self, request_id: str) -> int:
         """TensorRT-LLM's stop: ends every live stream of that request id; returns how many there were."""
@@ -142,12 +149,15 @@ class Engine:
     # ---- the worker ---------------------------------------------------------------------------------------------
 
     def wait_until_ready(self, timeout_s: float) -> bool:
-        return self._worker_ready.wait(timeout_s)
+        """False as soon as the worker has failed to start as often as it is tried at once, or at the timeout."""
+        self._start_known.wait(timeout_s)
+        return self._worker_ready.is_set()
 
     def on_ready(self) -> None:
         with self._lock:
             self._failed_starts = 0
             self._worker_ready.set()
+            self._start_known.set()
             self._start_admitted(self._clock_ns())
 
     def on_report(self, report: StepReport) -> None:
@@ -197,9 +207,10 @@ class Engine:
                     error = EngineFailed(f"{reason}; it is being restarted")
                     self._finish(self._streams[key], StreamEvent.ERROR, error=error)
             if self._starts_no_more():
+                self._start_known.set()
                 for stream in list(self._streams.values()):
                     self._admission.release(stream.key)
-                    self._finish(stream, StreamEvent.ERROR, error=Unavailable(f"{reason}; it does not start again"))
+                    self._finish(stream, StreamEvent.ERROR, error=Unavailable(f"{reason}; it does not start"))
         log_error(f"{reason}; starting it again")
         time.sleep(_RESTART_PAUSES_S[min(self._failed_starts, len(_RESTART_PAUSES_S) - 1)])
         with self._lock:
@@ -308,3 +319,8 @@ class Engine:
     def _on_sent(self, stream: Stream, chunk: Chunk | None) -> None:
         if chunk is not None and chunk.token_ids:
             self._metrics.sent(stream, chunk)
+            self._work.set()  # the ticker may have looked for the last time
+
+    def _on_lost(self, stream: Stream, problem: Exception) -> None:
+        with self._lock:
+            self._end(stream.key, StreamEvent.ERROR, error=EngineFailed(f"a response could not be sent: {problem!r}"))

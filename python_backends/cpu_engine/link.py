@@ -13,6 +13,8 @@ from typing import Protocol
 
 from python_backends.cpu_engine.messages import Add, End, Failed, Ready, StepReport
 
+_EXIT_TIMEOUT_S = 5  # for a worker that has closed its connection
+
 
 class Listener(Protocol):
     """Called from the link's own thread. ``on_death`` comes exactly once and last."""
@@ -63,11 +65,22 @@ class WorkerLink:
                     self._listener.on_ready()
                 elif isinstance(message, Failed):
                     reason = message.reason
-        except (EOFError, ConnectionError):
-            code = self._process.wait()
-            self._commands.put(None)
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            self._listener.on_death(f"the engine process {how}" + (f": {reason}" if reason else ""))
+        except (EOFError, OSError):
+            pass  # it has gone, perhaps in the middle of a message
+        except Exception as exc:  # the thread's outer edge: a worker that nobody hears must not go on
+            reason = f"its report could not be dealt with: {exc!r}"
+            self._process.kill()
+        self._commands.put(None)
+        code = self._exit_code()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        self._listener.on_death(f"the engine process {how}" + (f": {reason}" if reason else ""))
+
+    def _exit_code(self) -> int:
+        try:
+            return self._process.wait(timeout=_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
     def close(self) -> None:
         """Kills the worker, which has nothing to save; returns when it is gone."""

@@ -180,7 +180,7 @@ class EngineMetrics:
         self._blocks["tokens_per"](BLOCK_TOKENS)
         self._blocks["fraction"](step.cache_usage)
         self._batcher["total_context_tokens"](step.context_tokens)
-        self._batcher["generation_requests"](step.scheduled - step.context)
+        self._batcher["generation_requests"](sum(1 for output in step.outputs if output.token_ids))
         self._batcher["micro_batch_id"](0)
         self._batcher["paused_requests"](0)
         self._general["timestamp"](step.end_ns // 1000)

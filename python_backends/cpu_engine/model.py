@@ -67,6 +67,9 @@ class ResponseSink:
     def refuse(self, error: TridentError) -> None:
         self._sender.send(error_response(error), flags=FINAL)
 
+    def close(self) -> None:
+        self._sender.send(flags=FINAL)
+
 
 class TritonPythonModel:
     def initialize(self, args: dict) -> None:
@@ -85,7 +88,7 @@ class TritonPythonModel:
         )
         if not self._engine.wait_until_ready(_LOAD_TIMEOUT_S):
             self._engine.close()
-            raise EngineFailed(f"the engine process did not load {settings.engine_dir} in {_LOAD_TIMEOUT_S} s")
+            raise EngineFailed(f"the engine process does not load {settings.engine_dir}; see the lines above")
         self._control = ControlListener(settings.control_socket, self._engine.on_control)
 
     def execute(self, requests: list) -> None:
@@ -94,11 +97,11 @@ class TritonPythonModel:
             try:
                 self._take(request, sender)
             except TridentError as exc:
-                self._metrics.refused(exc)
+                self._engine.refused(exc)
                 sender.send(error_response(exc), flags=FINAL)
             except Exception as exc:  # the outer edge: a fault of ours becomes a well-formed answer
                 error = EngineFailed(f"the engine could not take the request: {exc!r}")
-                self._metrics.refused(error)
+                self._engine.refused(error)
                 sender.send(error_response(error), flags=FINAL)
 
     def _take(self, request, sender) -> None:

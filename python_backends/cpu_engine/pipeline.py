@@ -16,6 +16,7 @@ def open_pipeline(engine_dir: Path, manifest: EngineManifest) -> genai.Continuou
     scheduler.num_kv_blocks = EngineLimits.from_manifest(manifest).kv_cache_blocks
     scheduler.max_num_seqs = manifest.max_batch_size
     scheduler.max_num_batched_tokens = manifest.max_num_tokens
-    scheduler.dynamic_split_fuse = True  # chunked prefill: a long prompt does not hold up running streams
+    # Chunked prefill: a long prompt does not hold up running streams.
+    scheduler.dynamic_split_fuse = bool(manifest.recipe["chunked_context"])
     scheduler.enable_prefix_caching = bool(manifest.recipe["prefix_reuse"])
     return genai.ContinuousBatchingPipeline(str(engine_dir), scheduler, "CPU", dict(manifest.properties))

@@ -16,7 +16,7 @@ from python_backends.stream_state import StreamEvent, StreamState
 @dataclass(frozen=True)
 class Chunk:
     """What one response adds. token_ids, log_probs and top are new since the last one; ``error`` goes with ERROR.
-    since_last_ns: since the stream's previous response, 0 for the first."""
+    since_last_ns: since the stream's previous response with generated ids, 0 if there was none."""
 
     state: StreamState
     token_ids: Sequence[int]
@@ -36,6 +36,9 @@ class Sink(Protocol):
     def send(self, chunk: Chunk, request: EngineRequest) -> None: ...
 
     def refuse(self, error: TridentError) -> None: ...
+
+    def close(self) -> None:
+        """Ends the answer without a word, when the last one could not be sent."""
 
 
 @dataclass
@@ -62,8 +65,8 @@ class Stream:
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
-    first_token_sent: bool = False
     last_sent_ns: int = 0
+    last_sent_ids_ns: int = 0  # of the last response with generated ids
     queued: bool = False
     probe_due: bool = False
     echoed: bool = False  # the prompt's ids were sent
@@ -128,14 +131,15 @@ class Stream:
             if not self.probe_due:
                 return None
             event = StreamEvent.PROBE
-        first = bool(token_ids) and not self.first_token_sent
-        self.first_token_sent |= first
+        first = bool(token_ids) and not self.last_sent_ids_ns
+        since_last_ns = now_ns - self.last_sent_ids_ns if token_ids and not first else 0
+        if token_ids:
+            self.last_sent_ids_ns = now_ns
         if self.request.echo and not self.echoed and event is not StreamEvent.PROBE:
             self.echoed = True
             token_ids = self.request.input_ids.tolist() + token_ids
         self.probe_due = False
         options = "" if self.answered else self.request.stream_options
-        since_last_ns = now_ns - self.last_sent_ns if self.answered else 0
         self.last_sent_ns = now_ns
         self.answered = True
         self.closed = last

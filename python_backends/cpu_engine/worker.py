@@ -8,6 +8,7 @@ starts this module and speaks with it). The process ends when its connection doe
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -171,15 +172,16 @@ def _last_line(exc: Exception) -> str:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is for the server, which drains first
     descriptor, engine_dir = int(sys.argv[1]), Path(sys.argv[2])
     connection = Connection(descriptor)
-    manifest = manifests.load(engine_dir)
-    pipeline = open_pipeline(engine_dir, manifest)
-    connection.send(Ready())
     try:
+        manifest = manifests.load(engine_dir)
+        pipeline = open_pipeline(engine_dir, manifest)
+        connection.send(Ready())
         second_reading = SecondReading(engine_dir / "openvino_model.xml", manifest.properties)
         StepLoop(pipeline, second_reading, connection).run()
-    except EOFError:
+    except (EOFError, ConnectionError):
         return  # the model that started us has gone
     except Exception as exc:
         connection.send(Failed(_last_line(exc)))
