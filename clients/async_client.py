@@ -7,6 +7,7 @@ async with AsyncClient("127.0.0.1:8001") as client:
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ import grpc.aio
 from clients import failures, request, status, wire
 from clients.answer import Answer
 from clients.completion import Completion
-from clients.connection import DEFAULT_MODEL, TLS, Connection, connection, new_traceparent
+from clients.connection import DEFAULT_MODEL, TLS, Connection, connection, trace_context
 from clients.generations import Generations
 from clients.retries import RetryBudget, RetryPolicy, RetrySchedule
 from clients.token_stream import TokenStream
@@ -26,7 +27,8 @@ from contract.generation import GenerationRequest
 
 
 class AsyncClient(Generations[TokenStream]):
-    """Talks to one server. Make it anywhere; the connection opens with the first call, on the running loop.
+    """Talks to one server. Make it anywhere; the connection opens with the first call, on the running loop, and
+    again if it is used on another one.
 
     url: HOST:PORT; None is $TRIDENT_URL or 127.0.0.1:8001. tls: True or TLS(…). retry and budget: when and how
     often requests that produced nothing are tried again. One client serves any number of concurrent streams.
@@ -51,6 +53,7 @@ class AsyncClient(Generations[TokenStream]):
         self._rng = rng or random.Random()
         self._credentials = self.connection.tls.credentials() if self.connection.tls else None
         self._channel: grpc.aio.Channel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one the channel belongs to
         self._generate: grpc.aio.UnaryStreamMultiCallable | None = None
 
     @property
@@ -72,9 +75,7 @@ class AsyncClient(Generations[TokenStream]):
     def open(self, asked: GenerationRequest, *, traceparent: str = "", timings: bool = False) -> TokenStream:
         """A stream for a request that is already valid. Nothing is sent before it is read."""
         schedule = RetrySchedule(self._retry, self._budget, self._rng)
-        return TokenStream(
-            _OneServer(self, traceparent or new_traceparent(), timings), request.identified(asked), schedule
-        )
+        return TokenStream(_OneServer(self, trace_context(traceparent), timings), request.identified(asked), schedule)
 
     async def complete(self, prompt: str | None = None, **arguments: Any) -> Completion:
         """The whole answer, in one response; arguments as for ``generate``."""
@@ -86,7 +87,7 @@ class AsyncClient(Generations[TokenStream]):
         """Sends one request, once, and returns the raw call."""
         payload = wire.generation(asked, self.model, left_s, timings)
         metadata = self.connection.call_metadata(asked.request_id, traceparent)
-        if self._generate is None:
+        if self._generate is None or self._loop is not asyncio.get_running_loop():
             # One request per stream: the method streams both ways, but after one message we have said it all.
             self._generate = self._opened().unary_stream(wire.GENERATE)
         return self._generate(payload, timeout=left_s, metadata=metadata)
@@ -126,7 +127,9 @@ class AsyncClient(Generations[TokenStream]):
             raise self._translated(exc) from exc
 
     def _opened(self) -> grpc.aio.Channel:
-        if self._channel is None:
+        running = asyncio.get_running_loop()
+        if self._channel is None or self._loop is not running:
+            self._loop = running
             target, options = self.connection.url, self.connection.options()
             secure = self._credentials
             self._channel = (

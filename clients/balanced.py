@@ -22,7 +22,7 @@ from clients import costs, picks, request
 from clients.answer import Answer
 from clients.async_client import AsyncClient
 from clients.completion import Completion
-from clients.connection import DEFAULT_MODEL, TLS, new_traceparent
+from clients.connection import DEFAULT_MODEL, TLS, trace_context
 from clients.costs import Cost, Costs, Observation
 from clients.discovery import Discovery, source
 from clients.generations import Generations
@@ -114,12 +114,23 @@ class BalancedClient(Generations[TokenStream]):
         """A stream for a request that is already valid. The replica is picked when it is first read."""
         self._turn += 1
         ask = Ask(self._turn, session, costs.prefix(asked))
-        door = _Door(self, ask, traceparent or new_traceparent())
+        door = _Door(self, ask, trace_context(traceparent))
         return TokenStream(door, request.identified(asked), RetrySchedule(self._retry, self._budget, self._rng))
 
     async def complete(self, prompt: str | None = None, **arguments: Any) -> Completion:
         """The whole answer, in one response; arguments as for ``generate``."""
         return await self.generate(prompt, **{"stream": False, **arguments}).complete()
+
+    async def stop(self, request_id: str, timeout_s: float = 5.0) -> None:
+        """Ends a running request by its id, wherever it runs; replicas that do not know it ignore it.
+
+        Raises the first error if no replica at all could be asked.
+        """
+        await self.found()
+        asked = [replica.client.stop(request_id, timeout_s) for replica in self._replicas.values()]
+        errors = await asyncio.gather(*asked, return_exceptions=True)
+        if all(isinstance(error, BaseException) for error in errors):
+            raise errors[0]
 
     async def found(self) -> None:
         """Waits until the replicas have been looked for, and probed, once. Raises Unavailable if that failed."""

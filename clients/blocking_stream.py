@@ -114,7 +114,11 @@ class BlockingStream:
             self._ended = True
             raise self._answer.late()
         self.attempts += 1
-        self._call = self._send(self.request, self._answer.left_s)
+        try:
+            self._call = self._send(self.request, self._answer.left_s)
+        except TridentError:
+            self._ended = True
+            raise
 
     def _failed(self, error: TridentError, hint: RetryHint, cause: BaseException | None = None) -> None:
         """Ends the attempt. Returns if there shall be another one, raises otherwise."""

@@ -18,7 +18,7 @@ import grpc.experimental
 from clients import failures, request, status, wire
 from clients.blocking_stream import BlockingStream
 from clients.completion import Completion
-from clients.connection import DEFAULT_MODEL, TLS, Connection, connection, new_traceparent
+from clients.connection import DEFAULT_MODEL, TLS, Connection, connection, trace_context
 from clients.generations import Generations
 from clients.retries import RetryBudget, RetryPolicy, RetrySchedule
 from contract.errors import TridentError
@@ -72,7 +72,7 @@ class Client(Generations[BlockingStream]):
 
     def open(self, asked: GenerationRequest, *, traceparent: str = "", timings: bool = False) -> BlockingStream:
         """A stream for a request that is already valid. Nothing is sent before it is read."""
-        context = traceparent or new_traceparent()  # one trace for all attempts
+        context = trace_context(traceparent)  # one trace for all attempts
 
         def send(asked: GenerationRequest, left_s: float) -> grpc.Call:
             channel_call = self._generate or self._opened().unary_stream(wire.GENERATE)

@@ -141,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     # gRPC's core writes a log of its own to stderr, in the middle of the text; its errors reach us as exceptions.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # A terminal that cannot show a character shows a substitute.
+    sys.stdout.reconfigure(errors="replace")
     arguments = with_verb(list(sys.argv[1:] if argv is None else argv))
     command = parser()
     if not arguments and sys.stdin.isatty():
@@ -206,7 +208,10 @@ def _generate(args: argparse.Namespace) -> int:
             raise InvalidArgument(
                 "prompt", 'there is none; give it in quotes, or pipe it in: python -m clients "Hello"'
             )
-        prompt = sys.stdin.read()
+        try:
+            prompt = sys.stdin.read()
+        except UnicodeDecodeError as exc:
+            raise InvalidArgument("prompt", f"standard input is not UTF-8 text: {exc}") from exc
     if args.cancel_after is not None and args.cancel_after < 1:
         raise InvalidArgument("--cancel-after", f"got {args.cancel_after}; allowed is 1 or more")
     asked = {

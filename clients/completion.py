@@ -24,6 +24,7 @@ class Completion:
     request_id: str
     ttft_s: float | None = None
     total_s: float = 0.0
+    top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 def join(deltas: list[TokenDelta], request_id: str, ttft_s: float | None = None, total_s: float = 0.0) -> Completion:
@@ -40,4 +41,5 @@ def join(deltas: list[TokenDelta], request_id: str, ttft_s: float | None = None,
         request_id,
         ttft_s,
         total_s,
+        tuple(likeliest for delta in deltas for likeliest in delta.top_log_probs),
     )

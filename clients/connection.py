@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import uuid
 from collections.abc import Iterable, Mapping
@@ -71,9 +72,13 @@ class Connection:
         if not self.url or "://" in self.url.removeprefix("dns://") or self.url.isdigit():
             problem = f"got {self.url!r}; allowed is HOST:PORT of the server's gRPC door, such as {DEFAULT_URL}"
             raise InvalidArgument("url", problem)
-        for key, _ in self.metadata:
-            if key != key.lower():
-                raise InvalidArgument("metadata", f"got the key {key!r}; gRPC allows lower case only")
+        for key, value in self.metadata:
+            if not re.fullmatch(r"[0-9a-z_.-]+", key):
+                raise InvalidArgument("metadata", f"got the key {key!r}; gRPC allows a-z, 0-9, '_', '-' and '.'")
+            if not sendable(value):
+                raise InvalidArgument("metadata", f"the value of {key!r} has characters that are not printable ASCII")
+        if not sendable(self.api_key):
+            raise InvalidArgument("api_key", "it has characters that are not printable ASCII, perhaps a line end")
 
     def options(self) -> list[tuple[str, int | str]]:
         """Channel arguments for grpc and grpc.aio."""
@@ -102,6 +107,19 @@ def connection(
     pairs = metadata.items() if isinstance(metadata, Mapping) else metadata
     secure = TLS() if tls is True else tls or None
     return Connection(url or os.environ.get("TRIDENT_URL") or DEFAULT_URL, secure, api_key, tuple(pairs))
+
+
+def sendable(value: str) -> bool:
+    """Whether gRPC takes ``value`` as metadata."""
+    return isinstance(value, str) and value.isascii() and (value.isprintable() or not value)
+
+
+def trace_context(traceparent: str) -> str:
+    """``traceparent`` if there is one, else a fresh one. Raises InvalidArgument for one that is not W3C's."""
+    if traceparent and not re.fullmatch(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", traceparent):
+        problem = f"got {traceparent!r}; allowed is W3C's form 00-<32 hex>-<16 hex>-<2 hex>"
+        raise InvalidArgument("traceparent", problem)
+    return traceparent or new_traceparent()
 
 
 def new_request_id() -> str:

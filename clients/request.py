@@ -8,9 +8,11 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from clients.connection import new_request_id
+from clients.connection import new_request_id, sendable
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest, SamplingParams
+
+MAX_REQUEST_ID = 256
 
 _SAMPLING = tuple(SamplingParams.__dataclass_fields__)
 
@@ -44,6 +46,9 @@ def build(
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stops):
         raise InvalidArgument("stop", f"got {stops!r}; allowed are strings of at least one character")
+    if len(request_id) > MAX_REQUEST_ID or not sendable(request_id):
+        problem = f"got {request_id!r}; allowed are at most {MAX_REQUEST_ID} printable ASCII characters"
+        raise InvalidArgument("request_id", problem)
     chat = None if messages is None else tuple(dict(message) for message in messages)
     if chat is not None and not (chat and all({"role", "content"} <= message.keys() for message in chat)):
         raise InvalidArgument("messages", "allowed is a non-empty list of {'role': …, 'content': …}, oldest first")

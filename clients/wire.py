@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from contract import tensors
+from contract.errors import InvalidArgument
 from contract.generation import FinishReason, GenerationRequest, SamplingParams, Timings, TokenDelta, Usage
 
 GENERATE = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -163,14 +164,22 @@ def stop(request_id: str, model: str = "engine") -> bytes:
 def infer_request(
     model: str, request_id: str, inputs: list[tuple[str, str, list]], parameters: dict[str, bool | int | str]
 ) -> bytes:
-    """ModelInferRequest of tensors ``(name, datatype, values)``, each of shape [1, len(values)]."""
+    """ModelInferRequest of tensors ``(name, datatype, values)``, each of shape [1, len(values)].
+
+    Raises InvalidArgument for text that is none.
+    """
     head = [text(1, model), text(3, request_id)]
     for key, value in parameters.items():
         head.append(chunk(4, text(1, key) + chunk(2, _parameter(value))))
     raw = []
     for name, datatype, values in inputs:
         head.append(chunk(5, text(1, name) + text(2, datatype) + chunk(3, b"\x01" + varint(len(values)))))
-        raw.append(chunk(7, _raw(datatype, values)))
+        try:
+            raw.append(chunk(7, _raw(datatype, values)))
+        except UnicodeEncodeError as exc:
+            raise InvalidArgument(
+                name, f"has half a character at {exc.start}; allowed is text that UTF-8 can hold"
+            ) from exc
     return b"".join(head + raw)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import re
 
 import pytest
@@ -71,3 +72,22 @@ async def test_a_closed_client_opens_again_when_it_is_used(replica) -> None:
     assert (await client.complete("y", max_tokens=1)).text == " y"
     await client.close()
     await client.close()
+
+
+def test_one_client_serves_one_event_loop_after_another(threaded_replica) -> None:
+    client = AsyncClient(threaded_replica.url)
+    for word in ("x", "y"):
+
+        async def ask(word: str = word) -> str:
+            return (await client.complete(word, max_tokens=1)).text
+
+        assert asyncio.run(ask()) == f" {word}"
+
+
+async def test_text_that_utf8_cannot_hold_is_refused_by_name(replica) -> None:
+    async with AsyncClient(replica.url) as client:
+        with pytest.raises(InvalidArgument, match="text_input: has half a character at 1"):
+            await client.complete("x\ud800")
+        with pytest.raises(InvalidArgument, match="stop_words: has half a character"):
+            await client.complete("x", stop="\udc00")
+    assert not replica.seen

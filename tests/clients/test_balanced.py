@@ -11,6 +11,7 @@ import pytest
 from clients import BalancedClient, RetryPolicy, picks
 from clients.health import HealthPolicy
 from contract.errors import EngineFailed, InvalidArgument, Overloaded, Unavailable
+from contract.generation import FinishReason
 from tests.fakes.replica import FakeReplica, Script, SeenRequest, echo
 
 ABC = ("a", "b", "c")
@@ -187,6 +188,21 @@ async def test_the_weight_of_prompts_is_learned_from_the_engines_own_timings() -
         # The fake's engine takes 1 µs for the prompt's 3 tokens and 1 ns for each of the answer's.
         assert client.costs.prefill_weight == pytest.approx((1000 / 3) / (20 / 19), rel=0.1)
         assert replicas[0].seen[0].value("return_perf_metrics") is True
+
+
+async def test_a_request_is_stopped_wherever_it_runs(unused_tcp_port) -> None:
+    async with fleet(2, lambda _: Script(tuple("abc" * 1000), gap_s=0.005)) as replicas:
+        where = [*urls(replicas), f"127.0.0.1:{unused_tcp_port}"]
+        async with BalancedClient(where, health=HealthPolicy(timeout_s=0.5)) as client:
+            deltas = []
+            async for delta in client.generate("x", request_id="mine"):
+                deltas.append(delta)
+                if len(deltas) == 3:
+                    await client.stop("mine")
+            assert deltas[-1].finish_reason is FinishReason.CANCELLED
+    async with BalancedClient(f"127.0.0.1:{unused_tcp_port}", health=HealthPolicy(timeout_s=0.5)) as client:
+        with pytest.raises(Unavailable, match="cannot reach"):
+            await client.stop("mine")
 
 
 async def test_no_replica_at_all_is_said_at_once(tmp_path) -> None:

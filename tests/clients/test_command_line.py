@@ -64,6 +64,19 @@ def test_the_prompt_may_come_from_a_pipe(threaded_replica) -> None:
     assert run(threaded_replica, "-", "--max-tokens", "2", stdin="and again").stdout == " and again\n"
 
 
+def test_a_pipe_that_is_not_text_is_refused(threaded_replica) -> None:
+    command = [sys.executable, "-m", "clients", "--url", threaded_replica.url]
+    strict = os.environ | {"PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(command, cwd=ROOT, env=strict, input=b"\xff\xfe", capture_output=True, timeout=60)
+    assert done.returncode == 2 and b"prompt: standard input is not UTF-8 text" in done.stderr
+
+
+def test_a_terminal_without_the_characters_shows_substitutes(threaded_replica, playlist) -> None:
+    playlist.set(Script(("h\u00e4",)))
+    done = run(threaded_replica, "x", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (0, "h?\n")
+
+
 def test_stats_go_to_standard_error(threaded_replica) -> None:
     done = run(threaded_replica, "one two", "--max-tokens", "3", "--stats")
     assert done.stdout == " one two one\n"

@@ -7,7 +7,7 @@ from contract.generation import FinishReason, Timings, TokenDelta, Usage
 def test_the_deltas_of_a_stream_add_up_to_the_answer() -> None:
     usage, timings = Usage(3, 2), Timings(1, 2, 3, 4)
     deltas = [
-        TokenDelta("a", (1,), (-0.5,)),
+        TokenDelta("a", (1,), (-0.5,), top_log_probs=(((1, -0.5),),)),
         TokenDelta("b", (2,), (-0.25,), FinishReason.STOP, "x", usage, timings),
         TokenDelta(),
     ]
@@ -19,6 +19,7 @@ def test_the_deltas_of_a_stream_add_up_to_the_answer() -> None:
         usage,
         timings,
     )
+    assert whole.top_log_probs == (((1, -0.5),),)
     assert (whole.request_id, whole.ttft_s, whole.total_s) == ("id", 0.5, 1.0)
 
 

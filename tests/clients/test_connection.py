@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from clients import NO_RETRY, TLS, AsyncClient
-from clients.connection import Connection, connection
+from clients.connection import Connection, connection, trace_context
 from contract.errors import InvalidArgument, Unavailable
 from tests.fakes.replica import FakeReplica
 
@@ -60,9 +60,25 @@ def test_a_url_of_another_kind_is_refused_with_an_example(url: str) -> None:
         Connection(url)
 
 
-def test_metadata_keys_are_lower_case() -> None:
-    with pytest.raises(InvalidArgument, match="metadata: got the key 'X-Tenant'"):
-        Connection(metadata=(("X-Tenant", "a"),))
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"metadata": (("X-Tenant", "a"),)}, "metadata: got the key 'X-Tenant'"),
+        ({"metadata": (("x-tenant", "ä"),)}, "metadata: the value of 'x-tenant' has characters"),
+        ({"api_key": "secret\n"}, "api_key: it has characters that are not printable ASCII"),
+    ],
+)
+def test_what_grpc_would_refuse_to_send_is_named_before(arguments: dict, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        Connection(**arguments)
+
+
+def test_a_trace_context_is_w3cs_or_fresh() -> None:
+    given = f"00-{'a' * 32}-{'b' * 16}-01"
+    assert trace_context(given) == given
+    assert trace_context("") != trace_context("")
+    with pytest.raises(InvalidArgument, match="traceparent: got 'mine'; allowed is W3C's form"):
+        trace_context("mine")
 
 
 def test_a_certificate_without_its_key_and_a_missing_file_are_named(tmp_path) -> None:

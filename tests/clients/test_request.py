@@ -34,6 +34,8 @@ def test_a_chat_and_a_schema_are_taken_as_python_has_them() -> None:
         ({"prompt": "x", "max_tokens": 0}, "max_tokens: got 0"),
         ({"prompt": "x", "stop": ["a", ""]}, "stop: got .* at least one character"),
         ({"prompt": "x", "timeout_s": 0}, "timeout_s: got 0"),
+        ({"prompt": "x", "request_id": "é"}, "request_id: got 'é'; allowed are at most 256 printable ASCII"),
+        ({"prompt": "x", "request_id": "a\nb"}, "request_id: got"),
         ({"prompt": ""}, "text_input: the prompt is empty"),
         ({}, "text_input: set exactly one of text_input and messages"),
         ({"prompt": "x", "messages": [{"role": "user", "content": "y"}]}, "set exactly one"),
