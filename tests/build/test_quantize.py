@@ -213,7 +213,7 @@ def test_a_recipe_becomes_a_job(recipes, tmp_path):
     recipes("awq", TRTLLM_RECIPE)
     assert quantize.from_recipe("awq") == Quantization(
         model_dir=tmp_path / "model", output_dir=layout.checkpoint("awq"), qformat="int4_awq", kv_cache_dtype=None,
-        tp_size=2, awq_block_size=64, calib_dataset="cpython", calib_size=16, calib_max_seq_length=128, batch_size=8,
+        tp_size=2, awq_block_size=64, calib_dataset="cpython", calib_size=16, calib_max_seq_length=128, batch_size=2,
     )  # fmt: skip
     recipes("fp8", TRTLLM_RECIPE.replace("int4_awq", "fp8").replace('"auto"', '"fp8"') + "[quantize]\nseed = 7\n")
     job = quantize.from_recipe("fp8", Path("elsewhere"), Path("there"))
@@ -432,7 +432,8 @@ def test_the_reference_is_transformers_own_forward_pass(stage, model):
 def test_the_simulated_engine_rounds_as_modelopts_own_simulation_does(stage, model, qformat, kv):
     """ModelOpt's fake-quantised model, in torch, before it is exported: another program for the same rounding.
 
-    They differ where a division ends on a tie, and in q, k and v, whose scales the exporter merges.
+    They differ where a division ends on a tie, and where the exporter merges scales: of q, k and v, and in FP8 of
+    fc and gate, which the builder may fuse.
     """
     import torch
 
@@ -458,7 +459,8 @@ def test_the_simulated_engine_rounds_as_modelopts_own_simulation_does(stage, mod
                 theirs = module(torch.from_numpy(x)).numpy()[0]
             rounding = relative_error(theirs, getattr(whole, name)(x[0]))
             apart = relative_error(linear(x[0]), theirs)
-            assert apart < (1.5 * rounding if name == "qkv" else 0.2 * rounding), (index, name, apart, rounding)
+            merged = name == "qkv" or (qformat == "fp8" and name in ("fc", "gate"))
+            assert apart < (1.5 if merged else 0.2) * rounding, (index, name, apart, rounding)
 
 
 TP_CASES = [
