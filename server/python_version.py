@@ -12,7 +12,7 @@ def problem(version):
         return None
     return (
         "Trident needs Python 3.10, 3.11 or 3.12, because the server's Python stub needs numpy < 2; this is "
-        "%d.%d. Name another one: make setup PYTHON=python3.11" % version
+        f"{version[0]}.{version[1]}. Name another one: make setup PYTHON=python3.11"
     )
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import grpc.aio
 import pytest
 import tritonclient.grpc.aio as triton
+from triton_requests import ask, metric, metrics, tensor
 from tritonclient.grpc import service_pb2_grpc
-from triton_requests import ask, metric, metrics
+from tritonclient.grpc._utils import _get_inference_request
 
 from server.replica import running
 
@@ -37,7 +38,9 @@ async def test_beyond_the_bound_a_request_is_refused_at_once_and_the_admitted_on
     refused = [answer for answer in answers if answer.error]
     served = [answer for answer in answers if not answer.error]
     assert len(served) >= slots + 4 and refused
-    assert all("Overloaded: " in answer.error and "at most 4 may wait, try again later" in answer.error for answer in refused)
+    assert all(
+        "Overloaded: " in answer.error and "at most 4 may wait, try again later" in answer.error for answer in refused
+    )
     assert all(len(answer.ids) == 200 for answer in served)
     page = metrics(replica.metrics_url)
     assert metric(page, "trident_errors_total", model="engine", error_type="Overloaded") == len(refused)
@@ -89,9 +92,6 @@ async def test_slow_readers_hold_a_bounded_amount_of_memory_and_slow_nobody_down
 
 
 def _request(inputs: dict):
-    from tritonclient.grpc._utils import _get_inference_request
-    from triton_requests import tensor
-
     return _get_inference_request(
         model_name="ensemble",
         inputs=[tensor(name, value) for name, value in inputs.items()],

@@ -121,7 +121,7 @@ async def test_the_engine_door_refuses_it_by_name(client, inputs, said):
 async def test_bad_requests_disturb_no_running_stream(client):
     good = {**GOOD, "max_tokens": 200, "ignore_eos": True, "stream": True}
     alone = await ask(client, good)
-    bad = [{"text_input": b"\xff"}, {**GOOD, "max_tokens": 0}, {**GOOD, "temperature": math.nan}, {**GOOD, "beam_width": 9}]
+    bad = [{"text_input": b"\xff"}, {**GOOD, "max_tokens": 0}, {**GOOD, "top_p": math.nan}, {**GOOD, "beam_width": 9}]
     running = asyncio.create_task(ask(client, good))
     refused = await asyncio.gather(*[ask(client, bad[index % 4]) for index in range(100)])
     assert all(answer.error for answer in refused)

@@ -78,7 +78,8 @@ async def test_text_streams_and_ends_with_length_and_usage(client):
 
 
 async def test_an_end_id_and_a_stop_string_end_it(client):
-    echoed = await ask(client, {"text_input": PROMPT, "max_tokens": 6, "ignore_eos": True, "stream": True}, request_id="c")
+    six = {"text_input": PROMPT, "max_tokens": 6, "ignore_eos": True, "stream": True}
+    echoed = await ask(client, six, request_id="c")
     end_id = echoed.ids[-1]
     ended = await ask(client, {"text_input": PROMPT, "max_tokens": 99, "end_id": end_id}, request_id="d")
     assert ended.finish_reasons == ["stop"] and ended.ids[-1] == end_id and len(ended.ids) < 99

@@ -79,7 +79,7 @@ def test_phases_add_up_to_the_time_to_first_token(pages):
 
 
 def test_a_prompt_seen_before_is_counted_as_cached(replica, pages):
-    prompt = "import os\nimport sys\n\n\nclass Reader:\n    def read(self, size):\n        return self.buffer[:size]\n" * 4
+    prompt = "import os\n\n\nclass Reader:\n    def read(self, size):\n        return self.buffer[:size]\n" * 4
 
     async def twice():
         async with triton.InferenceServerClient(replica.grpc_url) as client:

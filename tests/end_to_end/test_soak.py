@@ -1,4 +1,4 @@
-"""Five thousand requests, a third of them cancelled at random: slots, blocks, streams and memory return to their start."""
+"""Five thousand requests, many cancelled at random: slots, blocks, streams and memory return to their start."""
 
 from __future__ import annotations
 

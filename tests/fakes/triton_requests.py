@@ -33,7 +33,9 @@ class Answer:
         return "".join(self.texts)
 
 
-def tensor(name: str, value: object, datatype: str | None = None, shape: tuple[int, ...] | None = None) -> triton.InferInput:
+def tensor(
+    name: str, value: object, datatype: str | None = None, shape: tuple[int, ...] | None = None
+) -> triton.InferInput:
     """An input of shape [1, n] (or ``shape``) from a value or a list of values."""
     datatype = datatype or _DATATYPES[name]
     values = value if isinstance(value, list) else [value]
