@@ -13,6 +13,7 @@ from pathlib import Path
 
 import layout
 import option_table
+from fetch import IGNORED, PATTERNS
 from recipe import CPU, TRTLLM, Recipe
 from shape import Shape, is_hub_id, local_folder
 
@@ -188,12 +189,15 @@ def converter(shape: Shape) -> str:
 
 
 def fetch(recipe: Recipe) -> list[str] | None:
-    """Downloads a hub model's weights and tokenizer, nothing else; None for a local folder."""
+    """Downloads a hub model's weights and tokenizer, nothing else; None for a local folder.
+
+    The CPU driver reads the hub's own cache; the programs of the image read a folder, which is therefore named.
+    """
     if not is_hub_id(recipe.model):
         return None
     argv = ["hf", "download", recipe.model, *(["--revision", recipe.revision] if recipe.revision else [])]
-    argv += ["--include", "*.safetensors", "*.json", "tokenizer*", "*.jinja"]
-    return argv + ["--exclude", "original/*", "--local-dir", model_dir(recipe.model)]
+    argv += ["--include", *PATTERNS, "--exclude", *IGNORED]
+    return argv if recipe.kind == CPU else [*argv, "--local-dir", model_dir(recipe.model)]
 
 
 def checkpoint(recipe: Recipe, shape: Shape) -> list[str]:
@@ -221,10 +225,9 @@ def package(recipe: Recipe) -> list[str]:
 
 
 def verify(recipe: Recipe) -> list[str]:
-    """Scores what was built against the bf16 model, on held-out text."""
-    built = layout.ENGINES / recipe.name if recipe.kind == CPU else layout.checkpoint(recipe.name)
+    """Scores a TensorRT-LLM checkpoint against the bf16 model, on held-out text."""
     argv = ["python", "build/quality.py", "--engine", recipe.name, "--reference", model_dir(recipe.model)]
-    return [*argv, "--candidate", f"{recipe.name}={_path(built)}"]
+    return [*argv, "--candidate", f"{recipe.name}={_path(layout.checkpoint(recipe.name))}"]
 
 
 def build_engine(recipe: Recipe) -> list[str]:

@@ -88,7 +88,8 @@ def check_machine(recipe: Recipe) -> str:
 def build_it(recipe: Recipe) -> str:
     """What to run where."""
     wanted = f"{recipe.world_size} x {recipe.gpu} (SM {recipe.sm})"
-    return f"run `make build-engine ENGINE={recipe.name}` on a machine with {wanted} and the image {recipe.image}"
+    run = f"python build/compile_trtllm.py --engine {recipe.name}"
+    return f"run `{run}` on a machine with {wanted} and the image {recipe.image}"
 
 
 def check_checkpoint(recipe: Recipe, shape: Shape) -> None:

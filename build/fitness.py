@@ -1,6 +1,6 @@
 """Checks beyond the builder's rules: does the card have the format, does the model fit, do the limits make sense.
 
-H: hardware. M: memory. S: shapes and limits. U: keys of the recipe that would have no effect.
+H: hardware. M: memory. S: shapes and limits. C: the CPU engine. U: keys of the recipe that would have no effect.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def one_sequence_must_fit(case: Case) -> str | None:
 @CHECKS.rule("S1", WARN)
 def sequences_must_not_outgrow_the_model(case: Case) -> str | None:
     length = case.recipe.max_seq_len
-    if length is None or length <= case.shape.positions:
+    if case.recipe.kind == CPU or length is None or length <= case.shape.positions:
         return None
     made_for = f"the {case.shape.positions} tokens the model was made for"
     return f"max_seq_len {length} is more than {made_for}: text beyond them is nonsense"
@@ -117,6 +117,21 @@ def lookahead_has_limits(case: Case) -> str | None:
         return f"lookahead decoding needs max_beam_width 1, not {case.recipe.max_beam_width}"
     if spec.ngram_size == 1:
         return "lookahead decoding with ngram_size 1 drafts nothing"
+    return None
+
+
+@CHECKS.rule("C1", REFUSE)
+def the_cpu_engines_limits_must_agree(case: Case) -> str | None:
+    recipe, longest = case.recipe, case.shape.architecture.max_positions
+    if recipe.kind != CPU or recipe.max_seq_len is None:
+        return None
+    if recipe.max_seq_len > longest:
+        return f"max_seq_len {recipe.max_seq_len} is more than the {longest} positions the CPU engine computes exactly"
+    if recipe.max_num_tokens < recipe.max_batch_size:
+        running = f"{recipe.max_batch_size} sequences"
+        return f"max_num_tokens {recipe.max_num_tokens} is less than one token for each of {running}"
+    if not recipe.chunked_context and recipe.max_num_tokens < recipe.max_seq_len:
+        return f"without chunked_context a prompt of max_seq_len {recipe.max_seq_len} must fit max_num_tokens"
     return None
 
 

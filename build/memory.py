@@ -23,6 +23,8 @@ SEQUENCE_VOCAB_BYTES = 24.8  # per running sequence and vocabulary entry: logits
 CPU_PROCESS_BYTES = 170 * 1024**2  # resident size of the engine process before any weight
 
 WEIGHT_BYTES = {
+    "fp32": 4.0,
+    "fp16": 2.0,
     "bf16": 2.0,
     "fp8": 1.0,
     "fp8_pc_pt": 1.0,
@@ -219,7 +221,8 @@ def _matrix_bytes(recipe: Recipe, rows: int, columns: int) -> float:
 
 
 def _embedding_bytes(recipe: Recipe, elements: int, hidden: int) -> float:
-    """bf16 on a GPU; the CPU's int8 and int4 keep embedding and head in 8 bits with a scale per row."""
-    if recipe.kind == CPU and recipe.precision != "bf16":
-        return elements + 4 * elements / hidden
-    return 2 * elements
+    """16 bits on a GPU; the CPU's int8 and int4 keep embedding and head in 8 bits with a scale per row."""
+    if recipe.kind != CPU:
+        return 2 * elements
+    width = WEIGHT_BYTES[recipe.precision]
+    return elements * width if width >= 2 else elements + 4 * elements / hidden

@@ -191,7 +191,7 @@ def _memory(plan: Plan) -> str:
         ("kv_pool", foot.pool_bytes, pool),
     ]
     where = "Memory of the process" if recipe.kind == CPU else f"Memory per GPU, of {foot.available_bytes / GIB:g} GiB"
-    lines = [where] + [f"  {name:<12} {size / GIB:7.2f} GiB  {note}".rstrip() for name, size, note in rows]
+    lines = [where] + [f"  {name:<12} {_binary(size)}  {note}".rstrip() for name, size, note in rows]
     for name in ("weights", "activations", "buffers", "context", "kv_cache", "kv_pool"):
         lines += textwrap.wrap(f"  {name} = {formulas[name]}", 116, subsequent_indent="      ")
         if name == "kv_cache":
@@ -231,6 +231,10 @@ def _by_hand(plan: Plan) -> str:
     for stage in inside:
         lines.append(f"  $ {commands.line(commands.in_docker(stage.argv, plan.recipe))}")
     return "\n".join(lines)
+
+
+def _binary(count: float) -> str:
+    return f"{count / GIB:7.2f} GiB" if count >= 0.1 * GIB else f"{count / 1024**2:7.2f} MiB"
 
 
 def _size(count: float) -> str:

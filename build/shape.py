@@ -7,6 +7,7 @@ The table (``build/trtllm/model_shapes.json``) holds the keys of the published c
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,10 +58,10 @@ def local_folder(model: str) -> Path | None:
 def find(model: str) -> Shape:
     """The shape of a hub id or a local folder; UnknownShape or UnsupportedModel's sentence when it cannot be told."""
     folder = local_folder(model)
-    if folder is None and HUB_ID.fullmatch(model):
-        folder = layout.fetched_model(model)
-    if folder is not None and (folder / "config.json").is_file():
-        return _read(model, folder / "config.json")
+    folders = [folder] if folder is not None else _hub_folders(model) if HUB_ID.fullmatch(model) else []
+    for candidate in folders:
+        if (candidate / "config.json").is_file():
+            return _read(model, candidate / "config.json")
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     by_small_name = {name.lower(): name for name in table}
     if model.lower() in by_small_name:
@@ -76,6 +77,15 @@ def find(model: str) -> Shape:
         f"the shape of {model!r} is not known here: run `hf download {model} config.json --local-dir {wanted}`, "
         f"or use a model that is known, e.g. {nearest(model, tuple(table))!r}",
     )
+
+
+def _hub_folders(model: str) -> list[Path]:
+    """Where a hub model's files may be already: our own folder, then the snapshots of the hub's cache, newest first."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    snapshots = (cache / f"models--{model.replace('/', '--')}" / "snapshots").glob("*")
+    newest_first = sorted(snapshots, key=lambda path: path.stat().st_mtime, reverse=True)
+    return [layout.fetched_model(model), *newest_first]
 
 
 def _read(model: str, path: Path) -> Shape:

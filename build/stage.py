@@ -45,9 +45,9 @@ def stages(recipe: Recipe, shape: Shape) -> list[Stage]:
     """In order: fetch, quantise or convert, compile, package, verify; a kind leaves out what it does not need."""
     fetch = [_fetch(recipe, shape)] if commands.fetch(recipe) else []
     if recipe.kind == CPU:
-        return [*fetch, _compile_cpu(recipe, shape), _verify(recipe, shape)]
+        return [*fetch, _compile_cpu(recipe, shape)]
     if recipe.kind == LLMAPI:
-        return [*fetch, _export(recipe, shape), _verify(recipe, shape)]
+        return [*fetch, _export(recipe, shape)]
     return [*fetch, _checkpoint(recipe, shape), _compile(recipe, shape), _package(recipe), _verify(recipe, shape)]
 
 
@@ -63,7 +63,7 @@ def image_stage(recipe: Recipe) -> Stage:
 def _fetch(recipe: Recipe, shape: Shape) -> Stage:
     size = 2 * shape.architecture.num_parameters()
     basis = f"2 bytes x parameters at {DOWNLOAD_BYTES_S / 1e6:g} MB/s"
-    writes = commands.model_dir(recipe.model)
+    writes = "the hub's cache" if recipe.kind == CPU else commands.model_dir(recipe.model)
     return Stage(
         "fetch", HERE, False, tuple(commands.fetch(recipe) or ()), writes, size, size / DOWNLOAD_BYTES_S, basis
     )
@@ -124,7 +124,7 @@ def _export(recipe: Recipe, shape: Shape) -> Stage:
     seconds, basis = _calibration_s(recipe, shape) if recipe.precision != "bf16" else (0.0, "no calibration")
     seconds += (2 * shape.architecture.num_parameters() + size) / DISK_BYTES_S
     writes = f"{layout.relative(layout.checkpoint(recipe.name))}/: a Hugging Face checkpoint with hf_quant_config.json"
-    argv = tuple(commands.build_engine(recipe))
+    argv = tuple(commands.checkpoint_on_cpu(recipe))  # ModelOpt takes the GPU where there is one
     return Stage("quantise", CONTAINER, recipe.precision != "bf16", argv, writes, size, seconds, basis)
 
 

@@ -190,7 +190,8 @@ def _formats(recipe: Recipe) -> Iterator[_Edit]:
 
 def _limits(case: Case) -> Iterator[_Edit]:
     recipe = case.recipe
-    longest = min(case.shape.positions, recipe.max_seq_len or 8192)
+    made_for = case.shape.architecture.max_positions if recipe.kind == CPU else case.shape.positions
+    longest = min(made_for, recipe.max_seq_len or 8192)
     for length in [longest] + [n for n in (65536, 32768, 16384, 8192, 4096, 2048, 1024) if n < longest]:
         if length != recipe.max_seq_len:
             yield _Edit(LIMIT, f"max_seq_len = {length}", {"max_seq_len": length})
@@ -201,6 +202,7 @@ def _limits(case: Case) -> Iterator[_Edit]:
         8192,
         2048,
     }
+    tokens |= {recipe.max_batch_size} if recipe.kind == CPU else set()
     for count in sorted(tokens - {recipe.max_num_tokens}, key=lambda n: abs(n - recipe.max_num_tokens)):
         yield _Edit(LIMIT, f"max_num_tokens = {count}", {"max_num_tokens": count})
     for batch in (512, 256, 128, 64, 32, 16, 8):
@@ -211,6 +213,8 @@ def _limits(case: Case) -> Iterator[_Edit]:
     if recipe.kind == CPU and recipe.max_seq_len and recipe.max_seq_len > (recipe.kv_cache_tokens or 0):
         needed = -(-recipe.max_seq_len // memory.BLOCK_TOKENS) * memory.BLOCK_TOKENS
         yield _Edit(LIMIT, f"kv_cache_tokens = {needed}", {"kv_cache_tokens": needed})
+    if not recipe.chunked_context:
+        yield _Edit(LIMIT, "chunked_context = true", {"chunked_context": True})
     if recipe.kind == TRTLLM:
         yield from _engine_limits(recipe)
 
@@ -228,8 +232,6 @@ def _engine_limits(recipe: Recipe) -> Iterator[_Edit]:
         yield _Edit(LIMIT, "max_beam_width = 1", {"max_beam_width": 1})
     if recipe.multiple_profiles:
         yield _Edit(LIMIT, "multiple_profiles = false", {"multiple_profiles": False})
-    if not recipe.chunked_context:
-        yield _Edit(LIMIT, "chunked_context = true", {"chunked_context": True})
 
 
 def _shipped_like(recipe: Recipe) -> str:

@@ -1,8 +1,13 @@
+import json
+
 import pytest
 from gpu_recipes import LLAMA_70B, QWEN3_8B, QWEN_7B, case
 
+import recipe as recipes
+import shape as shapes
+from case import Case
 from fitness import CHECKS
-from verdict import check
+from verdict import check, judge
 
 
 def reason(rule: str, **changes: object) -> str | None:
@@ -81,6 +86,28 @@ def test_s4_lookahead_has_limits():
     assert "max_beam_width 1" in reason("S4", speculative_decoding=spec, max_beam_width=2)
     assert "drafts nothing" in reason("S4", speculative_decoding=spec | {"ngram_size": 1})
     assert reason("S4", speculative_decoding=spec) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"max_seq_len": 4096}, "the 1024 positions"),
+        ({"max_num_tokens": 4}, "less than one token for each of 8 sequences"),
+        ({"chunked_context": False}, "without chunked_context a prompt of max_seq_len 512"),
+        ({}, None),
+        ({"chunked_context": False, "max_num_tokens": 512}, None),
+    ],
+)
+def test_c1_the_cpu_engines_limits_must_agree(tmp_path, changes, part):
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    table = {"kind": "cpu", "model": str(tmp_path), "precision": "int8", "kv_cache_tokens": 8192, "max_seq_len": 512}
+    recipe = recipes.parse(table | {"max_batch_size": 8, "max_num_tokens": 256} | changes, "small.toml")
+    found = judge(Case(recipe, shapes.find(recipe.model)))
+    assert [f.rule for f in found] == (["C1"] if part else [])
+    if part:
+        assert part in found[0].reason and found[0].instead
 
 
 def test_u1_a_table_without_effect_is_refused():

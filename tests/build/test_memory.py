@@ -154,6 +154,11 @@ def test_an_upper_bound_of_tokens_bounds_the_pool():
     assert memory.footprint(make(kv_cache_tokens=10_000), LLAMA_31_8B).pool_tokens == 9984
 
 
+def test_every_precision_a_recipe_may_name_has_a_size():
+    assert {p for allowed in recipes.PRECISIONS.values() for p in allowed} == set(memory.WEIGHT_BYTES)
+    assert {p for allowed in recipes.KV_CACHE_PRECISIONS.values() for p in allowed} == set(memory.KV_BYTES)
+
+
 @given(accepted())
 def test_everything_fits_on_the_card_of_an_accepted_recipe(drawn):
     foot = memory.footprint(drawn.recipe, drawn.shape.architecture)

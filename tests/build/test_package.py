@@ -184,7 +184,7 @@ def test_packaging_twice_leaves_the_same_file(compiled):
 
 def test_without_a_compiled_engine_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(layout, "ENGINES", tmp_path / "engines")
-    with pytest.raises(EngineFailed, match="holds no compiled engine: run `make build-engine"):
+    with pytest.raises(EngineFailed, match="holds no compiled engine: run `python build/compile"):
         package.write(make(), tmp_path / "models")
     assert not (tmp_path / "models").exists()
 

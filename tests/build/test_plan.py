@@ -8,6 +8,7 @@ from gpu_recipes import LLAMA_70B, QWEN3_8B, accepted, case, make
 from hypothesis import given, settings
 from program_parser import parse
 
+import commands
 import layout
 import memory
 import plan as plans
@@ -68,11 +69,23 @@ def test_a_local_model_is_not_fetched_and_a_plain_one_is_converted(tmp_path):
 def test_the_llm_api_has_no_engine_to_compile():
     given_llmapi = recipes.parse({**recipe_table("qwen3-8b-fp8-llmapi")}, "x.toml")
     plan = plans.make(given_llmapi, shapes.find(given_llmapi.model))
-    assert [s.name for s in plan.stages] == ["image", "fetch", "quantise", "verify"]
+    assert [s.name for s in plan.stages] == ["image", "fetch", "quantise"]
 
 
 def recipe_table(name: str) -> dict:
     return recipes.tomllib.loads((layout.RECIPES / f"{name}.toml").read_text())
+
+
+def test_a_cpu_recipe_is_planned_without_a_gpu_or_an_image(tmp_path):
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 8192}
+    config |= {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    recipe = recipes.parse(recipe_table("demo") | {"model": str(tmp_path)}, "demo.toml")
+    plan = plans.make(recipe, shapes.find(recipe.model))
+    assert [stage.name for stage in plan.stages] == ["compile"]
+    assert commands.line(plan.stages[0].argv) == "python build/engine.py --engine demo"
+    assert "image" not in plans.as_json(plan) and not any(stage.needs_gpu for stage in plan.stages)
+    assert "on the CPU" in plans.as_text(plan) and "Memory of the process" in plans.as_text(plan)
 
 
 def test_a_refused_recipe_has_no_stages():

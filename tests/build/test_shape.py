@@ -65,6 +65,14 @@ def test_a_fetched_hub_model_is_read_before_the_table(tmp_path, monkeypatch):
     assert shapes.find("Qwen/Qwen3-8B").architecture.num_layers == 2
 
 
+def test_a_model_in_the_hubs_cache_is_read_before_the_table(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--org--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(TINY))
+    assert shapes.find("org/model").architecture.num_layers == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "positions"),
     [
