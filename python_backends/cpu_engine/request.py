@@ -24,6 +24,9 @@ _UNSUPPORTED = {
 }
 
 
+_MAX_STOP_WORDS = 256  # those of several ids are looked for by the engine, at every token and under its lock
+
+
 @dataclass(frozen=True)
 class EngineRequest:
     """One sequence to generate.
@@ -59,11 +62,11 @@ def parse(inputs: Inputs, limits: EngineLimits, request_id: str, timeout_ns: int
     if declared != input_ids.size:
         raise InvalidArgument("input_lengths", f"got {declared}; allowed is {input_ids.size}, the number of input_ids")
     max_tokens = inputs.scalar("request_output_len")
-    if max_tokens < 1:
+    if max_tokens is None or max_tokens < 1:
         raise InvalidArgument("request_output_len", f"got {max_tokens}; allowed is 1 or more")
     check_fits(input_ids.size, max_tokens, limits)
-    stop_ids, stop_sequences = _stops(inputs, limits.vocab_size)
-    times = inputs.integers("tokenizer_time_ns") or [now_ns, now_ns]
+    stop_ids, stop_sequences = _stops(inputs, limits)
+    arrival_ns, tokenized_ns = _times(inputs, now_ns)
     return EngineRequest(
         request_id=request_id,
         input_ids=input_ids,
@@ -74,8 +77,8 @@ def parse(inputs: Inputs, limits: EngineLimits, request_id: str, timeout_ns: int
         streaming=inputs.scalar("streaming", False),
         echo=not inputs.scalar("exclude_input_in_output", True),
         stream_options=inputs.text("stream_options", ""),
-        arrival_ns=times[0],
-        tokenized_ns=times[1],
+        arrival_ns=arrival_ns,
+        tokenized_ns=tokenized_ns,
         timeout_ns=timeout_ns,
     )
 
@@ -89,6 +92,17 @@ def _token_ids(inputs: Inputs, name: str, vocab_size: int) -> np.ndarray:
     if wrong.size:
         raise InvalidArgument(name, f"holds the id {wrong[0]}; allowed are 0 to {vocab_size - 1}")
     return ids
+
+
+def _times(inputs: Inputs, now_ns: int) -> tuple[int, int]:
+    times = inputs.array("tokenizer_time_ns")
+    if times is None:
+        return now_ns, now_ns
+    times = times.reshape(-1).tolist()
+    if len(times) != 2 or not 0 <= times[0] <= times[1] <= now_ns:
+        allowed = f"two instants of CLOCK_MONOTONIC in order, up to now, {now_ns}"
+        raise InvalidArgument("tokenizer_time_ns", f"got {times}; allowed are {allowed}")
+    return times[0], times[1]
 
 
 def _refuse_unsupported(inputs: Inputs) -> None:
@@ -136,12 +150,18 @@ def _greedy_by_default(inputs: Inputs) -> bool:
     return all(inputs.scalar(name) is None for name in ("temperature", "runtime_top_p", "min_p"))
 
 
-def _stops(inputs: Inputs, vocab_size: int) -> tuple[frozenset[int], tuple[tuple[int, ...], ...]]:
+def _stops(inputs: Inputs, limits: EngineLimits) -> tuple[frozenset[int], tuple[tuple[int, ...], ...]]:
+    vocab_size = limits.vocab_size
     end_id = inputs.scalar("end_id", -1)
     if not -1 <= end_id < vocab_size:
         raise InvalidArgument("end_id", f"got {end_id}; allowed are 0 to {vocab_size - 1}, or -1 for none")
     words = decode_word_list("stop_words_list", inputs.array("stop_words_list"))
+    if len(words) > _MAX_STOP_WORDS:
+        raise InvalidArgument("stop_words_list", f"holds {len(words)} words; allowed are at most {_MAX_STOP_WORDS}")
     for word in words:
+        if len(word) > limits.max_seq_len:
+            problem = f"holds a word of {len(word)} ids; allowed are at most {limits.max_seq_len}"
+            raise InvalidArgument("stop_words_list", problem)
         for token in word:
             if not 0 <= token < vocab_size:
                 raise InvalidArgument("stop_words_list", f"holds the id {token}; allowed are 0 to {vocab_size - 1}")

@@ -1,0 +1,115 @@
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from contract.errors import Overloaded
+from python_backends.cpu_engine.admission import Admission
+
+SLOTS, BLOCKS, MAX_WAITING = 3, 10, 4
+
+
+def test_requests_start_in_the_order_in_which_they_came():
+    admission = Admission(slots=2, blocks=100, max_waiting=10)
+    for key in (5, 3, 9):
+        admission.offer(key, 1)
+    assert admission.admit() == [5, 3]
+    admission.release(5)
+    assert admission.admit() == [9]
+
+
+def test_one_that_does_not_fit_yet_holds_those_behind_it():
+    admission = Admission(slots=10, blocks=10, max_waiting=10)
+    admission.offer(1, 8)
+    admission.offer(2, 5)
+    admission.offer(3, 1)
+    assert admission.admit() == [1]
+    assert admission.admit() == []
+    admission.release(1)
+    assert admission.admit() == [2, 3]
+
+
+def test_a_full_queue_refuses_at_once_with_the_numbers():
+    admission = Admission(slots=1, blocks=10, max_waiting=2)
+    admission.offer(1, 1)
+    admission.admit()
+    admission.offer(2, 1)
+    admission.offer(3, 1)
+    with pytest.raises(Overloaded, match="1 requests are running and 2 are waiting; at most 2 may wait"):
+        admission.offer(4, 1)
+    assert Overloaded.retryable and admission.waiting == 2
+    admission.release(2)
+    admission.offer(4, 1)
+
+
+def test_a_waiting_request_that_leaves_makes_room_without_having_held_blocks():
+    admission = Admission(slots=1, blocks=10, max_waiting=5)
+    admission.offer(1, 10)
+    admission.admit()
+    admission.offer(2, 10)
+    admission.release(2)
+    assert (admission.running, admission.waiting, admission.reserved_blocks) == (1, 0, 10)
+
+
+def test_the_oldest_waiting_keys_are_told_first():
+    admission = Admission(slots=0, blocks=0, max_waiting=10)
+    for key in (7, 5, 6):
+        admission.offer(key, 1)
+    assert admission.waiting_keys(2) == [7, 5]
+    assert admission.waiting_keys(10) == [7, 5, 6]
+
+
+class AnyTraffic(RuleBasedStateMachine):
+    """Requests come and go in any order, some of them twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.admission = Admission(SLOTS, BLOCKS, MAX_WAITING)
+        self.next_key = 0
+        self.waiting, self.running = [], []
+        self.blocks = {}
+
+    @rule(blocks=st.integers(1, BLOCKS))
+    def offer(self, blocks):
+        self.next_key += 1
+        self.blocks[self.next_key] = blocks
+        try:
+            self.admission.offer(self.next_key, blocks)
+        except Overloaded:
+            assert len(self.waiting) == MAX_WAITING
+        else:
+            self.waiting.append(self.next_key)
+
+    @rule()
+    def admit(self):
+        admitted = self.admission.admit()
+        assert admitted == self.waiting[: len(admitted)]
+        self.running += admitted
+        del self.waiting[: len(admitted)]
+        if self.waiting:  # the next one really did not fit
+            full = len(self.running) == SLOTS
+            assert full or self.blocks[self.waiting[0]] > BLOCKS - sum(self.blocks[key] for key in self.running)
+
+    @precondition(lambda self: self.waiting or self.running)
+    @rule(data=st.data(), times=st.integers(1, 2))
+    def release(self, data, times):
+        key = data.draw(st.sampled_from(self.waiting + self.running))
+        for _ in range(times):
+            self.admission.release(key)
+        (self.waiting if key in self.waiting else self.running).remove(key)
+
+    @rule(key=st.integers(-5, 0))
+    def release_an_unknown_one(self, key):
+        self.admission.release(key)
+
+    @invariant()
+    def nothing_is_lost_and_nothing_exceeded(self):
+        assert self.admission.running_keys() == self.running
+        assert self.admission.waiting_keys(100) == self.waiting
+        assert (self.admission.running, self.admission.waiting) == (len(self.running), len(self.waiting))
+        assert self.admission.reserved_blocks == sum(self.blocks[key] for key in self.running) <= BLOCKS
+        assert len(self.running) <= SLOTS and len(self.waiting) <= MAX_WAITING
+
+
+TestAnyTraffic = AnyTraffic.TestCase
+TestAnyTraffic.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
