@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 
-from tritonclient.grpc.model_config_pb2 import DataType, ModelInstanceGroup
+from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup
 
 import layout
 from contract import tensors
 from option_table import nearest
-from repository import ERROR, WARNING, Fault, Model
+from repository import ERROR, WARNING, Fault, Model, type_name
 
 CONTRACT = layout.OPTION_TABLES / "triton_contract_1.x.json"
 BACKENDS = ("tensorrtllm", "python")
@@ -134,7 +134,7 @@ def _tensors(model: Model) -> Iterator[Fault]:
 
 
 def _tensor(model: Model, side: str, tensor, theirs: dict) -> Iterator[Fault]:
-    there, name = DataType.Name(tensor.data_type), tensor.name
+    there, name = type_name(tensor.data_type), tensor.name
     if theirs["data_type"].startswith("${"):
         if "logits" in theirs["data_type"] and there != "TYPE_FP32":
             message = f"{side} {name!r} is {there}; engines are built with float32 logits, so allowed is TYPE_FP32"
@@ -242,8 +242,8 @@ def _python_engine(model: Model) -> Iterator[Fault]:
             tensor = there.pop(ours.name, None)
             if tensor is None:
                 yield Fault(model.name, "contract", ERROR, f"{side} {ours.name!r} of contract/tensors.py is missing")
-            elif DataType.Name(tensor.data_type) != datatype or tuple(tensor.dims) != ours.dims:
-                found = f"{DataType.Name(tensor.data_type)} {list(tensor.dims)}"
+            elif type_name(tensor.data_type) != datatype or tuple(tensor.dims) != ours.dims:
+                found = f"{type_name(tensor.data_type)} {list(tensor.dims)}"
                 message = f"{side} {ours.name!r} is {found}; the contract says {datatype} {list(ours.dims)}"
                 yield Fault(model.name, "contract", ERROR, message)
         for name in there:

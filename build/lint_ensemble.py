@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tritonclient.grpc.model_config_pb2 import DataType
-
 from contract import tensors
 from lint_engine import is_engine
-from repository import ERROR, NOTE, WARNING, Fault, Model, Repository
+from repository import ERROR, NOTE, WARNING, Fault, Model, Repository, type_name
 
 INFLIGHT_LIMIT = "max_inflight_requests"
 
@@ -161,7 +159,7 @@ def _agreement(repository: Repository, ensemble: Model) -> Iterator[Fault]:
 def _edge_faults(ensemble: Model, source: Edge, use: Edge) -> Iterator[Fault]:
     ends = f"{source.model}.{source.name} -> {use.model}.{use.name}"
     if source.datatype != use.datatype:
-        types = f"{DataType.Name(source.datatype)} -> {DataType.Name(use.datatype)}"
+        types = f"{type_name(source.datatype)} -> {type_name(use.datatype)}"
         yield Fault(ensemble.name, "dtype", ERROR, f"{ends}: {types}")
     same = len(source.shape) == len(use.shape) and all(
         -1 in (a, b) or a == b for a, b in zip(source.shape, use.shape, strict=False)
@@ -284,7 +282,7 @@ def _signature(ensemble: Model) -> Iterator[Fault]:
             if ours is None:
                 continue
             datatype = "TYPE_STRING" if ours.datatype == "BYTES" else f"TYPE_{ours.datatype}"
-            there = DataType.Name(tensor.data_type)
+            there = type_name(tensor.data_type)
             if datatype != there or tuple(tensor.dims) != ours.dims:
                 found, allowed = f"{there} {list(tensor.dims)}", f"{datatype} {list(ours.dims)}"
                 message = f"{side} {tensor.name!r} is {found}; the contract says {allowed}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
-from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInstanceGroup
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
@@ -92,6 +92,12 @@ class Repository:
     @property
     def parsed(self) -> list[Model]:
         return [model for model in self.models.values() if model.config is not None]
+
+
+def type_name(data_type: int) -> str:
+    """``TYPE_INT32``; the number itself for one that names no type, which the text format lets through."""
+    known = data_type in DataType.values()
+    return DataType.Name(data_type) if known else f"data_type {data_type}"
 
 
 def config_names(folder: Path) -> list[str]:

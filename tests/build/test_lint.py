@@ -531,6 +531,11 @@ def test_the_program_says_when_there_is_nothing_to_read(tmp_path):
     assert "is not a folder" in run(str(tmp_path / "none")).stderr
 
 
+def test_a_number_that_is_no_data_type_is_named(tmp_path):
+    configs = texts() | {"engine": engine_text().replace("TYPE_UINT64", "99", 1)}
+    assert any("'seed' is data_type 99" in row[3] for row in faults(put(tmp_path, configs)))
+
+
 def test_a_bls_model_is_warned_of(tmp_path):
     parameter = 'parameters { key: "tensorrt_llm_model_name" value { string_value: "x" } }'
     text = f'name: "tensorrt_llm_bls" backend: "python" {parameter}'
