@@ -1,0 +1,244 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.errors import EngineFailed
+from contract.generation import SamplingParams
+from python_backends.cpu_engine.request import EngineRequest
+from python_backends.cpu_engine.stream import Stream
+from python_backends.cpu_engine.top_log_probs import TopLogProbs
+from python_backends.stream_state import StreamEvent
+
+MS = 1_000_000
+
+
+def request(**changes):
+    fields = {
+        "request_id": "",
+        "input_ids": np.array([7, 8, 9], np.int64),
+        "max_tokens": 100,
+        "sampling": SamplingParams(),
+        "stop_ids": frozenset(),
+        "stop_sequences": (),
+        "streaming": True,
+        "echo": False,
+        "stream_options": "options",
+        "arrival_ns": 1,
+        "tokenized_ns": 2,
+        "timeout_ns": 0,
+    }
+    return EngineRequest(**fields | changes)
+
+
+def stream(**changes):
+    return Stream(epoch=11, key=22, request=request(**changes), sink=None, submitted_ns=3)
+
+
+def add(stream, *ids, now_ns=10 * MS):
+    stream.add_tokens(list(ids), [-0.5] * len(ids), [], now_ns)
+
+
+def test_the_first_chunk_names_the_stream_and_carries_its_options():
+    one = stream()
+    one.num_cached_tokens, one.first_scheduled_ns = 2, 5
+    add(one, 1, 2, now_ns=10)
+    chunk = one.take(20)
+    assert (chunk.token_ids, chunk.log_probs, chunk.options, chunk.error) == ([1, 2], [-0.5, -0.5], "options", None)
+    state = chunk.state
+    assert (state.epoch, state.key, state.event, state.stop_id) == (11, 22, StreamEvent.RUNNING, -1)
+    assert (state.num_input_tokens, state.num_cached_tokens, state.first) == (3, 2, 1)
+    times = (state.arrival_ns, state.first_scheduled_ns, state.first_token_ns, state.last_token_ns, state.sent_ns)
+    assert times == (1, 5, 10, 10, 20)
+
+
+def test_later_chunks_carry_what_is_new_and_no_options():
+    one = stream()
+    add(one, 1)
+    one.take(20)
+    add(one, 2, 3, now_ns=30)
+    chunk = one.take(40)
+    assert (chunk.token_ids, chunk.options, chunk.state.first, chunk.num_output_tokens) == ([2, 3], "", 0, 3)
+    assert chunk.cum_log_prob == -1.5 and chunk.state.last_token_ns == 30
+    assert one.take(50) is None
+
+
+def test_likeliest_ids_leave_with_the_ids_they_belong_to():
+    one = stream()
+    entries = [TopLogProbs(-0.1, [1], [-0.1]), TopLogProbs(-0.2, [2], [-0.2]), TopLogProbs(-0.3, [3], [-0.3])]
+    one.add_tokens([1], [-0.1], entries[:1], 10)
+    assert one.take(20).top == entries[:1]
+    one.add_tokens([2, 3], [-0.2, -0.3], entries[1:], 30)
+    assert one.take(40).top == entries[1:]
+
+
+def test_the_first_token_and_the_end_are_due_at_once_the_rest_once_per_window():
+    one, window = stream(), 20 * MS
+    assert not one.due(0, window)
+    add(one, 1)
+    assert one.due(10 * MS, window)
+    one.take(10 * MS)
+    add(one, 2)
+    assert not one.due(29 * MS, window)
+    assert one.due(30 * MS, window)
+    one.finish(StreamEvent.LENGTH)
+    assert one.due(11 * MS, window)
+    one.take(11 * MS)
+    assert not one.due(99 * MS, window)
+
+
+def test_a_stream_that_a_sender_has_is_not_due_again():
+    one = stream()
+    add(one, 1)
+    one.queued = True
+    assert not one.due(10 * MS, 0)
+
+
+def test_a_unary_stream_says_everything_at_its_end():
+    one = stream(streaming=False)
+    for token in (1, 2, 3):
+        add(one, token)
+        assert not one.due(99 * MS, 0) and one.take(99 * MS) is None
+    one.finish(StreamEvent.STOP, stop_id=3)
+    assert one.due(99 * MS, 0)
+    chunk = one.take(99 * MS)
+    assert (chunk.token_ids, chunk.options, chunk.state.stop_id, chunk.state.first) == ([1, 2, 3], "options", 3, 1)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_probe_carries_no_ids_and_those_that_wait_are_kept(streaming):
+    one = stream(streaming=streaming)
+    if not streaming:
+        add(one, 1)
+    one.probe_due = True
+    probe = one.take(20)
+    assert (probe.state.event, probe.token_ids, probe.options, probe.state.first) == (
+        StreamEvent.PROBE,
+        [],
+        "options",
+        0,
+    )
+    assert not one.probe_due and one.take(30) is None
+    add(one, 2)
+    one.finish(StreamEvent.LENGTH)
+    last = one.take(40)
+    assert last.token_ids == ([2] if streaming else [1, 2]) and last.options == "" and last.state.first == 1
+
+
+def test_a_probe_that_is_overtaken_by_tokens_is_not_sent():
+    one = stream()
+    one.probe_due = True
+    add(one, 1)
+    assert one.take(20).state.event is StreamEvent.RUNNING
+    assert one.take(30) is None
+
+
+def test_time_between_responses_counts_those_with_tokens_only():
+    one = stream()
+    add(one, 1)
+    assert one.take(100).since_last_ns == 0
+    one.probe_due = True
+    assert one.take(150).since_last_ns == 0
+    add(one, 2)
+    assert one.take(200).since_last_ns == 100
+    one.finish(StreamEvent.LENGTH)
+    assert one.take(300).since_last_ns == 0  # no token in it
+
+
+def test_an_echo_comes_once_in_front_of_the_first_tokens_and_not_with_a_probe():
+    one = stream(echo=True)
+    one.probe_due = True
+    assert one.take(10).token_ids == []
+    add(one, 1)
+    chunk = one.take(20)
+    assert (chunk.token_ids, chunk.log_probs, chunk.num_output_tokens) == ([7, 8, 9, 1], [-0.5], 1)
+    add(one, 2)
+    assert one.take(30).token_ids == [2]
+
+
+def test_an_echo_comes_also_when_nothing_was_generated():
+    one = stream(echo=True)
+    one.finish(StreamEvent.CANCELLED)
+    chunk = one.take(10)
+    assert (chunk.token_ids, chunk.num_output_tokens, chunk.state.first) == ([7, 8, 9], 0, 0)
+
+
+def test_a_stream_ends_once_whoever_comes_first():
+    one = stream()
+    add(one, 1)
+    assert one.finish(StreamEvent.CANCELLED)
+    assert not one.finish(StreamEvent.ERROR, error=EngineFailed("late"))
+    add(one, 2)
+    chunk = one.take(20)
+    assert (chunk.token_ids, chunk.state.event, chunk.error) == ([1], StreamEvent.CANCELLED, None)
+    assert one.closed
+
+
+@pytest.mark.parametrize(
+    ("chunks", "keeps"),
+    [
+        ([[1, 2]], [2]),
+        ([[5, 1, 2, 6]], [3]),
+        ([[5, 1], [2]], [None, 1]),
+        ([[1], [1], [1, 2, 3]], [None, None, 2]),
+        ([[3, 4], [5, 9]], [None, 1]),
+        ([[3], [4], [5]], [None, None, 1]),
+        ([[3, 4, 1], [2, 3]], [None, 1]),
+        ([[2, 1, 5, 4, 3]], [None]),
+        ([[], [1], [], [2]], [None, None, None, 1]),
+    ],
+)
+def test_a_stop_sequence_is_found_across_chunks(chunks, keeps):
+    one = stream(stop_sequences=((1, 2), (3, 4, 5)))
+    assert [one.stop_sequence_end(chunk) for chunk in chunks] == keeps
+
+
+ids = st.lists(st.integers(0, 2), max_size=30)
+
+
+@given(ids, st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=4).map(tuple), min_size=1, max_size=3), st.data())
+def test_a_stop_sequence_is_found_where_it_first_ends_however_the_ids_are_cut(generated, sequences, data):
+    one = stream(stop_sequences=tuple(sequences))
+    found, seen = None, 0
+    while seen < len(generated) and found is None:
+        size = data.draw(st.integers(1, 4))
+        keep = one.stop_sequence_end(generated[seen : seen + size])
+        found = None if keep is None else seen + keep
+        seen += size
+    ends = [
+        end for end in range(1, len(generated) + 1) if any(tuple(generated[:end])[-len(s) :] == s for s in sequences)
+    ]
+    assert found == (ends[0] if ends else None)
+
+
+@given(
+    st.lists(st.sampled_from(["tokens", "take", "probe", "finish", "tick"]), max_size=40),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([StreamEvent.STOP, StreamEvent.LENGTH, StreamEvent.CANCELLED]),
+)
+def test_whatever_the_order_of_things_every_token_leaves_once_and_in_order(steps, streaming, echo, end):
+    one = stream(streaming=streaming, echo=echo)
+    generated, chunks = [], []
+    for now_ns, step in enumerate([*steps, "finish", "take"], 1):
+        if step == "tokens" and not one.event.last:
+            generated.append(len(generated))
+            one.add_tokens(generated[-1:], [-float(generated[-1])], [], now_ns)
+        elif step == "probe":
+            one.probe_due = True
+        elif step == "finish":
+            one.finish(end)
+        elif step == "take" and not one.closed:
+            chunk = one.take(now_ns)
+            chunks += [chunk] if chunk else []
+        elif step == "tick" and one.due(now_ns, window_ns=3):
+            chunks.append(one.take(now_ns))
+    assert one.closed and None not in chunks
+    assert [token for chunk in chunks for token in chunk.token_ids] == [7, 8, 9] * echo + generated
+    assert [value for chunk in chunks for value in chunk.log_probs] == [-float(token) for token in generated]
+    assert [chunk.state.event for chunk in chunks if chunk.state.event.last] == [chunks[-1].state.event] == [end]
+    assert sum(chunk.state.first for chunk in chunks) == (1 if generated else 0)
+    assert [chunk.options for chunk in chunks] == ["options"] + [""] * (len(chunks) - 1)
+    assert chunks[-1].num_output_tokens == len(generated)
+    if not streaming:
+        assert all(chunk.state.event is StreamEvent.PROBE for chunk in chunks[:-1])
