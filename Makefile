@@ -1,6 +1,6 @@
 # Trident's verbs. Each is a line or two a person could type; variables can be set: make serve ENGINE=demo GRPC_PORT=9001
 PYTHON     ?= python3
-ENGINE     ?= demo
+ENGINE     ?= $(if $(MODEL),$(notdir $(patsubst %/,%,$(MODEL))),demo)
 MODEL      ?=
 PRECISION  ?=
 GRPC_PORT  ?= 8001
