@@ -95,9 +95,9 @@ def _wiring(repository: Repository, ensemble: Model) -> Iterator[Fault]:
 def _map_faults(ensemble: Model, model: Model, inputs: dict[str, str], outputs: dict[str, str]) -> Iterator[Fault]:
     known_inputs = {tensor.name: tensor for tensor in model.config.input}
     known_outputs = {tensor.name for tensor in model.config.output}
-    for key in inputs.keys() - known_inputs.keys():
+    for key in sorted(inputs.keys() - known_inputs.keys()):
         yield Fault(ensemble.name, "graph", ERROR, f"step {model.name} has no input {key!r}")
-    for key in outputs.keys() - known_outputs:
+    for key in sorted(outputs.keys() - known_outputs):
         yield Fault(ensemble.name, "graph", ERROR, f"step {model.name} has no output {key!r}")
     for name, tensor in known_inputs.items():
         if name not in inputs and not tensor.optional:

@@ -208,7 +208,7 @@ def _limits(case: Case) -> Iterator[_Edit]:
     for batch in (512, 256, 128, 64, 32, 16, 8):
         if batch < recipe.max_batch_size:
             yield _Edit(LIMIT, f"max_batch_size = {batch}", {"max_batch_size": batch})
-    for size in {32, 64, 128} - {recipe.group_size}:
+    for size in sorted({32, 64, 128} - {recipe.group_size}):
         yield _Edit(LIMIT, f"group_size = {size}", {"group_size": size})
     if recipe.kind == CPU and recipe.max_seq_len and recipe.max_seq_len > (recipe.kv_cache_tokens or 0):
         needed = -(-recipe.max_seq_len // memory.BLOCK_TOKENS) * memory.BLOCK_TOKENS
