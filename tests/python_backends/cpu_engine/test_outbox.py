@@ -1,0 +1,234 @@
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.errors import EngineFailed, Unavailable
+from contract.generation import SamplingParams
+from python_backends.cpu_engine.outbox import WINDOW_PER_STREAM_NS, Outbox, window_ns
+from python_backends.cpu_engine.request import EngineRequest
+from python_backends.cpu_engine.stream import Stream
+from python_backends.stream_state import StreamEvent
+
+
+class Sink:
+    """What one client gets. ``pause`` is called in the sender's thread before every response is taken."""
+
+    def __init__(self, pause=lambda: None, fails=lambda chunk: False):
+        self.chunks, self.errors, self.closed = [], [], threading.Event()
+        self._pause, self._fails, self._busy = pause, fails, threading.Lock()
+
+    def send(self, chunk, request):
+        assert self._busy.acquire(blocking=False), "two threads send for one stream"
+        self._pause()
+        self._busy.release()
+        if self._fails(chunk):
+            raise RuntimeError("no shared memory")
+        assert not self.closed.is_set(), "a response after the last"
+        self.chunks.append(chunk)
+        if chunk.state.event.last:
+            self.closed.set()
+
+    def refuse(self, error):
+        assert not self.chunks, "a refusal after an answer"
+        self.errors.append(error)
+        self.closed.set()
+
+    def close(self):
+        self.closed.set()
+
+    def ids(self):
+        return [token for chunk in self.chunks for token in chunk.token_ids]
+
+
+def stream(key, sink, streaming=True):
+    request = EngineRequest(
+        "",
+        np.array([1]),
+        100,
+        SamplingParams(),
+        frozenset(),
+        (),
+        streaming,
+        False,
+        "",
+        arrival_ns=1,
+        tokenized_ns=1,
+        timeout_ns=0,
+    )
+    return Stream(1, key, request, sink)
+
+
+def add(outbox, one, *ids, window=0):
+    """What the engine does with new tokens."""
+    with one.lock:
+        one.add_tokens(list(ids), [0.0] * len(ids), [], time.monotonic_ns())
+        if one.due(time.monotonic_ns(), window):
+            outbox.put(one)
+
+
+def finish(outbox, one, event=StreamEvent.LENGTH, error=None):
+    with one.lock:
+        one.finish(event, error=error)
+        if not one.queued:
+            outbox.put(one)
+
+
+@pytest.fixture
+def heard():
+    return {"sent": [], "lost": []}
+
+
+@pytest.fixture
+def outbox(triton, heard):
+    outbox = Outbox(
+        4, lambda one, chunk: heard["sent"].append((one, chunk)), lambda one, exc: heard["lost"].append(one)
+    )
+    yield outbox
+    outbox.close()
+
+
+def test_many_streams_over_few_threads_keep_their_order_also_with_a_slow_reader(outbox):
+    chance = random.Random(1)
+    sinks = [Sink(pause=lambda: time.sleep(0.002))] + [
+        Sink(pause=lambda: time.sleep(chance.random() / 5000)) for _ in range(20)
+    ]
+    streams = [stream(key, sink) for key, sink in enumerate(sinks)]
+    for token in range(40):
+        for one in streams:
+            add(outbox, one, token)
+    for one in streams:
+        finish(outbox, one)
+    for sink in sinks:
+        assert sink.closed.wait(20)
+        assert sink.ids() == list(range(40))
+
+
+def test_tokens_that_come_while_one_is_being_sent_wait_for_the_next_response(outbox):
+    entered, release = threading.Event(), threading.Event()
+
+    def hold():
+        entered.set()
+        release.wait(10)
+
+    sink = Sink(pause=hold)
+    one = stream(1, sink)
+    add(outbox, one, 1)
+    assert entered.wait(10)
+    for token in (2, 3, 4):
+        add(outbox, one, token)
+    finish(outbox, one)
+    release.set()
+    assert sink.closed.wait(10)
+    assert [chunk.token_ids for chunk in sink.chunks] == [[1], [2, 3, 4]]
+
+
+def test_an_error_before_any_answer_is_a_refusal_and_after_one_it_is_in_band(outbox, heard):
+    silent, speaking = Sink(), Sink()
+    error = Unavailable("going")
+    finish(outbox, stream(1, silent), StreamEvent.ERROR, error)
+    assert silent.closed.wait(10) and silent.errors == [error] and not silent.chunks
+    one = stream(2, speaking)
+    add(outbox, one, 5)
+    while not speaking.chunks:
+        time.sleep(0.001)
+    finish(outbox, one, StreamEvent.ERROR, error)
+    assert speaking.closed.wait(10) and not speaking.errors
+    assert speaking.chunks[-1].error is error and speaking.chunks[-1].state.event is StreamEvent.ERROR
+
+
+def test_a_probe_counts_as_an_answer(outbox):
+    sink = Sink()
+    one = stream(1, sink)
+    with one.lock:
+        one.probe_due = True
+        outbox.put(one)
+    while not sink.chunks:
+        time.sleep(0.001)
+    finish(outbox, one, StreamEvent.ERROR, EngineFailed("broke"))
+    assert sink.closed.wait(10)
+    assert [chunk.state.event for chunk in sink.chunks] == [StreamEvent.PROBE, StreamEvent.ERROR] and not sink.errors
+
+
+def test_a_lost_response_is_told_and_logged_and_the_others_go_on(outbox, heard, triton):
+    bad, good = Sink(fails=lambda chunk: not chunk.state.event.last), Sink()
+    one, other = stream(1, bad), stream(2, good)
+    add(outbox, one, 1)
+    while not heard["lost"]:
+        time.sleep(0.001)
+    assert heard["lost"] == [one] and not heard["sent"]
+    assert triton.log == [("error", "response of stream 1 was lost: RuntimeError('no shared memory')")]
+    finish(outbox, one, StreamEvent.ERROR, EngineFailed("a response was lost"))  # what the engine does then
+    for token in range(10):  # every sender thread is still there
+        add(outbox, other, token)
+    finish(outbox, other)
+    assert bad.closed.wait(10) and good.closed.wait(10)
+    assert bad.chunks[-1].state.event is StreamEvent.ERROR and good.ids() == list(range(10))
+
+
+def test_an_end_that_cannot_be_sent_still_closes_the_answer(outbox, heard, triton):
+    sink = Sink(fails=lambda chunk: True)
+    one = stream(1, sink)
+    add(outbox, one, 1)
+    finish(outbox, one)
+    assert sink.closed.wait(10) and not sink.chunks
+
+
+def test_close_lets_every_end_out_first(triton):
+    sinks = [Sink(pause=lambda: time.sleep(0.005)) for _ in range(8)]
+    outbox = Outbox(2, lambda one, chunk: None, lambda one, problem: None)
+    streams = [stream(key, sink) for key, sink in enumerate(sinks)]
+    for one in streams:
+        add(outbox, one, 1)
+    for one in streams:  # some are being sent at this moment, some wait, some were sent
+        finish(outbox, one, StreamEvent.CANCELLED)
+    outbox.close()
+    assert [sink.ids() for sink in sinks] == [[1]] * 8
+    assert all(sink.chunks[-1].state.event is StreamEvent.CANCELLED for sink in sinks)
+
+
+def test_an_end_that_comes_while_its_stream_is_being_sent_does_not_stand_behind_close(triton):
+    entered, release = threading.Event(), threading.Event()
+
+    def hold():
+        entered.set()
+        release.wait(10)
+
+    sink = Sink(pause=hold)
+    outbox = Outbox(1, lambda one, chunk: None, lambda one, problem: None)
+    one = stream(1, sink)
+    add(outbox, one, 1)
+    assert entered.wait(10)
+    finish(outbox, one)
+    closing = threading.Thread(target=outbox.close)
+    closing.start()
+    while outbox._queue.empty():  # the order to stop is in the queue now
+        time.sleep(0.001)
+    release.set()
+    closing.join()
+    assert sink.closed.is_set() and sink.chunks[-1].state.event is StreamEvent.LENGTH
+
+
+def test_every_response_is_reported_with_its_stream(outbox, heard):
+    sink = Sink()
+    one = stream(1, sink)
+    add(outbox, one, 1)
+    finish(outbox, one)
+    assert sink.closed.wait(10)
+    outbox.close()
+    assert [reported for reported, _ in heard["sent"]] == [one] * len(sink.chunks)
+    assert [chunk for _, chunk in heard["sent"]] == sink.chunks
+
+
+@given(st.integers(0, 10_000), st.integers(0, 10**9))
+def test_the_window_is_zero_alone_and_grows_to_its_bound(live, bound):
+    window = window_ns(live, bound)
+    assert 0 <= window <= bound and window_ns(live + 1, bound) >= window
+    if live <= 1:
+        assert window == 0
+    elif bound >= live * WINDOW_PER_STREAM_NS:
+        assert window == (live - 1) * WINDOW_PER_STREAM_NS
