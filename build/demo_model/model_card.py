@@ -57,8 +57,9 @@ offered under the same terms.
 Muon on the layers' matrices, AdamW on the embedding and the norms; linear warm-up, plateau, linear descent from step
 {decay_from:,} of {steps:,}; {batch_tokens:,} tokens a step, in pieces of {short_context} until the descent and of
 {context:,} from there; {steps_taken:,} steps taken ({epochs:.1f} epochs), seed {seed}; bf16 autocast, f32 weights.
-This run: {device}, {threads} threads, PyTorch {torch}, {minutes:.0f} minutes. `loss_curve.csv` has the loss of every
-step.
+{ending} `loss_curve.csv` has the loss of every step.
+
+This run: {device}, {threads} threads, PyTorch {torch}, {minutes:.0f} minutes.
 
 Retrain with `make demo-model`, that is `python build/demo_model/train.py`; `python build/demo_model/evaluate.py`
 measures once more and writes this card anew. The same seed, threads, PyTorch and machine type give the same curve, byte
@@ -90,6 +91,18 @@ def figures_table(evaluation: dict) -> str:
     return "\n".join(rows + [f"| {name} | {figure:.3f} |" for name, figure in baselines])
 
 
+def ending(training: dict) -> str:
+    """How the run ended: a clock that ran out leaves a learning rate above zero, which a reader should know."""
+    steps, taken = training["steps"], training["steps_taken"]
+    if taken == steps:
+        return "The run took all of them."
+    left = (steps - taken) / (steps - training["decay_from"])
+    return (
+        f"The clock ended the run there, at {left:.0%} of the full learning rate; the repetition below goes on to the\n"
+        f"end, its first {taken:,} losses being the same."
+    )
+
+
 def model_card(training: dict, evaluation: dict) -> str:
     """Markdown with HuggingFace's front matter; the arguments are the contents of training.json and evaluation.json."""
     shape = training["architecture"]
@@ -119,6 +132,7 @@ def model_card(training: dict, evaluation: dict) -> str:
         steps_taken=training["steps_taken"],
         batch_tokens=training["batch_tokens"],
         short_context=training["short_context_tokens"],
+        ending=ending(training),
         epochs=training["steps_taken"] * training["batch_tokens"] / training["training_tokens"],
         seed=training["seed"],
         device=training["device"],
