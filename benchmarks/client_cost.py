@@ -33,7 +33,7 @@ import tritonclient.grpc.aio
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from clients import AsyncClient, Client, wire  # noqa: E402
+from clients import AsyncClient, Client, infer_request  # noqa: E402
 from clients.request import build  # noqa: E402
 
 PROMPT = "what does a message cost"
@@ -105,9 +105,9 @@ def bare_async(url: str, streams: int, tokens: int) -> int:
     async def read() -> int:
         count = 0
         async with grpc.aio.insecure_channel(url) as channel:
-            method = channel.unary_stream(wire.GENERATE)
+            method = channel.unary_stream(infer_request.GENERATE)
             for _ in range(streams):
-                async for _ in method(wire.generation(build(PROMPT, max_tokens=tokens), "ensemble")):
+                async for _ in method(infer_request.generation(build(PROMPT, max_tokens=tokens), "ensemble")):
                     count += 1
         return count
 
@@ -118,9 +118,9 @@ def bare_sync(url: str, streams: int, tokens: int) -> int:
     count = 0
     option = (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)
     with grpc.insecure_channel(url, [option]) as channel:
-        method = channel.unary_stream(wire.GENERATE)
+        method = channel.unary_stream(infer_request.GENERATE)
         for _ in range(streams):
-            for _ in method(wire.generation(build(PROMPT, max_tokens=tokens), "ensemble")):
+            for _ in method(infer_request.generation(build(PROMPT, max_tokens=tokens), "ensemble")):
                 count += 1
     return count
 

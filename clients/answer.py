@@ -7,7 +7,7 @@ import time
 
 import grpc
 
-from clients import failures, wire
+from clients import failures, infer_response, protobuf
 from clients.connection import DEFAULT_TIMEOUT_S
 from clients.failures import RetryHint
 from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavailable
@@ -32,7 +32,7 @@ class Answer:
         self.started = False
         self.whole = False
         self.broken: TridentError | None = None
-        self._decode = wire.ResponseDecoder().decode
+        self._decode = infer_response.ResponseDecoder().decode
 
     @property
     def over(self) -> bool:
@@ -47,7 +47,7 @@ class Answer:
         """The delta in one message, None if it carries none. Raises the error it carries instead."""
         try:
             delta, final, message = self._decode(data)
-        except wire.WireError as exc:
+        except protobuf.WireError as exc:
             raise EngineFailed(f"the server sent what we cannot read: {exc}") from exc
         if message:
             raise failures.from_error_message(message)

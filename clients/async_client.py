@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from clients import failures, request, status, wire
+from clients import failures, infer_request, infer_response, request, status
 from clients.answer import Answer
 from clients.completion import Completion
 from clients.connection import DEFAULT_MODEL, TLS, Connection, connection, trace_context
@@ -85,19 +85,19 @@ class AsyncClient(Generations[TokenStream]):
         self, asked: GenerationRequest, left_s: float, traceparent: str = "", timings: bool = False
     ) -> grpc.aio.UnaryStreamCall:
         """Sends one request, once, and returns the raw call."""
-        payload = wire.generation(asked, self.model, left_s, timings)
+        payload = infer_request.generation(asked, self.model, left_s, timings)
         metadata = self.connection.call_metadata(asked.request_id, traceparent)
         if self._generate is None or self._loop is not asyncio.get_running_loop():
             # One request per stream: the method streams both ways, but after one message we have said it all.
-            self._generate = self._opened().unary_stream(wire.GENERATE)
+            self._generate = self._opened().unary_stream(infer_request.GENERATE)
         return self._generate(payload, timeout=left_s, metadata=metadata)
 
     async def stop(self, request_id: str, timeout_s: float = 5.0) -> None:
         """Ends a running request of anybody by its id, in the engine; unknown ids are ignored there."""
-        call = self._opened().unary_stream(wire.GENERATE)(
-            wire.stop(request_id), timeout=timeout_s, metadata=self.connection.call_metadata(request_id)
+        call = self._opened().unary_stream(infer_request.GENERATE)(
+            infer_request.stop(request_id), timeout=timeout_s, metadata=self.connection.call_metadata(request_id)
         )
-        decoder = wire.ResponseDecoder()
+        decoder = infer_response.ResponseDecoder()
         try:
             async for data in call:
                 _, _, message = decoder.decode(data)

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.experimental
 
-from clients import failures, request, status, wire
+from clients import failures, infer_request, infer_response, request, status
 from clients.blocking_stream import BlockingStream
 from clients.completion import Completion
 from clients.connection import DEFAULT_MODEL, TLS, Connection, connection, trace_context
@@ -75,10 +75,12 @@ class Client(Generations[BlockingStream]):
         context = trace_context(traceparent)  # one trace for all attempts
 
         def send(asked: GenerationRequest, left_s: float) -> grpc.Call:
-            channel_call = self._generate or self._opened().unary_stream(wire.GENERATE)
+            channel_call = self._generate or self._opened().unary_stream(infer_request.GENERATE)
             self._generate = channel_call
             metadata = self.connection.call_metadata(asked.request_id, context)
-            return channel_call(wire.generation(asked, self.model, left_s, timings), timeout=left_s, metadata=metadata)
+            return channel_call(
+                infer_request.generation(asked, self.model, left_s, timings), timeout=left_s, metadata=metadata
+            )
 
         schedule = RetrySchedule(self._retry, self._budget, self._rng)
         return BlockingStream(send, self.url, request.identified(asked), schedule)
@@ -89,10 +91,10 @@ class Client(Generations[BlockingStream]):
 
     def stop(self, request_id: str, timeout_s: float = 5.0) -> None:
         """Ends a running request of anybody by its id, in the engine; unknown ids are ignored there."""
-        call = self._opened().unary_stream(wire.GENERATE)(
-            wire.stop(request_id), timeout=timeout_s, metadata=self.connection.call_metadata(request_id)
+        call = self._opened().unary_stream(infer_request.GENERATE)(
+            infer_request.stop(request_id), timeout=timeout_s, metadata=self.connection.call_metadata(request_id)
         )
-        decoder = wire.ResponseDecoder()
+        decoder = infer_response.ResponseDecoder()
         try:
             for data in call:
                 _, _, message = decoder.decode(data)

@@ -6,18 +6,19 @@ from contract import errors
 from contract.errors import TridentError
 
 OK = 0
+CUT_SHORT = 8
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 PIPE_CLOSED = 141  # 128 + SIGPIPE
 
 _CODES: tuple[tuple[type[TridentError], int, str], ...] = (
     (errors.InvalidArgument, 2, "a bad argument, refused here or by the server"),
-    (errors.Unauthenticated, 3, "no key, or not one the server knows"),
-    (errors.PermissionDenied, 3, "the key may not do this"),
+    (errors.Unauthenticated, 3, "no key, not one the server knows, or one that may not do this"),
+    (errors.PermissionDenied, 3, ""),
     (errors.NotFound, 4, "no such model or request"),
     (errors.Overloaded, 5, "the server is full; try again later"),
     (errors.Unavailable, 6, "no server there, or not ready"),
     (errors.DeadlineExceeded, 7, "--timeout passed"),
-    (errors.Cancelled, 8, "the server ended the request early"),
+    (errors.Cancelled, CUT_SHORT, "the answer was ended early, by `stop` or by the server"),
     (errors.EngineFailed, 1, "the engine failed"),
 )
 
@@ -30,6 +31,6 @@ def code_for(error: TridentError) -> int:
 def table() -> str:
     """The codes as lines for --help."""
     lines = [f"  {OK:>3}  the text is complete (or --cancel-after was reached)"]
-    lines += [f"  {code:>3}  {meaning}" for _, code, meaning in sorted(_CODES, key=lambda row: row[1])]
+    lines += [f"  {code:>3}  {meaning}" for _, code, meaning in sorted(_CODES, key=lambda row: row[1]) if meaning]
     lines += [f"  {INTERRUPTED:>3}  Ctrl-C", f"  {PIPE_CLOSED:>3}  the reader of our output went away"]
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from clients import wire
+from clients import protobuf
 from contract import errors
 from contract.errors import (
     Cancelled,
@@ -95,11 +95,11 @@ def _retry_info_s(status: bytes) -> list[float]:
     """Delays of every RetryInfo in a google.rpc.Status{3: Any{1: type_url, 2: value}}; [] if it is garbled."""
     waits_s = []
     try:
-        for detail in (dict(wire.fields(value)) for number, value in wire.fields(status) if number == 3):
+        for detail in (dict(protobuf.fields(value)) for number, value in protobuf.fields(status) if number == 3):
             if detail.get(1, b"").endswith(b"google.rpc.RetryInfo"):
-                delay = dict(wire.fields(dict(wire.fields(detail.get(2, b""))).get(1, b"")))
+                delay = dict(protobuf.fields(dict(protobuf.fields(detail.get(2, b""))).get(1, b"")))
                 waits_s.append(delay.get(1, 0) + delay.get(2, 0) / 1e9)
-    except (wire.WireError, TypeError, AttributeError):
+    except (protobuf.WireError, TypeError, AttributeError):
         return []
     return waits_s
 

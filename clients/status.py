@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clients import wire
+from clients import protobuf
 
 _SERVICE = "/inference.GRPCInferenceService"
 # What our repository holds, for servers that do not let us read their index.
@@ -48,7 +48,7 @@ MODELS_QUESTION = Question(f"{_SERVICE}/RepositoryIndex")
 
 
 def model_ready(model: str) -> Question:
-    return Question(f"{_SERVICE}/ModelReady", wire.text(1, model))
+    return Question(f"{_SERVICE}/ModelReady", protobuf.text(1, model))
 
 
 def health_questions(model: str) -> list[Question]:
@@ -57,7 +57,7 @@ def health_questions(model: str) -> list[Question]:
 
 def read_flag(answer: bytes) -> bool:
     """The one bool of ServerLive, ServerReady and ModelReady."""
-    return dict(wire.fields(answer)).get(1) == 1
+    return dict(protobuf.fields(answer)).get(1) == 1
 
 
 def read_health(url: str, model: str, answers: list[bytes]) -> Health:
@@ -67,8 +67,8 @@ def read_health(url: str, model: str, answers: list[bytes]) -> Health:
 def read_models(answer: bytes) -> list[Model]:
     """RepositoryIndexResponse{1: Model{1: name, 2: version, 3: state, 4: reason}}."""
     models = []
-    for number, value in wire.fields(answer):
+    for number, value in protobuf.fields(answer):
         if number == 1:
-            parts = {key: data.decode() for key, data in wire.fields(value)}
+            parts = {key: data.decode() for key, data in protobuf.fields(value)}
             models.append(Model(*(parts.get(key, "") for key in (1, 2, 3, 4))))
     return models

@@ -12,7 +12,7 @@ from clients import exits
 from clients.latency import Stopwatch
 from clients.token_stream import TokenStream
 from contract.errors import Overloaded, TridentError, Unavailable
-from contract.generation import TokenDelta
+from contract.generation import FinishReason, TokenDelta
 
 
 async def show(
@@ -40,7 +40,7 @@ async def show(
             print(flush=True)
         if stats:
             print(figures(stream, watch, last, cut), file=sys.stderr, flush=True)
-    return exits.OK
+    return exits.CUT_SHORT if last.finish_reason is FinishReason.CANCELLED else exits.OK
 
 
 def delta_object(delta: TokenDelta, stream: TokenStream, watch: Stopwatch) -> dict[str, Any]:

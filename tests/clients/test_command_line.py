@@ -15,6 +15,7 @@ import pytest
 from clients import command_line, exits
 from contract import errors
 from contract.errors import BY_NAME, TridentError
+from contract.generation import FinishReason
 from tests.fakes.replica import FakeReplica, Script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,6 +192,12 @@ def test_health_models_and_stop(threaded_replica) -> None:
     threaded_replica.ready = False
     done = run(threaded_replica, "health")
     assert done.returncode == 6 and "ready: no  ensemble: not ready" in done.stdout
+
+
+def test_an_answer_that_somebody_stopped_is_told_from_a_whole_one(threaded_replica, playlist) -> None:
+    playlist.set(Script(("a", "b"), FinishReason.CANCELLED))
+    done = run(threaded_replica, "x")
+    assert (done.returncode, done.stdout) == (exits.CUT_SHORT, "ab\n")
 
 
 def test_credentials_and_headers_travel(threaded_replica) -> None:

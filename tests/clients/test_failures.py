@@ -3,7 +3,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from clients import failures, wire
+from clients import failures, protobuf
 from clients.failures import RetryHint
 from contract import errors
 
@@ -82,10 +82,10 @@ def test_no_trailers_are_no_hint() -> None:
 
 
 def test_retry_info_in_the_status_details_is_read() -> None:
-    delay = b"\x08" + wire.varint(1) + b"\x10" + wire.varint(500_000_000)
-    detail = wire.text(1, "type.googleapis.com/google.rpc.RetryInfo") + wire.chunk(2, wire.chunk(1, delay))
-    other = wire.text(1, "type.googleapis.com/google.rpc.ErrorInfo") + wire.chunk(2, b"\x08\x07")
-    status = b"\x08\x08" + wire.text(2, "full") + wire.chunk(3, other) + wire.chunk(3, detail)
+    delay = b"\x08" + protobuf.varint(1) + b"\x10" + protobuf.varint(500_000_000)
+    detail = protobuf.text(1, "type.googleapis.com/google.rpc.RetryInfo") + protobuf.chunk(2, protobuf.chunk(1, delay))
+    other = protobuf.text(1, "type.googleapis.com/google.rpc.ErrorInfo") + protobuf.chunk(2, b"\x08\x07")
+    status = b"\x08\x08" + protobuf.text(2, "full") + protobuf.chunk(3, other) + protobuf.chunk(3, detail)
     assert failures.retry_hint([("grpc-status-details-bin", status)]) == RetryHint(1.5)
     assert failures.retry_hint([("grpc-status-details-bin", status[:-3])]) == RetryHint()
 
