@@ -1,0 +1,1 @@
+"""How fast, and at what cost: measured from outside, through the clients. ``python -m benchmarks --help``."""

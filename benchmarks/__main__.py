@@ -1,0 +1,6 @@
+import sys
+
+from benchmarks.command_line import main
+
+if __name__ == "__main__":  # the load generator's own processes import this module too
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,169 @@
+"""When requests come in an open loop, whatever the server does: Poisson, bursty, a ramp, or a recorded trace.
+
+Instants are seconds after the start, in order, below ``duration_s``; equal seeds give equal instants.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from contract.errors import InvalidArgument
+
+FORMS = "poisson:RATE, bursty:RATE,BURST_SIZE, ramp:FROM,TO (requests per second) or trace:FILE[,SPEED]"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request's instant; what a trace does not say is drawn by the workload."""
+
+    at_s: float
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    tenant: str | None = None
+
+
+class Arrivals(Protocol):
+    def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]: ...
+
+
+@dataclass(frozen=True)
+class Poisson:
+    """Independent requests: exponential gaps of mean 1 / rate."""
+
+    rate_per_s: float
+
+    def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
+        at_s = rng.expovariate(self.rate_per_s)
+        while at_s < duration_s:
+            yield Arrival(at_s)
+            at_s += rng.expovariate(self.rate_per_s)
+
+
+@dataclass(frozen=True)
+class Bursty:
+    """Bursts come as Poisson; a burst's requests come at once, geometrically many with mean ``burst_size``.
+
+    The mean rate of requests is ``rate_per_s``; the variance of their number is about 2 · burst_size − 1 times Poisson's.
+    """
+
+    rate_per_s: float
+    burst_size: float
+
+    def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
+        for burst in Poisson(self.rate_per_s / self.burst_size).instants(rng, duration_s):
+            size = 1
+            while rng.random() >= 1 / self.burst_size:
+                size += 1
+            yield from itertools.repeat(burst, size)
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """Poisson whose rate goes linearly from the first to the last, over the duration."""
+
+    first_per_s: float
+    last_per_s: float
+
+    def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
+        slope = (self.last_per_s - self.first_per_s) / duration_s
+        expected = 0.0  # requests that should have come: first * t + slope * t² / 2, solved for t
+        while True:
+            expected += rng.expovariate(1.0)
+            if abs(slope) < 1e-12:
+                at_s = expected / self.first_per_s
+            else:
+                root = self.first_per_s**2 + 2 * slope * expected
+                if root < 0:  # the rate has come down to nothing before another request was due
+                    return
+                at_s = (math.sqrt(root) - self.first_per_s) / slope
+            if at_s >= duration_s:
+                return
+            yield Arrival(at_s)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Recorded requests, replayed ``speed`` times as fast."""
+
+    rows: tuple[Arrival, ...]
+    speed: float = 1.0
+
+    def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
+        for row in self.rows:
+            if (at_s := row.at_s / self.speed) < duration_s:
+                yield Arrival(at_s, row.input_tokens, row.output_tokens, row.tenant)
+
+
+def parse(text: str) -> Arrivals:
+    """The arrivals a command line means. Raises InvalidArgument for ``arrivals``."""
+    kind, _, rest = text.partition(":")
+    parts = rest.split(",")
+    if kind == "trace" and rest:
+        speed = 1.0
+        if len(parts) > 1:
+            *names, last = parts
+            speed, rest = _positive(last, text), ",".join(names)
+        return read_trace(Path(rest), speed)
+    if kind == "poisson" and len(parts) == 1:
+        return Poisson(_positive(rest, text))
+    if kind == "bursty" and len(parts) == 2:
+        size = _positive(parts[1], text)
+        if size >= 1:
+            return Bursty(_positive(parts[0], text), size)
+    if kind == "ramp" and len(parts) == 2:
+        return Ramp(_positive(parts[0], text), _positive(parts[1], text))
+    raise InvalidArgument("arrivals", f"got {text!r}; allowed is {FORMS}")
+
+
+def read_trace(path: Path, speed: float = 1.0) -> Trace:
+    """JSON lines or CSV with a header; fields at_s, and optionally input_tokens, output_tokens, tenant."""
+    try:
+        text = path.read_text()
+    except OSError as exc:
+        raise InvalidArgument("arrivals", f"cannot read {path}: {exc.strerror}") from exc
+    rows = []
+    try:
+        if path.suffix == ".csv":
+            tables = list(csv.DictReader(text.splitlines()))
+        else:
+            tables = [json.loads(line) for line in text.splitlines() if line.strip()]
+        for table in tables:
+            row = Arrival(
+                float(table["at_s"]), _whole(table, "input_tokens"), _whole(table, "output_tokens"), table.get("tenant")
+            )
+            if not row.at_s >= 0 or not math.isfinite(row.at_s):
+                raise ValueError(f"at_s is {row.at_s}")
+            rows.append(row)
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        allowed = "one request per line with at_s and optionally input_tokens, output_tokens, tenant"
+        raise InvalidArgument("arrivals", f"{path}, request {len(rows) + 1}: {exc}; allowed is {allowed}") from exc
+    if not rows:
+        raise InvalidArgument("arrivals", f"{path} has no requests")
+    return Trace(tuple(sorted(rows, key=lambda row: row.at_s)), speed)
+
+
+def _whole(table: dict, name: str) -> int | None:
+    value = table.get(name)
+    if value in (None, ""):
+        return None
+    if int(value) < 1:
+        raise ValueError(f"{name} is {value}")
+    return int(value)
+
+
+def _positive(text: str, whole: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (value > 0 and math.isfinite(value)):
+        raise InvalidArgument("arrivals", f"got {whole!r}, where {text!r} is no positive number; allowed is {FORMS}")
+    return value

@@ -1,0 +1,212 @@
+"""The command line of the benchmarks: what can be measured, of which server, under which load."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+
+from benchmarks import arrivals, lengths, measurement, report
+from benchmarks.driver import Extent
+from benchmarks.figures import Slo
+from benchmarks.measurement import Measurement, Where
+from benchmarks.served import ENGINES, served
+from benchmarks.workload import Workload
+from contract.errors import InvalidArgument, TridentError
+
+RESULTS = Path(__file__).resolve().parent / "results"
+_EPILOG = """examples:
+  python -m benchmarks run --engine demo --concurrency 32
+  python -m benchmarks run --arrivals poisson:5 --input lognormal:200,0.6,800 --output lognormal:100,0.8,400
+  python -m benchmarks sweep --engine demo --concurrency 1,2,4,8,16,32,64
+  python -m benchmarks sweep --rates 2,4,8,16,32
+Without --engine the server is the one at TRIDENT_URL and TRIDENT_METRICS_URL, or on this machine's usual ports.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        return arguments.verb(arguments)
+    except TridentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    whole = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = whole.add_subparsers(required=True, metavar="VERB")
+    one = verbs.add_parser("run", help="one load, every figure, and whether to believe it")
+    _server_options(one)
+    _workload_options(one)
+    _loop_options(one)
+    one.set_defaults(verb=run)
+    many = verbs.add_parser("sweep", help="a load after the other: the throughput-latency curve")
+    _server_options(many)
+    _workload_options(many)
+    either = many.add_mutually_exclusive_group()
+    either.add_argument(
+        "--concurrency", default="1,2,4,8,16,32", metavar="N,N,…", help="closed loops (default %(default)s)"
+    )
+    either.add_argument("--rates", metavar="R,R,…", help="open loops, Poisson, requests per second")
+    many.set_defaults(verb=sweep)
+    return whole
+
+
+def run(arguments: argparse.Namespace) -> int:
+    workload = _workload(arguments, arguments.concurrency, arguments.arrivals)
+    with _server(arguments) as where:
+        found = _measure("run", workload, where, arguments)
+    print(report.of_run(found))
+    return _keep([found], "run", arguments)
+
+
+def sweep(arguments: argparse.Namespace) -> int:
+    if arguments.rates:
+        loads = [(f"{rate:g}/s", None, f"poisson:{rate}") for rate in _numbers("rates", arguments.rates, float)]
+    else:
+        levels = _numbers("concurrency", arguments.concurrency, int)
+        loads = [(str(level), level, None) for level in levels]
+    found: list[Measurement] = []
+    with _server(arguments) as where:
+        for n, (name, level, rate) in enumerate(loads):
+            workload = _workload(arguments, level, rate).with_seed(arguments.seed + n)
+            found.append(_measure(name, workload, where, arguments))
+    print(f"ms where not said otherwise; {_said(found[0])}")
+    print(report.of_sweep(found))
+    return _keep(found, "sweep", arguments)
+
+
+def _measure(name: str, workload: Workload, where: Where, arguments: argparse.Namespace) -> Measurement:
+    extent = Extent(arguments.duration, arguments.warmup, arguments.requests)
+    options = {"slo": Slo(arguments.slo_ttft_ms / 1e3, arguments.slo_latency_s)}
+    options["conditions"] = {"engine": arguments.engine or "not ours", "command": " ".join(sys.argv[1:])}
+    if arguments.generators:
+        return measurement.measure(name, workload, where, extent, generators=arguments.generators, **options)
+    return measurement.measure_unsaturated(name, workload, where, extent, **options)
+
+
+@contextmanager
+def _server(arguments: argparse.Namespace) -> Iterator[Where]:
+    """The server the command line means: one of our own with --engine, else one that runs already."""
+    if arguments.engine:
+        with served(arguments.engine) as where:
+            yield where
+        return
+    url = arguments.url or os.environ.get("TRIDENT_URL") or "127.0.0.1:8001"
+    metrics_url = arguments.metrics_url or os.environ.get("TRIDENT_METRICS_URL")
+    if metrics_url is None and url.startswith(("127.0.0.1:", "localhost:")):
+        metrics_url = "http://127.0.0.1:8002/metrics"
+    folder = arguments.tokenizer or ENGINES / os.environ.get("TRIDENT_ENGINE", "demo")
+    yield Where(url, metrics_url, folder)
+
+
+def _keep(found: list[Measurement], kind: str, arguments: argparse.Namespace) -> int:
+    """Writes what was found; the exit code is 0 if the self-checks hold."""
+    folder = arguments.out or RESULTS / f"{kind}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+    paths = [measurement.save(found, folder, kind), *report.write_csv(found, folder, kind)]
+    print(f"\n  written: {', '.join(str(path) for path in paths)}\n  plots: python -m benchmarks plot {paths[0]}")
+    return 0 if all(check.ok is not False for one in found for check in one.checks) else 3
+
+
+def _workload(arguments: argparse.Namespace, concurrency: int | None, rate: str | None) -> Workload:
+    return Workload(
+        concurrency=concurrency if rate is None else None,
+        arrivals=None if rate is None else arrivals.parse(rate),
+        input_tokens=lengths.parse(arguments.input, "input"),
+        output_tokens=lengths.parse(arguments.output, "output"),
+        prefix_groups=arguments.prefix_groups,
+        prefix_tokens=arguments.prefix_tokens,
+        tenants=_tenants(arguments.tenants),
+        cancel_fraction=arguments.cancel_fraction,
+        ignore_eos=not arguments.stop_at_end,
+        stream=not arguments.unary,
+        seed=arguments.seed,
+    )
+
+
+def _server_options(verb: argparse.ArgumentParser) -> None:
+    group = verb.add_argument_group("server")
+    group.add_argument("--engine", metavar="NAME", help="start a server for engines/NAME and stop it afterwards")
+    group.add_argument("--url", metavar="HOST:PORT", help="a server that runs already (TRIDENT_URL, 127.0.0.1:8001)")
+    group.add_argument("--metrics-url", metavar="URL", help="its metrics (TRIDENT_METRICS_URL)")
+    group.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="whose tokenizer.json counts prompt tokens")
+
+
+def _workload_options(verb: argparse.ArgumentParser) -> None:
+    group = verb.add_argument_group("load")
+    group.add_argument(
+        "--input", default="128", metavar="TOKENS", help=f"prompts: {lengths.FORMS} (default %(default)s)"
+    )
+    group.add_argument("--output", default="64", metavar="TOKENS", help="answers: likewise (default %(default)s)")
+    group.add_argument("--duration", type=_seconds, default=10.0, metavar="S", help="(default %(default)s s)")
+    group.add_argument(
+        "--warmup", type=_seconds, default=1.0, metavar="S", help="load before that (default %(default)s s)"
+    )
+    group.add_argument("--requests", type=int, metavar="N", help="at most so many")
+    group.add_argument("--prefix-groups", type=int, default=0, metavar="N", help="prompts share one of N prefixes …")
+    group.add_argument("--prefix-tokens", type=int, default=0, metavar="N", help="… of so many tokens")
+    group.add_argument("--tenants", default="", metavar="NAME=WEIGHT,…", help="who asks, in the header x-tenant-id")
+    group.add_argument("--cancel-fraction", type=float, default=0.0, metavar="F", help="so many callers leave midway")
+    group.add_argument("--stop-at-end", action="store_true", help="answers may end early, at the model's end token")
+    group.add_argument("--unary", action="store_true", help="whole answers instead of streams")
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument(
+        "--generators", type=int, metavar="N", help="client processes (default: 1, more if it saturates)"
+    )
+    group.add_argument("--slo-ttft-ms", type=float, default=500.0, metavar="MS", help="at P95 (default %(default)g)")
+    group.add_argument("--slo-latency-s", type=float, default=5.0, metavar="S", help="at P95 (default %(default)g)")
+    group.add_argument("--out", type=Path, metavar="FOLDER", help="of JSON and CSV (default benchmarks/results/…)")
+
+
+def _loop_options(verb: argparse.ArgumentParser) -> None:
+    either = verb.add_mutually_exclusive_group()
+    either.add_argument("--concurrency", type=int, default=8, metavar="N", help="closed loop (default %(default)s)")
+    either.add_argument("--arrivals", metavar="PROCESS", help=f"open loop: {arrivals.FORMS}")
+
+
+def _tenants(text: str) -> dict[str, float]:
+    out = {}
+    for part in filter(None, text.split(",")):
+        name, _, weight = part.partition("=")
+        try:
+            out[name] = float(weight or 1)
+        except ValueError as exc:
+            raise InvalidArgument("tenants", f"got {text!r}; allowed is NAME=WEIGHT,NAME=WEIGHT") from exc
+    return out
+
+
+def _numbers(field: str, text: str, kind: type) -> list:
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) <= 0:
+        raise InvalidArgument(field, f"got {text!r}; allowed are numbers above 0 with commas between")
+    return numbers
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 86_400:
+        raise argparse.ArgumentTypeError(f"got {text}; allowed is 0 to 86400")
+    return value
+
+
+def _said(found: Measurement) -> str:
+    conditions = found.conditions
+    return (
+        f"in {found.workload['input_tokens']}, out {found.workload['output_tokens']}; engine {conditions['engine']}; "
+        f"{conditions['cpu']}, {conditions['cores']} cores, load average {conditions['load_average_1min']:.1f} before"
+    )

@@ -1,0 +1,98 @@
+"""A Prometheus page as numbers: fetch, parse, subtract."""
+
+from __future__ import annotations
+
+import math
+import re
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from contract.errors import Unavailable
+
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+Key = tuple[str, frozenset[tuple[str, str]]]
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Cumulative: bounds[i] (upper, the last is infinite) and how many values did not exceed it."""
+
+    bounds: tuple[float, ...]
+    cumulative: tuple[float, ...]
+    sum: float
+
+    @property
+    def count(self) -> float:
+        return self.cumulative[-1] if self.cumulative else 0.0
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.count if self.count else math.nan
+
+    def quantile(self, fraction: float) -> float:
+        """Linear within the bucket that holds it; the last finite bound if it lies beyond. nan without values."""
+        if not self.count:
+            return math.nan
+        rank, below, low = fraction * self.count, 0.0, 0.0
+        for bound, reached in zip(self.bounds, self.cumulative, strict=True):
+            if reached >= rank and reached > below:
+                return low if math.isinf(bound) else low + (bound - low) * (rank - below) / (reached - below)
+            below, low = reached, bound
+        return low
+
+    def __sub__(self, earlier: Histogram) -> Histogram:
+        before = earlier.cumulative or (0.0,) * len(self.cumulative)
+        cumulative = tuple(now - then for now, then in zip(self.cumulative, before, strict=True))
+        return Histogram(self.bounds, cumulative, self.sum - earlier.sum)
+
+
+class Page:
+    """The samples of one scrape. Labels given to a look-up must all be there; samples that match are added up."""
+
+    def __init__(self, samples: Mapping[Key, float]) -> None:
+        self._by_name: dict[str, list[tuple[frozenset, float]]] = {}
+        for (name, labels), value in samples.items():
+            self._by_name.setdefault(name, []).append((labels, value))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def value(self, name: str, **labels: str) -> float:
+        """0 where there is no such sample."""
+        wanted = frozenset(labels.items())
+        return sum(value for found, value in self._by_name.get(name, ()) if wanted <= found)
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        out: dict[str, float] = {}
+        for found, value in self._by_name.get(name, ()):
+            key = dict(found).get(label, "")
+            out[key] = out.get(key, 0.0) + value
+        return out
+
+    def histogram(self, name: str, **labels: str) -> Histogram:
+        wanted = frozenset(labels.items())
+        reached: dict[float, float] = {}
+        for found, value in self._by_name.get(f"{name}_bucket", ()):
+            if wanted <= found:
+                bound = float(dict(found)["le"])
+                reached[bound] = reached.get(bound, 0.0) + value
+        bounds = tuple(sorted(reached))
+        return Histogram(bounds, tuple(reached[bound] for bound in bounds), self.value(f"{name}_sum", **labels))
+
+
+def parse(text: str) -> Page:
+    return Page(
+        {(name, frozenset(_LABEL.findall(labels))): float(value) for name, labels, value in _SAMPLE.findall(text)}
+    )
+
+
+def fetch(url: str, timeout_s: float = 5.0) -> Page:
+    """Raises Unavailable."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+            return parse(answer.read().decode())
+    except (OSError, ValueError) as exc:
+        raise Unavailable(f"no metrics at {url}: {exc}") from exc

@@ -1,0 +1,171 @@
+"""The figures of a run, out of its records: latencies, rates, goodput.
+
+Percentiles interpolate linearly between order statistics (NumPy's default). TTFT and latency count from the intended
+instant of sending. An inter-token latency is a response's gap divided by its tokens, each token counted; a message gap
+is what a reader sees between two responses, each counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from benchmarks.record import Record
+
+QUANTILES = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Seconds, except where the name says otherwise. All nan without values."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Targets at the 95th percentile, in seconds."""
+
+    ttft_s: float = 0.5
+    latency_s: float = 5.0
+
+    def met_by(self, record: Record) -> bool:
+        return record.ok and record.ttft_s is not None and self._fits(record.ttft_s, record.latency_s)
+
+    def _fits(self, ttft_s: float, latency_s: float) -> bool:
+        return ttft_s < self.ttft_s and latency_s < self.latency_s
+
+
+@dataclass(frozen=True)
+class Figures:
+    """window_s: seconds the rates are over. goodput_per_s: requests per second that met both targets of the SLO;
+    slo_met: the run as a whole met them at P95, failures counted as misses. coalescing_s: for every token but the first
+    message's, how long it seems to have waited for the others of its response (an estimate, see coalescing)."""
+
+    requests: int
+    ok: int
+    failed: int
+    left: int
+    window_s: float
+    requests_per_s: float
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    ttft_s: Spread
+    itl_s: Spread
+    gap_s: Spread
+    latency_s: Spread
+    coalescing_s: Spread
+    tokens_per_message: float
+    goodput_per_s: float
+    good_fraction: float
+    slo: Slo
+    slo_met: bool
+    errors: dict[str, int] = field(default_factory=dict)
+    tenants: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def spread(values: Sequence[float] | np.ndarray) -> Spread:
+    array = np.asarray(values, dtype=np.float64)
+    if not array.size:
+        return Spread(0, *[float("nan")] * 6)
+    points = np.percentile(array, list(QUANTILES.values()))
+    return Spread(array.size, float(array.mean()), *(float(point) for point in points), float(array.max()))
+
+
+def inter_token(records: Iterable[Record]) -> Spread:
+    gaps = [gap for record in records for gap in record.gaps]
+    return spread(np.repeat([gap / count for gap, count in gaps], [count for _, count in gaps]) if gaps else [])
+
+
+def coalescing(records: Iterable[Record]) -> Spread:
+    """How long tokens waited for the rest of their response, if the engine made them evenly over its gap: the j-th of
+    n tokens of a response with gap g waited (n - j) · g / n."""
+    waits: list[np.ndarray] = []
+    for record in records:
+        for gap, count in record.gaps:
+            waits.append(np.arange(count - 1, -1, -1) * (gap / count))
+    return spread(np.concatenate(waits) if waits else [])
+
+
+def compute(records: Sequence[Record], window: tuple[float, float], slo: Slo = Slo()) -> Figures:  # noqa: B008
+    """Figures of the requests intended within ``window`` (instants, from … until); rates count the tokens and the
+    ends of any request that fell into it. Those who left on purpose have a TTFT but no latency and no goodput."""
+    begin_s, end_s = window
+    window_s = max(end_s - begin_s, 1e-9)
+    mine = [record for record in records if begin_s <= record.intended_s <= end_s]
+    ok = [record for record in mine if record.ok]
+    stayed = [record for record in mine if not record.left]
+    good = [record for record in ok if slo.met_by(record)]
+    ended_ok = [record for record in records if record.ok and begin_s <= record.ended_s <= end_s]
+    tokens = sum(n for record in records for at_s, n in record.messages if begin_s <= at_s <= end_s)
+    read = sum(r.input_tokens for r in records if r.first_s is not None and begin_s <= r.first_s <= end_s)
+    ttft, latency = spread([r.ttft_s for r in mine if r.ttft_s is not None]), spread([r.latency_s for r in ok])
+    messages = sum(len(record.messages) for record in mine)
+    return Figures(
+        requests=len(mine),
+        ok=len(ok),
+        failed=sum(bool(record.error) for record in mine),
+        left=len(mine) - len(stayed),
+        window_s=window_s,
+        requests_per_s=len(ended_ok) / window_s,
+        input_tokens_per_s=read / window_s,
+        output_tokens_per_s=tokens / window_s,
+        ttft_s=ttft,
+        itl_s=inter_token(mine),
+        gap_s=spread([gap for record in mine for gap, _ in record.gaps]),
+        latency_s=latency,
+        coalescing_s=coalescing(mine),
+        tokens_per_message=sum(record.tokens for record in mine) / messages if messages else float("nan"),
+        goodput_per_s=len(good) / window_s,
+        good_fraction=len(good) / len(stayed) if stayed else float("nan"),
+        slo=slo,
+        slo_met=_met_at_p95(stayed, slo),
+        errors=_counted(record.error.partition(":")[0] for record in mine if record.error),
+        tenants=_by_tenant(mine),
+    )
+
+
+def window_of(records: Sequence[Record], started_s: float, warmup_s: float, duration_s: float | None) -> tuple:
+    """From the end of the warm-up to the end of the load, or of the last answer where only a number was asked for."""
+    begin_s = started_s + warmup_s
+    if duration_s is not None:
+        return begin_s, begin_s + duration_s
+    return begin_s, max((record.ended_s for record in records), default=begin_s)
+
+
+def _met_at_p95(stayed: Sequence[Record], slo: Slo) -> bool:
+    if not stayed:
+        return False
+    ttfts = [record.ttft_s if record.ok and record.ttft_s is not None else np.inf for record in stayed]
+    latencies = [record.latency_s if record.ok else np.inf for record in stayed]
+    # "higher": with a failure above the 95th percentile, interpolating towards infinity would say nothing.
+    reached = [np.percentile(values, 95, method="higher") for values in (ttfts, latencies)]
+    return bool(reached[0] < slo.ttft_s and reached[1] < slo.latency_s)
+
+
+def _counted(names: Iterable[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def _by_tenant(records: Sequence[Record]) -> dict[str, dict[str, float]]:
+    out = {}
+    for tenant in sorted({record.tenant for record in records if record.tenant}):
+        mine = [record for record in records if record.tenant == tenant]
+        ttft = spread([record.ttft_s for record in mine if record.ttft_s is not None])
+        tokens = sum(record.tokens for record in mine)
+        out[tenant] = {"requests": len(mine), "tokens": tokens, "ttft_p50_s": ttft.p50, "ttft_p95_s": ttft.p95}
+    return out

@@ -1,0 +1,102 @@
+"""How many tokens a prompt or an answer has: fixed, log-normal, or as a recorded histogram says."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from contract.errors import InvalidArgument
+
+FORMS = "N, lognormal:MEDIAN,SIGMA[,MAX] or histogram:FILE"
+
+
+class Lengths(Protocol):
+    def draw(self, rng: random.Random) -> int:
+        """A number of tokens, at least 1."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    tokens: int
+
+    def draw(self, rng: random.Random) -> int:
+        return self.tokens
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """exp of a normal with mean ln(median) and deviation sigma, cut to 1 … most."""
+
+    median: float
+    sigma: float
+    most: int = 1_000_000
+
+    def draw(self, rng: random.Random) -> int:
+        return min(self.most, max(1, round(rng.lognormvariate(math.log(self.median), self.sigma))))
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Lengths as often as they were counted."""
+
+    lengths: tuple[int, ...]
+    counts: tuple[float, ...]
+
+    def draw(self, rng: random.Random) -> int:
+        return rng.choices(self.lengths, self.counts)[0]
+
+
+def parse(text: str, field: str) -> Lengths:
+    """The lengths a command line means. Raises InvalidArgument that names ``field``."""
+    kind, _, rest = text.partition(":")
+    if kind.isdecimal() and not rest and int(kind) >= 1:
+        return Fixed(int(kind))
+    if kind == "lognormal":
+        numbers = _numbers(rest)
+        if numbers is not None and len(numbers) in (2, 3) and numbers[0] >= 1 and numbers[1] >= 0 and numbers[-1] > 0:
+            return LogNormal(numbers[0], numbers[1], int(numbers[2]) if len(numbers) == 3 else LogNormal.most)
+    if kind == "histogram" and rest:
+        return read_histogram(Path(rest), field)
+    raise InvalidArgument(field, f"got {text!r}; allowed is {FORMS}, lengths in tokens from 1")
+
+
+def read_histogram(path: Path, field: str) -> Histogram:
+    """From JSON ``{"lengths": […], "counts": […]}`` or CSV lines ``tokens,count`` (a header is skipped)."""
+    try:
+        text = path.read_text()
+    except OSError as exc:
+        raise InvalidArgument(field, f"cannot read {path}: {exc.strerror}") from exc
+    try:
+        if path.suffix == ".json":
+            table = json.loads(text)
+            lengths, counts = table["lengths"], table["counts"]
+        else:
+            rows = [row for row in csv.reader(text.splitlines()) if row and row[0].strip().isdecimal()]
+            lengths, counts = [int(row[0]) for row in rows], [float(row[1]) for row in rows]
+        return checked_histogram(lengths, counts)
+    except (ValueError, KeyError, TypeError, IndexError) as exc:
+        allowed = 'JSON {"lengths": [...], "counts": [...]} or CSV lines tokens,count'
+        raise InvalidArgument(field, f"{path} is not a histogram ({exc}); allowed is {allowed}") from exc
+
+
+def checked_histogram(lengths: Sequence[int], counts: Sequence[float]) -> Histogram:
+    """Raises ValueError for what nobody can draw from."""
+    if len(lengths) != len(counts) or not lengths:
+        raise ValueError(f"{len(lengths)} lengths and {len(counts)} counts")
+    if any(not isinstance(n, int) or n < 1 for n in lengths) or any(not c >= 0 for c in counts) or not sum(counts) > 0:
+        raise ValueError("lengths are whole numbers from 1, counts not negative and not all 0")
+    return Histogram(tuple(lengths), tuple(float(count) for count in counts))
+
+
+def _numbers(text: str) -> list[float] | None:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        return None
+    return numbers if all(math.isfinite(number) for number in numbers) else None

@@ -1,0 +1,185 @@
+"""Measurements for people and programs: a table on the terminal, CSV. (JSON is ``measurement.save``.)"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import self_check
+from benchmarks.figures import Spread
+from benchmarks.measurement import Measurement
+
+_MB = 1e6
+SPREADS = ("ttft_s", "itl_s", "gap_s", "latency_s")
+_SPREAD_NAMES = {
+    "ttft_s": "time to first token",
+    "itl_s": "inter-token latency",
+    "gap_s": "gap between messages",
+    "latency_s": "end to end",
+}
+
+
+def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
+    """Columns as wide as they must be; the first to the left, the others to the right."""
+    text = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in text) for column in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        return "  " + "  ".join(cells).rstrip()
+
+    return "\n".join([line(text[0]), "  " + "  ".join("-" * width for width in widths), *map(line, text[1:])])
+
+
+def ms(seconds: float) -> str:
+    """Three digits or so; '-' for what was not measured."""
+    if math.isnan(seconds):
+        return "-"
+    value = seconds * 1e3
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def number(value: float, digits: int = 1) -> str:
+    return "-" if math.isnan(value) else f"{value:,.{digits}f}"
+
+
+def of_run(found: Measurement) -> str:
+    """Everything about one run."""
+    figures, workload = found.figures, found.workload
+    conditions = found.conditions
+    parts = [
+        f"{found.name}: {workload['loop']}; in {workload['input_tokens']}, out {workload['output_tokens']}",
+        f"  {conditions['cpu']}, {conditions['cores']} cores, load average {conditions['load_average_1min']:.1f} before",
+        f"  {figures.requests} requests in {figures.window_s:.1f} s: {figures.ok} answered, {figures.failed} failed, "
+        f"{figures.left} left" + "".join(f"; {count} × {name}" for name, count in figures.errors.items()),
+        "",
+        table(
+            [(_SPREAD_NAMES[name], *_cells(getattr(figures, name))) for name in SPREADS],
+            ("ms", "p50", "p90", "p95", "p99", "max", "mean"),
+        ),
+        "",
+        f"  tokens/s out {number(figures.output_tokens_per_s)}, in {number(figures.input_tokens_per_s)}; "
+        f"requests/s {number(figures.requests_per_s, 2)}; tokens per message {number(figures.tokens_per_message, 2)}",
+        f"  goodput {number(figures.goodput_per_s, 2)} requests/s ({figures.good_fraction:.1%}) under TTFT "
+        f"{figures.slo.ttft_s * 1e3:g} ms and latency {figures.slo.latency_s:g} s; at P95 "
+        + ("both hold" if figures.slo_met else "they do not hold"),
+    ]
+    if figures.tenants:
+        rows = [
+            (name, one["requests"], one["tokens"], ms(one["ttft_p50_s"]), ms(one["ttft_p95_s"]))
+            for name, one in figures.tenants.items()
+        ]
+        parts += ["", table(rows, ("tenant", "requests", "tokens", "TTFT p50 ms", "p95"))]
+    parts += _server(found) + _processes(found)
+    parts += ["", f"  self-check: {self_check.verdict(found.checks)}"]
+    marks = {True: "ok", False: "NOT OK", None: "-"}
+    parts += [f"    {marks[check.ok]:>6}  {check.name}: {check.detail}" for check in found.checks]
+    return "\n".join(parts)
+
+
+def _server(found: Measurement) -> list[str]:
+    if found.server is None:
+        return ["", "  no metrics of the server (set --metrics-url)"]
+    server = found.server
+    rows = [
+        (name, one.count, ms(one.mean_s), ms(one.p50_s), ms(one.p95_s), ms(one.p99_s))
+        for name, one in [("TTFT", server.latencies["ttft"]), *((f"  {k}", v) for k, v in server.phases.items())]
+    ]
+    rows += [(n, o.count, ms(o.mean_s), ms(o.p50_s), ms(o.p95_s), ms(o.p99_s)) for n, o in _rest(server)]
+    out = ["", table(rows, ("server's own, ms", "count", "mean", "p50", "p95", "p99"))]
+    if server.bottleneck:
+        out.append(f"  most of the first token's time: {server.bottleneck}")
+    if server.cached_tokens:
+        out.append(f"  {server.cached_tokens:,} of {server.input_tokens:,} prompt tokens came from the prefix cache")
+    return out
+
+
+def _rest(server):
+    return [(name, server.latencies[name]) for name in ("itl", "latency")]
+
+
+def _processes(found: Measurement) -> list[str]:
+    if not found.processes:
+        return ["", "  no processes of the server on this machine"]
+    per_token = found.cpu_us_per_token
+    rows = [
+        (
+            name,
+            use.processes,
+            number(use.cpu_s, 2),
+            number(per_token.get(name, math.nan)),
+            number(use.peak_rss_bytes / _MB, 0),
+        )
+        for name, use in sorted(found.processes.items())
+    ]
+    client_s = sum(use.cpu_s for use in found.generators)
+    rows.append(("client", len(found.generators), number(client_s, 2), number(per_token.get("client", math.nan)), "-"))
+    serving = found.serving_us_per_token
+    return [
+        "",
+        table(rows, ("process", "number", "CPU s", "µs per token", "peak RSS MB")),
+        f"  serving (all but engine worker and client): {number(serving)} µs of CPU per token",
+    ]
+
+
+def of_sweep(found: Sequence[Measurement]) -> str:
+    rows = []
+    for one in found:
+        figures = one.figures
+        rows.append(
+            (
+                one.name,
+                number(figures.output_tokens_per_s, 0),
+                number(figures.requests_per_s, 2),
+                *(ms(getattr(figures.ttft_s, q)) for q in ("p50", "p95", "p99")),
+                *(ms(getattr(figures.itl_s, q)) for q in ("p50", "p99")),
+                ms(figures.latency_s.p50),
+                ms(figures.latency_s.p95),
+                number(figures.goodput_per_s, 2),
+                "yes" if figures.slo_met else "no",
+                number(one.serving_us_per_token, 0),
+                figures.failed,
+                self_check.verdict(one.checks).partition(":")[0].partition(" ")[0],
+            )
+        )
+    header = ("load", "tok/s", "req/s", "TTFT p50", "p95", "p99", "ITL p50", "p99", "e2e p50", "p95", "goodput", "SLO")
+    return table(rows, (*header, "CPU µs/tok", "failed", "check"))
+
+
+def write_csv(found: Sequence[Measurement], folder: Path, kind: str) -> list[Path]:
+    """``kind``.csv: a row per run; ``kind``-requests.csv: a row per request. Times in seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    runs, requests = folder / f"{kind}.csv", folder / f"{kind}-requests.csv"
+    with runs.open("w", newline="") as file:
+        writer = csv.writer(file)
+        names = ("requests", "ok", "failed", "left", "window_s", "requests_per_s", "input_tokens_per_s")
+        names += ("output_tokens_per_s", "tokens_per_message", "goodput_per_s", "good_fraction", "slo_met")
+        fields = Spread.__dataclass_fields__
+        spreads = [f"{name.removesuffix('_s')}_{field}_s" for name in SPREADS for field in fields if field != "count"]
+        writer.writerow(["name", *names, *spreads, "serving_cpu_us_per_token", "verdict"])
+        for one in found:
+            values = [getattr(one.figures, name) for name in names]
+            for name in SPREADS:
+                values += [getattr(getattr(one.figures, name), field) for field in fields if field != "count"]
+            writer.writerow([one.name, *values, one.serving_us_per_token, self_check.verdict(one.checks)])
+    with requests.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            ["name", "index", "tenant", "intended_s", "sent_s", "ttft_s", "latency_s", "input_tokens", "output_tokens"]
+            + ["messages", "finish_reason", "left", "error"]
+        )
+        for one in found:
+            for r in one.records:
+                instants = [f"{at_s - one.started_s:.6f}" for at_s in (r.intended_s, r.sent_s)]
+                ttft = "" if r.ttft_s is None else f"{r.ttft_s:.6f}"
+                writer.writerow(
+                    [one.name, r.index, r.tenant, *instants, ttft, f"{r.latency_s:.6f}", r.input_tokens, r.tokens]
+                    + [len(r.messages), r.finish_reason, int(r.left), r.error]
+                )
+    return [runs, requests]
+
+
+def _cells(found: Spread) -> list[str]:
+    return [ms(value) for value in (found.p50, found.p90, found.p95, found.p99, found.max, found.mean)]

@@ -1,0 +1,136 @@
+"""What the server says of a run: its histograms and counters before and after, its gauges meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+
+from benchmarks import exposition
+from benchmarks.exposition import Histogram, Page
+from contract.errors import Unavailable
+
+PHASES = ("tokenize", "queue", "prefill", "first_decode", "detokenize")
+LATENCIES = {
+    "ttft": "gen_ai_server_time_to_first_token_seconds",
+    "itl": "trident_inter_token_latency_seconds",
+    "tpot": "gen_ai_server_time_per_output_token_seconds",
+    "latency": "gen_ai_server_request_duration_seconds",
+}
+_PHASE = "trident_time_to_first_token_phase_seconds"
+_REQUESTS = "trident_requests_total"
+GAUGES = {
+    "running": ("nv_trt_llm_request_metrics", {"request_type": "scheduled"}),
+    "waiting": ("nv_trt_llm_request_metrics", {"request_type": "waiting"}),
+    "kv_usage": ("nv_trt_llm_kv_cache_block_metrics", {"kv_cache_block_type": "fraction"}),
+}
+SETTLE_S = 0.15  # the engine shows what it knows every 100 ms
+SETTLE_PATIENCE_S = 3.0
+WATCH_EVERY_S = 0.5
+
+
+@dataclass(frozen=True)
+class HistogramFigures:
+    """Seconds; quantiles are interpolated within the server's buckets."""
+
+    count: int
+    mean_s: float
+    p50_s: float
+    p95_s: float
+    p99_s: float
+
+    @classmethod
+    def of(cls, found: Histogram) -> HistogramFigures:
+        return cls(round(found.count), found.mean, *(found.quantile(q) for q in (0.5, 0.95, 0.99)))
+
+
+@dataclass(frozen=True)
+class ServerSide:
+    """Differences over the run. ``gauges``: (instant on the monotonic clock, {gauge: value})."""
+
+    requests: dict[str, int]
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    cancellations: dict[str, int]
+    errors: dict[str, int]
+    latencies: dict[str, HistogramFigures]
+    phases: dict[str, HistogramFigures]
+    gauges: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+
+    @property
+    def bottleneck(self) -> str:
+        """The phase that most of the mean time to the first token goes to, or '' if nothing was measured."""
+        spent = {name: found.mean_s for name, found in self.phases.items() if found.count}
+        return max(spent, key=spent.get) if spent else ""
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self) | {"bottleneck": self.bottleneck}
+
+
+def difference(before: Page, after: Page, gauges: list[tuple[float, dict[str, float]]] | None = None) -> ServerSide:
+    def grown(name: str) -> int:
+        return round(after.value(name) - before.value(name))
+
+    def grown_by(name: str, label: str) -> dict[str, int]:
+        then = before.by_label(name, label)
+        now = {key: round(value - then.get(key, 0.0)) for key, value in after.by_label(name, label).items()}
+        return {key: value for key, value in now.items() if value}
+
+    def spent(name: str, **labels: str) -> HistogramFigures:
+        return HistogramFigures.of(after.histogram(name, **labels) - before.histogram(name, **labels))
+
+    return ServerSide(
+        requests=grown_by(_REQUESTS, "finish_reason"),
+        input_tokens=grown("trident_input_tokens_total"),
+        output_tokens=grown("trident_output_tokens_total"),
+        cached_tokens=grown("trident_cached_prompt_tokens_total"),
+        cancellations=grown_by("trident_cancellations_total", "reason"),
+        errors=grown_by("trident_errors_total", "error_type"),
+        latencies={short: spent(name) for short, name in LATENCIES.items()},
+        phases={phase: spent(_PHASE, phase=phase) for phase in PHASES},
+        gauges=gauges or [],
+    )
+
+
+def settled(url: str) -> Page:
+    """The page once the number of finished requests has stopped to grow."""
+    deadline_s = time.monotonic() + SETTLE_PATIENCE_S
+    page = exposition.fetch(url)
+    while time.monotonic() < deadline_s:
+        time.sleep(SETTLE_S)
+        page, earlier = exposition.fetch(url), page
+        if page.value(_REQUESTS) == earlier.value(_REQUESTS) and _live(page) == 0:
+            break
+    return page
+
+
+def _live(page: Page) -> float:
+    return page.value("nv_trt_llm_request_metrics", request_type="active")
+
+
+class GaugeWatch:
+    """Reads the gauges now and then from a thread of its own; ``seen`` grows."""
+
+    def __init__(self, url: str, every_s: float = WATCH_EVERY_S) -> None:
+        self.seen: list[tuple[float, dict[str, float]]] = []
+        self._url, self._every_s = url, every_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="gauges", daemon=True)
+
+    def __enter__(self) -> GaugeWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._over.set()
+        self._thread.join(5)
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._every_s):
+            try:
+                page = exposition.fetch(self._url)
+            except Unavailable:
+                continue
+            now = {name: page.value(family, **labels) for name, (family, labels) in GAUGES.items()}
+            self.seen.append((time.monotonic(), now))
