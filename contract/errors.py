@@ -20,6 +20,8 @@ status (docs/decisions/0004), so errors travel in band as ``kind: message``; :fu
 
 from __future__ import annotations
 
+import re
+
 
 class TridentError(Exception):
     """Base of everything Trident raises on purpose."""
@@ -97,6 +99,8 @@ def _leaves(cls: type[TridentError]) -> list[type[TridentError]]:
 
 
 BY_NAME: dict[str, type[TridentError]] = {cls.__name__: cls for cls in _leaves(TridentError)}
+# The first kind named in a text is the error; a later one is part of what it says.
+_KIND = re.compile(rf"\b({'|'.join(BY_NAME)}): ")
 
 # The first class of the tree that wears a status speaks for it when only the status is known.
 BY_GRPC_STATUS: dict[str, type[TridentError]] = {}
@@ -119,8 +123,5 @@ def to_text(error: TridentError) -> str:
 
 def from_text(text: str) -> TridentError | None:
     """The error inside ``text`` (Triton prefixes it with the ensemble's name), or None if there is none."""
-    for name, cls in BY_NAME.items():
-        _, sep, message = text.partition(f"{name}: ")
-        if sep:
-            return make(cls, message)
-    return None
+    found = _KIND.search(text)
+    return make(BY_NAME[found[1]], text[found.end() :]) if found else None
