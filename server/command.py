@@ -74,6 +74,7 @@ def environment(
     variables = dict(environ)
     # The stub runs the models with the first python3 on PATH: this one's environment.
     variables["PATH"] = _prepended(str(Path(sys.executable).parent), environ.get("PATH", ""))
+    # For processes the models start; the stubs themselves ignore it (see process.py).
     variables["PYTHONPATH"] = _prepended(str(ROOT), environ.get("PYTHONPATH", ""))
     variables["PYTHONUNBUFFERED"] = "1"
     if installation.libraries:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from enum import Enum
 
@@ -19,7 +20,7 @@ from server.repository import ENSEMBLE
 Metrics = Callable[[], Awaitable[traffic.Traffic]]
 
 LOOK_EVERY_S = 0.05
-QUIET_LOOKS = 6
+QUIET_S = 0.25
 ABORT_EVERY_S = 0.2
 
 
@@ -39,7 +40,7 @@ async def drain(
         await admin.unload(ENSEMBLE)
     except TridentError:
         return Drained.CUT_OFF
-    quiet = traffic.Quiet(QUIET_LOOKS)
+    quiet = traffic.Quiet(QUIET_S)
     if await _empty(admin, metrics, quiet, drain_s):
         return Drained.BY_ITSELF
     aborts = asyncio.create_task(_keep_aborting(control_socket, reason))
@@ -80,6 +81,6 @@ async def _until_empty(admin: Admin, metrics: Metrics, quiet: traffic.Quiet) -> 
     # The index tells it at once, but only if no client keeps a stream open that once carried a request: such a
     # stream, however idle, holds the ensemble. Then the metrics must do.
     while (await admin.states()).get(ENSEMBLE) != "UNAVAILABLE":
-        if quiet(await metrics()):
+        if quiet(await metrics(), time.monotonic()):
             return
         await asyncio.sleep(LOOK_EVERY_S)

@@ -181,7 +181,8 @@ def _retry_start(record: Record, event: StartFailed, now_s: float) -> tuple[Reco
         tries = "" if failed_starts == 1 else f" {failed_starts} times in a row"
         reason = f"the server did not start{tries}: {event.reason}"
         return replace(record, state=State.FAILED, since_s=now_s, reason=reason, failed_starts=failed_starts), GiveUp()
-    record = replace(record, failed_starts=failed_starts, restarts=record.restarts + 1, reason=event.reason)
+    record = replace(record, state=State.RESTARTING, failed_starts=failed_starts, restarts=record.restarts + 1)
+    record = replace(record, reason=f"the server did not start, trying again: {event.reason}")
     return record, Restart(backoff_s(failed_starts + 1))
 
 

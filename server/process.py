@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from contract.errors import EngineFailed
+from server.settings import ROOT
 
 KEEPER = Path(__file__).with_name("keeper.py")
 
@@ -48,6 +49,8 @@ class Server:
                 stdout=subprocess.PIPE,
                 stderr=output,
                 env=dict(environ),
+                # The stubs' interpreter is isolated: it ignores PYTHONPATH and finds our packages from here.
+                cwd=ROOT,
                 start_new_session=True,  # a Ctrl-C in the terminal is for the supervisor alone
             )
         # Blocks for the start of a bare interpreter; awaiting it could be cancelled and would lose the process.

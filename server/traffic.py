@@ -39,17 +39,17 @@ def read(metrics: str, last_model: str) -> Traffic:
 class Quiet:
     """Whether a server that admits nothing new has nothing left to do: call it with successive snapshots.
 
-    True once ``looks`` snapshots in a row found an empty engine and no answer given in between. They must span more
-    than the engine's gauges lag (100 ms in both engines) and the detokenizer needs for what left the engine last.
+    True once the engine was empty and no answer was given for ``for_s``. That must be longer than the engine's
+    gauges lag (100 ms in both engines) and the detokenizer needs for what left the engine last.
     """
 
-    def __init__(self, looks: int) -> None:
-        self._looks = looks
-        self._same = 0
+    def __init__(self, for_s: float) -> None:
+        self._for_s = for_s
+        self._since_s = 0.0
         self._last: Traffic | None = None
 
-    def __call__(self, now: Traffic) -> bool:
-        still = now.live == 0 and now == self._last
-        self._same = self._same + 1 if still else 0
-        self._last = now
-        return self._same >= self._looks - 1
+    def __call__(self, now: Traffic, now_s: float) -> bool:
+        """``now_s`` is any monotonic clock."""
+        if now != self._last:
+            self._last, self._since_s = now, now_s
+        return now.live == 0 and now_s - self._since_s >= self._for_s

@@ -44,8 +44,8 @@ def open_stream():
     """``open_stream(replica, max_tokens, step_ms)``: a stream in flight; all are closed at the end."""
     opened = []
 
-    def start(replica, max_tokens, step_ms=5, tokenize_ms=0):
-        opened.append(Stream(replica.grpc_url, max_tokens, step_ms, tokenize_ms))
+    def start(replica, max_tokens, step_ms=5):
+        opened.append(Stream(replica.grpc_url, max_tokens, step_ms))
         return opened[-1]
 
     yield start
@@ -59,7 +59,7 @@ class Stream:
     texts: what came so far. finish_reason, error_message: of the last response. failure: what broke it, or "".
     """
 
-    def __init__(self, url, max_tokens, step_ms, tokenize_ms):
+    def __init__(self, url, max_tokens, step_ms):
         self.texts, self.finish_reason, self.error_message, self.failure = [], "", "", ""
         self.ended, self.started = threading.Event(), threading.Event()
         self.ended_s = None
@@ -68,7 +68,6 @@ class Stream:
         request = canary.request()
         request.raw_input_contents[1] = struct.pack("<i", max_tokens)
         request.parameters["step_ms"].int64_param = step_ms
-        request.parameters["tokenize_ms"].int64_param = tokenize_ms
         self._call = service_pb2_grpc.GRPCInferenceServiceStub(self._channel).ModelStreamInfer(self._send(request))
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -97,7 +96,7 @@ class Stream:
         outputs = canary.texts(response.infer_response)
         if outputs:
             self.texts.append(outputs["text_output"])
-            self.finish_reason, self.error_message = outputs["finish_reason"], outputs["error_message"]
+            self.finish_reason, self.error_message = outputs.get("finish_reason", ""), outputs.get("error_message", "")
             self.started.set()
 
     def _end(self):

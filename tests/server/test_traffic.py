@@ -23,18 +23,24 @@ def test_an_engine_without_gauges_has_no_live_count():
     assert read("", "detokenizer") == Traffic(answered=0, live=None)
 
 
-def verdicts(looks, *snapshots):
-    quiet = Quiet(looks)
-    return [quiet(Traffic(*snapshot)) for snapshot in snapshots]
+def verdicts(*history):
+    """history: (time in s, answered, live); quiet means half a second."""
+    quiet = Quiet(0.5)
+    return [quiet(Traffic(answered, live), now_s) for now_s, answered, live in history]
 
 
-def test_quiet_needs_an_empty_engine_and_no_answers_for_so_many_looks():
-    assert verdicts(3, (5, 1), (6, 0), (7, 0), (7, 0), (7, 0)) == [False, False, False, False, True]
+def test_quiet_needs_an_empty_engine_and_no_answers_for_so_long():
+    assert verdicts((0.0, 5, 1), (0.5, 6, 0), (0.9, 7, 0), (1.3, 7, 0), (1.4, 7, 0)) == [False] * 4 + [True]
 
 
-def test_a_late_answer_or_a_late_request_starts_the_count_again():
-    assert verdicts(2, (5, 0), (6, 0), (7, 0), (7, 1), (7, 0), (7, 0)) == [False, False, False, False, False, True]
+def test_a_late_answer_or_a_late_request_starts_the_clock_again():
+    history = [(0.0, 5, 0), (0.4, 6, 0), (0.8, 6, 1), (1.2, 6, 0), (1.6, 6, 0), (1.7, 6, 0)]
+    assert verdicts(*history) == [False] * 5 + [True]
+
+
+def test_an_engine_that_stands_still_is_not_quiet():
+    assert not any(verdicts((0.0, 5, 1), (9.0, 5, 1)))
 
 
 def test_a_server_that_cannot_count_is_never_called_quiet():
-    assert not any(verdicts(2, (5, None), (5, None), (5, None)))
+    assert not any(verdicts((0.0, 5, None), (9.0, 5, None)))
