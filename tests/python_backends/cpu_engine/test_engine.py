@@ -1,0 +1,772 @@
+import itertools
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from contract.errors import DeadlineExceeded, EngineFailed, Overloaded, Unavailable
+from contract.generation import SamplingParams
+from python_backends.control import ControlMessage, Verb
+from python_backends.cpu_engine import engine as engine_module
+from python_backends.cpu_engine.engine import Engine
+from python_backends.cpu_engine.messages import Add, End, SequenceOutput, StepReport
+from python_backends.cpu_engine.metrics import CANCEL_REASONS, EngineMetrics
+from python_backends.cpu_engine.request import EngineRequest
+from python_backends.limits import EngineLimits
+from python_backends.metrics import Metrics
+from python_backends.stream_state import StreamEvent
+from python_backends.triton_io import metric_family
+
+LIMITS = EngineLimits(vocab_size=100, max_seq_len=256, max_batch_size=2, kv_cache_blocks=8)
+NAMES = {"model": "engine", "version": "1"}
+SECOND = 1_000_000_000
+
+
+class Clock:
+    """Stands still until it is moved; counts how often it was looked at."""
+
+    def __init__(self):
+        self.now_ns, self.looks = 5 * SECOND, 0
+
+    def __call__(self):
+        self.looks += 1
+        return self.now_ns
+
+    def move(self, seconds):
+        self.now_ns += int(seconds * SECOND)
+
+
+class Link:
+    """One life of a worker that does what the test says."""
+
+    def __init__(self, engine):
+        self._engine, self.commands, self.closed = engine, [], False
+
+    def send(self, command):
+        self.commands.append(command)
+
+    def close(self):
+        self.closed = True
+
+    def added(self):
+        return [command.id for command in self.commands if isinstance(command, Add)]
+
+    def ended(self):
+        return [command.id for command in self.commands if isinstance(command, End)]
+
+    def report(self, *outputs, **fields):
+        """What the worker says after a step; each output is (id, token_ids, event)."""
+        made = [SequenceOutput(id, list(ids), [-0.5] * len(ids), event) for id, ids, event in outputs]
+        self._engine.on_report(StepReport(1, 2, made, **fields))
+
+    def confirm(self, *ids):
+        """The worker has freed what these held."""
+        self.report(*[(id, [], StreamEvent.CANCELLED) for id in ids])
+
+
+class Sink:
+    def __init__(self):
+        self.chunks, self.error, self.closed, self._changed = [], None, False, threading.Condition()
+
+    def send(self, chunk, request):
+        with self._changed:
+            assert not self.closed, "a response after the last"
+            self.chunks.append(chunk)
+            self.closed = chunk.state.event.last
+            self._changed.notify_all()
+
+    def refuse(self, error):
+        with self._changed:
+            assert not self.chunks and not self.closed, "a refusal after an answer"
+            self.error, self.closed = error, True
+            self._changed.notify_all()
+
+    def close(self):
+        self.closed = True
+
+    def wait(self, condition):
+        with self._changed:
+            assert self._changed.wait_for(lambda: condition(self), timeout=10), (self.chunks, self.error)
+
+    def end(self):
+        """The event and the ids, once it has ended."""
+        self.wait(lambda sink: sink.closed)
+        return (self.chunks[-1].state.event if self.chunks else None), self.ids()
+
+    def ids(self):
+        return [token for chunk in self.chunks for token in chunk.token_ids]
+
+
+class Setting:
+    """An engine, its links so far (``link`` is the present one), its clock, and a way to submit."""
+
+    def __init__(self, limits=LIMITS, max_waiting=10, prefix_reuse=False, ready=True, sender_threads=2):
+        self.clock, self.links = Clock(), []
+        self.metrics = Metrics(metric_family)
+        self.engine = Engine(
+            limits,
+            self._open,
+            EngineMetrics(self.metrics, "engine", "1"),
+            max_waiting=max_waiting,
+            sender_threads=sender_threads,
+            max_coalesce_ns=0,
+            prefix_reuse=prefix_reuse,
+            clock_ns=self.clock,
+        )
+        if ready:
+            self.engine.on_ready()
+
+    def _open(self, engine):
+        self.links.append(Link(engine))
+        return self.links[-1]
+
+    @property
+    def link(self):
+        return self.links[-1]
+
+    def submit(self, prompt=4, max_tokens=10, sink=None, **changes):
+        fields = {
+            "request_id": "",
+            "input_ids": np.arange(prompt, dtype=np.int64),
+            "max_tokens": max_tokens,
+            "sampling": SamplingParams(),
+            "stop_ids": frozenset({99}),
+            "stop_sequences": (),
+            "streaming": True,
+            "echo": False,
+            "stream_options": "options",
+            "arrival_ns": self.clock.now_ns,
+            "tokenized_ns": self.clock.now_ns,
+            "timeout_ns": 0,
+        }
+        sink = sink or Sink()
+        return self.engine.submit(EngineRequest(**fields | changes), sink), sink
+
+    def control(self, verb, key, epoch=None):
+        self.engine.on_control(ControlMessage(verb, self.epoch if epoch is None else epoch, key))
+
+    @property
+    def epoch(self):
+        return 5 * SECOND
+
+    def is_empty(self):
+        admission = self.engine._admission
+        return not (self.engine._streams or self.engine._by_request_id) and (
+            admission.running,
+            admission.waiting,
+            admission.reserved_blocks,
+        ) == (0, 0, 0)
+
+
+@pytest.fixture
+def open_setting(triton, monkeypatch):
+    monkeypatch.setattr(engine_module, "_RESTART_PAUSES_S", (0, 0, 0, 0))
+    opened = []
+
+    def make(**options):
+        opened.append(Setting(**options))
+        return opened[-1]
+
+    yield make
+    for setting in opened:
+        setting.engine.close()
+
+
+@pytest.fixture
+def setting(open_setting):
+    return open_setting()
+
+
+def wait_until(condition):
+    """For what the engine's own threads do."""
+    for _ in range(2000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it did not happen in 10 s")
+
+
+# ---- the usual way --------------------------------------------------------------------------------------------------
+
+
+def test_a_request_goes_to_the_worker_and_its_tokens_come_back_in_order(setting):
+    key, sink = setting.submit()
+    [command] = setting.link.commands
+    assert (command.id, command.max_tokens, command.stop_ids) == (key, 10, {99})
+    assert command.input_ids.tolist() == [0, 1, 2, 3]
+    for token in range(5):
+        setting.link.report((key, [token], StreamEvent.RUNNING))
+    setting.link.report((key, [99], StreamEvent.STOP))
+    assert sink.end() == (StreamEvent.STOP, [0, 1, 2, 3, 4, 99])
+    last = sink.chunks[-1].state
+    assert (last.epoch, last.key, last.stop_id, last.num_input_tokens) == (setting.epoch, key, 99, 4)
+    assert setting.link.ended() == [] and setting.is_empty()
+
+
+def test_a_sequence_that_reaches_its_length_ends_without_a_stop_id(setting):
+    key, sink = setting.submit(max_tokens=2)
+    setting.link.report((key, [1, 2], StreamEvent.LENGTH))
+    assert sink.end() == (StreamEvent.LENGTH, [1, 2])
+    assert sink.chunks[-1].state.stop_id == -1
+
+
+def test_requests_join_while_others_run_and_wait_for_slots_and_blocks(setting):
+    first, second, third = (setting.submit()[0] for _ in range(3))
+    assert setting.link.added() == [first, second]  # two slots
+    setting.link.report((first, [1], StreamEvent.LENGTH))
+    assert setting.link.added() == [first, second, third]
+
+
+def test_blocks_for_the_whole_request_are_reserved_before_it_starts(open_setting):
+    setting = open_setting(limits=EngineLimits(100, 256, max_batch_size=10, kv_cache_blocks=8))
+    long, _ = setting.submit(prompt=100, max_tokens=93)  # 193 tokens: 7 blocks
+    short, _ = setting.submit(prompt=1, max_tokens=31)  # 1 block
+    waiting, _ = setting.submit(prompt=1, max_tokens=1)
+    assert setting.link.added() == [long, short]
+    setting.link.report((short, [1], StreamEvent.LENGTH))
+    assert setting.link.added() == [long, short, waiting]
+
+
+def test_a_full_queue_refuses_at_once_and_leaves_no_trace(open_setting):
+    setting = open_setting(max_waiting=2)
+    for _ in range(4):
+        setting.submit()
+    with pytest.raises(Overloaded, match="2 requests are running and 2 are waiting"):
+        setting.submit(request_id="refused")
+    assert "refused" not in setting.engine._by_request_id and len(setting.engine._streams) == 4
+
+
+def test_no_two_streams_share_a_key_whatever_ids_clients_send(setting):
+    submitted = [setting.submit(request_id=request_id) for request_id in ("a", "a", "", "", "a" * 65_536)]
+    keys = [key for key, _ in submitted]
+    assert len(set(keys)) == 5
+    for token in range(3):
+        for key in keys[:2]:
+            setting.link.report((key, [10 * key + token], StreamEvent.RUNNING))
+    for key in keys[:2]:
+        setting.link.report((key, [], StreamEvent.LENGTH))
+    assert [sink.end()[1] for _, sink in submitted[:2]] == [[10 * key + n for n in range(3)] for key in keys[:2]]
+
+
+def test_a_repeated_prompt_is_counted_as_cached_where_prefixes_are_kept(open_setting):
+    setting = open_setting(prefix_reuse=True)
+    for expected in (0, 64):
+        key, sink = setting.submit(prompt=70, max_tokens=1)
+        setting.link.report((key, [1], StreamEvent.LENGTH))
+        sink.end()
+        assert sink.chunks[-1].state.num_cached_tokens == expected
+
+
+def test_a_unary_request_gets_one_response(setting):
+    key, sink = setting.submit(streaming=False)
+    for token in range(3):
+        setting.link.report((key, [token], StreamEvent.RUNNING))
+    setting.link.report((key, [3], StreamEvent.LENGTH))
+    assert sink.end() == (StreamEvent.LENGTH, [0, 1, 2, 3])
+    assert len(sink.chunks) == 1 and sink.chunks[0].options == "options"
+
+
+def test_times_of_a_stream_grow_from_arrival_to_the_last_token(setting):
+    key, sink = setting.submit(max_tokens=2)
+    setting.clock.move(1)
+    setting.engine.on_report(
+        StepReport(setting.clock.now_ns, 2, [SequenceOutput(key, [1], [0.0], StreamEvent.RUNNING)])
+    )
+    setting.clock.move(1)
+    setting.link.report((key, [2], StreamEvent.LENGTH))
+    sink.end()
+    state = sink.chunks[-1].state
+    times = (state.arrival_ns, state.first_scheduled_ns, state.first_token_ns, state.last_token_ns)
+    assert times == (5 * SECOND, 6 * SECOND, 6 * SECOND, 7 * SECOND)
+
+
+# ---- ends from our side ---------------------------------------------------------------------------------------------
+
+
+def test_a_stop_sequence_ends_the_stream_where_it_ends_and_stops_the_worker(setting):
+    key, sink = setting.submit(stop_sequences=((7, 8),))
+    setting.link.report((key, [5, 7], StreamEvent.RUNNING))
+    setting.link.report((key, [8, 9], StreamEvent.RUNNING))
+    assert sink.end() == (StreamEvent.STOP, [5, 7, 8])
+    assert [value for chunk in sink.chunks for value in chunk.log_probs] == [-0.5] * 3
+    assert setting.link.ended() == [key]
+    setting.link.report((key, [9], StreamEvent.RUNNING))  # it was in a step
+    setting.link.confirm(key)
+    assert sink.ids() == [5, 7, 8] and setting.is_empty()
+
+
+def test_a_stop_sequence_in_the_last_tokens_needs_no_stop(setting):
+    key, sink = setting.submit(stop_sequences=((7, 8),))
+    setting.link.report((key, [7, 8], StreamEvent.LENGTH))
+    assert sink.end() == (StreamEvent.STOP, [7, 8]) and setting.is_empty()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+def test_a_cancel_ends_the_stream_at_once_and_its_slot_when_the_worker_confirms(setting, tokens):
+    key, sink = setting.submit()
+    other, _ = setting.submit()
+    waiting, _ = setting.submit()
+    for token in range(tokens):
+        setting.link.report((key, [token], StreamEvent.RUNNING))
+    setting.control(Verb.CANCEL, key)
+    assert sink.end() == (StreamEvent.CANCELLED, list(range(tokens)))
+    assert setting.link.ended() == [key]
+    assert setting.link.added() == [key, other]  # its blocks are not free yet
+    setting.link.confirm(key)
+    assert setting.link.added() == [key, other, waiting]
+
+
+def test_a_cancel_of_a_waiting_request_never_reaches_the_worker(setting):
+    for _ in range(2):
+        setting.submit()
+    key, sink = setting.submit()
+    setting.control(Verb.CANCEL, key)
+    assert sink.end() == (StreamEvent.CANCELLED, [])
+    assert setting.engine._admission.waiting == 0
+    assert key not in setting.link.added() and key not in setting.link.ended()
+
+
+def test_a_second_cancel_a_late_one_and_a_strangers_change_nothing(setting):
+    key, sink = setting.submit()
+    other, others = setting.submit()
+    setting.control(Verb.CANCEL, other, epoch=setting.epoch - 1)  # of an engine that is gone
+    setting.control(Verb.CANCEL, 12345)
+    setting.control(Verb.ALIVE, other)
+    for _ in range(3):
+        setting.control(Verb.CANCEL, key)
+    setting.link.confirm(key)
+    setting.control(Verb.CANCEL, key)
+    assert sink.end() == (StreamEvent.CANCELLED, []) and setting.link.ended() == [key]
+    assert not others.closed
+    setting.metrics.flush()
+    setting.link.report((other, [1], StreamEvent.LENGTH))
+    setting.control(Verb.CANCEL, other)  # after its last token
+    assert others.end() == (StreamEvent.LENGTH, [1]) and setting.is_empty()
+
+
+def test_a_worker_that_ended_by_itself_confirms_a_cancel_too(setting):
+    key, sink = setting.submit()
+    setting.control(Verb.CANCEL, key)
+    setting.link.report((key, [1], StreamEvent.LENGTH))  # it was at its end when the word came
+    assert sink.end() == (StreamEvent.CANCELLED, []) and setting.is_empty()
+
+
+def test_the_detokenizers_stop_ends_with_stop(setting):
+    key, sink = setting.submit()
+    setting.link.report((key, [1], StreamEvent.RUNNING))
+    setting.control(Verb.STOP, key)
+    assert sink.end() == (StreamEvent.STOP, [1]) and setting.link.ended() == [key]
+    assert sink.chunks[-1].state.stop_id == -1
+
+
+def test_a_stop_request_ends_every_stream_of_its_id_and_no_other(setting):
+    same = [setting.submit(request_id="a") for _ in range(3)]  # two running, one waiting
+    other, others = setting.submit(request_id="b")
+    assert setting.engine.stop_request("a") == 3
+    assert setting.engine.stop_request("a") == 0
+    assert setting.engine.stop_request("unknown") == setting.engine.stop_request("") == 0
+    assert [sink.end()[0] for _, sink in same] == [StreamEvent.CANCELLED] * 3
+    assert not others.closed and list(setting.engine._by_request_id) == ["b"]
+
+
+def test_500_cancels_at_once_leave_nothing_behind(open_setting):
+    setting = open_setting(limits=EngineLimits(100, 256, max_batch_size=300, kv_cache_blocks=10_000), max_waiting=1000)
+    submitted = [setting.submit(request_id=str(n % 7)) for n in range(500)]
+    threads = [
+        threading.Thread(target=lambda part=part: [setting.control(Verb.CANCEL, key) for key, _ in part])
+        for part in (submitted[::2], submitted[1::2], submitted)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {sink.end()[0] for _, sink in submitted} == {StreamEvent.CANCELLED}
+    assert sorted(setting.link.added()) == sorted(setting.link.ended())
+    setting.link.confirm(*setting.link.ended())
+    assert setting.is_empty()
+
+
+# ---- deadlines ------------------------------------------------------------------------------------------------------
+
+
+def test_a_deadline_that_has_passed_before_it_came_is_refused(setting):
+    with pytest.raises(DeadlineExceeded, match="had passed before the request reached the engine"):
+        setting.submit(arrival_ns=setting.clock.now_ns - SECOND, timeout_ns=SECOND)
+    assert setting.is_empty()
+
+
+def test_a_deadline_that_passes_in_the_queue_never_reaches_the_worker(setting):
+    for _ in range(2):
+        setting.submit()
+    key, sink = setting.submit(timeout_ns=SECOND)
+    setting.clock.move(1)
+    sink.wait(lambda sink: sink.closed)
+    assert isinstance(sink.error, DeadlineExceeded) and "while it waited for a slot" in str(sink.error)
+    assert key not in setting.link.added()
+
+
+def test_a_deadline_that_passes_while_running_stops_the_worker(setting):
+    key, sink = setting.submit(timeout_ns=SECOND)
+    setting.link.report((key, [1], StreamEvent.RUNNING))
+    sink.wait(lambda sink: sink.chunks)
+    setting.clock.move(1)
+    assert sink.end() == (StreamEvent.ERROR, [1])
+    assert isinstance(sink.chunks[-1].error, DeadlineExceeded)
+    assert "while it was generating" in str(sink.chunks[-1].error) and setting.link.ended() == [key]
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------
+
+
+def test_when_the_worker_dies_running_streams_end_and_waiting_ones_go_to_the_next(setting):
+    running = [setting.submit() for _ in range(2)]
+    waiting, patient = setting.submit()
+    setting.link.report((running[0][0], [1], StreamEvent.RUNNING))
+    running[0][1].wait(lambda sink: sink.chunks)
+    setting.engine.on_death("the engine process was killed by signal 9")
+    assert running[0][1].end() == (StreamEvent.ERROR, [1])
+    running[1][1].wait(lambda sink: sink.closed)
+    for error in (running[0][1].chunks[-1].error, running[1][1].error):
+        assert isinstance(error, EngineFailed)
+        assert str(error) == "the engine process was killed by signal 9; it is being restarted"
+    assert len(setting.links) == 2 and not setting.link.commands and not patient.closed
+    setting.engine.on_ready()
+    assert setting.link.added() == [waiting]
+    setting.link.report((waiting, [5], StreamEvent.LENGTH))
+    assert patient.end() == (StreamEvent.LENGTH, [5]) and setting.is_empty()
+
+
+def test_a_stream_that_was_cancelled_when_the_worker_died_gives_its_slot_back(setting):
+    key, _ = setting.submit()
+    setting.control(Verb.CANCEL, key)
+    setting.engine.on_death("dead")
+    assert setting.is_empty()
+
+
+def test_requests_that_come_while_the_worker_restarts_wait(open_setting):
+    setting = open_setting(ready=False)
+    key, sink = setting.submit()
+    assert not setting.link.commands and not sink.closed
+    setting.engine.on_ready()
+    assert setting.link.added() == [key]
+
+
+def test_an_engine_that_does_not_start_says_so_at_once_and_is_tried_again(open_setting):
+    setting = open_setting(ready=False)
+    _, sink = setting.submit()
+    for _ in range(4):
+        assert not sink.closed
+        setting.engine.on_death("the engine process ended with code 1: no such file")
+    sink.wait(lambda sink: sink.closed)
+    assert isinstance(sink.error, Unavailable)
+    assert str(sink.error) == "the engine process ended with code 1: no such file; it does not start"
+    assert setting.engine.wait_until_ready(timeout_s=600) is False  # known, so there is nothing to wait for
+    with pytest.raises(Unavailable, match="does not start; see the server's log"):
+        setting.submit()
+    assert setting.is_empty() and len(setting.links) == 5
+    setting.engine.on_ready()
+    key, _ = setting.submit()
+    assert setting.link.added() == [key]
+
+
+def test_a_start_after_some_failed_ones_counts_them_no_more(open_setting):
+    setting = open_setting(ready=False)
+    for _ in range(5):
+        for _ in range(3):
+            setting.engine.on_death("dead")
+        setting.engine.on_ready()
+        assert setting.engine.wait_until_ready(timeout_s=600)
+        setting.engine.on_death("dead")
+    setting.submit()
+
+
+def test_a_request_the_pipeline_rejects_ends_with_its_words(setting):
+    key, sink = setting.submit()
+    output = SequenceOutput(key, [], [], StreamEvent.ERROR, rejected="the KV cache ran out of blocks")
+    setting.engine.on_report(StepReport(0, 0, [output]))
+    sink.wait(lambda sink: sink.closed)
+    assert isinstance(sink.error, EngineFailed) and str(sink.error) == "the KV cache ran out of blocks"
+    assert setting.is_empty()
+
+
+def test_a_response_that_is_lost_ends_its_stream_in_band(setting):
+    class Leaky(Sink):
+        def send(self, chunk, request):
+            if chunk.state.event is StreamEvent.RUNNING:
+                raise RuntimeError("no shared memory")
+            super().send(chunk, request)
+
+    key, sink = setting.submit(sink=Leaky())
+    setting.link.report((key, [1], StreamEvent.RUNNING))
+    assert sink.end() == (StreamEvent.ERROR, [])
+    assert "a response could not be sent: RuntimeError('no shared memory')" in str(sink.chunks[-1].error)
+    assert setting.link.ended() == [key]
+
+
+# ---- the end of the engine ------------------------------------------------------------------------------------------
+
+
+def test_an_abort_ends_every_stream_with_its_reason_and_takes_no_more(setting):
+    submitted = [setting.submit() for _ in range(3)]
+    setting.link.report((submitted[0][0], [1], StreamEvent.RUNNING))
+    submitted[0][1].wait(lambda sink: sink.chunks)
+    setting.engine.on_control(ControlMessage(Verb.ABORT, reason="the server is draining"))
+    assert submitted[0][1].end() == (StreamEvent.ERROR, [1])
+    errors = [submitted[0][1].chunks[-1].error]
+    for _, sink in submitted[1:]:
+        sink.wait(lambda sink: sink.closed)
+        errors.append(sink.error)
+    assert [(type(error), str(error)) for error in errors] == [(Unavailable, "the server is draining")] * 3
+    with pytest.raises(Unavailable, match="the server is shutting down"):
+        setting.submit()
+
+
+def test_close_waits_for_every_last_response_and_ends_the_worker(open_setting):
+    setting = open_setting()
+    sinks = [setting.submit()[1] for _ in range(3)]
+    setting.engine.close()
+    assert all(sink.closed and isinstance(sink.error, Unavailable) for sink in sinks)
+    assert setting.link.closed
+    setting.engine.on_death("killed by close")  # is no reason to start another
+    setting.engine.on_control(ControlMessage(Verb.CANCEL, setting.epoch, 1))
+    assert len(setting.links) == 1
+
+
+# ---- the ticker -----------------------------------------------------------------------------------------------------
+
+
+def test_a_silent_running_stream_is_probed_and_a_waiting_one_less_often(setting):
+    _, running = setting.submit()
+    setting.submit()
+    _, waiting = setting.submit()
+    setting.clock.move(0.1)
+    running.wait(lambda sink: len(sink.chunks) == 1)
+    assert running.chunks[0].state.event is StreamEvent.PROBE and running.chunks[0].options == "options"
+    assert not waiting.chunks
+    setting.clock.move(0.2)
+    waiting.wait(lambda sink: len(sink.chunks) == 1)
+    running.wait(lambda sink: len(sink.chunks) == 2)
+    assert waiting.chunks[0].state.event is StreamEvent.PROBE and not waiting.ids()
+
+
+def test_a_stream_that_speaks_is_not_probed(setting):
+    key, sink = setting.submit()
+    for token in range(4):
+        setting.clock.move(0.07)
+        setting.link.report((key, [token], StreamEvent.RUNNING))
+        sink.wait(lambda sink, token=token: len(sink.chunks) == token + 1)
+    assert all(chunk.state.event is StreamEvent.RUNNING for chunk in sink.chunks)
+
+
+def test_only_the_oldest_waiting_streams_are_probed(open_setting, monkeypatch):
+    monkeypatch.setattr(engine_module, "_PROBED_WAITING", 3)
+    setting = open_setting(limits=EngineLimits(100, 256, max_batch_size=1, kv_cache_blocks=8))
+    sinks = [setting.submit()[1] for _ in range(6)]
+    setting.clock.move(1)
+    for sink in sinks[:4]:
+        sink.wait(lambda sink: sink.chunks)
+    looks = setting.clock.looks
+    wait_until(lambda: setting.clock.looks > looks + 3)  # some ticks later
+    assert [len(sink.chunks) for sink in sinks] == [1, 1, 1, 1, 0, 0]
+
+
+def test_tokens_held_back_by_the_window_are_sent_by_the_ticker(open_setting):
+    setting = open_setting()
+    setting.engine._max_coalesce_ns = SECOND
+    streams = [setting.submit() for _ in range(2)]
+    key, sink = streams[0]
+    setting.link.report((key, [1], StreamEvent.RUNNING))
+    sink.wait(lambda sink: sink.ids() == [1])
+    setting.link.report((key, [2], StreamEvent.RUNNING))  # within the window of 0.6 ms: the clock stands
+    looks = setting.clock.looks
+    wait_until(lambda: setting.clock.looks > looks + 3)
+    assert sink.ids() == [1]
+    setting.clock.move(0.001)
+    sink.wait(lambda sink: sink.ids() == [1, 2])
+
+
+def test_an_idle_engine_does_not_tick(setting):
+    key, sink = setting.submit()
+    setting.link.report((key, [1], StreamEvent.LENGTH))
+    sink.end()
+    wait_until(lambda: not setting.engine._work.is_set())
+    time.sleep(3 * engine_module.TICK_S)  # what was under way
+    looks = setting.clock.looks
+    time.sleep(5 * engine_module.TICK_S)
+    assert setting.clock.looks == looks
+
+
+# ---- metrics --------------------------------------------------------------------------------------------------------
+
+
+def value(triton, name, **labels):
+    return triton.metric_value(name, **NAMES, **labels)
+
+
+def test_the_load_is_shown_while_it_lasts_and_gone_when_it_is_gone(setting, triton):
+    first, _ = setting.submit(max_tokens=60)
+    second, _ = setting.submit()
+    third, _ = setting.submit()
+    setting.link.report((first, [1], StreamEvent.RUNNING), scheduled=2, context=1, context_tokens=4, cache_usage=0.375)
+
+    def shown():
+        requests = {
+            k: value(triton, "nv_trt_llm_request_metrics", request_type=k)
+            for k in ("active", "scheduled", "waiting", "max", "context")
+        }
+        blocks = {
+            k: value(triton, "nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type=k)
+            for k in ("max", "used", "free", "tokens_per", "fraction")
+        }
+        batcher = {
+            k: value(triton, "nv_trt_llm_inflight_batcher_metrics", inflight_batcher_specific_metric=k)
+            for k in ("total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests")
+        }
+        return requests, blocks, batcher
+
+    wait_until(lambda: value(triton, "nv_trt_llm_request_metrics", request_type="waiting") == 1)
+    wait_until(lambda: shown()[1]["used"] == 3)
+    requests, blocks, batcher = shown()
+    assert requests == {"active": 3, "scheduled": 2, "waiting": 1, "max": 2, "context": 1}
+    assert blocks == {"max": 8, "used": 3, "free": 5, "tokens_per": 32, "fraction": 0.375}
+    assert batcher == {"total_context_tokens": 4, "generation_requests": 1, "micro_batch_id": 0, "paused_requests": 0}
+    for key in (first, second, third):
+        setting.link.report((key, [1], StreamEvent.LENGTH), scheduled=1, cache_usage=0.5)
+    wait_until(lambda: shown()[0]["active"] == 0)
+    requests, blocks, batcher = shown()
+    assert requests == {"active": 0, "scheduled": 0, "waiting": 0, "max": 2, "context": 0}
+    assert (blocks["used"], blocks["free"]) == (0, 8) and not any(batcher.values())
+    assert value(triton, "nv_trt_llm_general_metrics", general_type="iteration_counter") == 4
+
+
+def test_a_step_in_which_many_wait_for_their_prompts_shows_no_negative_numbers(setting, triton):
+    key, _ = setting.submit()
+    setting.submit()
+    setting.link.report((key, [], StreamEvent.RUNNING), scheduled=1, context=2, context_tokens=8)
+    name = "nv_trt_llm_inflight_batcher_metrics"
+    wait_until(lambda: value(triton, name, inflight_batcher_specific_metric="total_context_tokens") == 8)
+    assert value(triton, name, inflight_batcher_specific_metric="generation_requests") == 0
+
+
+def test_a_finished_request_is_counted_everywhere_also_when_the_engine_is_idle_after_it(setting, triton):
+    key, sink = setting.submit(prompt=4, max_tokens=3)
+    for token in (1, 2):
+        setting.link.report((key, [token], StreamEvent.RUNNING))
+        sink.wait(lambda sink, token=token: sink.ids()[-1:] == [token])
+        setting.clock.move(0.01)
+    setting.link.report((key, [3], StreamEvent.LENGTH))
+    sink.end()
+    wait_until(lambda: value(triton, "trident_inter_token_latency_seconds") == 2)
+    assert value(triton, "trident_requests_total", finish_reason="length") == 1
+    assert value(triton, "trident_input_tokens_total") == 4
+    assert value(triton, "trident_output_tokens_total") == 3
+    for histogram in (
+        "gen_ai_server_time_to_first_token_seconds",
+        "gen_ai_server_time_per_output_token_seconds",
+        "gen_ai_server_request_duration_seconds",
+    ):
+        assert value(triton, histogram) == 1, histogram
+    assert value(triton, "nv_llm_input_token_len", response_metric_type="total_input_tokens") == 1
+    assert value(triton, "nv_llm_output_token_len", response_metric_type="total_output_tokens") == 1
+    for phase in ("tokenize", "queue", "prefill", "first_decode"):
+        labels = {"model": "engine", "phase": phase}
+        assert triton.metric_value("trident_time_to_first_token_phase_seconds", **labels) == 1, phase
+
+
+def test_ends_are_counted_by_their_reason(setting, triton):
+    for reason in ("client", "stop_request", "deadline"):
+        key, sink = setting.submit(request_id="r", timeout_ns=10 * SECOND)
+        if reason == "client":
+            setting.control(Verb.CANCEL, key)
+        elif reason == "stop_request":
+            setting.engine.stop_request("r")
+        else:
+            setting.clock.move(10)
+        sink.wait(lambda sink: sink.closed)
+        setting.link.confirm(key)
+    setting.submit()
+    setting.engine.abort("going")
+
+    def counts():
+        return [value(triton, "trident_cancellations_total", reason=reason) for reason in CANCEL_REASONS]
+
+    wait_until(lambda: counts() == [1, 1, 1, 1])
+    assert value(triton, "trident_requests_total", finish_reason="cancelled") == 2
+    assert value(triton, "trident_requests_total", finish_reason="error") == 2
+    assert value(triton, "trident_errors_total", error_type="DeadlineExceeded") == 1
+    assert value(triton, "trident_errors_total", error_type="Unavailable") == 1
+
+
+def test_a_refusal_reaches_the_page_of_an_idle_engine(setting, triton):
+    setting.engine.refused(Overloaded("full"))
+    wait_until(lambda: value(triton, "trident_errors_total", error_type="Overloaded") == 1)
+
+
+# ---- the law --------------------------------------------------------------------------------------------------------
+
+steps = st.lists(
+    st.sampled_from(["submit", "submit", "step", "step", "step", "cancel", "stop", "stop_request", "confirm", "death"]),
+    max_size=60,
+)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=steps, chance=st.randoms(use_true_random=False))
+def test_whatever_happens_every_stream_gets_its_tokens_in_order_and_one_end(open_setting, steps, chance):
+    setting = open_setting(max_waiting=3, sender_threads=2)
+    sinks, produced = {}, {}
+    running = set()  # in the worker's mind
+    commands_read = 0
+
+    def obey():
+        nonlocal commands_read
+        ended = []
+        for command in setting.link.commands[commands_read:]:
+            if isinstance(command, Add):
+                running.add(command.id)
+            elif command.id in running:
+                running.discard(command.id)
+                ended.append(command.id)
+            commands_read += 1
+        setting.link.confirm(*ended)
+
+    for step in itertools.chain(steps, ["finish"]):
+        if step == "submit":
+            try:
+                key, sink = setting.submit(request_id=chance.choice(["a", "b", ""]), prompt=chance.choice([1, 90]))
+            except Overloaded:
+                continue
+            sinks[key], produced[key] = sink, []
+        elif step == "step" and running:
+            outputs = []
+            for key in list(running):
+                token, last = len(produced[key]), chance.random() < 0.1
+                if not sinks[key].closed and key in setting.engine._streams:
+                    produced[key].append(token)
+                outputs.append((key, [token], StreamEvent.LENGTH if last else StreamEvent.RUNNING))
+                if last:
+                    running.discard(key)
+            setting.link.report(*outputs)
+        elif step in ("cancel", "stop") and sinks:
+            setting.control(Verb.CANCEL if step == "cancel" else Verb.STOP, chance.choice(list(sinks)))
+        elif step == "stop_request":
+            setting.engine.stop_request("a")
+        elif step == "confirm":
+            obey()
+        elif step == "death":
+            setting.engine.on_death("dead")
+            running.clear()
+            commands_read = 0
+            setting.engine.on_ready()
+        assert setting.engine._admission.running <= 2 and setting.engine._admission.reserved_blocks <= 8
+    setting.engine.close()
+    for key, sink in sinks.items():
+        assert sink.closed, key
+        assert sink.ids() == produced[key] or (sink.error and not sink.chunks), key
+        assert [chunk.state.event.last for chunk in sink.chunks] == [False] * (len(sink.chunks) - 1) + [True] * bool(
+            sink.chunks
+        )
+    assert not setting.engine._streams
