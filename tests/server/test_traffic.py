@@ -30,11 +30,11 @@ def verdicts(*history):
 
 
 def test_quiet_needs_an_empty_engine_and_no_answers_for_so_long():
-    assert verdicts((0.0, 5, 1), (0.5, 6, 0), (0.9, 7, 0), (1.3, 7, 0), (1.4, 7, 0)) == [False] * 4 + [True]
+    assert verdicts((0.0, 5, 1), (0.5, 6, 0), (1.0, 7, 0), (1.25, 7, 0), (1.5, 7, 0)) == [False] * 4 + [True]
 
 
 def test_a_late_answer_or_a_late_request_starts_the_clock_again():
-    history = [(0.0, 5, 0), (0.4, 6, 0), (0.8, 6, 1), (1.2, 6, 0), (1.6, 6, 0), (1.7, 6, 0)]
+    history = [(0.0, 5, 0), (0.25, 6, 0), (0.75, 6, 1), (1.0, 6, 0), (1.25, 6, 0), (1.5, 6, 0)]
     assert verdicts(*history) == [False] * 5 + [True]
 
 
