@@ -162,8 +162,9 @@ def generation_config(max_tokens: int, sampling: SamplingParams, stop_ids: froze
 
 
 def fold_seed(seed: int) -> int:
-    """A uint64 seed in the 32 bits that GenAI heeds, so that seeds that differ only in the high half still differ."""
-    return (seed ^ (seed >> 32)) & 0xFFFFFFFF
+    """A uint64 seed in the 32 bits that GenAI heeds: a small one as it is; seeds that differ only in the high half
+    differ still, and are not the small ones' doubles."""
+    return (seed ^ (seed >> 32) * 0x9E3779B1) & 0xFFFFFFFF
 
 
 def _last_line(exc: Exception) -> str:

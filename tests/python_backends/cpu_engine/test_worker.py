@@ -1,0 +1,324 @@
+"""The worker as a real process around a real pipeline, and what it makes of sampling parameters."""
+
+import threading
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contract import manifest as manifests
+from contract.generation import SamplingParams
+from python_backends.cpu_engine.link import WorkerLink
+from python_backends.cpu_engine.messages import Add, End
+from python_backends.cpu_engine.pipeline import open_pipeline
+from python_backends.cpu_engine.worker import fold_seed, generation_config
+from python_backends.limits import EngineLimits
+from python_backends.stream_state import StreamEvent
+
+GREEDY = SamplingParams(top_k=1, log_probs=True)
+END = 256
+VOCABULARY = 331
+
+
+class Worker:
+    """A worker's link with everything it said, gathered per sequence."""
+
+    def __init__(self, engine_dir):
+        self._changed = threading.Condition()
+        self.ready, self.deaths, self.reports = False, [], []
+        self.next_id = 0
+        self.link = WorkerLink(engine_dir, self)
+
+    def on_ready(self):
+        with self._changed:
+            self.ready = True
+            self._changed.notify_all()
+
+    def on_report(self, report):
+        with self._changed:
+            self.reports.append(report)
+            self._changed.notify_all()
+
+    def on_death(self, reason):
+        with self._changed:
+            self.deaths.append(reason)
+            self._changed.notify_all()
+
+    def wait(self, condition):
+        with self._changed:
+            assert self._changed.wait_for(condition, timeout=30), (self.deaths, self.reports[-3:])
+
+    def add(self, prompt, max_tokens, sampling=GREEDY, stop_ids=frozenset({END})):
+        self.next_id += 1
+        self.link.send(Add(self.next_id, np.array(prompt, np.int64), max_tokens, sampling, frozenset(stop_ids)))
+        return self.next_id
+
+    def outputs(self, id):
+        return [output for report in self.reports for output in report.outputs if output.id == id]
+
+    def ended(self, id):
+        outputs = self.outputs(id)
+        return bool(outputs) and outputs[-1].event.last
+
+    def result(self, id):
+        """(ids, log_probs, event) of a sequence, once it has ended."""
+        self.wait(lambda: self.ended(id))
+        outputs = self.outputs(id)
+        assert [output.event.last for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        ids = [token for output in outputs for token in output.token_ids]
+        return ids, [value for output in outputs for value in output.log_probs], outputs[-1].event
+
+    def generate(self, *request, **options):
+        return self.result(self.add(*request, **options))
+
+
+@pytest.fixture(scope="module")
+def worker(triton_types, tiny_engine):
+    worker = Worker(tiny_engine)
+    worker.wait(lambda: worker.ready or worker.deaths)
+    assert worker.ready, worker.deaths
+    yield worker
+    worker.link.close()
+    worker.wait(lambda: worker.deaths)
+
+
+@pytest.fixture(scope="module")
+def direct(tiny_engine):
+    """``direct(prompt, max_tokens, sampling, stop_ids)``: ids from the pipeline called without any of our machinery."""
+    pipeline = open_pipeline(tiny_engine, manifests.load(tiny_engine))
+    numbers = iter(range(1_000_000))
+
+    def generate(prompt, max_tokens, sampling=GREEDY, stop_ids=frozenset({END})):
+        config = generation_config(max_tokens, sampling, frozenset(stop_ids))
+        handle = pipeline.add_request(next(numbers), ov.Tensor(np.array([prompt], np.int64)), config)
+        ids = []
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+            while handle.can_read():
+                for output in handle.read().values():
+                    ids += output.generated_ids
+        return ids
+
+    return generate
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    chance = np.random.default_rng(3)
+    return [chance.integers(0, VOCABULARY, size).tolist() for size in (1, 5, 31, 32, 33, 100)]
+
+
+def test_greedy_tokens_are_the_pipelines_own(worker, direct, prompts):
+    for prompt in prompts:
+        ids, log_probs, event = worker.generate(prompt, 20)
+        assert ids == direct(prompt, 20)
+        assert event is (StreamEvent.STOP if ids[-1] == END else StreamEvent.LENGTH)
+        assert len(log_probs) == len(ids) and all(value <= 0 for value in log_probs)
+
+
+def test_sequences_run_together_and_get_what_they_get_alone(worker, direct, prompts):
+    before = len(worker.reports)
+    ids = [worker.add(prompt, 25) for prompt in prompts]
+    for id, prompt in zip(ids, prompts, strict=True):
+        assert worker.result(id)[0] == direct(prompt, 25)
+    assert max(report.scheduled for report in worker.reports[before:]) == len(prompts)
+
+
+def test_one_that_comes_later_gets_its_first_token_before_the_first_one_ends(worker):
+    first = worker.add([1, 2, 3], 200, stop_ids=())
+    worker.wait(lambda: worker.outputs(first))
+    second = worker.add([4, 5, 6], 3, stop_ids=())
+    assert len(worker.result(second)[0]) == 3
+    assert not worker.ended(first)
+    assert len(worker.result(first)[0]) == 200
+
+
+def test_a_stop_id_ends_a_sequence_and_is_its_last(worker, direct, prompts):
+    free = direct(prompts[1], 20, stop_ids=())
+    stop = free[7]
+    ids, _, event = worker.generate(prompts[1], 20, stop_ids={stop, 3})
+    assert (ids, event) == (free[: free.index(stop) + 1], StreamEvent.STOP)
+
+
+def test_without_stop_ids_only_the_length_ends_it(worker):
+    biased_to_end = worker.generate([END] * 5, 60, SamplingParams(temperature=5.0, seed=1), stop_ids=())
+    assert len(biased_to_end[0]) == 60 and biased_to_end[2] is StreamEvent.LENGTH
+
+
+def test_a_stop_id_as_the_last_token_allowed_is_a_stop(worker, direct, prompts):
+    free = direct(prompts[2], 20, stop_ids=())
+    length = free.index(free[5]) + 1
+    assert worker.generate(prompts[2], length, stop_ids={free[5]})[2] is StreamEvent.STOP
+
+
+def test_min_tokens_keeps_stop_ids_away_so_long(worker, direct, prompts):
+    stop = direct(prompts[3], 20, stop_ids=())[1]
+    ids, _, _ = worker.generate(prompts[3], 20, SamplingParams(top_k=1, min_tokens=10), stop_ids={stop})
+    assert len(ids) >= 10 and stop not in ids[:9]
+    assert len(worker.generate([1], 5, SamplingParams(top_k=1, min_tokens=100))[0]) == 5
+
+
+def test_equal_seeds_give_equal_ids_and_others_do_not(worker):
+    def sampled(seed):
+        return worker.generate([1, 2, 3], 30, SamplingParams(temperature=2.0, seed=seed), stop_ids=())[0]
+
+    texts = {seed: sampled(seed) for seed in (0, 1, 2**32 + 1, 2**63 + 1)}
+    assert texts[1] == sampled(1)
+    assert len({tuple(text) for text in texts.values()}) == len(texts)
+    assert sampled(None) != sampled(None)
+
+
+def test_an_ended_sequences_blocks_are_free_when_its_end_is_told(worker):
+    for _ in range(3):
+        running = [worker.add([n] * 100, 156, stop_ids=()) for n in range(4)]  # 4 x 8 blocks: all 32
+        worker.wait(lambda running=running: all(worker.outputs(id) for id in running))
+        for id in running[:2]:
+            worker.link.send(End(id))
+            assert worker.result(id)[2] is StreamEvent.CANCELLED
+        others = [worker.add([n] * 100, 156, stop_ids=()) for n in (7, 8)]  # they fit only into what was freed
+        for id in running[2:] + others:
+            ids, _, event = worker.result(id)
+            assert (len(ids), event) == (156, StreamEvent.LENGTH)
+
+
+def test_when_the_only_sequence_is_ended_the_pool_is_empty_without_another_request(worker):
+    id = worker.add([1] * 50, 200, stop_ids=())
+    worker.wait(lambda: worker.outputs(id))
+    worker.link.send(End(id))
+    worker.result(id)
+    full = [worker.add([n] * 100, 156, stop_ids=()) for n in range(4)]
+    assert [len(worker.result(id)[0]) for id in full] == [156] * 4
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_sequence_ended_before_its_first_step_harms_no_other(worker, others):
+    running = [worker.add([n] * 60, 100, stop_ids=()) for n in range(others)]
+    id = worker.add([9] * 90, 100, stop_ids=())
+    worker.link.send(End(id))
+    assert worker.result(id)[2] is StreamEvent.CANCELLED
+    assert [len(worker.result(id)[0]) for id in running] == [100] * others
+
+
+def test_ending_what_is_not_there_is_nothing(worker):
+    id = worker.add([1], 3, stop_ids=())
+    worker.result(id)
+    for unknown in (id, 10**9):
+        worker.link.send(End(unknown))
+    assert len(worker.generate([1], 3, stop_ids=())[0]) == 3
+
+
+def test_a_request_the_pipeline_rejects_is_told_in_one_line_and_harms_no_other(worker):
+    running = worker.add([1, 2], 50, stop_ids=())
+    id = worker.add([], 5)
+    worker.wait(lambda: worker.ended(id))
+    [output] = worker.outputs(id)
+    assert output.event is StreamEvent.ERROR and output.rejected and "\n" not in output.rejected
+    assert len(worker.result(running)[0]) == 50
+
+
+def test_steps_tell_their_load(worker):
+    before = len(worker.reports)
+    prompt = np.random.default_rng(8).integers(0, VOCABULARY, 200)  # 64 tokens per step: four steps until the first one
+    worker.generate(prompt, 20, stop_ids=())
+    reports = [report for report in worker.reports[before:] if report.end_ns]
+    assert all(report.start_ns <= report.end_ns for report in reports)
+    assert [report.context_tokens for report in reports[:3]] == [200] * 3 and reports[-1].context_tokens == 0
+    assert 0 < max(report.cache_usage for report in reports) <= 1
+
+
+def test_top_log_probs_agree_with_the_chosen_ones(worker):
+    asked = SamplingParams(top_k=1, log_probs=True, top_log_probs=5)
+    id = worker.add([1, 2, 3], 12, asked, stop_ids=())
+    ids, log_probs, _ = worker.result(id)
+    plain_ids, plain_log_probs, _ = worker.generate([1, 2, 3], 12, stop_ids=())
+    top = [entry for output in worker.outputs(id) for entry in output.top]
+    assert ids == plain_ids and len(top) == 12
+    np.testing.assert_allclose(log_probs, plain_log_probs, atol=1e-3)
+    for token, value, entry in zip(ids, log_probs, top, strict=True):
+        assert entry.ids[0] == token and entry.log_probs[0] == entry.chosen == value  # greedy takes the likeliest
+        assert entry.log_probs == sorted(entry.log_probs, reverse=True) and len(set(entry.ids)) == 5
+
+
+# ---- sampling parameters --------------------------------------------------------------------------------------------
+
+
+def test_greedy_is_a_switch_and_not_a_small_temperature():
+    for sampling in (SamplingParams(temperature=0.0), SamplingParams(top_k=1, temperature=3.0)):
+        config = generation_config(7, sampling, frozenset({END}))
+        assert not config.do_sample and config.max_new_tokens == 7
+
+
+def test_every_sampling_value_reaches_its_field():
+    sampling = SamplingParams(
+        temperature=0.5,
+        top_k=9,
+        top_p=0.25,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        seed=77,
+        min_tokens=3,
+        log_probs=True,
+    )
+    config = generation_config(7, sampling, frozenset({5, END}))
+    assert config.do_sample
+    assert (config.temperature, config.top_k, config.top_p, config.min_p) == (0.5, 9, 0.25, 0.125)
+    assert (config.repetition_penalty, config.presence_penalty, config.frequency_penalty) == (1.5, 0.5, -0.5)
+    assert (config.rng_seed, config.min_new_tokens, config.logprobs) == (77, 3, 1)
+    assert set(config.stop_token_ids) == {5, END} and config.eos_token_id in (5, END) and not config.ignore_eos
+
+
+def test_neutral_values_are_the_librarys_own_defaults():
+    config, plain = generation_config(7, SamplingParams(), frozenset()), genai.GenerationConfig()
+    for name in (
+        "temperature",
+        "top_k",
+        "top_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logprobs",
+    ):
+        assert getattr(config, name) == getattr(plain, name), name
+    assert config.ignore_eos and config.min_new_tokens == 0
+
+
+def test_seeds_that_differ_only_above_32_bits_differ_still():
+    for low in (0, 1, 2**32 - 1):
+        assert len({fold_seed(low + (high << 32)) for high in (0, 1, 2, 2**31, 2**32 - 1)}) == 5
+    assert all(0 <= fold_seed(seed) < 2**32 for seed in (0, 2**64 - 1, 12345678901234567890))
+
+
+float32 = {"width": 32, "allow_nan": False}
+
+
+@settings(max_examples=50)
+@given(
+    st.builds(
+        SamplingParams,
+        temperature=st.floats(0, 100, **float32),
+        top_k=st.integers(0, 2**31 - 1),
+        top_p=st.floats(0, 1, exclude_min=True, **float32),
+        min_p=st.floats(0, 1, exclude_max=True, **float32),
+        repetition_penalty=st.floats(0, 100, exclude_min=True, **float32),
+        presence_penalty=st.floats(-2, 2, **float32),
+        frequency_penalty=st.floats(-2, 2, **float32),
+        seed=st.none() | st.integers(0, 2**64 - 1),
+        min_tokens=st.integers(0, 2**31 - 1),
+        log_probs=st.booleans(),
+    ),
+    st.frozensets(st.integers(0, VOCABULARY - 1), max_size=4),
+)
+def test_whatever_the_door_lets_in_the_pipeline_lives_through(worker, sampling, stop_ids):
+    ids, log_probs, event = worker.generate([1, 2, 3], 4, sampling.validate(), stop_ids=stop_ids)
+    assert event in (StreamEvent.STOP, StreamEvent.LENGTH) and 1 <= len(ids) <= 4
+    assert all(0 <= token < VOCABULARY for token in ids) and len(log_probs) == len(ids)
+    assert not worker.deaths
+
+
+def test_the_pool_is_as_large_as_the_limits_say(tiny_engine):
+    assert EngineLimits.from_manifest(manifests.load(tiny_engine)).kv_cache_blocks == 32
