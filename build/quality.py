@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 import decoder
+import hf_quantised
 import layout
 import sanity
 import trtllm_checkpoint
@@ -255,7 +256,7 @@ class Candidate:
 
 
 def open_candidate(name: str, folder: Path) -> Candidate:
-    """A TensorRT-LLM checkpoint (its config.json has ``quantization``) or a Hugging Face one."""
+    """A TensorRT-LLM checkpoint (its config.json has ``quantization``), or a Hugging Face one, quantised or not."""
     path = folder / "config.json"
     try:
         is_trtllm = "quantization" in json.loads(path.read_text(encoding="utf-8"))
@@ -264,6 +265,9 @@ def open_candidate(name: str, folder: Path) -> Candidate:
     if is_trtllm:
         checkpoint = trtllm_checkpoint.read(folder)
         return Candidate(name, PRECISION_OF[checkpoint.quant_algo], checkpoint.decoder(), checkpoint.weight_bytes)
+    if (folder / hf_quantised.QUANT_CONFIG).is_file():
+        quantised = hf_quantised.read(folder)
+        return Candidate(name, PRECISION_OF[quantised.quant_algo], quantised.decoder(), quantised.weight_bytes)
     opened = open_checkpoint(folder)
     weight_bytes = sum(path.stat().st_size for path in {tensor.path for tensor in opened.tensors.values()})
     return Candidate(name, "bf16", decoder.from_checkpoint(opened), weight_bytes)
@@ -314,11 +318,13 @@ def _run(options: argparse.Namespace) -> int:
     )
     print(f"{blocks.shape[0]} sequences of {blocks.shape[1]} tokens from {options.text}", file=sys.stderr)
     started = time.monotonic()
-    measured = compare(reference.logits(blocks), {c.name: c.decoder.logits(blocks) for c in candidates}, blocks)
+    with np.errstate(all="ignore"):  # a damaged engine may overflow; its logits are then not finite, and are counted
+        measured = compare(reference.logits(blocks), {c.name: c.decoder.logits(blocks) for c in candidates}, blocks)
     print(f"measured in {time.monotonic() - started:.1f} s", file=sys.stderr)
 
     encode, decode, _ = open_tokenizer(opened)
 
+    @np.errstate(all="ignore")
     def speak(model: decoder.Decoder) -> sanity.Reply:
         return sanity.speak(
             lambda ids: next(model.logits(np.asarray([ids])))[-1, : opened.architecture.vocab_size],

@@ -1,6 +1,6 @@
-"""Quantise: a Hugging Face checkpoint in, a TensorRT-LLM checkpoint out, calibrated with ModelOpt on CPU or CUDA.
+"""Quantise: a Hugging Face checkpoint in, one that TensorRT-LLM reads out, calibrated with ModelOpt on CPU or CUDA.
 
-    python build/quantize.py --engine llama-3.1-8b-fp8 --model_dir MODEL --output_dir OUT
+    python build/quantize.py --engine llama-3.1-8b-fp8-hopper
     python build/quantize.py --model_dir MODEL --qformat int4_awq --calib_dataset cpython --output_dir OUT
 
 It does what TensorRT-LLM's own ``quantize.py`` does, through the same exporter (``nvidia-modelopt``), without that
@@ -11,175 +11,32 @@ whole or not at all, is read back and checked before it does, and is the same by
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-import importlib.util
 import json
 import os
 import shutil
 import sys
 import time
-import types
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import commands
+import hf_quantised
 import layout
 import recipe as recipes
 import trtllm_checkpoint
-from architecture import Architecture
 from calibration import TokenBlocks, open_tokenizer, read_texts, token_blocks
 from checkpoint import Checkpoint, open_checkpoint
-from contract.errors import EngineFailed, InvalidArgument, TridentError
+from contract.errors import InvalidArgument, TridentError
+from exporters import export_hf, export_trtllm, link_model, rope_scaling, translated, write_json
+from quantization import AWQ_CALIB_SIZE, DEVICES, DTYPES, HF, KV_CACHE_DTYPES, QFORMATS, TRTLLM, Quantization, check
 from shape import local_folder
 
-# qformat -> (ModelOpt's configuration, quant_algo in config.json). Weight-only formats store whole weights; the
-# builder quantises them when it loads (rule R22).
-QFORMATS: dict[str, tuple[str | None, str | None]] = {
-    "full_prec": (None, None),
-    "fp8": ("FP8_DEFAULT_CFG", "FP8"),
-    "fp8_pc_pt": ("FP8_PER_CHANNEL_PER_TOKEN_CFG", "FP8_PER_CHANNEL_PER_TOKEN"),
-    "int8_sq": ("INT8_SMOOTHQUANT_CFG", "W8A8_SQ_PER_CHANNEL"),
-    "int4_awq": ("INT4_AWQ_CFG", "W4A16_AWQ"),
-    "w4a8_awq": ("W4A8_AWQ_BETA_CFG", "W4A8_AWQ"),
-    "int8_wo": (None, "W8A16"),
-    "int4_wo": (None, "W4A16"),
-}
-KV_CACHE_DTYPES = ("fp8", "int8")
-DTYPES = ("bfloat16", "float16")
-DEVICES = ("auto", "cpu", "cuda")
-DECODER_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen",
-    "Qwen3ForCausalLM": "qwen",
-}
-AWQ_CALIB_SIZE = 32  # quantize.py clamps to it without a word (rule R20); the search runs the set twenty times
-AWQ_VOCAB_MULTIPLE = 64
 REPORT = "quantization_report.json"
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """One run. Names and meanings are those of ``quantize.py``; ``device`` is auto, cpu or cuda.
-
-    awq_block_size: input columns that share a scale (AWQ formats only). batch_size: sequences per forward pass.
-    calib_max_seq_length: tokens per sequence.
-    """
-
-    model_dir: Path
-    output_dir: Path
-    qformat: str = "fp8"
-    kv_cache_dtype: str | None = None
-    tp_size: int = 1
-    dtype: str = "bfloat16"
-    awq_block_size: int = 128
-    calib_dataset: str = "cpython"
-    calib_size: int = 512
-    calib_max_seq_length: int = 512
-    batch_size: int = 1
-    seed: int = 1234
-    device: str = "auto"
-
-    @property
-    def is_awq(self) -> bool:
-        return self.qformat in ("int4_awq", "w4a8_awq")
-
-    @property
-    def needs_calibration(self) -> bool:
-        return QFORMATS[self.qformat][0] is not None
-
-
-def check(job: Quantization, arch: Architecture) -> list[str]:
-    """What the caller should know about a run that will work.
-
-    Raises InvalidArgument, naming the option and a way out, for one that would not: unknown formats, head, vocabulary
-    or block sizes that cannot be split over the ranks (rule R36), formats that cannot share KV heads.
-    """
-    _require("qformat", job.qformat, QFORMATS)
-    _require("kv_cache_dtype", job.kv_cache_dtype, (None, *KV_CACHE_DTYPES))
-    _require("dtype", job.dtype, DTYPES)
-    _require("device", job.device, DEVICES)
-    for field in ("tp_size", "awq_block_size", "calib_size", "calib_max_seq_length", "batch_size"):
-        if getattr(job, field) < 1:
-            raise InvalidArgument(field, f"got {getattr(job, field)}; allowed are positive integers")
-    if job.kv_cache_dtype and not job.needs_calibration:
-        raise InvalidArgument(
-            "kv_cache_dtype", f"{job.kv_cache_dtype} needs a calibrated format; {job.qformat} measures no activations"
-        )
-    _check_split(job, arch)
-    if job.is_awq:
-        _check_blocks(job, arch)
-    return _notes(job, arch)
-
-
-def _require(field: str, value: object, allowed: Any) -> None:
-    if value not in allowed:
-        raise InvalidArgument(field, f"got {value!r}; allowed are {', '.join(str(a).lower() for a in allowed)}")
-
-
-def _check_split(job: Quantization, arch: Architecture) -> None:
-    tp, kv_heads = job.tp_size, arch.num_kv_heads
-    sizes = {
-        "num_attention_heads": arch.num_heads,
-        "hidden_size": arch.hidden_size,
-        "intermediate_size": arch.intermediate_size,
-    }
-    for name, size in sizes.items():
-        if size % tp:
-            raise InvalidArgument("tp_size", f"{tp} ranks cannot share the model's {name} {size} evenly")
-    if max(tp, kv_heads) % min(tp, kv_heads):
-        raise InvalidArgument("tp_size", f"{tp} ranks and {kv_heads} KV heads: one must be a multiple of the other")
-    if tp > kv_heads and job.qformat in ("int8_sq", "fp8_pc_pt"):
-        raise InvalidArgument(
-            "tp_size",
-            f"{tp} ranks would share {kv_heads} KV head(s), which ModelOpt cannot do with one scale per output row "
-            f"({job.qformat}); use at most tp_size {kv_heads}, or fp8, int4_awq or w4a8_awq",
-        )
-
-
-def _check_blocks(job: Quantization, arch: Architecture) -> None:
-    inputs = {
-        "attention.qkv, mlp.fc and mlp.gate": arch.hidden_size,
-        "attention.dense": arch.num_heads * arch.head_dim // job.tp_size,
-        "mlp.proj": arch.intermediate_size // job.tp_size,
-    }
-    for module, columns in inputs.items():
-        if columns % job.awq_block_size:
-            fitting = [b for b in (128, 64) if all(c % b == 0 for c in inputs.values())]
-            instead = f"awq_block_size {fitting[0]}, " if fitting else ""
-            fewer = "a smaller tp_size, " if job.tp_size > 1 else ""
-            raise InvalidArgument(
-                "awq_block_size",
-                f"{module} has {columns} inputs on each of {job.tp_size} rank(s), not a multiple of the block of "
-                f"{job.awq_block_size} columns that share a scale (rule R36); use {instead}{fewer}fp8 or int8_sq",
-            )
-
-
-def _notes(job: Quantization, arch: Architecture) -> list[str]:
-    notes = []
-    if job.is_awq and job.calib_size > AWQ_CALIB_SIZE:
-        notes.append(f"AWQ calibrates on {AWQ_CALIB_SIZE} sequences, not on {job.calib_size} (rule R20)")
-    if job.is_awq and arch.vocab_size % AWQ_VOCAB_MULTIPLE:
-        padded = -(-arch.vocab_size // AWQ_VOCAB_MULTIPLE) * AWQ_VOCAB_MULTIPLE
-        notes.append(
-            f"AWQ pads the vocabulary from {arch.vocab_size} to {padded}, also in config.json; ids from "
-            f"{arch.vocab_size} on must never be sampled or biased (rule R37)"
-        )
-    if job.kv_cache_dtype == "int8" or (job.kv_cache_dtype == "fp8" and job.qformat not in ("fp8", "w4a8_awq")):
-        notes.append(
-            f"{job.qformat} with an {job.kv_cache_dtype} KV cache switches paged context attention off: "
-            "no prefix reuse and no chunked context at run time (rule R1)"
-        )
-    if job.qformat in ("int8_wo", "int4_wo"):
-        notes.append("weight-only formats store whole weights; trtllm-build quantises them when it loads (rule R22)")
-    if job.needs_calibration and job.calib_max_seq_length > arch.max_positions:
-        notes.append(f"sequences are cut to the model's {arch.max_positions} positions")
-    return notes
 
 
 def quant_config(qformat: str, kv_cache_dtype: str | None, awq_block_size: int) -> dict:
@@ -197,85 +54,6 @@ def quant_config(qformat: str, kv_cache_dtype: str | None, awq_block_size: int) 
             kv_cache["*[kv]_bmm_quantizer"]["num_bits"] = 8
         config["quant_cfg"].update(kv_cache)
     return config
-
-
-@contextlib.contextmanager
-def exporter_modules(hf_architecture: str) -> Iterator[None]:
-    """Lets ModelOpt's exporter write a family that its own table lacks (Qwen), where tensorrt_llm is not installed.
-
-    The exporter asks ``tensorrt_llm.models.MODEL_MAP`` for a configuration class. Three small modules answer in its
-    place and are taken away afterwards; ``complete_config`` adds what the real class would have known.
-    """
-    if DECODER_TYPES[hf_architecture] == "llama" or importlib.util.find_spec("tensorrt_llm") is not None:
-        yield
-        return
-
-    class Given:
-        """Stands for Mapping, QuantConfig and the family's configuration: keeps what it is given."""
-
-        def __init__(self, values: Mapping[str, object]) -> None:
-            self.values = dict(values)
-
-        @classmethod
-        def from_dict(cls, values: Mapping[str, object]) -> Given:
-            return cls(values)
-
-        @classmethod
-        def from_hugging_face(cls, dtype: str, mapping: Given, quant_config: Given, **_: object) -> Given:
-            return cls({"dtype": dtype, "mapping": mapping.values, "quantization": quant_config.values})
-
-        def to_dict(self) -> dict[str, object]:
-            return self.values
-
-    root, models, modeling_utils = (
-        types.ModuleType(name) for name in ("tensorrt_llm", "tensorrt_llm.models", "tensorrt_llm.models.modeling_utils")
-    )
-    root.__version__ = "0"  # the exporter only asks whether it is 0.8 or 0.9
-    root.models, models.modeling_utils = models, modeling_utils
-    models.MODEL_MAP = {hf_architecture: types.SimpleNamespace(config_class=Given)}
-    modeling_utils.Mapping = modeling_utils.QuantConfig = Given
-    ours = {module.__name__: module for module in (root, models, modeling_utils)}
-    before = {name: sys.modules[name] for name in ours if name in sys.modules}
-    sys.modules.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            sys.modules.pop(name, None)
-        sys.modules.update(before)
-
-
-def complete_config(exported: Mapping, job: Quantization, hf_config: Mapping, arch: Architecture) -> dict:
-    """config.json with what the exporter leaves out when the real tensorrt_llm is not there to fill it in.
-
-    Without ``attn_bias`` and ``mlp_bias`` the builder makes a network without biases and merely warns that their
-    tensors are unused.
-    """
-    config = dict(exported)
-    config["architecture"] = hf_config["architectures"][0]
-    config["model_type"] = hf_config.get("model_type")
-    config["norm_epsilon"] = arch.rms_norm_eps
-    config["intermediate_size"] = arch.intermediate_size
-    config["rotary_base"] = arch.rope.theta
-    config["rotary_scaling"] = rope_scaling(hf_config)
-    config["attn_bias"] = arch.qkv_bias
-    config["mlp_bias"] = arch.mlp_bias
-    if DECODER_TYPES[arch.name] == "qwen":
-        config["qwen_type"] = hf_config["model_type"]
-    quantization = dict(config["quantization"])
-    quantization["quant_algo"] = QFORMATS[job.qformat][1]
-    if job.kv_cache_dtype is None:
-        quantization["kv_cache_quant_algo"] = None
-    config["quantization"] = quantization
-    return config
-
-
-def rope_scaling(hf_config: Mapping) -> dict | None:
-    """The scaling block in the spelling of transformers 4, which TensorRT-LLM 1.2 reads; None without scaling."""
-    block = dict(hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {})
-    block.pop("rope_theta", None)
-    kind = block.get("rope_type") or block.get("type") or "default"
-    return None if kind == "default" else {**block, "rope_type": kind}
 
 
 def quantize(
@@ -303,29 +81,51 @@ def quantize(
         say(f"[1/4] {job.qformat} measures no activations: nothing to calibrate")
 
     started = time.monotonic()
-    say(f"[2/4] load {job.model_dir} as {job.dtype}")
-    model = load_model(job, opened)
+    model = None
+    if job.needs_calibration or job.checkpoint_format == TRTLLM:
+        say(f"[2/4] load {job.model_dir} as {job.dtype}")
+        model = load_model(job, opened)
     if blocks is not None and job.needs_calibration:
         say(f"[3/4] quantise to {job.qformat}, KV cache {job.kv_cache_dtype or job.dtype}, on {model.device}")
         calibrate(model, job, blocks, say)
-    say(f"[4/4] export {job.tp_size} rank(s)")
+    say(f"[4/4] export {job.tp_size} rank(s)" if job.checkpoint_format == TRTLLM else "[4/4] export for the LLM API")
     partial = output.with_name(f"{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     partial.mkdir(parents=True)
     try:
-        _export(model, job, arch, partial)
-        exported = json.loads((partial / "config.json").read_text())
-        _write_json(partial / "config.json", complete_config(exported, job, opened.config, arch))
-        checkpoint = trtllm_checkpoint.read(partial)
-        trtllm_checkpoint.check_values(checkpoint)
-        report = _report(job, arch, blocks if job.needs_calibration else None, checkpoint, notes)
-        _write_json(partial / REPORT, report)
+        report = _report(job, opened, blocks, notes) | _export(model, job, opened, partial)
+        write_json(partial / REPORT, report)
         _move_into_place(partial, output)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     say(f"done in {time.monotonic() - started:.0f} s: {output}, {report['weight_bytes'] / 1e6:.1f} MB")
     return report
+
+
+def _export(model: Any, job: Quantization, opened: Checkpoint, folder: Path) -> dict:
+    """Writes the checkpoint, reads it back, and returns what is in it. Raises BadCheckpoint where it is not sound."""
+    vocab_size, quantization = opened.architecture.vocab_size, {"quant_algo": None, "kv_cache_quant_algo": None}
+    if job.checkpoint_format == HF and not job.needs_calibration:
+        link_model(opened, folder)
+        weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    elif job.checkpoint_format == HF:
+        export_hf(model, opened, folder)
+        written = hf_quantised.read(folder)
+        trtllm_checkpoint.check_values(written.stored())
+        weight_bytes = written.weight_bytes
+        quantization = json.loads((folder / hf_quantised.QUANT_CONFIG).read_text(encoding="utf-8"))["quantization"]
+    else:
+        export_trtllm(model, job, opened, folder)
+        checkpoint = trtllm_checkpoint.read(folder)
+        trtllm_checkpoint.check_values(checkpoint.stored())
+        weight_bytes, vocab_size = checkpoint.weight_bytes, checkpoint.config["vocab_size"]
+        quantization = dict(checkpoint.config["quantization"])
+    return {
+        "quantization": quantization,
+        "vocab_size": {"model": opened.architecture.vocab_size, "checkpoint": vocab_size},
+        "weight_bytes": weight_bytes,
+    }
 
 
 def _calibration(job: Quantization, opened: Checkpoint, blocks: TokenBlocks | None) -> TokenBlocks:
@@ -386,66 +186,33 @@ def calibrate(model, job: Quantization, blocks: TokenBlocks, say: Say) -> None:
                 spent = time.monotonic() - started
                 say(f"      pass {passes}: {number}/{len(batches)} batches, {spent:.0f} s")
 
-    with _translated("calibrate"), torch.inference_mode(False), torch.no_grad():
+    with translated("calibrate"), torch.inference_mode(False), torch.no_grad():
         config = quant_config(job.qformat, job.kv_cache_dtype, job.awq_block_size)
         mtq.quantize(model, config, forward_loop=forward_loop)
 
 
-def _export(model, job: Quantization, arch: Architecture, folder: Path) -> None:
-    import torch
-    from modelopt.torch.export import export_tensorrt_llm_checkpoint
-
-    with _translated("export"), exporter_modules(arch.name):
-        export_tensorrt_llm_checkpoint(
-            model,
-            DECODER_TYPES[arch.name],
-            getattr(torch, job.dtype),
-            export_dir=folder,
-            inference_tensor_parallel=job.tp_size,
-            inference_pipeline_parallel=1,
-        )
-
-
-@contextlib.contextmanager
-def _translated(step: str) -> Iterator[None]:
-    """ModelOpt's errors, whatever their class, as one sentence; its chatter goes to stderr."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.simplefilter("default")  # never errors, whatever the caller asked for (rule R35)
-            # Both are wrong here: lm_head is left alone, and complete_config stands in for tensorrt_llm.
-            warnings.filterwarnings("ignore", "Enable lm_head quantization")
-            warnings.filterwarnings("ignore", "Cannot export tensorrt_llm checkpoint config")
-            yield
-    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as exc:
-        raise EngineFailed(f"ModelOpt could not {step} this model: {type(exc).__name__}: {exc}") from exc
-
-
-def _report(job: Quantization, arch: Architecture, blocks: TokenBlocks | None, checkpoint, notes: list[str]) -> dict:
+def _report(job: Quantization, opened: Checkpoint, blocks: TokenBlocks | None, notes: list[str]) -> dict:
     import modelopt
     import torch
     import transformers
 
-    return {
+    report = {
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(job).items() if k != "output_dir"},
-        "calibration": blocks and {
+        "architecture": opened.architecture.name,
+        "calibration": None,
+        "versions": {module.__name__: module.__version__ for module in (modelopt, torch, transformers)},
+        "cuda": torch.cuda.is_available() and job.device != "cpu",
+        "notes": notes,
+    }
+    if blocks is not None and job.needs_calibration:
+        report["calibration"] = {
             "dataset": job.calib_dataset,
             "texts": blocks.texts,
             "sequences": blocks.ids.shape[0],
             "tokens_per_sequence": blocks.ids.shape[1],
             "sha256": blocks.sha256,
-        },
-        "architecture": arch.name,
-        "quantization": dict(checkpoint.config["quantization"]),
-        "vocab_size": {"model": arch.vocab_size, "checkpoint": checkpoint.config["vocab_size"]},
-        "weight_bytes": checkpoint.weight_bytes,
-        "versions": {module.__name__: module.__version__ for module in (modelopt, torch, transformers)},
-        "cuda": torch.cuda.is_available() and job.device != "cpu",
-        "notes": notes,
-    }  # fmt: skip
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        }
+    return report
 
 
 def _move_into_place(partial: Path, output: Path) -> None:
@@ -460,10 +227,10 @@ def _move_into_place(partial: Path, output: Path) -> None:
 def from_recipe(name: str, model_dir: Path | None = None, output_dir: Path | None = None) -> Quantization:
     """The job of ``build/recipes/<name>.toml``. Raises RecipeError or InvalidArgument."""
     recipe = recipes.load(layout.RECIPES / f"{name}.toml")
-    if recipe.kind != recipes.TRTLLM:
-        problem = f"{name} is of kind {recipe.kind!r}; this stage makes checkpoints for {recipes.TRTLLM!r}"
+    if recipe.kind not in recipes.GPU_KINDS:
+        problem = f"{name} is of kind {recipe.kind!r}; this stage is for {' and '.join(recipes.GPU_KINDS)}"
         raise InvalidArgument("engine", problem)
-    if recipe.pp > 1:
+    if recipe.kind == recipes.TRTLLM and recipe.pp > 1:
         raise InvalidArgument("pp", f"{name} asks for {recipe.pp} pipeline ranks; this stage splits by tensor only")
     if recipe.convert:
         keys = ", ".join(sorted(recipe.convert))
@@ -476,12 +243,17 @@ def from_recipe(name: str, model_dir: Path | None = None, output_dir: Path | Non
         if key not in known:
             problem = f"{name}: only NVIDIA's quantize.py in the container knows this option"
             raise InvalidArgument(f"quantize.{key}", problem)
+    if model_dir is None:
+        model_dir = local_folder(recipe.model) or layout.fetched_model(recipe.model)
+        if not model_dir.is_dir() and (fetch := commands.fetch(recipe)):
+            raise InvalidArgument("model", f"{recipe.model} is not here yet; fetch it with `{commands.line(fetch)}`")
     return Quantization(
         **{
-            "model_dir": model_dir or local_folder(recipe.model) or layout.fetched_model(recipe.model),
+            "model_dir": model_dir,
             "output_dir": output_dir or layout.checkpoint(name),
             "qformat": qformat,
             "kv_cache_dtype": None if recipe.kv_cache_precision == "auto" else recipe.kv_cache_precision,
+            "checkpoint_format": TRTLLM if recipe.kind == recipes.TRTLLM else HF,
             "tp_size": recipe.tp,
             "awq_block_size": recipe.group_size,
             "calib_dataset": recipe.calibration.dataset,
@@ -499,7 +271,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engine", help="take everything from build/recipes/ENGINE.toml; paths may still be given")
     parser.add_argument("--model_dir", type=Path, help="folder of the Hugging Face checkpoint")
     parser.add_argument("--output_dir", type=Path, help="folder to create")
-    choices_of = {"qformat": list(QFORMATS), "kv_cache_dtype": KV_CACHE_DTYPES, "dtype": DTYPES, "device": DEVICES}
+    choices_of = {
+        "qformat": tuple(QFORMATS),
+        "kv_cache_dtype": KV_CACHE_DTYPES,
+        "dtype": DTYPES,
+        "device": DEVICES,
+        "checkpoint_format": (TRTLLM, HF),
+    }
     for name, choices in choices_of.items():
         parser.add_argument(f"--{name}", choices=choices, help=f"default {default[name].default}")
     for name in ("tp_size", "awq_block_size", "calib_size", "calib_max_seq_length", "batch_size", "seed"):
@@ -515,7 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
             if extra:
                 raise InvalidArgument("engine", f"the recipe decides {', '.join(extra)}; give either --engine or these")
             job = from_recipe(engine, given.get("model_dir"), given.get("output_dir"))
-            job = Quantization(**{**vars(job), "device": given.get("device", job.device)})
+            job = replace(job, device=given.get("device", job.device))
         elif missing := [f"--{name}" for name in ("model_dir", "output_dir") if name not in given]:
             raise InvalidArgument("", f"{' and '.join(missing)} must be given, or --engine")
         else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,39 +20,20 @@ from pathlib import Path
 import numpy as np
 
 import layout  # noqa: F401  makes `contract` importable when a script is run by path
+import quantised_linear
 import rope as rotary
 import shards
 from architecture import Architecture
 from contract.errors import InvalidArgument
-from decoder import Decoder, Layer, Linear, Round
-from numerics import (
-    E4M3_MAX,
-    bf16_to_f32,
-    dequantise_blocks,
-    e4m3_to_f32,
-    round_to_e4m3,
-    round_to_int8,
-    unpack_int4,
-)
+from decoder import Decoder, Layer, Linear
+from numerics import bf16_to_f32, e4m3_to_f32
+from quantised_linear import AWQ, KV_CACHE_QUANT_ALGOS, QUANT_ALGOS, WEIGHT_ONLY_BITS, Stored, kv_cache_rounding
 from shards import StoredTensor
 
-ARRAY_DTYPES = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "F8_E4M3": "u1", "I8": "i1"}
+ARRAY_DTYPES = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "F8_E4M3": "u1", "I8": "i1", "U8": "u1"}
 FLOAT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-QUANT_ALGOS = (
-    None,
-    "FP8",
-    "FP8_PER_CHANNEL_PER_TOKEN",
-    "W8A8_SQ_PER_CHANNEL",
-    "W4A16_AWQ",
-    "W4A8_AWQ",
-    "W8A16",
-    "W4A16",
-)
-KV_CACHE_QUANT_ALGOS = (None, "FP8", "INT8")
-AWQ = ("W4A16_AWQ", "W4A8_AWQ")
 COLUMN = ("attention.qkv", "mlp.fc", "mlp.gate")  # split along out; the others along in
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # (safetensors dtype, shape) by name
-SCALES = ("scaling_factor", "scaling_factor_2", "per_channel_scale")
 QK_NORM_TYPES = ("qwen3",)
 
 
@@ -80,6 +61,10 @@ class Checkpoint:
     def weight_bytes(self) -> int:
         """Bytes of all rank files together."""
         return sum((self.folder / f"rank{rank}.safetensors").stat().st_size for rank in range(len(self.ranks)))
+
+    def stored(self) -> Iterator[StoredTensor]:
+        """Every tensor of every rank."""
+        return (tensor for rank in self.ranks for tensor in rank.values())
 
     def tensor(self, name: str) -> np.ndarray:
         """A tensor of the whole model in its stored form (bf16 as u16 bits, FP8 as u8 bits, INT4 packed).
@@ -127,52 +112,28 @@ class Checkpoint:
             proj=self.linear(f"{at}.mlp.proj"),
             q_norm=self.f32(f"{at}.attention.q_layernorm.weight") if qk_norm else None,
             k_norm=self.f32(f"{at}.attention.k_layernorm.weight") if qk_norm else None,
-            round_kv=self._round_kv(f"{at}.attention.kv_cache_scaling_factor"),
+            round_kv=kv_cache_rounding(
+                self.kv_cache_quant_algo, lambda: self.f32(f"{at}.attention.kv_cache_scaling_factor")
+            ),
         )
 
     def linear(self, module: str) -> Linear:
         """``transformer.layers.0.mlp.fc`` and the like: weights dequantised, inputs rounded as the kernel does."""
-        algo = self.quant_algo
-        weight = self.tensor(f"{module}.weight")
-        bias = self.f32(f"{module}.bias") if f"{module}.bias" in self.ranks[0] else None
-        prequant = round_input = None
-        if f"{module}.prequant_scaling_factor" in self.ranks[0]:
-            prequant = self._scale(f"{module}.prequant_scaling_factor")
-        if algo == "FP8":
-            values = e4m3_to_f32(weight) * self._scale(f"{module}.weights_scaling_factor")
-            round_input = self._fp8_input(module)
-        elif algo == "FP8_PER_CHANNEL_PER_TOKEN":
-            values = e4m3_to_f32(weight) * self._scale(f"{module}.per_channel_scale")[:, None]
-            round_input = round_per_token
-        elif algo == "W8A8_SQ_PER_CHANNEL":
-            values = weight * self._scale(f"{module}.weights_scaling_factor")[:, None]
-            scale = self._scale(f"{module}.activation_scaling_factor")
-            round_input = partial(round_scaled, round_to_int8, scale)
-        elif algo in AWQ:
-            values = dequantise_blocks(unpack_int4(weight), self._scale(f"{module}.weights_scaling_factor"))
-            if algo == "W4A8_AWQ":  # the kernel multiplies FP8 by FP8: the INT4 weights pass through E4M3
-                values = round_scaled(round_to_e4m3, self._scale(f"{module}.weights_scaling_factor_2"), values)
-                round_input = self._fp8_input(module)
-        elif algo in ("W8A16", "W4A16"):
-            values = weight_only(self.f32(f"{module}.weight"), bits=8 if algo == "W8A16" else 4)
-        else:
-            values = self.f32(f"{module}.weight")
-        return Linear(values, bias, prequant, round_input)
+        whole = self.quant_algo is None or self.quant_algo in WEIGHT_ONLY_BITS
+        weight = f"{module}.weight"
+        stored = Stored(
+            weight=self.f32(weight) if whole else self.tensor(weight),
+            scale=self._optional(f"{module}.weights_scaling_factor", f"{module}.per_channel_scale"),
+            scale_2=self._optional(f"{module}.weights_scaling_factor_2"),
+            input_scale=self._optional(f"{module}.activation_scaling_factor"),
+            prequant=self._optional(f"{module}.prequant_scaling_factor"),
+            bias=self._optional(f"{module}.bias"),
+        )
+        return quantised_linear.linear(self.quant_algo, stored)
 
-    def _fp8_input(self, module: str) -> Round:
-        return partial(round_scaled, round_to_e4m3, self._scale(f"{module}.activation_scaling_factor"))
-
-    def _round_kv(self, name: str) -> Round | None:
-        if self.kv_cache_quant_algo is None:
-            return None
-        rounding = round_to_e4m3 if self.kv_cache_quant_algo == "FP8" else round_to_int8
-        return partial(round_scaled, rounding, self._scale(name))
-
-    def _scale(self, name: str) -> np.ndarray:
-        scale = self.f32(name)
-        if not (np.isfinite(scale).all() and (scale > 0).all()):
-            raise BadCheckpoint(str(self.folder), f"{name} has a value that is not a positive number")
-        return scale
+    def _optional(self, *names: str) -> np.ndarray | None:
+        """The first of these tensors that the format has."""
+        return next((self.f32(name) for name in names if name in self.ranks[0]), None)
 
     def _join_qkv(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
         """Each rank holds [Q_r; K_r; V_r]; with fewer KV heads than ranks, neighbouring ranks share a KV head."""
@@ -211,28 +172,6 @@ def as_f32(array: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "BF16":
         return bf16_to_f32(array)
     return e4m3_to_f32(array) if dtype == "F8_E4M3" else array.astype(np.float32)
-
-
-def round_scaled(rounding: Round, scale: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Into units of ``scale``, rounded, and back."""
-    return rounding(values / scale) * scale
-
-
-def round_per_token(x: np.ndarray) -> np.ndarray:
-    """f32[tokens, in] through FP8 with a scale of its own per token."""
-    scale = np.maximum(np.abs(x).max(-1, keepdims=True), np.float32(1e-12)) / np.float32(E4M3_MAX)
-    return round_to_e4m3(x / scale) * scale
-
-
-def weight_only(weight: np.ndarray, bits: int) -> np.ndarray:
-    """What ``trtllm-build`` makes of a W8A16 or W4A16 checkpoint, which stores whole weights (rule R22).
-
-    Symmetric, one scale per output row: the largest magnitude is 2^(bits - 1) steps. From the builder's source as
-    remembered, not checked against a build.
-    """
-    steps = 2 ** (bits - 1)
-    scale = np.maximum(np.abs(weight).max(1, keepdims=True), np.float32(1e-12)) / np.float32(steps)
-    return np.clip(np.rint(weight / scale), -steps, steps - 1) * scale
 
 
 def architecture(config: Mapping) -> Architecture:
@@ -406,25 +345,23 @@ def _read_rank(path: Path, expected: Tensors, optional: set[str]) -> dict[str, S
     return tensors
 
 
-def check_values(checkpoint: Checkpoint) -> None:
-    """Raises BadCheckpoint where a value is not finite or a scale is not positive. Looks at every tensor."""
-    for rank, tensors in enumerate(checkpoint.ranks):
-        file = f"{checkpoint.folder}/rank{rank}.safetensors"
-        for name, tensor in tensors.items():
-            array = stored_array(tensor)
-            if tensor.dtype == "I8":
-                continue
-            # In bits, because making f32 of every weight would take four times the memory.
-            if tensor.dtype == "BF16":
-                is_bad = (array & 0x7F80) == 0x7F80
-            elif tensor.dtype == "F8_E4M3":
-                is_bad = (array & 0x7F) == 0x7F
-            else:
-                is_bad = ~np.isfinite(array)
-            if is_bad.any():
-                raise BadCheckpoint(file, f"{name} has {int(is_bad.sum())} values that are not finite")
-            if name.endswith(SCALES) and not (as_f32(array, tensor.dtype) > 0).all():
-                raise BadCheckpoint(file, f"{name} has a scale that is not positive")
+def check_values(tensors: Iterable[StoredTensor]) -> None:
+    """Raises BadCheckpoint where a value is not finite or a scale is not positive. Looks at every value."""
+    for tensor in tensors:
+        array = stored_array(tensor)
+        # In bits, because making f32 of every weight would take four times the memory.
+        if tensor.dtype in ("I8", "U8"):
+            continue
+        if tensor.dtype == "BF16":
+            is_bad = (array & 0x7F80) == 0x7F80
+        elif tensor.dtype == "F8_E4M3":
+            is_bad = (array & 0x7F) == 0x7F
+        else:
+            is_bad = ~np.isfinite(array)
+        if is_bad.any():
+            raise BadCheckpoint(str(tensor.path), f"{tensor.name} has {int(is_bad.sum())} values that are not finite")
+        if "scal" in tensor.name and not (as_f32(array, tensor.dtype) > 0).all():
+            raise BadCheckpoint(str(tensor.path), f"{tensor.name} has a scale that is not positive")
 
 
 def _words(names: set[str] | list[str], limit: int = 4) -> str:
@@ -439,7 +376,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = parser.parse_args(arguments).folder
     try:
         checkpoint = read(folder)
-        check_values(checkpoint)
+        check_values(checkpoint.stored())
         for name in sorted(checkpoint.ranks[0]):
             tensor = checkpoint.ranks[0][name]
             checkpoint.tensor(name)  # raises where ranks that must agree do not

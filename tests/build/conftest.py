@@ -1,14 +1,40 @@
 """Tests marked ``build_env`` run where torch and ModelOpt are installed and say why they are skipped elsewhere."""
 
 import importlib.util
+import os
 
 import pytest
 
+import quantize
+from quantization import Quantization
+from tests.fakes import quantisable_models
+
 
 def pytest_collection_modifyitems(items):
-    if importlib.util.find_spec("modelopt") is not None:
-        return
-    skip = pytest.mark.skip(reason="needs torch and nvidia-modelopt: `make setup-build`, then run with .venv-build")
+    missing = importlib.util.find_spec("modelopt") is None
+    skip = pytest.mark.skip(reason="needs torch and nvidia-modelopt: `make setup-build`, then `make test-build`")
     for item in items:
         if item.get_closest_marker("build_env"):
-            item.add_marker(skip)
+            # Warnings of torch and its like are not ours to fail on.
+            item.add_marker(skip if missing else pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="session")
+def stage(tmp_path_factory):
+    """stage(model, qformat, kv, tp): runs the stage once per combination and returns the checkpoint folder."""
+    import torch
+
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    root = tmp_path_factory.mktemp("stage")
+
+    def make(model, qformat, kv=None, tp=1, **changes):
+        if not (root / model).exists():
+            quantisable_models.write(root / model, model)
+        output = root / "-".join(map(str, (model, qformat, kv, tp, *changes.items())))
+        if not output.exists():
+            job = Quantization(root / model, output, qformat, kv, tp, batch_size=8, **changes)
+            quantize.quantize(job, quantisable_models.BLOCKS, say=lambda line: None)
+        return output
+
+    make.model = lambda model: make(model, "full_prec") and root / model
+    return make

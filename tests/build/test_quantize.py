@@ -1,181 +1,31 @@
-"""The quantise stage: what is refused before anything runs, and what ModelOpt really writes.
+"""The quantise stage: recipes into jobs, and what ModelOpt really writes.
 
 Tests marked build_env run the whole stage on tiny random models and read the result back with our own reader, whose
 arithmetic ``test_trtllm_checkpoint.py`` and ``test_decoder.py`` hold to independent ones.
 """
 
 import json
-import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-import architecture
 import checkpoint as hf_checkpoint
 import decoder
+import exporters
 import layout
 import quantize
 import recipe
 import trtllm_checkpoint
 from calibration import TokenBlocks
 from contract.errors import EngineFailed, InvalidArgument
-from quantize import Quantization, check
+from quantization import HF_QFORMATS, QFORMATS, Quantization
 from tests.fakes import checkpoints
+from tests.fakes.quantisable_models import BLOCKS, HELD_OUT, LLAMA, MODELS
 
 OBSERVED = json.loads((layout.OPTION_TABLES / "checkpoint_tensors_observed.json").read_text())
 SAFETENSORS_NAME = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3", "int8": "I8"}
-LLAMA3_ROPE = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
-}  # fmt: skip
-# The geometry of the observed checkpoints.
-LLAMA = checkpoints.CONFIGS["llama_gqa"] | {
-    "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 2, "max_position_embeddings": 512,
-    "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE, "rms_norm_eps": 1e-6,
-}  # fmt: skip
-PLAIN = {k: v for k, v in LLAMA.items() if k not in ("rope_scaling", "rope_theta")}
-QWEN = PLAIN | {"use_sliding_window": False, "rope_theta": 1e6}
-MODELS = {
-    "llama": LLAMA,
-    "llama_mha_tied": LLAMA | {"num_key_value_heads": 4, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
-    "llama_mqa": PLAIN | {"num_key_value_heads": 1},
-    "llama_odd_vocab": PLAIN | {"vocab_size": 1001},
-    "llama_tied_odd_vocab": PLAIN | {"vocab_size": 1001, "tie_word_embeddings": True},
-    "llama_bias": LLAMA | {"attention_bias": True, "mlp_bias": True},
-    "llama_one_layer_narrow_heads": PLAIN | {"num_hidden_layers": 1, "head_dim": 32, "num_attention_heads": 8},
-    "mistral": PLAIN | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
-    "qwen2": QWEN | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-    "qwen2_tied_odd_vocab": QWEN
-    | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True, "vocab_size": 1001},
-    "qwen3": QWEN | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-    "qwen3_wide_heads": PLAIN
-    | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": True,
-       "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-}  # fmt: skip
-BLOCKS = TokenBlocks(np.random.default_rng(3).integers(0, 1000, (8, 64)), 8)
-HELD_OUT = np.random.default_rng(4).integers(0, 1000, (2, 24))
-
-
-def write_model(folder, name):
-    """Random weights, the queries and keys small: sharp random attention would multiply every rounding error."""
-    checkpoints.write(folder, MODELS[name])
-    values = checkpoints.tensors(MODELS[name])
-    for tensor in values:
-        if ".q_proj." in tensor or ".k_proj." in tensor:
-            values[tensor] = 0.3 * values[tensor]
-    checkpoints.write_weights(folder, values)
-
-
-def arch_of(**changes):
-    return architecture.from_config(LLAMA | {"rope_scaling": None} | changes)
-
-
-def job_of(**changes):
-    return replace(Quantization(Path("model"), Path("out")), **changes)
-
-
-# --- what is refused, and what is said, before anything runs ---------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "arch", "field", "message"),
-    [
-        ({"qformat": "int4"}, {}, "qformat", "got 'int4'; allowed are full_prec, fp8"),
-        ({"kv_cache_dtype": "nvfp4"}, {}, "kv_cache_dtype", "got 'nvfp4'; allowed are none, fp8, int8"),
-        ({"dtype": "float32"}, {}, "dtype", "allowed are bfloat16, float16"),
-        ({"device": "tpu"}, {}, "device", "allowed are auto, cpu, cuda"),
-        ({"tp_size": 0}, {}, "tp_size", "got 0; allowed are positive integers"),
-        ({"calib_size": -1}, {}, "calib_size", "got -1; allowed are positive integers"),
-        ({"qformat": "int8_wo", "kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype", "int8_wo measures no activations"),
-        ({"tp_size": 8}, {}, "tp_size", "8 ranks cannot share the model's num_attention_heads 4 evenly"),
-        ({"tp_size": 2}, {"intermediate_size": 511}, "tp_size", "2 ranks cannot share .* intermediate_size 511"),
-        (
-            {"tp_size": 4}, {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 768}, "tp_size",
-            "4 ranks and 6 KV heads: one must be a multiple of the other",
-        ),
-        (
-            {"tp_size": 4, "qformat": "int8_sq"}, {}, "tp_size",
-            r"4 ranks would share 2 KV head\(s\), which ModelOpt cannot do with one scale per output row \(int8_sq\); "
-            "use at most tp_size 2",
-        ),
-        (
-            {"tp_size": 4, "qformat": "int4_awq"}, {}, "awq_block_size",
-            r"attention.dense has 64 inputs on each of 4 rank\(s\), not a multiple of the block of 128 columns that "
-            r"share a scale \(rule R36\); use awq_block_size 64, a smaller tp_size, fp8 or int8_sq",
-        ),
-        (
-            {"qformat": "w4a8_awq"}, {"intermediate_size": 500}, "awq_block_size",
-            r"mlp.proj has 500 inputs on each of 1 rank\(s\), .* \(rule R36\); use fp8 or int8_sq",
-        ),
-        ({"qformat": "int4_awq"}, {"hidden_size": 192}, "awq_block_size", "attention.qkv, mlp.fc and mlp.gate has 192"),
-    ],
-)  # fmt: skip
-def test_what_cannot_work_is_refused_with_the_option_and_a_way_out(changes, arch, field, message):
-    with pytest.raises(InvalidArgument, match=f"^{field}: .*{message}"):
-        check(job_of(**changes), arch_of(**arch))
-
-
-@pytest.mark.parametrize(
-    ("changes", "arch", "note"),
-    [
-        ({"qformat": "int4_awq", "calib_size": 512}, {}, "AWQ calibrates on 32 sequences, not on 512 (rule R20)"),
-        ({"qformat": "int4_awq", "calib_size": 8}, {"vocab_size": 1000}, "AWQ pads the vocabulary from 1000 to 1024, "
-         "also in config.json; ids from 1000 on must never be sampled or biased (rule R37)"),
-        ({"qformat": "int4_awq", "calib_size": 8, "kv_cache_dtype": "fp8"}, {}, "int4_awq with an fp8 KV cache "
-         "switches paged context attention off: no prefix reuse and no chunked context at run time (rule R1)"),
-        ({"qformat": "int8_wo"}, {}, "weight-only formats store whole weights; trtllm-build quantises them "
-         "when it loads (rule R22)"),
-        ({"calib_max_seq_length": 2048}, {}, "sequences are cut to the model's 512 positions"),
-    ],
-)  # fmt: skip
-def test_what_happens_silently_elsewhere_is_said(changes, arch, note):
-    assert check(job_of(**changes), arch_of(**arch)) == [note]
-
-
-@pytest.mark.parametrize("qformat", ["fp8", "w4a8_awq"])
-def test_fp8_with_an_fp8_kv_cache_has_nothing_to_warn_of(qformat):
-    assert check(job_of(qformat=qformat, kv_cache_dtype="fp8", calib_size=32), arch_of()) == []
-
-
-@given(
-    st.sampled_from(["int4_awq", "w4a8_awq"]), st.sampled_from([1, 2, 4]), st.sampled_from([32, 64, 128, 256]),
-    st.integers(1, 40), st.integers(1, 8),
-)  # fmt: skip
-def test_awq_is_accepted_exactly_when_every_rank_has_whole_blocks(qformat, tp, block, ffn_units, heads):
-    ffn, heads = 32 * ffn_units, 4 * heads
-    arch = arch_of(
-        num_attention_heads=heads, num_key_value_heads=4, head_dim=64, hidden_size=256, intermediate_size=ffn
-    )
-    whole = all(columns % block == 0 for columns in (256, heads * 64 // tp, ffn // tp)) and ffn % tp == 0
-    job = job_of(qformat=qformat, tp_size=tp, awq_block_size=block)
-    if whole:
-        check(job, arch)
-    else:
-        with pytest.raises(InvalidArgument, match="tp_size|awq_block_size"):
-            check(job, arch)
-
-
-@pytest.mark.parametrize(
-    ("config", "scaling"),
-    [
-        ({"rope_theta": 1e6}, None),
-        ({"rope_scaling": None}, None),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, None),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"type": "linear", "rope_type": "linear", "factor": 2.0}),
-        (
-            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}},
-            {"rope_type": "linear", "factor": 2.0},
-        ),
-    ],
-)
-def test_rope_scaling_is_written_as_transformers_4_does(config, scaling):
-    assert quantize.rope_scaling(config) == scaling
 
 
 TRTLLM_RECIPE = """kind = "trtllm"
@@ -222,9 +72,22 @@ def test_a_recipe_becomes_a_job(recipes, tmp_path):
     assert quantize.from_recipe("bf16").qformat == "full_prec"
 
 
-def test_a_hub_model_is_looked_for_where_it_was_fetched_to(recipes):
+def test_a_hub_model_is_looked_for_where_it_was_fetched_to(recipes, tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "FETCHED", tmp_path / "fetched")
     recipes("hub", TRTLLM_RECIPE.replace("{model}", "meta-llama/Llama-3.1-8B"))
-    assert quantize.from_recipe("hub").model_dir == layout.fetched_model("meta-llama/Llama-3.1-8B")
+    with pytest.raises(
+        InvalidArgument, match="model: meta-llama/Llama-3.1-8B is not here yet; fetch it with `hf download"
+    ):
+        quantize.from_recipe("hub")
+    (tmp_path / "fetched" / "meta-llama--Llama-3.1-8B").mkdir(parents=True)
+    assert quantize.from_recipe("hub").model_dir == tmp_path / "fetched" / "meta-llama--Llama-3.1-8B"
+
+
+def test_a_recipe_for_the_llm_api_becomes_a_hugging_face_checkpoint(recipes, tmp_path):
+    (tmp_path / "model").mkdir()
+    recipes("llm", TRTLLM_RECIPE.replace('"trtllm"', '"llmapi"').replace("tp = 2", "tp = 2\npp = 2"))
+    job = quantize.from_recipe("llm")
+    assert (job.checkpoint_format, job.qformat, job.tp_size) == ("hf", "int4_awq", 2)
 
 
 @pytest.mark.parametrize(
@@ -250,15 +113,15 @@ def test_what_only_the_container_can_do_is_said(recipes, text, message):
 
 def test_an_engine_of_another_kind_is_refused(recipes):
     recipes("demo", (layout.ROOT / "build" / "recipes" / "demo.toml").read_text())
-    with pytest.raises(
-        InvalidArgument, match="engine: demo is of kind 'cpu'; this stage makes checkpoints for 'trtllm'"
-    ):
+    with pytest.raises(InvalidArgument, match="engine: demo is of kind 'cpu'; this stage is for trtllm and llmapi"):
         quantize.from_recipe("demo")
 
 
 def test_every_precision_of_a_trtllm_recipe_but_nvfp4_is_a_format():
     precisions = set(recipe.PRECISIONS[recipe.TRTLLM])
-    assert {"full_prec" if p == "bf16" else p for p in precisions} - {"nvfp4"} == set(quantize.QFORMATS)
+    assert {"full_prec" if p == "bf16" else p for p in precisions} - {"nvfp4"} == set(QFORMATS)
+    precisions = set(recipe.PRECISIONS[recipe.LLMAPI])
+    assert {"full_prec" if p == "bf16" else p for p in precisions} - {"nvfp4"} == set(HF_QFORMATS)
 
 
 @pytest.mark.parametrize(
@@ -287,38 +150,7 @@ def test_the_command_refuses_in_one_sentence(recipes, tmp_path, capsys, argument
     assert not (tmp_path / "out").exists()
 
 
-# --- with ModelOpt ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory):
-    """stage(model, qformat, kv, tp): runs the stage once per combination and returns the checkpoint folder."""
-    import torch
-
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
-    root = tmp_path_factory.mktemp("stage")
-
-    def make(model, qformat, kv=None, tp=1, **changes):
-        if not (root / model).exists():
-            write_model(root / model, model)
-        output = root / "-".join(map(str, (model, qformat, kv, tp, *changes.items())))
-        if not output.exists():
-            job = Quantization(root / model, output, qformat, kv, tp, batch_size=8, **changes)
-            quantize.quantize(job, BLOCKS, say=lambda line: None)
-        return output
-
-    make.model = lambda model: make(model, "full_prec") and root / model
-    return make
-
-
-pytest_build_env = [pytest.mark.build_env, pytest.mark.filterwarnings("default")]
-
-
-def build_env(test):
-    """Third-party warnings are not ours to fail on."""
-    for mark in pytest_build_env:
-        test = mark(test)
-    return test
+# --- with ModelOpt ---
 
 
 def reference_logits(folder):
@@ -333,7 +165,7 @@ def relative_error(candidate, expected):
     return np.linalg.norm(candidate - expected) / np.linalg.norm(expected)
 
 
-@build_env
+@pytest.mark.build_env
 @pytest.mark.parametrize("variant", OBSERVED["tensors_layer0_and_globals"])
 def test_names_dtypes_shapes_and_quantization_are_those_observed(stage, variant):
     family, qformat, kv, tp = variant.split("-")
@@ -351,7 +183,7 @@ def test_names_dtypes_shapes_and_quantization_are_those_observed(stage, variant)
     assert config["quantization"] == OBSERVED["quantization_blocks"][variant]
 
 
-@build_env
+@pytest.mark.build_env
 @pytest.mark.parametrize("variant", OBSERVED["config_json_examples"])
 def test_config_json_has_every_key_observed_with_its_value(stage, variant):
     family, qformat, kv, tp = variant.split("-")
@@ -382,7 +214,7 @@ CASES = [
 ]
 
 
-@build_env
+@pytest.mark.build_env
 @pytest.mark.parametrize(("model", "qformat", "kv"), CASES)
 def test_dequantised_weights_reproduce_the_logits_of_the_model(stage, model, qformat, kv):
     expected = reference_logits(stage.model(model))
@@ -393,7 +225,7 @@ def test_dequantised_weights_reproduce_the_logits_of_the_model(stage, model, qfo
         assert error > LOGIT_BOUNDS[qformat] / 5  # the rounding is really there
 
 
-@build_env
+@pytest.mark.build_env
 @pytest.mark.parametrize(("model", "qformat", "kv"), CASES)
 def test_dequantised_weights_are_close_to_the_models(stage, model, qformat, kv):
     exact = decoder.from_checkpoint(hf_checkpoint.open_checkpoint(stage.model(model)))
@@ -406,7 +238,7 @@ def test_dequantised_weights_are_close_to_the_models(stage, model, qformat, kv):
             assert relative_error(weight, getattr(expected, name).weight) <= WEIGHT_BOUNDS[qformat], name
 
 
-@build_env
+@pytest.mark.build_env
 @pytest.mark.parametrize(
     "model", ["llama", "llama_bias", "llama_odd_vocab", "llama_mha_tied", "qwen2", "qwen3_wide_heads"]
 )
@@ -424,7 +256,7 @@ def test_the_reference_is_transformers_own_forward_pass(stage, model):
     assert relative_error(reference_logits(folder), logits) < 2e-5
 
 
-@build_env
+@pytest.mark.build_env
 @pytest.mark.parametrize("model", ["llama", "llama_bias", "qwen3"])
 @pytest.mark.parametrize(
     ("qformat", "kv"), [("fp8", None), ("fp8_pc_pt", None), ("int8_sq", None), ("int4_awq", None), ("w4a8_awq", None)]
@@ -477,7 +309,7 @@ TP_CASES = [
 ]  # fmt: skip
 
 
-@build_env
+@pytest.mark.build_env
 @pytest.mark.parametrize(("model", "qformat", "kv"), TP_CASES)
 def test_two_ranks_join_bit_for_bit_to_one(stage, model, qformat, kv):
     one = trtllm_checkpoint.read(stage(model, qformat, kv, 1))
@@ -491,7 +323,7 @@ def test_two_ranks_join_bit_for_bit_to_one(stage, model, qformat, kv):
     }
 
 
-@build_env
+@pytest.mark.build_env
 def test_full_precision_is_the_model_bit_for_bit(stage):
     source = hf_checkpoint.open_checkpoint(stage.model("llama_bias")).tensors
     exported = trtllm_checkpoint.read(stage("llama_bias", "full_prec"))
@@ -514,7 +346,7 @@ def test_full_precision_is_the_model_bit_for_bit(stage):
         assert np.array_equal(exported.tensor(name), np.concatenate([source[part].raw() for part in parts])), name
 
 
-@build_env
+@pytest.mark.build_env
 def test_scales_are_the_largest_magnitudes_over_the_formats_largest_value(stage):
     source = hf_checkpoint.open_checkpoint(stage.model("llama")).tensors
     down = source["model.layers.0.mlp.down_proj.weight"].f32()
@@ -531,7 +363,7 @@ def test_scales_are_the_largest_magnitudes_over_the_formats_largest_value(stage)
     np.testing.assert_allclose(awq.f32(f"{proj}.weights_scaling_factor"), blocks, rtol=2e-2)  # smoothed in bf16
 
 
-@build_env
+@pytest.mark.build_env
 def test_an_odd_vocabulary_is_padded_by_awq_only_and_said_so(stage):
     padded = stage("llama_odd_vocab", "int4_awq")
     report = json.loads((padded / quantize.REPORT).read_text())
@@ -544,7 +376,7 @@ def test_an_odd_vocabulary_is_padded_by_awq_only_and_said_so(stage):
     assert kept["vocab_size"] == {"model": 1001, "checkpoint": 1001}
 
 
-@build_env
+@pytest.mark.build_env
 def test_biases_have_their_place_in_config_json(stage):
     config = json.loads((stage("llama_bias", "fp8", "fp8") / "config.json").read_text())
     assert config["attn_bias"] is True and config["mlp_bias"] is True
@@ -554,7 +386,7 @@ def test_biases_have_their_place_in_config_json(stage):
     assert config["attn_bias"] is False and config["qwen_type"] == "qwen3" and config["rotary_base"] == 1e6
 
 
-@build_env
+@pytest.mark.build_env
 @pytest.mark.parametrize(("qformat", "algo"), [("int8_wo", "W8A16"), ("int4_wo", "W4A16")])
 def test_weight_only_formats_store_whole_weights_under_their_name(stage, qformat, algo):
     checkpoint = trtllm_checkpoint.read(stage("llama", qformat))
@@ -562,7 +394,7 @@ def test_weight_only_formats_store_whole_weights_under_their_name(stage, qformat
     assert checkpoint.ranks[0]["transformer.layers.0.mlp.fc.weight"].dtype == "BF16"
 
 
-@build_env
+@pytest.mark.build_env
 @pytest.mark.parametrize("qformat", ["int8_sq", "int4_awq"])
 def test_an_int8_kv_cache_is_exported_with_its_scales(stage, qformat):
     checkpoint = trtllm_checkpoint.read(stage("llama", qformat, "int8"))
@@ -571,7 +403,7 @@ def test_an_int8_kv_cache_is_exported_with_its_scales(stage, qformat):
     assert relative_error(engine_logits(checkpoint.folder, 1024), expected) < LOGIT_BOUNDS[qformat]
 
 
-@build_env
+@pytest.mark.build_env
 def test_a_smaller_block_has_more_scales_and_less_error(stage):
     expected = reference_logits(stage.model("llama"))
     errors = []
@@ -584,7 +416,7 @@ def test_a_smaller_block_has_more_scales_and_less_error(stage):
     assert errors[0] < errors[1]
 
 
-@build_env
+@pytest.mark.build_env
 @pytest.mark.parametrize(("model", "qformat"), [("qwen3", "fp8"), ("llama", "int4_awq")])
 def test_the_same_input_and_seed_give_the_same_bytes(stage, tmp_path, model, qformat):
     for run in ("a", "b"):
@@ -596,22 +428,7 @@ def test_the_same_input_and_seed_give_the_same_bytes(stage, tmp_path, model, qfo
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
 
-@build_env
-def test_the_exporters_stand_in_modules_are_gone_afterwards(stage, tmp_path):
-    marker = object()
-    sys.modules["tensorrt_llm.models"] = marker
-    try:
-        stage("qwen2", "fp8", "fp8")
-        with pytest.raises(RuntimeError, match="inside"), quantize.exporter_modules("Qwen2ForCausalLM"):
-            assert sys.modules["tensorrt_llm.models"] is not marker
-            raise RuntimeError("inside")
-        assert sys.modules["tensorrt_llm.models"] is marker
-        assert "tensorrt_llm" not in sys.modules and "tensorrt_llm.models.modeling_utils" not in sys.modules
-    finally:
-        del sys.modules["tensorrt_llm.models"]
-
-
-@build_env
+@pytest.mark.build_env
 def test_a_failure_leaves_the_output_as_it_was(stage, tmp_path, monkeypatch):
     output = tmp_path / "out"
     (tmp_path / "out.partial").mkdir()
@@ -634,17 +451,17 @@ def test_a_failure_leaves_the_output_as_it_was(stage, tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 
-@build_env
+@pytest.mark.build_env
 def test_a_checkpoint_that_reads_back_wrong_never_appears(stage, tmp_path, monkeypatch):
     """The exporter's own config.json has no word about biases: exported without it, their tensors have no place."""
-    monkeypatch.setattr(quantize, "complete_config", lambda exported, *_: exported)
+    monkeypatch.setattr(exporters, "complete_config", lambda exported, *_: exported)
     job = Quantization(stage.model("llama_bias"), tmp_path / "out", "full_prec")
     with pytest.raises(trtllm_checkpoint.BadCheckpoint, match="bias.*, for which config.json leaves no place"):
         quantize.quantize(job, say=lambda line: None)
     assert not list(tmp_path.iterdir())
 
 
-@build_env
+@pytest.mark.build_env
 def test_ids_outside_the_vocabulary_and_a_missing_gpu_are_refused(stage, tmp_path):
     import torch
 
@@ -657,7 +474,7 @@ def test_ids_outside_the_vocabulary_and_a_missing_gpu_are_refused(stage, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-@build_env
+@pytest.mark.build_env
 def test_the_command_calibrates_on_texts_and_reports_as_json(stage, tmp_path, capsys):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "train.jsonl").write_text(
