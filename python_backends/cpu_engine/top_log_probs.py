@@ -15,6 +15,9 @@ from pathlib import Path
 import numpy as np
 import openvino as ov
 
+# Logits come for every position that is read; in pieces, a long prompt's do not take gigabytes.
+_PIECE_TOKENS = 128
+
 
 @dataclass(frozen=True)
 class TopLogProbs:
@@ -60,6 +63,19 @@ class _Sequence:
         # The distribution of an id comes from reading the one before it, so the last is left for the next call.
         feed = np.concatenate([self._unread, new_ids[:-1]])
         self._unread = new_ids[-1:]
+        pieces = [
+            self._logits(feed[at : at + _PIECE_TOKENS])[-new_ids.size :] for at in range(0, feed.size, _PIECE_TOKENS)
+        ]
+        logits = np.concatenate(pieces)[-new_ids.size :]  # f32[new, vocab]
+        log_probs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+        top = np.argsort(-log_probs, axis=-1, kind="stable")[:, : self._k]
+        return [
+            TopLogProbs(float(row[chosen]), best.tolist(), row[best].tolist())
+            for row, chosen, best in zip(log_probs, new_ids, top, strict=True)
+        ]
+
+    def _logits(self, feed: np.ndarray) -> np.ndarray:
+        """f32[ids, vocab] behind each of these ids, which follow those fed before."""
         total = self._past + feed.size
         inputs = {
             "input_ids": feed[None],
@@ -67,11 +83,5 @@ class _Sequence:
             "position_ids": np.arange(self._past, total, dtype=np.int64)[None],
             "beam_idx": np.zeros(1, dtype=np.int32),
         }
-        logits = self._request.infer(inputs)["logits"][0, -new_ids.size :]  # f32[new, vocab]
         self._past = total
-        log_probs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-        top = np.argsort(-log_probs, axis=-1, kind="stable")[:, : self._k]
-        return [
-            TopLogProbs(float(row[chosen]), best.tolist(), row[best].tolist())
-            for row, chosen, best in zip(log_probs, new_ids, top, strict=True)
-        ]
+        return self._request.infer(inputs)["logits"][0].copy()  # the next call overwrites it
