@@ -51,7 +51,7 @@ class Poisson:
 class Bursty:
     """Bursts come as Poisson; a burst's requests come at once, geometrically many with mean ``burst_size``.
 
-    The mean rate of requests is ``rate_per_s``; the variance of their number is about 2 · burst_size − 1 times Poisson's.
+    The mean rate of requests is ``rate_per_s``; the variance of their number is 2 · burst_size - 1 times Poisson's.
     """
 
     rate_per_s: float

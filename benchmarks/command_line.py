@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks import arrivals, lengths, measurement, report
+from benchmarks import arrivals, efficiency, lengths, measurement, report
 from benchmarks.driver import Extent
 from benchmarks.figures import Slo
 from benchmarks.measurement import Measurement, Where
@@ -61,7 +61,20 @@ def parser() -> argparse.ArgumentParser:
     )
     either.add_argument("--rates", metavar="R,R,…", help="open loops, Poisson, requests per second")
     many.set_defaults(verb=sweep)
+    cost = verbs.add_parser("efficiency", help="the ensemble against the engine over gRPC and the engine itself")
+    cost.add_argument(
+        "--engines", default=",".join(efficiency.ENGINES_MEASURED), metavar="NAME,…", help="(%(default)s)"
+    )
+    cost.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each (default %(default)s)")
+    cost.add_argument("--concurrency", default="1,8,32,64", metavar="N,N,…", help="(default %(default)s)")
+    cost.add_argument("--out", type=Path, metavar="FOLDER")
+    cost.set_defaults(verb=against_the_engine)
     return whole
+
+
+def against_the_engine(arguments: argparse.Namespace) -> int:
+    levels = _numbers("concurrency", arguments.concurrency, int)
+    return efficiency.run(arguments.engines.split(","), arguments.rounds, levels, _folder(arguments, "efficiency"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -114,10 +127,14 @@ def _server(arguments: argparse.Namespace) -> Iterator[Where]:
 
 def _keep(found: list[Measurement], kind: str, arguments: argparse.Namespace) -> int:
     """Writes what was found; the exit code is 0 if the self-checks hold."""
-    folder = arguments.out or RESULTS / f"{kind}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+    folder = _folder(arguments, kind)
     paths = [measurement.save(found, folder, kind), *report.write_csv(found, folder, kind)]
     print(f"\n  written: {', '.join(str(path) for path in paths)}\n  plots: python -m benchmarks plot {paths[0]}")
     return 0 if all(check.ok is not False for one in found for check in one.checks) else 3
+
+
+def _folder(arguments: argparse.Namespace, kind: str) -> Path:
+    return arguments.out or RESULTS / f"{kind}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
 
 
 def _workload(arguments: argparse.Namespace, concurrency: int | None, rate: str | None) -> Workload:
@@ -205,8 +222,6 @@ def _seconds(text: str) -> float:
 
 
 def _said(found: Measurement) -> str:
-    conditions = found.conditions
-    return (
-        f"in {found.workload['input_tokens']}, out {found.workload['output_tokens']}; engine {conditions['engine']}; "
-        f"{conditions['cpu']}, {conditions['cores']} cores, load average {conditions['load_average_1min']:.1f} before"
-    )
+    workload, engine = found.workload, found.conditions["engine"]
+    lengths_said = f"in {workload['input_tokens']}, out {workload['output_tokens']}"
+    return f"{lengths_said}; engine {engine}; {report.on(found.conditions)}"

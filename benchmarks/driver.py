@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from benchmarks.arrivals import Arrival
 from benchmarks.prompts import Prompts
 from benchmarks.record import Record
 from benchmarks.target import Target
@@ -21,6 +23,8 @@ from contract.errors import TridentError
 
 LAG_SAMPLE_S = 0.01
 PROGRESS_S = 0.5
+PREPARED = 128  # requests made in advance
+LONGEST_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,9 @@ async def drive(
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Driven:
     """Runs the load to the end of its last answer. ``started_s``: the instant zero, on time.monotonic's clock."""
-    run = _Run(workload, target, prompts, extent, share, time.monotonic() if started_s is None else started_s)
+    run = _Run(workload, target, prompts, extent, share)
+    run.prepare()
+    run.started_s = time.monotonic() if started_s is None else started_s
     watchers = [asyncio.create_task(run.watch_lag())]
     if on_progress is not None:
         watchers.append(asyncio.create_task(run.report(on_progress)))
@@ -101,16 +107,39 @@ async def drive(
 
 
 class _Run:
-    def __init__(
-        self, workload: Workload, target: Target, prompts: Prompts, extent: Extent, share: Share, started_s: float
-    ) -> None:
+    def __init__(self, workload: Workload, target: Target, prompts: Prompts, extent: Extent, share: Share) -> None:
         self._workload, self._target, self._prompts = workload, target, prompts
         self._extent, self._share = extent, share
-        self.started_s = started_s
+        self.started_s = 0.0
         self.records: list[Record] = []
         self.use = GeneratorUse()
         self._running = 0
         self._tokens = 0
+        self._prepared: dict[int, PlannedRequest] = {}
+
+    def prepare(self) -> None:
+        """Makes the first requests' prompts, so that the load begins without the work of making them."""
+        if self._workload.concurrency:
+            count = max(PREPARED, 2 * self._workload.concurrency)
+            for number in range(self._share.nth, min(count, self._limit), self._share.of):
+                self._prepared[number] = self._workload.request(number, self._prompts)
+        else:
+            for number, arrival in itertools.islice(self._arrivals(), PREPARED):
+                self._prepared[number] = self._workload.request(number, self._prompts, arrival)
+
+    @property
+    def _limit(self) -> int:
+        return sys.maxsize if self._extent.requests is None else self._extent.requests
+
+    def _arrivals(self) -> Iterator[tuple[int, Arrival]]:
+        """This generator's share of the open loop, with each request's number."""
+        horizon_s = min(self._extent.total_s, LONGEST_S)
+        numbered = enumerate(self._workload.schedule(horizon_s))
+        mine = ((number, arrival) for number, arrival in numbered if number % self._share.of == self._share.nth)
+        return itertools.takewhile(lambda pair: pair[0] < self._limit, mine)
+
+    def _request(self, number: int, arrival: Arrival | None = None) -> PlannedRequest:
+        return self._prepared.pop(number, None) or self._workload.request(number, self._prompts, arrival)
 
     async def closed_loop(self) -> None:
         numbers = itertools.count(self._share.nth, self._share.of)
@@ -121,20 +150,14 @@ class _Run:
     async def _one_after_another(self, numbers: itertools.count) -> None:
         while time.monotonic() - self.started_s < self._extent.total_s:
             number = next(numbers)
-            if self._extent.requests is not None and number >= self._extent.requests:
+            if number >= self._limit:
                 return
-            asked = self._workload.request(number, self._prompts)
-            await self._ask(asked, time.monotonic())
+            await self._ask(self._request(number), time.monotonic())
 
     async def open_loop(self) -> None:
-        horizon_s = self._extent.total_s if math.isfinite(self._extent.total_s) else 86_400.0
         tasks: set[asyncio.Task] = set()
-        for number, arrival in enumerate(self._workload.schedule(horizon_s)):
-            if self._extent.requests is not None and number >= self._extent.requests:
-                break
-            if number % self._share.of != self._share.nth:
-                continue
-            asked = self._workload.request(number, self._prompts, arrival)  # made before it is due
+        for number, arrival in self._arrivals():
+            asked = self._request(number, arrival)  # made before it is due
             intended_s = self.started_s + arrival.at_s
             if (wait_s := intended_s - time.monotonic()) > 0:
                 await asyncio.sleep(wait_s)

@@ -29,9 +29,8 @@ class ProgressLine:
         pace = (now.tokens - before.tokens) / max(1e-9, now.elapsed_s - before.elapsed_s)
         self._last = now
         failed = f"  {now.failed} failed" if now.failed else ""
-        self._write(
-            f"  {self._label}  {now.elapsed_s:5.1f} s  {now.running} under way  {now.done} done{failed}  {pace:,.0f} tok/s"
-        )
+        counts = f"{now.running} under way  {now.done} done{failed}"
+        self._write(f"  {self._label}  {now.elapsed_s:5.1f} s  {counts}  {pace:,.0f} tok/s")
 
     def _write(self, text: str) -> None:
         if self._output.isatty():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import self_check
@@ -45,13 +45,19 @@ def number(value: float, digits: int = 1) -> str:
     return "-" if math.isnan(value) else f"{value:,.{digits}f}"
 
 
+def on(conditions: Mapping[str, object]) -> str:
+    """The machine in one line."""
+    load = conditions["load_average_1min"]
+    return f"{conditions['cpu']}, {conditions['cores']} cores, load average {load:.1f} before"
+
+
 def of_run(found: Measurement) -> str:
     """Everything about one run."""
     figures, workload = found.figures, found.workload
     conditions = found.conditions
     parts = [
         f"{found.name}: {workload['loop']}; in {workload['input_tokens']}, out {workload['output_tokens']}",
-        f"  {conditions['cpu']}, {conditions['cores']} cores, load average {conditions['load_average_1min']:.1f} before",
+        f"  {on(conditions)}",
         f"  {figures.requests} requests in {figures.window_s:.1f} s: {figures.ok} answered, {figures.failed} failed, "
         f"{figures.left} left" + "".join(f"; {count} × {name}" for name, count in figures.errors.items()),
         "",

@@ -1,0 +1,103 @@
+"""The engine with nothing around it: OpenVINO's pipeline driven in process, the yardstick of the serving path.
+
+    python -m benchmarks.raw_engine ENGINE_FOLDER
+
+reads one JSON line per wave, ``{"prompts": [[ids], …], "max_tokens": n, "concurrency": n}``, and answers with one:
+tokens, wall seconds, CPU seconds, and the time to first token of every request. Loaded and configured exactly as the
+engine worker does it; so many requests are always in the pipeline, and a new one enters when one has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.served import ROOT
+from contract.errors import EngineFailed
+
+
+class RawEngine:
+    """The process that holds the pipeline; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.raw_engine", str(folder)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.load_s = self._answer()["load_s"]
+
+    def __enter__(self) -> RawEngine:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._process.stdout.close()
+
+    def wave(self, prompts: Sequence[Sequence[int]], max_tokens: int, concurrency: int) -> dict:
+        """{"tokens", "wall_s", "cpu_s", "ttfts_s", "longest_step_s"} of one wave."""
+        order = {"prompts": [list(ids) for ids in prompts], "max_tokens": max_tokens, "concurrency": concurrency}
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict:
+        line = self._process.stdout.readline()
+        if not line:
+            raise EngineFailed(f"the raw engine ended with code {self._process.wait()}")
+        return json.loads(line)
+
+
+def main(folder: Path) -> None:
+    # Here and not above: the process that only talks to this one needs none of it.
+    import numpy as np
+    import openvino as ov
+
+    from contract import manifest
+    from contract.generation import SamplingParams
+    from python_backends.cpu_engine.pipeline import open_pipeline
+    from python_backends.cpu_engine.worker import generation_config
+
+    began_s = time.perf_counter()
+    pipeline = open_pipeline(folder, manifest.load(folder))
+    print(json.dumps({"load_s": time.perf_counter() - began_s}), flush=True)
+    next_id = 0
+    greedy = SamplingParams(temperature=0.0)
+    for line in sys.stdin:
+        order = json.loads(line)
+        waiting = [np.array([ids], dtype=np.int64) for ids in reversed(order["prompts"])]
+        config = generation_config(order["max_tokens"], greedy, frozenset())
+        live: dict[int, tuple] = {}  # id -> (handle, instant it was added, its place in ttfts)
+        ttfts, tokens, longest_s = [], 0, 0.0
+        started_s, cpu_s = time.perf_counter(), time.process_time()
+        while waiting or live:
+            while waiting and len(live) < order["concurrency"]:
+                next_id += 1
+                handle = pipeline.add_request(next_id, ov.Tensor(waiting.pop()), config)
+                live[next_id] = (handle, time.perf_counter(), len(ttfts))
+                ttfts.append(None)
+            step_s = time.perf_counter()
+            pipeline.step()
+            now_s = time.perf_counter()
+            longest_s = max(longest_s, now_s - step_s)
+            for number, (handle, added_s, place) in list(live.items()):
+                while handle.can_read():
+                    for output in handle.read().values():
+                        tokens += len(output.generated_ids)
+                        if ttfts[place] is None and output.generated_ids:
+                            ttfts[place] = now_s - added_s
+                if handle.get_status().name != "RUNNING":
+                    del live[number]
+        answer = {"tokens": tokens, "wall_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - cpu_s}
+        print(json.dumps(answer | {"ttfts_s": ttfts, "longest_step_s": longest_s}), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
