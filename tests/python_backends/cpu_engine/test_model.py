@@ -1,0 +1,259 @@
+"""The Triton model ``engine`` as a whole: tensors in, a real worker behind it, responses as the server gets them."""
+
+import json
+import shutil
+import threading
+import time
+import uuid
+
+import numpy as np
+import pytest
+
+from contract.errors import EngineFailed, from_text
+from contract.tensors import ENGINE_INPUTS, ENGINE_OUTPUTS
+from python_backends.control import ControlMessage, ControlSender, Verb
+from python_backends.cpu_engine.model import TritonPythonModel
+from python_backends.settings import Settings
+from python_backends.stream_state import StreamEvent, StreamState
+
+DATATYPES = {tensor.name: tensor.datatype for tensor in ENGINE_INPUTS}
+EVERY_OUTPUT = [tensor.name for tensor in ENGINE_OUTPUTS]
+PROMPT = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def model(triton_types, tiny_engine):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIDENT_ENGINE_DIR", str(tiny_engine))
+        patch.setenv("TRIDENT_CONTROL_SOCKET", f"trident-test-{uuid.uuid4()}")
+        patch.setenv("TRIDENT_MAX_WAITING", "4")
+        triton_types.forget()
+        model = TritonPythonModel()
+        model.initialize({"model_name": "engine", "model_version": "1"})
+        model.control_socket = Settings.from_env().control_socket
+        yield model
+        model.finalize()
+        triton_types.forget()
+
+
+@pytest.fixture
+def send(triton_types, model):
+    """``send(**tensors)`` hands one request to the model and returns it with its response sender."""
+
+    def send(request_id="", outputs=EVERY_OUTPUT, timeout_us=0, cancelled=False, **values):
+        values = {"input_ids": PROMPT, "input_lengths": 3, "request_output_len": 8} | values
+        tensors = {n: (DATATYPES[n], [v if isinstance(v, list) else [v]]) for n, v in values.items() if v is not None}
+        request = triton_types.incoming(tensors, request_id=request_id, outputs=outputs, timeout_us=timeout_us)
+        request.cancelled = cancelled
+        model.execute([request])
+        return request.get_response_sender()
+
+    return send
+
+
+@pytest.fixture
+def answers(answer_of):
+    """Every response of a sender as tensors by name, once the last has come."""
+
+    def read(sender):
+        assert sender.final.wait(30)
+        return [answer_of("engine", response) for response in sender.responses]
+
+    return read
+
+
+def state(answer):
+    return StreamState.from_array(answer["stream_state"])
+
+
+def ids(found):
+    return [token for answer in found for token in answer["output_ids"].reshape(-1).tolist()]
+
+
+def test_a_stream_is_well_formed_from_its_first_response_to_its_last(send, answers):
+    found = answers(send(streaming=True, stream_options="{}"))
+    states = [state(answer) for answer in found]
+    assert len({(one.epoch, one.key) for one in states}) == 1
+    assert [one.event.last for one in states] == [False] * (len(states) - 1) + [True]
+    assert states[-1].event is StreamEvent.LENGTH and states[-1].num_input_tokens == 3
+    assert sum(one.first for one in states) == 1
+    assert json.loads(found[0]["stream_note"].item())["options"] == "{}"
+    assert all("stream_note" not in answer for answer in found[1:])
+    for answer in found:
+        assert answer["sequence_length"].tolist() == [[answer["output_ids"].shape[2]]]
+    assert len(ids(found)) == 8
+
+
+def test_streamed_and_unary_ids_are_the_same(send, answers):
+    [unary] = answers(send(streaming=False))
+    assert ids([unary]) == ids(answers(send(streaming=True)))
+    assert state(unary).event is StreamEvent.LENGTH
+
+
+def test_what_is_asked_for_besides_ids_comes_with_them(send, answers):
+    found = answers(
+        send(
+            streaming=True,
+            return_log_probs=True,
+            num_top_log_probs=3,
+            return_num_input_tokens=True,
+            return_num_output_tokens=True,
+            return_perf_metrics=True,
+        )
+    )
+    counts, log_probs = [], []
+    for answer in found:
+        size = answer["output_ids"].shape[2]
+        if not size:  # a probe
+            continue
+        assert answer["output_log_probs"].shape == (1, 1, size)
+        assert answer["top_log_probs"].shape == answer["top_log_probs_ids"].shape == (1, size, 3)
+        assert answer["num_input_tokens"].tolist() == [[3]]
+        log_probs += answer["output_log_probs"].reshape(-1).tolist()
+        counts.append(answer["num_output_tokens"].item())
+        np.testing.assert_allclose(answer["cum_log_probs"].item(), sum(log_probs), rtol=1e-5)
+    assert counts == sorted(counts) and counts[-1] == 8
+    times = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
+    instants = [found[-1][name].item() for name in times]
+    assert instants == sorted(instants) and instants[0] > 0
+
+
+def test_nothing_comes_that_was_not_asked_for(send, answers):
+    for answer in answers(send(streaming=True, outputs=["output_ids"], return_log_probs=True)):
+        assert list(answer) == ["output_ids"]
+    for answer in answers(send(streaming=True)):
+        assert answer.keys() <= {"output_ids", "sequence_length", "stream_state", "stream_note"}
+
+
+def test_an_echo_puts_the_prompt_in_front(send, answers):
+    plain, echoed = ids(answers(send())), ids(answers(send(exclude_input_in_output=False)))
+    assert echoed == PROMPT + plain
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"beam_width": 2}, "beam_width"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"input_ids": [1, 2, 331]}, "input_ids"),
+        ({"input_lengths": 2}, "input_lengths"),
+        ({"request_output_len": 254}, "max_tokens"),
+    ],
+)
+def test_a_bad_request_gets_one_error_that_names_the_tensor(triton_types, send, values, field):
+    sender = send(streaming=True, **values)
+    [response] = sender.responses
+    assert sender.closed and response.error().code() == triton_types.TritonError.INVALID_ARG
+    assert from_text(response.error().message()).field == field
+
+
+def test_a_fault_of_ours_is_a_well_formed_error_and_the_next_request_is_taken(triton_types, model, answers, send):
+    class Broken:
+        def __init__(self):
+            self.sender = triton_types.incoming({}).get_response_sender()
+
+        def get_response_sender(self):
+            return self.sender
+
+    broken = Broken()
+    model.execute([broken])
+    [response] = broken.sender.responses
+    assert "EngineFailed: the engine could not take the request: AttributeError" in response.error().message()
+    assert len(ids(answers(send()))) == 8
+
+
+def test_a_request_whose_client_has_gone_already_is_not_run(send):
+    sender = send(cancelled=True)
+    assert sender.closed and sender.responses == [None]
+
+
+def test_a_stop_request_ends_the_streams_of_its_id_and_is_answered_once(send, answers):
+    running = [send(request_id="r", request_output_len=250, streaming=True) for _ in range(2)]
+    other = send(request_id="other", request_output_len=60, streaming=True)
+    for sender in running:
+        wait_until(lambda sender=sender: sender.responses)
+    [answer] = answers(send(request_id="r", stop=True))
+    assert answer["output_ids"].shape == (1, 1, 0) and answer["sequence_length"].tolist() == [[0]]
+    for sender in running:
+        found = answers(sender)
+        assert state(found[-1]).event is StreamEvent.CANCELLED and len(ids(found)) < 250
+    assert len(ids(answers(other))) == 60
+
+
+def test_a_stop_request_for_nothing_is_answered_all_the_same_and_one_without_an_id_is_refused(send, answers):
+    assert len(answers(send(request_id="nobody", stop=True))) == 1
+    [response] = send(stop=True).responses
+    assert "request_id: is empty; a stop request carries the id" in response.error().message()
+
+
+def test_a_cancel_on_the_control_socket_ends_a_stream(model, send, answers):
+    sender = send(request_output_len=250, streaming=True)
+    wait_until(lambda: sender.responses)
+    first = StreamState.from_array(sender.responses[0].output_tensors()[2].as_numpy())
+    control = ControlSender(model.control_socket)
+    assert control.send(ControlMessage(Verb.CANCEL, first.epoch, first.key))
+    control.close()
+    assert state(answers(sender)[-1]).event is StreamEvent.CANCELLED
+
+
+def test_a_deadline_ends_a_stream_in_band_once_it_has_begun(send, answers):
+    sender = send(request_output_len=250, streaming=True, timeout_us=60_000, temperature=1.0, seed=1)
+    assert sender.final.wait(30)
+    if sender.responses[-1].has_error():  # it passed before the first token
+        assert len(sender.responses) == 1
+        return
+    last = answers(sender)[-1]
+    if state(last).event is StreamEvent.ERROR:
+        note = json.loads(last["stream_note"].item())
+        assert note["error"].startswith("DeadlineExceeded: the deadline passed while it was generating")
+
+
+def test_too_many_requests_are_refused_at_once_and_retryably(triton_types, send, answers):
+    senders = [send(request_output_len=250, streaming=True) for _ in range(40)]
+    refused = [sender for sender in senders if sender.closed and sender.responses[0].has_error()]
+    assert refused
+    for sender in refused:
+        error = from_text(sender.responses[0].error().message())
+        assert error.retryable and "at most 4 may wait" in str(error)
+        assert sender.responses[0].error().code() == triton_types.TritonError.UNAVAILABLE
+    for sender in senders:
+        if sender not in refused:
+            assert len(ids(answers(sender))) == 250
+
+
+def test_500_requests_from_many_threads_all_end(send, answers):
+    done = []
+
+    def client(number):
+        for _ in range(25):
+            sender = send(request_id=str(number), streaming=number % 2 == 0, request_output_len=1 + number)
+            assert sender.final.wait(60)
+            done.append(sender.responses[-1])
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == 500 and None not in done
+
+
+def test_an_engine_folder_that_cannot_be_loaded_fails_at_once_and_says_why(triton, tiny_engine, tmp_path, monkeypatch):
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_engine, broken)
+    (broken / "openvino_model.bin").unlink()
+    monkeypatch.setenv("TRIDENT_ENGINE_DIR", str(broken))
+    monkeypatch.setenv("TRIDENT_CONTROL_SOCKET", f"trident-test-{uuid.uuid4()}")
+    monkeypatch.setattr("python_backends.cpu_engine.engine._RESTART_PAUSES_S", (0.0, 0.0))
+    with pytest.raises(EngineFailed, match="the engine process does not load .*/broken; see the lines above"):
+        TritonPythonModel().initialize({"model_name": "engine", "model_version": "1"})
+    reasons = [message for level, message in triton.log if level == "error"]
+    assert reasons and all(reason.startswith("the engine process ended with code 1: ") for reason in reasons)
+
+
+def wait_until(condition):
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it did not happen in 30 s")
