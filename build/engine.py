@@ -37,15 +37,15 @@ _LARGE_BYTES = 1_000_000_000  # takes longer than two seconds to hash
 _BUILDER = ("architecture.py", "compile_cpu.py", "graph.py", "numerics.py", "rope.py", "shards.py", "weights.py")
 
 
-def build(recipe: Recipe, into: Path, say: Say) -> Path:
-    """The folder ``into/<recipe.name>`` holding the engine, built now or found unchanged.
+def build(recipe: Recipe, into: Path, say: Say, accept: str | None = None) -> Path:
+    """The folder ``into/<recipe.name>`` holding the CPU engine, built now or found unchanged.
 
-    Raises TridentError with one sentence; then, and after a kill at any point, the engine that was there before (or
-    none) is there.
+    accept: why an engine beyond its quality budget is published all the same; its manifest records it. Raises
+    TridentError with one sentence; then, and after a kill at any point, the engine that was there before (or none) is
+    there.
     """
     if recipe.kind != recipes.CPU:
-        problem = f"{recipe.name} is of kind {recipe.kind!r}; this builds kind 'cpu', the others: make plan-engine"
-        raise InvalidArgument("engine", problem)
+        raise InvalidArgument("engine", f"{recipe.name} is of kind {recipe.kind!r}; this builds kind 'cpu'")
     checkpoint = open_checkpoint(fetch(recipe.model, recipe.revision))
     folder = into / recipe.name
     into.mkdir(parents=True, exist_ok=True)
@@ -57,20 +57,29 @@ def build(recipe: Recipe, into: Path, say: Say) -> Path:
         if _is_up_to_date(folder, wanted):
             say(f"{_shown(folder)} is up to date ({recipe.precision} from {recipe.model})")
             return folder
-        _build(recipe, checkpoint, wanted, folder, say)
+        _build(recipe, checkpoint, wanted, folder, say, accept)
     return folder
 
 
-def _build(recipe: Recipe, checkpoint: Checkpoint, wanted: EngineManifest, folder: Path, say: Say) -> None:
+def _build(
+    recipe: Recipe, checkpoint: Checkpoint, wanted: EngineManifest, folder: Path, say: Say, accept: str | None
+) -> None:
     import compile_cpu  # OpenVINO takes longer to import than to find out that nothing changed
+    import evaluation
+    from openvino_engine import OpenVinoEngine
 
     started_s = time.monotonic()
     say(f"building {_shown(folder)}: {recipe.precision} weights, {recipe.kv_cache_precision} KV, from {recipe.model}")
     with engine_folder.replacement(folder) as partial:
         compile_cpu.compile_cpu(checkpoint, recipe, partial, say)
+        properties = compile_cpu.properties(recipe)
+        compiled = OpenVinoEngine(partial, properties)
+        scores = evaluation.evaluate(
+            recipe.name, checkpoint, compiled, recipe.quality, say, longest=recipe.max_seq_len, accept=accept
+        )
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         finished = dataclasses.replace(
-            wanted, created=created, files=hash_files(partial), properties=compile_cpu.properties(recipe)
+            wanted, created=created, files=hash_files(partial), properties=properties, evaluation=scores
         )
         finished.save(partial)
     megabytes = sum(p.stat().st_size for p in folder.iterdir()) / 1e6
@@ -124,7 +133,7 @@ def _is_up_to_date(folder: Path, wanted: EngineManifest) -> bool:
     except TridentError:
         return False  # absent, half-built, damaged or older: build it
     same = ("checkpoint_sha256", "recipe_sha256", "versions")
-    return all(getattr(found, name) == getattr(wanted, name) for name in same)
+    return found.evaluation is not None and all(getattr(found, name) == getattr(wanted, name) for name in same)
 
 
 def recipe_for(engine: str | None, model: str | None, precision: str | None) -> Recipe:

@@ -1,0 +1,161 @@
+"""The verify stage: an engine measured against its own checkpoint, judged by the recipe's budget, for the manifest.
+
+Reference: the checkpoint's weights in f32 arithmetic (``decoder.py``). Text: modules of the CPython library that the
+demo model never saw. Beside the averages, both continue a prompt for at most ten seconds. ``evaluate`` returns plain
+JSON, the ``evaluation`` of ``contract/manifest.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+import decoder
+import quality
+import sanity
+from architecture import Architecture
+from calibration import CPYTHON, open_tokenizer
+from checkpoint import Checkpoint
+from contract.errors import InvalidArgument
+from recipe import DEFAULT_QUALITY, QualityBudget
+
+BLOCK_TOKENS = 256
+MOST_BLOCKS, FEWEST_BLOCKS = 8, 2
+REFERENCE_FLOPS = 8e12  # two minutes of a laptop's numpy: how much text a large model is measured on
+KEPT_PARAMETERS = 250_000_000  # a model up to this size stays in memory between the tokens of the sanity prompt
+PROGRESS_S = 2.0
+# For a model that predicts the text worse than chance (random weights): which of its equally unlikely tokens comes
+# first is noise that any rounding changes, so only damage counts. Its 4-bit engines have KL up to 0.5 and agree at 40 %.
+NOISE_BUDGET = QualityBudget(perplexity_ratio=2.0, top1_agreement=0.2, kl=1.0)
+
+Say = Callable[[str], None]
+
+
+class Speaker(Protocol):
+    """What can be measured: a compiled CPU engine, or a checkpoint in simulated numerics."""
+
+    def logits(self, blocks: np.ndarray) -> Iterator[np.ndarray]: ...
+
+    def next_logits(self, ids: Sequence[int]) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A ``decoder.Decoder`` as a Speaker that says every two seconds how far it is. vocab_size: ids without padding."""
+
+    model: decoder.Decoder
+    vocab_size: int
+
+    @classmethod
+    def of(cls, model: decoder.Decoder, vocab_size: int, name: str, say: Say) -> Simulated:
+        layers = _announced(model.layers, name, say)
+        if model.architecture.num_parameters() <= KEPT_PARAMETERS:
+            layers = [_made_once(make) for make in layers]
+        return cls(replace(model, layers=layers), vocab_size)
+
+    def logits(self, blocks: np.ndarray) -> Iterator[np.ndarray]:
+        return self.model.logits(blocks)
+
+    def next_logits(self, ids: Sequence[int]) -> np.ndarray:
+        return next(self.model.logits(np.asarray([ids])))[-1, : self.vocab_size]
+
+
+def _made_once(make: Callable[[], decoder.Layer]) -> Callable[[], decoder.Layer]:
+    kept: list[decoder.Layer] = []
+
+    def layer() -> decoder.Layer:
+        if not kept:
+            kept.append(make())
+        return kept[0]
+
+    return layer
+
+
+def _announced(layers: Sequence[Callable[[], decoder.Layer]], name: str, say: Say) -> list[Callable[[], decoder.Layer]]:
+    said_s = time.monotonic()
+
+    def announced(number: int) -> decoder.Layer:
+        nonlocal said_s
+        if time.monotonic() - said_s > PROGRESS_S:
+            said_s = time.monotonic()
+            say(f"verify: {name}, layer {number + 1} of {len(layers)}")
+        return layers[number]()
+
+    return [lambda number=number: announced(number) for number in range(len(layers))]
+
+
+def reference(checkpoint: Checkpoint, say: Say) -> Simulated:
+    """The checkpoint itself, in f32 arithmetic."""
+    model = decoder.from_checkpoint(checkpoint)
+    return Simulated.of(model, checkpoint.architecture.vocab_size, "reference", say)
+
+
+def held_out(checkpoint: Checkpoint, longest: int | None = None) -> np.ndarray:
+    """i64[n, t] tokens of held-out text; fewer of them for a larger model. longest: what the engine takes at most."""
+    arch = checkpoint.architecture
+    length = min(BLOCK_TOKENS, arch.max_positions, longest or BLOCK_TOKENS)
+    blocks = quality.held_out_blocks(checkpoint, CPYTHON, size=block_count(arch), max_seq_length=length)
+    if blocks.max() >= arch.vocab_size:
+        problem = f"the tokenizer gives id {blocks.max()}; the model's vocabulary has {arch.vocab_size}"
+        raise InvalidArgument("model", problem)
+    return blocks
+
+
+def block_count(arch: Architecture) -> int:
+    """Sequences of BLOCK_TOKENS whose reference costs REFERENCE_FLOPS at 2 operations per parameter and token."""
+    fitting = int(REFERENCE_FLOPS / (2 * arch.num_parameters() * BLOCK_TOKENS))
+    return max(FEWEST_BLOCKS, min(MOST_BLOCKS, fitting))
+
+
+def evaluate(
+    name: str,
+    checkpoint: Checkpoint,
+    engine: Speaker,
+    budget: QualityBudget,
+    say: Say,
+    *,
+    longest: int | None = None,
+    accept: str | None = None,
+) -> dict:
+    """The scores of ``engine``, for the manifest.
+
+    accept: why it is used even beyond its budget; recorded. Raises quality.BeyondBudget without one, and
+    InvalidArgument for an empty one.
+    """
+    started_s = time.monotonic()
+    blocks = held_out(checkpoint, longest)
+    theirs = reference(checkpoint, say)
+    scores = quality.compare(theirs.logits(blocks), {name: engine.logits(blocks)}, blocks)[name]
+    notes = []
+    if is_noise(scores.reference_perplexity, checkpoint.architecture) and budget in DEFAULT_QUALITY.values():
+        budget = NOISE_BUDGET
+        notes.append("the model itself predicts the text no better than chance, so only damage is looked for")
+        say(f"verify: {notes[0]}")
+    expected, reply = (_spoken(checkpoint, speaker, longest) for speaker in (theirs, engine))
+    verdict = quality.gate(name, scores, budget, accept, sanity.problem(reply, expected))
+    say(
+        f"verify: perplexity {scores.perplexity:.3f} ({scores.perplexity_ratio:.4f} of the reference's), "
+        f"top-1 agreement {scores.top1_agreement:.2%}, KL {scores.kl:.5f} nats, {time.monotonic() - started_s:.1f} s: "
+        f"{'passed' if verdict.passed else f'beyond the budget, accepted because {verdict.override}'}"
+    )
+    _, decode, _ = open_tokenizer(checkpoint)
+    text = {"dataset": CPYTHON, "sequences": int(blocks.shape[0]), "tokens_per_sequence": int(blocks.shape[1])}
+    spoken = {"prompt": sanity.PROMPT, "reply": decode(reply.ids), "reference": decode(expected.ids)}
+    return quality.record(scores, budget, verdict) | {"text": text, "sanity": spoken, "notes": notes}
+
+
+def is_noise(perplexity: float, arch: Architecture) -> bool:
+    """Whether guessing all ids alike would predict the text as well."""
+    return perplexity >= arch.vocab_size
+
+
+def _spoken(checkpoint: Checkpoint, speaker: Speaker, longest: int | None) -> sanity.Reply:
+    encode, _, _ = open_tokenizer(checkpoint)
+    room = min(checkpoint.architecture.max_positions, longest or checkpoint.architecture.max_positions)
+    prompt = encode(sanity.PROMPT)[: max(1, room - 1)]
+    most = min(32, room - len(prompt))
+    return sanity.speak(speaker.next_logits, prompt, max_tokens=most, eos_token_ids=checkpoint.eos_token_ids)

@@ -1,0 +1,57 @@
+"""A CPU engine's logits at every position, in the arithmetic it will serve with: what the quality gate measures.
+
+The compiled graph is the one the server loads, opened with the properties of the manifest. A text is fed in pieces, so
+that later tokens attend to keys and values read back from the cache in its own precision, as they will when serving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+
+PIECE_TOKENS = 128
+
+
+class OpenVinoEngine:
+    """``folder`` holds openvino_model.xml; ``properties`` are OpenVINO property names and values."""
+
+    def __init__(self, folder: Path, properties: Mapping[str, str]) -> None:
+        self._request = (
+            ov.Core().compile_model(folder / "openvino_model.xml", "CPU", dict(properties)).create_infer_request()
+        )
+        self._read: list[int] = []
+
+    def logits(self, blocks: np.ndarray) -> Iterator[np.ndarray]:
+        """i64[n, t] token ids -> n times f32[t, vocab]: the logits after each position."""
+        for ids in np.asarray(blocks):
+            self._forget()
+            pieces = range(0, len(ids), PIECE_TOKENS)
+            yield np.concatenate([self._feed(ids[start : start + PIECE_TOKENS].tolist()) for start in pieces])
+
+    def next_logits(self, ids: Sequence[int]) -> np.ndarray:
+        """f32[vocab] after ``ids``; ids that go on where the last call ended are not read again."""
+        known = len(self._read)
+        if list(ids[:known]) != self._read or known == len(ids):
+            self._forget()
+            known = 0
+        return self._feed(list(ids[known:]))[-1]
+
+    def _feed(self, ids: list[int]) -> np.ndarray:
+        """f32[len(ids), vocab]."""
+        past, total = len(self._read), len(self._read) + len(ids)
+        inputs = {
+            "input_ids": np.asarray([ids], dtype=np.int64),
+            "attention_mask": np.ones((1, total), dtype=np.int64),
+            "position_ids": np.arange(past, total, dtype=np.int64)[None],
+            "beam_idx": np.zeros(1, dtype=np.int32),
+        }
+        logits = self._request.infer(inputs)["logits"][0]
+        self._read += ids
+        return logits.copy()  # the request writes the next call's into the same memory
+
+    def _forget(self) -> None:
+        self._request.reset_state()
+        self._read = []
