@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks import arrivals, efficiency, lengths, measurement, report
+from benchmarks import arrivals, cancel, efficiency, hops, lengths, measurement, report
 from benchmarks.driver import Extent
 from benchmarks.figures import Slo
 from benchmarks.measurement import Measurement, Where
@@ -69,7 +69,32 @@ def parser() -> argparse.ArgumentParser:
     cost.add_argument("--concurrency", default="1,8,32,64", metavar="N,N,…", help="(default %(default)s)")
     cost.add_argument("--out", type=Path, metavar="FOLDER")
     cost.set_defaults(verb=against_the_engine)
+    hop = verbs.add_parser("hops", help="CPU per response by process, and the first token's way")
+    hop.add_argument("--engine", default="demo", metavar="NAME", help="(default %(default)s)")
+    hop.add_argument("--concurrency", default="1,32", metavar="N,N,…", help="(default %(default)s)")
+    hop.add_argument("--tokens", type=int, default=128, metavar="N", help="of an answer (default %(default)s)")
+    hop.add_argument("--rounds", type=int, default=3, metavar="N", help="(default %(default)s)")
+    hop.add_argument("--out", type=Path, metavar="FOLDER")
+    hop.set_defaults(verb=by_hop)
+    free = verbs.add_parser("cancel", help="how soon a cancelled request's place is free, under load")
+    _server_options(free)
+    free.add_argument("--samples", type=int, default=50, metavar="N", help="cancels (default %(default)s)")
+    free.add_argument("--streams", default="8,32", metavar="N,N,…", help="loads to cancel whole (default %(default)s)")
+    free.add_argument("--max-tokens", type=int, default=480, metavar="N", help="of a stream (default %(default)s)")
+    free.add_argument("--out", type=Path, metavar="FOLDER")
+    free.set_defaults(verb=cancel_to_free)
     return whole
+
+
+def by_hop(arguments: argparse.Namespace) -> int:
+    levels = _numbers("concurrency", arguments.concurrency, int)
+    return hops.run(arguments.engine, levels, arguments.tokens, arguments.rounds, _folder(arguments, "hops"))
+
+
+def cancel_to_free(arguments: argparse.Namespace) -> int:
+    streams = _numbers("streams", arguments.streams, int)
+    with _server(arguments) as where:
+        return cancel.run(where, streams, arguments.samples, arguments.max_tokens, _folder(arguments, "cancel"))
 
 
 def against_the_engine(arguments: argparse.Namespace) -> int:
