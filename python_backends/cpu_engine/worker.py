@@ -24,6 +24,8 @@ from python_backends.cpu_engine.pipeline import open_pipeline
 from python_backends.cpu_engine.top_log_probs import SecondReading
 from python_backends.stream_state import StreamEvent
 
+_NICE = 5
+
 
 class StepLoop:
     """Owns the pipeline and its live handles. ``run`` returns when the connection is closed."""
@@ -175,6 +177,8 @@ def _last_line(exc: Exception) -> str:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is for the server, which drains first
     descriptor, engine_dir = int(sys.argv[1]), Path(sys.argv[2])
+    # The step loop takes every cycle it gets; on a busy machine what carries its tokens away must come first.
+    os.nice(_NICE)
     connection = Connection(descriptor)
     try:
         manifest = manifests.load(engine_dir)
