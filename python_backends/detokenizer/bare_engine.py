@@ -1,14 +1,15 @@
 """An engine that sends bare ids (the C++ ``tensorrtllm`` backend): whose they are, when a stream ends, how to stop it.
 
 The backend marks no last response for this step, so the end is inferred: an end id, the token budget, or a response
-without ids, which is how it answers a stop. A stream whose end never comes (the backend failed it) is forgotten when
-its id is used again after ``_FORGET_NS``.
+without ids, which is how it answers a stop. A stream whose end never comes (the backend failed it, or never took it)
+is forgotten ``_FORGET_NS`` after its last sign of life; until then its id is in use.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -44,19 +45,27 @@ class BareStreams:
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
         self._lock = threading.Lock()
-        self._live: dict[str, _Live] = {}
+        self._live: OrderedDict[str, _Live] = OrderedDict()  # least recently touched first
+        self._request_ids: dict[int, str] = {}  # of live streams, by key
         self._next_key = 0
 
     def accept(self, letter: Letter) -> bool:
         """Opens a stream under the letter's id; False while another one lives there."""
         now_ns = self._clock_ns()
         with self._lock:
-            live = self._live.get(letter.request_id)
-            if live is not None and now_ns - live.touched_ns < _FORGET_NS:
+            while self._live and now_ns - next(iter(self._live.values())).touched_ns >= _FORGET_NS:
+                self._forget(next(iter(self._live)))
+            if letter.request_id in self._live:
                 return False
             self._next_key += 1
             self._live[letter.request_id] = _Live(self._next_key, letter, touched_ns=now_ns)
+            self._request_ids[self._next_key] = letter.request_id
             return True
+
+    def request_id(self, key: int) -> str | None:
+        """Of a live stream."""
+        with self._lock:
+            return self._request_ids.get(key)
 
     def mark_cancelled(self, request_id: str) -> bool:
         """True the first time for a live stream."""
@@ -78,11 +87,15 @@ class BareStreams:
             first = int(live.seen == 0)
             live.seen += len(token_ids)
             live.touched_ns = self._clock_ns()
+            self._live.move_to_end(request_id)
             event, stop_id = self._event(live, token_ids)
             if event.last:
-                del self._live[request_id]
+                self._forget(request_id)
         state = StreamState(0, live.key, event, stop_id, live.letter.num_input_tokens, first=first)
         return state, options
+
+    def _forget(self, request_id: str) -> None:
+        del self._request_ids[self._live.pop(request_id).key]
 
     @staticmethod
     def _event(live: _Live, token_ids: Sequence[int]) -> tuple[StreamEvent, int]:
@@ -102,7 +115,6 @@ class BareEngine:
         self._model = model
         self._streams = BareStreams()
         self._mailbox = Mailbox(mailbox_name, self._streams.accept)
-        self._request_ids: dict[int, str] = {}
         # The stop request goes through Triton and is answered there: not in the thread that serves tokens.
         self._stops = ThreadPoolExecutor(max_workers=2, thread_name_prefix="stop")
 
@@ -112,21 +124,21 @@ class BareEngine:
         state, options = self._streams.state(request_id, token_ids)
         times = {field: inputs.scalar(name, 0) for field, name in _TIMES.items()}
         state = replace(state, **times)
-        if state.event.last:
-            self._request_ids.pop(state.key, None)
-        else:
-            self._request_ids[state.key] = request_id
         return EngineChunk(state, token_ids, inputs.floats("output_log_probs")[: len(token_ids)], options=options)
 
-    def stop(self, state: StreamState) -> None:
-        """A stop string matched."""
-        self._stops.submit(self._send_stop, self._request_ids[state.key])
+    def stop(self, state: StreamState) -> bool:
+        """A stop string matched. True: Triton carries the word."""
+        request_id = self._streams.request_id(state.key)
+        if request_id is not None:
+            self._stops.submit(self._send_stop, request_id)
+        return True
 
-    def cancel(self, state: StreamState) -> None:
-        """The client has gone."""
-        request_id = self._request_ids.get(state.key)
+    def cancel(self, state: StreamState) -> bool:
+        """The client has gone. True: Triton carries the word."""
+        request_id = self._streams.request_id(state.key)
         if request_id is not None and self._streams.mark_cancelled(request_id):
             self._stops.submit(self._send_stop, request_id)
+        return True
 
     def _send_stop(self, request_id: str) -> None:
         try:

@@ -27,13 +27,13 @@ class InBandEngine:
             note.get("error", ""),
         )
 
-    def stop(self, state: StreamState) -> None:
-        """A stop string matched."""
-        self._control.send(ControlMessage(Verb.STOP, state.epoch, state.key))
+    def stop(self, state: StreamState) -> bool:
+        """A stop string matched. False when the engine could not be told."""
+        return self._control.send(ControlMessage(Verb.STOP, state.epoch, state.key))
 
-    def cancel(self, state: StreamState) -> None:
-        """The client has gone."""
-        self._control.send(ControlMessage(Verb.CANCEL, state.epoch, state.key))
+    def cancel(self, state: StreamState) -> bool:
+        """The client has gone. False when the engine could not be told."""
+        return self._control.send(ControlMessage(Verb.CANCEL, state.epoch, state.key))
 
     def close(self) -> None:
         self._control.close()

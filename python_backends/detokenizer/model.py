@@ -58,7 +58,7 @@ class TritonPythonModel:
                     sender.send(response(_outputs(chunk.state, piece)), flags=FINAL)
             except Exception as exc:  # the outer edge: an error here would leak the whole ensemble request
                 log_error(f"detokenizer: {exc!r}")
-                sender.send(response(_outputs(None, failed_piece(exc))), flags=FINAL)
+                sender.send(response(_outputs(None, failed_piece(_failure(exc)))), flags=FINAL)
 
     def _piece(self, chunk: EngineChunk) -> Piece | None:
         try:
@@ -67,7 +67,7 @@ class TritonPythonModel:
             log_error(f"detokenizer: stream {chunk.state.key}: {exc!r}")
             self._streams.fail(chunk.state)
             self._engine.cancel(chunk.state)
-            piece = failed_piece(exc)
+            piece = failed_piece(_failure(exc))
         self._observe(chunk.state)
         return piece
 
@@ -77,8 +77,8 @@ class TritonPythonModel:
             self._checked_ns.pop(state.key, None)
         elif now_ns - self._checked_ns.get(state.key, 0) >= _CANCEL_CHECK_NS:
             self._checked_ns[state.key] = now_ns
-            if request.is_cancelled():
-                self._engine.cancel(state)
+            if request.is_cancelled() and not self._engine.cancel(state):
+                del self._checked_ns[state.key]  # to be told with the next chunk
 
     def _observe(self, state: StreamState) -> None:
         now_ns = time.monotonic_ns()
@@ -92,6 +92,10 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._engine.close()
+
+
+def _failure(exc: Exception) -> str:
+    return f"the detokenizer failed: {exc!r}"
 
 
 def _outputs(state: StreamState | None, piece: Piece) -> dict[str, np.ndarray]:

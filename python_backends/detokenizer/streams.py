@@ -66,6 +66,7 @@ class _OpenStream:
     ids: int = 0
     cum_log_prob: float = 0.0
     stop: str | None = None
+    stop_told: bool = False  # the engine has been told of it
     held_text: list[str] = field(default_factory=list)
     held_ids: list[int] = field(default_factory=list)
     held_log_probs: list[float] = field(default_factory=list)
@@ -73,9 +74,9 @@ class _OpenStream:
 
 
 class Streams:
-    """``ask_to_stop`` tells the engine that a stop string matched in the stream of that state."""
+    """``ask_to_stop`` tells the engine that a stop string matched in the stream of that state, and whether it could."""
 
-    def __init__(self, decoding: Decoding, ask_to_stop: Callable[[StreamState], None]) -> None:
+    def __init__(self, decoding: Decoding, ask_to_stop: Callable[[StreamState], bool]) -> None:
         self._decoding = decoding
         self._ask_to_stop = ask_to_stop
         self._open: dict[int, _OpenStream] = {}
@@ -88,10 +89,12 @@ class Streams:
     def feed(self, chunk: EngineChunk) -> Piece | None:
         """What the client is to get, or None when this chunk gives it nothing to see."""
         state = chunk.state
-        if state.epoch != self._epoch:  # a new engine: streams of the old one will never end
+        if state.epoch > self._epoch:  # a new engine: streams of the old one will never end
             self._open.clear()
             self._failed.clear()
             self._epoch = state.epoch
+        elif state.epoch < self._epoch:  # the old one's, and late: what it belongs to was dropped
+            return failed_piece("the engine was restarted") if state.event.last else None
         if state.key in self._failed:
             if state.event.last:
                 self._failed.discard(state.key)
@@ -101,14 +104,16 @@ class Streams:
             text = self._take(stream, chunk)
         else:
             text = ""
+        if stream.stop is not None and not stream.stop_told and not state.event.last:
+            stream.stop_told = self._ask_to_stop(state)
         if state.event.last:
             del self._open[state.key]
             return self._last(stream, chunk, text)
+        if not text:
+            return None  # ids wait for the text they are part of
         if not stream.options.stream:
             stream.held_text.append(text)
             return None
-        if not text:
-            return None  # ids wait for the text they are part of
         token_ids, stream.held_ids = stream.held_ids, []
         log_probs, stream.held_log_probs = stream.held_log_probs, []
         top, stream.held_top = stream.held_top, []
@@ -155,9 +160,7 @@ class Streams:
             text, stream.stop = text + piece.text, piece.stop
             if not stream.unarmed_ids:
                 stream.text.arm()
-        if stream.stop is not None and not state.event.last:
-            self._ask_to_stop(state)
-        elif stream.stop is None and state.event.last:
+        if stream.stop is None and state.event.last:
             piece = stream.text.finish()
             text, stream.stop = text + piece.text, piece.stop
         # An echoed prompt's ids come first and have no log probabilities.
@@ -196,7 +199,7 @@ class Streams:
         return int(hidden and stream.stop is None)
 
 
-def failed_piece(problem: Exception) -> Piece:
+def failed_piece(problem: str) -> Piece:
     """The end of a stream whose text could not be made."""
-    error = EngineFailed(f"the detokenizer failed: {problem!r}")
+    error = EngineFailed(problem)
     return Piece("", (), (), (), 0.0, FinishReason.ERROR, "", to_text(error))
