@@ -40,6 +40,9 @@ class Poisson:
 
     rate_per_s: float
 
+    def __str__(self) -> str:
+        return f"Poisson, {self.rate_per_s:g} requests/s"
+
     def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
         at_s = rng.expovariate(self.rate_per_s)
         while at_s < duration_s:
@@ -57,6 +60,9 @@ class Bursty:
     rate_per_s: float
     burst_size: float
 
+    def __str__(self) -> str:
+        return f"bursts of {self.burst_size:g}, {self.rate_per_s:g} requests/s"
+
     def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
         for burst in Poisson(self.rate_per_s / self.burst_size).instants(rng, duration_s):
             size = 1
@@ -71,6 +77,9 @@ class Ramp:
 
     first_per_s: float
     last_per_s: float
+
+    def __str__(self) -> str:
+        return f"ramp from {self.first_per_s:g} to {self.last_per_s:g} requests/s"
 
     def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
         slope = (self.last_per_s - self.first_per_s) / duration_s
@@ -95,6 +104,9 @@ class Trace:
 
     rows: tuple[Arrival, ...]
     speed: float = 1.0
+
+    def __str__(self) -> str:
+        return f"trace of {len(self.rows)} requests at {self.speed:g} times its speed"
 
     def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
         for row in self.rows:

@@ -1,6 +1,6 @@
 """How soon a cancelled request's place is free, under load, seen in two ways.
 
-By the next in line: the engine is full and one more request waits; a running one is cancelled, and the waiting one's own
+By the next in line: the engine is full, one more request waits, a running one is cancelled, and the waiting one's own
 first_scheduled_time_ns says when the engine gave it the place. It is an instant on CLOCK_MONOTONIC, which is the
 client's clock too on one machine, so the figure is exact to the engine's step.
 

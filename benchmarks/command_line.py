@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks import arrivals, cancel, efficiency, hops, lengths, measurement, report
+from benchmarks import arrivals, cancel, efficiency, hops, lengths, measurement, plots, report
 from benchmarks.driver import Extent
 from benchmarks.figures import Slo
 from benchmarks.measurement import Measurement, Where
@@ -83,7 +83,17 @@ def parser() -> argparse.ArgumentParser:
     free.add_argument("--max-tokens", type=int, default=480, metavar="N", help="of a stream (default %(default)s)")
     free.add_argument("--out", type=Path, metavar="FOLDER")
     free.set_defaults(verb=cancel_to_free)
+    picture = verbs.add_parser("plot", help="pictures of what run or sweep wrote")
+    picture.add_argument("result", type=Path, metavar="RESULT.json")
+    picture.add_argument("--out", type=Path, metavar="FOLDER", help="(default: beside the result)")
+    picture.set_defaults(verb=plot)
     return whole
+
+
+def plot(arguments: argparse.Namespace) -> int:
+    for path in plots.draw(arguments.result, arguments.out or arguments.result.parent):
+        print(path)
+    return 0
 
 
 def by_hop(arguments: argparse.Namespace) -> int:

@@ -28,6 +28,9 @@ class Fixed:
     def draw(self, rng: random.Random) -> int:
         return self.tokens
 
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens"
+
 
 @dataclass(frozen=True)
 class LogNormal:
@@ -40,6 +43,9 @@ class LogNormal:
     def draw(self, rng: random.Random) -> int:
         return min(self.most, max(1, round(rng.lognormvariate(math.log(self.median), self.sigma))))
 
+    def __str__(self) -> str:
+        return f"log-normal, median {self.median:g} tokens, sigma {self.sigma:g}"
+
 
 @dataclass(frozen=True)
 class Histogram:
@@ -50,6 +56,9 @@ class Histogram:
 
     def draw(self, rng: random.Random) -> int:
         return rng.choices(self.lengths, self.counts)[0]
+
+    def __str__(self) -> str:
+        return f"histogram of {len(self.lengths)} lengths, {min(self.lengths)} to {max(self.lengths)} tokens"
 
 
 def parse(text: str, field: str) -> Lengths:

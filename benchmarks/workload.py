@@ -93,8 +93,6 @@ class Workload:
     def described(self) -> dict[str, object]:
         """For reports."""
         loop = f"closed, {self.concurrency} under way" if self.concurrency else f"open, {self.arrivals}"
-        if self.arrivals is not None and hasattr(self.arrivals, "rows"):
-            loop = f"open, trace of {len(self.arrivals.rows)} requests at speed {self.arrivals.speed:g}"
         named = {"input_tokens": str(self.input_tokens), "output_tokens": str(self.output_tokens), "loop": loop}
         rest = {name: getattr(self, name) for name in ("prefix_groups", "prefix_tokens", "cancel_fraction", "seed")}
         return named | rest | {"tenants": dict(self.tenants), "ignore_eos": self.ignore_eos, "stream": self.stream}

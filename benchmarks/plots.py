@@ -1,0 +1,188 @@
+"""Pictures of measurements for a report: the throughput-latency curve, distributions, and a run as it went.
+
+    python -m benchmarks plot RESULT.json [--out FOLDER]
+
+Needs matplotlib (requirements/bench.txt). Reads what ``run`` and ``sweep`` wrote; every picture is made of the records.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.record import Record
+from contract.errors import InvalidArgument, NotFound
+
+# Okabe and Ito's colours, told apart by everybody.
+BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#666666"
+BIN_S = 0.25
+_STYLE = {
+    "figure.dpi": 130,
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "legend.frameon": False,
+}
+
+
+def draw(result: Path, out: Path) -> list[Path]:
+    """All pictures a result allows. Raises InvalidArgument for what is no result, NotFound without matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError as exc:
+        raise NotFound("plots need matplotlib: pip install -r requirements/bench.txt") from exc
+    runs = _read(result)
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    with plt.rc_context(_STYLE):
+        if len(runs) > 1:
+            written.append(_curve(plt, runs, out / f"{result.stem}-throughput-latency.png"))
+        written.append(_distributions(plt, runs, out / f"{result.stem}-distributions.png"))
+        for run in runs if len(runs) == 1 else runs[-1:]:
+            written.append(_timeline(plt, run, out / f"{result.stem}-timeline.png"))
+    return written
+
+
+def _read(result: Path) -> list[dict]:
+    try:
+        runs = json.loads(result.read_text())
+        for run in runs:
+            run["records"] = [Record.from_json(record) for record in run["records"]]
+            run["figures"]["ttft_s"]["p50"]
+    except OSError as exc:
+        raise InvalidArgument("result", f"cannot read {result}: {exc.strerror}") from exc
+    except (ValueError, KeyError, TypeError) as exc:
+        raise InvalidArgument("result", f"{result} was not written by run or sweep ({exc!r})") from exc
+    if not any(run["records"] for run in runs):
+        raise InvalidArgument("result", f"{result} holds no records")
+    return runs
+
+
+def _caption(figure, run: dict) -> None:
+    conditions, load = run["conditions"], run["workload"]
+    others = run["company"]["others"] + run["company"]["stolen"]
+    text = (
+        f"engine {conditions.get('engine', '?')} · in {load['input_tokens']}, out {load['output_tokens']} · "
+        f"{conditions['cpu']}, {conditions['cores']} cores · {run['when']} · others used {others:.0%} of the machine"
+    )
+    figure.text(0.01, 0.005, text, fontsize=6.5, color=GREY)
+
+
+def _curve(plt, runs: list[dict], path: Path) -> Path:
+    """Throughput to the right, latency up; each point is a load, named."""
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.8))
+    rate = [run["figures"]["output_tokens_per_s"] for run in runs]
+    panels = (("ttft_s", "Time to first token"), ("itl_s", "Inter-token latency"), ("latency_s", "End to end"))
+    for axis, (name, title) in zip(axes, panels, strict=True):
+        for quantile, colour in (("p50", BLUE), ("p95", ORANGE), ("p99", RED)):
+            values = [run["figures"][name][quantile] * 1e3 for run in runs]
+            axis.plot(rate, values, "o-", color=colour, label=quantile, markersize=4, linewidth=1.4)
+        top = [run["figures"][name]["p99"] * 1e3 for run in runs]
+        for run, x, y in zip(runs, rate, top, strict=True):
+            axis.annotate(run["name"], (x, y), textcoords="offset points", xytext=(0, 5), ha="center", fontsize=7)
+        axis.set(title=title, xlabel="output tokens/s", ylabel="ms")
+        axis.set_ylim(bottom=0)
+        axis.set_xlim(left=0)
+    slo = runs[0]["figures"]["slo"]
+    for axis, limit_s in ((axes[0], slo["ttft_s"]), (axes[2], slo["latency_s"])):
+        if axis.get_ylim()[1] > limit_s * 500:  # worth showing: the curve comes near it
+            axis.axhline(limit_s * 1e3, color=GREY, linestyle="--", linewidth=1)
+            axis.annotate(
+                "SLO, P95", (0, limit_s * 1e3), xytext=(3, 3), textcoords="offset points", fontsize=7, color=GREY
+            )
+    axes[0].legend(loc="upper left")
+    return _save(plt, figure, runs[-1], path)
+
+
+def _distributions(plt, runs: list[dict], path: Path) -> Path:
+    """How many requests, or tokens, were served within a time: cumulative, logarithmic time."""
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.8))
+    shown = runs if len(runs) <= 6 else [runs[round(n * (len(runs) - 1) / 5)] for n in range(6)]
+    colours = plt.get_cmap("viridis")(np.linspace(0.0, 0.85, len(shown)))
+    for run, colour in zip(shown, colours, strict=True):
+        begin_s, end_s = run["window"]
+        records = [record for record in run["records"] if begin_s <= record.intended_s <= end_s]
+        gaps = [gap for record in records for gap in record.gaps]
+        per_token = np.repeat([gap / count for gap, count in gaps], [count for _, count in gaps]) if gaps else []
+        columns = (
+            [record.ttft_s for record in records if record.ttft_s is not None],
+            per_token,
+            [gap for gap, _ in gaps],
+        )
+        for axis, values in zip(axes, columns, strict=True):
+            ordered = np.sort(np.asarray(values)) * 1e3
+            if ordered.size:
+                axis.step(ordered, np.arange(1, ordered.size + 1) / ordered.size, color=colour, label=run["name"])
+    titles = (("Time to first token", "share of requests"), ("Inter-token latency", "share of tokens"))
+    for axis, (title, ylabel) in zip(axes, (*titles, ("Gap between messages", "share of messages")), strict=True):
+        axis.set(title=title, xlabel="ms", ylabel=ylabel, ylim=(0, 1.01))
+        axis.set_xscale("symlog" if axis.lines and min(line.get_xdata().min() for line in axis.lines) <= 0 else "log")
+        for level in (0.5, 0.95):
+            axis.axhline(level, color=GREY, linewidth=0.6, linestyle=":")
+        if (low := axis.get_xlim()[0]) < 0.01:
+            axis.set_xlim(left=max(low, 0.01))
+    if len(shown) > 1:
+        axes[0].legend(title="load", fontsize=7, loc="lower right")
+    return _save(plt, figure, runs[-1], path)
+
+
+def _timeline(plt, run: dict, path: Path) -> Path:
+    """Tokens per second, requests under way and first tokens over the run's own clock."""
+    records, zero_s = run["records"], run["started_s"]
+    figure, axes = plt.subplots(3, 1, figsize=(10, 6.2), sharex=True)
+    last_s = max(record.ended_s for record in records) - zero_s
+    edges = np.arange(0, last_s + BIN_S, BIN_S)
+    instants = [(at_s - zero_s, count) for record in records for at_s, count in record.messages]
+    if instants:
+        tokens, _ = np.histogram([at for at, _ in instants], edges, weights=[count for _, count in instants])
+        axes[0].stairs(tokens / BIN_S, edges, color=BLUE, fill=True, alpha=0.6)
+    axes[0].set(title=f"{run['name']}: output tokens/s", ylabel="tokens/s")
+    begins = sorted(record.intended_s - zero_s for record in records)
+    ends = sorted(record.ended_s - zero_s for record in records)
+    times = np.array(sorted(begins + ends))
+    under_way = np.searchsorted(begins, times, side="right") - np.searchsorted(ends, times, side="right")
+    axes[1].step(times, under_way, where="post", color=GREEN, label="under way, client")
+    gauges = run["server"]["gauges"] if run["server"] else []
+    if gauges:
+        at = [instant - zero_s for instant, _ in gauges]
+        for name, colour in (("running", BLUE), ("waiting", RED)):
+            axes[1].plot(
+                at, [seen[name] for _, seen in gauges], "o", color=colour, markersize=3, label=f"{name}, server"
+            )
+    axes[1].set(title="Requests", ylabel="requests")
+    axes[1].set_ylim(0, 1.3 * max(1, *under_way.tolist()))
+    axes[1].legend(loc="upper right", fontsize=7, ncol=3)
+    dots = [(r.intended_s - zero_s, r.ttft_s * 1e3) for r in records if r.ttft_s is not None]
+    if dots:
+        axes[2].plot(*zip(*dots, strict=True), ".", color=BLUE, markersize=4, label="time to first token")
+    failed = [r.intended_s - zero_s for r in records if r.error]
+    if failed:
+        axes[2].plot(failed, [0] * len(failed), "x", color=RED, label="failed", clip_on=False)
+    slo_ms = run["figures"]["slo"]["ttft_s"] * 1e3
+    if dots and max(y for _, y in dots) > slo_ms / 2:
+        axes[2].axhline(slo_ms, color=GREY, linestyle="--", linewidth=1, label="SLO, P95")
+    axes[2].set(title="Time to first token, by intended instant of sending", ylabel="ms", xlabel="seconds")
+    axes[2].set_ylim(bottom=0)
+    axes[2].legend(loc="upper right", fontsize=7)
+    for axis in axes:
+        axis.axvspan(0, max(0.0, run["window"][0] - zero_s), color=GREY, alpha=0.12, linewidth=0)
+        axis.set_xlim(0, math.ceil(last_s * 10) / 10)
+    return _save(plt, figure, run, path)
+
+
+def _save(plt, figure, run: dict, path: Path) -> Path:
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    _caption(figure, run)
+    figure.savefig(path)
+    plt.close(figure)
+    return path
