@@ -1,0 +1,233 @@
+"""An engine that names nothing in band: streams by request id, ends inferred, stops through Triton."""
+
+import dataclasses
+import queue
+import shutil
+import uuid
+
+import pytest
+import tokenizers
+
+from contract import manifest as manifests
+from contract.errors import EngineFailed, InvalidArgument
+from python_backends.detokenizer.bare_engine import BareStreams
+from python_backends.detokenizer.model import TritonPythonModel
+from python_backends.mailbox import Letter, MailboxSender
+from python_backends.settings import Settings
+from python_backends.stream_options import StreamOptions
+from python_backends.stream_state import StreamEvent
+
+SECOND = 1_000_000_000
+
+
+def letter(request_id="r", max_tokens=5, end_ids=(256,), **options):
+    return Letter(request_id, StreamOptions(**{"stream": True} | options).to_json(), max_tokens, 3, end_ids)
+
+
+class Clock:
+    now_ns = 0
+
+    def __call__(self):
+        return self.now_ns
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def streams(clock):
+    return BareStreams(clock)
+
+
+def test_options_come_with_the_first_ids_only(streams):
+    streams.accept(letter())
+    state, options = streams.state("r", [1])
+    assert (state.first, state.num_input_tokens, options) == (1, 3, letter().options)
+    state, options = streams.state("r", [2])
+    assert (state.first, state.event, options) == (0, StreamEvent.RUNNING, "")
+
+
+@pytest.mark.parametrize(
+    ("ids", "event", "stop_id"),
+    [
+        ([256], StreamEvent.STOP, 256),
+        ([1, 2, 7], StreamEvent.STOP, 7),
+        ([1, 2, 3, 4, 5], StreamEvent.LENGTH, -1),
+        ([1, 2, 3, 4, 256], StreamEvent.STOP, 256),
+        ([], StreamEvent.STOP, -1),
+        ([256, 1], StreamEvent.RUNNING, -1),
+    ],
+)
+def test_an_end_is_inferred_from_the_ids(streams, ids, event, stop_id):
+    streams.accept(letter(end_ids=(256, 7)))
+    state, _ = streams.state("r", ids)
+    assert (state.event, state.stop_id) == (event, stop_id)
+
+
+def test_the_token_budget_is_counted_over_all_responses(streams):
+    streams.accept(letter(max_tokens=3))
+    events = [streams.state("r", ids)[0].event for ids in ([1], [2], [3])]
+    assert events == [StreamEvent.RUNNING, StreamEvent.RUNNING, StreamEvent.LENGTH]
+
+
+def test_an_empty_response_after_a_cancel_is_a_cancel(streams):
+    streams.accept(letter())
+    assert streams.mark_cancelled("r") and not streams.mark_cancelled("r")
+    assert streams.state("r", [])[0].event is StreamEvent.CANCELLED
+    assert not streams.mark_cancelled("r") and not streams.mark_cancelled("nobody")
+
+
+def test_an_id_is_taken_until_its_stream_ends_and_then_names_another_one(streams):
+    assert streams.accept(letter())
+    assert not streams.accept(letter())
+    first, _ = streams.state("r", [256])
+    assert streams.accept(letter())
+    second, _ = streams.state("r", [256])
+    assert first.key != second.key
+
+
+def test_ids_under_an_id_that_no_stream_has_are_an_error(streams):
+    with pytest.raises(EngineFailed, match="for the request id 'x', which no stream has"):
+        streams.state("x", [1])
+
+
+def test_a_stream_that_shows_no_life_is_forgotten_and_one_that_does_is_not(streams, clock):
+    for request_id in ("silent", "alive"):
+        streams.accept(letter(request_id, max_tokens=100))
+    for seconds in (300, 599):
+        clock.now_ns = seconds * SECOND
+        streams.state("alive", [1])
+    assert not streams.accept(letter("silent"))
+    clock.now_ns = 600 * SECOND
+    assert not streams.accept(letter("alive"))
+    assert streams.accept(letter("silent"))
+
+
+def test_what_never_ended_does_not_pile_up(streams, clock):
+    for number in range(3000):
+        clock.now_ns += SECOND
+        streams.accept(letter(str(number)))
+        assert streams.request_id(number + 1) == str(number)
+    assert len(streams._live) == len(streams._request_ids) == 600
+
+
+# ---- the whole model ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(triton, tiny_engine, tmp_path, monkeypatch):
+    folder = tmp_path / "engine"
+    shutil.copytree(tiny_engine, folder)
+    dataclasses.replace(manifests.load(tiny_engine), kind="trtllm").save(folder)
+    monkeypatch.setenv("TRIDENT_ENGINE_DIR", str(folder))
+    monkeypatch.setenv("TRIDENT_CONTROL_SOCKET", f"trident-test-{uuid.uuid4()}")
+    model = TritonPythonModel()
+    model.initialize({})
+    yield model
+    model.finalize()
+
+
+@pytest.fixture
+def post(model):
+    sender = MailboxSender(Settings.from_env().mailbox_socket)
+    yield lambda request_id="r", **more: sender.post(letter(request_id, **more))
+    sender.close()
+
+
+@pytest.fixture
+def stops(triton):
+    """Request ids that the engine model was asked to stop, in order; ``get`` waits for the next one."""
+    heard = queue.Queue()
+
+    def engine(request):
+        heard.put(request.request_id())
+        yield triton.InferenceResponse([])
+
+    triton.served_models["engine"] = engine
+    return heard
+
+
+@pytest.fixture
+def hear(triton, model, answer_of):
+    def hear(ids, request_id="r", cancelled=False, padding=0, log_probs=None):
+        tensors = {
+            "output_ids": ("INT32", [[list(ids) + [0] * padding]]),
+            "sequence_length": ("INT32", [[len(ids)]]),
+        }
+        if log_probs is not None:
+            tensors["output_log_probs"] = ("FP32", [[log_probs + [0.0] * padding]])
+        request = triton.incoming(tensors, request_id=request_id)
+        request.cancelled = cancelled
+        model.execute([request])
+        sender = request.get_response_sender()
+        assert sender.closed
+        [response] = sender.responses
+        return None if response is None else answer_of("detokenizer", response)
+
+    return hear
+
+
+@pytest.fixture
+def encode(tiny_engine):
+    tokenizer = tokenizers.Tokenizer.from_file(str(tiny_engine / "tokenizer.json"))
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_bare_ids_become_text_under_their_request_id(post, hear, encode):
+    post("a", max_tokens=10)
+    post("b", max_tokens=10)
+    pieces = [
+        hear(encode(word), request_id) for request_id, word in (("a", "The "), ("b", "A "), ("a", "fox"), ("b", "dog"))
+    ]
+    assert [piece["text_output"].item() for piece in pieces] == [b"The ", b"A ", b"fox", b"dog"]
+    last = hear([256], "a")
+    assert (last["finish_reason"].item(), last["stop_reason"].item()) == (b"stop", b"256")
+    assert (last["num_input_tokens"].item(), last["num_output_tokens"].item()) == (3, 8)
+
+
+def test_padding_behind_the_ids_is_not_read(post, hear, encode):
+    post()
+    piece = hear(encode("ab"), padding=3, log_probs=[-0.5, -0.25])
+    assert piece["text_output"].item() == b"ab" and piece["output_log_probs"].tolist() == [[[-0.5, -0.25]]]
+
+
+def test_a_stop_string_stops_the_request_through_triton(post, hear, encode, stops):
+    post(max_tokens=100, stop=("fox",))
+    assert hear(encode("The fox"))["text_output"].item() == b"The "
+    assert stops.get(timeout=10) == "r"
+    hear(encode(" runs"))
+    last = hear([])
+    assert (last["finish_reason"].item(), last["stop_reason"].item()) == (b"stop", b"fox")
+
+
+def test_a_client_that_has_gone_stops_the_request_through_triton_once(model, post, hear, encode, stops):
+    post(max_tokens=100)
+    hear(encode("a"), cancelled=True)
+    assert stops.get(timeout=10) == "r"
+    model._checked_ns.clear()  # 40 ms later
+    hear(encode("b"), cancelled=True)
+    assert hear([])["finish_reason"].item() == b"cancelled"
+    model._engine._stops.shutdown(wait=True)
+    assert stops.empty()
+
+
+def test_a_stop_that_triton_refuses_is_logged_and_the_stream_goes_on(triton, model, post, hear, encode):
+    post(max_tokens=100, stop=("fox",))
+    hear(encode("The fox"))  # no model engine is there
+    model._engine._stops.shutdown(wait=True)
+    assert any("the stop of request 'r' did not reach the engine" in message for _, message in triton.log)
+    assert hear([])["stop_reason"].item() == b"fox"
+
+
+def test_ids_of_nobody_get_a_well_formed_answer(hear):
+    assert b"which no stream has" in hear([1], "nobody")["error_message"].item()
+
+
+def test_an_id_in_use_is_refused_before_the_engine_hears_of_it(post, hear, encode):
+    post()
+    with pytest.raises(InvalidArgument, match="is in use"):
+        post()
+    hear([256])
+    post()
