@@ -28,7 +28,7 @@ QFORMATS: dict[str, tuple[str | None, str | None]] = {
 KV_CACHE_DTYPES = ("fp8", "int8")
 DTYPES = ("bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-AWQ_CALIB_SIZE = 32  # quantize.py clamps to it without a word (rule R20); the search runs the set twenty times
+AWQ_CALIB_SIZE = 32  # quantize.py clamps to it without a word (rule R20); the search tries eleven scales per layer
 AWQ_VOCAB_MULTIPLE = 64
 
 # What the LLM API's PyTorch backend loads; a whole model it takes as it is.

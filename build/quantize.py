@@ -238,9 +238,9 @@ def from_recipe(name: str, model_dir: Path | None = None, output_dir: Path | Non
     qformat = "full_prec" if recipe.precision == "bf16" else recipe.precision
     if qformat not in QFORMATS:
         raise InvalidArgument("precision", f"{qformat} needs CUDA kernels; here are {', '.join(QFORMATS)}")
-    known = set(Quantization.__dataclass_fields__)
-    for key in recipe.quantize:
-        if key not in known:
+    options = {key: value for key, value in recipe.quantize.items() if key != "tokenizer_max_seq_length"}
+    for key in options:  # texts are cut at calib_max_seq_length here, which is never above the tokenizer's limit
+        if key not in Quantization.__dataclass_fields__:
             problem = f"{name}: only NVIDIA's quantize.py in the container knows this option"
             raise InvalidArgument(f"quantize.{key}", problem)
     if model_dir is None:
@@ -260,7 +260,7 @@ def from_recipe(name: str, model_dir: Path | None = None, output_dir: Path | Non
             "calib_size": recipe.calibration.size,
             "calib_max_seq_length": recipe.calibration.max_seq_length,
             "batch_size": recipe.calibration.batch_size,
-            **recipe.quantize,
+            **options,
         }
     )
 
