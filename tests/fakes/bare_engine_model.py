@@ -1,4 +1,4 @@
-"""A Triton model with the C++ ``tensorrtllm`` backend's manners, for the real server: bare ids, deltas, stop by request id.
+"""A Triton model with the C++ ``tensorrtllm`` backend's manners: bare ids, deltas, stop by request id.
 
 What it generates is the prompt over and over, one id per ``PACE_S``; that is enough to hold everything around it to
 account. It says nothing of keys, ends or errors, because the backend cannot.
