@@ -1,0 +1,204 @@
+"""The house's rules that no single room can keep: imports run one way, broad handlers stay at the edges, names say
+what is inside, and the README's map is the territory."""
+
+import ast
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Which other rooms a room may import. Those of one line at the bottom never import each other.
+MAY_IMPORT = {
+    "contract": set(),
+    "python_backends": {"contract"},
+    "build": {"contract", "python_backends"},
+    "clients": {"contract"},
+    "server": {"contract", "clients"},
+    "gateway": {"contract", "clients"},
+    "cluster": {"contract", "clients"},
+    # Measures from outside through clients/, and the backends' parts by themselves on tests/fakes' random models.
+    "benchmarks": {"contract", "clients", "python_backends", "tests"},
+}
+
+# Where everything that may go wrong becomes a well-formed answer or a line in the log, so that a thread, a batch or a
+# stream goes on. Elsewhere a handler names what it expects, or raises on.
+OUTER_EDGES = {
+    "python_backends/tokenizer/model.py",
+    "python_backends/cpu_engine/model.py",
+    "python_backends/cpu_engine/link.py",
+    "python_backends/cpu_engine/outbox.py",
+    "python_backends/detokenizer/model.py",
+    "python_backends/detokenizer/bare_engine.py",
+}
+
+SOURCES = sorted(path for room in MAY_IMPORT for path in (ROOT / room).rglob("*.py"))
+
+
+def room_of(path):
+    return path.relative_to(ROOT).parts[0]
+
+
+@cache
+def parsed(path):
+    return ast.parse(path.read_text("utf-8"))
+
+
+def name_of(path):
+    """The name a module is imported by; scripts of build/ import each other by file name."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] == "build" and len(parts) == 2 else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in SOURCES}
+
+
+def imports(path, *, only_at_import=False):
+    """Modules that a file imports, by name; ``from a import b`` counts as a.b where that is a module."""
+    nodes = _top_level(parsed(path)) if only_at_import else ast.walk(parsed(path))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else node.module
+
+
+def _top_level(node):
+    """Statements that run when the module is imported: not those in functions, nor those for type
+    checkers or for a run as a script."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(child, ast.If) and re.search("TYPE_CHECKING|__main__", ast.dump(child.test)):
+            continue
+        yield child
+        yield from _top_level(child)
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_imports_between_rooms_run_one_way(room):
+    for path in (ROOT / room).rglob("*.py"):
+        others = {name.split(".")[0] for name in imports(path)} & (MAY_IMPORT.keys() | {"tests"}) - {room}
+        assert others <= MAY_IMPORT[room], f"{path.relative_to(ROOT)} imports {sorted(others - MAY_IMPORT[room])}"
+
+
+def test_no_module_imports_itself_in_a_circle():
+    graph = {
+        name: sorted({found for found in imports(path, only_at_import=True) if found in MODULES} - {name})
+        for name, path in MODULES.items()
+    }
+    done, trail = set(), []
+
+    def visit(name):
+        assert name not in trail, " -> ".join([*trail[trail.index(name) :], name])
+        if name in done:
+            return
+        trail.append(name)
+        for other in graph[name]:
+            visit(other)
+        trail.pop()
+        done.add(name)
+
+    for name in graph:
+        visit(name)
+
+
+def test_only_one_module_knows_tritons_python_api():
+    knowing = {str(path.relative_to(ROOT)) for path in SOURCES if "triton_python_backend_utils" in set(imports(path))}
+    assert knowing == {"python_backends/triton_io.py"}
+
+
+def test_the_contract_needs_nothing_but_numpy_and_the_standard_library():
+    for path in (ROOT / "contract").rglob("*.py"):
+        foreign = {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names - {"contract", "numpy"}
+        assert not foreign, f"{path.name} imports {sorted(foreign)}"
+
+
+def _broad_handlers(path):
+    """(line, whether it raises on, whether a comment on its line says why) of each handler that catches everything."""
+    lines = path.read_text("utf-8").splitlines()
+    for node in ast.walk(parsed(path)):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        caught = ast.dump(node.type) if node.type else "Exception"
+        if re.search(r"\b(Base)?Exception\b", caught):
+            raises = isinstance(node.body[-1], ast.Raise)
+            yield node.lineno, raises, "  # " in lines[node.lineno - 1]
+
+
+def test_what_catches_everything_stands_at_an_outer_edge_and_says_why():
+    for path in SOURCES:
+        for line, raises, says_why in _broad_handlers(path):
+            place = f"{path.relative_to(ROOT)}:{line}"
+            assert raises or str(path.relative_to(ROOT)) in OUTER_EDGES, f"{place}: name the exceptions, or raise on"
+            assert raises or says_why, f"{place}: say why in a comment"
+
+
+def test_every_outer_edge_is_one():
+    for name in OUTER_EDGES:
+        assert any(not raises for _, raises, _ in _broad_handlers(ROOT / name)), name
+
+
+@pytest.mark.parametrize("word", ["util", "utils", "common", "helper", "helpers", "manager", "misc", "v2"])
+def test_no_file_is_named_for_what_is_left_over(word):
+    for path in [*SOURCES, *(ROOT / "tests").rglob("*.py")]:
+        if path.name == "triton_python_backend_utils.py":  # Triton's own name for its module
+            continue
+        words = {word for part in path.relative_to(ROOT).with_suffix("").parts for word in part.lower().split("_")}
+        assert word not in words, path.relative_to(ROOT)
+
+
+def test_source_files_are_small_enough_to_read():
+    sizes = {str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines()) for path in SOURCES}
+    assert max(sizes.values()) <= 700, max(sizes, key=sizes.get)
+    assert sorted(sizes.values())[len(sizes) // 2] <= 262  # the median of the codebases we learn from, at most
+
+
+def test_every_room_says_what_it_is_for():
+    for room in MAY_IMPORT:
+        if (ROOT / room / "__init__.py").exists():
+            assert ast.get_docstring(parsed(ROOT / room / "__init__.py")), room
+
+
+def test_the_readmes_map_is_the_territory():
+    rows = re.findall(r"^\| \[(\w+)/\]\((\w+)/\) \|", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert rows and all(name == target for name, target in rows)
+    named = {name for name, _ in rows}
+    for name in named:
+        assert (ROOT / name).is_dir(), f"README names {name}/, which is not there"
+    runnable = {room for room in MAY_IMPORT if (ROOT / room / "__main__.py").exists()}
+    rooms = runnable | {"contract", "build", "model_repository", "python_backends", "tests", "docs"}
+    assert rooms <= named, f"README does not name {sorted(rooms - named)}"
+
+
+def test_the_readmes_links_lead_somewhere():
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / "README.md").read_text("utf-8")):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_readmes_verbs_are_the_makefiles():
+    verbs = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    text = (ROOT / "README.md").read_text("utf-8")
+    code = [*re.findall(r"```\w*\n(.*?)```", text, re.DOTALL), *re.findall(r"`([^`\n]+)`", text)]
+    named = {verb for piece in code for verb in re.findall(r"^make ([a-z][a-z-]*)", piece, re.MULTILINE)}
+    assert named and named <= verbs, f"the Makefile has no {sorted(named - verbs)}"
+
+
+def test_tests_mirror_the_rooms():
+    """A test file of the backends stands where its source does and has its name."""
+    for path in (ROOT / "tests" / "python_backends").rglob("test_*.py"):
+        source = ROOT / "python_backends" / path.relative_to(ROOT / "tests" / "python_backends").parent
+        assert (source / path.name.removeprefix("test_")).exists(), path.relative_to(ROOT)
+
+
+def test_pytest_does_not_skip_the_tests_of_build():
+    settings = (ROOT / "pyproject.toml").read_text("utf-8")
+    [skipped] = re.findall(r"^norecursedirs = (.*)$", settings, re.MULTILINE)
+    assert "build" not in skipped and list((ROOT / "tests" / "build").glob("test_*.py"))
