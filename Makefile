@@ -46,11 +46,11 @@ serve: build-engine ## serve ENGINE until Ctrl-C (gRPC 8001, HTTP 8000, metrics 
 chat: setup ## talk to a running server, or say one thing with PROMPT="..."
 	$(BIN)/python -m clients $(if $(PROMPT),'$(PROMPT)',chat)
 
-test: setup ## every test, the end-to-end ones with a real tritonserver
-	$(BIN)/python -m pytest
+test: test-fast ## every test, the end-to-end ones with a real tritonserver
+	$(BIN)/python -m pytest -m end_to_end
 
 test-fast: setup ## the tests that need no server
-	$(BIN)/python -m pytest -m "not end_to_end and not build_env"
+	$(BIN)/python -m pytest -m "not end_to_end and not build_env" -n auto
 
 check: setup ## lint, formatting, the model repository; writes nothing
 	$(BIN)/ruff check .
