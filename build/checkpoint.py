@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,18 @@ class Checkpoint:
         names = ("config.json", "generation_config.json", _INDEX, *TOKENIZER_FILES)
         weights = {tensor.path for tensor in self.tensors.values()}
         return sorted({p for n in names if (p := self.folder / n).is_file()} | weights)
+
+    def copy_side_files(self, folder: Path) -> None:
+        """What serving needs beside the weights: config.json, the tokenizer's files as they are, and a
+        generation_config.json whose end ids are always a list."""
+        for name in ("config.json", *TOKENIZER_FILES):
+            source = self.folder / name
+            if source.is_file():
+                shutil.copyfile(source, folder / name)
+        if not (folder / "tokenizer_config.json").exists():
+            (folder / "tokenizer_config.json").write_text("{}\n")  # no chat template, no named tokens
+        generation = dict(self.generation) | {"eos_token_id": list(self.eos_token_ids)}
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
     def sha256(self) -> str:
         """Over the names and contents of ``files``."""

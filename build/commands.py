@@ -13,8 +13,10 @@ from pathlib import Path
 
 import layout
 import option_table
+from calibration import CPYTHON
 from fetch import IGNORED, PATTERNS
-from recipe import CPU, TRTLLM, Recipe
+from quantization import HF, HF_QFORMATS, QFORMATS, Quantization
+from recipe import CPU, LLMAPI, TRTLLM, Recipe
 from shape import Shape, is_hub_id, local_folder
 
 QUANTIZE, CONVERT = "quantize", "convert"
@@ -201,7 +203,9 @@ def fetch(recipe: Recipe) -> list[str] | None:
 
 
 def checkpoint(recipe: Recipe, shape: Shape) -> list[str]:
-    """Makes the TensorRT-LLM checkpoint; to be run in the image on a machine with a GPU (R19)."""
+    """Makes the TensorRT-LLM checkpoint: in the image on a machine with a GPU (R19), or anywhere by our own stage."""
+    if calibrates_here(recipe, shape):
+        return checkpoint_on_cpu(recipe)
     if checkpoint_route(recipe, shape) == QUANTIZE:
         table, options = option_table.read("quantize"), quantize_options(recipe, shape)
     else:
@@ -209,9 +213,61 @@ def checkpoint(recipe: Recipe, shape: Shape) -> list[str]:
     return ["python3", table.path_in_image, *table.arguments(options)]
 
 
+def calibrates_here(recipe: Recipe, shape: Shape) -> bool:
+    """Whether the recipe calibrates on texts that only our own quantise stage reads (build/quantize.py)."""
+    return (
+        recipe.kind == TRTLLM and checkpoint_route(recipe, shape) == QUANTIZE and recipe.calibration.dataset == CPYTHON
+    )
+
+
+def problem_on_cpu(recipe: Recipe) -> str | None:
+    """Why build/quantize.py cannot make the recipe's checkpoint, or None."""
+    qformat = qformat_here(recipe)
+    if qformat not in (HF_QFORMATS if recipe.kind == LLMAPI else QFORMATS):
+        return f"does not make {recipe.precision}"
+    if recipe.kind == LLMAPI:
+        return None  # the LLM API splits over ranks when it loads
+    if recipe.pp > 1:
+        return f"splits by tensor only, not over {recipe.pp} pipeline ranks"
+    if recipe.convert:
+        return "does not know [convert]"
+    if QFORMATS[qformat][0] is None and recipe.kv_cache_precision != "auto":
+        return f"measures no activations for {recipe.precision}, so no {recipe.kv_cache_precision} KV cache"
+    unknown = sorted(_own_options(recipe).keys() - Quantization.__dataclass_fields__.keys())
+    return f"has no option {unknown[0]}" if unknown else None
+
+
+def _own_options(recipe: Recipe) -> dict[str, object]:
+    """[quantize] without what our own stage has no use for: it cuts texts by calibration.max_seq_length alone."""
+    return {key: value for key, value in recipe.quantize.items() if key != "tokenizer_max_seq_length"}
+
+
+def qformat_here(recipe: Recipe) -> str:
+    return "full_prec" if recipe.precision == "bf16" else recipe.precision
+
+
 def checkpoint_on_cpu(recipe: Recipe) -> list[str]:
-    """Makes the same checkpoint without a GPU, in the build environment that holds ModelOpt."""
-    return ["python", "build/quantize.py", "--engine", recipe.name]
+    """Makes the same checkpoint in the build environment that holds ModelOpt, with a GPU or without."""
+    qformat = qformat_here(recipe)
+    options: dict[str, object] = {"model_dir": model_dir(recipe.model), "dtype": "bfloat16", "qformat": qformat}
+    if recipe.kv_cache_precision != "auto":
+        options["kv_cache_dtype"] = recipe.kv_cache_precision
+    if "awq" in qformat:
+        options["awq_block_size"] = recipe.group_size
+    if qformat not in QFORMATS or QFORMATS[qformat][0] is not None:
+        options |= {
+            "calib_dataset": recipe.calibration.dataset,
+            "calib_size": calibration_size(recipe),
+            "batch_size": recipe.calibration.batch_size,
+            "calib_max_seq_length": recipe.calibration.max_seq_length,
+        }
+    options |= {"checkpoint_format": HF} if recipe.kind == LLMAPI else {"tp_size": recipe.tp}
+    options |= {"output_dir": _path(layout.checkpoint(recipe.name))} | _own_options(recipe)
+    return [
+        "python",
+        "build/quantize.py",
+        *(part for key, value in options.items() for part in (f"--{key}", str(value))),
+    ]
 
 
 def compile_engine(recipe: Recipe, shape: Shape) -> list[str]:
@@ -225,9 +281,8 @@ def package(recipe: Recipe) -> list[str]:
 
 
 def verify(recipe: Recipe) -> list[str]:
-    """Scores a TensorRT-LLM checkpoint against the bf16 model, on held-out text."""
-    argv = ["python", "build/quality.py", "--engine", recipe.name, "--reference", model_dir(recipe.model)]
-    return [*argv, "--candidate", f"{recipe.name}={_path(layout.checkpoint(recipe.name))}"]
+    """Scores the quantised checkpoint against the bf16 model, on held-out text, in simulated numerics."""
+    return ["python", "build/evaluation.py", "--engine", recipe.name]
 
 
 def build_engine(recipe: Recipe) -> list[str]:

@@ -10,9 +10,7 @@ Neither torch nor nncf is needed, then or later.
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,7 @@ from pathlib import Path
 import openvino as ov
 
 import graph
-from checkpoint import TOKENIZER_FILES, Checkpoint, CheckpointError
+from checkpoint import Checkpoint, CheckpointError
 from contract.errors import InvalidArgument
 from recipe import Recipe
 from weights import PRECISIONS, Weights
@@ -38,7 +36,7 @@ def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, say: Calla
     model = graph.decoder(arch, _announced(weights.matrix, checkpoint, say), weights.vector)
     say("writing openvino_model.xml and openvino_model.bin")
     ov.save_model(model, str(folder / "openvino_model.xml"), compress_to_fp16=False)
-    _copy_side_files(checkpoint, folder)
+    checkpoint.copy_side_files(folder)
 
 
 def _announced(matrix: graph.Weight, checkpoint: Checkpoint, say: Callable[[str], None]) -> graph.Weight:
@@ -98,14 +96,3 @@ def properties(recipe: Recipe) -> dict[str, str]:
 
 def _computes_in_f32(recipe: Recipe) -> bool:
     return recipe.precision == "fp32" or recipe.kv_cache_precision in ("f32", "f16")
-
-
-def _copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
-    for name in ("config.json", *TOKENIZER_FILES):
-        source = checkpoint.folder / name
-        if source.is_file():
-            shutil.copyfile(source, folder / name)
-    if not (folder / "tokenizer_config.json").exists():
-        (folder / "tokenizer_config.json").write_text("{}\n")  # no chat template, no named tokens
-    generation = dict(checkpoint.generation) | {"eos_token_id": list(checkpoint.eos_token_ids)}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -88,7 +88,7 @@ def check_machine(recipe: Recipe) -> str:
 def build_it(recipe: Recipe) -> str:
     """What to run where."""
     wanted = f"{recipe.world_size} x {recipe.gpu} (SM {recipe.sm})"
-    run = f"python build/compile_trtllm.py --engine {recipe.name}"
+    run = commands.line(commands.build_engine(recipe))  # what is finished stays finished, so it goes on from here
     return f"run `{run}` on a machine with {wanted} and the image {recipe.image}"
 
 

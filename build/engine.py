@@ -1,14 +1,17 @@
 """Builds the engine of a recipe, or of any checkpoint: ``python build/engine.py --engine demo``.
 
-When recipe, checkpoint, versions and files are those of the engine that is there, nothing is built; else the new one
-appears whole or not at all (``engine_folder.py``).
+A CPU engine is fetched, compiled, verified and published here: when recipe, checkpoint, versions and files are those of
+the engine that is there, nothing is built; else the new one appears whole or not at all (``engine_folder.py``). The
+stages of a GPU engine are ``gpu_engine.py``'s.
+
+Exit status 0 when the engine is there, 1 when it could not be made, 2 for a recipe the rules refuse, 3 where a stage
+cannot run on this machine: what was finished stays finished, and the same command goes on from there elsewhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import platform
 import re
 import sys
 import time
@@ -20,6 +23,7 @@ from pathlib import Path
 import digest
 import engine_folder
 import layout
+import provenance
 import recipe as recipes
 from checkpoint import Checkpoint, open_checkpoint
 from contract.errors import InvalidArgument, TridentError
@@ -34,6 +38,7 @@ DEFAULT_SEQ_LEN = 4096  # at most; a recipe asks for more
 DEFAULT_SEQUENCES = 8  # of that length, that the KV pool holds
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LARGE_BYTES = 1_000_000_000  # takes longer than two seconds to hash
+STATUS = {"Refused": 2, "WrongMachine": 3, "Unavailable": 3}  # by error; any other is 1
 _BUILDER = ("architecture.py", "compile_cpu.py", "graph.py", "numerics.py", "rope.py", "shards.py", "weights.py")
 
 
@@ -53,7 +58,7 @@ def build(recipe: Recipe, into: Path, say: Say, accept: str | None = None) -> Pa
     if size > _LARGE_BYTES:
         say(f"checking {size / 1e9:.1f} GB of {recipe.model} (read once, then remembered)")
     with engine_folder.only_builder(folder, say):
-        wanted = _manifest(recipe, checkpoint)
+        wanted = provenance.manifest(recipe, checkpoint, _versions())
         if _is_up_to_date(folder, wanted):
             say(f"{_shown(folder)} is up to date ({recipe.precision} from {recipe.model})")
             return folder
@@ -86,42 +91,9 @@ def _build(
     say(f"{_shown(folder)} is ready: {megabytes:,.1f} MB in {time.monotonic() - started_s:.1f} s")
 
 
-def _manifest(recipe: Recipe, checkpoint: Checkpoint) -> EngineManifest:
-    """What the engine's manifest will say; files, properties and created are not known yet."""
-    content = dataclasses.asdict(recipe)
-    return EngineManifest(
-        name=recipe.name,
-        kind=recipe.kind,
-        model=recipe.model,
-        architecture=checkpoint.architecture.name,
-        checkpoint_sha256=checkpoint.sha256(),
-        recipe=content,
-        recipe_sha256=digest.sha256_json(content),
-        precision=recipe.precision,
-        kv_cache_precision=recipe.kv_cache_precision,
-        max_batch_size=recipe.max_batch_size,
-        max_num_tokens=recipe.max_num_tokens,
-        max_seq_len=recipe.max_seq_len or checkpoint.architecture.max_positions,
-        kv_cache_tokens=recipe.kv_cache_tokens,
-        vocab_size=checkpoint.architecture.vocab_size,
-        eos_token_ids=checkpoint.eos_token_ids,
-        bos_token_id=checkpoint.bos_token_id,
-        pad_token_id=checkpoint.pad_token_id,
-        tokenizer_sha256=digest.sha256_file(checkpoint.folder / "tokenizer.json"),
-        versions=_versions(),
-        created="",
-        files={},
-    )
-
-
 def _versions() -> dict[str, str]:
-    """What shapes the files. ``builder`` stands for the code itself, which moves between releases."""
-    project = re.search(r'^version = "(.+)"', (layout.ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    sources = {name: digest.sha256_file(layout.ROOT / "build" / name) for name in _BUILDER}
-    return {
-        "trident": project.group(1) if project else "unknown",
-        "builder": digest.sha256_json(sources)[:16],
-        "python": platform.python_version(),
+    """What shapes the files."""
+    return provenance.versions(_BUILDER) | {
         "openvino": metadata.version("openvino"),
         "openvino_genai": metadata.version("openvino-genai"),
     }
@@ -195,15 +167,34 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--precision",
         choices=recipes.PRECISIONS[recipes.CPU],
-        help=f"of the weights (default: the recipe's; with --model, {DEFAULT_PRECISION})",
+        help=f"of a CPU engine's weights (default: the recipe's; with --model, {DEFAULT_PRECISION})",
     )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and do nothing; needs no GPU")
+    parser.add_argument("--accept-quality", metavar="REASON", help="publish it beyond its quality budget; recorded")
     options = parser.parse_args(arguments)
     try:
-        build(recipe_for(options.engine, options.model, options.precision), layout.ENGINES, _say)
+        recipe = recipe_for(options.engine, options.model, options.precision)
+        if options.dry_run:
+            return _plan(recipe)
+        if recipe.kind == recipes.CPU:
+            build(recipe, layout.ENGINES, _say, options.accept_quality)
+        else:
+            import gpu_engine  # a CPU engine that is up to date is found to be so without all the stages need
+
+            gpu_engine.build(recipe, _say, options.accept_quality)
     except TridentError as error:
         print(f"build-engine: {error}", file=sys.stderr)
-        return 1
+        return STATUS.get(type(error).__name__, 1)
     return 0
+
+
+def _plan(recipe: Recipe) -> int:
+    import plan as plans
+    import shape as shapes
+
+    made = plans.make(recipe, shapes.find(recipe.model))
+    print(plans.as_text(made), end="")
+    return STATUS["Refused"] if made.refused else 0
 
 
 def _say(line: str) -> None:

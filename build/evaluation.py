@@ -3,25 +3,38 @@
 Reference: the checkpoint's weights in f32 arithmetic (``decoder.py``). Text: modules of the CPython library that the
 demo model never saw. Beside the averages, both continue a prompt for at most ten seconds. ``evaluate`` returns plain
 JSON, the ``evaluation`` of ``contract/manifest.py``.
+
+    python build/evaluation.py --engine llama-3.1-8b-fp8-hopper
+
+measures the quantised checkpoint of a GPU recipe in simulated numerics and writes engines/<engine>/evaluation.json.
+Exit status 1 when it is beyond its budget and no --accept-quality says why that is acceptable.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 import decoder
+import layout
 import quality
+import recipe as recipes
 import sanity
 from architecture import Architecture
 from calibration import CPYTHON, open_tokenizer
-from checkpoint import Checkpoint
-from contract.errors import InvalidArgument
-from recipe import DEFAULT_QUALITY, QualityBudget
+from checkpoint import Checkpoint, open_checkpoint
+from contract.errors import InvalidArgument, TridentError
+from recipe import DEFAULT_QUALITY, QualityBudget, Recipe
+from shape import local_folder
 
 BLOCK_TOKENS = 256
 MOST_BLOCKS, FEWEST_BLOCKS = 8, 2
@@ -29,7 +42,7 @@ REFERENCE_FLOPS = 8e12  # two minutes of a laptop's numpy: how much text a large
 KEPT_PARAMETERS = 250_000_000  # a model up to this size stays in memory between the tokens of the sanity prompt
 PROGRESS_S = 2.0
 # For a model that predicts the text worse than chance (random weights): which of its equally unlikely tokens comes
-# first is noise that any rounding changes, so only damage counts. Its 4-bit engines have KL up to 0.5 and agree at 40 %.
+# first is noise that any rounding changes, so only damage counts. Its 4-bit engines have KL to 0.5 and agree at 40 %.
 NOISE_BUDGET = QualityBudget(perplexity_ratio=2.0, top1_agreement=0.2, kl=1.0)
 
 Say = Callable[[str], None]
@@ -159,3 +172,38 @@ def _spoken(checkpoint: Checkpoint, speaker: Speaker, longest: int | None) -> sa
     prompt = encode(sanity.PROMPT)[: max(1, room - 1)]
     most = min(32, room - len(prompt))
     return sanity.speak(speaker.next_logits, prompt, max_tokens=most, eos_token_ids=checkpoint.eos_token_ids)
+
+
+def evaluate_checkpoint(recipe: Recipe, say: Say, accept: str | None = None) -> Path:
+    """Measures ``engines/<recipe.name>/checkpoint``; the path of evaluation.json. Raises what ``evaluate`` raises."""
+    model = local_folder(recipe.model) or layout.fetched_model(recipe.model)
+    opened = open_checkpoint(model)
+    candidate = quality.open_candidate(recipe.name, layout.checkpoint(recipe.name))
+    engine = Simulated.of(candidate.decoder, opened.architecture.vocab_size, recipe.name, say)
+    scores = evaluate(recipe.name, opened, engine, recipe.quality, say, longest=recipe.max_seq_len, accept=accept)
+    path = layout.evaluation(recipe.name)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", required=True, help="name of a GPU recipe in build/recipes")
+    parser.add_argument("--accept-quality", metavar="REASON", help="accept it beyond its budget; recorded")
+    options = parser.parse_args(arguments)
+    try:
+        recipe = recipes.load(layout.RECIPES / f"{options.engine}.toml")
+        if recipe.kind == recipes.CPU:
+            raise InvalidArgument("engine", f"{recipe.name} is of kind 'cpu', which is verified while it is built")
+        path = evaluate_checkpoint(recipe, lambda line: print(line, flush=True), options.accept_quality)
+    except TridentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"scores in {layout.relative(path)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -35,6 +35,16 @@ def compiled(engine: str) -> Path:
     return ENGINES / engine / "engine"
 
 
+def evaluation(engine: str) -> Path:
+    """What the quality gate measured on the quantised checkpoint, until the manifest holds it."""
+    return ENGINES / engine / "evaluation.json"
+
+
+def built_on(engine: str) -> Path:
+    """GPU, driver and libraries of the machine that compiled the engine (``server/machine.py``'s JSON)."""
+    return ENGINES / engine / "built_on.json"
+
+
 def logs(engine: str) -> Path:
     return ENGINES / engine / "logs"
 

@@ -1,36 +1,50 @@
-"""Package: the Triton model configuration of a compiled TensorRT-LLM engine, ``engine/configs/<engine>.pbtxt``.
+"""Package: what Triton and the server need of an engine: its configurations, tokenizer files and manifest.
+
+``engine/configs/<engine>.pbtxt`` is written for the recipe; a compiled engine sends bare ids, so ``ensemble`` and
+``detokenizer`` get the variants of ``build/trtllm/`` under the same name. An engine of kind llmapi speaks in band like
+the CPU engine, and its configuration is the CPU engine's with another program.
 
     python build/package.py --engine llama-3.1-8b-fp8-hopper
     python build/package.py --engine llama-3.1-8b-fp8-hopper --print
 
 Tensors are those of ``contract.tensors`` that the C++ backend has; how it wants them (reshaped scalars, ragged rows)
 comes from ``build/trtllm/triton_contract_1.x.json``. The text is parsed by Triton's own protobuf before it is written.
-``--print`` needs no compiled engine. Exit status 2 where recipe, engine or configuration is not in order.
+``--print`` prints the engine's configuration and needs no engine. Exit status 2 where recipe, engine or configuration
+is not in order.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
 import textwrap
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
 
 import commands
+import digest
 import layout
+import provenance
 import recipe as recipes
 import shape as shapes
 from case import Case
+from checkpoint import TOKENIZER_FILES, Checkpoint, open_checkpoint
 from compile_trtllm import check_engine
 from contract import tensors
 from contract.errors import EngineFailed, InvalidArgument, TridentError
+from contract.manifest import FILE_NAME
 from contract.tensors import Tensor
-from recipe import TRTLLM, Recipe
+from recipe import CPU, LLMAPI, TRTLLM, TRTLLM_VERSION, Recipe
+from shape import Shape
 from verdict import judge, refused
 
+BARE_ENGINE_STEPS = ("ensemble", "detokenizer")  # their variants around an engine that sends bare ids
+SOURCES = ("package.py", "compile_trtllm.py", "commands.py", "quantize.py")
 CONTRACT = layout.OPTION_TABLES / "triton_contract_1.x.json"
 PBTXT_TYPE = {"BYTES": "TYPE_STRING"}  # every other KServe name is the pbtxt's after TYPE_
 LOGITS_TYPE = "TYPE_FP32"  # what the engine is built with: --logits_dtype float32 (R24)
@@ -117,11 +131,11 @@ def _drafting(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
 
 
 def render(recipe: Recipe) -> str:
-    """The whole configuration file. Raises InvalidArgument for a recipe that has no compiled engine to serve."""
-    if recipe.kind != TRTLLM:
-        raise InvalidArgument(
-            "engine", f"{recipe.name} is of kind {recipe.kind!r}; only {TRTLLM!r} engines are packaged here"
-        )
+    """The engine's whole configuration file. Raises InvalidArgument for a CPU recipe, which needs none."""
+    if recipe.kind == CPU:
+        raise InvalidArgument("engine", f"{recipe.name} is of kind {recipe.kind!r}; engine/config.pbtxt is its own")
+    if recipe.kind == LLMAPI:
+        return _render_llmapi(recipe)
     head = textwrap.dedent(f"""\
         # Token ids -> token ids on {recipe.gpu} (SM {recipe.sm}), by the TensorRT-LLM engine {recipe.name}.
         # Written by build/package.py from the recipe of that name; chosen by --model-config-name.
@@ -179,15 +193,91 @@ def _tensor(theirs: dict, ours: Tensor | None) -> tuple[str, str]:
     return f"{{ {entry} }}", f"[{wire}]"
 
 
+def _render_llmapi(recipe: Recipe) -> str:
+    """The CPU engine's configuration, so the same tensors, with another program behind it."""
+    text = (layout.MODEL_REPOSITORY / "engine" / "config.pbtxt").read_text(encoding="utf-8")
+    body = text[text.index("name: ") :]
+    program = 'backend: "python"\ndefault_model_filename: "llmapi.py"'
+    assert body.count('backend: "python"') == 1
+    head = textwrap.dedent(f"""\
+        # Token ids -> token ids on {recipe.gpu} (SM {recipe.sm}), by TensorRT-LLM's LLM API: {recipe.name}.
+        # Written by build/package.py from the recipe of that name; chosen by --model-config-name.
+        """)
+    return head + body.replace('backend: "python"', program)
+
+
+def package(recipe: Recipe, shape: Shape, model: Checkpoint, repository: Path | None = None) -> list[Path]:
+    """Writes configurations, tokenizer files and, last, the manifest; the files in the engine's folder.
+
+    Raises EngineFailed where what is packaged is missing, not the recipe's, or was not verified.
+    """
+    folder = layout.ENGINES / recipe.name
+    evaluation = _evaluation(recipe)
+    write(recipe, repository or layout.MODEL_REPOSITORY)
+    if recipe.kind == TRTLLM:
+        write_steps(recipe, repository or layout.MODEL_REPOSITORY)
+    model.copy_side_files(folder)
+    built = layout.compiled(recipe.name) if recipe.kind == TRTLLM else layout.checkpoint(recipe.name)
+    beside = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+    files = [path for name in beside if (path := folder / name).is_file()]
+    served = [*files, *(path for path in sorted(built.rglob("*")) if path.is_file())]
+    manifest = dataclasses.replace(
+        provenance.manifest(recipe, model, _versions(recipe)),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        max_num_tokens=commands.max_num_tokens(recipe),
+        files={str(path.relative_to(folder)): digest.sha256_file(path) for path in served},
+        evaluation=evaluation,
+    )
+    manifest.save(folder)
+    return [*files, folder / FILE_NAME]
+
+
+def _evaluation(recipe: Recipe) -> dict:
+    path = layout.evaluation(recipe.name)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        verify = commands.line(commands.verify(recipe))
+        raise EngineFailed(f"{recipe.name} has not been verified ({exc}); run `{verify}` first") from exc
+
+
+def _versions(recipe: Recipe) -> dict[str, str]:
+    """Of everything that shaped the files: this project, what quantised, what compiled and where."""
+    found = provenance.versions(SOURCES)
+    report = _json(layout.checkpoint(recipe.name) / "quantization_report.json")
+    found |= {str(name): str(version) for name, version in dict(report.get("versions", {})).items()}
+    machine = _json(layout.built_on(recipe.name)) if recipe.kind == TRTLLM else {}
+    found |= {name: machine[name] for name in ("driver", "tensorrt", "cuda") if machine.get(name)}
+    return found | {"tensorrt_llm": machine.get("tensorrt_llm") or TRTLLM_VERSION}
+
+
+def _json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # NVIDIA's own quantize.py leaves no report
+    return value if isinstance(value, dict) else {}
+
+
 def write(recipe: Recipe, repository: Path = layout.MODEL_REPOSITORY) -> Path:
-    """Writes the configuration of a compiled engine, whole or not at all; the path of the file.
+    """Writes the engine's configuration, whole or not at all; the path of the file.
 
     Raises EngineFailed when the compiled engine is missing or not the recipe's.
     """
-    check_engine(recipe)
-    text = render(recipe)
+    if recipe.kind == TRTLLM:
+        check_engine(recipe)
+    return _write_config(repository, "engine", recipe.name, render(recipe))
+
+
+def write_steps(recipe: Recipe, repository: Path = layout.MODEL_REPOSITORY) -> list[Path]:
+    """Writes the ensemble's and the detokenizer's variants around a compiled engine, under the engine's name."""
+    texts = {step: (layout.OPTION_TABLES / f"{step}.pbtxt").read_text(encoding="utf-8") for step in BARE_ENGINE_STEPS}
+    return [_write_config(repository, step, recipe.name, text) for step, text in texts.items()]
+
+
+def _write_config(repository: Path, model: str, engine: str, text: str) -> Path:
     parse(text)
-    path = repository / "engine" / "configs" / f"{recipe.name}.pbtxt"
+    path = repository / model / "configs" / f"{engine}.pbtxt"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
@@ -216,8 +306,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         recipe = recipes.load(options.recipe or layout.RECIPES / f"{options.engine}.toml")
-        if recipe.kind == TRTLLM:
-            findings = judge(Case(recipe, shapes.find(recipe.model)))
+        shape = shapes.find(recipe.model)
+        if recipe.kind != CPU:
+            findings = judge(Case(recipe, shape))
             if refused(findings):
                 raise InvalidArgument(
                     "engine", f"{recipe.name} is refused by {findings[0].rule}: {findings[0].message}"
@@ -227,7 +318,10 @@ def main(arguments: list[str] | None = None) -> int:
             parse(text)
             sys.stdout.write(text)
         else:
-            print(f"wrote {layout.relative(write(recipe, options.model_repository))}")
+            render(recipe)
+            model = shapes.local_folder(recipe.model) or layout.fetched_model(recipe.model)
+            for path in package(recipe, shape, open_checkpoint(model), options.model_repository):
+                print(f"wrote {layout.relative(path)}")
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -232,7 +232,9 @@ def max_input_len_is_ignored(case: Case) -> str | None:
 
 @RULES.rule("R19", REFUSE)
 def quantize_needs_cuda(case: Case) -> str | None:
-    if not case.quantizes or (case.recipe.quantize.get("device") != "cpu" and case.gpus_here != 0):
+    if not case.quantizes or commands.calibrates_here(case.recipe, case.shape):
+        return None
+    if case.recipe.quantize.get("device") != "cpu" and case.gpus_here != 0:
         return None
     by_hand = commands.line(commands.checkpoint_on_cpu(case.recipe))
     return (
@@ -253,6 +255,9 @@ def calibration_data_must_load(case: Case) -> str | None:
     if not case.quantizes:
         return None
     name = case.recipe.calibration.dataset
+    if commands.calibrates_here(case.recipe, case.shape):
+        problem = commands.problem_on_cpu(case.recipe)
+        return f"calibration.dataset {name!r} is read by build/quantize.py only, which {problem}" if problem else None
     folder, column = local_folder(name), "article" if "cnn_dailymail" in name else "text"
     if folder is None:
         if "cnn_dailymail" in name:

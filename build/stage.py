@@ -11,6 +11,7 @@ import commands
 import hardware
 import layout
 import memory
+from evaluation import BLOCK_TOKENS, block_count
 from recipe import CPU, LLMAPI, Recipe
 from shape import Shape
 
@@ -19,6 +20,7 @@ IMAGE_GB = 14.2  # compressed size of the 26.04 to 26.07 images
 DOWNLOAD_BYTES_S = 100e6
 DISK_BYTES_S = 500e6
 FLOPS_SHARE = 0.3  # of a card's dense bf16 peak, in a calibration pass
+CPU_FLOPS = 50e9  # two cores of a laptop, in numpy or torch
 AWQ_PASSES = 12  # one to measure, eleven scales tried per layer
 CPU_PARAMETERS_S = 40e6  # parameters read, quantised and written per second and core
 
@@ -42,13 +44,17 @@ class Stage:
 
 
 def stages(recipe: Recipe, shape: Shape) -> list[Stage]:
-    """In order: fetch, quantise or convert, compile, package, verify; a kind leaves out what it does not need."""
+    """In order: fetch, quantise or convert, verify, compile, package; a kind leaves out what it does not need.
+
+    Verify comes before compile: what it measures is the quantised checkpoint, and nothing beyond its budget is worth a
+    GPU's time. A CPU engine is verified inside its one command.
+    """
     fetch = [_fetch(recipe, shape)] if commands.fetch(recipe) else []
     if recipe.kind == CPU:
         return [*fetch, _compile_cpu(recipe, shape)]
     if recipe.kind == LLMAPI:
-        return [*fetch, _export(recipe, shape)]
-    return [*fetch, _checkpoint(recipe, shape), _compile(recipe, shape), _package(recipe), _verify(recipe, shape)]
+        return [*fetch, _export(recipe, shape), _verify(recipe, shape), _package(recipe)]
+    return [*fetch, _checkpoint(recipe, shape), _verify(recipe, shape), _compile(recipe, shape), _package(recipe)]
 
 
 def image_stage(recipe: Recipe) -> Stage:
@@ -75,11 +81,12 @@ def _checkpoint(recipe: Recipe, shape: Shape) -> Stage:
     seconds, basis = _calibration_s(recipe, shape) if calibrated else (0.0, "no calibration")
     seconds += (2 * shape.architecture.num_parameters() + size) / DISK_BYTES_S
     basis += f"; read and write at {DISK_BYTES_S / 1e6:g} MB/s"
-    on_cpu = calibrated and recipe.pp == 1 and recipe.precision != "nvfp4"
+    own = commands.calibrates_here(recipe, shape)
+    on_cpu = not own and commands.problem_on_cpu(recipe) is None
     return Stage(
         "quantise" if calibrated else "convert",
-        CONTAINER,
-        True,
+        HERE if own else CONTAINER,
+        not own,
         tuple(commands.checkpoint(recipe, shape)),
         f"{layout.relative(layout.checkpoint(recipe.name))}/: config.json, {_ranks(recipe, 'safetensors')}",
         size,
@@ -90,6 +97,8 @@ def _checkpoint(recipe: Recipe, shape: Shape) -> Stage:
 
 
 def _calibration_s(recipe: Recipe, shape: Shape) -> tuple[float, str]:
+    if commands.calibrates_here(recipe, shape):
+        return _calibration_on_cpu_s(recipe, shape)
     card, passes = hardware.find(str(recipe.gpu)), AWQ_PASSES if "awq" in recipe.precision else 1
     texts, length = commands.calibration_size(recipe), recipe.calibration.max_seq_length
     flops = 2.0 * shape.architecture.num_parameters() * texts * length * passes
@@ -97,6 +106,13 @@ def _calibration_s(recipe: Recipe, shape: Shape) -> tuple[float, str]:
         f"{passes} x 2 x parameters x {texts} texts x {length} tokens at {FLOPS_SHARE:.0%} of {card.tflops:g} TFLOP/s"
     )
     return flops / (FLOPS_SHARE * card.tflops * 1e12), words
+
+
+def _calibration_on_cpu_s(recipe: Recipe, shape: Shape) -> tuple[float, str]:
+    passes = AWQ_PASSES if "awq" in recipe.precision else 1
+    tokens = commands.calibration_size(recipe) * recipe.calibration.max_seq_length
+    seconds = 15 + 2.0 * shape.architecture.num_parameters() * tokens * passes / CPU_FLOPS
+    return seconds, f"15 s to import torch, {passes} x 2 x parameters x {tokens} tokens at {CPU_FLOPS / 1e9:g} GFLOP/s"
 
 
 def _compile(recipe: Recipe, shape: Shape) -> Stage:
@@ -125,22 +141,24 @@ def _export(recipe: Recipe, shape: Shape) -> Stage:
     seconds += (2 * shape.architecture.num_parameters() + size) / DISK_BYTES_S
     writes = f"{layout.relative(layout.checkpoint(recipe.name))}/: a Hugging Face checkpoint with hf_quant_config.json"
     argv = tuple(commands.checkpoint_on_cpu(recipe))  # ModelOpt takes the GPU where there is one
-    return Stage("quantise", CONTAINER, recipe.precision != "bf16", argv, writes, size, seconds, basis)
+    return Stage("quantise", HERE, False, argv, writes, size, seconds, basis)
 
 
 def _package(recipe: Recipe) -> Stage:
-    writes = f"model_repository/engine/configs/{recipe.name}.pbtxt"
-    return Stage("package", HERE, False, tuple(commands.package(recipe)), writes, 16_000, 1, "one small text file")
+    also = ", the ensemble's and detokenizer's" if recipe.kind != LLMAPI else ""
+    writes = f"model_repository/engine/configs/{recipe.name}.pbtxt{also}; tokenizer and manifest"
+    return Stage("package", HERE, False, tuple(commands.package(recipe)), writes, 16_000, 1, "small text files")
 
 
 def _verify(recipe: Recipe, shape: Shape) -> Stage:
     q = recipe.quality
     writes = (
-        f"scores beside the engine; refused beyond perplexity x {q.perplexity_ratio:g}, "
+        f"{layout.relative(layout.evaluation(recipe.name))}; refused beyond perplexity x {q.perplexity_ratio:g}, "
         f"top-1 agreement below {q.top1_agreement:g} or KL above {q.kl:g} nats"
     )
-    seconds = 10 + 2 * 2.0 * shape.architecture.num_parameters() * 16 * 256 / 50e9
-    basis = "two models x 2 x parameters x 16 x 256 tokens at 50 GFLOP/s on a CPU, and a sanity prompt of ten seconds"
+    tokens = block_count(shape.architecture) * BLOCK_TOKENS
+    seconds = 20 + 2 * 2.0 * shape.architecture.num_parameters() * tokens / CPU_FLOPS
+    basis = f"two models x 2 x parameters x {tokens} tokens at {CPU_FLOPS / 1e9:g} GFLOP/s, and a sanity prompt each"
     return Stage("verify", HERE, False, tuple(commands.verify(recipe)), writes, 10_000, seconds, basis)
 
 

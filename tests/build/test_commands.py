@@ -11,7 +11,11 @@ import recipe as recipes
 import shape as shapes
 from recipe import CPU, TRTLLM, load
 
-SHIPPED = [r for path in sorted(layout.RECIPES.glob("*.toml")) if (r := load(path)).kind == TRTLLM]
+SHIPPED = [
+    r
+    for path in sorted(layout.RECIPES.glob("*.toml"))
+    if (r := load(path)).kind == TRTLLM and not commands.calibrates_here(r, shapes.find(r.model))
+]
 
 
 def built(recipe: recipes.Recipe):
@@ -170,3 +174,13 @@ def test_enroot_imports_the_same_image():
 
 def test_no_cpu_recipe_has_an_image_line():
     assert all(load(path).gpu is None for path in layout.RECIPES.glob("*.toml") if load(path).kind == CPU)
+
+
+@pytest.mark.parametrize("name", ["demo-fp8", "demo-int4-awq"])
+def test_what_calibrates_on_the_standard_library_is_our_own_stages_work(name):
+    recipe = load(layout.RECIPES / f"{name}.toml")
+    argv = commands.checkpoint(recipe, shapes.find(recipe.model))
+    assert argv == commands.checkpoint_on_cpu(recipe) and argv[:2] == ["python", "build/quantize.py"]
+    asked = parse(["python3", "/app/examples/quantization/quantize.py", *argv[2:]])  # in that script's own words
+    assert (asked.qformat, asked.calib_dataset, asked.tp_size) == (recipe.precision, "cpython", recipe.tp)
+    built(recipe)

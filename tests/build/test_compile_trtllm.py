@@ -56,7 +56,7 @@ def test_without_a_gpu_it_says_in_one_sentence_what_to_run_where(bare):
     said = str(caught.value)
     assert "this machine has none" in said and "\n" not in said
     assert (
-        "`python build/compile_trtllm.py --engine engine-under-test` on a machine with 4 x h100 (SM 90)" in said
+        "`python build/engine.py --engine engine-under-test` on a machine with 4 x h100 (SM 90)" in said
         and IMAGE in said
     )
     assert not layout.ENGINES.exists()
@@ -181,7 +181,7 @@ def test_an_engine_of_other_limits_is_refused(ready):
 
 def test_a_broken_engine_folder_is_refused(bare):
     folder = layout.compiled("engine-under-test")
-    with pytest.raises(EngineFailed, match="holds no compiled engine: run `python build/compile"):
+    with pytest.raises(EngineFailed, match="holds no compiled engine: run `python build/engine"):
         check_engine(make())
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")

@@ -65,8 +65,17 @@ def test_the_configuration_of_every_accepted_recipe_parses_and_keeps_the_contrac
     check(drawn.recipe)
 
 
+def described(tensor) -> tuple:
+    return tensor.name, tensor.data_type, tuple(tensor.dims), getattr(tensor, "optional", False)
+
+
 def test_the_signature_is_the_cpu_engines_without_what_is_ours():
-    config = parsed(make())
+    config, cpu = parsed(make()), ModelConfig()
+    text_format.Parse((layout.MODEL_REPOSITORY / "engine" / "config.pbtxt").read_text(), cpu)
+    ours = {t.name for t in (*tensors.ENGINE_INPUTS, *tensors.ENGINE_OUTPUTS) if t.ours}
+    for side in ("input", "output"):
+        theirs = {described(t) for t in getattr(config, side)}
+        assert theirs == {described(t) for t in getattr(cpu, side) if t.name not in ours}
     assert [t.name for t in config.input] == [t.name for t in tensors.ENGINE_INPUTS if not t.ours]
     assert [t.name for t in config.output] == [t.name for t in tensors.ENGINE_OUTPUTS if not t.ours]
     required = {t.name for t in config.input if not t.optional}
@@ -147,11 +156,18 @@ def test_quotes_in_a_value_do_not_break_the_file():
     assert parameters(make(speculative_decoding=spec))["medusa_choices"] == 'a "quoted" \\ choice'
 
 
-@pytest.mark.parametrize("kind", ["cpu", "llmapi"])
-def test_other_kinds_are_refused(kind):
-    recipe = make(kind="llmapi") if kind == "llmapi" else recipes.load(layout.RECIPES / "demo.toml")
-    with pytest.raises(InvalidArgument, match=f"is of kind '{kind}'"):
-        package.render(recipe)
+def test_a_cpu_recipe_needs_no_configuration_of_its_own():
+    with pytest.raises(InvalidArgument, match="is of kind 'cpu'; engine/config.pbtxt is its own"):
+        package.render(recipes.load(layout.RECIPES / "demo.toml"))
+
+
+def test_the_llm_apis_configuration_is_the_cpu_engines_with_another_program():
+    llmapi, cpu = parsed(recipes.load(layout.RECIPES / "qwen3-8b-fp8-llmapi.toml")), ModelConfig()
+    text_format.Parse((layout.MODEL_REPOSITORY / "engine" / "config.pbtxt").read_text(), cpu)
+    assert (llmapi.backend, llmapi.default_model_filename) == ("python", "llmapi.py")
+    assert (layout.MODEL_REPOSITORY / "engine" / "1" / llmapi.default_model_filename).is_file()
+    llmapi.default_model_filename = ""
+    assert llmapi == cpu
 
 
 @pytest.fixture
@@ -184,7 +200,7 @@ def test_packaging_twice_leaves_the_same_file(compiled):
 
 def test_without_a_compiled_engine_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(layout, "ENGINES", tmp_path / "engines")
-    with pytest.raises(EngineFailed, match="holds no compiled engine: run `python build/compile"):
+    with pytest.raises(EngineFailed, match="holds no compiled engine: run `python build/engine"):
         package.write(make(), tmp_path / "models")
     assert not (tmp_path / "models").exists()
 

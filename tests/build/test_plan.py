@@ -44,7 +44,7 @@ def test_every_shipped_recipe_has_a_plan_without_a_warning(recipe):
 
 def test_the_stages_come_in_order_and_their_commands_are_accepted_by_the_programs():
     plan = plan_of()
-    assert [s.name for s in plan.stages] == ["image", "fetch", "quantise", "compile", "package", "verify"]
+    assert [s.name for s in plan.stages] == ["image", "fetch", "quantise", "verify", "compile", "package"]
     by_name = {stage.name: stage for stage in plan.stages}
     assert parse(list(by_name["compile"].argv)).max_batch_size == 64
     assert parse(list(by_name["quantise"].argv)).qformat == "fp8"
@@ -62,14 +62,14 @@ def test_a_local_model_is_not_fetched_and_a_plain_one_is_converted(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     plan = plan_of(model=str(tmp_path), precision="bf16", kv_cache_precision="auto")
-    assert [s.name for s in plan.stages] == ["image", "convert", "compile", "package", "verify"]
+    assert [s.name for s in plan.stages] == ["image", "convert", "verify", "compile", "package"]
     assert str(tmp_path) in plan.stages[1].argv
 
 
 def test_the_llm_api_has_no_engine_to_compile():
     given_llmapi = recipes.parse({**recipe_table("qwen3-8b-fp8-llmapi")}, "x.toml")
     plan = plans.make(given_llmapi, shapes.find(given_llmapi.model))
-    assert [s.name for s in plan.stages] == ["image", "fetch", "quantise"]
+    assert [s.name for s in plan.stages] == ["image", "fetch", "quantise", "verify", "package"]
 
 
 def recipe_table(name: str) -> dict:
@@ -149,7 +149,7 @@ def test_the_program_prints_a_plan_from_anywhere():
 def test_the_program_prints_json():
     document = json.loads(run("--engine", "qwen3-8b-fp8-ada", "--json").stdout)
     assert document["engine"] == "qwen3-8b-fp8-ada" and document["recipe"]["model"] == QWEN3_8B
-    assert [stage["name"] for stage in document["stages"]][-2:] == ["package", "verify"]
+    assert [stage["name"] for stage in document["stages"]][-2:] == ["compile", "package"]
 
 
 def test_the_program_refuses_with_status_2_and_one_sentence(tmp_path):

@@ -215,6 +215,14 @@ def test_r21_only_known_calibration_data_loads(tmp_path):
     assert reason("R21", calibration={"dataset": str(texts)}) is None
 
 
+def test_r21_lets_our_own_stage_read_the_standard_library_where_it_can_quantise():
+    ours = {"dataset": "cpython"}
+    assert reason("R21", calibration=ours) is None and reason("R19", gpus_here=0, calibration=ours) is None
+    assert "splits by tensor only, not over 2 pipeline ranks" in reason("R21", calibration=ours, pp=2)
+    assert "does not make nvfp4" in reason("R21", calibration=ours, precision="nvfp4", gpu="b200")
+    assert "has no option calib_tp_size" in reason("R21", calibration=ours, quantize={"calib_tp_size": 2})
+
+
 @pytest.mark.parametrize(
     ("name", "head", "good"), [("a.csv", "id,text\n", True), ("a.csv", "id,body\n", False), ("a.txt", "x", True)]
 )

@@ -50,10 +50,18 @@ def _program(folder: Path, name: str, source: str) -> None:
     path.chmod(0o755)
 
 
-def driver(folder: Path, cards: list[tuple[str, str, int]]) -> None:
-    """An nvidia-smi that lists ``cards`` as (name, compute capability, MiB)."""
-    rows = "\n".join(f"{name}, {capability}, {mib}, 590.44.01" for name, capability, mib in cards)
-    _program(folder, "nvidia-smi", f"print({rows!r})")
+def driver(folder: Path, cards: list[tuple[str, str, int]], version: str = "590.44.01") -> None:
+    """An nvidia-smi that knows of ``cards``, (name, compute capability, MiB), what it is asked for; half is free."""
+    table = [
+        {"name": name, "compute_cap": cap, "memory.total": mib, "memory.free": mib // 2, "driver_version": version}
+        for name, cap, mib in cards
+    ]
+    source = (
+        "import sys\n"
+        "asked = next(a for a in sys.argv if a.startswith('--query-gpu=')).split('=')[1].split(',')\n"
+        f"for card in {table!r}:\n    print(', '.join(str(card[name]) for name in asked))"
+    )
+    _program(folder, "nvidia-smi", source)
 
 
 def builder(

@@ -1,0 +1,37 @@
+"""Which Python runs which command: torch and ModelOpt have an environment of their own, and serving has neither."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import layout
+from contract.errors import Unavailable
+
+BUILD_PYTHON = layout.ROOT / ".venv-build" / "bin" / "python"
+NEEDS_TORCH = ("build/quantize.py",)
+
+
+def run_by(argv: Sequence[str]) -> list[str]:
+    """``python …`` of a plan as the command line that runs here.
+
+    Raises Unavailable where it needs torch and ModelOpt and there are none.
+    """
+    if argv[0] != "python":
+        return list(argv)
+    return [_shown(build_python() if argv[1] in NEEDS_TORCH else Path(sys.executable)), *argv[1:]]
+
+
+def build_python() -> Path:
+    """The interpreter that has ModelOpt: .venv-build's, or this one where it has it (in the image, for one)."""
+    if BUILD_PYTHON.exists():
+        return BUILD_PYTHON
+    if importlib.util.find_spec("modelopt") is not None:
+        return Path(sys.executable)
+    raise Unavailable("quantising needs torch and ModelOpt in an environment of their own: run `make setup-build` once")
+
+
+def _shown(python: Path) -> str:
+    return str(layout.relative(python))

@@ -1,0 +1,184 @@
+"""The engine of a GPU recipe, stage by stage: fetch, quantise, verify, compile, package.
+
+Every stage that finished leaves a record (``stage_record.py``) and is not run again while nothing it is made from has
+changed; so a build goes on after a kill, and on the GPU machine with what was made elsewhere. The command of each is
+printed before it runs, and its output kept in ``engines/<engine>/logs/<stage>.log``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import commands
+import compile_trtllm
+import container
+import digest
+import engine_folder
+import environment
+import layout
+import package
+import plan as plans
+import shape as shapes
+from checkpoint import Checkpoint, open_checkpoint
+from contract.errors import EngineFailed, InvalidArgument, Unavailable
+from fetch import fetch
+from hardware import present
+from recipe import Recipe
+from stage import CONTAINER, Stage
+from stage_record import StageRecords
+
+Say = Callable[[str], None]
+
+# The sources that decide what a stage leaves. A change in one makes the stage run again.
+SOURCES = {
+    "quantise": ("quantize.py", "quantization.py", "exporters.py", "calibration.py"),
+    "verify": ("evaluation.py", "quality.py", "sanity.py", "decoder.py", "quantised_linear.py", "numerics.py"),
+    "compile": (),
+    "package": ("package.py", "trtllm/ensemble.pbtxt", "trtllm/detokenizer.pbtxt"),
+}
+SOURCES["convert"] = SOURCES["quantise"]
+
+
+class Refused(InvalidArgument):
+    """The rules refuse the recipe; the message names the rule and the nearest recipe that works."""
+
+
+def build(recipe: Recipe, say: Say, accept: str | None = None) -> Path:
+    """The engine's folder, every stage done. ``accept``: why an engine beyond its quality budget is packaged.
+
+    Raises Refused for a recipe the rules refuse, WrongMachine or Unavailable where a stage cannot run on this
+    machine (what is finished stays finished), EngineFailed where a program failed: always one sentence.
+    """
+    folder = layout.ENGINES / recipe.name
+    layout.ENGINES.mkdir(parents=True, exist_ok=True)
+    with engine_folder.only_builder(folder, say):
+        return _Build(recipe, folder, say, accept).run()
+
+
+class _Build:
+    def __init__(self, recipe: Recipe, folder: Path, say: Say, accept: str | None) -> None:
+        self._recipe, self._folder, self._say, self._accept = recipe, folder, say, accept
+        self._records = StageRecords(folder)
+        self._ran = 0
+
+    def run(self) -> Path:
+        recipe = self._recipe
+        model = self._fetch()
+        plan = plans.make(recipe, shapes.find(recipe.model))
+        if plan.refused:
+            first = plan.findings[0]
+            raise Refused("engine", f"{recipe.name} is refused by {first.rule}: {first.message}")
+        for finding in plan.findings:
+            self._say(f"{plans.ATTENTION[finding.severity.value]} {finding.rule}: {finding.message}")
+        run = {
+            "quantise": self._quantise,
+            "convert": self._quantise,
+            "verify": self._verify,
+            "compile": self._compile,
+            "package": lambda stage: package.package(recipe, plan.shape, model),
+        }
+        made = {"fetch": model.sha256()}
+        for stage in plan.stages:
+            if stage.name not in run:
+                continue  # the image is pulled by the container runtime, the model is fetched
+            # Another budget is verified again, and nothing is compiled again for it.
+            inputs = {name: sha for name, sha in made.items() if name != "verify" or stage.name == "package"}
+            made[stage.name] = self._stage(stage, digest.sha256_json(inputs), run[stage.name])
+        done = "is ready" if self._ran else "is up to date"
+        self._say(f"{layout.relative(self._folder)} {done} ({recipe.precision} from {recipe.model})")
+        return self._folder
+
+    def _fetch(self) -> Checkpoint:
+        argv = commands.fetch(self._recipe)
+        if argv is None:
+            return open_checkpoint(fetch(self._recipe.model))
+        self._say(f"fetch: $ {commands.line(argv)}")
+        into = layout.fetched_model(self._recipe.model)
+        return open_checkpoint(fetch(self._recipe.model, self._recipe.revision, into))
+
+    def _stage(self, stage: Stage, inputs: str, run: Callable[[Stage], Sequence[Path]]) -> str:
+        """Runs the stage unless it is done; the digest of what it made and of what that was made from.
+
+        inputs: a digest of what the stages it builds on made.
+        """
+        key = digest.sha256_json([inputs, list(stage.argv), self._sources(stage.name)])
+        problem = self._records.problem(stage.name, key)
+        if problem is None:
+            self._say(f"{stage.name}: done before")
+        else:
+            started_s = time.monotonic()
+            self._say(f"{stage.name}: {problem}")
+            self._records.forget(stage.name)
+            (self._folder / "manifest.json").unlink(missing_ok=True)  # half-built: not to be served
+            self._records.write(stage.name, key, run(stage))
+            self._ran += 1
+            self._say(f"{stage.name}: done in {time.monotonic() - started_s:.1f} s")
+        return self._records.digest(stage.name)
+
+    def _sources(self, stage: str) -> dict[str, str]:
+        found = {name: digest.sha256_file(layout.ROOT / "build" / name) for name in SOURCES[stage]}
+        recipe = self._recipe
+        if stage in ("quantise", "convert") and (texts := shapes.local_folder(recipe.calibration.dataset)):
+            found["texts"] = digest.sha256_json({str(p): digest.sha256_file(p) for p in sorted(texts.rglob("*.*"))})
+        if stage == "verify":
+            found["budget"] = repr(recipe.quality)
+        if stage in ("compile", "package"):
+            found["image"] = recipe.image
+        if stage == "package":
+            found["recipe"] = hashlib.sha256(repr(recipe).encode()).hexdigest()
+        return found
+
+    def _quantise(self, stage: Stage) -> list[Path]:
+        output = layout.checkpoint(self._recipe.name)
+        lines = self._quantise_lines(stage)
+        shutil.rmtree(output, ignore_errors=True)
+        self._execute(stage, lines)
+        return [output]
+
+    def _quantise_lines(self, stage: Stage) -> list[list[str]]:
+        """In the container where this machine could compile too, else by our own stage where it can."""
+        if stage.where != CONTAINER:
+            return [environment.run_by(stage.argv)]
+        runtime = container.runtime() if any(card.sm == self._recipe.sm for card in present()) else None
+        if runtime is not None:
+            return container.entered(stage.argv, self._recipe, runtime)
+        if stage.instead:
+            return [environment.run_by(stage.instead)]
+        problem = commands.problem_on_cpu(self._recipe)
+        raise Unavailable(
+            f"{stage.name} needs a GPU of SM {self._recipe.sm} and the image {self._recipe.image}, because "
+            f"build/quantize.py {problem}: run `{commands.line(commands.build_engine(self._recipe))}` on such a machine"
+        )
+
+    def _verify(self, stage: Stage) -> list[Path]:
+        accepted = () if self._accept is None else ("--accept-quality", self._accept)
+        self._execute(stage, [environment.run_by((*stage.argv, *accepted))])
+        return [layout.evaluation(self._recipe.name)]
+
+    def _compile(self, stage: Stage) -> list[Path]:
+        output, built_on = layout.compiled(self._recipe.name), layout.built_on(self._recipe.name)
+        shape = shapes.find(self._recipe.model)
+        runtime = compile_trtllm.check_machine(self._recipe)
+        shutil.rmtree(output, ignore_errors=True)
+        compile_trtllm.compile_trtllm(self._recipe, shape)
+        lines = container.entered(["python3", "server/machine.py"], self._recipe, runtime)
+        built_on.write_text(container.output(lines[-1], self._recipe, 300).strip().splitlines()[-1] + "\n")
+        return [output, built_on]
+
+    def _execute(self, stage: Stage, lines: Sequence[Sequence[str]]) -> None:
+        log = layout.logs(self._recipe.name) / f"{stage.name}.log"
+        for line in lines:
+            if (status := container.run(line, self._recipe, log)) != 0:
+                raise EngineFailed(_failure(stage.name, status, log))
+
+
+def _failure(stage: str, status: int, log: Path) -> str:
+    """The program's own last sentence where it gave one."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    said = next((line.partition("error: ")[2] for line in reversed(lines[-5:]) if line.startswith("error: ")), "")
+    where = f"its output is in {layout.relative(log)}"
+    return f"{stage} ended with status {status}: {said} ({where})" if said else f"{stage} ended with {status}; {where}"
