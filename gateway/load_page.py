@@ -1,0 +1,38 @@
+"""What a replica's metrics page says of its load, in the families TensorRT-LLM's backend names (docs/metrics.md)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+_REQUESTS = "nv_trt_llm_request_metrics"
+_KV_CACHE = "nv_trt_llm_kv_cache_block_metrics"
+
+
+@dataclass(frozen=True)
+class PageLoad:
+    """running, waiting, max_running: requests. kv_usage: fraction of the KV blocks in use."""
+
+    running: int = 0
+    waiting: int = 0
+    max_running: int = 1
+    kv_usage: float = 0.0
+
+
+def read(page: str) -> PageLoad:
+    """The load in the page; zeros where it says nothing. Raises ValueError for a page that is none."""
+    # The page is large and nearly all of it is about something else: the parser sees the two families only.
+    lines = [line for line in page.splitlines() if line.startswith((_REQUESTS, _KV_CACHE))]
+    values: dict[tuple[str, str], float] = defaultdict(float)
+    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+        for sample in family.samples:
+            kind = sample.labels.get("request_type") or sample.labels.get("kv_cache_block_type") or ""
+            values[sample.name, kind] += sample.value
+    return PageLoad(
+        running=int(values[_REQUESTS, "scheduled"]),
+        waiting=int(values[_REQUESTS, "waiting"]),
+        max_running=max(1, int(values[_REQUESTS, "max"])),
+        kv_usage=min(1.0, values[_KV_CACHE, "fraction"]),
+    )

@@ -1,0 +1,217 @@
+"""What can be set from outside: TRIDENT_GATEWAY_* variables, read once into a frozen dataclass.
+
+| variable TRIDENT_GATEWAY_… | default | meaning |
+|---|---|---|
+| HOST | 127.0.0.1 | address both doors listen on |
+| HTTP_PORT, GRPC_PORT | 9000, 9001 | the OpenAI door and the KServe door; 0 takes a free port |
+| MODEL | demo | the name callers use in `model`; the ensemble's own name is understood too |
+| TRITON_MODEL | ensemble | the model behind it on every replica |
+| REPLICAS | 127.0.0.1:8001 | where they are, see below |
+| POOL_WEIGHTS | | `stable=95,canary=5`: shares of the pools; equal if left out, 0 takes only pinned tenants |
+| METRICS_PORT | 8002 | a replica's metrics page is http://<its host>:<this>/metrics; 0 reads none |
+| METRICS_URLS | | `HOST:PORT=URL,…` for replicas whose page is elsewhere |
+| METRICS_INTERVAL_S | 1 | how often the pages are read |
+| ROUTING | scored | how a replica is picked: scored, or a name of clients/picks.py |
+| SLOW_START_S | 30 | a replica that comes (back) gets its full share after so long |
+| PROBE_INTERVAL_S, PROBE_TIMEOUT_S | 10, 2 | health probes of a replica: out after 3 failures, back after 2 successes |
+| DEEP_PROBES | true | a probe also generates one token |
+| DEEP_PROMPT, DEEP_SHA256 | The | its prompt, and what its token's digest must be (gateway/health.py); empty: any token |
+| BREAKER_FAILURES, BREAKER_OPEN_S | 5, 10 | failures in a row that open a replica's breaker, and for how long at first |
+| MAX_IN_FLIGHT | 1000 | requests at once, the next is refused, unless another admission is plugged in |
+| MAX_BODY_BYTES | 4194304 | of an HTTP request and of a gRPC message |
+| MAX_CHOICES | 16 | `n` times the prompts of one request |
+| DEFAULT_MAX_TOKENS | 256 | where a chat asks for no limit |
+| GUIDED_DECODING | false | the engine can hold its output to a JSON schema |
+| TOKENIZER | | tokenizer.json, to name tokens in `logprobs`; without it they are `token_id:N` |
+| REQUEST_TIMEOUT_S | 600 | longest time from arrival to the last token |
+| IDLE_TIMEOUT_S | 60 | longest silence of an engine between two tokens, or before the first |
+| STALL_TIMEOUT_S | 30 | a reader that takes nothing for so long is cut off |
+| HEARTBEAT_S | 15 | a silent stream says `: keep-alive` so often |
+| HEADER_TIMEOUT_S, BODY_TIMEOUT_S | 10, 30 | a caller that has not sent its headers, its body by then is cut off |
+| DRAIN_S | 30 | how long streams may go on after SIGTERM |
+| LOG_LEVEL | info | debug, info, warning or error |
+| OTLP_ENDPOINT | | spans go there, such as http://127.0.0.1:4318/v1/traces |
+| TLS_CERT, TLS_KEY | | PEM files; set both to serve both doors over TLS |
+
+REPLICAS is one pool, `HOST:PORT,HOST:PORT`, `dns:///NAME:PORT` or `file:///PATH`, or several with names:
+`stable=HOST:PORT,HOST:PORT;canary=dns:///NAME:PORT`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+
+from clients import picks
+from contract.errors import InvalidArgument
+
+PREFIX = "TRIDENT_GATEWAY_"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+SCORED = "scored"
+
+
+def _nothing() -> Mapping:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A valid configuration. Construction raises InvalidArgument that names the variable and what is allowed."""
+
+    host: str = "127.0.0.1"
+    http_port: int = 9000
+    grpc_port: int = 9001
+    model: str = "demo"
+    triton_model: str = "ensemble"
+    replicas: str = "127.0.0.1:8001"
+    pool_weights: Mapping[str, str] = field(default_factory=_nothing)
+    metrics_port: int = 8002
+    metrics_urls: Mapping[str, str] = field(default_factory=_nothing)
+    metrics_interval_s: float = 1.0
+    routing: str = SCORED
+    slow_start_s: float = 30.0
+    probe_interval_s: float = 10.0
+    probe_timeout_s: float = 2.0
+    deep_probes: bool = True
+    deep_prompt: str = "The"
+    deep_sha256: str = ""
+    breaker_failures: int = 5
+    breaker_open_s: float = 10.0
+    max_in_flight: int = 1000
+    max_body_bytes: int = 4 * 1024 * 1024
+    max_choices: int = 16
+    default_max_tokens: int = 256
+    guided_decoding: bool = False
+    tokenizer: Path | None = None
+    request_timeout_s: float = 600.0
+    idle_timeout_s: float = 60.0
+    stall_timeout_s: float = 30.0
+    heartbeat_s: float = 15.0
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    drain_s: float = 30.0
+    log_level: str = "info"
+    otlp_endpoint: str = ""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("http_port", "grpc_port", "metrics_port"):
+            _between(name, getattr(self, name), 0, 65535)
+        for name in ("breaker_failures", "max_in_flight", "max_choices", "default_max_tokens"):
+            _between(name, getattr(self, name), 1, 2**31 - 1)
+        _between("max_body_bytes", self.max_body_bytes, 1024, 2**31 - 1)
+        for declared in fields(self):
+            if declared.name.endswith("_s"):
+                low = 0.0 if declared.name in ("slow_start_s", "drain_s") else 0.001
+                _between(declared.name, getattr(self, declared.name), low, 86_400.0)
+        _among("routing", self.routing, (SCORED, *picks.BY_NAME))
+        _among("log_level", self.log_level, LOG_LEVELS)
+        for name in ("model", "triton_model", "deep_prompt"):
+            if not getattr(self, name):
+                raise InvalidArgument(variable(name), "is empty; at least one character is needed")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidArgument(variable("tls_key"), f"set {variable('tls_cert')} and {variable('tls_key')} together")
+        for name in ("tokenizer", "tls_cert", "tls_key"):
+            path = getattr(self, name)
+            if path is not None and not path.is_file():
+                raise InvalidArgument(variable(name), f"there is no file {path}")
+        for pool in self.pool_weights:
+            if pool not in self.pools:
+                allowed = ", ".join(name or "''" for name in self.pools)
+                raise InvalidArgument(variable("pool_weights"), f"there is no pool {pool!r}; there are {allowed}")
+        if sum(self.weights.values()) <= 0:
+            raise InvalidArgument(variable("pool_weights"), "all weights are 0; one at least must be more")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str], **overrides: object) -> Settings:
+        """Settings from TRIDENT_GATEWAY_* of ``environ``; an override that is not None wins over its variable."""
+        values: dict[str, object] = {}
+        for name, read in _READERS.items():
+            text = environ.get(variable(name), "")
+            if text != "":
+                try:
+                    values[name] = read(text)
+                except ValueError as exc:
+                    raise InvalidArgument(variable(name), f"got {text!r}; allowed is {_KINDS[read]}") from exc
+        return cls(**values | {name: value for name, value in overrides.items() if value is not None})
+
+    @property
+    def pools(self) -> dict[str, str]:
+        """Where the replicas of each pool are, by its name; a single pool without a name has the empty one."""
+        if "=" not in self.replicas:
+            return {"": self.replicas}
+        pools = {}
+        for part in filter(None, (part.strip() for part in self.replicas.split(";"))):
+            name, sep, where = part.partition("=")
+            if not sep or not name.strip() or not where.strip() or name.strip() in pools:
+                problem = f"got {part!r}; allowed is NAME=HOST:PORT,HOST:PORT with a name of its own for each pool"
+                raise InvalidArgument(variable("replicas"), problem)
+            pools[name.strip()] = where.strip()
+        return pools
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The share of each pool, by its name; they need not add up to anything."""
+        weights = {}
+        for pool in self.pools:
+            text = self.pool_weights.get(pool, "1" if not self.pool_weights else "0")
+            try:
+                weights[pool] = float(text)
+            except ValueError as exc:
+                raise InvalidArgument(variable("pool_weights"), f"{pool}={text!r} is not a number") from exc
+            _between("pool_weights", weights[pool], 0.0, 1e9)
+        return weights
+
+    def metrics_url(self, replica: str) -> str:
+        """The metrics page of the replica at ``HOST:PORT``; empty if none is read."""
+        if replica in self.metrics_urls:
+            return self.metrics_urls[replica]
+        return f"http://{replica.rpartition(':')[0]}:{self.metrics_port}/metrics" if self.metrics_port else ""
+
+
+def variable(name: str) -> str:
+    """``http_port`` → ``TRIDENT_GATEWAY_HTTP_PORT``."""
+    return PREFIX + name.upper()
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise ValueError(text)
+    return text.lower() in ("true", "1")
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser().absolute()
+
+
+def _table(text: str) -> Mapping[str, str]:
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    if not all(key and sep and value for key, sep, value in pairs):
+        raise ValueError(text)
+    return MappingProxyType({key: value for key, _, value in pairs})
+
+
+_KINDS: dict[Callable, str] = {
+    int: "an integer",
+    float: "a number of seconds",
+    str: "text",
+    _flag: "true or false",
+    _path: "a path",
+    _table: "NAME=VALUE,NAME=VALUE",
+}
+_BY_TYPE = {"int": int, "float": float, "str": str, "bool": _flag, "Path | None": _path, "Mapping[str, str]": _table}
+_READERS = {declared.name: _BY_TYPE[str(declared.type)] for declared in fields(Settings)}
+
+
+def _between(name: str, value: float, low: float, high: float) -> None:
+    if not math.isfinite(value) or not low <= value <= high:
+        raise InvalidArgument(variable(name), f"got {value!r}; allowed is {low:g} to {high:g}")
+
+
+def _among(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InvalidArgument(variable(name), f"got {value!r}; allowed is {', '.join(allowed)}")
