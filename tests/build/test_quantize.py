@@ -65,7 +65,11 @@ def test_a_recipe_becomes_a_job(recipes, tmp_path):
         model_dir=tmp_path / "model", output_dir=layout.checkpoint("awq"), qformat="int4_awq", kv_cache_dtype=None,
         tp_size=2, awq_block_size=64, calib_dataset="cpython", calib_size=16, calib_max_seq_length=128, batch_size=2,
     )  # fmt: skip
-    recipes("fp8", TRTLLM_RECIPE.replace("int4_awq", "fp8").replace('"auto"', '"fp8"') + "[quantize]\nseed = 7\ntokenizer_max_seq_length = 4096\n")
+    recipes(
+        "fp8",
+        TRTLLM_RECIPE.replace("int4_awq", "fp8").replace('"auto"', '"fp8"')
+        + "[quantize]\nseed = 7\ntokenizer_max_seq_length = 4096\n",
+    )
     job = quantize.from_recipe("fp8", Path("elsewhere"), Path("there"))
     assert (job.qformat, job.kv_cache_dtype, job.seed, job.model_dir) == ("fp8", "fp8", 7, Path("elsewhere"))
     recipes("bf16", TRTLLM_RECIPE.replace("int4_awq", "bf16"))
