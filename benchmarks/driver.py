@@ -13,8 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from benchmarks.arrivals import Arrival
+from benchmarks.processes import waited
 from benchmarks.prompts import Prompts
 from benchmarks.record import Record
 from benchmarks.target import Target
@@ -53,10 +55,12 @@ class Share:
 
 @dataclass
 class GeneratorUse:
-    """What one generator process used: CPU over wall seconds, and by how much its event loop was late (seconds)."""
+    """What one generator process used: CPU over wall seconds, seconds it was ready and waited for a core, and how late
+    its event loop was (seconds)."""
 
     cpu_s: float = 0.0
     wall_s: float = 0.0
+    waited_s: float = 0.0
     lags_s: list[float] = field(default_factory=list)
 
 
@@ -95,11 +99,12 @@ async def drive(
     watchers = [asyncio.create_task(run.watch_lag())]
     if on_progress is not None:
         watchers.append(asyncio.create_task(run.report(on_progress)))
-    cpu_s, wall_s = time.process_time(), time.monotonic()
+    cpu_s, wall_s, waited_s = time.process_time(), time.monotonic(), waited(Path("/proc/self"))
     try:
         await (run.closed_loop() if workload.concurrency else run.open_loop())
     finally:
         run.use.cpu_s, run.use.wall_s = time.process_time() - cpu_s, time.monotonic() - wall_s
+        run.use.waited_s = max(0.0, waited(Path("/proc/self")) - waited_s)
         for watcher in watchers:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)

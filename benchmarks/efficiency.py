@@ -57,6 +57,7 @@ class Wave:
     messages: int = 0
     coalescing_p99_s: float = float("nan")
     others_share: float = 0.0
+    waited_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
@@ -106,6 +107,8 @@ class Way:
             messages=sum(len(record.messages) for record in records),
             coalescing_p99_s=figures.coalescing(records).p99,
             others_share=machine.company(clock, machine.cpu_time(), ours_s).others,
+            waited_s={name: use.waited_s for name, use in used.items()}
+            | {"client": sum(use.waited_s for use in driven.generators)},
         )
 
 
@@ -229,15 +232,25 @@ def described(engine: str, waves: Sequence[Wave]) -> str:
 
 
 def by_process(waves: Sequence[Wave]) -> str:
-    """Serving CPU per token of the ensemble, by process."""
+    """Where the ensemble's time goes: CPU per token by process, and what share of the time it waited for a core."""
     rows = []
+    names = ("tritonserver", "tokenizer", "engine stub", "detokenizer", "engine worker", "client")
     for path in (ENSEMBLE, EVERY_TOKEN):
         for concurrency in sorted({wave.concurrency for wave in waves if wave.path == path}):
             mine = [wave for wave in waves if wave.path == path and wave.concurrency == concurrency]
-            names = ("tritonserver", "tokenizer", "engine stub", "detokenizer")
-            spent = [_median(w.us_per_token(w.serving_cpu_s.get(name, 0.0)) for w in mine) for name in names]
-            rows.append((path, concurrency, *(report.number(value) for value in spent)))
-    return report.table(rows, ("CPU µs per token", "at", "tritonserver", "tokenizer", "engine stub", "detokenizer"))
+            cells = []
+            for name in names:
+                spent = _median(w.us_per_token(_cpu_s(w, name)) for w in mine)
+                waits = _median(w.waited_s.get(name, 0.0) / w.wall_s for w in mine)
+                cells.append(f"{report.number(spent)} ({waits:.0%})")
+            rows.append((path, concurrency, *cells))
+    return report.table(rows, ("CPU µs per token (waited for a core)", "at", *names))
+
+
+def _cpu_s(wave: Wave, name: str) -> float:
+    return {"engine worker": wave.engine_cpu_s, "client": wave.client_cpu_s}.get(
+        name, wave.serving_cpu_s.get(name, 0.0)
+    )
 
 
 def goals(engine: str, waves: Sequence[Wave]) -> list[tuple[str, float, float, bool]]:

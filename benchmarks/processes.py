@@ -5,6 +5,7 @@ The server is found by the port it listens on; its stubs and the engine worker a
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping
@@ -21,12 +22,14 @@ ENGINE_ROLES = ("engine worker",)
 
 @dataclass(frozen=True)
 class Use:
-    """Of all processes of one role: CPU seconds since they began, now resident and peak resident bytes."""
+    """Of all processes of one role: CPU seconds since they began, seconds their threads were ready to run and waited
+    for a core, now resident and peak resident bytes."""
 
     cpu_s: float
     rss_bytes: int
     peak_rss_bytes: int
     processes: int = 1
+    waited_s: float = 0.0
 
     def __add__(self, other: Use) -> Use:
         return Use(
@@ -34,6 +37,7 @@ class Use:
             self.rss_bytes + other.rss_bytes,
             self.peak_rss_bytes + other.peak_rss_bytes,
             self.processes + other.processes,
+            self.waited_s + other.waited_s,
         )
 
     def to_json(self) -> dict[str, object]:
@@ -110,7 +114,11 @@ def grown(before: Mapping[str, Use], after: Mapping[str, Use]) -> dict[str, Use]
     """``after`` with the CPU time used since ``before``."""
     nothing = Use(0.0, 0, 0, 0)
     return {
-        name: Use(now.cpu_s - before.get(name, nothing).cpu_s, now.rss_bytes, now.peak_rss_bytes, now.processes)
+        name: dataclasses.replace(
+            now,
+            cpu_s=now.cpu_s - before.get(name, nothing).cpu_s,
+            waited_s=max(0.0, now.waited_s - before.get(name, nothing).waited_s),
+        )
         for name, now in after.items()
     }
 
@@ -124,4 +132,16 @@ def _read(process: Path) -> Use:
     fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
     memory = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", (process / "status").read_text(), re.MULTILINE))
     cpu_s = (int(fields[11]) + int(fields[12])) * TICK_S
-    return Use(cpu_s, int(memory.get("VmRSS", 0)) * 1024, int(memory.get("VmHWM", 0)) * 1024)
+    resident, peak = (int(memory.get(name, 0)) * 1024 for name in ("VmRSS", "VmHWM"))
+    return Use(cpu_s, resident, peak, waited_s=waited(process))
+
+
+def waited(process: Path) -> float:
+    """Seconds the living threads were ready and waited for a core; 0 where the kernel does not count it."""
+    total_ns = 0
+    for thread in (process / "task").glob("[0-9]*"):
+        try:
+            total_ns += int((thread / "schedstat").read_text().split()[1])
+        except (OSError, IndexError):
+            continue
+    return total_ns / 1e9

@@ -17,6 +17,9 @@ WORDS = (
 ).split()
 
 
+MOST_WORDS_PER_TOKEN = 4
+
+
 class Prompts:
     """Without a tokenizer a word counts as a token; what it really was is in every answer's usage."""
 
@@ -40,7 +43,8 @@ class Prompts:
         """``prefix`` and random words, ``tokens`` tokens together (the prefix stays whole, and a word is added)."""
         words = prefix.split(" ") if prefix else []
         words.append(rng.choice(WORDS))
-        while (missing := tokens - self.count(" ".join(words))) > 0:
+        # A vocabulary that swallows words (an unknown run is one token) never gets there; its prompts stay shorter.
+        while (missing := tokens - self.count(" ".join(words))) > 0 and len(words) < MOST_WORDS_PER_TOKEN * tokens:
             words += rng.choices(WORDS, k=max(1, missing // 2))
         kept = len(prefix) + (1 if prefix else 0)
         text = " ".join(words)

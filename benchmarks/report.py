@@ -110,22 +110,22 @@ def _processes(found: Measurement) -> list[str]:
     if not found.processes:
         return ["", "  no processes of the server on this machine"]
     per_token = found.cpu_us_per_token
+    wall_s = max((use.wall_s for use in found.generators), default=0.0)
+
+    def row(name: str, count: int, cpu_s: float, waited_s: float, peak: str) -> tuple:
+        share = f"{waited_s / wall_s:.0%}" if wall_s else "-"
+        return (name, count, number(cpu_s, 2), number(per_token.get(name, math.nan)), share, peak)
+
     rows = [
-        (
-            name,
-            use.processes,
-            number(use.cpu_s, 2),
-            number(per_token.get(name, math.nan)),
-            number(use.peak_rss_bytes / _MB, 0),
-        )
+        row(name, use.processes, use.cpu_s, use.waited_s, number(use.peak_rss_bytes / _MB, 0))
         for name, use in sorted(found.processes.items())
     ]
-    client_s = sum(use.cpu_s for use in found.generators)
-    rows.append(("client", len(found.generators), number(client_s, 2), number(per_token.get("client", math.nan)), "-"))
+    client_s, client_waited_s = (sum(getattr(u, name) for u in found.generators) for name in ("cpu_s", "waited_s"))
+    rows.append(row("client", len(found.generators), client_s, client_waited_s, "-"))
     serving = found.serving_us_per_token
     return [
         "",
-        table(rows, ("process", "number", "CPU s", "µs per token", "peak RSS MB")),
+        table(rows, ("process", "number", "CPU s", "µs per token", "waited for a core", "peak RSS MB")),
         f"  serving (all but engine worker and client): {number(serving)} µs of CPU per token",
     ]
 

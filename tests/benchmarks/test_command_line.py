@@ -1,0 +1,103 @@
+"""The command line whole, against a scripted replica."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import command_line, fleet
+from benchmarks.driver import Extent
+from benchmarks.lengths import Fixed
+from benchmarks.workload import Workload
+from contract.errors import TridentError
+from contract.generation import FinishReason
+from tests.fakes.replica import Script
+
+NO_CANARY = ("--input", "6", "--output", "4", "--warmup", "0", "--tokenizer", "/nowhere")
+
+
+def test_a_run_says_what_it_found_and_writes_it_down(replica, tmp_path: Path, capsys):
+    server = replica(lambda seen: Script(tuple("abcd"), FinishReason.LENGTH, first_token_s=0.02))
+    arguments = ["run", "--url", server.url, "--concurrency", "2", "--requests", "10", *NO_CANARY]
+    code = command_line.main([*arguments, "--metrics-url", server.metrics_url, "--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert code == 3 and "10 answered, 0 failed" in said
+    # The replica says that its first token took 2 µs, which its 20 ms give the lie to.
+    assert "NOT OK  TTFT, request by request" in said
+    saved = json.loads((tmp_path / "run.json").read_text())[0]
+    assert saved["figures"]["ok"] == 10 and saved["figures"]["ttft_s"]["p50"] >= 0.02
+    assert sum(len(record["messages"]) for record in saved["records"]) == 40
+    rows = list(csv.DictReader((tmp_path / "run-requests.csv").read_text().splitlines()))
+    assert len(rows) == 10 and all(float(row["ttft_s"]) >= 0.02 and row["output_tokens"] == "4" for row in rows)
+    assert next(csv.DictReader((tmp_path / "run.csv").read_text().splitlines()))["ok"] == "10"
+
+
+def test_a_sweep_has_a_row_for_every_load(replica, tmp_path: Path, capsys):
+    server = replica(lambda seen: Script(tuple("abcd"), FinishReason.LENGTH, first_token_s=0.1))
+    arguments = ["sweep", "--url", server.url, "--concurrency", "1,3", "--requests", "6", *NO_CANARY]
+    command_line.main([*arguments, "--out", str(tmp_path)])
+    saved = json.loads((tmp_path / "sweep.json").read_text())
+    assert [run["name"] for run in saved] == ["1", "3"] and server.counts.most_running == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[3:5]] == ["1", "3"]
+
+
+def test_an_open_sweep_sends_at_the_rates_asked_for(replica, tmp_path: Path):
+    server = replica()
+    arguments = ["sweep", "--url", server.url, "--rates", "50,200", "--duration", "0.3", *NO_CANARY]
+    command_line.main([*arguments, "--out", str(tmp_path)])
+    slow, fast = json.loads((tmp_path / "sweep.json").read_text())
+    assert 0 < slow["figures"]["requests"] < fast["figures"]["requests"]
+    assert "Poisson" in slow["workload"]["loop"]
+
+
+def test_pictures_are_drawn_of_what_a_sweep_wrote(replica, tmp_path: Path, capsys):
+    pytest.importorskip("matplotlib")
+    server = replica()
+    arguments = ["sweep", "--url", server.url, "--concurrency", "1,2", "--requests", "6", *NO_CANARY]
+    command_line.main([*arguments, "--out", str(tmp_path)])
+    assert command_line.main(["plot", str(tmp_path / "sweep.json")]) == 0
+    pictures = sorted(tmp_path.glob("*.png"))
+    assert [path.stem for path in pictures] == ["sweep-distributions", "sweep-throughput-latency", "sweep-timeline"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+
+
+def test_several_generators_share_one_load(replica):
+    server = replica()
+    driven = fleet.run(fleet.Order(server.url, Workload(4, None, Fixed(5), Fixed(3)), Extent(None, 0.0, 12)), 2)
+    assert [record.index for record in driven.records] == list(range(12))
+    assert all(record.ok for record in driven.records) and len(driven.generators) == 2
+    assert server.counts.started == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["run", "--input", "x"], "input: got 'x'"),
+        (["run", "--arrivals", "poisson:x"], "arrivals: got 'poisson:x'"),
+        (["sweep", "--concurrency", "1,0"], "concurrency: got '1,0'"),
+        (["run", "--tenants", "a=b"], "tenants: got 'a=b'"),
+        (["run", "--cancel-fraction", "2"], "cancel_fraction: got 2"),
+        (["plot", "/nowhere.json"], "result: cannot read /nowhere.json"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(arguments, problem, capsys):
+    assert command_line.main(arguments) == 1
+    assert problem in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_a_failure_of_every_request(tmp_path: Path, capsys):
+    code = command_line.main(["run", "--url", "127.0.0.1:9", "--requests", "2", *NO_CANARY, "--out", str(tmp_path)])
+    assert "0 answered, 2 failed" in capsys.readouterr().out.replace(
+        "failed, 0 left; 2 × Unavailable", "failed, 0 left"
+    )
+    assert code in (0, 3)
+
+
+def test_errors_of_ours_are_one_sentence(monkeypatch, capsys):
+    def fail(arguments):
+        raise TridentError("it broke")
+
+    monkeypatch.setattr(command_line, "run", fail)
+    assert command_line.main(["run"]) == 1 and capsys.readouterr().err == "error: it broke\n"

@@ -1,0 +1,141 @@
+"""The load generator against servers whose latencies are known. Only lower bounds of times are asserted."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from benchmarks import driver, figures
+from benchmarks.arrivals import Arrival, Trace
+from benchmarks.driver import Extent, Share
+from benchmarks.lengths import Fixed
+from benchmarks.prompts import Prompts
+from benchmarks.target import TENANT_HEADER, Ensemble
+from benchmarks.workload import Workload
+from contract.errors import Overloaded
+from contract.generation import FinishReason, TokenDelta
+from tests.fakes.replica import FakeReplica, Script
+
+COUNT = Extent(None, 0.0, 12)
+
+
+def paced(tokens=5, **options):
+    return lambda seen: Script(tuple("abcdefghij"[:tokens]), FinishReason.LENGTH, **options)
+
+
+async def drive(url, load, extent=COUNT, share=Share()):  # noqa: B008
+    target = Ensemble(url)
+    try:
+        return await driver.drive(load, target, Prompts(), extent, share=share)
+    finally:
+        await target.close()
+
+
+async def test_known_latencies_come_out():
+    async with FakeReplica(paced(5, first_token_s=0.04, gap_s=0.02)) as server:
+        records = (await drive(server.url, Workload(3, None, Fixed(7), Fixed(5)))).records
+    assert [record.index for record in records] == list(range(12))
+    for record in records:
+        assert record.ok and record.tokens == record.usage_tokens == 5 and record.input_tokens == 7
+        assert record.ttft_s >= 0.04 and record.latency_s >= 0.04 + 4 * 0.02
+        assert len(record.messages) == 5
+    found = figures.compute(records, figures.window_of(records, records[0].intended_s, 0, None))
+    assert found.ttft_s.p50 >= 0.04 and found.latency_s.p50 >= 0.12 and found.tokens_per_message == 1
+
+
+async def test_coalesced_tokens_are_counted_one_by_one():
+    async with FakeReplica(paced(10, gap_s=0.03, tokens_per_response=5)) as server:
+        records = (await drive(server.url, Workload(2, None, Fixed(7), Fixed(10)))).records
+    assert all([count for _, count in record.messages] == [5, 5] for record in records)
+    assert figures.inter_token(records).count == 5 * len(records)
+
+
+async def test_a_closed_loop_keeps_so_many_under_way_and_no_more():
+    async with FakeReplica(paced(first_token_s=0.02)) as server:
+        await drive(server.url, Workload(4))
+        assert (server.counts.most_running, server.counts.started, server.counts.finished) == (4, 12, 12)
+
+
+ALL_AT_ONCE = Trace(tuple(Arrival(0.001 * n) for n in range(12)))
+
+
+async def test_an_open_loop_goes_on_sending_when_nothing_is_answered():
+    async with FakeReplica(paced(first_token_s=0.3)) as server:
+        driven = await drive(server.url, Workload(arrivals=ALL_AT_ONCE))
+        assert server.counts.most_running == 12
+    for number, record in enumerate(driven.records):
+        assert record.intended_s == driven.started_s + 0.001 * number
+        assert record.sent_s >= record.intended_s
+
+
+async def test_an_open_loop_counts_the_queue_of_a_server_that_serves_one_at_a_time():
+    async with FakeReplica(paced(1, first_token_s=0.03), slots=1) as server:
+        driven = await drive(server.url, Workload(arrivals=ALL_AT_ONCE))
+    latencies = sorted(record.latency_s for record in driven.records)
+    # The n-th to be served had to wait for n others, 30 ms each, and was due within the first 11 ms.
+    assert all(latency >= 0.03 * (n + 1) - 0.011 for n, latency in enumerate(latencies))
+
+
+class BlockingTarget:
+    """A client so slow that the generator itself falls behind: opening a stream blocks the event loop."""
+
+    async def close(self) -> None: ...
+
+    def open(self, asked, *, ignore_eos, stream):
+        time.sleep(0.05)
+        return self._answer()
+
+    async def _answer(self):
+        yield TokenDelta("a", (1,), (), FinishReason.LENGTH)
+
+
+async def test_latency_counts_from_the_intended_instant_also_when_the_generator_is_late():
+    driven = await driver.drive(Workload(arrivals=ALL_AT_ONCE), BlockingTarget(), Prompts(), COUNT)
+    for number, record in enumerate(driven.records):
+        assert record.ttft_s >= 0.05 * (number + 1) - 0.001 * number
+    assert max(driven.generators[0].lags_s) >= 0.05 - driver.LAG_SAMPLE_S
+
+
+async def test_those_who_leave_cancel_and_are_told_apart():
+    async with FakeReplica(paced(10, gap_s=0.02)) as server:
+        load = Workload(2, None, Fixed(5), Fixed(10), cancel_fraction=1.0)
+        records = (await drive(server.url, load)).records
+        assert server.counts.cancelled > 0
+    assert all(record.left and not record.ok and not record.error for record in records)
+    asked = [load.request(record.index, Prompts()).leave_after_tokens for record in records]
+    assert [record.tokens for record in records] == asked
+
+
+async def test_failures_are_records_and_are_not_tried_again():
+    async with FakeReplica(lambda seen: Script(refuse=Overloaded("full"))) as server:
+        records = (await drive(server.url, Workload(2))).records
+        assert server.counts.started == 12
+    assert all(record.error == "Overloaded: full" and not record.ok for record in records)
+
+
+async def test_what_a_request_carries():
+    async with FakeReplica() as server:
+        load = Workload(1, None, Fixed(9), Fixed(3), tenants={"acme": 1}, stream=False)
+        records = (await drive(server.url, load, Extent(None, 0.0, 1))).records
+        seen = server.seen[0]
+    assert seen.metadata[TENANT_HEADER] == "acme" and records[0].tenant == "acme"
+    assert seen.value("max_tokens") == 3 and seen.value("ignore_eos") is True and not seen.value("stream")
+    assert len(seen.value("text_input").split()) == 9
+    assert len(records[0].messages) == 1 and records[0].tokens == 3
+
+
+async def test_a_duration_ends_a_closed_loop():
+    async with FakeReplica(paced(first_token_s=0.01)) as server:
+        driven = await drive(server.url, Workload(2), Extent(0.2, 0.1))
+    assert all(record.intended_s - driven.started_s < 0.3 for record in driven.records)
+    assert max(record.ended_s for record in driven.records) - driven.started_s >= 0.3
+
+
+@pytest.mark.parametrize("load", [Workload(5), Workload(arrivals=ALL_AT_ONCE)], ids=["closed", "open"])
+async def test_shares_of_several_generators_make_one_load(load):
+    async with FakeReplica() as server:
+        parts = [await drive(server.url, load, share=Share(nth, 3)) for nth in range(3)]
+        prompts = sorted(seen.value("text_input") for seen in server.seen)
+    assert sorted(record.index for part in parts for record in part.records) == list(range(12))
+    assert prompts == sorted(load.request(n, Prompts()).prompt for n in range(12))

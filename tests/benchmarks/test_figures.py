@@ -1,0 +1,94 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import figures
+from benchmarks.figures import Slo
+from benchmarks.record import Record
+from contract.generation import Timings
+
+
+def record(intended_s=0.0, first_s=0.1, ended_s=1.0, messages=None, **options):
+    """An answered request; ``messages`` are its (instant, tokens), by default one token at ``first_s``."""
+    options = {"finish_reason": "length", "sent_s": intended_s, "input_tokens": 10} | options
+    messages = [(first_s, 1)] if messages is None else messages
+    return Record(len(messages), options.pop("tenant", ""), intended_s, messages=messages, ended_s=ended_s, **options)
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=60))
+def test_percentiles_are_numpy_s(values):
+    found = figures.spread(values)
+    for name, q in figures.QUANTILES.items():
+        assert getattr(found, name) == pytest.approx(np.percentile(values, q))
+    assert found.max == max(values) and found.mean == pytest.approx(np.mean(values)) and found.count == len(values)
+
+
+def test_nothing_measured_is_nan_not_zero():
+    assert figures.spread([]).count == 0 and math.isnan(figures.spread([]).p99)
+
+
+@given(st.lists(st.tuples(st.floats(1e-3, 1), st.integers(1, 9)), min_size=1, max_size=30))
+def test_an_inter_token_latency_counts_every_token_of_a_response(steps):
+    at_s, messages = 0.0, [(0.0, 1)]
+    for gap, count in steps:
+        messages.append((at_s := at_s + gap, count))
+    expected = [gap / count for gap, count in record(messages=messages).gaps for _ in range(count)]
+    found = figures.inter_token([record(messages=messages)])
+    assert found.count == sum(count for _, count in steps)
+    assert found.p99 == pytest.approx(np.percentile(expected, 99))
+    assert found.mean * found.count == pytest.approx(at_s)
+
+
+def test_tokens_wait_for_the_last_of_their_response():
+    found = figures.coalescing([record(messages=[(0.0, 1), (0.4, 4)])])
+    assert found.count == 4 and found.max == pytest.approx(0.3) and found.mean == pytest.approx(0.15)
+    assert figures.coalescing([record(messages=[(0.0, 1), (0.4, 1), (0.8, 1)])]).max == 0
+
+
+def test_latencies_count_from_the_intended_instant_of_sending():
+    late = record(intended_s=1.0, sent_s=3.0, first_s=3.5, ended_s=4.0)
+    found = figures.compute([late], (0, 10))
+    assert found.ttft_s.p50 == 2.5 and found.latency_s.p50 == 3.0
+
+
+def test_goodput_counts_requests_that_met_both_targets():
+    good = record(first_s=0.4, ended_s=4.9)
+    slow_start, slow_end = record(first_s=0.5, ended_s=1.0), record(first_s=0.1, ended_s=5.0)
+    failed = record(messages=[], finish_reason="", error="Overloaded: full")
+    left = record(first_s=0.1, ended_s=0.2, left=True, finish_reason="")
+    found = figures.compute([good, slow_start, slow_end, failed, left], (0, 2))
+    assert found.goodput_per_s == 0.5 and found.good_fraction == 0.25
+    assert (found.requests, found.ok, found.failed, found.left) == (5, 3, 1, 1)
+    assert found.errors == {"Overloaded": 1} and not found.slo_met
+    assert figures.compute([good, slow_start], (0, 2), Slo(1.0, 10.0)).goodput_per_s == 1.0
+
+
+@pytest.mark.parametrize(("bad", "met"), [(4, True), (6, False)])
+def test_the_targets_hold_at_the_95th_percentile_failures_counted(bad, met):
+    records = [record(first_s=0.1) for _ in range(100 - bad)]
+    for broken in ({"error": "EngineFailed: x", "messages": []}, {"first_s": 2.0}):
+        assert figures.compute(records + [record(**broken)] * bad, (0, 2)).slo_met is met
+
+
+def test_rates_are_of_what_fell_into_the_window():
+    early = record(intended_s=0.0, ended_s=2.5, messages=[(0.5, 3), (2.5, 5)])  # begun before it, ended within
+    inside = record(intended_s=2.0, ended_s=3.0, messages=[(2.1, 1), (3.0, 2)])
+    late = record(intended_s=3.9, ended_s=9.0, messages=[(4.5, 7)])
+    found = figures.compute([early, inside, late], (2.0, 4.0))
+    assert found.output_tokens_per_s == 8 / 2 and found.requests_per_s == 2 / 2 and found.input_tokens_per_s == 10 / 2
+    assert found.requests == 2 and found.latency_s.max == pytest.approx(5.1)
+
+
+def test_tenants_have_figures_of_their_own():
+    found = figures.compute([record(tenant="a"), record(tenant="a", first_s=0.3), record(tenant="b")], (0, 2)).tenants
+    assert found["a"]["requests"] == 2 and found["a"]["ttft_p50_s"] == pytest.approx(0.2) and found["b"]["tokens"] == 1
+
+
+def test_a_record_survives_json():
+    once = record(messages=[(0.1, 2), (0.2, 3)], timings=Timings(1, 2, 3, 4), tenant="a", usage_tokens=5)
+    assert Record.from_json(once.to_json()) == once
+    failed = record(messages=[], error="x")
+    assert Record.from_json(failed.to_json()) == failed

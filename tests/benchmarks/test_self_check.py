@@ -1,0 +1,133 @@
+import dataclasses
+
+import pytest
+
+from benchmarks import self_check
+from benchmarks.driver import GeneratorUse
+from benchmarks.machine import Company
+from benchmarks.record import Record
+from benchmarks.server_side import HistogramFigures, ServerSide
+from contract.generation import Timings
+
+TTFT_S = 0.1
+ALONE = Company(0.9, 0.01, 0.0)
+CALM = GeneratorUse(cpu_s=1.0, wall_s=10.0, lags_s=[0.001] * 100)
+
+
+def honest_records(count=20, more_s=0.005):
+    """Requests of 4 tokens; the server says TTFT_S, the client saw ``more_s`` more."""
+    return [
+        Record(
+            n,
+            "",
+            n * 1.0,
+            n * 1.0,
+            [(n + TTFT_S + more_s, 1), (n + 0.2, 3)],
+            n + 0.21,
+            input_tokens=10,
+            usage_tokens=4,
+            finish_reason="length",
+            timings=Timings(n * 10**9, n * 10**9, n * 10**9 + round(TTFT_S * 1e9), n * 10**9 + 2 * 10**8),
+        )
+        for n in range(count)
+    ]
+
+
+def server(records, **changes):
+    ttft = HistogramFigures(len(records), TTFT_S, TTFT_S, TTFT_S, TTFT_S)
+    tokens = {"input_tokens": 10 * len(records), "output_tokens": 4 * len(records)} | changes
+    return ServerSide(
+        {"length": len(records)},
+        cached_tokens=0,
+        cancellations={},
+        errors={},
+        latencies={"ttft": ttft},
+        phases={},
+        **tokens,
+    )
+
+
+def failed(records, found_server, generator=CALM, company=ALONE, open_loop=True):
+    found = self_check.checks(records, found_server, [generator], company, open_loop)
+    return {check.name for check in found if check.ok is False}, self_check.verdict(found)
+
+
+def test_an_honest_run_is_sound():
+    records = honest_records()
+    assert failed(records, server(records)) == (set(), "sound")
+
+
+@pytest.mark.parametrize("more_s", [-0.05, 0.2], ids=["less than the server's", "far more"])
+def test_a_server_whose_ttft_cannot_be_ours_is_found_out(more_s):
+    records = honest_records(more_s=more_s)
+    names, verdict = failed(records, server(records))
+    assert names == {"TTFT, request by request", "TTFT, server's histogram"} and verdict.startswith("doubtful: TTFT")
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"output_tokens": 79}, "output tokens"),
+        ({"output_tokens": 9999}, "output tokens"),
+        ({"input_tokens": 199}, "input tokens"),
+    ],
+)
+def test_a_server_that_counts_otherwise_is_found_out(changes, name):
+    records = honest_records()
+    assert failed(records, server(records, **changes))[0] == {name}
+
+
+def test_an_answer_that_says_another_number_of_tokens_is_found_out():
+    records = honest_records()
+    records[3].usage_tokens = 5
+    assert failed(records, server(records))[0] == {"usage"}
+
+
+def test_tokens_of_a_canary_are_forgiven_but_not_more():
+    records = honest_records()
+    assert failed(records, server(records, output_tokens=4 * 20 + 5))[0] == set()
+
+
+def test_those_who_left_may_have_cost_more_than_arrived():
+    records = honest_records()
+    records[0] = dataclasses.replace(
+        records[0], left=True, finish_reason="", usage_tokens=None, input_tokens=0, timings=None
+    )
+    assert failed(records, server(records, output_tokens=9000))[0] == set()
+    assert failed(records, server(records, output_tokens=70))[0] == {"output tokens"}
+
+
+def test_a_saturated_generator_is_found_out():
+    records = honest_records()
+    busy = GeneratorUse(cpu_s=9.5, wall_s=10.0, lags_s=[0.001] * 100)
+    assert failed(records, server(records), busy)[0] == {"load generator: CPU"}
+    found = self_check.checks(records, None, [CALM, busy], ALONE, False)
+    assert self_check.saturated(found) and not self_check.saturated(
+        self_check.checks(records, None, [CALM], ALONE, False)
+    )
+
+
+def test_a_late_event_loop_is_found_out():
+    records = honest_records()
+    late = GeneratorUse(cpu_s=1.0, wall_s=10.0, lags_s=[0.001] * 97 + [0.1] * 3)
+    assert failed(records, server(records), late)[0] == {"load generator: event loop"}
+
+
+def test_requests_that_leave_late_are_found_out_in_an_open_loop():
+    records = honest_records()
+    for record in records:
+        record.intended_s -= 0.1
+    assert failed(records, server(records))[0] == {"load generator: punctuality"}
+    assert failed(records, server(records), open_loop=False)[0] == set()
+
+
+def test_a_machine_that_others_use_is_found_out():
+    records = honest_records()
+    assert failed(records, server(records), company=Company(0.5, 0.3, 0.0))[0] == {"machine to ourselves"}
+    assert failed(records, server(records), company=Company(0.5, 0.0, 0.3))[0] == {"machine to ourselves"}
+
+
+def test_what_could_not_be_checked_is_said():
+    records = [dataclasses.replace(record, timings=None, usage_tokens=None) for record in honest_records()]
+    names, verdict = failed(records, None)
+    assert names == set() and verdict.startswith("sound as far as it was checked (not checked: TTFT")
