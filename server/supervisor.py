@@ -19,7 +19,7 @@ from typing import TextIO
 from contract import manifest
 from contract.errors import TridentError
 from server import command as flags
-from server import health, installation, log, ports, progress, shared_memory, status, welcome
+from server import health, installation, log, ports, preflight, progress, shared_memory, status, welcome
 from server.drain import Drained, drain
 from server.health import State
 from server.life import Life
@@ -75,7 +75,7 @@ class Supervisor:
         """Checks all that can be checked before a process starts. The returned claim holds while it is open."""
         settings = self._settings
         self._engine_folder = (settings.engines_dir / settings.engine).absolute()
-        manifest.verify(self._engine_folder)
+        preflight.check(manifest.verify(self._engine_folder), self._engine_folder)
         self._installation = installation.find()
         self._pipeline = read_pipeline(settings.model_repository, settings.engine)
         ports.check(settings.host, settings.ports)

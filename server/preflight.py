@@ -1,0 +1,154 @@
+"""Before any model loads: can this machine serve this engine? The manifest says what it needs, the machine what it has.
+
+Every mismatch would show itself later as a crash, an allocation that fails, or text that is wrong; here it is one
+sentence that says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from contract import manifest as manifests
+from contract.errors import EngineFailed, Unavailable
+from contract.manifest import EngineManifest
+from server import machine as machines
+from server.machine import Card, Machine
+
+GIB = 1024**3
+CPU_PACKAGES = {"openvino": "openvino", "openvino_genai": "openvino-genai"}  # by their name in the manifest
+KV_BYTES = {"u8": 1, "f16": 2, "bf16": 2, "f32": 4}
+SPARE_BYTES = 256 * 1024**2  # the server's own processes beside weights and KV pool
+
+
+def check(
+    manifest: EngineManifest,
+    folder: Path,
+    *,
+    look: Callable[[], Machine] = machines.look,
+    package: Callable[[str], str | None] = machines.package,
+    available_bytes: Callable[[], int | None] = machines.available_memory_bytes,
+) -> None:
+    """Raises EngineFailed for a tokenizer that is not the model's, Unavailable for a machine that is not the engine's.
+
+    look, package, available_bytes: how the machine is asked; a CPU engine asks no GPU's driver.
+    """
+    _check_tokenizer(manifest, folder)
+    problem = (
+        _problem_on_cpu(manifest, folder, package, available_bytes())
+        if manifest.kind == "cpu"
+        else _problem_on_gpu(manifest, folder, look())
+    )
+    if problem:
+        raise Unavailable(f"engine {manifest.name} cannot be served here: {problem}")
+
+
+def _check_tokenizer(manifest: EngineManifest, folder: Path) -> None:
+    if "tokenizer.json" not in manifest.files:
+        return  # not an engine for text: nothing here reads words into its ids
+    path = folder / "tokenizer.json"
+    if not path.is_file() or manifests.sha256_file(path) != manifest.tokenizer_sha256:
+        raise EngineFailed(
+            f"{path} is not the tokenizer the model was built with, so its ids would mean other words; "
+            f"build it with `make build-engine ENGINE={manifest.name}`"
+        )
+
+
+def _problem_on_cpu(
+    manifest: EngineManifest, folder: Path, package: Callable[[str], str | None], available: int | None
+) -> str | None:
+    again = f"`make build-engine ENGINE={manifest.name}` builds and verifies it for what is installed"
+    for name, distribution in CPU_PACKAGES.items():
+        built, here = manifest.versions.get(name), package(distribution)
+        if built is not None and here is None:
+            return f"{distribution} is not installed; `make setup` installs it"
+        if built is not None and here != built:
+            return f"it was built and verified with {distribution} {built}, and {here} is installed; {again}"
+    need = _cpu_bytes(manifest, folder)
+    if available is not None and need > available:
+        return (
+            f"weights and {manifest.kv_cache_tokens} tokens of KV cache take {need / GIB:.1f} GiB, and "
+            f"{available / GIB:.1f} GiB of memory are free; lower kv_cache_tokens or the precision in its recipe"
+        )
+    return None
+
+
+def _cpu_bytes(manifest: EngineManifest, folder: Path) -> int:
+    """Weights, KV pool (keys and values of every layer and KV head) and what the server takes beside them."""
+    weights = sum(path.stat().st_size for path in folder.glob("*.bin"))
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        heads = config["num_attention_heads"]
+        size = config.get("head_dim") or config["hidden_size"] // heads
+        per_token = 2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * size
+    except (OSError, ValueError, KeyError, TypeError):
+        per_token = 0  # an engine without a config.json of that kind: its weights alone are a lower bound
+    pool = (manifest.kv_cache_tokens or 0) * per_token * KV_BYTES.get(manifest.kv_cache_precision, 1)
+    return weights + pool + SPARE_BYTES
+
+
+def _problem_on_gpu(manifest: EngineManifest, folder: Path, machine: Machine) -> str | None:
+    ranks = int(manifest.recipe.get("tp", 1)) * int(manifest.recipe.get("pp", 1))
+    problem = (
+        _card_problem(manifest, machine, ranks)
+        or _version_problem(manifest, machine)
+        or _memory_problem(manifest, folder, machine, ranks)
+    )
+    return f"{problem}; serve it in {manifest.image} on {ranks} x SM {manifest.sm}" if problem else None
+
+
+def _card_problem(manifest: EngineManifest, machine: Machine, ranks: int) -> str | None:
+    if not machine.cards:
+        return f"it needs {ranks} GPU(s) of SM {manifest.sm}, and this machine has none that its driver lists"
+    fitting = _fitting(manifest, machine)
+    if not fitting:
+        here = ", ".join(sorted({f"{card.name} (SM {card.sm})" for card in machine.cards}))
+        return f"it was built for SM {manifest.sm}, and this machine has {here}"
+    if len(fitting) < ranks:
+        return f"it is split over {ranks} GPUs of SM {manifest.sm}, and this machine has {len(fitting)}"
+    return None
+
+
+def _version_problem(manifest: EngineManifest, machine: Machine) -> str | None:
+    built = manifest.versions
+    driver = built.get("driver")
+    if driver and machine.driver and _numbers(machine.driver)[:1] < _numbers(driver)[:1]:
+        return f"the driver here is {machine.driver}, older than {driver}, with which it was built"
+    wanted, here = built.get("tensorrt_llm"), machine.tensorrt_llm
+    if here is None:
+        return "TensorRT-LLM is not installed here"
+    if manifest.kind == "llmapi":
+        older = wanted is not None and _numbers(here)[:2] < _numbers(wanted)[:2]
+        return f"TensorRT-LLM here is {here}, older than the {wanted} it was made for" if older else None
+    if wanted is not None and here != wanted:
+        return f"it is an engine of TensorRT-LLM {wanted}, which no other version loads, and {here} is installed"
+    wanted = built.get("tensorrt")
+    if wanted is not None and _numbers(machine.tensorrt or "")[:3] != _numbers(wanted)[:3]:
+        have = f"{machine.tensorrt} is installed" if machine.tensorrt else "there is none here"
+        return f"it was compiled by TensorRT {wanted}, which no other version loads, and {have}"
+    return None
+
+
+def _memory_problem(manifest: EngineManifest, folder: Path, machine: Machine, ranks: int) -> str | None:
+    pattern = "engine/*.engine" if manifest.kind == "trtllm" else "checkpoint/*.safetensors"
+    weights = sum(path.stat().st_size for path in folder.glob(pattern)) // ranks
+    roomiest = sorted(_fitting(manifest, machine), key=lambda card: card.free_bytes, reverse=True)[:ranks]
+    tightest = roomiest[-1]
+    if weights <= tightest.free_bytes:
+        return None
+    return (
+        f"its weights take {weights / GIB:.1f} GiB of each GPU, and {tightest.name} has "
+        f"{tightest.free_bytes / GIB:.1f} GiB free of {tightest.total_bytes / GIB:.1f}"
+    )
+
+
+def _fitting(manifest: EngineManifest, machine: Machine) -> list[Card]:
+    return [card for card in machine.cards if card.sm == manifest.sm]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """``10.14.1.48`` → (10, 14, 1, 48); what follows a number that is none (``rc15``) is left out."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found.group().split(".")) if found else ()

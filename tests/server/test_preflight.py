@@ -1,0 +1,180 @@
+"""One sentence before anything loads, for every way in which engine and machine can differ."""
+
+import json
+from dataclasses import replace
+
+import gpu_machine
+import pytest
+
+from contract.errors import EngineFailed, Unavailable
+from contract.manifest import EngineManifest, sha256_file
+from server import machine as machines
+from server import preflight
+from server.machine import Card, Machine, tensorrt_version
+
+GIB = 1024**3
+IMAGE = "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
+H100 = Card("NVIDIA H100 80GB HBM3", 90, 80 * GIB, 78 * GIB)
+GPU = Machine((H100, H100), driver="590.44.01", tensorrt="10.14.1", tensorrt_llm="1.2.1", cuda="13.1")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    shape = {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "openvino_model.bin").write_bytes(b"0" * 1024)
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "rank0.engine").write_bytes(b"0" * 4096)
+    return tmp_path
+
+
+def manifest(folder, **changes) -> EngineManifest:
+    made = EngineManifest(
+        name="mine",
+        kind="cpu",
+        model="m",
+        architecture="LlamaForCausalLM",
+        checkpoint_sha256="0" * 64,
+        recipe={"tp": 1, "pp": 1},
+        recipe_sha256="0" * 64,
+        precision="int8",
+        kv_cache_precision="f16",
+        max_batch_size=8,
+        max_num_tokens=512,
+        max_seq_len=1024,
+        kv_cache_tokens=32768,
+        vocab_size=4096,
+        eos_token_ids=(0,),
+        bos_token_id=None,
+        pad_token_id=None,
+        tokenizer_sha256=sha256_file(folder / "tokenizer.json"),
+        versions={"openvino": "2026.4.1-1", "openvino_genai": "2026.4.1.0"},
+        created="2026-11-21T00:00:00+00:00",
+        files={"config.json": "0" * 64, "tokenizer.json": "0" * 64},
+    )
+    return replace(made, **changes)
+
+
+def gpu_manifest(folder, **changes) -> EngineManifest:
+    versions = {"tensorrt_llm": "1.2.1", "tensorrt": "10.14.1.48", "driver": "590.44.01"}
+    return manifest(folder, **({"kind": "trtllm", "sm": 90, "image": IMAGE, "versions": versions} | changes))
+
+
+def check_cpu(folder, made, installed=None, available=64 * GIB):
+    installed = installed or {"openvino": "2026.4.1-1", "openvino-genai": "2026.4.1.0"}
+    preflight.check(made, folder, look=unasked, package=installed.get, available_bytes=lambda: available)
+
+
+def unasked() -> Machine:
+    raise AssertionError("a CPU engine asks no driver")
+
+
+def check_gpu(folder, made, machine=GPU):
+    preflight.check(made, folder, look=lambda: machine)
+
+
+def problem(check, *arguments) -> str:
+    with pytest.raises(Unavailable) as caught:
+        check(*arguments)
+    said = str(caught.value)
+    assert said.startswith("engine mine cannot be served here: ") and "\n" not in said
+    return said
+
+
+def test_what_fits_passes(folder):
+    check_cpu(folder, manifest(folder))
+    check_cpu(folder, manifest(folder), available=None)
+    check_gpu(folder, gpu_manifest(folder))
+    check_gpu(folder, gpu_manifest(folder), replace(GPU, driver="610.1"))
+    check_gpu(folder, gpu_manifest(folder, recipe={"tp": 2, "pp": 1}))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "trtllm"])
+def test_another_tokenizer_is_refused(folder, kind):
+    made = manifest(folder) if kind == "cpu" else gpu_manifest(folder)
+    (folder / "tokenizer.json").write_text("{ }")
+    with pytest.raises(EngineFailed, match="is not the tokenizer the model was built with.*make build-engine"):
+        preflight.check(made, folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(EngineFailed, match="is not the tokenizer"):
+        preflight.check(made, folder)
+
+
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [
+        (
+            {"openvino": "2027.1", "openvino-genai": "2026.4.1.0"},
+            "built and verified with openvino 2026.4.1-1, and 2027",
+        ),
+        ({"openvino": "2026.4.1-1", "openvino-genai": "2025.1"}, "openvino-genai 2026.4.1.0, and 2025.1 is installed"),
+        ({"openvino": "2026.4.1-1"}, "openvino-genai is not installed; `make setup` installs it"),
+    ],
+)
+def test_another_openvino_is_named(folder, installed, said):
+    assert said in problem(check_cpu, folder, manifest(folder), installed)
+
+
+def test_a_pool_that_does_not_fit_is_named_with_its_size(folder):
+    # 2 x 8 layers x 2 KV heads x 64 x 2 bytes = 4 KiB a token
+    said = problem(check_cpu, folder, manifest(folder, kv_cache_tokens=4 * 1024**2), None, 8 * GIB)
+    assert "4194304 tokens of KV cache take 16.3 GiB, and 8.0 GiB of memory are free" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cards": ()}, "needs 1 GPU(s) of SM 90, and this machine has none"),
+        (
+            {"cards": (replace(H100, name="NVIDIA L40S", sm=89),)},
+            "built for SM 90, and this machine has NVIDIA L40S (SM",
+        ),
+        ({"driver": "570.86.15"}, "the driver here is 570.86.15, older than 590.44.01"),
+        ({"tensorrt_llm": None}, "TensorRT-LLM is not installed here"),
+        ({"tensorrt_llm": "1.1.0"}, "an engine of TensorRT-LLM 1.2.1, which no other version loads, and 1.1.0 is"),
+        ({"tensorrt": "10.13.3"}, "compiled by TensorRT 10.14.1.48, which no other version loads, and 10.13.3 is"),
+        ({"tensorrt": None}, "compiled by TensorRT 10.14.1.48, which no other version loads, and there is none here"),
+        ({"cards": (replace(H100, free_bytes=1024),)}, "NVIDIA H100 80GB HBM3 has 0.0 GiB free of 80.0"),
+    ],
+)
+def test_a_gpu_machine_that_differs_is_named_with_the_image_to_use(folder, changes, said):
+    sentence = problem(check_gpu, folder, gpu_manifest(folder), replace(GPU, **changes))
+    assert said in sentence and sentence.endswith(f"; serve it in {IMAGE} on 1 x SM 90")
+
+
+def test_ranks_need_as_many_cards(folder):
+    said = problem(check_gpu, folder, gpu_manifest(folder, recipe={"tp": 4, "pp": 1}))
+    assert "split over 4 GPUs of SM 90, and this machine has 2" in said and said.endswith("on 4 x SM 90")
+
+
+def test_the_llm_api_takes_newer_versions_and_no_tensorrt(folder):
+    made = gpu_manifest(folder, kind="llmapi", versions={"tensorrt_llm": "1.2.1"})
+    check_gpu(folder, made, replace(GPU, tensorrt=None, tensorrt_llm="1.3.0rc22"))
+    said = problem(check_gpu, folder, made, replace(GPU, tensorrt_llm="1.1.0"))
+    assert "TensorRT-LLM here is 1.1.0, older than the 1.2.1 it was made for" in said
+
+
+def test_the_driver_is_asked_for_its_cards(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machines.look().cards == () and machines.look().driver is None
+    gpu_machine.driver(tmp_path, [("NVIDIA L40S", "8.9", 46068), ("NVIDIA L40S", "8.9", 46068)], "580.1")
+    found = machines.look()
+    assert found.cards == (Card("NVIDIA L40S", 89, 46068 * 1024**2, 23034 * 1024**2),) * 2
+    assert found.driver == "580.1"
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    assert machines.look().cards == ()
+
+
+@pytest.mark.parametrize(("number", "version"), [(101401, "10.14.1"), (100300, "10.3.0"), (8601, "8.6.1")])
+def test_libnvinfers_number_is_read(number, version):
+    assert tensorrt_version(number) == version
+
+
+def test_memory_is_what_the_kernel_says_is_available(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 16 kB\nMemFree: 1 kB\nMemAvailable:    8 kB\n")
+    assert machines.available_memory_bytes(meminfo) == 8192
+    meminfo.write_text("MemTotal: 16 kB\n")
+    assert machines.available_memory_bytes(meminfo) is None
+    assert machines.available_memory_bytes(tmp_path / "none") is None
