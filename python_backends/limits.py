@@ -29,25 +29,30 @@ class EngineLimits:
         return cls(manifest.vocab_size, manifest.max_seq_len, manifest.max_batch_size, blocks)
 
 
-def check_fits(prompt_tokens: int, max_tokens: int, limits: EngineLimits) -> None:
-    """PromptTooLong with the numbers, when prompt + max_tokens exceed the engine's length or its whole KV cache."""
+def check_fits(
+    prompt_tokens: int, max_tokens: int, limits: EngineLimits, prompt: str = "text_input", output: str = "max_tokens"
+) -> None:
+    """PromptTooLong with the numbers, when prompt + max_tokens exceed the engine's length or its whole KV cache.
+
+    prompt, output: the two fields as this door calls them.
+    """
     total = prompt_tokens + max_tokens
     if prompt_tokens >= limits.max_seq_len:
         raise PromptTooLong(
-            "text_input",
+            prompt,
             f"the prompt has {prompt_tokens} tokens; allowed are {limits.max_seq_len - 1}, because prompt and output "
             f"together may have {limits.max_seq_len} (max_seq_len)",
         )
     if total > limits.max_seq_len:
         raise PromptTooLong(
-            "max_tokens",
+            output,
             f"the prompt has {prompt_tokens} tokens and {max_tokens} are asked for, {total} together; allowed are "
-            f"{limits.max_seq_len} (max_seq_len), so max_tokens may be at most {limits.max_seq_len - prompt_tokens}",
+            f"{limits.max_seq_len} (max_seq_len), so {output} may be at most {limits.max_seq_len - prompt_tokens}",
         )
     blocks = -(-total // limits.block_tokens)
     if blocks > limits.kv_cache_blocks:
         raise PromptTooLong(
-            "max_tokens",
+            output,
             f"{total} tokens need {blocks} KV cache blocks of {limits.block_tokens}; the whole cache has "
             f"{limits.kv_cache_blocks}",
         )

@@ -194,7 +194,16 @@ class Engine:
                 self._start_admitted(now_ns)
 
     def on_death(self, reason: str) -> None:
-        """Running streams end with an error; waiting ones wait for the next worker."""
+        """Running streams end with an error; waiting ones wait for the next worker, which is started."""
+        while reason:
+            self._bury(reason)
+            if self._closing:
+                return
+            log_error(f"{reason}; starting it again")
+            time.sleep(_RESTART_PAUSES_S[min(self._failed_starts, len(_RESTART_PAUSES_S) - 1)])
+            reason = self._start_worker()
+
+    def _bury(self, reason: str) -> None:
         with self._lock:
             if self._closing:
                 return
@@ -211,11 +220,17 @@ class Engine:
                 for stream in list(self._streams.values()):
                     self._admission.release(stream.key)
                     self._finish(stream, StreamEvent.ERROR, error=Unavailable(f"{reason}; it does not start"))
-        log_error(f"{reason}; starting it again")
-        time.sleep(_RESTART_PAUSES_S[min(self._failed_starts, len(_RESTART_PAUSES_S) - 1)])
+
+    def _start_worker(self) -> str:
+        """Why a worker could not be started; empty when one was, or when none is wanted any more."""
         with self._lock:
-            if not self._closing:
+            if self._closing:
+                return ""
+            try:
                 self._link = self._open_link(self)
+            except OSError as exc:  # no memory or no processes left, for now
+                return f"the engine process could not be started: {exc}"
+        return ""
 
     # ---- under the lock -----------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ def parse(inputs: Inputs, limits: EngineLimits, request_id: str, timeout_ns: int
     max_tokens = inputs.scalar("request_output_len")
     if max_tokens is None or max_tokens < 1:
         raise InvalidArgument("request_output_len", f"got {max_tokens}; allowed is 1 or more")
-    check_fits(input_ids.size, max_tokens, limits)
+    check_fits(input_ids.size, max_tokens, limits, "input_ids", "request_output_len")
     stop_ids, stop_sequences = _stops(inputs, limits)
     arrival_ns, tokenized_ns = _times(inputs, now_ns)
     return EngineRequest(

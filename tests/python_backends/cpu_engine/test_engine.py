@@ -483,6 +483,25 @@ def test_a_start_after_some_failed_ones_counts_them_no_more(open_setting):
     setting.submit()
 
 
+def test_a_worker_that_cannot_be_started_now_is_started_later(setting, monkeypatch, triton):
+    key, sink = setting.submit(max_tokens=1)
+    refusals = iter([OSError("no memory"), OSError("no memory")])
+    opened = setting.engine._open_link
+
+    def open_link(engine):
+        for refusal in refusals:
+            raise refusal
+        return opened(engine)
+
+    monkeypatch.setattr(setting.engine, "_open_link", open_link)
+    setting.engine.on_death("dead")
+    assert len(setting.links) == 2 and "could not be started: no memory" in triton.log[-1][1]
+    setting.engine.on_ready()
+    next_key, next_sink = setting.submit(max_tokens=1)
+    setting.link.report((next_key, [1], StreamEvent.LENGTH))
+    assert next_sink.end() == (StreamEvent.LENGTH, [1])
+
+
 def test_a_request_the_pipeline_rejects_ends_with_its_words(setting):
     key, sink = setting.submit()
     output = SequenceOutput(key, [], [], StreamEvent.ERROR, rejected="the KV cache ran out of blocks")

@@ -137,7 +137,7 @@ def test_an_echo_puts_the_prompt_in_front(send, answers):
         ({"temperature": float("nan")}, "temperature"),
         ({"input_ids": [1, 2, 331]}, "input_ids"),
         ({"input_lengths": 2}, "input_lengths"),
-        ({"request_output_len": 254}, "max_tokens"),
+        ({"request_output_len": 254}, "request_output_len"),
     ],
 )
 def test_a_bad_request_gets_one_error_that_names_the_tensor(triton_types, send, values, field):

@@ -190,8 +190,13 @@ def test_an_id_out_of_the_vocabulary_is_refused_with_its_value(ask, wrong):
 
 
 def test_a_request_that_does_not_fit_is_refused_with_the_numbers(ask):
-    with pytest.raises(PromptTooLong, match="3 tokens and 198 are asked for, 201 together"):
+    with pytest.raises(PromptTooLong, match="3 tokens and 198 are asked for, 201 together") as caught:
         ask(request_output_len=198)
+    assert caught.value.field == "request_output_len" and "so request_output_len may be at most 197" in str(
+        caught.value
+    )
+    with pytest.raises(PromptTooLong, match="input_ids: the prompt has 200 tokens; allowed are 199"):
+        ask(input_ids=[1] * 200, input_lengths=200)
 
 
 @pytest.mark.parametrize("name", ["input_lengths", "request_output_len"])
