@@ -24,8 +24,8 @@ _numbers = count(1)
 
 class Health(Enum):
     WELL = "well"
-    BUSY = "busy"  # refused for being full: alive enough to say so
-    SLOW = "slow"  # no end in time: full or hung, which the caller must find out
+    BUSY = "busy"  # refused for being full
+    SLOW = "slow"  # no end in time
     ILL = "ill"
 
 
@@ -57,6 +57,17 @@ async def ask(settings: Settings, timeout_s: float) -> Finding:
             return Finding(Health.SLOW, f"no token within {timeout_s:g} s")
         return Finding(Health.ILL, f"{error.code().name}: {error.details()}")
     return Finding(Health.ILL, "the stream closed before its final response")
+
+
+def is_well(finding: Finding, answered_before: float | None, answered_now: float | None) -> bool:
+    """Whether the server is well, given how many answers all clients had got before and after; None if it cannot say.
+
+    A full server refuses canaries or lets them wait, and is well as long as it answers others; a canary's own answer
+    is at most one.
+    """
+    if finding.health in (Health.BUSY, Health.SLOW):
+        return answered_before is not None and answered_now is not None and answered_now > answered_before + 1
+    return finding.health is Health.WELL
 
 
 def judge_error(message: str) -> Finding:

@@ -75,7 +75,7 @@ class RevivalFailed:
 
 @dataclass(frozen=True)
 class CanaryPassed:
-    """Or was refused by a server that is full, or was slow in one that answers others."""
+    """Or was refused by, or slow in, a full server that answers others."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from server.repository import Model, Pipeline
 from server.settings import Settings
 
 LOOK_EVERY_S = 0.05
-# After a failed canary the next one follows sooner, so that a hang is told from a hiccup within seconds.
-RETRY_CANARY_S = 1.0
+# After a failed canary the next one follows sooner, but not before an engine could have recovered by itself.
+RETRY_CANARY_S = 3.0
 # Models finalize within a moment of SIGTERM; the server then takes seconds over its own exit, which nobody needs.
 TERMINATE_S = 0.5
 
@@ -132,25 +131,15 @@ class Life:
 
     async def _keep_asking(self) -> None:
         pause_s = self._settings.canary_interval_s
+        answered = await self._answered()
         while True:
             await asyncio.sleep(pause_s)
             self._watch_stubs()  # whoever loaded a model anew gave it new stubs
-            asked_s = time.monotonic()
-            finding = await self._examine()
-            well = finding.health in (canary.Health.WELL, canary.Health.BUSY)
+            finding = await canary.ask(self._settings, self._settings.canary_timeout_s)
+            before, answered = answered, await self._answered()
+            well = canary.is_well(finding, before, answered)
             self._report(CanaryPassed() if well else CanaryFailed(finding.reason))
-            spent_s = time.monotonic() - asked_s
-            pause_s = self._settings.canary_interval_s if well else max(0.0, RETRY_CANARY_S - spent_s)
-
-    async def _examine(self) -> canary.Finding:
-        """A canary's finding; slow is not ill while others get their answers."""
-        before = await self._answered()
-        finding = await canary.ask(self._settings, self._settings.canary_timeout_s)
-        if finding.health is canary.Health.SLOW:
-            after = await self._answered()
-            if before is not None and after is not None and after > before:
-                return canary.Finding(canary.Health.BUSY, f"{finding.reason}, but other requests were answered")
-        return finding
+            pause_s = self._settings.canary_interval_s if well else min(pause_s, RETRY_CANARY_S)
 
     async def _answered(self) -> float | None:
         """Answers given so far by the ensemble's last step, None if the metrics page does not answer."""

@@ -32,7 +32,7 @@ def serve(engines, tmp_path_factory):
             "model_repository": REPOSITORY,
             "engines_dir": engines,
             "state_dir": tmp_path_factory.mktemp("state"),
-            "start_timeout_s": 30,
+            "start_timeout_s": 60,
         }
         return running(**defaults | settings)
 
@@ -109,6 +109,7 @@ def build_engine(folder):
     """A folder that passes manifest.verify. What is in it does not matter to the fixture's models."""
     folder.mkdir()
     (folder / "weights.bin").write_bytes(b"weights")
+    (folder / "tokenizer.json").write_text("{}")
     digest = "0" * 64
     manifest.EngineManifest(
         name=folder.name,
@@ -128,7 +129,7 @@ def build_engine(folder):
         eos_token_ids=(0,),
         bos_token_id=None,
         pad_token_id=None,
-        tokenizer_sha256=digest,
+        tokenizer_sha256=manifest.sha256_file(folder / "tokenizer.json"),
         versions={},
         created="2026-01-01T00:00:00Z",
         files=manifest.hash_files(folder),

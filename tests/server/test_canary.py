@@ -33,6 +33,15 @@ def test_a_full_server_is_busy_and_any_other_error_is_ill():
         assert found.health is Health.ILL and found.reason
 
 
+def test_a_full_or_slow_server_is_well_only_while_it_answers_others():
+    for health in (Health.BUSY, Health.SLOW):
+        assert canary.is_well(Finding(health), 100, 102)
+        assert not canary.is_well(Finding(health), 100, 101)  # the canary's own
+        assert not canary.is_well(Finding(health), None, 102) and not canary.is_well(Finding(health), 100, None)
+    assert canary.is_well(Finding(Health.WELL), None, None)
+    assert not canary.is_well(Finding(Health.ILL), 100, 200)
+
+
 def test_texts_are_the_first_elements_of_the_byte_outputs():
     response = service_pb2.ModelInferResponse()
     for name, datatype, content in (

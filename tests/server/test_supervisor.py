@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ from server import ports, shared_memory, status, stubs
 from server.admin import fetch
 from server.settings import ROOT
 
+REPOSITORY = Path(__file__).parent / "fixtures" / "model_repository"
 pytestmark = pytest.mark.end_to_end
 
 
@@ -37,7 +40,7 @@ def descendants(pid):
     return found
 
 
-def wait_until(happened, timeout_s=10.0):
+def wait_until(happened, timeout_s=60.0):
     deadline_s = time.monotonic() + timeout_s
     while not happened():
         if time.monotonic() > deadline_s:
@@ -79,7 +82,7 @@ def test_a_server_is_ready_answers_says_so_and_leaves_nothing_behind(serve, open
     with serve() as replica:
         assert is_ready(replica)
         stream = open_stream(replica, max_tokens=8)
-        assert stream.ended.wait(10) and "".join(stream.texts) == "pingping" and stream.finish_reason == "length"
+        assert stream.ended.wait(60) and "".join(stream.texts) == "pingping" and stream.finish_reason == "length"
         assert replica.status.state == "ready" and replica.status.restarts == 0
         assert {stub.model for stub in replica.stubs()} == {"tokenizer", "engine", "detokenizer"}
         assert files_of(replica)
@@ -105,22 +108,22 @@ def test_strangers_may_look_and_infer_but_not_unload_or_map_memory(untouched):
 def test_a_killed_streaming_stub_ends_every_stream_at_once_and_the_server_is_ready_again(replica, open_stream):
     for restarts, model in ((1, "engine"), (2, "detokenizer")):
         streams = [open_stream(replica, max_tokens=100_000) for _ in range(4)]
-        assert all(stream.started.wait(10) for stream in streams)
+        assert all(stream.started.wait(60) for stream in streams)
         before = replica.server_pid
         os.kill(replica.stubs(model)[0].pid, signal.SIGKILL)
-        assert all(stream.ended.wait(10) for stream in streams)
+        assert all(stream.ended.wait(60) for stream in streams)
         assert {stream.failure for stream in streams} == {"UNAVAILABLE"}
         assert not is_ready(replica) or replica.server_pid != before
         replica.wait_until_ready(restarts=restarts)
         again = open_stream(replica, max_tokens=4)
-        assert again.ended.wait(10) and "".join(again.texts) == "ping"
+        assert again.ended.wait(60) and "".join(again.texts) == "ping"
         assert f"the {model}'s process died" in replica.output.read_text()
         assert replica.server_pid != before and len(files_of(replica)) == 4
 
 
 def test_a_killed_tokenizer_stub_is_revived_while_streams_go_on_and_readiness_says_so(replica, open_stream):
     stream = open_stream(replica, max_tokens=600, step_ms=5)
-    assert stream.started.wait(10)
+    assert stream.started.wait(60)
     before, seen = replica.server_pid, []
     looking = threading.Event()
 
@@ -138,8 +141,8 @@ def test_a_killed_tokenizer_stub_is_revived_while_streams_go_on_and_readiness_sa
     assert False in seen and is_ready(replica)
     assert {stub.instance for stub in replica.stubs("tokenizer")} == {"tokenizer_0_0", "tokenizer_0_1"}
     again = open_stream(replica, max_tokens=4)
-    assert again.ended.wait(10) and "".join(again.texts) == "ping"
-    assert stream.ended.wait(10) and len(stream.texts) == 600 and stream.finish_reason == "length"
+    assert again.ended.wait(60) and "".join(again.texts) == "ping"
+    assert stream.ended.wait(60) and len(stream.texts) == 600 and stream.finish_reason == "length"
 
 
 def test_all_stubs_and_then_tritonserver_itself_may_be_killed_again_and_again(replica, open_stream):
@@ -151,12 +154,12 @@ def test_all_stubs_and_then_tritonserver_itself_may_be_killed_again_and_again(re
     found = replica.wait_until_ready(restarts=3)
     assert found.restarts == 3 and "tritonserver ended with signal 9" in replica.output.read_text()
     again = open_stream(replica, max_tokens=4)
-    assert again.ended.wait(10) and again.finish_reason == "length"
+    assert again.ended.wait(60) and again.finish_reason == "length"
 
 
 def test_a_model_loaded_anew_by_hand_is_no_fault(serve, open_stream, tmp_path):
     repository = tmp_path / "model_repository"
-    subprocess.run(["cp", "-r", Path(__file__).parent / "fixtures" / "model_repository", repository], check=True)
+    shutil.copytree(REPOSITORY, repository)
     with serve(model_repository=repository, canary_interval_s=0.2) as replica:
         old = replica.stubs("detokenizer")[0]
         (repository / "detokenizer" / "1" / "model.py").touch()
@@ -170,10 +173,10 @@ def test_a_model_loaded_anew_by_hand_is_no_fault(serve, open_stream, tmp_path):
         replica.wait_until_ready(restarts=1)
 
 
-def test_a_hung_engine_is_told_from_a_busy_one_and_restarted(serve, open_stream):
-    with serve(canary_interval_s=0.3, canary_timeout_s=0.3) as replica:
-        busy = open_stream(replica, max_tokens=200, step_ms=5)
-        assert busy.ended.wait(10) and replica.status.restarts == 0
+def test_a_hung_engine_is_told_from_a_full_one_and_restarted(serve, open_stream):
+    with serve(canary_interval_s=0.3, canary_timeout_s=0.3, env={"TRIDENT_FIXTURE_SLOTS": "4"}) as replica:
+        busy = [open_stream(replica, max_tokens=20, step_ms=100) for _ in range(4)]
+        assert all(stream.ended.wait(60) for stream in busy) and replica.status.restarts == 0
         os.kill(replica.stubs("engine")[0].pid, signal.SIGSTOP)
         found = replica.wait_until_ready(restarts=1)
         assert found.restarts == 1 and "canary requests in a row failed" in replica.output.read_text()
@@ -183,7 +186,7 @@ def test_a_stop_lets_short_streams_end_and_tells_long_ones_why(serve, open_strea
     with serve() as replica:
         short = [open_stream(replica, max_tokens=4, step_ms=250) for _ in range(20)]
         long = [open_stream(replica, max_tokens=100_000, step_ms=250) for _ in range(80)]
-        assert all(stream.started.wait(10) for stream in short + long)
+        assert all(stream.started.wait(60) for stream in short + long)
         everything = descendants(replica.pid)
         asked_s = time.monotonic()
         replica.process.send_signal(signal.SIGTERM)
@@ -204,7 +207,7 @@ def test_a_stop_lets_short_streams_end_and_tells_long_ones_why(serve, open_strea
 def test_a_stop_cuts_off_streams_of_an_engine_that_does_not_listen(serve, open_stream):
     with serve(drain_s=0.2) as replica:
         stream = open_stream(replica, max_tokens=100_000)
-        assert stream.started.wait(10)
+        assert stream.started.wait(60)
         os.kill(replica.stubs("engine")[0].pid, signal.SIGSTOP)
         everything = descendants(replica.pid)
         assert replica.stop() == 0
@@ -215,7 +218,7 @@ def test_a_stop_cuts_off_streams_of_an_engine_that_does_not_listen(serve, open_s
 def test_a_second_signal_stops_at_once(serve, open_stream):
     with serve(drain_s=600) as replica:
         stream = open_stream(replica, max_tokens=100_000)
-        assert stream.started.wait(10)
+        assert stream.started.wait(60)
         everything = descendants(replica.pid)
         replica.process.send_signal(signal.SIGINT)
         assert wait_until(lambda: replica.status.state == "draining")
@@ -228,7 +231,7 @@ def test_a_second_signal_stops_at_once(serve, open_stream):
 
 def test_a_killed_keeper_is_a_restart_and_nothing_survives_a_killed_supervisor(replica, open_stream):
     stream = open_stream(replica, max_tokens=100_000)
-    assert stream.started.wait(10)
+    assert stream.started.wait(60)
     everything = descendants(replica.pid)
     keeper = int(Path(f"/proc/{replica.server_pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
     os.kill(keeper, signal.SIGKILL)
@@ -237,7 +240,7 @@ def test_a_killed_keeper_is_a_restart_and_nothing_survives_a_killed_supervisor(r
     assert gone(everything)
 
     stream = open_stream(replica, max_tokens=100_000)
-    assert stream.started.wait(10)
+    assert stream.started.wait(60)
     everything = descendants(replica.pid)
     replica.process.kill()
     replica.process.wait()
@@ -264,7 +267,7 @@ def place(engines, tmp_path):
     """Settings of a server of the fixture ensemble on free ports."""
     grpc_port, http_port, metrics_port = ports.free(3)
     return {
-        "model_repository": Path(__file__).parent / "fixtures" / "model_repository",
+        "model_repository": REPOSITORY,
         "engines_dir": engines,
         "state_dir": tmp_path,
         "grpc_port": grpc_port,
@@ -288,6 +291,34 @@ sys.exit(7)
 """
 
 
+def test_over_tls_the_canary_trusts_what_it_is_told_to_and_plain_clients_are_turned_away(serve, open_stream):
+    certificates = ROOT / "tests" / "clients" / "certificates"
+    tls = {"tls_cert": certificates / "server.pem", "tls_key": certificates / "server.key"}
+    with serve(**tls, tls_ca=certificates / "ca.pem", tls_name="server.test") as replica:
+        assert "ModelStreamInfer over TLS" in replica.output.read_text()
+        stream = open_stream(replica, max_tokens=4)
+        assert stream.ended.wait(60) and stream.failure == "UNAVAILABLE" and not stream.texts
+
+
+def test_a_busy_port_and_a_damaged_engine_are_one_line_each_before_anything_starts(place, tmp_path):
+    with socket.create_server(("127.0.0.1", place["http_port"])):
+        ended = run(**place)
+    assert ended.returncode == 1 and f"by process {os.getpid()}" in ended.stderr and "TRIDENT_HTTP_PORT" in ended.stderr
+    shutil.copytree(place["engines_dir"], tmp_path / "engines")
+    (tmp_path / "engines" / "demo" / "weights.bin").write_bytes(b"other weights")
+    ended = run(**place | {"engines_dir": tmp_path / "engines"})
+    assert ended.returncode == 1 and "weights.bin is not the file that was built" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1 and not (tmp_path / "logs").exists()
+
+
+def test_a_stop_during_a_restart_is_obeyed(replica):
+    everything = descendants(replica.pid)
+    os.kill(replica.server_pid, signal.SIGKILL)
+    assert wait_until(lambda: replica.status.state == "restarting")
+    assert replica.stop() == 0
+    assert gone(everything) and files_of(replica) == []
+
+
 def test_a_model_that_does_not_load_is_one_clear_error_with_the_logs_own_words(place):
     ended = run(env={"TRIDENT_FIXTURE_FAULT": "engine-load"}, **place)
     assert ended.returncode == 1
@@ -301,11 +332,11 @@ def test_a_model_that_does_not_load_is_one_clear_error_with_the_logs_own_words(p
 
 def test_a_server_that_fails_to_start_again_and_again_is_given_up(serve, tmp_path):
     repository = tmp_path / "model_repository"
-    subprocess.run(["cp", "-r", Path(__file__).parent / "fixtures" / "model_repository", repository], check=True)
+    shutil.copytree(REPOSITORY, repository)
     with serve(model_repository=repository) as replica:
         repository.rename(tmp_path / "lost")
         os.kill(replica.server_pid, signal.SIGKILL)
-        assert replica.process.wait(30) == 1
+        assert replica.process.wait(120) == 1
         said = replica.output.read_text()
         assert "did not start 3 times in a row" in said and str(repository) in said
         assert replica.status.state == "failed" and replica.status.restarts == 3
