@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import numpy as np
 
 from contract import manifest as manifests
 from contract.errors import EngineFailed, InvalidArgument, TridentError, to_text
 from python_backends.control import ControlListener
-from python_backends.cpu_engine.engine import Engine
-from python_backends.cpu_engine.link import WorkerLink
+from python_backends.cpu_engine.engine import Engine, Link
+from python_backends.cpu_engine.link import Listener, WorkerLink
 from python_backends.cpu_engine.metrics import EngineMetrics
 from python_backends.cpu_engine.request import EngineRequest, parse
 from python_backends.cpu_engine.stream import Chunk
@@ -19,8 +20,6 @@ from python_backends.limits import EngineLimits
 from python_backends.metrics import Metrics
 from python_backends.settings import Settings
 from python_backends.triton_io import FINAL, Inputs, error_response, metric_family, response, row, texts
-
-_LOAD_TIMEOUT_S = 300
 
 
 class ResponseSink:
@@ -72,6 +71,12 @@ class ResponseSink:
 
 
 class TritonPythonModel:
+    load_timeout_s = 300
+
+    def open_link(self, engine_dir: Path, listener: Listener) -> Link:
+        """A life of what computes the ids; the one thing in which engines of this contract differ."""
+        return WorkerLink(engine_dir, listener)
+
     def initialize(self, args: dict) -> None:
         settings = Settings.from_env()
         manifest = manifests.load(settings.engine_dir)
@@ -79,14 +84,14 @@ class TritonPythonModel:
         self._metrics = EngineMetrics(Metrics(metric_family), args["model_name"], args["model_version"])
         self._engine = Engine(
             self._limits,
-            lambda engine: WorkerLink(settings.engine_dir, engine),
+            lambda engine: self.open_link(settings.engine_dir, engine),
             self._metrics,
             max_waiting=settings.max_waiting,
             sender_threads=settings.sender_threads,
             max_coalesce_ns=int(settings.max_coalesce_s * 1e9),
             prefix_reuse=bool(manifest.recipe["prefix_reuse"]),
         )
-        if not self._engine.wait_until_ready(_LOAD_TIMEOUT_S):
+        if not self._engine.wait_until_ready(self.load_timeout_s):
             self._engine.close()
             raise EngineFailed(f"the engine process does not load {settings.engine_dir}; see the lines above")
         self._control = ControlListener(settings.control_socket, self._engine.on_control)

@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import openvino as ov
+
+if TYPE_CHECKING:
+    import openvino as ov
 
 # Logits come for every position that is read; in pieces, a long prompt's do not take gigabytes.
 _PIECE_TOKENS = 128
@@ -39,6 +42,8 @@ class SecondReading:
 
     def open(self, id: int, prompt_ids: np.ndarray, k: int) -> None:
         if self._compiled is None:
+            import openvino as ov  # here, because an engine without OpenVINO uses TopLogProbs too
+
             self._compiled = ov.Core().compile_model(self._model_xml, "CPU", self._properties)
         self._sequences[id] = _Sequence(self._compiled.create_infer_request(), prompt_ids, k)
 

@@ -1,0 +1,209 @@
+"""The LLM behind the engine's own admission, streams and metrics, on the stand-in for the LLM API."""
+
+import json
+import queue
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import llm_api
+import numpy as np
+import pytest
+
+from contract.generation import SamplingParams
+from contract.manifest import EngineManifest
+from python_backends.cpu_engine.messages import Add, End
+from python_backends.llmapi_engine import generation
+from python_backends.llmapi_engine.link import LlmLink
+from python_backends.stream_state import StreamEvent
+
+ROOT = Path(__file__).resolve().parents[3]
+EQUIVALENTS = json.loads((ROOT / "build" / "trtllm" / "llmapi_equivalents.json").read_text())
+WAIT_S = 20
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.said: queue.Queue = queue.Queue()
+
+    def on_ready(self) -> None:
+        self.said.put("ready")
+
+    def on_report(self, report) -> None:
+        self.said.put(report)
+
+    def on_death(self, reason: str) -> None:
+        self.said.put(f"dead: {reason}")
+
+    def next(self):
+        return self.said.get(timeout=WAIT_S)
+
+    def until_end_of(self, *ids: int) -> dict[int, list]:
+        """Outputs by sequence until each of ``ids`` has ended."""
+        outputs: dict[int, list] = {id: [] for id in ids}
+        while not all(seen and seen[-1].event.last for seen in outputs.values()):
+            for output in self.next().outputs:
+                outputs[output.id].append(output)
+        return outputs
+
+
+def manifest(**changes) -> EngineManifest:
+    recipe = {"tp": 2, "pp": 1, "prefix_reuse": True, "chunked_context": False, "kv_cache_fraction": 0.8}
+    made = EngineManifest(
+        name="mine",
+        kind="llmapi",
+        model="m",
+        architecture="Qwen3ForCausalLM",
+        checkpoint_sha256="0" * 64,
+        recipe=recipe,
+        recipe_sha256="0" * 64,
+        precision="fp8",
+        kv_cache_precision="fp8",
+        max_batch_size=8,
+        max_num_tokens=512,
+        max_seq_len=1024,
+        kv_cache_tokens=None,
+        vocab_size=4096,
+        eos_token_ids=(0,),
+        bos_token_id=None,
+        pad_token_id=None,
+        tokenizer_sha256="0" * 64,
+        versions={},
+        created="2026-11-21T00:00:00+00:00",
+        files={"config.json": "0" * 64},
+    )
+    return replace(made, **changes)
+
+
+@pytest.fixture
+def api(monkeypatch):
+    return llm_api.install(monkeypatch)
+
+
+@pytest.fixture
+def listener():
+    return Listener()
+
+
+@pytest.fixture
+def link(api, listener):
+    opened = LlmLink(lambda: generation.open_llm(Path("/engines/mine"), manifest()), listener)
+    assert listener.next() == "ready"
+    yield opened
+    opened.close()
+
+
+def add(id: int, *, ids=(5, 6), max_tokens=4, stop_ids=(), **sampling) -> Add:
+    return Add(id, np.array(ids, dtype=np.int64), max_tokens, SamplingParams(**sampling), frozenset(stop_ids))
+
+
+def test_every_id_comes_once_and_the_last_says_how_it_ended(link, listener):
+    link.send(add(1, max_tokens=4))
+    link.send(add(2, max_tokens=9, stop_ids=(3,)))
+    outputs = listener.until_end_of(1, 2)
+    assert [id for output in outputs[1] for id in output.token_ids] == [1, 2, 3, 4]
+    assert outputs[1][-1].event is StreamEvent.LENGTH
+    assert [id for output in outputs[2] for id in output.token_ids] == [1, 2, 3]  # the stop id stays, as on the CPU
+    assert outputs[2][-1].event is StreamEvent.STOP
+    assert all(output.event is StreamEvent.RUNNING for seen in outputs.values() for output in seen[:-1])
+
+
+def test_an_ended_sequence_is_aborted_and_confirmed_as_cancelled(api, listener):
+    api.paused = True
+    link = LlmLink(lambda: generation.open_llm(Path("/engines/mine"), manifest()), listener)
+    assert listener.next() == "ready"
+    link.send(add(7, max_tokens=100))
+    link.send(End(7))
+    link.send(End(8))  # long gone
+    outputs = listener.until_end_of(7)
+    assert outputs[7][-1].event is StreamEvent.CANCELLED
+    link.close()
+
+
+def test_one_requests_fault_is_its_own(link, listener):
+    link.send(add(1, ids=(13,)))
+    link.send(add(2))
+    outputs = listener.until_end_of(1, 2)
+    assert (outputs[1][0].event, outputs[1][0].rejected) == (StreamEvent.ERROR, "the executor refuses 13")
+    assert outputs[2][-1].event is StreamEvent.LENGTH
+
+
+def test_log_probabilities_are_of_the_chosen_id_and_the_likeliest(link, listener):
+    link.send(add(1, max_tokens=2, top_log_probs=2, log_probs=True))
+    link.send(add(2, max_tokens=2, log_probs=True))
+    link.send(add(3, max_tokens=2))
+    outputs = listener.until_end_of(1, 2, 3)
+    top = [entry for output in outputs[1] for entry in output.top]
+    assert [(entry.chosen, entry.ids, entry.log_probs) for entry in top] == [
+        (-0.5, [1, 101], [-0.5, -1.5]),
+        (-0.5, [2, 102], [-0.5, -1.5]),
+    ]
+    assert [p for output in outputs[2] for p in output.log_probs] == [-0.5, -0.5]
+    assert not any(output.top for output in outputs[2]) and not any(output.log_probs for output in outputs[3])
+
+
+def test_the_load_is_reported(link, listener):
+    link.send(add(1, ids=(5, 6, 7), max_tokens=3))
+    report = listener.next()
+    assert report.scheduled == 1 and report.start_ns <= report.end_ns
+    assert (report.context, report.context_tokens) == (0, 0)
+
+
+def test_an_llm_that_does_not_load_is_a_death_with_its_reason(api, listener):
+    api.fails_to_load = "CUDA out of memory"
+    LlmLink(lambda: generation.open_llm(Path("/engines/mine"), manifest()), listener)
+    assert listener.next() == "dead: the LLM failed: CUDA out of memory"
+
+
+def test_closing_aborts_what_runs_and_lets_go_of_the_gpus(api, listener):
+    api.paused = True
+    link = LlmLink(lambda: generation.open_llm(Path("/engines/mine"), manifest()), listener)
+    listener.next()
+    link.send(add(1, max_tokens=100))
+    link.close()
+    assert api.opened[0].is_shut_down
+    link.send(add(2))  # too late, and quiet
+
+
+def test_the_llm_is_opened_as_the_manifest_says(link, api):
+    arguments = api.opened[0].arguments
+    assert arguments["model"] == "/engines/mine/checkpoint" and arguments["skip_tokenizer_init"] is True
+    assert (arguments["tensor_parallel_size"], arguments["max_batch_size"], arguments["max_seq_len"]) == (2, 8, 1024)
+    assert arguments["enable_chunked_prefill"] is False
+    kv_cache = arguments["kv_cache_config"]
+    assert kv_cache == llm_api.KvCacheConfig(True, None, 0.8, "fp8")
+
+
+def test_nothing_is_asked_for_that_went_away_with_the_engines():
+    gone = EQUIVALENTS["TrtLlmArgs_extra_over_BaseLlmArgs"].keys()
+    assert not gone & generation.llm_arguments(Path("e"), manifest()).keys()
+    assert "FP8" in EQUIVALENTS["KV_CACHE_QUANT_ALGO"]
+
+
+def test_sampling_is_told_in_the_apis_words(link, listener, api):
+    link.send(add(1, stop_ids=(9, 4), temperature=0.7, top_p=0.9, top_k=5, seed=3, min_tokens=2))
+    link.send(add(2, temperature=0.0))
+    listener.until_end_of(1, 2)
+    sampled, greedy = api.opened[0].asked
+    assert (sampled.temperature, sampled.top_p, sampled.top_k, sampled.seed) == (0.7, 0.9, 5, 3)
+    assert (sampled.stop_token_ids, sampled.end_id, sampled.min_tokens) == ([4, 9], -1, 2)
+    assert sampled.include_stop_str_in_output and not sampled.detokenize
+    assert (greedy.top_k, greedy.temperature, greedy.stop_token_ids) == (1, None, None)
+
+
+@pytest.mark.parametrize(
+    ("stats", "used"), [({"kvCacheStats": {"maxNumBlocks": 8, "usedNumBlocks": 2}}, 0.25), ({}, 0.0)]
+)
+def test_cache_usage_is_a_fraction(stats, used):
+    assert generation.cache_usage(stats) == used
+
+
+def test_it_is_imported_without_openvino_and_without_tensorrt_llm():
+    code = (
+        "import sys; sys.modules['openvino'] = sys.modules['openvino_genai'] = None; "
+        "sys.path.insert(0, 'tests/fakes'); import python_backends.llmapi_engine.model as m; "
+        "assert 'tensorrt_llm' not in sys.modules; print(m.TritonPythonModel.load_timeout_s)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "3600\n"), done.stderr
