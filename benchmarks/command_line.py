@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks import arrivals, cancel, efficiency, hops, lengths, measurement, plots, report
+from benchmarks import arrivals, cancel, efficiency, hops, lengths, measurement, perf_analyzer, plots, report
 from benchmarks.driver import Extent
 from benchmarks.figures import Slo
 from benchmarks.measurement import Measurement, Where
@@ -83,11 +83,24 @@ def parser() -> argparse.ArgumentParser:
     free.add_argument("--max-tokens", type=int, default=480, metavar="N", help="of a stream (default %(default)s)")
     free.add_argument("--out", type=Path, metavar="FOLDER")
     free.set_defaults(verb=cancel_to_free)
+    theirs = verbs.add_parser("perf-analyzer", help="NVIDIA's perf_analyzer, streaming and unary")
+    _server_options(theirs)
+    theirs.add_argument("--concurrency", default="1,8,32", metavar="N,N,…", help="(default %(default)s)")
+    theirs.add_argument("--rates", default="4,8", metavar="R,R,…", help="requests/s (default %(default)s)")
+    theirs.add_argument("--requests", type=int, default=40, metavar="N", help="per load (default %(default)s)")
+    theirs.add_argument("--out", type=Path, metavar="FOLDER")
+    theirs.set_defaults(verb=by_perf_analyzer)
     picture = verbs.add_parser("plot", help="pictures of what run or sweep wrote")
     picture.add_argument("result", type=Path, metavar="RESULT.json")
     picture.add_argument("--out", type=Path, metavar="FOLDER", help="(default: beside the result)")
     picture.set_defaults(verb=plot)
     return whole
+
+
+def by_perf_analyzer(arguments: argparse.Namespace) -> int:
+    levels, rates = _numbers("concurrency", arguments.concurrency, int), _numbers("rates", arguments.rates, float)
+    with _server(arguments) as where:
+        return perf_analyzer.run(where, levels, rates, arguments.requests, _folder(arguments, "perf-analyzer"))
 
 
 def plot(arguments: argparse.Namespace) -> int:

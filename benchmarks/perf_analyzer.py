@@ -1,0 +1,154 @@
+"""NVIDIA's perf_analyzer against the ensemble: streaming and unary, at concurrencies and at request rates.
+
+It lives in an environment of its own, ``.venv-perf``, made on first use: the package ``perf_analyzer`` where the C
+library is new enough for it (2.38), else the one that ``tritonclient`` 2.51.0 carries (2.34), which is the server's own
+version and needs two libraries that nvidia-pytriton brings under other names.
+
+The ensemble is decoupled, so perf_analyzer must speak gRPC streams for unary answers too (``stream`` false: one
+response). Answers have a fixed length: ``ignore_eos`` in the input files.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.measurement import Where
+from benchmarks.served import ROOT
+from contract.errors import EngineFailed, NotFound
+
+VENV = ROOT / ".venv-perf"
+INPUTS = Path(__file__).resolve().parent / "perf_analyzer_inputs"
+OLD, OLD_GLIBC = "tritonclient==2.51.0", (2, 34)
+NEW, NEW_GLIBC = "perf_analyzer==2.60.0", (2, 38)
+# The name perf_analyzer asks for → the beginning of the name nvidia-pytriton's wheel gives the library.
+LIBRARIES = {"libb64.so.0d": "libb64-", "libcudart.so.12": "libcudart-"}
+KINDS = ("streaming", "unary")
+TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Tool:
+    """program: the perf_analyzer to run; library_path: what LD_LIBRARY_PATH must begin with, or ''."""
+
+    program: Path
+    library_path: str
+
+
+def glibc() -> tuple[int, int]:
+    """The C library's version; (0, 0) where it is not glibc."""
+    name, version = platform.libc_ver()
+    numbers = version.split(".")[:2]
+    return (int(numbers[0]), int(numbers[1])) if name == "glibc" and len(numbers) == 2 else (0, 0)
+
+
+def package(version: tuple[int, int]) -> str:
+    """What to install for a glibc. Raises NotFound where no perf_analyzer runs."""
+    if version >= NEW_GLIBC:
+        return NEW
+    if version >= OLD_GLIBC:
+        return OLD
+    raise NotFound(f"no perf_analyzer runs with glibc {version[0]}.{version[1]}; the oldest that will do is 2.34")
+
+
+def tool(venv: Path = VENV) -> Tool:
+    """perf_analyzer, installed now unless it is there. Raises NotFound with pip's words if that fails."""
+    program = venv / "bin" / "perf_analyzer"
+    wanted = package(glibc())
+    if not program.exists():
+        print(f"installing {wanted} into {venv}", file=sys.stderr, flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        pip = [str(venv / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", wanted]
+        installed = subprocess.run(pip, capture_output=True, text=True)
+        if installed.returncode or not program.exists():
+            raise NotFound(f"{wanted} cannot be installed: {installed.stderr.strip()[-500:]}")
+    return Tool(program, link_libraries(venv / "lib-perf") if wanted == OLD else "")
+
+
+def link_libraries(folder: Path) -> str:
+    """Links to the two libraries by the names perf_analyzer asks for. Raises NotFound without nvidia-pytriton."""
+    try:
+        site = Path(str(importlib.metadata.distribution("nvidia-pytriton").locate_file("nvidia_pytriton.libs")))
+    except importlib.metadata.PackageNotFoundError as exc:
+        raise NotFound("perf_analyzer needs libraries of nvidia-pytriton, which is not installed: make setup") from exc
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, beginning in LIBRARIES.items():
+        found = sorted(site.glob(f"{beginning}*"))
+        if not found:
+            raise NotFound(f"there is no {beginning}* in {site}, which perf_analyzer needs as {name}")
+        link = folder / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(found[0])
+    return str(folder)
+
+
+def command(program: Path, url: str, kind: str, load: list[str], out: Path, requests: int) -> list[str]:
+    """One run's argv. ``load``: the options that set concurrency or request rate; each is measured over ``requests``,
+    once: perf_analyzer's own search for a stable window ends without figures on a machine that is not quiet."""
+    return [
+        str(program),
+        *("-m", "ensemble", "-u", url, "-i", "grpc", "--streaming", "--async"),
+        *("--input-data", str(INPUTS / f"{kind}.json")),
+        *load,
+        *("--request-count", str(requests)),
+        *("--percentile", "95", "-f", str(out.with_suffix(".csv"))),
+        *("--profile-export-file", str(out.with_suffix(".json"))),
+    ]
+
+
+def run(where: Where, concurrencies: Sequence[int], rates: Sequence[float], requests: int, out: Path) -> int:
+    """Both kinds under every load; prints a table and leaves perf_analyzer's CSV and profiles in ``out``."""
+    found = tool()
+    out.mkdir(parents=True, exist_ok=True)
+    environ = dict(os.environ)
+    if found.library_path:
+        environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (found.library_path, environ.get("LD_LIBRARY_PATH"))))
+    loads = [(f"concurrency {n}", ["--concurrency-range", str(n)]) for n in concurrencies]
+    poisson = ("--request-distribution", "poisson")
+    loads += [(f"rate {rate:g}", ["--request-rate-range", f"{rate:g}", *poisson]) for rate in rates]
+    rows, failures = [], []
+    for kind in KINDS:
+        for name, load in loads:
+            place = out / f"{kind}-{name.replace(' ', '-')}"
+            place.with_suffix(".csv").unlink(missing_ok=True)
+            argv = command(found.program, where.url, kind, load, place, requests)
+            print(shlex.join(argv), file=sys.stderr, flush=True)
+            done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
+            place.with_suffix(".txt").write_text(done.stdout + done.stderr)
+            rows += read(place.with_suffix(".csv"), f"{kind}, {name}")
+            if done.returncode:
+                said = (done.stderr or done.stdout).strip().splitlines()
+                failures.append(f"{kind}, {name}: {said[0] if said else f'code {done.returncode}'}")
+    if not rows:
+        raise EngineFailed("perf_analyzer measured nothing: " + " | ".join(failures))
+    print(report.table(rows, ("perf_analyzer", "requests/s", "responses/s", "p50 ms", "p95 ms", "p99 ms")))
+    for failure in failures:
+        print(f"  it says: {failure}")
+    print(f"  written: {out}")
+    return 0
+
+
+def read(path: Path, label: str) -> list[tuple]:
+    """The rows of perf_analyzer's CSV, in our columns; none if it wrote none."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [
+        (
+            label,
+            f"{float(row['Inferences/Second']):.2f}",
+            f"{float(row.get('Response Throughput') or 'nan'):.1f}",
+            *(f"{float(row[f'p{q} latency']) / 1e3:.1f}" for q in (50, 95, 99)),
+        )
+        for row in rows
+    ]
