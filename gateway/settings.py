@@ -15,8 +15,8 @@
 | SLOW_START_S | 30 | a replica that comes (back) gets its full share after so long |
 | PROBE_INTERVAL_S, PROBE_TIMEOUT_S | 10, 2 | health probes of a replica: out after 3 failures, back after 2 successes |
 | DEEP_PROBES | true | a probe also generates one token |
-| DEEP_PROMPT, DEEP_SHA256 | The | its prompt, and what its token's digest must be (gateway/health.py); empty: any token |
-| BREAKER_FAILURES, BREAKER_OPEN_S | 5, 10 | failures in a row that open a replica's breaker, and for how long at first |
+| DEEP_PROMPT, DEEP_SHA256 | The | its prompt, and its token's digest (gateway/health.py); empty: any token |
+| BREAKER_FAILURES, BREAKER_OPEN_S | 5, 10 | failures in a row that open a breaker, and for how long at first |
 | MAX_IN_FLIGHT | 1000 | requests at once, the next is refused, unless another admission is plugged in |
 | MAX_BODY_BYTES | 4194304 | of an HTTP request and of a gRPC message |
 | MAX_CHOICES | 16 | `n` times the prompts of one request |

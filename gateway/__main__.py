@@ -1,0 +1,114 @@
+"""``python -m gateway``: both doors until SIGTERM or Ctrl-C, then a drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+
+from contract.errors import InvalidArgument
+from gateway import app, connection, observability
+from gateway.kserve import KServeDoor
+from gateway.service import Service
+from gateway.settings import Settings
+
+_LOG = logging.getLogger("gateway")
+OPEN_FILES = 65_536
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn's server, whose end is ours to say."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def http_server(service: Service) -> HttpServer:
+    """The HTTP door as a server that is ready to ``serve``."""
+    settings = service.settings
+    return HttpServer(
+        uvicorn.Config(
+            app.build(service),
+            host=settings.host,
+            port=settings.http_port,
+            http=connection.bounded(settings.header_timeout_s),
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=5,
+            backlog=4096,
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
+        )
+    )
+
+
+async def serve(service: Service) -> None:
+    """Both doors until a signal comes; returns when everything is closed."""
+    settings, stop = service.settings, asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    http = http_server(service)
+    serving = asyncio.create_task(http.serve())
+    while not http.started and not serving.done():
+        await asyncio.sleep(0.01)
+    if serving.done():
+        await serving
+        raise SystemExit(1)
+    kserve = KServeDoor(service)
+    await kserve.start()
+    http_port = http.servers[0].sockets[0].getsockname()[1]
+    print(f"http {settings.host}:{http_port} grpc {settings.host}:{kserve.port}", flush=True)
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    _LOG.info("draining for up to %g s", settings.drain_s)
+    cut = await service.drain(settings.drain_s)
+    if cut:
+        _LOG.warning("%d generations were cut off", cut)
+    await kserve.stop()
+    http.should_exit = True
+    await serving
+
+
+def raise_open_files() -> None:
+    """Every stream is a socket: as many as the system lets us have."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+        if wanted < OPEN_FILES:
+            _LOG.warning("only %d files may be open at once; `ulimit -Hn` raises it", wanted)
+
+
+def main() -> int:
+    try:
+        settings = Settings.from_environment(os.environ)
+        service = Service(settings)
+    except InvalidArgument as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    observability.log_as_json(settings.log_level)
+    raise_open_files()
+    with contextlib.suppress(ImportError):  # not on Windows
+        import uvloop
+
+        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    asyncio.run(serve(service))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

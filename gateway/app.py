@@ -1,0 +1,97 @@
+"""The HTTP application: OpenAI's endpoints, health and metrics over one Service."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from contract.errors import TridentError
+from gateway import openapi, refusal
+from gateway.chat import Chat
+from gateway.completions import Completions
+from gateway.http_door import HttpDoor, bearer
+from gateway.service import Service
+from gateway.vocabulary import Vocabulary
+
+
+def build(service: Service) -> Starlette:
+    """The application; its lifespan starts and closes the service."""
+    settings = service.settings
+    vocabulary = Vocabulary(settings.tokenizer)
+
+    async def live(request: Request) -> Response:
+        return Response("live\n", media_type="text/plain")
+
+    async def ready(request: Request) -> Response:
+        if service.ready():
+            return Response("ready\n", media_type="text/plain")
+        said = "the gateway is stopping\n" if service.draining else "no replica is fit to serve\n"
+        return Response(said, 503, {"retry-after": "1"}, media_type="text/plain")
+
+    async def deep(request: Request) -> Response:
+        """What the latest deep probes said; asking does not make another one. 200 if one replica made its token."""
+        digests = {replica.url: replica.deep_digest for replica in service.replicas.all()}
+        said = {url: {"ok": bool(digest), "sha256": digest} for url, digest in digests.items()}
+        status = 200 if any(digests.values()) else 503
+        body = orjson.dumps({"deep_probes": settings.deep_probes, "replicas": said})
+        return Response(body, status, media_type="application/json")
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(request: Request) -> Response:
+        try:
+            tenant = service.tenant(bearer(request.headers.get("authorization", "")))
+            if "name" in request.path_params:
+                service.check_model(request.path_params["name"], tenant)
+        except TridentError as error:
+            return _refused(refusal.http(error))
+        model = {"id": settings.model, "object": "model", "created": 0, "owned_by": "trident"}
+        table = model if "name" in request.path_params else {"object": "list", "data": [model]}
+        return Response(orjson.dumps(table), media_type="application/json")
+
+    async def schema(request: Request) -> Response:
+        return Response(orjson.dumps(openapi.document(settings)), media_type="application/json")
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await service.start()
+        yield
+        await service.close()
+
+    return Starlette(
+        routes=[
+            Route("/v1/models", models),
+            Route("/v1/models/{name}", models),
+            Route("/v1/chat/completions", HttpDoor(service, Chat, vocabulary), methods=["POST"]),
+            Route("/v1/completions", HttpDoor(service, Completions, vocabulary), methods=["POST"]),
+            Route("/health/live", live),
+            Route("/health/ready", ready),
+            Route("/health/deep", deep),
+            Route("/metrics", metrics),
+            Route("/openapi.json", schema),
+        ],
+        exception_handlers={HTTPException: _http_exception},
+        lifespan=lifespan,
+    )
+
+
+async def _http_exception(request: Request, exc: Exception) -> Response:
+    """Starlette's own refusals, unknown paths and methods, as OpenAI's error object."""
+    assert isinstance(exc, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "bad_request")
+    status, headers, body = refusal.plain(exc.status_code, f"{request.method} {request.url.path}: {exc.detail}", code)
+    allowed = [(key.lower().encode(), value.encode()) for key, value in (exc.headers or {}).items()]
+    return _refused((status, [*headers, *allowed], body))
+
+
+def _refused(said: tuple[int, list[tuple[bytes, bytes]], bytes]) -> Response:
+    status, headers, body = said
+    return Response(body, status, {key.decode(): value.decode() for key, value in headers})

@@ -1,0 +1,104 @@
+"""One HTTP connection, kept from abuse: headers must come soon and be few, and a stalled reader can be thrown out.
+
+uvicorn leaves these three to whoever stands in front of it; nobody does here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway import refusal
+
+MAX_HEADER_BYTES = 64 * 1024
+MAX_HEADERS = 100
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol with bounds. Subclass it with ``header_timeout_s`` set (``bounded``)."""
+
+    header_timeout_s = 10.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self._header_bytes = self._header_count = 0
+        self._refused = False
+        self._patience: asyncio.TimerHandle | None = None
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._got_headers()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._refused:
+            if self._patience is None and (self.cycle is None or self.cycle.response_complete):
+                self._expect_headers()  # the first bytes of a further request
+            super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes = self._header_count = 0
+        self.scope["extensions"] = {"trident.abort": self.transport.abort}
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url), 0)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value), 1)
+
+    def on_headers_complete(self) -> None:
+        self._got_headers()
+        if not self._refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._refused:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg, "bad_request")
+
+    def _count(self, size: int, headers: int) -> None:
+        self._header_bytes += size
+        self._header_count += headers
+        if (self._header_bytes > MAX_HEADER_BYTES or self._header_count > MAX_HEADERS) and not self._refused:
+            said = f"allowed are {MAX_HEADERS} headers of {MAX_HEADER_BYTES} bytes together"
+            self._refuse(431, said, "headers_too_large")
+
+    def _expect_headers(self) -> None:
+        self._got_headers()
+        self._patience = self.loop.call_later(self.header_timeout_s, self._late)
+
+    def _got_headers(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _late(self) -> None:
+        self._patience = None
+        self._refuse(408, "the headers did not arrive in time", "timeout")
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        self._refused = True
+        if self.transport.is_closing():
+            return
+        _, headers, body = refusal.plain(status, message, code)
+        head = [b"HTTP/1.1 %d \r\n" % status, *(b"%b: %b\r\n" % header for header in headers)]
+        head.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
+        self.transport.write(b"".join(head) + body)
+        self.transport.close()
+
+
+def bounded(header_timeout_s: float) -> type[Connection]:
+    """The class of connections with this patience; uvicorn makes one of it for each."""
+    members: dict[str, Any] = {"header_timeout_s": header_timeout_s}
+    return type("BoundedConnection", (Connection,), members)

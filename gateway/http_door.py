@@ -1,0 +1,290 @@
+"""The OpenAI door: a body in, a whole answer or an event stream out, the same way for every endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+
+from clients import completion
+from clients.completion import Completion
+from clients.connection import new_request_id, sendable
+from clients.request import MAX_REQUEST_ID
+from contract.errors import EngineFailed, InvalidArgument, TridentError
+from contract.generation import GenerationRequest, TokenDelta, Usage
+from gateway import refusal, schemas
+from gateway.chat import Chat
+from gateway.completions import Completions
+from gateway.service import Asking, Generation, Service
+from gateway.streaming import Reader
+from gateway.vocabulary import Vocabulary
+
+_LOG = logging.getLogger(__name__)
+_DONE = b"data: [DONE]\n\n"
+_JSON = (b"content-type", b"application/json")
+Headers = list[tuple[bytes, bytes]]
+
+
+class Form(Protocol):
+    """What an endpoint's answers look like."""
+
+    def first_chunk(self, choice: int) -> dict[str, Any] | None: ...
+    def chunk(self, choice: int, delta: TokenDelta) -> dict[str, Any] | None: ...
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]: ...
+    def whole(self, answers: Sequence[Completion], usage: dict[str, Any]) -> dict[str, Any]: ...
+
+
+class TooLarge(Exception):
+    """The body is larger than allowed."""
+
+
+class HttpDoor:
+    """One endpoint, as an ASGI application."""
+
+    def __init__(self, service: Service, form: type[Chat] | type[Completions], vocabulary: Vocabulary) -> None:
+        self._service, self._form, self._vocabulary = service, form, vocabulary
+
+    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
+        request = Request(scope, receive)
+        request_id = request.headers.get("x-request-id") or new_request_id()
+        service, code = self._service, 499
+        try:
+            body = await _body(request, service.settings.max_body_bytes, service.settings.body_timeout_s)
+            error: TridentError | None = None
+        except ClientDisconnect:
+            return
+        except TooLarge:
+            said = f"the body is larger than {service.settings.max_body_bytes} bytes, the most allowed"
+            await self._refuse(send, 413, refusal.plain(413, said, "request_too_large"), request_id)
+            return
+        except asyncio.TimeoutError:
+            await self._refuse(send, 408, refusal.plain(408, "the body did not arrive in time", "timeout"), request_id)
+            return
+        async with Reader(scope, receive, send, service.settings, service.sweeper) as reader:
+            try:
+                await self._answer(reader, request, body, request_id)
+                code = 200
+            except TridentError as exc:
+                error = exc
+            except Exception:
+                _LOG.exception("request %s met a defect", request_id.replace("%", "%%"), extra={"fields": {}})
+                error = EngineFailed(f"the gateway failed; quote {request_id} when you report it")
+            if error is not None:
+                code = error.http_status
+                await self._say(reader, error, request_id)
+        service.metrics.requests.labels("http", self._form.operation, code).inc()
+
+    async def _answer(self, reader: Reader, request: Request, body: bytes, request_id: str) -> None:
+        service, settings = self._service, self._service.settings
+        if len(request_id) > MAX_REQUEST_ID or not sendable(request_id):
+            raise InvalidArgument("x-request-id", f"allowed are at most {MAX_REQUEST_ID} printable ASCII characters")
+        tenant = service.tenant(bearer(request.headers.get("authorization", "")))
+        asked = schemas.parse(self._form.schema, body, settings)
+        service.check_model(asked.model, tenant)
+        timeout_s = _timeout_s(request.headers.get("x-trident-timeout-s"), settings.request_timeout_s)
+        wanted = asked.generations(settings, timeout_s)
+        session = request.headers.get("x-session-id", "")[:MAX_REQUEST_ID]
+        asking = Asking(tenant, "http", self._form.operation, request_id, dict(request.headers), session)
+        form = self._form(asked, request_id, self._vocabulary)
+        prompts = len(wanted) // asked.choices
+        generations = await _admitted(service, wanted, asking)
+        error: BaseException | None = None
+        try:
+            headers = _headers(request_id, generations[0].headers)
+            if asked.stream:
+                await self._stream(reader, form, generations, prompts, headers, asked.include_usage)
+            else:
+                answers = await _together(generations)
+                usage = _usage([answer.usage for answer in answers], prompts)
+                await reader.respond(200, [*headers, _JSON], orjson.dumps(form.whole(answers, usage)))
+        except BaseException as exc:
+            error = exc
+            raise
+        finally:
+            for generation in generations:
+                generation.close(error)
+
+    async def _stream(
+        self,
+        reader: Reader,
+        form: Form,
+        generations: list[Generation],
+        prompts: int,
+        headers: Headers,
+        include_usage: bool,
+    ) -> None:
+        """Events as they come. Nothing is sent before there is something to say, so that an error that comes first
+        is a status; but a caller that waits long hears heartbeats."""
+        deltas = _merged(generations)
+        usages: list[Usage | None] = [None] * len(generations)
+        begun: set[int] = set()
+        first = asyncio.ensure_future(deltas.__anext__())
+        try:
+            done, _ = await asyncio.wait((first,), timeout=self._service.settings.heartbeat_s)
+            if done:
+                item = first.result()
+                await reader.start_events(headers)
+            else:
+                await reader.start_events(headers)
+                await reader.write(b": waiting\n\n")
+                item = await first
+            while item is not None:
+                choice, delta = item
+                events = []
+                if choice not in begun:
+                    begun.add(choice)
+                    events.append(form.first_chunk(choice))
+                events.append(form.chunk(choice, delta))
+                usages[choice] = delta.usage or usages[choice]
+                data = b"".join(b"data: %b\n\n" % orjson.dumps(event) for event in events if event is not None)
+                if data:
+                    await reader.write(data)
+                item = await anext(deltas, None)
+            if include_usage:
+                await reader.write(b"data: %b\n\n" % orjson.dumps(form.usage_chunk(_usage(usages, prompts))))
+            await reader.write(_DONE)
+            await reader.end()
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            await deltas.aclose()
+
+    async def _say(self, reader: Reader, error: TridentError, request_id: str) -> None:
+        """The error, as a status or, where that is gone already, as the stream's last event."""
+        if not reader.started:
+            status, headers, body = refusal.http(error)
+            await reader.respond(status, [*headers, *_headers(_printable(request_id), {})], body)
+            return
+        await reader.write(b"data: %b\n\n" % orjson.dumps(refusal.error_object(error)))
+        await reader.end()
+
+    async def _refuse(self, send: Any, status: int, said: tuple[int, Headers, bytes], request_id: str) -> None:
+        """An answer to a body that is not read to its end; the connection cannot be used again."""
+        _, headers, body = said
+        headers = [*headers, *_headers(_printable(request_id), {}), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+        self._service.metrics.requests.labels("http", self._form.operation, status).inc()
+
+
+async def _body(request: Request, most: int, patience_s: float) -> bytes:
+    """Raises TooLarge, asyncio.TimeoutError, ClientDisconnect."""
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > most:
+        raise TooLarge
+
+    async def read() -> bytes:
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise TooLarge
+            parts.append(part)
+        return b"".join(parts)
+
+    return await asyncio.wait_for(read(), patience_s)
+
+
+async def _admitted(service: Service, wanted: list[GenerationRequest], asking: Asking) -> list[Generation]:
+    """All choices, or none: one that is refused lets the others go."""
+    admitted: list[Generation] = []
+    try:
+        for one in wanted:
+            admitted.append(await service.generation(one, asking))
+    except BaseException as exc:
+        for generation in admitted:
+            generation.close(exc)
+        raise
+    return admitted
+
+
+async def _together(generations: list[Generation]) -> list[Completion]:
+    """Every choice to its end. The first error ends them all."""
+
+    async def collect(generation: Generation) -> Completion:
+        return completion.join([delta async for delta in generation], generation.id)
+
+    if len(generations) == 1:
+        return [await collect(generations[0])]
+    tasks = [asyncio.ensure_future(collect(generation)) for generation in generations]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, TokenDelta]]:
+    """(choice, delta) in order of arrival. The first error ends them all. A slow reader holds all of them back."""
+    if len(generations) == 1:
+        async for delta in generations[0]:
+            yield 0, delta
+        return
+    arrived: asyncio.Queue = asyncio.Queue(maxsize=len(generations))
+
+    async def read(choice: int, generation: Generation) -> None:
+        try:
+            async for delta in generation:
+                await arrived.put((choice, delta))
+            await arrived.put((choice, None))
+        except TridentError as error:
+            await arrived.put((choice, error))
+
+    tasks = [asyncio.ensure_future(read(*one)) for one in enumerate(generations)]
+    try:
+        left = len(tasks)
+        while left:
+            choice, item = await arrived.get()
+            if isinstance(item, TridentError):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield choice, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _usage(usages: Sequence[Usage | None], prompts: int) -> dict[str, Any]:
+    """Tokens of all choices; a prompt counts once, however many choices were made of it."""
+    known = [usage or Usage(0, 0) for usage in usages]
+    each = known[:: max(1, len(known) // max(1, prompts))]
+    prompt, output = sum(one.input_tokens for one in each), sum(one.output_tokens for one in known)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in each)},
+    }
+
+
+def bearer(header: str) -> str:
+    scheme, _, key = header.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _timeout_s(header: str | None, most_s: float) -> float:
+    if header is None:
+        return most_s
+    try:
+        asked_s = float(header)
+    except ValueError:
+        asked_s = 0.0
+    if not 0.0 < asked_s < float("inf"):
+        raise InvalidArgument("x-trident-timeout-s", f"got {header!r:.50}; allowed is a number of seconds above 0")
+    return min(asked_s, most_s)
+
+
+def _headers(request_id: str, more: Mapping[str, str]) -> Headers:
+    return [(b"x-request-id", request_id.encode()), *((key.encode(), value.encode()) for key, value in more.items())]
+
+
+def _printable(request_id: str) -> str:
+    return request_id if sendable(request_id) and len(request_id) <= MAX_REQUEST_ID else new_request_id()

@@ -1,0 +1,428 @@
+"""The KServe door: Triton's own gRPC protocol, with admission and routing, for Triton's own clients unchanged.
+
+Requests and responses of ModelStreamInfer go through as the bytes they are; what admission needs is read from the
+tensors. A request that is refused (budget, overload, credentials, deadline) ends the RPC with that status while no
+other request runs on the stream; otherwise, and for what is wrong with a request itself, the error rides in
+``error_message`` as Triton's do, unless the caller asked for statuses with ``triton_grpc_error: true``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import struct
+import time
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import grpc.aio
+from tritonclient.grpc import service_pb2
+
+from clients import protobuf
+from clients.answer import Answer
+from clients.connection import new_request_id, sendable
+from clients.failures import RetryHint
+from clients.request import MAX_REQUEST_ID
+from contract.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    TridentError,
+    Unauthenticated,
+    Unavailable,
+    to_text,
+)
+from contract.generation import GenerationRequest
+from gateway import refusal
+from gateway.http_door import bearer
+from gateway.permit import Tenant
+from gateway.service import Asking, Generation, Service
+
+_LOG = logging.getLogger(__name__)
+_SERVICE = "inference.GRPCInferenceService"
+DEFAULT_MAX_TOKENS = 128  # the tokenizer's, for a request that sends none
+MOST_ON_A_STREAM = 256  # requests at once on one stream; more wait until the stream has read them
+_REFUSALS = (Overloaded, Unavailable, Unauthenticated, PermissionDenied, DeadlineExceeded)
+
+
+class KServeDoor:
+    """``start`` it on the loop that serves; ``port`` is then where it listens."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._server: grpc.aio.Server | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        settings = self._service.settings
+        options = [
+            ("grpc.max_receive_message_length", settings.max_body_bytes),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_metadata_size", 16 * 1024),
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.so_reuseport", 0),
+        ]
+        self._server = grpc.aio.server(options=options)
+        self._server.add_generic_rpc_handlers((self._handlers(),))
+        address = f"{settings.host}:{settings.grpc_port}"
+        if settings.tls_key is not None and settings.tls_cert is not None:
+            pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
+            self.port = self._server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+        else:
+            self.port = self._server.add_insecure_port(address)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(0.5)
+
+    def _handlers(self) -> grpc.GenericRpcHandler:
+        def unary(answer: Callable) -> grpc.RpcMethodHandler:
+            return grpc.unary_unary_rpc_method_handler(answer)
+
+        methods = {
+            "ServerLive": unary(self._server_live),
+            "ServerReady": unary(self._server_ready),
+            "ModelReady": unary(self._model_ready),
+            "ModelInfer": unary(self._model_infer),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
+                self._stream, service_pb2.ModelInferRequest.FromString, None
+            ),
+        }
+        for name in ("ServerMetadata", "ModelMetadata", "ModelConfig"):
+            methods[name] = unary(self._passed_on(f"/{_SERVICE}/{name}"))
+        return grpc.method_handlers_generic_handler(_SERVICE, methods)
+
+    async def _server_live(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return _flag(True)
+
+    async def _server_ready(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return _flag(self._service.ready())
+
+    async def _model_ready(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return _flag(_name(request) in self._models and self._service.ready())
+
+    async def _model_infer(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        """What Triton itself says of an ensemble with a decoupled step, without asking it."""
+        said = "ModelInfer RPC doesn't support models with decoupled transaction policy; use ModelStreamInfer"
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, said)
+
+    def _passed_on(self, method: str) -> Callable:
+        """A question that any fit replica answers."""
+
+        async def answer(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            try:
+                self._service.tenant(bearer(_carrier(context).get("authorization", "")))
+                if not method.endswith("ServerMetadata"):
+                    if _name(request) not in self._models:
+                        raise NotFound(f"the model {_name(request)!r:.100} does not exist")
+                    request = protobuf.text(1, self._service.settings.triton_model)
+                fit = self._service.replicas.fit()
+                if not fit:
+                    raise Unavailable("no replica is fit to serve", 1.0)
+                return await fit[0].ask(method, request, 5.0)
+            except TridentError as error:
+                await context.abort(*refusal.grpc_status(error))
+
+        return answer
+
+    @property
+    def _models(self) -> tuple[str, str]:
+        return self._service.settings.model, self._service.settings.triton_model
+
+    async def _stream(self, requests: AsyncIterator, context: grpc.aio.ServicerContext) -> None:
+        writer = _Writer(context, self._service)
+        carrier = _carrier(context)
+        tasks: set[asyncio.Task] = set()
+        refused: list[TridentError] = []
+        slots = asyncio.Semaphore(MOST_ON_A_STREAM)
+        handler = asyncio.current_task()
+
+        async def serve(request: service_pb2.ModelInferRequest) -> None:
+            code = "OK"
+            try:
+                await self._serve(request, carrier, context, writer)
+            except TridentError as error:
+                code = error.grpc_status
+                wants_status = isinstance(error, _REFUSALS) or carrier.get("triton_grpc_error") == "true"
+                if wants_status and len(tasks) == 1:
+                    refused.append(error)
+                    handler.cancel()  # it may be waiting for another request
+                else:
+                    await writer.write(_in_band(error, request.id))
+            finally:
+                slots.release()
+                self._service.metrics.requests.labels("grpc", "text_completion", code).inc()
+
+        self._service.sweeper.add(writer)
+        try:
+            async for request in requests:
+                await slots.acquire()
+                task = asyncio.ensure_future(serve(request))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            while tasks:
+                await asyncio.wait(tasks)
+        except asyncio.CancelledError:
+            if not refused:
+                raise
+        finally:
+            self._service.sweeper.discard(writer)
+            for task in tuple(tasks):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if refused:
+            await context.abort(*refusal.grpc_status(refused[0]))
+
+    async def _serve(
+        self,
+        request: service_pb2.ModelInferRequest,
+        carrier: dict[str, str],
+        context: grpc.aio.ServicerContext,
+        writer: _Writer,
+    ) -> None:
+        """One request to its end. Raises what the caller has not been told yet."""
+        service = self._service
+        tenant = service.tenant(bearer(carrier.get("authorization", "")))
+        service.check_model(request.model_name, tenant)
+        asked = read(request, _left_s(request, context, service.settings.request_timeout_s))
+        asking = _asking(tenant, request, carrier)
+        generation = await service.generation(asked, asking)
+        generation.watched_by(asyncio.current_task())
+        error: BaseException | None = None
+        attempts = 0
+        try:
+            if generation.request.max_tokens != asked.max_tokens:
+                lower(request, generation.request.max_tokens)
+            request.model_name = service.settings.triton_model
+            attempts, error = await self._relay(generation, request.SerializeToString(), writer)
+        except asyncio.CancelledError as exc:
+            error = generation.cut_error or exc
+            if generation.cut_error is not None:
+                raise generation.cut_error from None
+            raise
+        except TridentError as exc:
+            error = exc
+            raise
+        except Exception as exc:
+            _LOG.exception("request %s met a defect", asking.request_id.replace("%", "%%"))
+            error = EngineFailed(f"the gateway failed; quote {asking.request_id} when you report it")
+            raise error from exc
+        finally:
+            generation.close(error, attempts)
+
+    async def _relay(self, generation: Generation, payload: bytes, writer: _Writer) -> tuple[int, TridentError | None]:
+        """Responses as they come; tries another replica as long as none came. Returns the attempts made, and the
+        error that a relayed response carried."""
+        asked = generation.request
+        door, schedule, answer = generation.door(payload), self._service.replicas.schedule(), Answer(asked)
+        attempts = 0
+        while True:
+            attempts += 1
+            if answer.left_s <= 0:
+                raise answer.late()
+            booking = await door.open(asked, answer.left_s)
+            error: BaseException | None = asyncio.CancelledError()
+            held = b""  # an error that another replica may yet save the caller from
+            hint = RetryHint()
+            try:
+                reader = booking.call.__aiter__()
+                while True:
+                    generation.awaits()
+                    data = await anext(reader, None)
+                    if data is None:
+                        error = None if answer.whole or answer.started else answer.cut(booking.url)
+                        break
+                    fresh = not answer.started
+                    try:
+                        delta = answer.take(data)
+                    except TridentError as exc:
+                        error, held = exc, data
+                        break
+                    if delta is not None:
+                        if fresh:
+                            booking.began()
+                        reason = delta.finish_reason.value if delta.finish_reason else ""
+                        generation.saw(len(delta.token_ids), reason, delta.usage)
+                    elif answer.whole and not generation.finish_reason:
+                        generation.saw(0, "stop", None)
+                    if answer.broken is not None:
+                        error = answer.broken
+                    await writer.write(data)
+            except grpc.aio.AioRpcError as exc:
+                error, hint = answer.broke(exc, booking.url)
+            finally:
+                booking.call.cancel()
+                booking.release(error if isinstance(error, TridentError) else None, answer)
+            if error is None or (error is answer.broken):
+                return attempts, error
+            wait_s = None
+            if not answer.started:
+                wait_s = schedule.wait_s(error, hint, answer.left_s, door.has_alternative())
+            if wait_s is not None:
+                await asyncio.sleep(wait_s)
+                continue
+            if held and not isinstance(error, _REFUSALS):
+                await writer.write(held)
+                return attempts, error
+            raise error
+
+
+class _Writer:
+    """The caller's end of one stream: responses of all its requests, one at a time."""
+
+    def __init__(self, context: grpc.aio.ServicerContext, service: Service) -> None:
+        self._context, self._patience_s = context, service.settings.stall_timeout_s
+        self._handler = asyncio.current_task()
+        self._lock = asyncio.Lock()
+        self._writing_since_s = 0.0
+
+    async def write(self, data: bytes) -> None:
+        async with self._lock:
+            self._writing_since_s = time.monotonic()
+            try:
+                await self._context.write(data)
+            finally:
+                self._writing_since_s = 0.0
+
+    def sweep(self, now_s: float) -> None:
+        if self._writing_since_s and now_s - self._writing_since_s > self._patience_s:
+            self._writing_since_s = 0.0
+            self._handler.cancel()
+
+
+def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> GenerationRequest:
+    """What admission and routing need of a request; the ensemble's own door checks the rest.
+
+    Raises InvalidArgument that names an input which cannot be read.
+    """
+    prompt, messages = _texts(request, "text_input"), _texts(request, "messages")
+    chat = None
+    if messages is not None and prompt is None:
+        chat = ({"role": "user", "content": messages},)  # as it is: only its size matters, unless it is well-formed
+        with contextlib.suppress(ValueError):
+            turns = json.loads(messages)
+            if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
+                chat = tuple(turns)
+    max_tokens = _integer(request, "max_tokens")
+    return GenerationRequest(
+        text_input=prompt if chat is None else None,
+        messages=chat,
+        max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max(1, max_tokens),
+        timeout_s=timeout_s,
+        request_id=request.id,
+    )
+
+
+def lower(request: service_pb2.ModelInferRequest, max_tokens: int) -> None:
+    """Writes another ``max_tokens`` into the request."""
+    found = _find(request, "max_tokens")
+    if found is None:
+        request.inputs.add(name="max_tokens", datatype="INT32", shape=[1, 1])
+        if request.raw_input_contents or len(request.inputs) == 1:
+            request.raw_input_contents.append(struct.pack("<i", max_tokens))
+        else:
+            request.inputs[-1].contents.int_contents.append(max_tokens)
+        return
+    place, raw = found
+    if raw is None:
+        request.inputs[place].contents.int_contents[:] = [max_tokens]
+    else:
+        request.raw_input_contents[place] = struct.pack("<i", max_tokens)
+
+
+def _find(request: service_pb2.ModelInferRequest, name: str) -> tuple[int, bytes | None] | None:
+    """(its place, its raw content or None where contents are inline), or None if the input was not sent."""
+    for place, tensor in enumerate(request.inputs):
+        if "shared_memory_region" in tensor.parameters:
+            raise InvalidArgument(
+                tensor.name, "lies in shared memory, which the gateway does not reach; send it inline"
+            )
+        if tensor.name == name:
+            if not request.raw_input_contents:
+                return place, None
+            if place >= len(request.raw_input_contents):
+                raise InvalidArgument(name, "has no content")
+            return place, request.raw_input_contents[place]
+    return None
+
+
+def _texts(request: service_pb2.ModelInferRequest, name: str) -> str | None:
+    found = _find(request, name)
+    if found is None:
+        return None
+    place, raw = found
+    if raw is None:
+        parts = request.inputs[place].contents.bytes_contents
+        data = parts[0] if parts else b""
+    else:
+        if len(raw) < 4 or len(raw) != 4 + struct.unpack_from("<I", raw)[0]:
+            raise InvalidArgument(name, "allowed is one text: its length in four bytes and its UTF-8")
+        data = raw[4:]
+    try:
+        return data.decode()
+    except UnicodeDecodeError as exc:
+        raise InvalidArgument(name, f"is not UTF-8 at byte {exc.start}") from exc
+
+
+def _integer(request: service_pb2.ModelInferRequest, name: str) -> int | None:
+    found = _find(request, name)
+    if found is None:
+        return None
+    place, raw = found
+    if raw is None:
+        values = list(request.inputs[place].contents.int_contents)
+    else:
+        values = list(struct.unpack(f"<{len(raw) // 4}i", raw)) if len(raw) % 4 == 0 else []
+    if len(values) != 1 or request.inputs[place].datatype != "INT32":
+        raise InvalidArgument(name, "allowed is one INT32 of shape [1, 1]")
+    return values[0]
+
+
+def _left_s(request: service_pb2.ModelInferRequest, context: grpc.aio.ServicerContext, most_s: float) -> float:
+    """The shortest of what the gateway, the RPC's deadline and the request's ``timeout`` (µs) allow."""
+    limits = [most_s]
+    remaining_s = context.time_remaining()
+    if remaining_s is not None:
+        limits.append(max(0.001, remaining_s))
+    if "timeout" in request.parameters:
+        timeout_us = request.parameters["timeout"].int64_param
+        if timeout_us > 0:
+            limits.append(timeout_us / 1e6)
+    return min(limits)
+
+
+def _asking(tenant: Tenant, request: service_pb2.ModelInferRequest, carrier: dict[str, str]) -> Asking:
+    said = carrier.get("x-request-id") or request.id
+    quoted = said if said and sendable(said) and len(said) <= MAX_REQUEST_ID else new_request_id()
+    session = carrier.get("x-session-id", "")[:MAX_REQUEST_ID]
+    return Asking(tenant, "grpc", "text_completion", quoted, carrier, session)
+
+
+def _carrier(context: grpc.aio.ServicerContext) -> dict[str, str]:
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+
+
+def _in_band(error: TridentError, request_id: str) -> bytes:
+    answer = service_pb2.ModelStreamInferResponse(error_message=to_text(error))
+    answer.infer_response.id = request_id
+    answer.infer_response.parameters["triton_final_response"].bool_param = True
+    return answer.SerializeToString()
+
+
+def _flag(value: bool) -> bytes:
+    return b"\x08\x01" if value else b""
+
+
+def _name(request: bytes) -> str:
+    """Field 1 of a Model…Request."""
+    with contextlib.suppress(protobuf.WireError, UnicodeDecodeError, AttributeError):
+        return dict(protobuf.fields(request)).get(1, b"").decode()
+    return ""

@@ -1,0 +1,400 @@
+"""The replicas behind the gateway: found, watched, picked, booked and let go. The async side of routing and health.
+
+Pools are sets of replicas with a name; each is looked for again and again (``clients.discovery``). A request is
+booked at a replica when it is sent and settled when it ends, so that the picks see at once what this process has
+under way, and the metrics pages tell what everybody else has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+
+import aiohttp
+import grpc.aio
+
+from clients import costs, infer_request, picks, status
+from clients.answer import Answer
+from clients.connection import TLS, Connection
+from clients.costs import Cost, Costs, Observation
+from clients.discovery import Discovery, source
+from clients.failures import from_rpc
+from clients.health import Health, HealthPolicy
+from clients.picks import Ask
+from clients.retries import NO_RETRY, RetryBudget, RetryPolicy, RetrySchedule
+from clients.token_stream import TokenStream
+from contract.errors import EngineFailed, TridentError, Unavailable
+from contract.generation import GenerationRequest, SamplingParams
+from contract.load import ReplicaLoad
+from gateway import load_page, routing
+from gateway.health import Breaker, BreakerPolicy, BreakerState, blames_replica, token_digest
+from gateway.load_page import PageLoad
+from gateway.routing import Candidate, Question, Router
+from gateway.settings import SCORED, Settings
+
+_LOG = logging.getLogger(__name__)
+REFRESH_S = 30.0
+MAX_PAGE_BYTES = 4 * 1024 * 1024
+# A shorter beginning is computed faster than it is worth sending a request out of its way.
+SHORTEST_PREFIX = 256
+# Other replicas are tried at once; only where there is none left it is worth a short wait.
+RETRY = RetryPolicy(attempts=4, base_s=0.05, cap_s=0.5)
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+class Replica:
+    """One replica and what is known of it."""
+
+    def __init__(self, url: str, pool: str, metrics_url: str, tls: TLS | None = None) -> None:
+        self.url, self.pool, self.metrics_url = url, pool, metrics_url
+        self.health = Health()
+        self.breaker = Breaker()
+        self.since_s = time.monotonic()
+        self.page = PageLoad()
+        self.deep_digest = ""  # of the latest deep probe, empty if it failed
+        self.outstanding = 0
+        self.pending_tokens = 0.0
+        self._connection = Connection(url, tls)
+        self._channel: grpc.aio.Channel | None = None
+        self._generate: Callable | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.tasks: list[asyncio.Task] = []
+
+    def candidate(self, now_s: float) -> Candidate:
+        load = ReplicaLoad(
+            self.url,
+            running=self.page.running,
+            waiting=self.page.waiting,
+            max_running=self.page.max_running,
+            kv_usage=self.page.kv_usage,
+            pending_tokens=round(self.pending_tokens),
+            healthy=bool(self.health.healthy),
+            outstanding=self.outstanding,
+        )
+        return Candidate(load, not self.breaker.allows(now_s), now_s - self.since_s)
+
+    def fit(self, now_s: float) -> bool:
+        return bool(self.health.healthy) and self.breaker.allows(now_s)
+
+    def channel(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            options = self._connection.options()
+            self._channel = (
+                grpc.aio.secure_channel(self.url, self._connection.tls.credentials(), options)
+                if self._connection.tls
+                else grpc.aio.insecure_channel(self.url, options)
+            )
+        return self._channel
+
+    def metadata(self, request_id: str, traceparent: str = "") -> Metadata:
+        return self._connection.call_metadata(request_id, traceparent)
+
+    def generate(self, payload: bytes, left_s: float, metadata: Metadata) -> grpc.aio.UnaryStreamCall:
+        """Sends one ModelInferRequest and returns the raw call, which answers with ModelStreamInferResponses."""
+        if self._generate is None:
+            self._generate = self.channel().unary_stream(infer_request.GENERATE)
+        return self._generate(payload, timeout=left_s, metadata=metadata)
+
+    async def ask(self, method: str, payload: bytes, timeout_s: float, metadata: Metadata = ()) -> bytes:
+        """One unary call. Raises what the status means."""
+        try:
+            return await self.channel().unary_unary(method)(payload, timeout=timeout_s, metadata=metadata)
+        except grpc.aio.AioRpcError as exc:
+            raise from_rpc(exc.code(), exc.details() or "", self.url) from exc
+
+    def book(self, cost: float) -> None:
+        self.outstanding += 1
+        self.pending_tokens += cost
+        self._idle.clear()
+
+    def settle(self, cost: float) -> None:
+        self.pending_tokens = max(0.0, self.pending_tokens - cost)
+
+    def release(self) -> None:
+        self.outstanding -= 1
+        if not self.outstanding:
+            self.pending_tokens = 0.0  # no rounding errors are kept
+            self._idle.set()
+
+    def observe(self, ok: bool, policy: HealthPolicy) -> None:
+        before = self.health.healthy
+        self.health = self.health.after(ok, policy)
+        if self.health.healthy is not before:
+            _LOG.info("replica %s is %s", self.url, "healthy" if self.health.healthy else "not healthy")
+            if self.health.healthy and before is False:
+                self.since_s = time.monotonic()
+
+    def stop_watching(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+
+    async def close_when_idle(self) -> None:
+        self.stop_watching()
+        await self._idle.wait()
+        await self.close()
+
+    async def close(self) -> None:
+        self.stop_watching()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+
+class Replicas:
+    """All pools. Make it on the loop that uses it; ``start`` looks for the replicas and probes each once."""
+
+    def __init__(self, settings: Settings, rng: random.Random | None = None, sources: dict | None = None) -> None:
+        self._settings = settings
+        self._sources: dict[str, Discovery] = sources or {pool: source(where) for pool, where in settings.pools.items()}
+        self._rng = rng or random.Random()
+        self._health = HealthPolicy(interval_s=settings.probe_interval_s, timeout_s=settings.probe_timeout_s)
+        self._breaker = BreakerPolicy(settings.breaker_failures, settings.breaker_open_s)
+        pick = None if settings.routing == SCORED else picks.BY_NAME[settings.routing]
+        self._router = Router(pick=pick, slow_start_s=settings.slow_start_s)
+        self._budget = RetryBudget(reserve=100.0)  # a replica that dies takes all its requests with it
+        self._pools: dict[str, dict[str, Replica]] = {pool: {} for pool in self._sources}
+        self._weights = settings.weights
+        self._tasks: list[asyncio.Task] = []
+        self._leaving: set[asyncio.Task] = set()
+        self._http: aiohttp.ClientSession | None = None
+        self._turn = 0
+        self.costs = Costs()
+        self.model = settings.triton_model
+
+    async def start(self) -> None:
+        """Returns when every pool was looked for once; those that cannot be found now are looked for again."""
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(self._settings.probe_timeout_s))
+        await asyncio.gather(*(self._refresh(pool) for pool in self._sources))
+        self._tasks = [asyncio.create_task(self._keep_refreshing(pool)) for pool in self._sources]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(replica.close() for replica in self.all()))
+        for task in self._leaving:
+            task.cancel()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+        if self._http is not None:
+            await self._http.close()
+
+    def all(self) -> list[Replica]:
+        return [replica for pool in self._pools.values() for replica in pool.values()]
+
+    def fit(self) -> list[Replica]:
+        """Those that may get requests now."""
+        now_s = time.monotonic()
+        return [replica for replica in self.all() if replica.fit(now_s)]
+
+    def door(
+        self, asked: GenerationRequest, pinned: str = "", session: str = "", traceparent: str = "", payload: bytes = b""
+    ) -> Door:
+        """Where one request may go. ``payload``: the ModelInferRequest to send in place of the one ``asked`` makes."""
+        self._turn += 1
+        prefix = costs.prefix(asked)
+        ask = Ask(self._turn, session, prefix if len(prefix) >= SHORTEST_PREFIX else "")
+        return Door(self, ask, pinned, traceparent, payload)
+
+    def schedule(self) -> RetrySchedule:
+        """The retries of one request, under the budget that all requests share."""
+        return RetrySchedule(RETRY, self._budget, self._rng)
+
+    def choose(self, ask: Ask, pinned: str, tried: frozenset[str]) -> Replica:
+        """Raises Unavailable if no replica may be asked."""
+        now_s = time.monotonic()
+        available = {name: any(one.fit(now_s) for one in pool.values()) for name, pool in self._pools.items()}
+        pool = self._pools[routing.choose_pool(self._weights, pinned, available, self._rng)]
+        candidates = [replica.candidate(now_s) for replica in pool.values()]
+        return pool[self._router.choose(candidates, Question(ask, tried), self._rng).name]
+
+    def has_untried(self, pinned: str, tried: frozenset[str]) -> bool:
+        return any(one.url not in tried and (not pinned or one.pool == pinned) for one in self.fit())
+
+    def observe(self, replica: Replica, error: TridentError | None) -> None:
+        """What the end of a request says about its replica."""
+        now_s, bad = time.monotonic(), blames_replica(error)
+        before = replica.breaker.state
+        if bad is None:
+            replica.breaker = replica.breaker.left(now_s)
+        else:
+            replica.breaker = replica.breaker.after(not bad, now_s, self._breaker)
+        if isinstance(error, Unavailable):
+            replica.observe(False, self._health)  # as good as a probe that found nobody
+        if replica.breaker.state is BreakerState.OPEN and before is not BreakerState.OPEN:
+            pause_s = replica.breaker.pause_s
+            _LOG.warning("replica %s: the breaker opens for %g s after: %s", replica.url, pause_s, error)
+
+    async def _keep_refreshing(self, pool: str) -> None:
+        while True:
+            found = bool(self._pools[pool])
+            await asyncio.sleep(self._rng.uniform(0.9, 1.1) * (REFRESH_S if found else 1.0))
+            await self._refresh(pool)
+
+    async def _refresh(self, pool: str) -> None:
+        try:
+            urls = await self._sources[pool].replicas()
+        except TridentError as error:
+            _LOG.warning("pool %r: keeping the %d replicas known before: %s", pool, len(self._pools[pool]), error)
+            return
+        known = self._pools[pool]
+        for url in known.keys() - set(urls):
+            self._let_go(known.pop(url))
+        new = [Replica(url, pool, self._settings.metrics_url(url)) for url in urls if url not in known]
+        # A new replica is probed before it gets anything, so that one that is still loading is not picked.
+        await asyncio.gather(*(self._probe(replica) for replica in new), *(self._read_page(one) for one in new))
+        for replica in new:
+            known[replica.url] = replica
+            replica.tasks.append(asyncio.create_task(self._keep_probing(replica)))
+            if replica.metrics_url:
+                replica.tasks.append(asyncio.create_task(self._keep_reading(replica)))
+
+    def _let_go(self, replica: Replica) -> None:
+        """Nothing new goes there; what it has, it finishes."""
+        task = asyncio.create_task(replica.close_when_idle())
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _keep_probing(self, replica: Replica) -> None:
+        while True:
+            await asyncio.sleep(self._health.interval_s * self._rng.uniform(0.9, 1.1))
+            await self._probe(replica)
+
+    async def _probe(self, replica: Replica) -> None:
+        question = status.model_ready(self._settings.triton_model)
+        digest = ""
+        try:
+            ok = status.read_flag(await replica.ask(question.method, question.payload, self._health.timeout_s))
+            if ok and self._settings.deep_probes:
+                digest = await self.deep_probe(replica)
+        except TridentError as error:
+            _LOG.warning("replica %s failed its probe: %s", replica.url, error)
+            ok = False
+        replica.deep_digest = digest
+        replica.observe(ok, self._health)
+
+    async def deep_probe(self, replica: Replica) -> str:
+        """The digest of one greedy token made there. Raises what keeps it from being made, or EngineFailed if it is
+        another token than it must be."""
+        timeout_s = max(self._health.timeout_s, 5.0)  # it waits its turn behind real requests
+        asked = GenerationRequest(
+            text_input=self._settings.deep_prompt,
+            max_tokens=1,
+            sampling=SamplingParams(temperature=0.0),
+            timeout_s=timeout_s,
+            request_id=f"probe-{self._rng.getrandbits(64):016x}",
+        )
+        door = _Fixed(replica, self._settings.triton_model)
+        done = await TokenStream(door, asked, RetrySchedule(NO_RETRY, RetryBudget(), self._rng)).complete()
+        digest = token_digest(done.token_ids)
+        if self._settings.deep_sha256 and digest != self._settings.deep_sha256:
+            raise EngineFailed(f"{replica.url} made another token than it must: {digest}")
+        return digest
+
+    async def _keep_reading(self, replica: Replica) -> None:
+        while True:
+            await asyncio.sleep(self._settings.metrics_interval_s * self._rng.uniform(0.9, 1.1))
+            await self._read_page(replica)
+
+    async def _read_page(self, replica: Replica) -> None:
+        """A page that cannot be read leaves what this process itself has booked as the only load."""
+        if not replica.metrics_url:
+            return
+        try:
+            async with self._http.get(replica.metrics_url) as answer:
+                page = await answer.content.read(MAX_PAGE_BYTES)
+                replica.page = load_page.read(page.decode()) if answer.status == 200 else PageLoad()
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as exc:
+            _LOG.debug("replica %s: its metrics cannot be read: %s", replica.url, exc)
+            replica.page = PageLoad()
+
+
+class Door:
+    """Where one request may go: any replica of its pool, but not twice to one while another is left."""
+
+    def __init__(self, replicas: Replicas, ask: Ask, pinned: str, traceparent: str, payload: bytes) -> None:
+        self._replicas, self._ask, self._pinned = replicas, ask, pinned
+        self._traceparent, self._payload = traceparent, payload
+        self._tried: frozenset[str] = frozenset()
+        self.replica = ""  # where the latest attempt went
+
+    async def open(self, asked: GenerationRequest, left_s: float) -> Booking:
+        replica = self._replicas.choose(self._ask, self._pinned, self._tried)
+        self._tried |= {replica.url}
+        self.replica = replica.url
+        return Booking(self._replicas, replica, asked, left_s, self._traceparent, self._payload)
+
+    def has_alternative(self) -> bool:
+        return self._replicas.has_untried(self._pinned, self._tried)
+
+
+class Booking:
+    """A call and what is booked for it; both end together. An Attempt of ``clients.token_stream``."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        replica: Replica,
+        asked: GenerationRequest,
+        left_s: float,
+        traceparent: str,
+        payload: bytes,
+    ) -> None:
+        self._replicas, self._replica = replicas, replica
+        self.url = replica.url
+        metadata = replica.metadata(asked.request_id, traceparent)
+        data = payload or infer_request.generation(asked, replicas.model, left_s, timings=True)
+        self.call = replica.generate(data, left_s, metadata)
+        replica.breaker = replica.breaker.sent(time.monotonic())
+        self._prompt_bytes = costs.prompt_bytes(asked)
+        self._cost: Cost = replicas.costs.estimate(self._prompt_bytes, asked.max_tokens)
+        self._unsettled = self._cost.total
+        replica.book(self._unsettled)
+        self._running_at_start = replica.outstanding
+
+    def began(self) -> None:
+        self._replica.settle(self._cost.prefill)
+        self._unsettled -= self._cost.prefill
+
+    def release(self, error: TridentError | None, answer: Answer) -> None:
+        running = (self._running_at_start + self._replica.outstanding) / 2
+        self._replica.settle(self._unsettled)
+        self._replica.release()
+        self._replicas.observe(self._replica, error)
+        last = answer.last
+        if error is not None or last is None or last.usage is None:
+            return
+        usage, timings = last.usage, last.timings
+        self._replicas.costs.observe_size(self._prompt_bytes, usage.input_tokens)
+        if timings is not None:
+            prefill_s = (timings.first_token_ns - timings.first_scheduled_ns) / 1e9
+            decode_s = (timings.last_token_ns - timings.first_token_ns) / 1e9
+            uncached = usage.input_tokens - usage.cached_tokens
+            self._replicas.costs.observe(Observation(prefill_s, uncached, decode_s, usage.output_tokens, running))
+
+
+class _Fixed:
+    """The door of a probe: one replica, nothing booked. Its own Attempt as well."""
+
+    def __init__(self, replica: Replica, model: str) -> None:
+        self._replica, self._model = replica, model
+        self.url = replica.url
+
+    async def open(self, asked: GenerationRequest, left_s: float) -> _Fixed:
+        payload = infer_request.generation(asked, self._model, left_s)
+        self.call = self._replica.generate(payload, left_s, self._replica.metadata(asked.request_id))
+        return self
+
+    def has_alternative(self) -> bool:
+        return False
+
+    def began(self) -> None:
+        """Nothing is booked for a probe."""
+
+    def release(self, error: TridentError | None, answer: Answer) -> None:
+        """Nor is anything settled."""

@@ -1,0 +1,59 @@
+"""What a token id is called in ``logprobs``: its text and its bytes, by the model's own tokenizer.json if there is one.
+
+A token is not always text: a byte-level vocabulary has tokens that hold half a character. Their bytes are exact; their
+text shows U+FFFD in place of what is no character.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+
+from contract.errors import InvalidArgument
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Vocabulary:
+    """tokenizer: the path of tokenizer.json, or None: then tokens are called ``token_id:N`` and have no bytes."""
+
+    def __init__(self, tokenizer: Path | None = None) -> None:
+        self._tokenizer = None
+        if tokenizer is not None:
+            from tokenizers import Tokenizer  # 30 MB that only those who ask for it carry
+
+            try:
+                self._tokenizer = Tokenizer.from_file(str(tokenizer))
+            except Exception as exc:  # the library raises nothing more exact
+                raise InvalidArgument("TRIDENT_GATEWAY_TOKENIZER", f"{tokenizer} is no tokenizer: {exc}") from exc
+            self._byte_level = '"ByteLevel"' in tokenizer.read_text(encoding="utf-8")
+        self.token = lru_cache(65_536)(self._token)
+
+    def _token(self, token_id: int) -> tuple[str, list[int] | None]:
+        """(text, bytes or None if unknown)."""
+        surface = self._tokenizer.id_to_token(token_id) if self._tokenizer else None
+        if surface is None:
+            return f"token_id:{token_id}", None
+        data = self._bytes(surface)
+        return data.decode(errors="replace"), list(data)
+
+    def _bytes(self, surface: str) -> bytes:
+        if self._byte_level:
+            if all(character in _ALPHABET for character in surface):
+                return bytes(_ALPHABET[character] for character in surface)
+            return surface.encode()  # an added token stands for itself
+        if found := _BYTE.fullmatch(surface):
+            return bytes([int(found[1], 16)])
+        return surface.replace("\u2581", " ").encode()
+
+
+def _alphabet() -> dict[str, int]:
+    """GPT-2's: printable Latin-1 characters stand for themselves, all other bytes for U+0100 and up, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    named = {chr(byte): byte for byte in printable}
+    return named | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_ALPHABET = _alphabet()

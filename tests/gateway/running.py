@@ -1,0 +1,97 @@
+"""A gateway on loopback in front of scripted replicas: both doors, as callers meet them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from gateway.__main__ import HttpServer, http_server
+from gateway.kserve import KServeDoor
+from gateway.observability import Tracing
+from gateway.permit import Admission, Keys
+from gateway.service import Service
+from gateway.settings import Settings
+from tests.fakes.replica import FakeReplica
+
+
+@dataclass
+class Running:
+    service: Service
+    http: HttpServer
+    base_url: str
+    grpc_url: str
+
+    @property
+    def port(self) -> int:
+        return int(self.base_url.rpartition(":")[2])
+
+    async def get(self, path: str, **headers: str) -> tuple[int, str]:
+        async with aiohttp.ClientSession() as session, session.get(self.base_url + path, headers=headers) as answer:
+            return answer.status, await answer.text()
+
+    async def post(
+        self, path: str, body: Any = None, data: bytes | None = None, **headers: str
+    ) -> tuple[int, dict, Any]:
+        """(status, headers in lower case, JSON). ``headers``: '_' stands for '-'."""
+        named = {key.replace("_", "-"): value for key, value in headers.items()}
+        async with aiohttp.ClientSession() as session:
+            async with session.post(self.base_url + path, json=body, data=data, headers=named) as answer:
+                table = await answer.json(content_type=None)
+                return answer.status, {key.lower(): value for key, value in answer.headers.items()}, table
+
+    async def metrics(self) -> dict[str, float]:
+        """Samples by name with labels, as they are written on the page."""
+        _, page = await self.get("/metrics")
+        lines = [line.rpartition(" ") for line in page.splitlines() if line and not line.startswith("#")]
+        return {name: float(value) for name, _, value in lines}
+
+
+@contextlib.asynccontextmanager
+async def gateway(
+    *replicas: FakeReplica,
+    keys: Keys | None = None,
+    admission: Admission | None = None,
+    tracing: Tracing | None = None,
+    **overrides: Any,
+) -> AsyncIterator[Running]:
+    """A gateway in front of the replicas, on free ports; closed when the block ends."""
+    values: dict[str, Any] = {
+        "http_port": 0,
+        "grpc_port": 0,
+        "replicas": ",".join(replica.url for replica in replicas) or "127.0.0.1:1",
+        "metrics_urls": {replica.url: replica.metrics_url for replica in replicas},
+        "metrics_port": 0,
+        "metrics_interval_s": 0.05,
+        "deep_probes": False,
+        "slow_start_s": 0.0,
+    }
+    settings = Settings(**{**values, **overrides})
+    service = Service(settings, keys=keys, admission=admission, tracing=tracing)
+    http = http_server(service)
+    serving = asyncio.create_task(http.serve())
+    while not http.started and not serving.done():
+        await asyncio.sleep(0.005)
+    if serving.done():
+        await serving
+    kserve = KServeDoor(service)
+    await kserve.start()
+    port = http.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Running(service, http, f"http://127.0.0.1:{port}", f"127.0.0.1:{kserve.port}")
+    finally:
+        await kserve.stop()
+        http.should_exit = True
+        await serving
+
+
+async def until(condition: Callable[[], bool], patience_s: float = 5.0) -> None:
+    """Returns once the condition holds; fails if it does not come to hold."""
+    deadline_s = asyncio.get_running_loop().time() + patience_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline_s, "it did not come to hold"
+        await asyncio.sleep(0.005)

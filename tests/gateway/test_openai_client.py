@@ -1,0 +1,179 @@
+"""The official openai client against the gateway in front of scripted replicas."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+openai = pytest.importorskip("openai")
+for needed in ("starlette", "uvicorn", "orjson", "pydantic", "prometheus_client", "opentelemetry.sdk", "httptools"):
+    pytest.importorskip(needed)
+
+from contract.errors import EngineFailed, Overloaded  # noqa: E402
+from contract.generation import FinishReason  # noqa: E402
+from gateway.permit import InFlightCap  # noqa: E402
+from tests.fakes.replica import FakeReplica, Script  # noqa: E402
+from tests.gateway.running import Running, gateway, until  # noqa: E402
+
+HELLO = [{"role": "user", "content": "say hello to me"}]
+
+
+def client(running: Running) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{running.base_url}/v1", api_key="any", max_retries=0)
+
+
+def words(*tokens: str, **more: object):
+    return lambda seen: Script(tokens, **more)
+
+
+async def test_models_are_listed_and_one_can_be_asked_for():
+    async with FakeReplica() as replica, gateway(replica) as running, client(running) as ask:
+        assert [model.id async for model in ask.models.list()] == ["demo"]
+        assert (await ask.models.retrieve("demo")).id == "demo"
+        with pytest.raises(openai.NotFoundError):
+            await ask.models.retrieve("other")
+
+
+async def test_a_chat_is_answered_whole():
+    script = words(" Hello", ",", " you", finish_reason=FinishReason.STOP)
+    async with FakeReplica(script) as replica, gateway(replica) as running, client(running) as ask:
+        done = await ask.chat.completions.create(
+            model="demo", messages=HELLO, max_completion_tokens=7, temperature=0, seed=3, stop=["X"]
+        )
+        assert done.choices[0].message.content == " Hello, you" and done.choices[0].finish_reason == "stop"
+        assert done.choices[0].message.role == "assistant" and done.object == "chat.completion"
+        assert done.usage.completion_tokens == 3 and done.usage.total_tokens == 3 + done.usage.prompt_tokens
+        seen = replica.seen[-1]
+        assert (seen.value("max_tokens"), seen.value("temperature"), seen.value("seed")) == (7, 0.0, 3)
+        assert seen.inputs["stop_words"] == ["X"] and seen.value("stream") is False
+        assert "say hello to me" in seen.value("messages")
+
+
+async def test_a_chat_streams_its_role_its_text_its_end_and_its_usage():
+    async with FakeReplica(words(" a", " b", " c")) as replica, gateway(replica) as running, client(running) as ask:
+        stream = await ask.chat.completions.create(
+            model="demo", messages=HELLO, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == " a b c"
+        assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+        assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 3
+        assert all(chunk.usage is None for chunk in chunks[:-1])
+        assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_completions_stream_and_answer_whole():
+    async with FakeReplica() as replica, gateway(replica) as running, client(running) as ask:
+        done = await ask.completions.create(model="demo", prompt="one two", max_tokens=3)
+        assert done.choices[0].text == " one two one" and done.choices[0].finish_reason == "length"
+        stream = await ask.completions.create(model="demo", prompt="one two", max_tokens=3, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == " one two one"
+
+
+async def test_n_makes_so_many_choices_with_seeds_of_their_own():
+    async with FakeReplica() as replica, gateway(replica) as running, client(running) as ask:
+        done = await ask.chat.completions.create(model="demo", messages=HELLO, n=3, max_tokens=2, seed=10)
+        assert [choice.index for choice in done.choices] == [0, 1, 2]
+        assert sorted(seen.value("seed") for seen in replica.seen) == [10, 11, 12]
+        assert done.usage.completion_tokens == 6
+        stream = await ask.chat.completions.create(model="demo", messages=HELLO, n=2, max_tokens=2, stream=True)
+        ends = [c.choices[0].index async for c in stream if c.choices[0].finish_reason]
+        assert sorted(ends) == [0, 1]
+
+
+async def test_several_prompts_count_each_prompt_once():
+    async with FakeReplica() as replica, gateway(replica) as running, client(running) as ask:
+        done = await ask.completions.create(model="demo", prompt=["a b", "c d e"], n=2, max_tokens=2)
+        assert [choice.text for choice in done.choices] == [" a b", " a b", " c d", " c d"]
+        assert done.usage.prompt_tokens == 5 and done.usage.completion_tokens == 8
+
+
+async def test_log_probs_name_every_token():
+    async with FakeReplica(words(" a", " b")) as replica, gateway(replica) as running, client(running) as ask:
+        done = await ask.chat.completions.create(model="demo", messages=HELLO, logprobs=True, top_logprobs=2)
+        assert [one.token for one in done.choices[0].logprobs.content] == ["token_id:0", "token_id:1"]
+        assert all(one.logprob == -0.5 for one in done.choices[0].logprobs.content)
+        assert replica.seen[-1].value("return_log_probs") is True and replica.seen[-1].value("num_top_log_probs") == 2
+        done = await ask.completions.create(model="demo", prompt="x", logprobs=0)
+        assert done.choices[0].logprobs.token_logprobs == [-0.5, -0.5]
+        assert done.choices[0].logprobs.text_offset == [0, len("token_id:0")]
+
+
+async def test_a_refusal_of_the_engine_reaches_the_client_as_rate_limit():
+    async with FakeReplica(words(refuse=Overloaded("the engine's queue is full"))) as replica:
+        async with gateway(replica) as running, client(running) as ask:
+            with pytest.raises(openai.RateLimitError) as caught:
+                await ask.chat.completions.create(model="demo", messages=HELLO, stream=True)
+            assert caught.value.response.headers["retry-after"] == "1"
+            assert caught.value.body["code"] == "rate_limit_exceeded" and "queue is full" in caught.value.message
+
+
+async def test_more_than_the_cap_is_refused_at_once_and_the_cap_is_free_again_afterwards():
+    async with FakeReplica(words(" a", stall_after=0)) as replica:
+        cap = InFlightCap(1, retry_after_s=2.5)
+        async with gateway(replica, admission=cap) as running, client(running) as ask:
+            first = asyncio.ensure_future(ask.chat.completions.create(model="demo", messages=HELLO))
+            await until(lambda: replica.counts.running == 1)
+            with pytest.raises(openai.RateLimitError) as caught:
+                await ask.chat.completions.create(model="demo", messages=HELLO)
+            assert caught.value.response.headers["retry-after"] == "3"
+            assert caught.value.response.headers["retry-after-ms"] == "2500"
+            first.cancel()
+            await until(lambda: replica.counts.running == 0 and cap.in_flight == 0)
+
+
+async def test_an_engine_that_fails_midway_ends_the_stream_with_an_error():
+    script = words(" a", " b", " c", fail_after=2, error=EngineFailed("the worker died"))
+    async with FakeReplica(script) as replica, gateway(replica) as running, client(running) as ask:
+        stream = await ask.chat.completions.create(model="demo", messages=HELLO, stream=True)
+        text = ""
+        with pytest.raises(openai.APIError, match="the worker died"):
+            async for chunk in stream:
+                text += chunk.choices[0].delta.content or ""
+        assert text == " a b"
+        with pytest.raises(openai.InternalServerError, match="the worker died"):
+            await ask.chat.completions.create(model="demo", messages=HELLO)
+
+
+async def test_what_is_not_supported_is_refused_by_name():
+    async with FakeReplica() as replica, gateway(replica) as running, client(running) as ask:
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        for asked, name in (
+            ({"tools": [tool]}, "tools"),
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"logit_bias": {"5": 1}}, "logit_bias"),
+            ({"reasoning_effort": "low"}, "reasoning_effort"),
+            ({"n": 17}, "n"),
+            ({"top_logprobs": 2}, "top_logprobs"),
+            ({"temperature": 3}, "temperature"),
+        ):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await ask.chat.completions.create(model="demo", messages=HELLO, **asked)
+            assert caught.value.param == name and name in caught.value.message
+        with pytest.raises(openai.NotFoundError) as missing:
+            await ask.chat.completions.create(model="gpt-9", messages=HELLO)
+        assert missing.value.code == "model_not_found"
+        assert replica.counts.started == 0
+
+
+async def test_a_schema_reaches_an_engine_that_can_hold_to_it():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    async with FakeReplica() as replica, gateway(replica, guided_decoding=True) as running, client(running) as ask:
+        await ask.chat.completions.create(model="demo", messages=HELLO, response_format=asked)
+        assert replica.seen[-1].value("guided_decoding_guide_type") == "json_schema"
+        assert '"integer"' in replica.seen[-1].value("guided_decoding_guide")
+
+
+async def test_a_client_that_leaves_frees_the_replica():
+    script = words(*" a" * 500, gap_s=0.01)
+    async with FakeReplica(script) as replica, gateway(replica) as running, client(running) as ask:
+        stream = await ask.chat.completions.create(model="demo", messages=HELLO, stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+        await until(lambda: replica.counts.running == 0)
+        assert replica.counts.cancelled == 1
+        await until(lambda: not running.service._live)
