@@ -3,6 +3,7 @@ PYTHON     ?= python3
 ENGINE     ?= $(if $(MODEL),$(notdir $(patsubst %/,%,$(MODEL))),demo)
 MODEL      ?=
 PRECISION  ?=
+ACCEPT_QUALITY ?=
 GRPC_PORT  ?= 8001
 HTTP_PORT  ?= 8000
 METRICS_PORT ?= 8002
@@ -11,13 +12,15 @@ PROMPT     ?=
 
 VENV := .venv
 BIN  := $(VENV)/bin
+BUILD_VENV := .venv-build
+BUILD_BIN  := $(BUILD_VENV)/bin
 export TRIDENT_GRPC_PORT = $(GRPC_PORT)
 export TRIDENT_HTTP_PORT = $(HTTP_PORT)
 export TRIDENT_METRICS_PORT = $(METRICS_PORT)
 export TRIDENT_HOST = $(HOST)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve chat build-engine plan-engine test test-fast check format bench clean
+.PHONY: help setup setup-build demo demo-model serve chat build-engine plan-engine quality test-build test test-fast check format bench clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,11 +34,27 @@ $(VENV)/.installed: constraints.txt requirements/serve.txt requirements/test.txt
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt --no-deps nvidia-pytriton
 	@touch $@
 
+setup-build: $(BUILD_VENV)/.installed ## create .venv-build with torch and ModelOpt, to quantise for TensorRT-LLM
+
+$(BUILD_VENV)/.installed: requirements/build.txt
+	$(PYTHON) server/python_version.py
+	$(PYTHON) -m venv $(BUILD_VENV)
+	$(BUILD_BIN)/pip install --disable-pip-version-check $$(grep '^torch==' requirements/build.txt)
+	$(BUILD_BIN)/pip install --disable-pip-version-check -r requirements/build.txt
+	@touch $@
+
 build-engine: setup ## make engines/$(ENGINE) from its recipe, or from MODEL=<hub id or folder>
-	$(BIN)/python build/engine.py --engine $(ENGINE) $(if $(MODEL),--model '$(MODEL)') $(if $(PRECISION),--precision $(PRECISION))
+	$(BIN)/python build/engine.py --engine $(ENGINE) $(if $(MODEL),--model '$(MODEL)') $(if $(PRECISION),--precision $(PRECISION)) $(if $(ACCEPT_QUALITY),--accept-quality '$(ACCEPT_QUALITY)')
 
 plan-engine: setup ## say what build-engine would do for ENGINE, and what will fit
 	$(BIN)/python build/plan.py --engine $(ENGINE)
+
+quality: setup setup-build ## measure the demo model in every precision: docs/quality.md
+	$(BIN)/python build/quality_table.py
+
+demo-model: setup-build ## train the demo model again and write its card (45 minutes)
+	$(BUILD_BIN)/python build/demo_model/train.py
+	$(BUILD_BIN)/python build/demo_model/evaluate.py
 
 demo: build-engine ## the main job: build, serve, stream one completion, stop
 	$(BIN)/python -m server --engine $(ENGINE) --free-ports -- $(BIN)/python -m clients demo
@@ -52,6 +71,9 @@ test: test-fast ## every test, the end-to-end ones with a real tritonserver
 test-fast: setup ## the tests that need no server
 	$(BIN)/python -m pytest -m "not end_to_end and not build_env" -n auto
 
+test-build: setup-build ## the tests that need torch and ModelOpt
+	$(BUILD_BIN)/python -m pytest -m build_env
+
 check: setup ## lint, formatting, the model repository; writes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,5 +87,5 @@ bench: setup ## measure: see benchmarks/README.md
 	$(BIN)/python benchmarks/detokenizer.py
 
 clean: ## remove what was built: .venv, engines, server state and caches
-	rm -rf $(VENV) engines .triton .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BUILD_VENV) engines .triton .cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

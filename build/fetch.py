@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from pathlib import Path
 
+import digest
 import layout
 from contract.errors import InvalidArgument
 
@@ -26,11 +28,12 @@ IGNORED = ("*/*", "consolidated*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def fetch(model: str, revision: str | None = None) -> Path:
+def fetch(model: str, revision: str | None = None, into: Path | None = None) -> Path:
     """The folder of a checkpoint.
 
     model: a folder (absolute, relative to the repository or to here, ``~`` allowed) or a Hugging Face hub id.
-    Downloads go to the hub's own cache and honour HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
+    Downloads go to the hub's own cache, or to the folder ``into``, and honour HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
+    A file whose content is not what the hub said is fetched again.
     Raises InvalidArgument ``model`` with one sentence when there is no such folder or the hub does not give it.
     """
     if (folder := local_folder(model)) is not None:
@@ -40,7 +43,50 @@ def fetch(model: str, revision: str | None = None) -> Path:
             "model",
             f"there is no folder {model}, and it is no hub id (owner/name); looked in {layout.ROOT} and {Path.cwd()}",
         )
-    return _download(model, revision)
+    folder = _download(model, revision, into)
+    damaged = _damaged(folder)
+    if damaged:
+        for path in damaged:
+            path.unlink()
+        folder = _download(model, revision, into)
+        if left := _damaged(folder):
+            raise InvalidArgument("model", f"{model}: {left[0].name} is damaged, and so is what the hub gives")
+    return folder
+
+
+def _damaged(folder: Path) -> list[Path]:
+    """Files of a download whose content has another hash than the hub named: their blobs, or the files themselves."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        blob = path.resolve()
+        expected = blob.name if path.is_symlink() else _expected_in(folder, path.name)
+        if path.is_file() and expected and not _has_hash(blob, expected):
+            found.append(blob)
+        elif path.is_symlink() and not blob.exists():
+            found.append(path)
+    return found
+
+
+def _expected_in(folder: Path, name: str) -> str | None:
+    """The hash that the hub gave for a file of a folder of ours, as huggingface_hub notes it beside the files."""
+    note = folder / ".cache" / "huggingface" / "download" / f"{name}.metadata"
+    try:
+        return note.read_text(encoding="utf-8").splitlines()[1].strip()
+    except (OSError, IndexError):
+        return None
+
+
+def _has_hash(path: Path, expected: str) -> bool:
+    """Whether the content has the hub's hash: SHA-256 of a large file, git's of a small one; True for unknown kinds."""
+    if re.fullmatch(r"[0-9a-f]{64}", expected):
+        return digest.sha256_file(path) == expected
+    if re.fullmatch(r"[0-9a-f]{40}", expected):
+        return git_blob_sha1(path.read_bytes()) == expected
+    return True
+
+
+def git_blob_sha1(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 def local_folder(model: str) -> Path | None:
@@ -54,7 +100,7 @@ def local_folder(model: str) -> Path | None:
     return None
 
 
-def _download(hub_id: str, revision: str | None) -> Path:
+def _download(hub_id: str, revision: str | None, into: Path | None) -> Path:
     try:
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.errors import (
@@ -75,6 +121,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
                 revision=revision,
                 allow_patterns=list(PATTERNS),
                 ignore_patterns=list(IGNORED),
+                local_dir=into,
                 token=os.environ.get("HF_TOKEN"),
             )
         )

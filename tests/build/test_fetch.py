@@ -104,3 +104,20 @@ def test_a_hub_that_is_away_is_one_sentence(tmp_path):
     _, complaint = fetched(tmp_path, "an-owner/a-model", HF_ENDPOINT=endpoint)
     expected = "an-owner/a-model is neither a local folder nor in the hub's cache, and the hub cannot be reached"
     assert complaint.endswith(expected)
+
+
+@pytest.mark.parametrize("own_folder", [False, True])
+def test_a_file_damaged_on_disk_is_noticed_and_fetched_again(tmp_path, own_folder):
+    files = {"config.json": b'{"a": 1}', "model.safetensors": b"weights", "README.md": b"no"}
+    into = [("main"), str(tmp_path / "into")] if own_folder else []
+    with hub.serving("some/model", files) as (endpoint, downloaded):
+        folder, said = fetched(tmp_path, "some/model", *into, HF_ENDPOINT=endpoint)
+        assert sorted(downloaded) == ["config.json", "model.safetensors"], said
+        path = Path(folder) / "model.safetensors"
+        path.resolve().write_bytes(b"wreckage")
+        assert fetched(tmp_path, "some/model", *into, HF_ENDPOINT=endpoint)[0] == folder
+        assert path.read_bytes() == b"weights" and downloaded.count("model.safetensors") == 2
+        assert downloaded.count("config.json") == 1
+    path.resolve().write_bytes(b"wreckage")
+    folder, said = fetched(tmp_path, "some/model", *into, HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="1")
+    assert folder == "" and "contract.errors.InvalidArgument: model: " in said

@@ -12,6 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+def git_sha1(content: bytes) -> str:
+    """What the hub calls a small file's ETag: git's name of its content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
 @contextlib.contextmanager
 def serving(repository: str, files: dict[str, bytes], *, gated: bool = False) -> Iterator[tuple[str, list[str]]]:
     """(endpoint for HF_ENDPOINT, list of downloaded file names that grows)."""
@@ -39,7 +44,7 @@ def serving(repository: str, files: dict[str, bytes], *, gated: bool = False) ->
                 return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, body)
             if path.startswith(f"/api/models/{repository}/tree/"):
                 entries = [
-                    {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                    {"type": "file", "path": name, "size": len(content), "oid": git_sha1(content)}
                     for name, content in files.items()
                 ]
                 return self._send(200, json.dumps(entries).encode(), {}, body)
@@ -47,7 +52,7 @@ def serving(repository: str, files: dict[str, bytes], *, gated: bool = False) ->
             if path.startswith(resolve) and name in files:
                 if body:
                     downloaded.append(name)
-                etag = f'"{hashlib.sha1(files[name]).hexdigest()}"'
+                etag = f'"{git_sha1(files[name])}"'
                 return self._send(200, files[name], {"X-Repo-Commit": COMMIT, "ETag": etag}, body)
             return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"}, body)
 

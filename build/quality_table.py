@@ -1,0 +1,164 @@
+"""The demo model in every precision against itself in bf16: what fewer bits cost. Writes docs/quality.md.
+
+    python build/quality_table.py
+
+CPU engines are compiled and measured through OpenVINO, in the arithmetic they serve with. ModelOpt's checkpoints are
+made in the engine-building environment and measured in simulated numerics. Both are kept in .cache/quality/ and made
+again when weights or code have changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import compile_cpu
+import digest
+import environment
+import evaluation
+import layout
+import provenance
+import quality
+import recipe as recipes
+import sanity
+from calibration import open_tokenizer
+from checkpoint import Checkpoint, open_checkpoint
+from contract.errors import EngineFailed, TridentError
+from evaluation import Simulated, Speaker
+from openvino_engine import OpenVinoEngine
+from recipe import DEFAULT_QUALITY, Recipe
+from stage_record import StageRecords
+
+MODEL = layout.ROOT / "build" / "demo_model" / "checkpoint"
+CACHE = layout.ROOT / ".cache" / "quality"
+DOCUMENT = layout.ROOT / "docs" / "quality.md"
+CPU_ROWS = {"bf16 (CPU)": ("bf16", "f32"), "int8 (CPU)": ("int8", "u8"), "int4 (CPU)": ("int4", "u8")}
+GPU_ROWS = {  # name: (qformat, KV cache)
+    "fp8": ("fp8", "fp8"),
+    "int8_sq": ("int8_sq", None),
+    "int4_awq": ("int4_awq", None),
+    "w4a8_awq": ("w4a8_awq", "fp8"),
+}
+BLOCK = 64  # columns that share a scale; a small model's rows are short
+SOURCES = (
+    "quantize.py",
+    "quantization.py",
+    "exporters.py",
+    "calibration.py",
+    "compile_cpu.py",
+    "graph.py",
+    "weights.py",
+)
+
+
+def cpu_engine(name: str, precision: str, kv: str, model: Checkpoint) -> tuple[Speaker, int]:
+    """The engine and the bytes of its weights."""
+    made = cpu_recipe(precision, kv)
+    folder = CACHE / name.replace(" ", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    compile_cpu.compile_cpu(model, made, folder, lambda line: None)
+    size = (folder / "openvino_model.bin").stat().st_size
+    return OpenVinoEngine(folder, compile_cpu.properties(made)), size
+
+
+def cpu_recipe(precision: str, kv: str) -> Recipe:
+    written = recipes.load(layout.RECIPES / "demo.toml")
+    return dataclasses.replace(written, precision=precision, kv_cache_precision=kv, group_size=BLOCK)
+
+
+def checkpoint(name: str, qformat: str, kv: str | None, model: Checkpoint) -> tuple[Speaker, int]:
+    """ModelOpt's checkpoint, made now or found unchanged, and the bytes of its weights."""
+    folder = CACHE / name
+    argv = ["python", "build/quantize.py", "--model_dir", str(layout.relative(MODEL)), "--qformat", qformat]
+    argv += ["--kv_cache_dtype", kv] if kv else []
+    argv += ["--awq_block_size", str(BLOCK), "--calib_dataset", "cpython", "--calib_size", "32", "--batch_size", "8"]
+    argv += ["--calib_max_seq_length", "256", "--output_dir", str(layout.relative(folder)), "--overwrite"]
+    records = StageRecords(CACHE)
+    key = digest.sha256_json([model.sha256(), argv, provenance.versions(SOURCES)["builder"]])
+    if records.problem(name, key) is not None:
+        line = environment.run_by(argv)
+        print(f"$ {' '.join(line)}", flush=True)
+        done = subprocess.run(line, cwd=layout.ROOT, stdout=subprocess.DEVNULL)
+        if done.returncode != 0:
+            raise EngineFailed(f"{name} could not be quantised; what it said stands above")
+        records.write(name, key, [folder])
+    candidate = quality.open_candidate(name, folder)
+    speaker = Simulated.of(candidate.decoder, model.architecture.vocab_size, name, print)
+    return speaker, candidate.weight_bytes
+
+
+def measure(model: Checkpoint) -> tuple[str, dict[str, str], int]:
+    """The table, what each row says after the prompt, and the number of predicted tokens."""
+    engines = {name: cpu_engine(name, *how, model) for name, how in CPU_ROWS.items()}
+    engines |= {name: checkpoint(name, *how, model) for name, how in GPU_ROWS.items()}
+    blocks, reference = evaluation.held_out(model), evaluation.reference(model, print)
+    scores = quality.compare(
+        reference.logits(blocks), {name: engine.logits(blocks) for name, (engine, _) in engines.items()}, blocks
+    )
+    encode, decode, _ = open_tokenizer(model)
+
+    def speak(speaker: Speaker) -> sanity.Reply:
+        return sanity.speak(speaker.next_logits, encode(sanity.PROMPT), eos_token_ids=model.eos_token_ids)
+
+    expected, rows = speak(reference), []
+    replies = {"reference": decode(expected.ids)}
+    for name, (engine, size) in engines.items():
+        precision = CPU_ROWS[name][0] if name in CPU_ROWS else GPU_ROWS[name][0]
+        reply = speak(engine)
+        replies[name] = decode(reply.ids)
+        verdict = quality.judge(
+            scores[name], DEFAULT_QUALITY[precision], sanity_problem=sanity.problem(reply, expected)
+        )
+        rows.append((name, scores[name], size / 1e6, verdict))
+    return quality.table(rows), replies, next(iter(scores.values())).tokens
+
+
+def document(table: str, replies: dict[str, str], tokens: int) -> str:
+    said = "\n".join(f"| {name} | `{text!r}` |" for name, text in replies.items())
+    machine = f"{platform.machine()} with Python {platform.python_version()}"
+    return f"""\
+# What fewer bits cost
+
+Written by `make quality`, which is `python build/quality_table.py`, on {machine}: the demo model
+over {tokens} predicted tokens of library modules that it never saw. The reference: its bf16 weights in f32 arithmetic.
+
+{table}
+
+Rows with (CPU) are engines measured through OpenVINO with the KV cache they serve with: f32 for bf16, u8 for int8 and
+int4 (groups of {BLOCK}). The others are TensorRT-LLM checkpoints as ModelOpt calibrates and exports them: 32 texts of
+256 tokens, AWQ blocks of {BLOCK}, an FP8 KV cache for fp8 and w4a8_awq. Their weights are read back and dequantised,
+and inputs and KV cache rounded as the engine's kernels round them. No GPU has run them.
+
+A gate that says "refused" means that an engine with these scores is not packaged unless somebody gives a reason, which
+its manifest then records. The budgets are the recipes' defaults (`build/recipe.py`).
+
+After `{sanity.PROMPT!r}`, greedily:
+
+| engine | text |
+|---|---|
+{said}
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--print", action="store_true", help="do not write docs/quality.md")
+    options = parser.parse_args(arguments)
+    try:
+        table, replies, tokens = measure(open_checkpoint(MODEL))
+    except TridentError as error:
+        print(f"quality: {error}", file=sys.stderr)
+        return 1
+    print(table)
+    if not options.print:
+        Path(DOCUMENT).write_text(document(table, replies, tokens), encoding="utf-8")
+        print(f"written to {layout.relative(DOCUMENT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
