@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +16,7 @@ import layout
 from recipe import Recipe
 
 INSIDE, DOCKER, ENROOT = "inside", "docker", "enroot"
+_PR_SET_PDEATHSIG = 1  # Linux: a signal when the parent dies
 
 
 def runtime(environ: Mapping[str, str] | None = None) -> str | None:
@@ -60,6 +63,7 @@ def run(argv: Sequence[str], recipe: Recipe, log: Path) -> int:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            preexec_fn=_end_with_the_driver,
         ) as process:
             assert process.stdout is not None
             for text in process.stdout:
@@ -67,6 +71,11 @@ def run(argv: Sequence[str], recipe: Recipe, log: Path) -> int:
                 sys.stdout.flush()
                 file.write(text)
     return process.returncode
+
+
+def _end_with_the_driver() -> None:
+    """A killed driver drops its lock; a program it left behind would then write beside the next build's."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def output(argv: Sequence[str], recipe: Recipe, timeout_s: float) -> str:

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import gpu_machine
@@ -218,3 +221,22 @@ def test_flags_are_read_from_a_help_text():
     assert option_differences(f"usage: trtllm-build [-h] {flags} --help", table) == (set(), set())
     missing, added = option_differences(f"{flags.replace('--workers', '')} --brand_new", table)
     assert (missing, added) == ({"--workers"}, {"--brand_new"})
+
+
+def test_a_program_ends_with_a_driver_that_is_killed(tmp_path):
+    note = tmp_path / "pid"
+    child = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = (
+        "import sys; sys.path[:0] = ['build', 'tests/fakes']; import container, gpu_recipes, pathlib; "
+        f"container.run([sys.executable, '-c', {child!r}], gpu_recipes.make(), pathlib.Path({str(tmp_path / 'log')!r}))"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", code], cwd=layout.ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    stat = Path(f"/proc/{note.read_text()}/stat")
+    driver.kill()
+    driver.wait()
+    while stat.exists() and stat.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
