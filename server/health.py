@@ -47,9 +47,14 @@ class BecameReady:
 
 @dataclass(frozen=True)
 class StartFailed:
-    """The server ended, or showed no token in time, before it was ready."""
+    """The server ended, or showed no token in time, before it was ready.
+
+    crashed: by a signal. tritonserver 2.51 aborts when a starved machine keeps a stub from its locks for seconds, so
+    that is worth another try; what it refuses to load once it will refuse again.
+    """
 
     reason: str
+    crashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,12 +182,14 @@ def _bury_stub(record: Record, event: StubDied, now_s: float) -> tuple[Record, A
 
 def _retry_start(record: Record, event: StartFailed, now_s: float) -> tuple[Record, Action]:
     failed_starts = record.failed_starts + 1
-    if record.state is State.STARTING or failed_starts >= FAILED_STARTS:
+    hopeless = record.state is State.STARTING and not event.crashed
+    if hopeless or failed_starts >= FAILED_STARTS:
         tries = "" if failed_starts == 1 else f" {failed_starts} times in a row"
         reason = f"the server did not start{tries}: {event.reason}"
         return replace(record, state=State.FAILED, since_s=now_s, reason=reason, failed_starts=failed_starts), GiveUp()
-    record = replace(record, state=State.RESTARTING, failed_starts=failed_starts, restarts=record.restarts + 1)
-    record = replace(record, reason=f"the server did not start, trying again: {event.reason}")
+    state = State.STARTING if record.state is State.STARTING else State.RESTARTING
+    reason = f"the server did not start, trying again: {event.reason}"
+    record = replace(record, state=state, reason=reason, failed_starts=failed_starts, restarts=record.restarts + 1)
     return record, Restart(backoff_s(failed_starts + 1))
 
 

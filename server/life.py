@@ -1,6 +1,7 @@
 """One life of a server: from launch to its first token, with an eye on it until the end.
 
-A supervisor sees several. What happens to a life after it became ready is reported as an event.
+A supervisor sees several. What happens to a life after it became ready is reported as an event; an exception is a
+mistake of ours.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from pathlib import Path
 from contract.errors import EngineFailed, TridentError
 from server import canary, command, log, process, stubs, traffic
 from server.admin import Admin, fetch
-from server.health import CanaryFailed, CanaryPassed, Event, ServerExited, StubDied, ending
+from server.health import (
+    BecameReady,
+    CanaryFailed,
+    CanaryPassed,
+    Event,
+    ServerExited,
+    StartFailed,
+    StubDied,
+    ending,
+)
 from server.installation import Installation
 from server.process import Server
 from server.repository import Model, Pipeline
@@ -36,7 +46,7 @@ class Life:
         pipeline: Pipeline,
         engine_folder: Path,
         shm_prefix: str,
-        report: Callable[[Event], None],
+        report: Callable[[Event | BaseException], None],
     ) -> None:
         self.admin = Admin(settings.http_url, settings.admin_key)
         self._settings = settings
@@ -52,6 +62,7 @@ class Life:
         self._canary: asyncio.Task[None] | None = None
         self._doomed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why it will not become ready
         self._ready = False
+        self._answers: float | None = None  # of the ensemble's last step, when it was last examined
         self._dead: set[str] = set()  # models whose stub died; each is reported once until it is revived
 
     @property
@@ -68,9 +79,9 @@ class Life:
         page = await asyncio.to_thread(fetch, self._settings.metrics_url, timeout_s=self._settings.canary_timeout_s)
         return traffic.read(page.decode(), self._pipeline.last.name)
 
-    async def begin(self) -> None:
-        """Returns when a canary came through. EngineFailed with the log's own words if that will not happen."""
-        log_start = self._log.stat().st_size if self._log.exists() else 0
+    async def begin(self) -> BecameReady | StartFailed:
+        """Starts tritonserver and waits until a canary came through, or for what keeps that from happening."""
+        log_start = self._log.stat().st_size
         self._server = Server.start(self._command, self._environ, self._log, self._shm_prefix)
         self._server.exited.add_done_callback(self._on_exit)
         birth = asyncio.create_task(self._become_ready())
@@ -80,15 +91,16 @@ class Life:
             )
         finally:
             birth.cancel()
-        if self._doomed.done():
-            raise EngineFailed(f"{self._doomed.result()}\n{log.complaints(self._log, log_start)}".rstrip())
-        if not birth.done():
-            raise EngineFailed(
-                f"no token within {self._settings.start_timeout_s:g} s\n{log.complaints(self._log, log_start)}"
-            )
-        birth.result()
-        self._ready = True
-        self._canary = asyncio.create_task(self._keep_asking())
+        if birth.done() and not self._doomed.done():
+            birth.result()
+            self._ready = True
+            self._answers = await self._answered()
+            self._canary = asyncio.create_task(self._keep_asking())
+            self._canary.add_done_callback(self._on_canary_end)
+            return BecameReady()
+        reason = self._doomed.result() if self._doomed.done() else f"no token in {self._settings.start_timeout_s:g} s"
+        crashed = self._server.exited.done() and self._server.exited.result() > 128
+        return StartFailed(f"{reason}\n{log.complaints(self._log, log_start)}".rstrip(), crashed)
 
     async def revive(self, model: str) -> None:
         """Loads ``model`` anew after its stub died; streams in flight go on. TridentError if it does not come back."""
@@ -99,9 +111,9 @@ class Life:
         await self.admin.load(model, self._settings.start_timeout_s)
         self._dead.discard(model)
         self._watch_stubs()
-        finding = await self._examine()
-        if finding.health not in (canary.Health.WELL, canary.Health.BUSY):
-            raise EngineFailed(finding.reason)
+        illness = await self._examine()
+        if illness:
+            raise EngineFailed(illness)
 
     async def end(self, terminate: bool = False) -> None:
         """Nothing of this life is left on return. ``terminate``: let an idle server finalize its models first."""
@@ -131,15 +143,18 @@ class Life:
 
     async def _keep_asking(self) -> None:
         pause_s = self._settings.canary_interval_s
-        answered = await self._answered()
         while True:
             await asyncio.sleep(pause_s)
             self._watch_stubs()  # whoever loaded a model anew gave it new stubs
-            finding = await canary.ask(self._settings, self._settings.canary_timeout_s)
-            before, answered = answered, await self._answered()
-            well = canary.is_well(finding, before, answered)
-            self._report(CanaryPassed() if well else CanaryFailed(finding.reason))
-            pause_s = self._settings.canary_interval_s if well else min(pause_s, RETRY_CANARY_S)
+            illness = await self._examine()
+            self._report(CanaryFailed(illness) if illness else CanaryPassed())
+            pause_s = min(pause_s, RETRY_CANARY_S) if illness else self._settings.canary_interval_s
+
+    async def _examine(self) -> str:
+        """Asks one canary; returns what is wrong with the server, "" if nothing is."""
+        finding = await canary.ask(self._settings, self._settings.canary_timeout_s)
+        before, self._answers = self._answers, await self._answered()
+        return "" if canary.is_well(finding, before, self._answers) else finding.reason
 
     async def _answered(self) -> float | None:
         """Answers given so far by the ensemble's last step, None if the metrics page does not answer."""
@@ -180,6 +195,10 @@ class Life:
             self._report(ServerExited(exited.result()))
         else:
             self._doom(f"tritonserver ended with {ending(exited.result())}")
+
+    def _on_canary_end(self, canary: asyncio.Task[None]) -> None:
+        if not canary.cancelled():
+            self._report(canary.exception())  # a mistake of ours; unseen it would leave nobody watching
 
     def _doom(self, reason: str) -> None:
         if not self._doomed.done():

@@ -44,11 +44,12 @@ class Supervisor:
         self._log = log.path(settings.state_dir, settings.grpc_port)
         self._record = health.Record(since_s=time.monotonic())
         self._since = status.utc_now()
-        self._events: asyncio.Queue[tuple[int, health.Event]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, health.Event | BaseException]] = asyncio.Queue()
         self._life: Life | None = None
         self._lives = 0  # number of the current life; what earlier ones still had to say is void
         self._repair: asyncio.Task[None] | None = None
         self._tenant: Tenant | None = None
+        self._opened = False
 
     async def run(self, command: Sequence[str] = ()) -> int:
         """Serves until SIGINT, SIGTERM or the end of ``command``; returns the exit code.
@@ -101,9 +102,11 @@ class Supervisor:
 
     async def _serve(self, command: Sequence[str]) -> int:
         self._write_status()
-        self._repair = asyncio.create_task(self._start(delay_s=0))
+        self._begin_repair(self._start(delay_s=0))
         while True:
             life, event = await self._events.get()
+            if isinstance(event, BaseException):
+                raise event
             if life not in (ANY_LIFE, self._lives):
                 continue
             was = self._record
@@ -111,11 +114,11 @@ class Supervisor:
             if self._record == was:
                 continue
             self._tell(was)
-            if isinstance(event, health.BecameReady) and was.state is State.STARTING:
+            if isinstance(event, health.BecameReady) and not self._opened:
                 self._open(command)
             if isinstance(action, (health.Restart, health.Revive)):
                 await self._end_repair()
-                self._repair = asyncio.create_task(self._mend(action))
+                self._begin_repair(self._mend(action))
             elif isinstance(action, health.GiveUp):
                 await self._end_repair()
                 return 1
@@ -139,14 +142,11 @@ class Supervisor:
         self._life = Life(
             self._settings, self._installation, self._pipeline, self._engine_folder, self._shm_prefix, report
         )
-        try:
-            async with progress.shown(f"starting tritonserver with engine {self._settings.engine}", self._err):
-                await self._life.begin()
-        except TridentError as error:
+        async with progress.shown(f"starting tritonserver with engine {self._settings.engine}", self._err):
+            event = await self._life.begin()
+        if isinstance(event, health.StartFailed):
             await self._life.end()
-            report(health.StartFailed(str(error)))
-        else:
-            report(health.BecameReady())
+        report(event)
 
     async def _revive(self, model: str) -> None:
         report = partial(self._post, life=self._lives)
@@ -156,6 +156,14 @@ class Supervisor:
             report(health.RevivalFailed(model, str(error)))
         else:
             report(health.BecameReady())
+
+    def _begin_repair(self, repair: Coroutine[None, None, None]) -> None:
+        def on_done(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is not None:
+                self._post(task.exception())  # a mistake of ours must end us; nobody else would miss the repair
+
+        self._repair = asyncio.create_task(repair)
+        self._repair.add_done_callback(on_done)
 
     async def _end_repair(self) -> None:
         if self._repair is not None:
@@ -182,6 +190,7 @@ class Supervisor:
 
     def _open(self, command: Sequence[str]) -> None:
         """Ready for the first time: lets the command in, or says how to talk to the server."""
+        self._opened = True
         if not command:
             print(welcome.text(self._settings), file=self._out, flush=True)
             return
@@ -195,7 +204,7 @@ class Supervisor:
         on_end = partial(self._post, health.StopAsked("its command has ended"))
         self._tenant = Tenant(command, offered, on_end)
 
-    def _post(self, event: health.Event, life: int = ANY_LIFE) -> None:
+    def _post(self, event: health.Event | BaseException, life: int = ANY_LIFE) -> None:
         self._events.put_nowait((life, event))
 
     def _tell(self, was: health.Record) -> None:

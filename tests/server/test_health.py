@@ -41,6 +41,13 @@ def test_a_first_start_that_fails_is_not_tried_again():
     assert record.reason == "the server did not start: no such weights"
 
 
+def test_a_first_start_that_crashes_is_tried_again_but_not_for_ever():
+    record, action = after(Record(), StartFailed("signal 6", crashed=True))
+    assert action == Restart(0.5) and record.state is State.STARTING
+    record, action = after(record, StartFailed("signal 6", crashed=True), StartFailed("signal 6", crashed=True))
+    assert action == GiveUp() and record.reason == "the server did not start 3 times in a row: signal 6"
+
+
 def test_a_death_of_a_streaming_stub_restarts_the_server_at_once_and_says_why():
     record, action = after(READY, StubDied("engine", streams=True))
     assert action == Restart(0.0) and (record.state, record.restarts) == (State.RESTARTING, 1)
@@ -108,7 +115,7 @@ def test_a_stop_is_obeyed_in_every_state(state):
 
 EVENTS = st.one_of(
     st.just(BecameReady()),
-    st.builds(StartFailed, st.just("broken")),
+    st.builds(StartFailed, st.just("broken"), st.booleans()),
     st.builds(ServerExited, st.integers(0, 255)),
     st.builds(StubDied, st.sampled_from(["tokenizer", "engine"]), st.booleans()),
     st.builds(RevivalFailed, st.just("tokenizer"), st.just("broken")),
@@ -134,7 +141,8 @@ def test_laws_of_every_history(history):
         assert record.restarts - was.restarts == isinstance(action, Restart)
         assert record.revivals - was.revivals == isinstance(action, Revive)
         if isinstance(action, (Restart, Revive)):
-            assert record.state is State.RESTARTING and record.reason
+            tries_to_start = isinstance(event, StartFailed) and was.state is State.STARTING
+            assert record.state is (State.STARTING if tries_to_start else State.RESTARTING) and record.reason
         if isinstance(action, Restart):
             assert 0.0 <= action.delay_s <= health.LONGEST_BACKOFF_S
         assert isinstance(action, GiveUp) == (record.state is State.FAILED and was.state is not State.FAILED)
