@@ -44,6 +44,7 @@ def http_server(service: Service) -> HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_graceful_shutdown=5,
             backlog=4096,
             ssl_certfile=settings.tls_cert,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import AsyncIterator
 
 import orjson
@@ -58,7 +59,8 @@ def build(service: Service) -> Starlette:
         return Response(orjson.dumps(table), media_type="application/json")
 
     async def schema(request: Request) -> Response:
-        return Response(orjson.dumps(openapi.document(settings)), media_type="application/json")
+        # Its bounds reach beyond 64 bits, which is where orjson ends.
+        return Response(json.dumps(openapi.document(settings)), media_type="application/json")
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

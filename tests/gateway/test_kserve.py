@@ -1,0 +1,250 @@
+"""Triton's own client, and ours, through the gateway's gRPC door."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import InferInput, service_pb2
+from tritonclient.grpc import aio as triton
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+for needed in ("starlette", "uvicorn", "orjson", "pydantic", "prometheus_client", "opentelemetry.sdk", "httptools"):
+    pytest.importorskip(needed)
+
+from clients import NO_RETRY, AsyncClient  # noqa: E402
+from contract.errors import InvalidArgument, NotFound, Overloaded, Unauthenticated, Unavailable  # noqa: E402
+from gateway import kserve  # noqa: E402
+from gateway.permit import InFlightCap, Tenant  # noqa: E402
+from tests.fakes.replica import FakeReplica, Script  # noqa: E402
+from tests.gateway.running import Running, gateway, until  # noqa: E402
+
+
+def inputs(prompt: str, max_tokens: int, **more: object) -> list[InferInput]:
+    values = {
+        "text_input": np.array([[prompt]], dtype=object),
+        "max_tokens": np.array([[max_tokens]], dtype=np.int32),
+        "stream": np.array([[True]]),
+        **{name: np.array([[value]]) for name, value in more.items()},
+    }
+    made = []
+    for name, array in values.items():
+        tensor = InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
+        tensor.set_data_from_numpy(array)
+        made.append(tensor)
+    return made
+
+
+async def asked(running: Running, *requests: dict, headers: dict | None = None) -> list[tuple[str, str]]:
+    """(request id, text or error) of every response of one stream, by Triton's own client."""
+
+    async def iterate():
+        for request in requests:
+            yield {"model_name": "ensemble", "enable_empty_final_response": True, **request}
+
+    seen = []
+    async with triton.InferenceServerClient(running.grpc_url) as client:
+        async for result, error in client.stream_infer(iterate(), headers=headers):
+            if error is not None:
+                seen.append(("", str(error)))
+            else:
+                response = result.get_response()
+                output = result.as_numpy("text_output")
+                seen.append((response.id, output.flatten()[0].decode() if output is not None else ""))
+    return seen
+
+
+def ours(running: Running, **more: object) -> AsyncClient:
+    return AsyncClient(running.grpc_url, retry=NO_RETRY, **more)
+
+
+async def test_tritons_client_streams_through_the_door():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        seen = await asked(running, {"request_id": "r1", "inputs": inputs("one two", 3)})
+        assert "".join(text for _, text in seen) == " one two one" and {rid for rid, _ in seen} == {"r1"}
+        assert replica.seen[-1].id == "r1" and replica.seen[-1].value("max_tokens") == 3
+
+
+async def test_requests_of_one_stream_run_side_by_side():
+    async with FakeReplica(lambda seen: Script((" a", " b"), gap_s=0.05)) as replica, gateway(replica) as running:
+        seen = await asked(running, *({"request_id": f"r{n}", "inputs": inputs("x", 2)} for n in range(5)))
+        for n in range(5):
+            assert "".join(text for rid, text in seen if rid == f"r{n}") == " a b"
+        assert replica.counts.most_running > 1
+
+
+async def test_a_cancelled_call_frees_the_replica():
+    script = Script(tuple(" a" for _ in range(500)), gap_s=0.01)
+    async with FakeReplica(lambda seen: script) as replica, gateway(replica) as running, ours(running) as client:
+        async for _ in client.generate("x", max_tokens=500):
+            break
+        await until(lambda: replica.counts.running == 0 and not running.service._live)
+        assert replica.counts.cancelled == 1
+
+
+async def test_a_refusal_is_resource_exhausted_with_retry_info():
+    cap = InFlightCap(0, retry_after_s=2.5)
+    async with FakeReplica() as replica, gateway(replica, admission=cap) as running:
+        async with ours(running) as client:
+            with pytest.raises(Overloaded, match="in flight") as caught:
+                await client.generate("x").complete()
+            assert caught.value.retry_after_s == pytest.approx(2.5)
+        async with grpc.aio.insecure_channel(running.grpc_url) as channel:
+            call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(
+                iter([service_pb2.ModelInferRequest(model_name="ensemble").SerializeToString()])
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as status:
+                async for _ in call:
+                    pass
+        trailers = dict(status.value.trailing_metadata())
+        assert status.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert trailers["retry-after-ms"] == "2500" and trailers["grpc-retry-pushback-ms"] == "2500"
+        rpc_status = pytest.importorskip("google.rpc.status_pb2").Status.FromString(trailers["grpc-status-details-bin"])
+        from google.rpc.error_details_pb2 import RetryInfo
+
+        info = RetryInfo()
+        assert rpc_status.details[0].Unpack(info) and info.retry_delay.ToTimedelta().total_seconds() == 2.5
+
+
+async def test_a_refusal_beside_running_requests_rides_in_band_and_leaves_them_alone():
+    script = Script(tuple(" a" for _ in range(10)), gap_s=0.03)
+    async with FakeReplica(lambda seen: script) as replica:
+        async with gateway(replica, admission=InFlightCap(1)) as running:
+            seen = await asked(running, *({"request_id": f"r{n}", "inputs": inputs("x", 10)} for n in range(2)))
+            assert [text for _, text in seen if "Overloaded" in text]
+            assert "".join(text for rid, text in seen if rid in ("r0", "r1") and "Overloaded" not in text) == " a" * 10
+
+
+async def test_an_open_stream_hears_a_refusal_without_ending_its_side():
+    async with FakeReplica() as replica, gateway(replica, admission=InFlightCap(0)) as running:
+        from tritonclient.grpc import InferenceServerClient
+
+        answers: queue.Queue = queue.Queue()
+
+        def talk() -> InferenceServerException:
+            client = InferenceServerClient(running.grpc_url)
+            client.start_stream(lambda result, error: answers.put(error or result))
+            client.async_stream_infer("ensemble", inputs("x", 2))
+            try:
+                return answers.get(timeout=10)
+            finally:
+                client.stop_stream(cancel_requests=True)
+                client.close()
+
+        error = await asyncio.to_thread(talk)
+        assert error.status() == "StatusCode.RESOURCE_EXHAUSTED"
+
+
+async def test_what_the_replica_refuses_comes_through_as_it_said_it():
+    refusal = InvalidArgument("top_k", "got -3; allowed is 0 or more")
+    async with FakeReplica(lambda seen: Script(refuse=refusal)) as replica, gateway(replica) as running:
+        seen = await asked(running, {"inputs": inputs("x", 2)})
+        assert "in ensemble 'ensemble', InvalidArgument: top_k" in seen[0][1]
+        async with ours(running) as client:
+            with pytest.raises(InvalidArgument, match="top_k"):
+                await client.generate("x").complete()
+
+
+async def test_a_request_that_fails_at_one_replica_goes_to_another_before_its_first_token():
+    def dying(seen):
+        return Script((" a",), status_after=0)
+
+    async with FakeReplica(dying) as bad, FakeReplica() as good, gateway(bad, good) as running:
+        for _ in range(6):
+            seen = await asked(running, {"inputs": inputs("one two", 2)})
+            assert "".join(text for _, text in seen) == " one two"
+        assert bad.counts.started >= 1 and good.counts.started == 6
+
+
+async def test_after_the_first_token_nothing_is_tried_again():
+    script = Script((" a", " b", " c"), status_after=1)
+    async with FakeReplica(lambda seen: script) as one, FakeReplica(lambda seen: script) as two:
+        async with gateway(one, two) as running, ours(running) as client:
+            with pytest.raises(Unavailable):
+                await client.generate("x").complete()
+            assert one.counts.started + two.counts.started == 1
+
+
+async def test_an_unknown_model_and_unreadable_tensors_are_named():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        seen = await asked(running, {"model_name": "engine", "inputs": inputs("x", 2)})
+        assert "NotFound: the model 'engine' does not exist" in seen[0][1]
+        wrong = InferInput("max_tokens", [1, 2], "INT32")
+        wrong.set_data_from_numpy(np.array([[1, 2]], dtype=np.int32))
+        seen = await asked(running, {"inputs": [wrong]})
+        assert "max_tokens: allowed is one INT32" in seen[0][1]
+        with pytest.raises(grpc.aio.AioRpcError) as status:
+            await asked(running, {"inputs": [wrong]}, headers={"triton_grpc_error": "true"})
+        assert status.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        async with ours(running, model="nowhere") as client:
+            with pytest.raises(NotFound):
+                await client.generate("x").complete()
+        assert replica.counts.started == 0
+
+
+async def test_keys_are_asked_for():
+    class Keys:
+        def tenant(self, api_key):
+            if api_key != "right":
+                raise Unauthenticated("no such key")
+            return Tenant("acme")
+
+    async with FakeReplica() as replica, gateway(replica, keys=Keys()) as running:
+        async with ours(running) as client:
+            with pytest.raises(Unauthenticated):
+                await client.generate("x").complete()
+        async with ours(running, api_key="right") as client:
+            assert (await client.generate("one", max_tokens=1).complete()).text == " one"
+
+
+async def test_questions_about_server_and_model_are_answered():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        async with triton.InferenceServerClient(running.grpc_url) as client:
+            assert await client.is_server_live() and await client.is_server_ready()
+            assert await client.is_model_ready("ensemble") and not await client.is_model_ready("engine")
+            assert (await client.get_server_metadata()).name == "triton"
+            assert (await client.get_model_metadata("ensemble")).name == "ensemble"
+            assert (await client.get_model_config("ensemble")).config.model_transaction_policy.decoupled
+            with pytest.raises(InferenceServerException, match="NOT_FOUND|does not exist"):
+                await client.get_model_metadata("engine")
+            with pytest.raises(InferenceServerException, match="decoupled"):
+                await client.infer("ensemble", inputs("x", 2))
+
+
+async def test_a_message_over_the_limit_is_refused():
+    async with FakeReplica() as replica, gateway(replica, max_body_bytes=2048) as running, ours(running) as client:
+        with pytest.raises(Overloaded, match="larger than max"):
+            await client.generate("x" * 4096).complete()
+        assert replica.counts.started == 0
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("sent", [True, False])
+def test_max_tokens_can_be_lowered_wherever_it_was(inline: bool, sent: bool):
+    request = service_pb2.ModelInferRequest(model_name="ensemble")
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
+    if inline:
+        request.inputs[0].contents.bytes_contents.append(b"hello")
+    else:
+        request.raw_input_contents.append(b"\x05\x00\x00\x00hello")
+    if sent:
+        request.inputs.add(name="max_tokens", datatype="INT32", shape=[1, 1])
+        if inline:
+            request.inputs[1].contents.int_contents.append(100)
+        else:
+            request.raw_input_contents.append((100).to_bytes(4, "little"))
+    assert kserve.read(request, 5.0).max_tokens == (100 if sent else kserve.DEFAULT_MAX_TOKENS)
+    kserve.lower(request, 7)
+    again = kserve.read(request, 5.0)
+    assert (again.max_tokens, again.text_input, again.timeout_s) == (7, "hello", 5.0)
+
+
+def test_shared_memory_is_refused_by_name():
+    request = service_pb2.ModelInferRequest(model_name="ensemble")
+    tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
+    tensor.parameters["shared_memory_region"].string_param = "r"
+    with pytest.raises(InvalidArgument, match="text_input: lies in shared memory"):
+        kserve.read(request, 5.0)
