@@ -109,7 +109,7 @@ ENGINE = {"input_ids": [5, 6], "input_lengths": 2, "request_output_len": 3}
         ({**ENGINE, "input_ids": [5, -1]}, "input_ids: holds the id -1"),
         ({**ENGINE, "input_lengths": 3}, "input_lengths: got 3; allowed is 2"),
         ({**ENGINE, "request_output_len": 0}, "request_output_len: got 0"),
-        ({**ENGINE, "request_output_len": 1023}, "max_tokens: the prompt has 2 tokens"),
+        ({**ENGINE, "request_output_len": 1023}, "request_output_len: the prompt has 2 tokens"),
         ({"input_lengths": 0, "request_output_len": 3}, "input_ids: holds no token ids"),
         ({**ENGINE, "stop": True}, "request_id: is empty"),
     ],
