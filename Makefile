@@ -20,7 +20,7 @@ export TRIDENT_METRICS_PORT = $(METRICS_PORT)
 export TRIDENT_HOST = $(HOST)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-build demo demo-model serve chat build-engine plan-engine quality test-build test test-fast check format bench clean
+.PHONY: help setup setup-build demo demo-model serve chat build-engine plan-engine quality test-build test test-fast check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,9 +83,26 @@ format: setup ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup ## measure: see benchmarks/README.md
-	$(BIN)/python benchmarks/detokenizer.py
+bench: build-engine $(VENV)/.bench-installed ## throughput-latency curve of ENGINE, with plots under benchmarks/results
+	$(BIN)/python -m benchmarks sweep --engine $(ENGINE) --out benchmarks/results/bench; \
+	$(BIN)/python -m benchmarks plot benchmarks/results/bench/sweep.json
+
+bench-efficiency: build-engine ## the ensemble against the engine itself, in one run
+	$(BIN)/python -m benchmarks efficiency
+
+bench-hops: build-engine ## what every hop of the ensemble costs
+	$(BIN)/python -m benchmarks hops --engine $(ENGINE)
+
+bench-cancel: build-engine ## how soon a cancel frees the engine
+	$(BIN)/python -m benchmarks cancel --engine $(ENGINE)
+
+bench-perf-analyzer: build-engine ## Triton's own load generator, in an environment of its own
+	$(BIN)/python -m benchmarks perf-analyzer --engine $(ENGINE)
+
+$(VENV)/.bench-installed: $(VENV)/.installed requirements/bench.txt
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -r requirements/bench.txt
+	@touch $@
 
 clean: ## remove what was built: .venv, engines, server state and caches
-	rm -rf $(VENV) $(BUILD_VENV) engines .triton .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BUILD_VENV) .venv-perf engines .triton .cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
