@@ -1,0 +1,255 @@
+"""The door: caps, budgets and the fair queue in one place, behind the protocol of permit.py.
+
+The order: shorten under pressure → cap → room in the queue → reserve the budget → wait for the turn → Permit. What
+is taken on the way is given back in one place, ``_Ticket.close``, once, whichever way the request ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from clients.costs import prompt_bytes
+from contract.errors import DeadlineExceeded, Overloaded, TridentError
+from contract.generation import GenerationRequest, Usage
+from gateway import drain_rate
+from gateway.budget_store import BudgetStore
+from gateway.budgets import Level, Reservation
+from gateway.concurrency import Concurrency, Slot
+from gateway.degradation import Ladder, Stage, degrade
+from gateway.fairness import Entry, FairQueue
+from gateway.permit import Tenant
+
+# What a chat template may add to a message, and to the whole, in tokens.
+_TEMPLATE_TOKENS = 16
+
+
+def most_prompt_tokens(request: GenerationRequest) -> int:
+    """A bound on the prompt's tokens without a tokenizer: none is shorter than a byte. The rest is refunded."""
+    return prompt_bytes(request) + _TEMPLATE_TOKENS * (1 + len(request.messages or ()))
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How many requests are on the replicas at once, and how many of those one tenant may have.
+
+    tenant_share: below 1, the rest is free for others' requests at any time, so that long answers of one tenant do
+    not hold all places when short ones of another come.
+    max_wait_s: longest time in the queue, whatever the request's own deadline.
+    """
+
+    max_running: int = 256
+    tenant_share: float = 0.8
+    max_wait_s: float = 30.0
+
+    @property
+    def max_running_of_tenant(self) -> int:
+        return max(1, math.floor(self.max_running * self.tenant_share))
+
+
+class FairAdmission:
+    """Admission for one gateway process: ``await admit(request, tenant)``.
+
+    prompt_tokens: a bound on a prompt's tokens. clock: seconds, the one the budget store counts with if that is in
+    memory. ``rejected`` and ``degraded`` count what was refused and lowered, by reason and stage.
+    """
+
+    def __init__(
+        self,
+        budgets: BudgetStore,
+        concurrency: Concurrency,
+        queue: FairQueue,
+        clock: Callable[[], float],
+        *,
+        shares: Shares = Shares(),
+        ladder: Ladder | None = None,
+        prompt_tokens: Callable[[GenerationRequest], int] = most_prompt_tokens,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._budgets, self._concurrency, self._queue, self._clock = budgets, concurrency, queue, clock
+        self._shares, self._ladder, self._prompt_tokens = shares, ladder, prompt_tokens
+        self._rng = rng or random.Random()
+        self._drain = drain_rate.DrainRate()
+        self.running = 0  # permits that are out and have a place on the replicas
+        self._running: Counter[str] = Counter()
+        self._running_tokens = 0.0
+        self._wake: asyncio.TimerHandle | None = None
+        self.rejected: Counter[str] = Counter()
+        self.degraded: Counter[str] = Counter()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    def pressure(self, tenant: Tenant) -> float:
+        """How full the fullest bound is that this tenant can meet: 0 is empty, 1 is full."""
+        queue = self._queue
+        return max(
+            self._concurrency.in_flight / self._concurrency.limit,
+            queue.depth(tenant.priority) / queue.max_per_class,
+            queue.waiting_of(tenant.name) / queue.max_per_tenant,
+        )
+
+    async def admit(self, request: GenerationRequest, tenant: Tenant) -> QueuedPermit:
+        """See permit.Admission. Raises besides: InvalidArgument (the request can never fit the budget), Unavailable
+        (the budget store does not answer)."""
+        now_s = self._clock()
+        levels: tuple[Level, ...] = getattr(tenant, "levels", ())
+        headers: dict[str, str] = {}
+        target = ""
+        if self._ladder is not None:
+            stage = self._ladder.stage(self.pressure(tenant))
+            if stage is Stage.REFUSE:
+                raise self._refusal("pressure", Overloaded("there is more work than can be done"))
+            lowered = degrade(request, stage, self._ladder)
+            request, target = lowered.request, lowered.target
+            if lowered.note:
+                headers["x-trident-degraded"] = lowered.note
+                self.degraded[stage.value] += 1
+        tokens = self._prompt_tokens(request) + request.max_tokens
+        ticket = _Ticket(self, self._acquire(levels, tenant))
+        try:
+            if not target:
+                self._check_room(tenant)
+            ticket.reservation = await self._reserve(levels, tokens)
+            headers |= ticket.reservation.headers
+            if not target:  # the overflow target has its own capacity, and no place here is used
+                until_s = now_s + min(self._shares.max_wait_s, request.timeout_s or math.inf)
+                turn = asyncio.get_running_loop().create_future()
+                ticket.entry = Entry(tenant.name, tokens, tenant.priority, tenant.weight, until_s, turn)
+                self._push(ticket.entry)
+                await turn
+        except BaseException:
+            ticket.close(0)
+            raise
+        return QueuedPermit(request, headers, target, ticket)
+
+    def _acquire(self, levels: tuple[Level, ...], tenant: Tenant) -> Slot:
+        try:
+            return self._concurrency.try_acquire(levels, tenant.priority)
+        except Overloaded as exc:
+            raise self._refusal("concurrency", exc) from None
+
+    def _check_room(self, tenant: Tenant) -> None:
+        try:
+            self._queue.check_room(tenant.name, tenant.priority)
+        except Overloaded as exc:
+            raise self._refusal("queue", exc) from None
+
+    async def _reserve(self, levels: tuple[Level, ...], tokens: int) -> Reservation:
+        reservation = await self._budgets.reserve(levels, tokens)
+        short = reservation.refused_by
+        if short is None:
+            return reservation
+        left = max(0, math.floor(short.balance))
+        unit, level = short.demand.unit, short.demand.level
+        error = Overloaded(f"{level} has {left} {unit} left and the request may need {short.demand.amount:.0f}")
+        # The bucket's own pace, not the queue's: nothing else brings its tokens back.
+        wait_s = drain_rate.retry_after_s(short.short, short.demand.rate_per_s, self._rng, most_s=3600.0)
+        raise self._refusal("budget", error, wait_s, reservation.headers)
+
+    def _push(self, entry: Entry) -> None:
+        try:
+            self._queue.push(entry, self._clock())
+        except Overloaded as exc:
+            raise self._refusal("queue", exc) from None
+        self._dispatch()
+
+    def _refusal(
+        self, reason: str, error: Overloaded, wait_s: float | None = None, headers: Mapping[str, str] | None = None
+    ) -> Overloaded:
+        """``error`` with what the caller is told about when to come back."""
+        self.rejected[reason] += 1
+        if wait_s is None:
+            backlog = self._queue.backlog_tokens + self._running_tokens
+            wait_s = drain_rate.retry_after_s(backlog, self._drain.tokens_per_s(self._clock()), self._rng)
+        error.retry_after_s = wait_s
+        error.headers = {**(headers or {}), **drain_rate.headers(wait_s)}
+        return error
+
+    def _may_run(self, tenant: str) -> bool:
+        return self._running[tenant] < self._shares.max_running_of_tenant
+
+    def _dispatch(self) -> None:
+        """Lets in whoever's turn it is, refuses whoever's time is up, and looks again at the next deadline."""
+        now_s = self._clock()
+        for entry in self._queue.expire(now_s):
+            self._expire(entry)
+        while self.running < self._shares.max_running:
+            entry = self._queue.pop(now_s, self._may_run)
+            if entry is None:
+                break
+            if entry.work.done():
+                continue  # its caller has just left and will close its ticket in a moment
+            self.running += 1
+            self._running[entry.tenant] += 1
+            self._running_tokens += entry.cost_tokens
+            entry.work.set_result(None)
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        next_s = self._queue.next_deadline_s()
+        if next_s < math.inf:
+            self._wake = asyncio.get_running_loop().call_later(max(0.0, next_s - now_s) + 0.001, self._dispatch)
+
+    def _expire(self, entry: Entry) -> None:
+        self.rejected["deadline"] += 1
+        if not entry.work.done():
+            error: TridentError = DeadlineExceeded("the request waited in the gateway's queue until its time was up")
+            entry.work.set_exception(error)
+
+    def _closed(self, ticket: _Ticket, used_tokens: int) -> None:
+        ticket.slot.release()
+        if ticket.reservation is not None:
+            self._budgets.settle(ticket.reservation, used_tokens)
+        entry = ticket.entry
+        if entry is None:
+            return
+        self._queue.remove(entry)
+        let_in = entry.work.done() and not entry.work.cancelled() and entry.work.exception() is None
+        if let_in:
+            self._leave(entry, used_tokens)
+        self._dispatch()
+
+    def _leave(self, entry: Entry, used_tokens: int) -> None:
+        self.running -= 1
+        self._running[entry.tenant] -= 1
+        if not self._running[entry.tenant]:
+            del self._running[entry.tenant]
+        self._running_tokens -= entry.cost_tokens
+        # The whole reservation is off the backlog, used or not; that is the pace at which the backlog shrinks.
+        self._drain.observe(entry.cost_tokens, self._clock())
+        self._queue.give_back(entry, entry.cost_tokens - used_tokens)
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """What a request has taken so far."""
+
+    admission: FairAdmission
+    slot: Slot
+    reservation: Reservation | None = None
+    entry: Entry | None = None
+    open: bool = True
+
+    def close(self, used_tokens: int) -> None:
+        if self.open:
+            self.open = False
+            self.admission._closed(self, used_tokens)
+
+
+@dataclass(eq=False)
+class QueuedPermit:
+    """See permit.Permit. target: the overflow target that shall serve it, empty for the usual replicas."""
+
+    request: GenerationRequest
+    headers: Mapping[str, str]
+    target: str
+    ticket: _Ticket = field(repr=False)
+
+    def settle(self, usage: Usage | None) -> None:
+        self.ticket.close(0 if usage is None else usage.input_tokens + usage.output_tokens)

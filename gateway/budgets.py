@@ -1,0 +1,184 @@
+"""Budgets in tokens and requests per minute, on every level from the organisation down to the key. No clock, no I/O.
+
+A budget is a token bucket. It is reserved before the work and settled after it, and what is reserved stays in the
+bucket's account until then: ``balance + held <= capacity``, refilling included. So in any span of time, and whether
+a token is counted when it was reserved, generated or settled, no more than ``capacity + rate * span`` are spent. A
+bucket that forgot its reservations would refill while they run and then take their refund on top, which doubles it.
+The price: large reservations that are hardly used slow the refilling; a larger burst makes up for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from contract.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one level may use; None is no limit. A burst is the bucket's size, one minute's worth if left out.
+
+    max_in_flight: requests between the door and the end of their stream.
+    """
+
+    tokens_per_minute: int | None = None
+    burst_tokens: int | None = None
+    requests_per_minute: int | None = None
+    burst_requests: int | None = None
+    max_in_flight: int | None = None
+
+
+@dataclass(frozen=True)
+class Level:
+    """One step of the hierarchy. name: its whole path, such as ``acme/research/alice``."""
+
+    name: str
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one request wants from one bucket.
+
+    bucket: ``tokens:acme/research``. held: kept until it is settled; otherwise spent at once.
+    """
+
+    bucket: str
+    rate_per_s: float
+    capacity: float
+    amount: float
+    held: bool
+
+    @property
+    def unit(self) -> str:
+        return self.bucket.partition(":")[0]
+
+    @property
+    def level(self) -> str:
+        return self.bucket.partition(":")[2]
+
+
+def demands(levels: Sequence[Level], tokens: int) -> tuple[Demand, ...]:
+    """What a request that may use ``tokens`` wants from each bucket of ``levels``.
+
+    The request itself is spent at once and stays spent: one that is cancelled was one all the same. Raises
+    InvalidArgument if it could never fit.
+    """
+    wanted = []
+    for level in levels:
+        limits = level.limits
+        if limits.tokens_per_minute is not None:
+            capacity = limits.burst_tokens or limits.tokens_per_minute
+            if tokens > capacity:
+                problem = f"prompt and answer may need {tokens} tokens, more than {level.name} may ever use at once"
+                raise InvalidArgument("max_tokens", f"{problem}; allowed are {capacity} together")
+            rate_per_s = limits.tokens_per_minute / 60
+            wanted.append(Demand(f"tokens:{level.name}", rate_per_s, capacity, tokens, held=True))
+        if limits.requests_per_minute is not None:
+            capacity = limits.burst_requests or limits.requests_per_minute
+            rate_per_s = limits.requests_per_minute / 60
+            wanted.append(Demand(f"requests:{level.name}", rate_per_s, capacity, 1, held=False))
+    return tuple(wanted)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A bucket after a reservation was granted or refused. balance: what is free in it."""
+
+    demand: Demand
+    balance: float
+
+    @property
+    def short(self) -> float:
+        """What was missing; 0 if it would have been enough."""
+        return max(0.0, self.demand.amount - self.balance)
+
+    @property
+    def wait_s(self) -> float:
+        """Until what was missing has flown in, if nobody else takes it."""
+        return self.short / self.demand.rate_per_s
+
+    @property
+    def reset_s(self) -> float:
+        """Until the bucket is full again."""
+        return max(0.0, self.demand.capacity - self.balance) / self.demand.rate_per_s
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """The outcome: granted on all buckets, or refused and nothing taken from any. ``id`` settles it."""
+
+    id: str
+    granted: bool
+    standings: tuple[Standing, ...] = ()
+
+    @property
+    def refused_by(self) -> Standing | None:
+        """The bucket that takes longest to have enough."""
+        return None if self.granted else max(self.standings, key=lambda standing: standing.wait_s)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """``x-ratelimit-{limit,remaining,reset}-{requests,tokens}`` of the tightest level of each unit."""
+        values: dict[str, str] = {}
+        for unit in ("requests", "tokens"):
+            standings = [standing for standing in self.standings if standing.demand.unit == unit]
+            if standings:
+                tightest = min(standings, key=lambda standing: standing.balance)
+                values[f"x-ratelimit-limit-{unit}"] = f"{tightest.demand.capacity:.0f}"
+                values[f"x-ratelimit-remaining-{unit}"] = str(max(0, math.floor(tightest.balance)))
+                values[f"x-ratelimit-reset-{unit}"] = f"{math.ceil(tightest.reset_s * 1000)}ms"
+        return values
+
+
+@dataclass
+class Bucket:
+    """One bucket in memory. ``leases``: reserved amounts by reservation, with the time each is given up, which
+    rises from one to the next. ``held`` is their sum.
+
+    A reservation whose gateway died is never settled. After its lease it counts as used whole: the safe side.
+    """
+
+    capacity: float
+    balance: float
+    at_s: float
+    held: float = 0.0
+    leases: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def refill(self, demand: Demand, now_s: float) -> None:
+        """Brings the bucket to ``now_s``, lease by lease; a clock that went back changes nothing."""
+        self.capacity = demand.capacity
+        while self.leases:
+            oldest = next(iter(self.leases))
+            amount, until_s = self.leases[oldest]
+            if until_s > now_s:
+                break
+            self._flow_in(demand, until_s)
+            del self.leases[oldest]
+            self.held -= amount
+        self._flow_in(demand, now_s)
+
+    def _flow_in(self, demand: Demand, now_s: float) -> None:
+        flown_in = demand.rate_per_s * max(0.0, now_s - self.at_s)
+        self.balance = min(self.capacity - self.held, self.balance + flown_in)
+        self.at_s = max(self.at_s, now_s)
+
+    def take(self, reservation_id: str, demand: Demand, until_s: float) -> None:
+        self.balance -= demand.amount
+        if demand.held:
+            self.leases[reservation_id] = (demand.amount, until_s)
+            self.held += demand.amount
+
+    def settle(self, reservation_id: str, used: float) -> None:
+        """``used`` may be more than was reserved: then the bucket owes, and refuses until it has flown in."""
+        amount, _ = self.leases.pop(reservation_id, (None, None))
+        if amount is not None:
+            self.held -= amount
+            self.balance = min(self.capacity - self.held, self.balance + amount - used)
+
+
+def is_idle(bucket: Bucket, rate_per_s: float, now_s: float) -> bool:
+    """Full again and nothing held: as good as a new one."""
+    return not bucket.leases and bucket.balance + rate_per_s * (now_s - bucket.at_s) >= bucket.capacity

@@ -1,0 +1,59 @@
+"""When to come back: what waits, divided by the pace at which it is worked off. No clock inside."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+
+@dataclass(eq=False)
+class DrainRate:
+    """The pace of the last ``memory_s`` seconds or so, in tokens settled per second (an exponential average that
+    knows how long it has been watching, so that it is right from the start)."""
+
+    memory_s: float = 10.0
+    _sum: float = 0.0
+    _began_s: float | None = None
+    _at_s: float = 0.0
+
+    def observe(self, tokens: float, now_s: float) -> None:
+        """``tokens`` were done with just now."""
+        if self._began_s is None:
+            self._began_s = self._at_s = now_s
+        self._decay(now_s)
+        self._sum += tokens
+
+    def tokens_per_s(self, now_s: float) -> float:
+        """0 if nothing was ever observed."""
+        if self._began_s is None:
+            return 0.0
+        self._decay(now_s)
+        watched = 1.0 - math.exp(-max(now_s - self._began_s, 1.0) / self.memory_s)
+        return self._sum / (self.memory_s * watched)
+
+    def _decay(self, now_s: float) -> None:
+        if now_s > self._at_s:
+            self._sum *= math.exp((self._at_s - now_s) / self.memory_s)
+            self._at_s = now_s
+
+
+def retry_after_s(
+    backlog_tokens: float,
+    tokens_per_s: float,
+    rng: random.Random,
+    *,
+    unknown_s: float = 1.0,
+    least_s: float = 0.1,
+    most_s: float = 60.0,
+    jitter: float = 0.25,
+) -> float:
+    """Seconds until the backlog is worked off, within [least_s, most_s], and up to ``jitter`` of it more, so that
+    those who were refused together do not come back together. ``unknown_s`` while nothing was measured."""
+    wait_s = backlog_tokens / tokens_per_s if tokens_per_s > 0 else unknown_s
+    return min(max(wait_s, least_s), most_s) * (1.0 + jitter * rng.random())
+
+
+def headers(wait_s: float) -> dict[str, str]:
+    """``retry-after`` in whole seconds, never 0 and never early, and ``retry-after-ms``."""
+    return {"retry-after": str(max(1, math.ceil(wait_s))), "retry-after-ms": str(max(1, math.ceil(wait_s * 1000)))}

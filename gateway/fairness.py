@@ -1,0 +1,229 @@
+"""Whose turn it is: bounded queues by class and tenant. No clock, no I/O: every call is told the time.
+
+Between classes the more urgent goes first, and whoever has waited ``aging_s`` moves one class up, so that nothing
+starves. Between the tenants of a class: deficit round robin (Shreedhar and Varghese, 1995) in tokens, by weight.
+Within a tenant: earliest deadline, then first come. What has passed its deadline never leaves the queue as work.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from contract.errors import InvalidArgument, Overloaded
+
+# A tenant's turn in tokens, times its weight. About a chat's answer: smaller makes more rounds, larger more bursts.
+QUANTUM_TOKENS = 1024
+
+
+@dataclass(eq=False)
+class Entry:
+    """One request that waits.
+
+    cost_tokens: what it may use, at least 1. priority: 0 is the most urgent. deadline_s: on the caller's clock, or
+    infinity. work: the caller's own. A weight is that of the tenant's latest entry.
+    """
+
+    tenant: str
+    cost_tokens: float
+    priority: int = 1
+    weight: float = 1.0
+    deadline_s: float = math.inf
+    work: Any = None
+    sequence: int = -1
+    level: int = -1
+    waiting: bool = False
+
+
+@dataclass(eq=False)
+class _Flow:
+    """One tenant in one class."""
+
+    weight: float
+    deficit: float = 0.0
+    in_turn: bool = False
+    heap: list[tuple[float, int, Entry]] = field(default_factory=list)
+
+    def head(self, level: int) -> Entry | None:
+        """The next entry; those that left the queue or the class meanwhile are dropped from the heap on the way."""
+        while self.heap and not (self.heap[0][2].waiting and self.heap[0][2].level == level):
+            heapq.heappop(self.heap)
+        return self.heap[0][2] if self.heap else None
+
+
+class FairQueue:
+    """max_per_class, max_per_tenant: entries that may wait; a class counts those that came in it."""
+
+    def __init__(
+        self,
+        max_per_class: int = 1000,
+        max_per_tenant: int = 100,
+        quantum_tokens: float = QUANTUM_TOKENS,
+        aging_s: float = 10.0,
+    ) -> None:
+        named = {"max_per_class": max_per_class, "max_per_tenant": max_per_tenant}
+        for name, value in {**named, "quantum_tokens": quantum_tokens, "aging_s": aging_s}.items():
+            if not value > 0:
+                raise InvalidArgument(name, f"got {value!r}; allowed is more than 0")
+        self.max_per_class, self.max_per_tenant = max_per_class, max_per_tenant
+        self._quantum, self._aging_s = quantum_tokens, aging_s
+        self._classes: dict[int, OrderedDict[str, _Flow]] = {}
+        self._aging: dict[int, deque[tuple[float, Entry]]] = {}  # by class, in the order they came into it
+        self._deadlines: list[tuple[float, int, Entry]] = []
+        self._by_class: Counter[int] = Counter()
+        self._by_tenant: Counter[str] = Counter()
+        self._expired: list[Entry] = []
+        self._sequence = itertools.count()
+        self._count = 0
+        self._left = 0  # entries that left since the heaps were last rid of such
+        self.backlog_tokens = 0.0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def depth(self, priority: int) -> int:
+        """Entries that came in this class and wait."""
+        return self._by_class[priority]
+
+    def waiting_of(self, tenant: str) -> int:
+        return self._by_tenant[tenant]
+
+    def check_room(self, tenant: str, priority: int) -> None:
+        """Raises Overloaded that says which queue is full."""
+        if self._by_class[priority] >= self.max_per_class:
+            raise Overloaded(f"{self.max_per_class} requests of class {priority} wait already, the most that may")
+        if self._by_tenant[tenant] >= self.max_per_tenant:
+            raise Overloaded(f"{self.max_per_tenant} requests of {tenant} wait already, the most that may")
+
+    def push(self, entry: Entry, now_s: float) -> None:
+        """Raises Overloaded if a bound is reached, and then nothing has changed."""
+        self.check_room(entry.tenant, entry.priority)
+        entry.sequence = next(self._sequence)
+        entry.waiting = True
+        self._count += 1
+        self._by_class[entry.priority] += 1
+        self._by_tenant[entry.tenant] += 1
+        self.backlog_tokens += entry.cost_tokens
+        self._enter(entry, entry.priority, now_s)
+        if entry.deadline_s < math.inf:
+            heapq.heappush(self._deadlines, (entry.deadline_s, entry.sequence, entry))
+
+    def remove(self, entry: Entry) -> bool:
+        """Takes an entry out before its turn; False if it does not wait any more."""
+        if not entry.waiting:
+            return False
+        entry.waiting = False
+        self._count -= 1
+        self.backlog_tokens -= entry.cost_tokens
+        for counts, key in ((self._by_class, entry.priority), (self._by_tenant, entry.tenant)):
+            counts[key] -= 1
+            if not counts[key]:
+                del counts[key]
+        if entry.tenant not in self._by_tenant:
+            for flows in self._classes.values():
+                flows.pop(entry.tenant, None)
+        self._left += 1
+        if self._left > 64 + self._count:
+            self._forget_those_that_left()
+        return True
+
+    def expire(self, now_s: float) -> list[Entry]:
+        """Those whose deadline has passed since the last call, out of the queue now."""
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            entry = heapq.heappop(self._deadlines)[2]
+            if self.remove(entry):
+                self._expired.append(entry)
+        expired, self._expired = self._expired, []
+        return expired
+
+    def next_deadline_s(self) -> float:
+        """When ``expire`` has something to do next; infinity if never."""
+        while self._deadlines and not self._deadlines[0][2].waiting:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def pop(self, now_s: float, may_run: Callable[[str], bool] = lambda tenant: True) -> Entry | None:
+        """The entry whose turn it is among the tenants that ``may_run``, or None. The expired stay for ``expire``."""
+        self._expired = self.expire(now_s)
+        self._age(now_s)
+        for level in sorted(self._classes):
+            entry = self._turn(level, may_run)
+            if entry is not None:
+                self.remove(entry)
+                return entry
+        return None
+
+    def give_back(self, entry: Entry, unused_tokens: float) -> None:
+        """What a request was charged and did not use is its tenant's again, as long as the tenant has others waiting.
+        Negative: it used more."""
+        flow = self._classes.get(entry.level, {}).get(entry.tenant)
+        if flow is not None:
+            flow.deficit += unused_tokens
+
+    def _enter(self, entry: Entry, level: int, now_s: float) -> None:
+        entry.level = level
+        flow = self._classes.setdefault(level, OrderedDict()).setdefault(entry.tenant, _Flow(entry.weight))
+        flow.weight = entry.weight
+        heapq.heappush(flow.heap, (entry.deadline_s, entry.sequence, entry))
+        if level > 0:
+            self._aging.setdefault(level, deque()).append((now_s, entry))
+
+    def _age(self, now_s: float) -> None:
+        for level in sorted(self._aging, reverse=True):
+            line = self._aging[level]
+            while line and (not line[0][1].waiting or line[0][0] + self._aging_s <= now_s):
+                entered_s, entry = line.popleft()
+                if entry.waiting:
+                    self._enter(entry, level - 1, entered_s + self._aging_s)
+            if not line:
+                del self._aging[level]
+
+    def _turn(self, level: int, may_run: Callable[[str], bool]) -> Entry | None:
+        """Deficit round robin in one class. A tenant at the front gets its quantum once a turn, sends while that
+        lasts, and goes to the back."""
+        flows = self._classes[level]
+        heads: dict[str, Entry] = {}
+        for tenant, flow in list(flows.items()):
+            head = flow.head(level)
+            if head is None:
+                del flows[tenant]  # and its deficit with it: who has nothing to send saves nothing up
+            elif may_run(tenant):
+                heads[tenant] = head
+        if not flows:
+            del self._classes[level]
+        while heads:
+            for tenant in [tenant for tenant in flows if tenant in heads]:
+                flow, cost = flows[tenant], heads[tenant].cost_tokens
+                if not flow.in_turn:
+                    flow.deficit += self._quantum * flow.weight
+                    flow.in_turn = True
+                if cost <= flow.deficit:
+                    flow.deficit -= cost
+                    return heads[tenant]
+                flow.in_turn = False
+                flows.move_to_end(tenant)
+            # Nobody had enough: as many rounds at once as pass until somebody has.
+            rounds = min(
+                math.ceil((heads[tenant].cost_tokens - flows[tenant].deficit) / (self._quantum * flows[tenant].weight))
+                for tenant in heads
+            )
+            for tenant in heads:
+                flows[tenant].deficit += (rounds - 1) * self._quantum * flows[tenant].weight
+        return None
+
+    def _forget_those_that_left(self) -> None:
+        """Heaps drop entries only at their top; callers that come and leave behind one that stays would fill them."""
+        self._left = 0
+        self._deadlines = [item for item in self._deadlines if item[2].waiting]
+        heapq.heapify(self._deadlines)
+        for level, line in list(self._aging.items()):
+            self._aging[level] = deque(item for item in line if item[1].waiting)
+        for level, flows in self._classes.items():
+            for flow in flows.values():
+                flow.heap = [item for item in flow.heap if item[2].waiting and item[2].level == level]
+                heapq.heapify(flow.heap)
