@@ -29,7 +29,11 @@ from server.tenant import Tenant
 
 ABORT_S = 1.0
 ANY_LIFE = -1  # events of our own: signals, the command
-STOP_SIGNALS = {signal.SIGINT: "it was interrupted", signal.SIGTERM: "it was asked to terminate"}
+STOP_SIGNALS = {
+    signal.SIGINT: "it was interrupted",
+    signal.SIGTERM: "it was asked to terminate",
+    signal.SIGHUP: "its terminal was closed",
+}
 
 
 class Supervisor:
@@ -98,6 +102,8 @@ class Supervisor:
             self._post(health.StopAsked(STOP_SIGNALS[signal_number]))
 
         for signal_number in STOP_SIGNALS:
+            if signal_number == signal.SIGHUP and signal.getsignal(signal_number) is signal.SIG_IGN:
+                continue  # started with nohup
             asyncio.get_running_loop().add_signal_handler(signal_number, on_signal, signal_number)
 
     async def _serve(self, command: Sequence[str]) -> int:

@@ -125,7 +125,7 @@ EVENTS = st.one_of(
 )
 
 
-@given(st.lists(st.tuples(EVENTS, st.floats(0, 100)), max_size=60))
+@given(st.lists(st.tuples(EVENTS, st.floats(0, 100)), max_size=30))
 def test_laws_of_every_history(history):
     record, now_s = Record(), 0.0
     for event, pause_s in history:

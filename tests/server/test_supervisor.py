@@ -83,7 +83,7 @@ def test_a_server_is_ready_answers_says_so_and_leaves_nothing_behind(serve, open
         assert is_ready(replica)
         stream = open_stream(replica, max_tokens=8)
         assert stream.ended.wait(60) and "".join(stream.texts) == "pingping" and stream.finish_reason == "length"
-        assert replica.status.state == "ready" and replica.status.restarts == 0
+        assert replica.status.state == "ready" and replica.status.revivals == 0
         assert {stub.model for stub in replica.stubs()} == {"tokenizer", "engine", "detokenizer"}
         assert files_of(replica)
         everything = descendants(replica.pid)
@@ -324,9 +324,8 @@ def test_a_model_that_does_not_load_is_one_clear_error_with_the_logs_own_words(p
     assert ended.returncode == 1
     assert "the fixture's weights are missing" in ended.stderr and "Traceback" not in ended.stderr
     assert len(ended.stderr.splitlines()) < 20
-    listed = run("status", "--json", **place)
-    (found,) = json.loads(listed.stdout)
-    assert found["state"] == "failed" and "weights are missing" in found["reason"] and listed.returncode == 1
+    (found,) = status.read_all(place["state_dir"])
+    assert found.state == "failed" and "weights are missing" in found.reason
     assert not list(Path("/dev/shm").glob(f"{shared_memory.port_prefix(place['grpc_port'])}*"))
 
 
@@ -343,6 +342,8 @@ def test_a_server_that_fails_to_start_again_and_again_is_given_up(serve, tmp_pat
 
 
 def test_status_lists_a_server_that_runs(untouched):
+    listed = run("status", "--json", state_dir=untouched.settings.state_dir)
+    assert [one["server_pid"] for one in json.loads(listed.stdout)] == [untouched.server_pid]
     listed = run("status", state_dir=untouched.settings.state_dir)
     assert listed.returncode == 0
     assert untouched.grpc_url in listed.stdout and "ready since" in listed.stdout
