@@ -18,7 +18,8 @@ FORWARDED_HEADERS = "(?i)(traceparent|tracestate|x-.*)"
 # Four sender threads of the engine, the detokenizer's relay, and room; the default of 32 per instance is idle weight.
 BACKEND_THREADS = 8
 # Per stub. The default of 1 MiB grows while messages are under way, and servers died in that on a loaded machine
-# (boost lock_exception, benchmarks/LOG.md); this is more than ten thousand open streams took. Only what is used is taken.
+# (boost lock_exception, benchmarks/LOG.md); this is more than ten thousand open streams took. Only what is used
+# is taken.
 SHM_BYTES = 32 * 1024 * 1024
 # Only reached when the supervisor's own, shorter patience fails.
 EXIT_TIMEOUT_S = 10

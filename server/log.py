@@ -7,10 +7,11 @@ from pathlib import Path
 
 # Said by every server without a GPU, at error level, and harmless.
 NOISE = re.compile(
-    r"CudaDriverHelper|unable to create stream|pinned.*memory|CUDA driver version|failed to load all models"
+    r"CudaDriverHelper|unable to create stream|pinned.*memory|CUDA driver version|failed to load all models|<frozen "
 )
 ERROR = re.compile(
     r"^E\d{4} |^error: |^Traceback|Error: |not found|cannot open shared object|Failed to initialize|Signal \("
+    r"|terminate called|what\(\):"
 )
 # Head of a log line: level, date, time, process, source file.
 HEAD = re.compile(r"^[EWI]\d{4} [\d:.]+ \d+ \S+:\d+\] ")
@@ -35,10 +36,11 @@ def complaints(log: Path, start: int = 0, lines: int = 12) -> str:
     for line in _read(log, start):
         begins = bool(HEAD.match(line)) or line.startswith("error: ")
         if begins or not following:
-            following = bool(ERROR.search(line)) and not NOISE.search(line) and not TABLE.match(line)
-        text = HEAD.sub("", line).strip('"').rstrip()
-        if following and text and not TABLE.match(line) and text not in found:
-            found.append(text)
+            following = bool(ERROR.search(line)) and not TABLE.match(line)
+        if following:
+            # One message is often said three times, twice with its line breaks escaped.
+            texts = (text.strip('" ') for text in HEAD.sub("", line).split("\\n"))
+            found += [text for text in texts if text and text not in found and not NOISE.search(text)]
     return "\n".join(found[:lines]) if found else tail(log, lines)
 
 

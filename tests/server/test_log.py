@@ -10,7 +10,9 @@ E1121 03:03:28.296417 9855 model_lifecycle.cc:642] "failed to load 'engine' vers
 
 At:
   /engine/1/model.py(23): initialize
+  <frozen importlib._bootstrap>(1150): _find_and_load
 "
+ERROR: Failed to create instance: RuntimeError: no weights\\n\\nAt:\\n  /engine/1/model.py(23): initialize\\n
 I1121 03:03:28.298977 9855 model_lifecycle.cc:777] "failed to load 'engine'"
 +--------+---------+
 | engine | 1       |
@@ -25,7 +27,8 @@ def test_complaints_are_the_errors_with_what_belongs_to_them_and_no_noise(tmp_pa
     assert log.complaints(file).splitlines() == [
         "failed to load 'engine' version 1: RuntimeError: no weights",
         "At:",
-        "  /engine/1/model.py(23): initialize",
+        "/engine/1/model.py(23): initialize",
+        "ERROR: Failed to create instance: RuntimeError: no weights",
     ]
 
 
