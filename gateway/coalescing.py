@@ -1,0 +1,197 @@
+"""One engine stream, many readers: identical deterministic requests that are under way at the same time.
+
+The stream runs at the engine's pace into a log; every reader follows the log at its own. The engine is cancelled
+when the last reader has left. What the log may hold is bounded: beyond that its beginning is dropped, late comers
+can no longer join, and a reader that had not read it yet is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from contract.errors import Cancelled, Overloaded
+from contract.generation import TokenDelta
+
+Source = AsyncIterator[TokenDelta]
+MAX_BYTES = 4 * 1024 * 1024
+
+
+def size_bytes(delta: TokenDelta) -> int:
+    """About what a delta takes in memory."""
+    numbers = len(delta.token_ids) + len(delta.log_probs) + 3 * sum(map(len, delta.top_log_probs))
+    return 400 + len(delta.text.encode(errors="surrogatepass")) + len(delta.error) + 32 * numbers
+
+
+class SharedStream:
+    """A source that is read once and can be followed by many, from the start or from where they were.
+
+    linger_s: how long it goes on without any reader before the source is cancelled; 0 is at once. Made inside a
+    running event loop. ``ended`` is called once, when the source is over.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        max_bytes: int = MAX_BYTES,
+        linger_s: float = 0.0,
+        ended: Callable[[SharedStream], None] = lambda stream: None,
+    ) -> None:
+        self._source = source
+        self._max_bytes, self._linger_s, self._ended = max_bytes, linger_s, ended
+        self._log: deque[TokenDelta] = deque()
+        self._dropped = 0  # deltas that are no longer in the log
+        self._grown = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._lonely: asyncio.TimerHandle | None = None
+        self.bytes = 0
+        self.readers = 0
+        self.done = False
+        self.cancelled = False
+        self._started = False
+        self._pump = asyncio.ensure_future(self._run())
+
+    def __len__(self) -> int:
+        """Deltas so far, the dropped ones included."""
+        return self._dropped + len(self._log)
+
+    @property
+    def complete(self) -> bool:
+        """It came to its end without an error and all of it is in the log."""
+        return self.done and self._failure is None and not self._dropped
+
+    @property
+    def joinable(self) -> bool:
+        """A new reader would get all of it, unless it ends badly."""
+        return not (self._dropped or self._failure or self.cancelled)
+
+    def deltas(self) -> tuple[TokenDelta, ...]:
+        return tuple(self._log)
+
+    def follow(self, start: int = 0) -> AsyncIterator[TokenDelta]:
+        """The deltas from number ``start`` on. Counted as a reader from this call, so close it, by reading to the
+        end or by ``aclose``. Raises what the source raised, Overloaded if the log's beginning is gone."""
+        self.readers += 1
+        if self._lonely is not None:
+            self._lonely.cancel()
+            self._lonely = None
+        return _Reader(self, start)
+
+    def cancel(self) -> None:
+        """Ends the source, whoever reads. Readers are told Cancelled."""
+        if not self.done:
+            self.cancelled = True
+            if self._started:  # a task that is cancelled before its first step never takes one, not even to clean up
+                self._pump.cancel()
+
+    async def _run(self) -> None:
+        self._started = True
+        try:
+            if self.cancelled:
+                raise asyncio.CancelledError
+            async for delta in self._source:
+                self._append(delta)
+        except asyncio.CancelledError:
+            self._failure = Cancelled("the stream was cancelled")
+        except Exception as exc:  # whatever it is, the readers are told and raise it where it is answered
+            self._failure = exc
+        finally:
+            self.done = True
+            with contextlib.suppress(Exception):  # the readers hear of the first failure, not of the closing
+                close = getattr(self._source, "aclose", None)
+                if close is not None:
+                    await close()
+            self._wake()
+            self._ended(self)
+
+    def _append(self, delta: TokenDelta) -> None:
+        self._log.append(delta)
+        self.bytes += size_bytes(delta)
+        while self.bytes > self._max_bytes and len(self._log) > 1:
+            self.bytes -= size_bytes(self._log.popleft())
+            self._dropped += 1
+        self._wake()
+
+    def _wake(self) -> None:
+        self._grown.set()
+        self._grown = asyncio.Event()
+
+    def _left(self) -> None:
+        self.readers -= 1
+        if self.readers or self.done:
+            return
+        if self._linger_s <= 0:
+            self.cancel()
+        else:
+            self._lonely = asyncio.get_running_loop().call_later(self._linger_s, self.cancel)
+
+    async def _at(self, number: int) -> TokenDelta | None:
+        """Delta ``number`` as soon as there is one; None past the end."""
+        while number >= len(self) and not self.done:
+            await self._grown.wait()
+        if number < self._dropped:
+            raise Overloaded("the reader was too slow: the part of the stream it needs next is no longer kept")
+        if number < len(self):
+            return self._log[number - self._dropped]
+        if self._failure is not None:
+            raise self._failure
+        return None
+
+
+class _Reader:
+    """One reader's place in a stream."""
+
+    def __init__(self, stream: SharedStream, start: int) -> None:
+        self._stream: SharedStream | None = stream
+        self._next = start
+
+    def __aiter__(self) -> _Reader:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        if self._stream is None:
+            raise StopAsyncIteration
+        try:
+            delta = await self._stream._at(self._next)
+        except BaseException:
+            await self.aclose()
+            raise
+        if delta is None:
+            await self.aclose()
+            raise StopAsyncIteration
+        self._next += 1
+        return delta
+
+    async def aclose(self) -> None:
+        if self._stream is not None:
+            stream, self._stream = self._stream, None
+            stream._left()
+
+
+class Coalescer:
+    """The streams under way, by key (see request_key). ``joined`` counts readers that cost no engine work."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._streams: dict[str, SharedStream] = {}
+        self.joined = 0
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def follow(self, key: str, open_source: Callable[[], Source]) -> AsyncIterator[TokenDelta]:
+        """The stream of ``key`` from its start: the one under way, or a new one of ``open_source``."""
+        stream = self._streams.get(key)
+        if stream is not None and stream.joinable and not stream.done and stream.readers:
+            self.joined += 1
+            return stream.follow()
+
+        def ended(over: SharedStream) -> None:
+            if self._streams.get(key) is over:
+                del self._streams[key]
+
+        stream = self._streams[key] = SharedStream(open_source(), max_bytes=self._max_bytes, ended=ended)
+        return stream.follow()

@@ -1,0 +1,78 @@
+"""Whole answers only, for a time, within a size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from contract.errors import EngineFailed, InvalidArgument
+from contract.generation import FinishReason, TokenDelta
+from tests.gateway.scripted_source import ScriptedSource, words
+
+pytest.importorskip("cachetools")
+from gateway.response_cache import ResponseCache, answer_bytes  # noqa: E402
+
+ANSWER = tuple(words(3))
+
+
+def test_an_answer_comes_back_as_it_was_until_its_time_is_over(clock: Any) -> None:
+    cache = ResponseCache(10**6, 60, clock)
+    assert cache.get("k") is None and cache.put("k", ANSWER)
+    clock.advance(59)
+    assert cache.get("k") == ANSWER
+    clock.advance(1)
+    assert cache.get("k") is None and (cache.hits, cache.misses) == (1, 2)
+
+
+@pytest.mark.parametrize("end", [None, FinishReason.CANCELLED, FinishReason.ERROR])
+def test_an_answer_without_an_end_of_its_own_is_not_kept(clock: Any, end: FinishReason | None) -> None:
+    cache = ResponseCache(10**6, 60, clock)
+    assert not cache.put("k", tuple(words(3, end))) and not cache.put("k", ()) and len(cache) == 0
+
+
+def test_the_least_recently_used_goes_first_and_the_size_holds(clock: Any) -> None:
+    cache = ResponseCache(3 * answer_bytes(ANSWER), 60, clock)
+    for key in "abc":
+        cache.put(key, ANSWER)
+    cache.get("a")
+    cache.put("d", ANSWER)
+    assert [cache.get(key) is not None for key in "abcd"] == [True, False, True, True]
+    assert cache.bytes == 3 * answer_bytes(ANSWER)
+    assert not cache.put("huge", tuple(words(100)))
+
+
+async def test_a_stream_is_kept_once_it_ended_and_not_before(clock: Any) -> None:
+    cache = ResponseCache(10**6, 60, clock)
+    source = ScriptedSource(ANSWER)
+    stream = cache.keep("k", source())
+    seen = [await anext(stream)]
+    assert cache.get("k") is None
+    seen += [delta async for delta in stream]
+    assert tuple(seen) == ANSWER == cache.get("k")
+
+
+async def test_a_stream_that_was_left_or_broke_is_not_kept(clock: Any) -> None:
+    cache = ResponseCache(10**6, 60, clock)
+    left = ScriptedSource(ANSWER)
+    stream = cache.keep("k", left())
+    await anext(stream)
+    await stream.aclose()
+    assert left.closed
+    broken = cache.keep("k", ScriptedSource(ANSWER, failure=EngineFailed("broke"))())
+    with pytest.raises(EngineFailed):
+        async for _ in broken:
+            pass
+    assert len(cache) == 0
+
+
+async def test_a_stream_larger_than_the_cache_passes_through(clock: Any) -> None:
+    cache = ResponseCache(1000, 60, clock)
+    script = [TokenDelta(text="x" * 600), *words(3)]
+    assert [delta async for delta in cache.keep("k", ScriptedSource(script)())] == script
+    assert len(cache) == 0
+
+
+def test_sizes_and_times_are_positive(clock: Any) -> None:
+    with pytest.raises(InvalidArgument, match="ttl_s: got 0"):
+        ResponseCache(1, 0, clock)
