@@ -136,6 +136,20 @@ async def test_leaving_the_queue_gives_everything_back(clock: Any) -> None:
     assert await door.left(tenant) == {"tokens:acme/r": 6000} and door.empty()
 
 
+async def test_leaving_the_queue_makes_room_at_once(clock: Any) -> None:
+    door = Door(clock, shares=Shares(max_running=1))
+    permit = await door.admission.admit(ASKED, Tenant())
+    waiting = asyncio.ensure_future(door.admission.admit(ASKED, Tenant()))
+    await asyncio.sleep(0)
+    assert door.admission.waiting == 1
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert door.admission.waiting == 0 and door.concurrency.in_flight == 1
+    permit.settle(None)
+    assert door.empty()
+
+
 async def test_leaving_in_the_moment_of_being_let_in_gives_everything_back(clock: Any) -> None:
     door, tenant = Door(clock, shares=Shares(max_running=1)), _tenant()
     permit = await door.admission.admit(ASKED, tenant)
