@@ -695,6 +695,23 @@ def test_a_finished_request_is_counted_everywhere_also_when_the_engine_is_idle_a
         assert triton.metric_value("trident_time_to_first_token_phase_seconds", **labels) == 1, phase
 
 
+def test_a_response_that_leaves_after_the_engine_went_idle_is_observed_all_the_same(setting, triton):
+    release = threading.Event()
+
+    class Slow(Sink):
+        def send(self, chunk, request):
+            release.wait(10)
+            super().send(chunk, request)
+
+    key, sink = setting.submit(sink=Slow())
+    setting.link.report((key, [1], StreamEvent.LENGTH))
+    wait_until(lambda: not setting.engine._work.is_set())
+    time.sleep(3 * engine_module.TICK_S)
+    assert value(triton, "gen_ai_server_time_to_first_token_seconds") == 0
+    release.set()
+    wait_until(lambda: value(triton, "gen_ai_server_time_to_first_token_seconds") == 1)
+
+
 def test_ends_are_counted_by_their_reason(setting, triton):
     for reason in ("client", "stop_request", "deadline"):
         key, sink = setting.submit(request_id="r", timeout_ns=10 * SECOND)

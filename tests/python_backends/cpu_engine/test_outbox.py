@@ -92,7 +92,7 @@ def outbox(triton, heard):
     outbox.close()
 
 
-def test_many_streams_over_few_threads_keep_their_order_also_with_a_slow_reader(outbox):
+def test_many_streams_over_few_threads_keep_their_order_also_with_a_slow_reader(outbox, heard):
     chance = random.Random(1)
     sinks = [Sink(pause=lambda: time.sleep(0.002))] + [
         Sink(pause=lambda: time.sleep(chance.random() / 5000)) for _ in range(20)
@@ -101,11 +101,13 @@ def test_many_streams_over_few_threads_keep_their_order_also_with_a_slow_reader(
     for token in range(40):
         for one in streams:
             add(outbox, one, token)
+        time.sleep(0.0005)  # the senders get their turn
     for one in streams:
         finish(outbox, one)
     for sink in sinks:
         assert sink.closed.wait(20)
         assert sink.ids() == list(range(40))
+    assert not heard["lost"] and max(len(sink.chunks) for sink in sinks) > 3
 
 
 def test_tokens_that_come_while_one_is_being_sent_wait_for_the_next_response(outbox):

@@ -1,5 +1,7 @@
 """The worker as a real process around a real pipeline, and what it makes of sampling parameters."""
 
+import dataclasses
+import shutil
 import threading
 
 import numpy as np
@@ -191,6 +193,22 @@ def test_when_the_only_sequence_is_ended_the_pool_is_empty_without_another_reque
     worker.result(id)
     full = [worker.add([n] * 100, 156, stop_ids=()) for n in range(4)]
     assert [len(worker.result(id)[0]) for id in full] == [156] * 4
+
+
+def test_a_sequence_that_held_the_whole_pool_leaves_it_to_the_next_one(triton_types, tiny_engine, tmp_path):
+    small = tmp_path / "small"
+    shutil.copytree(tiny_engine, small)
+    dataclasses.replace(manifests.load(tiny_engine), kv_cache_tokens=256).save(small)
+    worker = Worker(small)
+    for token in range(3):
+        id = worker.add([token] * 240, 16, stop_ids=())
+        worker.wait(lambda id=id: worker.outputs(id))
+        worker.link.send(End(id))
+        worker.result(id)
+        ids, _, event = worker.generate([token + 100] * 240, 16, stop_ids=())
+        assert (len(ids), event) == (16, StreamEvent.LENGTH)
+    worker.link.close()
+    worker.wait(lambda: worker.deaths)
 
 
 @pytest.mark.parametrize("others", [0, 2])

@@ -70,10 +70,25 @@ def test_times_are_those_of_arrival_and_of_the_ids(ask):
     assert 0 < arrived <= ready
 
 
-def test_a_chat_is_rendered_and_gets_no_second_set_of_special_tokens(ask, library):
-    found = ask(messages=json.dumps([{"role": "user", "content": "Hi"}]))
-    expected = library.encode("<|begin|>user\nHi<|end|><|begin|>assistant", add_special_tokens=False).ids
-    assert found["input_ids"].tolist() == [expected] and END in expected
+def test_a_chat_is_rendered_and_gets_no_second_set_of_special_tokens(
+    triton, tiny_engine, tmp_path, monkeypatch, library
+):
+    """With a tokenizer that puts a begin token in front of a text, as Llama's does."""
+    begin = library.token_to_id("<|begin|>")
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        "<|begin|> $A", special_tokens=[("<|begin|>", begin)]
+    )
+    folder = tmp_path / "engine"
+    shutil.copytree(tiny_engine, folder)
+    library.save(str(folder / "tokenizer.json"))
+    monkeypatch.setenv("TRIDENT_ENGINE_DIR", str(folder))
+    model = TritonPythonModel()
+    model.initialize({})
+    chat = json.dumps([{"role": "user", "content": "Hi"}])
+    answers = model.execute([request(triton, text_input="Hi"), request(triton, messages=chat)])
+    text, chat = (answer.output_tensors()[0].as_numpy()[0].tolist() for answer in answers)
+    assert text == [begin, *library.encode("Hi", add_special_tokens=False).ids]
+    assert chat == library.encode("<|begin|>user\nHi<|end|><|begin|>assistant", add_special_tokens=False).ids
 
 
 def test_without_max_tokens_there_is_room_for_128_or_for_what_is_left(ask):
