@@ -26,16 +26,14 @@ MAY_IMPORT = {
 
 # Where everything that may go wrong becomes a well-formed answer or a line in the log, so that a thread, a batch or a
 # stream goes on. Elsewhere a handler names what it expects, or raises on.
-OUTER_EDGES = {
-    "python_backends/tokenizer/model.py",
-    "python_backends/cpu_engine/model.py",
-    "python_backends/cpu_engine/link.py",
-    "python_backends/cpu_engine/outbox.py",
-    "python_backends/detokenizer/model.py",
+OUTER_EDGES = (
+    "python_backends/*/model.py",
+    "python_backends/*/link.py",
+    "python_backends/*/outbox.py",
     "python_backends/detokenizer/bare_engine.py",
     "gateway/http_door.py",
     "gateway/coalescing.py",  # a task that many readers wait for
-}
+)
 
 SOURCES = sorted(path for room in MAY_IMPORT for path in (ROOT / room).rglob("*.py"))
 
@@ -141,13 +139,14 @@ def test_what_catches_everything_stands_at_an_outer_edge_and_says_why():
     for path in SOURCES:
         for line, raises, says_why in _broad_handlers(path):
             place = f"{path.relative_to(ROOT)}:{line}"
-            assert raises or str(path.relative_to(ROOT)) in OUTER_EDGES, f"{place}: name the exceptions, or raise on"
+            at_an_edge = any(path.relative_to(ROOT).match(edge) for edge in OUTER_EDGES)
+            assert raises or at_an_edge, f"{place}: name the exceptions, or raise on"
             assert raises or says_why, f"{place}: say why in a comment"
 
 
 def test_every_outer_edge_is_one():
-    for name in OUTER_EDGES:
-        assert any(not raises for _, raises, _ in _broad_handlers(ROOT / name)), name
+    for edge in OUTER_EDGES:
+        assert any(not raises for path in ROOT.glob(edge) for _, raises, _ in _broad_handlers(path)), edge
 
 
 @pytest.mark.parametrize("word", ["util", "utils", "common", "helper", "helpers", "manager", "misc", "v2"])
