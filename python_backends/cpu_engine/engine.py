@@ -71,7 +71,8 @@ class Engine:
         self._prefixes = PrefixShadow(limits.kv_cache_blocks if prefix_reuse else 0, limits.block_tokens)
         self._last_step = StepReport(0, 0)
         self._steps = 0
-        self._closing = False
+        self._closing = False  # takes no more requests
+        self._closed = False
         self._failed_starts = 0
         self._worker_ready = threading.Event()
         self._start_known = threading.Event()  # the worker is ready, or has failed to start for good
@@ -141,6 +142,7 @@ class Engine:
     def close(self) -> None:
         """After this the worker is gone and every stream has had its last response."""
         self.abort("the engine was unloaded")
+        self._closed = True
         self._work.set()
         self._ticker.join(timeout=1)
         self._outbox.close()
@@ -287,7 +289,7 @@ class Engine:
 
     def _tick_while_live(self) -> None:
         ticks = 0
-        while not self._closing:
+        while not self._closed:
             self._work.wait()
             ticks += 1
             with self._lock:
@@ -304,6 +306,9 @@ class Engine:
     def _tick(self, now_ns: int) -> None:
         window = window_ns(self._admission.running, self._max_coalesce_ns)
         probed = set(self._admission.waiting_keys(_PROBED_WAITING))
+        # Where a step takes longer than that, its tokens ask the same question: only missing two of them is silence.
+        step_ns = self._last_step.end_ns - self._last_step.start_ns
+        running_patience_ns = max(_PROBE_RUNNING_NS, 2 * step_ns)
         for stream in list(self._streams.values()):
             if stream.request.deadline_ns is not None and now_ns >= stream.request.deadline_ns:
                 where = "while it was generating" if stream.started_ns else "while it waited for a slot"
@@ -311,7 +316,7 @@ class Engine:
                 self._end(stream.key, StreamEvent.ERROR, error=error, cancelled_by="deadline")
                 continue
             silent_ns = now_ns - (stream.last_sent_ns or stream.submitted_ns)
-            patience_ns = _PROBE_RUNNING_NS if stream.started_ns else _PROBE_WAITING_NS
+            patience_ns = running_patience_ns if stream.started_ns else _PROBE_WAITING_NS
             with stream.lock:
                 if silent_ns >= patience_ns and (stream.started_ns or stream.key in probed):
                     stream.probe_due = True

@@ -7,6 +7,7 @@ starts this module and speaks with it). The process ends when its connection doe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -174,11 +175,22 @@ def _last_line(exc: Exception) -> str:
     return str(exc).strip().splitlines()[-1]
 
 
+def _step_aside() -> None:
+    """The step loop takes every cycle it gets; what carries its tokens away, clients included, must come first.
+
+    A session of its own is a scheduling group of its own on kernels that group by session; in the server's group the
+    loop starved readers outside it for up to a second on two cores (benchmarks/LOG.md).
+    """
+    os.setsid()
+    os.nice(_NICE)
+    with contextlib.suppress(OSError):  # a kernel without such groups
+        Path("/proc/self/autogroup").write_text(str(_NICE))
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is for the server, which drains first
     descriptor, engine_dir = int(sys.argv[1]), Path(sys.argv[2])
-    # The step loop takes every cycle it gets; on a busy machine what carries its tokens away must come first.
-    os.nice(_NICE)
+    _step_aside()
     connection = Connection(descriptor)
     try:
         manifest = manifests.load(engine_dir)

@@ -1,4 +1,4 @@
-"""The LLM as the engine sees its worker: commands in, step reports out, its death noticed (cpu_engine/engine.py's Link).
+"""The LLM as the engine sees its worker: commands in, step reports out, its death noticed.
 
 One thread runs one event loop: it loads the LLM, follows every sequence in a task of its own and reports each answer
 as it comes. ``send`` and ``close`` may be called from any thread.
