@@ -179,7 +179,8 @@ def test_an_ended_sequences_blocks_are_free_when_its_end_is_told(worker):
         worker.wait(lambda running=running: all(worker.outputs(id) for id in running))
         for id in running[:2]:
             worker.link.send(End(id))
-            assert worker.result(id)[2] is StreamEvent.CANCELLED
+            # On a starved machine it may have come to its length before the word to end.
+            assert worker.result(id)[2] in (StreamEvent.CANCELLED, StreamEvent.LENGTH)
         others = [worker.add([n] * 100, 156, stop_ids=()) for n in (7, 8)]  # they fit only into what was freed
         for id in running[2:] + others:
             ids, _, event = worker.result(id)
