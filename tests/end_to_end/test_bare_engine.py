@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import re
 import shutil
 from pathlib import Path
 
+import gpu_machine
 import pytest
 import tritonclient.grpc.aio as triton
 from triton_requests import ask, responses
@@ -43,7 +45,8 @@ def bare_engine_config() -> str:
 def replica(engine_dir, tmp_path_factory):
     engines = tmp_path_factory.mktemp("engines")
     shutil.copytree(engine_dir, engines / "demo")
-    dataclasses.replace(manifests.load(engine_dir), kind="trtllm").save(engines / "demo")
+    manifest = dataclasses.replace(manifests.load(engine_dir), kind="trtllm", sm=90, image="the image it was built in")
+    manifest.save(engines / "demo")
     repository = tmp_path_factory.mktemp("repository") / "models"
     shutil.copytree(ROOT / "model_repository", repository)
     for model in ("ensemble", "detokenizer", "engine"):
@@ -55,8 +58,15 @@ def replica(engine_dir, tmp_path_factory):
         (repository / model / "configs" / "demo.pbtxt").write_text(config)
     (repository / "engine" / "configs" / "demo.pbtxt").write_text(bare_engine_config())
     shutil.copy(ROOT / "tests" / "fakes" / "bare_engine_model.py", repository / "engine" / "1" / "model.py")
+    # Preflight asks for the GPU that such an engine needs: this machine has one in miniature.
+    machine = tmp_path_factory.mktemp("machine")
+    gpu_machine.driver(machine / "bin", [("NVIDIA H100 80GB HBM3", "9.0", 81559)])
+    package = machine / "packages" / "tensorrt_llm-1.2.1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorrt_llm\nVersion: 1.2.1\n")
+    env = {"PATH": f"{machine / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(package.parent)}
     # The canary of the supervisor sends an id of its own with each request, as this engine insists on.
-    with running("demo", engines_dir=str(engines), model_repository=str(repository)) as server:
+    with running("demo", env=env, engines_dir=str(engines), model_repository=str(repository)) as server:
         yield server
 
 
