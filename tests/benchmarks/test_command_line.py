@@ -71,6 +71,9 @@ def test_several_generators_share_one_load(replica):
     assert server.counts.started == 12
 
 
+needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="plots need requirements/bench.txt")
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -79,7 +82,7 @@ def test_several_generators_share_one_load(replica):
         (["sweep", "--concurrency", "1,0"], "concurrency: got '1,0'"),
         (["run", "--tenants", "a=b"], "tenants: got 'a=b'"),
         (["run", "--cancel-fraction", "2"], "cancel_fraction: got 2"),
-        (["plot", "/nowhere.json"], "result: cannot read /nowhere.json"),
+        pytest.param(["plot", "/nowhere.json"], "result: cannot read /nowhere.json", marks=needs_matplotlib),
     ],
 )
 def test_bad_arguments_are_refused_by_name(arguments, problem, capsys):
