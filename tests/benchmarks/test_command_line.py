@@ -2,6 +2,7 @@
 
 import csv
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
