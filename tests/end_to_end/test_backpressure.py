@@ -60,6 +60,15 @@ async def test_a_refusal_is_a_retryable_grpc_status_for_who_asks_for_statuses(re
     assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def until_idle(replica) -> None:
+    for _ in range(200):
+        load = metric(metrics(replica.metrics_url), "nv_trt_llm_request_metrics", request_type="active")
+        if load == 0:
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail(f"{load} requests are still in the engine")
+
+
 def rss_mb(pid: int) -> float:
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
@@ -67,6 +76,7 @@ def rss_mb(pid: int) -> float:
 
 async def test_slow_readers_hold_a_bounded_amount_of_memory_and_slow_nobody_down(replica):
     """Four streams that nobody reads run to their end; what they hold is their own text, and others are served."""
+    await until_idle(replica)
     async with triton.InferenceServerClient(replica.grpc_url) as client:
         await ask(client, LONG)
         before_mb = rss_mb(replica.server_pid)
@@ -78,12 +88,7 @@ async def test_slow_readers_hold_a_bounded_amount_of_memory_and_slow_nobody_down
             calls.append(call)
         answers = await asyncio.gather(*[ask(client, {**LONG, "max_tokens": 100}) for _ in range(4)])
         assert all(len(answer.ids) == 100 for answer in answers)
-        for _ in range(200):
-            load = metric(metrics(replica.metrics_url), "nv_trt_llm_request_metrics", request_type="active")
-            if load == 0:
-                break
-            await asyncio.sleep(0.05)
-        assert load == 0, "a stream that nobody reads must still end"
+        await until_idle(replica)  # a stream that nobody reads must still end
         # 4 × 900 tokens at the few kilobytes a buffered response takes.
         assert rss_mb(replica.server_pid) - before_mb < 60
         for call, channel in zip(calls, channels, strict=True):
