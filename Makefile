@@ -66,10 +66,10 @@ chat: setup ## talk to a running server, or say one thing with PROMPT="..."
 	$(BIN)/python -m clients $(if $(PROMPT),'$(PROMPT)',chat)
 
 test: test-fast ## every test, the end-to-end ones with a real tritonserver
-	$(BIN)/python -m pytest -m end_to_end
+	$(BIN)/python -m pytest -m "end_to_end or slow"
 
 test-fast: setup ## the tests that need no server
-	$(BIN)/python -m pytest -m "not end_to_end and not build_env" -n auto
+	$(BIN)/python -m pytest -m "not end_to_end and not slow and not build_env" -n auto
 
 test-build: setup-build ## the tests that need torch and ModelOpt
 	$(BUILD_BIN)/python -m pytest -m build_env

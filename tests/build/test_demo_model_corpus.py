@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from demo_model.conversations import Conversation, conversations, conversations_of
 from demo_model.corpus import TOPICS, Document, documents, gather, is_held_out, is_wanted
 
+pytestmark = pytest.mark.slow
+
 MODULE = '''
 def area(width: float, height=1.0) -> float:
     """The area of a rectangle.

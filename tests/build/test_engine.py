@@ -19,6 +19,8 @@ from contract.errors import InvalidArgument, TridentError
 from contract.manifest import load, verify
 from tests.fakes import checkpoints
 
+pytestmark = pytest.mark.slow
+
 LLAMA = checkpoints.CONFIGS["llama_gqa"]
 
 

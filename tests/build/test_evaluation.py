@@ -18,6 +18,8 @@ from contract.manifest import load
 from openvino_engine import OpenVinoEngine
 from tests.fakes import checkpoints
 
+pytestmark = pytest.mark.slow
+
 TABLE = {
     "kind": "cpu",
     "precision": "bf16",

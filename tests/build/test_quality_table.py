@@ -2,9 +2,13 @@
 
 import re
 
+import pytest
+
 import layout
 import quality_table
 from checkpoint import open_checkpoint
+
+pytestmark = pytest.mark.slow
 
 DOCUMENT = (layout.ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
 
