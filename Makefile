@@ -27,10 +27,10 @@ help: ## list the verbs
 
 setup: $(VENV)/.installed ## create .venv with everything pinned
 
-$(VENV)/.installed: constraints.txt requirements/serve.txt requirements/test.txt
+$(VENV)/.installed: constraints.txt requirements/serve.txt requirements/gateway.txt requirements/test.txt
 	$(PYTHON) server/python_version.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -r requirements/serve.txt -r requirements/test.txt
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -r requirements/serve.txt -r requirements/gateway.txt -r requirements/test.txt
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt --no-deps nvidia-pytriton
 	@touch $@
 

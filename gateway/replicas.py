@@ -21,7 +21,7 @@ from clients.answer import Answer
 from clients.connection import TLS, Connection
 from clients.costs import Cost, Costs, Observation
 from clients.discovery import Discovery, source
-from clients.failures import from_rpc
+from clients.failures import RetryHint, from_rpc
 from clients.health import Health, HealthPolicy
 from clients.picks import Ask
 from clients.retries import NO_RETRY, RetryBudget, RetryPolicy, RetrySchedule
@@ -40,8 +40,7 @@ REFRESH_S = 30.0
 MAX_PAGE_BYTES = 4 * 1024 * 1024
 # A shorter beginning is computed faster than it is worth sending a request out of its way.
 SHORTEST_PREFIX = 256
-# Other replicas are tried at once; only where there is none left it is worth a short wait.
-RETRY = RetryPolicy(attempts=4, base_s=0.05, cap_s=0.5)
+FAILOVER = RetryPolicy(attempts=4)
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -146,6 +145,13 @@ class Replica:
             self._channel = None
 
 
+class Failover(RetrySchedule):
+    """Another replica at once, or the error: waiting is the caller's part, who is told for how long."""
+
+    def wait_s(self, error: TridentError, hint: RetryHint, left_s: float, alternative: bool = False) -> float | None:
+        return super().wait_s(error, hint, left_s, True) if alternative else None
+
+
 class Replicas:
     """All pools. Make it on the loop that uses it; ``start`` looks for the replicas and probes each once."""
 
@@ -203,7 +209,7 @@ class Replicas:
 
     def schedule(self) -> RetrySchedule:
         """The retries of one request, under the budget that all requests share."""
-        return RetrySchedule(RETRY, self._budget, self._rng)
+        return Failover(FAILOVER, self._budget, self._rng)
 
     def choose(self, ask: Ask, pinned: str, tried: frozenset[str]) -> Replica:
         """Raises Unavailable if no replica may be asked."""

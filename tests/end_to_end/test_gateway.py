@@ -1,0 +1,99 @@
+"""The gateway as a process of its own in front of the real server, met with the callers' own clients."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+openai = pytest.importorskip("openai")
+for needed in ("starlette", "uvicorn", "orjson", "pydantic", "prometheus_client", "opentelemetry.sdk", "httptools"):
+    pytest.importorskip(needed)
+
+from clients import Client  # noqa: E402
+from server.replica import Replica  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+CHAT = [{"role": "user", "content": "What is two plus two?"}]
+
+
+@pytest.fixture(scope="module")
+def doors(replica: Replica, engine_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """(URL of the OpenAI door, HOST:PORT of the KServe door)."""
+    environ = {
+        **os.environ,
+        "TRIDENT_GATEWAY_HTTP_PORT": "0",
+        "TRIDENT_GATEWAY_GRPC_PORT": "0",
+        "TRIDENT_GATEWAY_REPLICAS": replica.grpc_url,
+        "TRIDENT_GATEWAY_METRICS_URLS": f"{replica.grpc_url}={replica.metrics_url}",
+        "TRIDENT_GATEWAY_TOKENIZER": str(ROOT / "build" / "demo_model" / "checkpoint" / "tokenizer.json"),
+    }
+    log = tmp_path_factory.mktemp("gateway") / "log"
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gateway"], cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    try:
+        words = process.stdout.readline().split()
+        assert words[::2] == ["http", "grpc"], log.read_text()
+        yield f"http://{words[1]}", words[3]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0, log.read_text()
+        assert "Traceback" not in log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def ask(doors: tuple[str, str]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{doors[0]}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def test_a_stream_and_a_whole_answer_say_the_same_as_the_server_itself(ask: openai.OpenAI, replica: Replica):
+    with Client(replica.grpc_url) as direct:
+        expected = direct.complete("The cat", max_tokens=12, temperature=0.0).text
+    asked = {"model": "demo", "prompt": "The cat", "max_tokens": 12, "temperature": 0}
+    assert ask.completions.create(**asked).choices[0].text == expected
+    chunks = list(ask.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected
+    assert chunks[-1].usage.completion_tokens <= 12 and chunks[-1].usage.prompt_tokens > 0
+
+
+def test_a_chat_counts_its_tokens_and_repeats_itself_with_a_seed(ask: openai.OpenAI):
+    asked = {"model": "demo", "messages": CHAT, "max_completion_tokens": 16, "seed": 7}
+    one, two = (ask.chat.completions.create(**asked) for _ in range(2))
+    assert one.choices[0].message.content == two.choices[0].message.content
+    assert 0 < one.usage.completion_tokens <= 16 and one.choices[0].finish_reason in ("stop", "length")
+
+
+def test_log_probs_spell_the_answer(ask: openai.OpenAI):
+    done = ask.chat.completions.create(
+        model="demo", messages=CHAT, max_tokens=8, temperature=0, logprobs=True, top_logprobs=3
+    )
+    tokens = done.choices[0].logprobs.content
+    assert tokens and all(len(one.top_logprobs) == 3 and one.logprob <= 0 for one in tokens)
+    assert all(one.token == one.top_logprobs[0].token for one in tokens)
+    spelt = b"".join(bytes(one.bytes) for one in tokens).decode(errors="replace")
+    assert spelt.startswith(done.choices[0].message.content)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_by_the_engine_as_a_bad_request(ask: openai.OpenAI):
+    with pytest.raises(openai.BadRequestError):
+        ask.completions.create(model="demo", prompt="word " * 3000, max_tokens=10)
+
+
+def test_our_own_client_streams_through_the_kserve_door(doors: tuple[str, str], replica: Replica):
+    with Client(replica.grpc_url) as direct, Client(doors[1]) as through:
+        assert through.health().ok
+        expected = direct.complete("The cat", max_tokens=12, temperature=0.0)
+        found = [delta for delta in through.generate("The cat", max_tokens=12, temperature=0.0)]
+        assert "".join(delta.text for delta in found) == expected.text
+        assert found[-1].usage.output_tokens == expected.usage.output_tokens

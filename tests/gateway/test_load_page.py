@@ -1,0 +1,29 @@
+"""A replica's load as its metrics page tells it."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from gateway.load_page import PageLoad, read  # noqa: E402
+from tests.fakes.replica import FakeReplica  # noqa: E402
+
+PAGE = """# HELP nv_inference_count Number
+nv_inference_count{model="engine"} 5
+nv_trt_llm_request_metrics{model="engine",request_type="scheduled",version="1"} 3
+nv_trt_llm_request_metrics{model="engine",request_type="waiting",version="1"} 2
+nv_trt_llm_request_metrics{model="engine",request_type="max",version="1"} 16
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction",model="engine",version="1"} 0.25
+"""
+
+
+def test_the_families_of_tensorrt_llm_are_read():
+    assert read(PAGE) == PageLoad(running=3, waiting=2, max_running=16, kv_usage=0.25)
+    assert read(FakeReplica(slots=7).metrics_page()) == PageLoad(max_running=7)
+
+
+def test_a_page_without_them_says_nothing_and_a_broken_one_is_no_page():
+    assert read("") == PageLoad() and read("a_metric 1\n") == PageLoad()
+    with pytest.raises(ValueError):
+        read('nv_trt_llm_request_metrics{request_type="waiting"} many\n')

@@ -1,0 +1,97 @@
+"""Metrics, spans and log lines of real requests."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+for needed in ("starlette", "uvicorn", "orjson", "pydantic", "prometheus_client", "opentelemetry.sdk", "httptools"):
+    pytest.importorskip(needed)
+
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
+
+from contract.errors import EngineFailed  # noqa: E402
+from gateway.observability import MAX_TENANTS, JsonLines, Metrics, Tracing  # noqa: E402
+from gateway.permit import InFlightCap, Tenant  # noqa: E402
+from tests.fakes.replica import FakeReplica, Script  # noqa: E402
+from tests.gateway.running import gateway  # noqa: E402
+
+ASKED = {"model": "demo", "prompt": "my secret prompt", "max_tokens": 3}
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+async def test_a_request_shows_in_every_metric_it_should():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        await running.post("/v1/completions", ASKED)
+        await running.post("/v1/completions", {"model": "demo"})
+        found = await running.metrics()
+        where = 'model="demo",operation="text_completion"'
+        assert found[f"gen_ai_server_time_to_first_token_seconds_count{{{where}}}"] == 1
+        assert found[f"gen_ai_server_time_per_output_token_seconds_count{{{where}}}"] == 1
+        assert found['gen_ai_server_request_duration_seconds_count{error_type="",' + where + "}"] == 1
+        assert found['trident_gateway_tokens_total{direction="input",tenant="anonymous"}'] == 3
+        assert found['trident_gateway_tokens_total{direction="output",tenant="anonymous"}'] == 3
+        assert found['trident_gateway_requests_total{code="200",door="http",operation="text_completion"}'] == 1
+        assert found['trident_gateway_requests_total{code="400",door="http",operation="text_completion"}'] == 1
+        assert found['trident_gateway_generations_total{end="length"}'] == 1
+        assert found["trident_gateway_in_flight"] == 0
+
+
+async def test_refusals_and_failures_are_counted_by_reason():
+    script = Script((), fail_after=0, error=EngineFailed("broken"))
+    async with FakeReplica(lambda seen: script) as replica:
+        async with gateway(replica, admission=InFlightCap(1)) as running:
+            await running.post("/v1/completions", ASKED)
+            await running.post("/v1/completions", {**ASKED, "n": 2})
+            found = await running.metrics()
+            assert found['trident_gateway_rejections_total{reason="Overloaded"}'] == 1
+            assert found['trident_gateway_generations_total{end="EngineFailed"}'] == 1
+            assert found["trident_gateway_in_flight"] == 0
+
+
+def test_tenants_beyond_the_bound_share_one_label():
+    metrics = Metrics()
+    labels = {metrics.tenant(f"tenant-{n}") for n in range(MAX_TENANTS * 3)}
+    assert len(labels) == MAX_TENANTS + 1 and "other" in labels
+    assert metrics.tenant("tenant-0") == "tenant-0"
+
+
+async def test_log_lines_are_json_with_ids_and_without_prompts(caplog: pytest.LogCaptureFixture):
+    class Keys:
+        def tenant(self, api_key):
+            return Tenant("acme")
+
+    caplog.set_level(logging.DEBUG)
+    script = Script((" my", " answer"))
+    async with FakeReplica(lambda seen: script) as replica, gateway(replica, keys=Keys()) as running:
+        await running.post("/v1/completions", ASKED, x_request_id="quote-me", authorization="Bearer hidden-key")
+    lines = [JsonLines().format(record) for record in caplog.records]
+    assert "secret" not in "".join(lines) and "answer" not in "".join(lines) and "hidden-key" not in "".join(lines)
+    line = next(json.loads(line) for line in lines if '"gateway.request"' in line)
+    assert line["request_id"] == "quote-me" and line["tenant"] == "acme" and line["replica"] == replica.url
+    assert (line["output_tokens"], line["finish_reason"], line["error_type"]) == (2, "stop", "")
+
+
+async def test_spans_join_the_callers_trace_and_the_engine_joins_theirs():
+    exporter = InMemorySpanExporter()
+    async with FakeReplica() as replica, gateway(replica, tracing=Tracing(exporter=exporter)) as running:
+        await running.post("/v1/completions", ASKED, traceparent=TRACE)
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert set(spans) == {"text_completion demo", "admission", "replica"}
+    assert all(f"{span.context.trace_id:032x}" == TRACE.split("-")[1] for span in spans.values())
+    root = spans["text_completion demo"]
+    assert f"{root.parent.span_id:016x}" == TRACE.split("-")[2]
+    assert root.attributes["gen_ai.usage.output_tokens"] == 3
+    assert root.attributes["gen_ai.response.finish_reasons"] == ("length",)
+    handed = replica.seen[-1].metadata["traceparent"].split("-")
+    assert handed[1] == TRACE.split("-")[1] and handed[2] == f"{spans['replica'].context.span_id:016x}"
+
+
+async def test_without_tracing_the_callers_context_still_reaches_the_engine():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        await running.post("/v1/completions", ASKED, traceparent=TRACE)
+        assert replica.seen[-1].metadata["traceparent"] == TRACE
+        await running.post("/v1/completions", ASKED, traceparent="nonsense")
+        assert replica.seen[-1].metadata["traceparent"].endswith("-00")

@@ -1,0 +1,39 @@
+"""One error in each protocol's words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("orjson")
+
+from clients.failures import from_rpc, retry_hint  # noqa: E402
+from contract.errors import BY_NAME, InvalidArgument, Overloaded, Unauthenticated, make  # noqa: E402
+from gateway import refusal  # noqa: E402
+
+
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name != "TridentError"])
+def test_every_error_has_a_status_in_both_protocols(name: str):
+    error = make(BY_NAME[name], "field: problem")
+    status, headers, body = refusal.http(error)
+    table = json.loads(body)["error"]
+    assert status == error.http_status and set(table) == {"message", "type", "param", "code"}
+    assert (b"retry-after" in dict(headers)) is error.retryable
+    code, details, trailers = refusal.grpc_status(error)
+    assert type(from_rpc(code, details)).http_status == error.http_status
+    assert (retry_hint(trailers).after_s is not None) is error.retryable
+
+
+def test_a_field_is_named_and_a_wait_is_told_in_whole_seconds_upward():
+    assert json.loads(refusal.http(InvalidArgument("top_p", "is wrong"))[2])["error"]["param"] == "top_p"
+    headers = dict(refusal.http(Overloaded("full", 1.2))[1])
+    assert headers[b"retry-after"] == b"2" and headers[b"retry-after-ms"] == b"1200"
+    assert dict(refusal.http(Unauthenticated("who"))[1])[b"www-authenticate"] == b"Bearer"
+
+
+def test_what_admission_says_of_its_limits_goes_along():
+    error = Overloaded("full", 1.0)
+    error.headers = {"x-ratelimit-remaining-tokens": "0"}
+    assert dict(refusal.http(error)[1])[b"x-ratelimit-remaining-tokens"] == b"0"
+    assert ("x-ratelimit-remaining-tokens", "0") in refusal.grpc_status(error)[2]

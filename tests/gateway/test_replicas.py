@@ -1,0 +1,121 @@
+"""Replicas that die, lie, stall and come back, as the gateway sees them."""
+
+from __future__ import annotations
+
+import aiohttp
+import pytest
+
+for needed in ("starlette", "uvicorn", "orjson", "pydantic", "prometheus_client", "opentelemetry.sdk", "httptools"):
+    pytest.importorskip(needed)
+
+from contract.errors import EngineFailed  # noqa: E402
+from gateway.health import BreakerState, token_digest  # noqa: E402
+from gateway.permit import Tenant  # noqa: E402
+from tests.fakes.replica import FakeReplica, Script  # noqa: E402
+from tests.gateway.running import gateway, until  # noqa: E402
+
+ASKED = {"model": "demo", "prompt": "one two", "max_tokens": 2}
+
+
+async def test_a_request_goes_to_another_replica_when_one_dies_before_its_first_token():
+    async with FakeReplica(lambda seen: Script((" a",), status_after=0)) as bad, FakeReplica() as good:
+        async with gateway(bad, good) as running:
+            for _ in range(8):
+                status, _, body = await running.post("/v1/completions", ASKED)
+                assert status == 200 and body["choices"][0]["text"] == " one two"
+            assert good.counts.finished == 8 and bad.counts.started >= 1
+            assert (await running.metrics())["trident_gateway_retries_total"] == bad.counts.started
+
+
+async def test_a_stream_that_has_begun_is_never_started_again():
+    script = Script((" a", " b"), status_after=1)
+    async with FakeReplica(lambda seen: script) as one, FakeReplica(lambda seen: script) as two:
+        async with gateway(one, two) as running:
+            url, body = running.base_url + "/v1/completions", {**ASKED, "stream": True}
+            async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
+                said = await answer.text()
+            assert '"text":" a"' in said and '"code":"unavailable"' in said and "[DONE]" not in said
+            assert one.counts.started + two.counts.started == 1
+
+
+async def test_the_breaker_keeps_requests_from_a_replica_that_fails_them():
+    script = Script((), fail_after=0, error=EngineFailed("broken"))
+    async with FakeReplica(lambda seen: script) as replica:
+        async with gateway(replica, breaker_failures=3, breaker_open_s=60.0) as running:
+            for _ in range(3):
+                assert (await running.post("/v1/completions", ASKED))[0] == 500
+            status, headers, _ = await running.post("/v1/completions", ASKED)
+            assert status == 503 and "retry-after" in headers and replica.counts.started == 3
+            assert running.service.replicas.all()[0].breaker.state is BreakerState.OPEN
+            label = f'{{pool="",replica="{replica.url}"}}'
+            found = {key: value for key, value in (await running.metrics()).items() if "breaker_state" in key}
+            assert list(found.values()) == [2.0] and label.split('"')[3] in next(iter(found))
+            assert (await running.get("/health/ready"))[0] == 503
+
+
+async def test_probes_take_a_replica_out_after_three_failures_and_bring_it_back_after_two_successes():
+    async with FakeReplica() as replica, gateway(replica, probe_interval_s=0.03) as running:
+        assert (await running.get("/health/ready"))[0] == 200
+        before = replica.counts.health_checks
+        replica.ready = False
+        await until(lambda: not running.service.ready())
+        assert replica.counts.health_checks - before >= 3
+        replica.ready = True
+        await until(running.service.ready)
+
+
+async def test_a_deep_probe_finds_the_replica_that_makes_another_token():
+    digest = token_digest([0])
+    silent = Script((), fail_after=0, error=EngineFailed("weights are gone"))
+    async with FakeReplica() as good, FakeReplica(lambda seen: silent) as bad:
+        async with gateway(good, bad, deep_probes=True, deep_sha256=digest) as running:
+            assert [replica.url for replica in running.service.replicas.fit()] == [good.url]
+            status, text = await running.get("/health/deep")
+            assert status == 200 and digest in text
+        async with gateway(good, deep_probes=True, deep_sha256="0" * 64) as running:
+            assert (await running.get("/health/ready"))[0] == 503 and (await running.get("/health/deep"))[0] == 503
+
+
+async def test_a_replica_that_is_not_there_is_said_to_be_so_and_found_when_it_comes():
+    async with gateway() as running:
+        status, headers, body = await running.post("/v1/completions", ASKED)
+        assert status == 503 and headers["retry-after"] == "1" and "fit to serve" in body["error"]["message"]
+
+
+async def test_loads_are_read_from_the_replicas_pages():
+    script = Script((" a",), stall_after=0)
+    async with FakeReplica(lambda seen: script, slots=2) as replica, gateway(replica) as running:
+        await until(lambda: running.service.replicas.all()[0].page.max_running == 2)
+
+
+async def test_a_session_stays_at_one_replica():
+    async with FakeReplica() as one, FakeReplica() as two, FakeReplica() as three:
+        async with gateway(one, two, three) as running:
+            for _ in range(6):
+                await running.post("/v1/completions", ASKED, x_session_id="talk")
+            assert sorted(replica.counts.started for replica in (one, two, three)) == [0, 0, 6]
+
+
+async def test_a_pinned_tenant_goes_to_its_own_pool_and_nobody_else_does():
+    class Keys:
+        def tenant(self, api_key):
+            return Tenant("acme", pool="own") if api_key == "acme" else Tenant("other")
+
+    async with FakeReplica() as shared, FakeReplica() as own:
+        pools = {"replicas": f"main={shared.url};own={own.url}", "pool_weights": {"main": "1", "own": "0"}}
+        async with gateway(shared, own, keys=Keys(), **pools) as running:
+            for _ in range(3):
+                await running.post("/v1/completions", ASKED, authorization="Bearer acme")
+                await running.post("/v1/completions", ASKED, authorization="Bearer x")
+            assert own.counts.started == 3 and shared.counts.started == 3
+            await own.stop()
+            assert (await running.post("/v1/completions", ASKED, authorization="Bearer acme"))[0] == 503
+
+
+async def test_a_canary_gets_its_share():
+    async with FakeReplica() as stable, FakeReplica() as canary:
+        pools = {"replicas": f"stable={stable.url};canary={canary.url}"}
+        async with gateway(stable, canary, pool_weights={"stable": "50", "canary": "50"}, **pools) as running:
+            for _ in range(30):
+                await running.post("/v1/completions", ASKED)
+            assert canary.counts.started > 3 and stable.counts.started > 3

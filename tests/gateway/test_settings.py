@@ -1,0 +1,58 @@
+"""Settings from the environment."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from contract.errors import InvalidArgument
+from gateway import settings as module
+from gateway.settings import Settings, variable
+
+
+def test_every_setting_is_in_the_table_and_has_a_variable():
+    named = module.__doc__.replace(",", " ").split()
+    for declared in fields(Settings):
+        assert declared.name.upper() in named, declared.name
+
+
+def test_values_come_from_the_environment_and_overrides_win():
+    found = Settings.from_environment(
+        {
+            variable("http_port"): "1234",
+            variable("replicas"): "stable=a:1,b:2; canary=dns:///c:3",
+            variable("pool_weights"): "stable=95,canary=5",
+            variable("deep_probes"): "false",
+            variable("metrics_urls"): "a:1=http://x/m",
+            variable("heartbeat_s"): "2.5",
+        },
+        model="mine",
+    )
+    assert (found.http_port, found.model, found.deep_probes, found.heartbeat_s) == (1234, "mine", False, 2.5)
+    assert found.pools == {"stable": "a:1,b:2", "canary": "dns:///c:3"}
+    assert found.weights == {"stable": 95.0, "canary": 5.0}
+    assert found.metrics_url("a:1") == "http://x/m" and found.metrics_url("b:2") == "http://b:8002/metrics"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("http_port", "many"),
+        ("http_port", "70000"),
+        ("heartbeat_s", "nan"),
+        ("heartbeat_s", "-1"),
+        ("deep_probes", "perhaps"),
+        ("max_in_flight", "0"),
+        ("routing", "by_moon"),
+        ("log_level", "loud"),
+        ("tokenizer", "/nowhere/tokenizer.json"),
+        ("tls_cert", "/nowhere/cert.pem"),
+        ("pool_weights", "canary=5"),
+        ("pool_weights", "canary"),
+        ("replicas", "a=x:1;a=y:2"),
+    ],
+)
+def test_what_is_not_allowed_is_refused_with_the_variables_name(name: str, value: str):
+    with pytest.raises(InvalidArgument, match="TRIDENT_GATEWAY_"):
+        Settings.from_environment({variable(name): value})
