@@ -72,7 +72,7 @@ test-fast: setup ## the tests that need no server
 	$(BIN)/python -m pytest -m "not end_to_end and not slow and not build_env" -n auto
 
 test-build: setup-build ## the tests that need torch and ModelOpt
-	$(BUILD_BIN)/python -m pytest -m build_env
+	$(BUILD_BIN)/python -m pytest -m build_env $$(grep -rl --include='test_*.py' mark.build_env tests)
 
 check: setup ## lint, formatting, the model repository; writes nothing
 	$(BIN)/ruff check .
