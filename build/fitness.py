@@ -121,18 +121,30 @@ def lookahead_has_limits(case: Case) -> str | None:
 
 
 @CHECKS.rule("C1", REFUSE)
-def the_cpu_engines_limits_must_agree(case: Case) -> str | None:
+def positions_must_be_computed_exactly(case: Case) -> str | None:
     recipe, longest = case.recipe, case.shape.architecture.max_positions
-    if recipe.kind != CPU or recipe.max_seq_len is None:
+    if recipe.kind != CPU or recipe.max_seq_len is None or recipe.max_seq_len <= longest:
         return None
-    if recipe.max_seq_len > longest:
-        return f"max_seq_len {recipe.max_seq_len} is more than the {longest} positions the CPU engine computes exactly"
-    if recipe.max_num_tokens < recipe.max_batch_size:
-        running = f"{recipe.max_batch_size} sequences"
-        return f"max_num_tokens {recipe.max_num_tokens} is less than one token for each of {running}"
-    if not recipe.chunked_context and recipe.max_num_tokens < recipe.max_seq_len:
-        return f"without chunked_context a prompt of max_seq_len {recipe.max_seq_len} must fit max_num_tokens"
-    return None
+    return f"max_seq_len {recipe.max_seq_len} is more than the {longest} positions the CPU engine computes exactly"
+
+
+@CHECKS.rule("C2", REFUSE)
+def a_step_must_hold_a_token_of_each(case: Case) -> str | None:
+    recipe = case.recipe
+    if recipe.kind != CPU or recipe.max_num_tokens >= recipe.max_batch_size:
+        return None
+    running = f"{recipe.max_batch_size} sequences"
+    return f"max_num_tokens {recipe.max_num_tokens} is less than one token for each of {running}"
+
+
+@CHECKS.rule("C3", REFUSE)
+def a_whole_prompt_must_fit_a_step(case: Case) -> str | None:
+    recipe = case.recipe
+    if recipe.kind != CPU or recipe.max_seq_len is None or recipe.chunked_context:
+        return None
+    if recipe.max_num_tokens >= recipe.max_seq_len:
+        return None
+    return f"without chunked_context a prompt of max_seq_len {recipe.max_seq_len} must fit max_num_tokens"
 
 
 @CHECKS.rule("U1", REFUSE)

@@ -129,7 +129,7 @@ class Recipe:
     name: the file's stem; also the engine's folder and its ``configs/<name>.pbtxt``.
     model: Hugging Face id or local folder; revision: the hub commit, None for the newest.
     max_batch_size: sequences running at once. max_num_tokens: tokens of one step over all sequences.
-    max_seq_len: prompt plus output of one sequence; None only when a GPU recipe leaves it out (rule R11 refuses it).
+    max_seq_len: prompt plus output of one sequence; None only when a trtllm recipe leaves it out (rule R11 refuses it).
     prefix_reuse: prompts that begin alike share KV blocks. chunked_context: long prompts are prefilled in pieces.
     group_size: input columns that share a weight scale (AWQ block size; int4 groups on the CPU).
 
@@ -235,7 +235,7 @@ KEYS: dict[str, _Key] = {
     "kv_cache_precision": _Key(),
     "max_batch_size": _Key(_integer(1, 4096), required_for=KINDS),
     "max_num_tokens": _Key(_integer(1, 1_048_576), required_for=KINDS),
-    "max_seq_len": _Key(_integer(2, 10_485_760), required_for=(CPU,)),
+    "max_seq_len": _Key(_integer(2, 10_485_760), required_for=(CPU, LLMAPI)),
     "prefix_reuse": _Key(_boolean),
     "chunked_context": _Key(_boolean),
     "group_size": _Key(_one_of(32, 64, 128, 256)),

@@ -115,18 +115,23 @@ class _Search:
         return None
 
     def _mended(self, rule: str) -> tuple[_Edit, ...] | None:
-        """Edits that do away with one fault after the other, each the cheapest that brings no new refusal."""
+        """Edits that do away with one fault after the other: the cheapest that brings no new refusal, else the cheapest
+        whose new refusals are mended in their turn."""
         case, done, faults = self.case, (), self.before
         while faults.left(rule) and len(done) < MAX_MENDED:
-            fault = min(faults.left(rule))
+            fault, touched = min(faults.left(rule)), {key for edit in done for key in edit.changes}
+            steps = []
             for edit in sorted(_edits(case), key=lambda edit: edit.cost):
                 changed = _changed(case, (edit,))
                 after = _faults(changed)
-                if fault not in after.left(rule) and after.refused <= faults.refused:
-                    case, done, faults = changed, (*done, edit), after
-                    break
-            else:
+                if fault not in after.left(rule) and (
+                    after.refused <= faults.refused or not touched & edit.changes.keys()
+                ):
+                    steps.append((len(after.refused - faults.refused), edit, changed, after))
+            if not steps:
                 return None
+            _, edit, case, faults = min(steps, key=lambda step: step[0])
+            done = (*done, edit)
         return None if faults.left(rule) else done
 
 

@@ -111,8 +111,9 @@ def test_a_key_of_another_kind_is_refused():
     assert "does not apply to kind 'llmapi'" in str(refusal(table(kind="llmapi", build={"fast_build": True})))
 
 
-def test_only_a_gpu_recipe_may_leave_max_seq_len_to_rule_r11():
+def test_only_a_trtllm_recipe_may_leave_max_seq_len_to_rule_r11():
     assert make(max_seq_len=None).max_seq_len is None
+    assert "max_seq_len: is missing" in str(refusal(table(kind="llmapi", max_seq_len=None)))
     assert "max_seq_len: is missing" in str(refusal({k: v for k, v in CPU_TABLE.items() if k != "max_seq_len"}))
 
 
