@@ -1,0 +1,549 @@
+"""What is kept of files and batches: one SQLite database in WAL mode, which outlives restarts and kill -9.
+
+A line of a batch is either pending or has its one result; the result and the batch's counts change in one
+transaction, so whatever is killed when, a finished line stays finished and is counted once, and any other is simply
+still pending. What a tenant cannot see does not exist for it.
+
+Every call is a transaction of its own, blocks for a moment, and may come from any thread. Foreign errors are
+translated here: a database that does not answer is Unavailable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from contract.errors import InvalidArgument, NotFound, Overloaded, Unavailable
+
+PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
+UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
+_VERSION = 1
+_PAGE = 256  # lines read at once
+_SCHEMA = """
+CREATE TABLE files (
+    sequence INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, filename TEXT NOT NULL,
+    purpose TEXT NOT NULL, bytes INTEGER NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL,
+    whole INTEGER NOT NULL, batch_id TEXT, ok INTEGER);
+CREATE INDEX files_by_tenant ON files (tenant, sequence);
+CREATE TABLE parts (
+    file_id TEXT NOT NULL, number INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY (file_id, number)) WITHOUT ROWID;
+CREATE TABLE batches (
+    sequence INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, key_name TEXT NOT NULL,
+    endpoint TEXT NOT NULL, input_file_id TEXT NOT NULL, completion_window TEXT NOT NULL, metadata TEXT NOT NULL,
+    webhook_url TEXT NOT NULL, status TEXT NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL,
+    in_progress_at INTEGER, finalizing_at INTEGER, completed_at INTEGER, failed_at INTEGER, expired_at INTEGER,
+    cancelling_at INTEGER, cancelled_at INTEGER, total INTEGER NOT NULL DEFAULT 0,
+    completed INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0, input_tokens INTEGER NOT NULL DEFAULT 0,
+    cached_tokens INTEGER NOT NULL DEFAULT 0, output_tokens INTEGER NOT NULL DEFAULT 0,
+    errors TEXT NOT NULL DEFAULT '[]', output_file_id TEXT, error_file_id TEXT,
+    webhook_attempts INTEGER NOT NULL DEFAULT 0, webhook_due_s REAL);
+CREATE INDEX batches_by_tenant ON batches (tenant, sequence);
+CREATE INDEX batches_by_status ON batches (status);
+CREATE TABLE lines (
+    batch_id TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, body BLOB, ok INTEGER, result BLOB,
+    PRIMARY KEY (batch_id, number)) WITHOUT ROWID;
+CREATE INDEX pending_lines ON lines (batch_id, number) WHERE ok IS NULL;
+"""
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """max_files, max_bytes: kept for one tenant, results included in the bytes. max_batches: of one tenant that are
+    not over. keep_s: how long files and batches that are over are kept."""
+
+    max_file_bytes: int = 100 * 1024 * 1024
+    max_files: int = 1000
+    max_bytes: int = 2 * 1024**3
+    max_batches: int = 16
+    keep_s: float = 30 * 86_400.0
+
+
+@dataclass(frozen=True)
+class File:
+    """Times in Unix seconds. batch_id, ok: of an output file, whose lines it shows."""
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int
+    expires_at: int
+    batch_id: str | None
+    ok: int | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Times in Unix seconds. key_name: the key that made it, for its limits. total = completed + failed in the end."""
+
+    id: str
+    tenant: str
+    key_name: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    metadata: Mapping[str, str]
+    webhook_url: str
+    status: str
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    total: int
+    completed: int
+    failed: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    errors: Sequence[Mapping]
+    output_file_id: str | None
+    error_file_id: str | None
+    webhook_attempts: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """One request of a batch. number: its place, from 0. body: the JSON it would be POSTed with."""
+
+    batch_id: str
+    number: int
+    custom_id: str
+    body: bytes
+
+
+_FILE = ", ".join(declared.name for declared in fields(File))
+_BATCH = ", ".join(declared.name for declared in fields(Batch))
+
+
+class BatchStore:
+    """Opens the database, and makes it where there is none. clock: Unix seconds.
+
+    Raises InvalidArgument if the path cannot be used.
+    """
+
+    def __init__(self, path: Path, limits: BatchLimits = BatchLimits(), clock: Callable[[], float] = time.time) -> None:
+        self.path, self.limits, self._clock = path, limits, clock
+        self._lock = threading.Lock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            with self._transaction():
+                version = self._db.execute("PRAGMA user_version").fetchone()[0]
+                if version == 0:
+                    for statement in filter(str.strip, _SCHEMA.split(";")):
+                        self._db.execute(statement)
+                    self._db.execute(f"PRAGMA user_version = {_VERSION}")
+        except (sqlite3.Error, OSError, Unavailable) as exc:
+            raise InvalidArgument(str(path), f"cannot be used as the database of batches: {exc}") from exc
+        if version not in (0, _VERSION):
+            raise InvalidArgument(str(path), f"is a database of version {version}; this gateway reads {_VERSION}")
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    # Files.
+
+    def open_file(self, tenant: str, filename: str, keep_s: float | None = None) -> str:
+        """The id of a new file that nobody sees before ``close_file``. Raises InvalidArgument (no room)."""
+        limits, now_s = self.limits, int(self._clock())
+        with self._transaction() as db:
+            files, used = db.execute("SELECT count(*), total(bytes) FROM files WHERE tenant = ?", (tenant,)).fetchone()
+            if files >= limits.max_files:
+                raise InvalidArgument("file", f"{files} files are kept already, the most allowed; delete some first")
+            if used >= limits.max_bytes:
+                raise InvalidArgument(
+                    "file", f"{used:.0f} bytes are kept already, of {limits.max_bytes}; delete files first"
+                )
+            file_id = "file-" + secrets.token_hex(12)
+            until_s = now_s + int(limits.keep_s if keep_s is None else min(keep_s, limits.keep_s))
+            values = (file_id, tenant, filename, PURPOSE, now_s, until_s)
+            db.execute(
+                "INSERT INTO files (id, tenant, filename, purpose, bytes, created_at, expires_at, whole)"
+                " VALUES (?, ?, ?, ?, 0, ?, ?, 0)",
+                values,
+            )
+        return file_id
+
+    def append(self, file_id: str, number: int, data: bytes) -> None:
+        """The next part of a file, from part 0 on. Raises InvalidArgument if the file grows too large."""
+        with self._transaction() as db:
+            db.execute("INSERT INTO parts VALUES (?, ?, ?)", (file_id, number, data))
+            db.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (len(data), file_id))
+            (size,) = db.execute("SELECT bytes FROM files WHERE id = ?", (file_id,)).fetchone()
+            if size > self.limits.max_file_bytes:
+                raise InvalidArgument("file", f"is larger than {self.limits.max_file_bytes} bytes, the most allowed")
+
+    def close_file(self, tenant: str, file_id: str) -> File:
+        """The file is whole and can be seen."""
+        with self._transaction() as db:
+            db.execute("UPDATE files SET whole = 1 WHERE id = ?", (file_id,))
+        return self.file(tenant, file_id)
+
+    def abandon_file(self, file_id: str) -> None:
+        """Forgets a file that did not arrive whole."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM parts WHERE file_id = ?", (file_id,))
+            db.execute("DELETE FROM files WHERE id = ? AND whole = 0", (file_id,))
+
+    def file(self, tenant: str, file_id: str) -> File:
+        """Raises NotFound."""
+        with self._transaction() as db:
+            return self._file(db, tenant, file_id)
+
+    def files(
+        self, tenant: str, limit: int, after: str = "", *, purpose: str = "", oldest_first: bool = False
+    ) -> tuple[list[File], bool]:
+        """At most ``limit`` files that come after the file ``after``, and whether there are more."""
+        with self._transaction() as db:
+            where, values = "tenant = ? AND whole = 1", [tenant]
+            if purpose:
+                where, values = where + " AND purpose = ?", [*values, purpose]
+            if after:
+                self._file(db, tenant, after)
+                sign = ">" if oldest_first else "<"
+                where += f" AND sequence {sign} (SELECT sequence FROM files WHERE id = ?)"
+                values.append(after)
+            order = "ASC" if oldest_first else "DESC"
+            rows = db.execute(
+                f"SELECT {_FILE} FROM files WHERE {where} ORDER BY sequence {order} LIMIT ?", [*values, limit + 1]
+            ).fetchall()
+        return [File(*row) for row in rows[:limit]], len(rows) > limit
+
+    def delete_file(self, tenant: str, file_id: str) -> None:
+        """Raises NotFound; InvalidArgument while a batch still reads it."""
+        with self._transaction() as db:
+            self._file(db, tenant, file_id)
+            read_by = db.execute(
+                "SELECT id FROM batches WHERE input_file_id = ? AND status = 'validating'", (file_id,)
+            ).fetchone()
+            if read_by:
+                raise InvalidArgument("file_id", f"{read_by[0]} still reads it; cancel that batch, or wait a moment")
+            self._drop_file(db, file_id)
+
+    def content(self, tenant: str, file_id: str) -> Iterator[bytes]:
+        """The bytes of a file in pieces, each read when it is asked for. Raises NotFound at once."""
+        file = self.file(tenant, file_id)
+        return self._parts(file.id) if file.batch_id is None else self._results(file.batch_id, file.ok)
+
+    def _parts(self, file_id: str) -> Iterator[bytes]:
+        number = 0
+        while True:
+            with self._transaction() as db:
+                row = db.execute(
+                    "SELECT data FROM parts WHERE file_id = ? AND number = ?", (file_id, number)
+                ).fetchone()
+            if row is None:
+                return
+            yield row[0]
+            number += 1
+
+    def _results(self, batch_id: str, ok: int | None) -> Iterator[bytes]:
+        after = -1
+        while True:
+            with self._transaction() as db:
+                rows = db.execute(
+                    "SELECT number, result FROM lines WHERE batch_id = ? AND ok = ? AND number > ?"
+                    f" ORDER BY number LIMIT {_PAGE}",
+                    (batch_id, ok, after),
+                ).fetchall()
+            if not rows:
+                return
+            yield b"".join(result + b"\n" for _, result in rows)
+            after = rows[-1][0]
+
+    # Batches, as their tenants see them.
+
+    def create_batch(
+        self,
+        tenant: str,
+        key_name: str,
+        *,
+        endpoint: str,
+        input_file_id: str,
+        completion_window: str,
+        window_s: float,
+        metadata: Mapping[str, str],
+        webhook_url: str = "",
+    ) -> Batch:
+        """Raises NotFound (no such file), InvalidArgument (not an input), Overloaded (too many are not over)."""
+        now_s = int(self._clock())
+        with self._transaction() as db:
+            if self._file(db, tenant, input_file_id).purpose != PURPOSE:
+                raise InvalidArgument("input_file_id", f"allowed is a file uploaded with purpose {PURPOSE}")
+            marks = ", ".join("?" * len(UNFINISHED))
+            (open_batches,) = db.execute(
+                f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN ({marks})", (tenant, *UNFINISHED)
+            ).fetchone()
+            if open_batches >= self.limits.max_batches:
+                raise Overloaded(f"{open_batches} batches are not over yet, the most allowed at once", 60.0)
+            batch_id = "batch_" + secrets.token_hex(12)
+            db.execute(
+                "INSERT INTO batches (id, tenant, key_name, endpoint, input_file_id, completion_window, metadata,"
+                " webhook_url, status, created_at, expires_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'validating', ?, ?)",
+                (batch_id, tenant, key_name, endpoint, input_file_id, completion_window, json.dumps(dict(metadata)))
+                + (webhook_url, now_s, now_s + int(window_s)),
+            )
+            return self._batch(db, tenant, batch_id)
+
+    def batch(self, tenant: str, batch_id: str) -> Batch:
+        """Raises NotFound."""
+        with self._transaction() as db:
+            return self._batch(db, tenant, batch_id)
+
+    def batches(self, tenant: str, limit: int, after: str = "") -> tuple[list[Batch], bool]:
+        """At most ``limit`` batches, latest first, that come after the batch ``after``, and whether there are more."""
+        with self._transaction() as db:
+            where, values = "tenant = ?", [tenant]
+            if after:
+                self._batch(db, tenant, after)
+                where += " AND sequence < (SELECT sequence FROM batches WHERE id = ?)"
+                values.append(after)
+            rows = db.execute(
+                f"SELECT {_BATCH} FROM batches WHERE {where} ORDER BY sequence DESC LIMIT ?", [*values, limit + 1]
+            ).fetchall()
+        return [_as_batch(row) for row in rows[:limit]], len(rows) > limit
+
+    def cancel(self, tenant: str, batch_id: str) -> Batch:
+        """Asks for the end; a second time changes nothing. Raises NotFound, InvalidArgument (it is over)."""
+        with self._transaction() as db:
+            batch = self._batch(db, tenant, batch_id)
+            if batch.status not in UNFINISHED:
+                raise InvalidArgument("batch_id", f"the batch is {batch.status}; only one that is not over can be")
+            if batch.status in ("validating", "in_progress"):
+                db.execute(
+                    "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE id = ?",
+                    (int(self._clock()), batch_id),
+                )
+            return self._batch(db, tenant, batch_id)
+
+    # Batches, as the worker sees them.
+
+    def unfinished(self) -> list[Batch]:
+        """Oldest first."""
+        with self._transaction() as db:
+            marks = ", ".join("?" * len(UNFINISHED))
+            rows = db.execute(f"SELECT {_BATCH} FROM batches WHERE status IN ({marks}) ORDER BY sequence", UNFINISHED)
+            return [_as_batch(row) for row in rows]
+
+    def forget_lines(self, batch_id: str) -> None:
+        """A validation begins, or begins again after it was interrupted."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
+
+    def add_lines(self, lines: Iterable[Line]) -> None:
+        with self._transaction() as db:
+            rows = [(line.batch_id, line.number, line.custom_id, line.body) for line in lines]
+            db.executemany("INSERT INTO lines (batch_id, number, custom_id, body) VALUES (?, ?, ?, ?)", rows)
+
+    def begin(self, batch_id: str) -> None:
+        """Validated: its lines may run, unless it was cancelled meanwhile."""
+        with self._transaction() as db:
+            db.execute(
+                "UPDATE batches SET status = 'in_progress', in_progress_at = ?, total ="
+                " (SELECT count(*) FROM lines WHERE batch_id = id) WHERE id = ? AND status = 'validating'",
+                (int(self._clock()), batch_id),
+            )
+
+    def fail(self, batch_id: str, errors: Sequence[Mapping]) -> None:
+        """Not one of its lines runs, and these errors say why."""
+        with self._transaction() as db:
+            now_s = self._clock()
+            db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
+            db.execute(
+                "UPDATE batches SET status = 'failed', failed_at = ?, errors = ?, webhook_due_s = ?"
+                " WHERE id = ? AND status = 'validating'",
+                (int(now_s), json.dumps(list(errors)), now_s, batch_id),
+            )
+
+    def pending(self, batch_id: str, after: int, limit: int) -> list[Line]:
+        """At most ``limit`` lines without a result whose number is above ``after``, in their order."""
+        with self._transaction() as db:
+            rows = db.execute(
+                "SELECT batch_id, number, custom_id, body FROM lines"
+                " WHERE batch_id = ? AND ok IS NULL AND number > ? ORDER BY number LIMIT ?",
+                (batch_id, after, limit),
+            )
+            return [Line(*row) for row in rows]
+
+    def finish_line(
+        self, line: Line, ok: bool, result: bytes, input_tokens: int = 0, cached_tokens: int = 0, output_tokens: int = 0
+    ) -> bool:
+        """The one result of a line: JSON without a line end. False if it has one already, and then nothing changes."""
+        with self._transaction() as db:
+            done = db.execute(
+                "UPDATE lines SET ok = ?, result = ?, body = NULL WHERE batch_id = ? AND number = ? AND ok IS NULL",
+                (int(ok), result, line.batch_id, line.number),
+            )
+            if done.rowcount == 0:
+                return False
+            db.execute(
+                "UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?,"
+                " cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ? WHERE id = ?",
+                (int(ok), int(not ok), input_tokens, cached_tokens, output_tokens, line.batch_id),
+            )
+            return True
+
+    def finalize(self, batch_id: str) -> None:
+        """Nothing of it runs any more, its files are about to be made."""
+        with self._transaction() as db:
+            db.execute(
+                "UPDATE batches SET status = 'finalizing', finalizing_at = ? WHERE id = ? AND status = 'in_progress'",
+                (int(self._clock()), batch_id),
+            )
+
+    def end(self, batch_id: str, status: str, unserved: Callable[[Line], bytes]) -> None:
+        """completed, cancelled or expired: every line has a result now, ``unserved`` makes those of lines that never
+        ran; the two files appear, each if it has lines."""
+        now_s = self._clock()
+        with self._transaction() as db:
+            row = db.execute(f"SELECT {_BATCH} FROM batches WHERE id = ?", (batch_id,)).fetchone()
+            batch = _as_batch(row)
+            if batch.status not in UNFINISHED:
+                return
+            left = db.execute(
+                "SELECT batch_id, number, custom_id, body FROM lines WHERE batch_id = ? AND ok IS NULL", (batch_id,)
+            ).fetchall()
+            db.executemany(
+                "UPDATE lines SET ok = 0, result = ?, body = NULL WHERE batch_id = ? AND number = ?",
+                [(unserved(Line(*each)), each[0], each[1]) for each in left],
+            )
+            made = {ok: self._output_file(db, batch, ok, now_s) for ok in (1, 0)}
+            db.execute(
+                f"UPDATE batches SET status = ?, {status}_at = ?, total = (SELECT count(*) FROM lines WHERE batch_id"
+                " = id), failed = failed + ?, output_file_id = ?, error_file_id = ?, webhook_due_s = ? WHERE id = ?",
+                (status, int(now_s), len(left), made[1], made[0], now_s, batch_id),
+            )
+
+    def _output_file(self, db: sqlite3.Connection, batch: Batch, ok: int, now_s: float) -> str | None:
+        lines, size = db.execute(
+            "SELECT count(*), total(length(result) + 1) FROM lines WHERE batch_id = ? AND ok = ?", (batch.id, ok)
+        ).fetchone()
+        if not lines:
+            return None
+        file_id = "file-" + secrets.token_hex(12)
+        filename = f"{batch.id}_{'output' if ok else 'error'}.jsonl"
+        values = (file_id, batch.tenant, filename, OUTPUT_PURPOSE, int(size), int(now_s))
+        db.execute(
+            "INSERT INTO files (id, tenant, filename, purpose, bytes, created_at, expires_at, whole, batch_id, ok)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, 1, ?, ?)",
+            (*values, int(now_s + self.limits.keep_s), batch.id, ok),
+        )
+        return file_id
+
+    def sweep(self) -> None:
+        """Drops what has been kept long enough, and uploads that nobody finishes any more."""
+        now_s = self._clock()
+        with self._transaction() as db:
+            gone = db.execute(
+                "SELECT id FROM files WHERE (expires_at <= ? OR (whole = 0 AND created_at <= ?)) AND id NOT IN"
+                " (SELECT input_file_id FROM batches WHERE status = 'validating') LIMIT 100",
+                (now_s, now_s - 86_400),
+            ).fetchall()
+            for (file_id,) in gone:
+                self._drop_file(db, file_id)
+            marks = ", ".join("?" * len(UNFINISHED))
+            old = db.execute(
+                f"SELECT id FROM batches WHERE created_at <= ? AND status NOT IN ({marks}) AND webhook_due_s IS NULL"
+                " AND id NOT IN (SELECT batch_id FROM files WHERE batch_id IS NOT NULL) LIMIT 100",
+                (now_s - self.limits.keep_s, *UNFINISHED),
+            ).fetchall()
+            for (batch_id,) in old:
+                db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
+                db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
+
+    def backlog(self) -> tuple[dict[str, int], int]:
+        """How many batches are in each unfinished status, and how many of their lines have no result."""
+        with self._transaction() as db:
+            marks = ", ".join("?" * len(UNFINISHED))
+            rows = db.execute(
+                f"SELECT status, count(*), total(total - completed - failed) FROM batches WHERE status IN ({marks})"
+                " GROUP BY status",
+                UNFINISHED,
+            ).fetchall()
+        return {status: count for status, count, _ in rows}, int(sum(left for *_, left in rows))
+
+    # Webhooks.
+
+    def due_webhooks(self) -> list[Batch]:
+        """Batches that are over and whose webhook is to be called now."""
+        with self._transaction() as db:
+            db.execute("UPDATE batches SET webhook_due_s = NULL WHERE webhook_due_s IS NOT NULL AND webhook_url = ''")
+            rows = db.execute(
+                f"SELECT {_BATCH} FROM batches WHERE webhook_due_s <= ? ORDER BY webhook_due_s LIMIT 16",
+                (self._clock(),),
+            )
+            return [_as_batch(row) for row in rows]
+
+    def webhook_called(self, batch_id: str, again_in_s: float | None) -> None:
+        """One attempt was made; the next is due in ``again_in_s``, None for never."""
+        due_s = None if again_in_s is None else self._clock() + again_in_s
+        with self._transaction() as db:
+            db.execute(
+                "UPDATE batches SET webhook_attempts = webhook_attempts + 1, webhook_due_s = ? WHERE id = ?",
+                (due_s, batch_id),
+            )
+
+    def _file(self, db: sqlite3.Connection, tenant: str, file_id: str) -> File:
+        row = db.execute(
+            f"SELECT {_FILE} FROM files WHERE id = ? AND tenant = ? AND whole = 1", (file_id, tenant)
+        ).fetchone()
+        if row is None:
+            raise NotFound(f"there is no file {file_id!r:.100}")
+        return File(*row)
+
+    def _batch(self, db: sqlite3.Connection, tenant: str, batch_id: str) -> Batch:
+        row = db.execute(f"SELECT {_BATCH} FROM batches WHERE id = ? AND tenant = ?", (batch_id, tenant)).fetchone()
+        if row is None:
+            raise NotFound(f"there is no batch {batch_id!r:.100}")
+        return _as_batch(row)
+
+    def _drop_file(self, db: sqlite3.Connection, file_id: str) -> None:
+        shown = db.execute("SELECT batch_id, ok FROM files WHERE id = ?", (file_id,)).fetchone()
+        if shown[0] is not None:
+            db.execute("DELETE FROM lines WHERE batch_id = ? AND ok = ?", shown)
+        db.execute("DELETE FROM parts WHERE file_id = ?", (file_id,))
+        db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """All of it or nothing. IMMEDIATE: two processes that read and then write never meet in a deadlock."""
+        with self._lock:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                try:
+                    yield self._db
+                except BaseException:
+                    self._db.execute("ROLLBACK")
+                    raise
+                self._db.execute("COMMIT")
+            except sqlite3.Error as exc:
+                if self._in_transaction():
+                    self._db.execute("ROLLBACK")
+                raise Unavailable(f"the database of batches does not answer: {exc}", 5.0) from exc
+
+    def _in_transaction(self) -> bool:
+        try:
+            return self._db.in_transaction
+        except sqlite3.ProgrammingError:  # it is closed
+            return False
+
+
+def _as_batch(row: Sequence) -> Batch:
+    values = dict(zip(_BATCH.split(", "), row, strict=True))
+    return Batch(**values | {name: json.loads(values[name]) for name in ("metadata", "errors")})
