@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,10 +16,11 @@ from clients.completion import Completion
 from clients.connection import new_request_id, sendable
 from clients.request import MAX_REQUEST_ID
 from contract.errors import EngineFailed, InvalidArgument, TridentError
-from contract.generation import GenerationRequest, TokenDelta, Usage
+from contract.generation import TokenDelta, Usage
 from gateway import refusal, schemas
 from gateway.chat import Chat
 from gateway.completions import Completions
+from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.service import Asking, Generation, Service
 from gateway.streaming import Reader
 from gateway.vocabulary import Vocabulary
@@ -84,29 +86,18 @@ class HttpDoor:
             raise InvalidArgument("x-request-id", f"allowed are at most {MAX_REQUEST_ID} printable ASCII characters")
         tenant = service.tenant(bearer(request.headers.get("authorization", "")))
         asked = schemas.parse(self._form.schema, body, settings)
-        service.check_model(asked.model, tenant)
         timeout_s = _timeout_s(request.headers.get("x-trident-timeout-s"), settings.request_timeout_s)
-        wanted = asked.generations(settings, timeout_s)
         session = request.headers.get("x-session-id", "")[:MAX_REQUEST_ID]
         asking = Asking(tenant, "http", self._form.operation, request_id, dict(request.headers), session)
         form = self._form(asked, request_id, self._vocabulary)
-        prompts = len(wanted) // asked.choices
-        generations = await _admitted(service, wanted, asking)
-        error: BaseException | None = None
-        try:
+        async with _admitted(service, asked, asking, timeout_s) as generations:
             headers = _headers(request_id, generations[0].headers)
+            prompts = len(generations) // asked.choices
             if asked.stream:
                 await self._stream(reader, form, generations, prompts, headers, asked.include_usage)
             else:
-                answers = await _together(generations)
-                usage = _usage([answer.usage for answer in answers], prompts)
-                await reader.respond(200, [*headers, _JSON], orjson.dumps(form.whole(answers, usage)))
-        except BaseException as exc:
-            error = exc
-            raise
-        finally:
-            for generation in generations:
-                generation.close(error)
+                answer = await _whole(form, generations, prompts)
+                await reader.respond(200, [*headers, _JSON], orjson.dumps(answer))
 
     async def _stream(
         self,
@@ -189,17 +180,51 @@ async def _body(request: Request, most: int, patience_s: float) -> bytes:
     return await asyncio.wait_for(read(), patience_s)
 
 
-async def _admitted(service: Service, wanted: list[GenerationRequest], asking: Asking) -> list[Generation]:
-    """All choices, or none: one that is refused lets the others go."""
-    admitted: list[Generation] = []
+async def answered(
+    service: Service,
+    kind: type[Chat] | type[Completions],
+    vocabulary: Vocabulary,
+    asking: Asking,
+    body: bytes,
+    timeout_s: float | None = None,
+) -> dict[str, Any]:
+    """What the endpoint answers to one body, as the table its JSON would hold, for askers that are not on HTTP.
+
+    timeout_s: None for the gateway's own limit. Raises the TridentError that would have been the status;
+    InvalidArgument for a body that asks for a stream.
+    """
+    asked = schemas.parse(kind.schema, body, service.settings)
+    if asked.stream:
+        raise InvalidArgument("stream", "is not allowed here: the answer is given whole")
+    form = kind(asked, asking.request_id, vocabulary)
+    most_s = service.settings.request_timeout_s
+    async with _admitted(service, asked, asking, min(most_s, timeout_s or most_s)) as generations:
+        return await _whole(form, generations, len(generations) // asked.choices)
+
+
+@contextlib.asynccontextmanager
+async def _admitted(
+    service: Service, asked: ChatRequest | CompletionRequest, asking: Asking, timeout_s: float
+) -> AsyncIterator[list[Generation]]:
+    """The generations of all choices, or none: one that is refused lets the others go. Left, they are over."""
+    service.check_model(asked.model, asking.tenant)
+    generations: list[Generation] = []
+    error: BaseException | None = None
     try:
-        for one in wanted:
-            admitted.append(await service.generation(one, asking))
+        for one in asked.generations(service.settings, timeout_s):
+            generations.append(await service.generation(one, asking))
+        yield generations
     except BaseException as exc:
-        for generation in admitted:
-            generation.close(exc)
+        error = exc
         raise
-    return admitted
+    finally:
+        for generation in generations:
+            generation.close(error)
+
+
+async def _whole(form: Form, generations: list[Generation], prompts: int) -> dict[str, Any]:
+    answers = await _together(generations)
+    return form.whole(answers, _usage([answer.usage for answer in answers], prompts))
 
 
 async def _together(generations: list[Generation]) -> list[Completion]:
