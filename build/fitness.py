@@ -9,6 +9,7 @@ import commands
 import hardware
 import memory
 from case import Case, RuleBook, Severity
+from quantization import bias_problem
 from recipe import CPU, TRTLLM
 from rules import integer_weights_fail_on_sm_100
 
@@ -118,6 +119,11 @@ def lookahead_has_limits(case: Case) -> str | None:
     if spec.ngram_size == 1:
         return "lookahead decoding with ngram_size 1 drafts nothing"
     return None
+
+
+@CHECKS.rule("S5", REFUSE)
+def the_network_must_have_a_place_for_every_bias(case: Case) -> str | None:
+    return bias_problem(case.shape.architecture) if case.recipe.kind == TRTLLM else None
 
 
 @CHECKS.rule("C1", REFUSE)

@@ -90,6 +90,8 @@ def check(job: Quantization, arch: Architecture) -> list[str]:
             "kv_cache_dtype", f"{job.kv_cache_dtype} needs a calibrated format; {job.qformat} measures no activations"
         )
     _check_split(job, arch)
+    if job.checkpoint_format == TRTLLM and (problem := bias_problem(arch)) is not None:
+        raise InvalidArgument("model", problem)
     if job.is_awq:
         _check_blocks(job, arch)
     return _notes(job, arch)
@@ -120,11 +122,20 @@ def _check_split(job: Quantization, arch: Architecture) -> None:
         )
 
 
+def bias_problem(arch: Architecture) -> str | None:
+    """Why TensorRT-LLM's network has no place for the model's biases, or None."""
+    if not (arch.output_bias and arch.name.startswith("Qwen")):
+        return None
+    return "its attention_bias puts a bias on o_proj, for which TensorRT-LLM's Qwen has no place; kind llmapi has one"
+
+
 def _check_blocks(job: Quantization, arch: Architecture) -> None:
+    # qkv, fc and gate have all their inputs on every rank, and yet ModelOpt's exporter for engines divides them.
+    sharing = job.tp_size if job.checkpoint_format == TRTLLM else 1
     inputs = {
-        "attention.qkv, mlp.fc and mlp.gate": arch.hidden_size,
         "attention.dense": arch.num_heads * arch.head_dim // job.tp_size,
         "mlp.proj": arch.intermediate_size // job.tp_size,
+        "attention.qkv, mlp.fc and mlp.gate": arch.hidden_size // sharing,
     }
     for module, columns in inputs.items():
         if columns % job.awq_block_size:

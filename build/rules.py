@@ -455,12 +455,13 @@ def awq_blocks_must_divide_each_shard(case: Case) -> str | None:
     if not case.quantizes or "awq" not in case.recipe.precision:
         return None
     arch, block = case.shape.architecture, case.recipe.group_size
-    inputs = {  # columns, ranks that share them
-        "attention.dense": (arch.num_heads * arch.head_dim, case.recipe.tp),
-        "mlp.proj": (arch.intermediate_size, case.recipe.tp),
-        "attention.qkv and mlp.fc": (arch.hidden_size, 1),
+    inputs = {
+        "attention.dense": arch.num_heads * arch.head_dim,
+        "mlp.proj": arch.intermediate_size,
+        "attention.qkv and mlp.fc": arch.hidden_size,  # whole on every rank, and yet the exporter divides them
     }
-    for name, (columns, ranks) in inputs.items():
+    ranks = case.recipe.tp
+    for name, columns in inputs.items():
         if columns % ranks or columns // ranks % block:
             return (
                 f"AWQ needs the inputs of {name} on one rank ({columns} / {ranks}) to be a multiple of group_size "

@@ -88,6 +88,15 @@ def test_s4_lookahead_has_limits():
     assert reason("S4", speculative_decoding=spec) is None
 
 
+def test_s5_the_network_must_have_a_place_for_every_bias(tmp_path):
+    config = json.loads(shapes.TABLE.read_text())["Qwen/Qwen3-8B"]
+    for biased, said in ((True, "a bias on o_proj, for which TensorRT-LLM's Qwen has no place"), (False, None)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"attention_bias": biased}))
+        found = reason("S5", model=str(tmp_path))
+        assert said in found if said else found is None
+    assert reason("S5", model=QWEN_7B) is None
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -54,6 +54,14 @@ def job_of(**changes):
             r"mlp.proj has 500 inputs on each of 1 rank\(s\), .* \(rule R36\); use fp8 or int8_sq",
         ),
         ({"qformat": "int4_awq"}, {"hidden_size": 192}, "awq_block_size", "attention.qkv, mlp.fc and mlp.gate has 192"),
+        (
+            {"qformat": "int4_awq", "tp_size": 2}, {"hidden_size": 384, "head_dim": 128}, "awq_block_size",
+            "attention.qkv, mlp.fc and mlp.gate has 192 inputs",
+        ),
+        (
+            {}, {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": True}, "model",
+            "puts a bias on o_proj, for which TensorRT-LLM's Qwen has no place; kind llmapi has one",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_with_the_option_and_a_way_out(changes, arch, field, message):
@@ -92,7 +100,7 @@ def test_awq_is_accepted_exactly_when_every_rank_has_whole_blocks(qformat, tp, b
     arch = arch_of(
         num_attention_heads=heads, num_key_value_heads=4, head_dim=64, hidden_size=256, intermediate_size=ffn
     )
-    whole = all(columns % block == 0 for columns in (256, heads * 64 // tp, ffn // tp)) and ffn % tp == 0
+    whole = all(columns // tp % block == 0 for columns in (256, heads * 64, ffn)) and ffn % tp == 0
     job = job_of(qformat=qformat, tp_size=tp, awq_block_size=block)
     if whole:
         check(job, arch)
@@ -105,3 +113,6 @@ def test_what_only_concerns_compiled_engines_is_not_said_of_the_llm_api():
     job = job_of(qformat="int4_awq", calib_size=8, kv_cache_dtype="fp8", checkpoint_format="hf", tp_size=2)
     assert check(job, arch_of(vocab_size=1000)) == []
     check(job_of(qformat="fp8_pc_pt", tp_size=4, checkpoint_format="hf"), arch_of())  # it shares KV heads itself
+    check(replace(job, awq_block_size=128), arch_of(hidden_size=384, head_dim=128))
+    biased = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": True}
+    assert check(job, arch_of(**biased)) == []

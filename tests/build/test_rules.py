@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import layout
 import rules
+import shape as shapes
 from case import Severity
 from rules import RULES
 
@@ -350,7 +351,7 @@ def test_r35_warnings_must_not_be_errors():
     assert reason("R35") is None
 
 
-def test_r36_awq_blocks_must_divide_each_shard():
+def test_r36_awq_blocks_must_divide_each_shard(tmp_path):
     awq = {"precision": "w4a8_awq", "model": QWEN_7B}
     assert reason("R36", tp=4, **awq) is None  # 3584 / 4 = 7 x 128, 18944 / 4 = 37 x 128
     # 1536 / 4 = 3 x 128, but 8960 / 4 = 2240 is no multiple of 128.
@@ -360,6 +361,11 @@ def test_r36_awq_blocks_must_divide_each_shard():
     assert reason("R36", tp=2, group_size=64, **small) is None
     assert reason("R36", tp=1, **small) is None
     assert reason("R36", tp=2, precision="int8_sq", model=small["model"]) is None
+    wide = json.loads(shapes.TABLE.read_text())["Qwen/Qwen3-8B"] | {"hidden_size": 384, "intermediate_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(wide | {"num_attention_heads": 4, "num_key_value_heads": 4}))
+    small |= {"model": str(tmp_path), "group_size": 128}  # heads of 128 on 384
+    assert reason("R36", tp=1, **small) is None
+    assert "attention.qkv and mlp.fc on one rank (384 / 2)" in reason("R36", tp=2, **small)
 
 
 def test_r37_awq_pads_the_vocabulary(tmp_path):
