@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from contract.errors import TridentError
 from gateway import openapi, refusal
+from gateway.batch import Batches
 from gateway.chat import Chat
 from gateway.completions import Completions
 from gateway.http_door import HttpDoor, bearer
@@ -26,6 +27,7 @@ def build(service: Service) -> Starlette:
     """The application; its lifespan starts and closes the service."""
     settings = service.settings
     vocabulary = Vocabulary(settings.tokenizer)
+    batches = Batches(service, vocabulary) if settings.batch_db else None
 
     async def live(request: Request) -> Response:
         return Response("live\n", media_type="text/plain")
@@ -65,7 +67,11 @@ def build(service: Service) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await service.start()
+        if batches is not None:
+            await batches.start()
         yield
+        if batches is not None:
+            await batches.close()
         await service.close()
 
     return Starlette(
@@ -79,6 +85,7 @@ def build(service: Service) -> Starlette:
             Route("/health/deep", deep),
             Route("/metrics", metrics),
             Route("/openapi.json", schema),
+            *(batches.routes() if batches is not None else ()),
         ],
         exception_handlers={HTTPException: _http_exception},
         lifespan=lifespan,

@@ -53,6 +53,13 @@ CREATE INDEX pending_lines ON lines (batch_id, number) WHERE ok IS NULL;
 """
 
 
+class FileTooLarge(InvalidArgument):
+    """More than ``most`` bytes."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__("file", f"is larger than {most} bytes, the most allowed")
+
+
 @dataclass(frozen=True)
 class BatchLimits:
     """max_files, max_bytes: kept for one tenant, results included in the bytes. max_batches: of one tenant that are
@@ -159,7 +166,7 @@ class BatchStore:
 
     # Files.
 
-    def open_file(self, tenant: str, filename: str, keep_s: float | None = None) -> str:
+    def open_file(self, tenant: str, filename: str) -> str:
         """The id of a new file that nobody sees before ``close_file``. Raises InvalidArgument (no room)."""
         limits, now_s = self.limits, int(self._clock())
         with self._transaction() as db:
@@ -171,7 +178,7 @@ class BatchStore:
                     "file", f"{used:.0f} bytes are kept already, of {limits.max_bytes}; delete files first"
                 )
             file_id = "file-" + secrets.token_hex(12)
-            until_s = now_s + int(limits.keep_s if keep_s is None else min(keep_s, limits.keep_s))
+            until_s = now_s + int(limits.keep_s)
             values = (file_id, tenant, filename, PURPOSE, now_s, until_s)
             db.execute(
                 "INSERT INTO files (id, tenant, filename, purpose, bytes, created_at, expires_at, whole)"
@@ -181,19 +188,23 @@ class BatchStore:
         return file_id
 
     def append(self, file_id: str, number: int, data: bytes) -> None:
-        """The next part of a file, from part 0 on. Raises InvalidArgument if the file grows too large."""
+        """The next part of a file, from part 0 on. Raises FileTooLarge."""
         with self._transaction() as db:
             db.execute("INSERT INTO parts VALUES (?, ?, ?)", (file_id, number, data))
             db.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (len(data), file_id))
             (size,) = db.execute("SELECT bytes FROM files WHERE id = ?", (file_id,)).fetchone()
             if size > self.limits.max_file_bytes:
-                raise InvalidArgument("file", f"is larger than {self.limits.max_file_bytes} bytes, the most allowed")
+                raise FileTooLarge(self.limits.max_file_bytes)
 
-    def close_file(self, tenant: str, file_id: str) -> File:
-        """The file is whole and can be seen."""
+    def close_file(self, tenant: str, file_id: str, keep_s: float | None = None) -> File:
+        """The file is whole and can be seen, for ``keep_s`` or for as long as any."""
+        most_s = self.limits.keep_s
         with self._transaction() as db:
-            db.execute("UPDATE files SET whole = 1 WHERE id = ?", (file_id,))
-        return self.file(tenant, file_id)
+            db.execute(
+                "UPDATE files SET whole = 1, expires_at = created_at + ? WHERE id = ?",
+                (int(most_s if keep_s is None else min(keep_s, most_s)), file_id),
+            )
+            return self._file(db, tenant, file_id)
 
     def abandon_file(self, file_id: str) -> None:
         """Forgets a file that did not arrive whole."""
@@ -346,10 +357,12 @@ class BatchStore:
         with self._transaction() as db:
             db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
 
-    def add_lines(self, lines: Iterable[Line]) -> None:
+    def add_lines(self, batch_id: str, lines: Iterable[Line]) -> None:
+        """Nothing is added to a batch whose validation was overtaken by its end."""
         with self._transaction() as db:
-            rows = [(line.batch_id, line.number, line.custom_id, line.body) for line in lines]
-            db.executemany("INSERT INTO lines (batch_id, number, custom_id, body) VALUES (?, ?, ?, ?)", rows)
+            if db.execute("SELECT 1 FROM batches WHERE id = ? AND status = 'validating'", (batch_id,)).fetchone():
+                rows = [(batch_id, line.number, line.custom_id, line.body) for line in lines]
+                db.executemany("INSERT INTO lines (batch_id, number, custom_id, body) VALUES (?, ?, ?, ?)", rows)
 
     def begin(self, batch_id: str) -> None:
         """Validated: its lines may run, unless it was cancelled meanwhile."""

@@ -72,12 +72,19 @@ class Keys(Protocol):
     def tenant(self, api_key: str) -> Tenant:
         """The tenant of the key, "" if none was sent. Raises Unauthenticated."""
 
+    def named(self, tenant: str, key: str) -> Tenant | None:
+        """For work that outlives its request: the tenant of this name as its key ``key`` sees it today, where ``key``
+        is the name of its last level and empty if it has none. None if there is no such key any more."""
+
 
 class Everyone:
     """No keys: every caller is one and the same tenant. The default on a private network."""
 
     def tenant(self, api_key: str) -> Tenant:
         return Tenant()
+
+    def named(self, tenant: str, key: str) -> Tenant | None:
+        return Tenant() if tenant == Tenant.name and not key else None
 
 
 @dataclass(eq=False)

@@ -29,6 +29,13 @@
 | HEARTBEAT_S | 15 | a silent stream says `: keep-alive` so often |
 | HEADER_TIMEOUT_S, BODY_TIMEOUT_S | 10, 30 | a caller that has not sent its headers, its body by then is cut off |
 | DRAIN_S | 30 | how long streams may go on after SIGTERM |
+| BATCH_DB | | SQLite file of /v1/files and /v1/batches, made where there is none; empty: no batches |
+| BATCH_MAX_RUNNING | 64 | lines of batches at once, at best; the pace is usually lower (gateway/batch_pace.py) |
+| BATCH_MAX_LINES | 50000 | lines of one batch |
+| BATCH_MAX_FILE_BYTES, BATCH_MAX_BYTES | 104857600, 2147483648 | of one file, and of all that a tenant keeps |
+| BATCH_MAX_BATCHES | 16 | of one tenant that are not over |
+| BATCH_WEBHOOK_ORIGINS | | `https://HOST,https://HOST:PORT`: the only ones that are told of a batch's end |
+| BATCH_WEBHOOK_SECRET | | `whsec_…`, what such calls are signed with |
 | LOG_LEVEL | info | debug, info, warning or error |
 | OTLP_ENDPOINT | | spans go there, such as http://127.0.0.1:4318/v1/traces |
 | TLS_CERT, TLS_KEY | | PEM files; set both to serve both doors over TLS |
@@ -93,6 +100,14 @@ class Settings:
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
     drain_s: float = 30.0
+    batch_db: Path | None = None
+    batch_max_running: int = 64
+    batch_max_lines: int = 50_000
+    batch_max_file_bytes: int = 100 * 1024 * 1024
+    batch_max_bytes: int = 2 * 1024**3
+    batch_max_batches: int = 16
+    batch_webhook_origins: str = ""
+    batch_webhook_secret: str = ""
     log_level: str = "info"
     otlp_endpoint: str = ""
     tls_cert: Path | None = None
@@ -104,6 +119,10 @@ class Settings:
         for name in ("breaker_failures", "max_in_flight", "max_choices", "default_max_tokens"):
             _between(name, getattr(self, name), 1, 2**31 - 1)
         _between("max_body_bytes", self.max_body_bytes, 1024, 2**31 - 1)
+        for name in ("batch_max_running", "batch_max_lines", "batch_max_batches"):
+            _between(name, getattr(self, name), 1, 1_000_000)
+        for name in ("batch_max_file_bytes", "batch_max_bytes"):
+            _between(name, getattr(self, name), 1024, 2**40)
         for declared in fields(self):
             if declared.name.endswith("_s"):
                 low = 0.0 if declared.name in ("slow_start_s", "drain_s") else 0.001

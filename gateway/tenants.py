@@ -86,6 +86,11 @@ class KeyTable:
                 found = tenant
         return found
 
+    def named(self, key: str) -> KeyTenant | None:
+        """The tenant of the key whose whole name is ``key``, such as ``acme/research/alice``."""
+        known = (tenant for _, tenants in self.salted for _, tenant in tenants.values())
+        return next((tenant for tenant in known if tenant.levels[-1].name == key), None)
+
 
 def _indexed(tenants: Mapping[bytes, KeyTenant]) -> dict[bytes, tuple[bytes, KeyTenant]]:
     return {hashed[:8]: (hashed, tenant) for hashed, tenant in tenants.items()}
@@ -120,6 +125,12 @@ class TenantKeys:
         if found is None:
             raise Unauthenticated("this API key is not known here")
         return found
+
+    def named(self, tenant: str, key: str) -> KeyTenant | None:
+        """See permit.Keys."""
+        self._look()
+        found = self._table.named(key)
+        return found if found is not None and found.name == tenant else None
 
     def _look(self) -> None:
         now_s = self._clock()

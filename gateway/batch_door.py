@@ -1,0 +1,291 @@
+"""/v1/files and /v1/batches as OpenAI's clients know them. Whose key it is decides what there is: another tenant's
+file or batch is not found, and nothing tells it from one that never was."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Annotated, Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Overloaded, TridentError
+from gateway import batch_upload, refusal
+from gateway.batch_store import PURPOSE, Batch, BatchStore, File, FileTooLarge
+from gateway.batch_webhook import Webhooks
+from gateway.batch_worker import FORMS
+from gateway.http_door import bearer
+from gateway.permit import Tenant
+
+MAX_BODY_BYTES = 64 * 1024  # of a request that is not an upload
+MAX_UPLOADS = 8  # at once
+MAX_WINDOW_HOURS = 168
+_WINDOW = re.compile(r"([1-9][0-9]{0,2})h")
+_MOST_LISTED, _MOST_FILES_LISTED = 100, 10_000
+_Text = Annotated[StrictStr, Field(max_length=512)]
+
+
+class BatchRequest(BaseModel):
+    """The body of POST /v1/batches. webhook_url is ours: where to say that the batch is over."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+    input_file_id: Annotated[StrictStr, Field(min_length=1, max_length=100)]
+    endpoint: StrictStr
+    completion_window: StrictStr
+    metadata: dict[Annotated[StrictStr, Field(max_length=64)], _Text] | None = Field(default=None, max_length=16)
+    webhook_url: StrictStr | None = None
+
+    @property
+    def window_s(self) -> float:
+        found = _WINDOW.fullmatch(self.completion_window)
+        if found is None or int(found[1]) > MAX_WINDOW_HOURS:
+            raise InvalidArgument("completion_window", f"allowed is 24h, or another one from 1h to {MAX_WINDOW_HOURS}h")
+        return int(found[1]) * 3600.0
+
+
+class BatchDoor:
+    """tenant: who a key is. wake: called when there is something new to do. silence_s: of a caller that uploads."""
+
+    def __init__(
+        self,
+        store: BatchStore,
+        tenant: Callable[[str], Tenant],
+        webhooks: Webhooks,
+        wake: Callable[[], None],
+        silence_s: float,
+    ) -> None:
+        self._store, self._tenant, self._webhooks, self._wake = store, tenant, webhooks, wake
+        self._silence_s = silence_s
+        self._uploads = 0
+
+    async def upload(self, request: Request, tenant: Tenant) -> Response:
+        if self._uploads >= MAX_UPLOADS:
+            raise Overloaded(f"{MAX_UPLOADS} files are being uploaded already, the most at once", 5.0)
+        self._uploads += 1
+        try:
+            return _json(_file(await self._uploaded(request, tenant.name)))
+        finally:
+            self._uploads -= 1
+
+    async def _uploaded(self, request: Request, tenant: str) -> File:
+        declared = request.headers.get("content-length", "0")
+        most = self._store.limits.max_file_bytes
+        if declared.isdigit() and int(declared) > most + batch_upload.MAX_FIELDS * batch_upload.MAX_FIELD_BYTES:
+            raise FileTooLarge(most)
+        file_id, number, last = "", 0, None
+        try:
+            async for piece in batch_upload.pieces(request, self._silence_s):
+                if not file_id:
+                    file_id = await asyncio.to_thread(self._store.open_file, tenant, piece.filename[-255:])
+                if piece.data:
+                    await asyncio.to_thread(self._store.append, file_id, number, piece.data)
+                    number += 1
+                last = piece
+            assert last is not None, "pieces() ends with one"
+            keep_s = _asked_of(last.fields)
+            if not number:
+                raise InvalidArgument("file", "is empty; allowed is a file of JSON lines")
+            return await asyncio.to_thread(self._store.close_file, tenant, file_id, keep_s)
+        except BaseException:
+            if file_id:
+                await asyncio.shield(asyncio.to_thread(self._store.abandon_file, file_id))
+            raise
+
+    async def files(self, request: Request, tenant: Tenant) -> Response:
+        order = request.query_params.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise InvalidArgument("order", f"got {order!r:.50}; allowed is asc or desc")
+        found, more = await asyncio.to_thread(
+            self._store.files,
+            tenant.name,
+            _limit(request, _MOST_FILES_LISTED, _MOST_FILES_LISTED),
+            request.query_params.get("after", ""),
+            purpose=request.query_params.get("purpose", ""),
+            oldest_first=order == "asc",
+        )
+        return _list([_file(one) for one in found], more)
+
+    async def file(self, request: Request, tenant: Tenant) -> Response:
+        return _json(_file(await asyncio.to_thread(self._store.file, tenant.name, request.path_params["id"])))
+
+    async def delete_file(self, request: Request, tenant: Tenant) -> Response:
+        file_id = request.path_params["id"]
+        await asyncio.to_thread(self._store.delete_file, tenant.name, file_id)
+        return _json({"id": file_id, "object": "file", "deleted": True})
+
+    async def content(self, request: Request, tenant: Tenant) -> Response:
+        file_id = request.path_params["id"]
+        file = await asyncio.to_thread(self._store.file, tenant.name, file_id)
+        parts = self._store.content(tenant.name, file_id)
+
+        async def read() -> AsyncIterator[bytes]:
+            while part := await asyncio.to_thread(next, parts, b""):
+                yield part
+
+        headers = {"content-length": str(file.bytes), "x-content-type-options": "nosniff"}
+        return StreamingResponse(read(), headers=headers, media_type="application/octet-stream")
+
+    async def create(self, request: Request, tenant: Tenant) -> Response:
+        asked = await _body(request, self._silence_s)
+        if asked.endpoint not in FORMS:
+            raise InvalidArgument("endpoint", f"got {asked.endpoint!r:.100}; allowed is {' or '.join(FORMS)}")
+        if asked.webhook_url is not None:
+            self._webhooks.check(asked.webhook_url)
+        levels = getattr(tenant, "levels", ())
+        batch = await asyncio.to_thread(
+            self._store.create_batch,
+            tenant.name,
+            levels[-1].name if levels else "",
+            endpoint=asked.endpoint,
+            input_file_id=asked.input_file_id,
+            completion_window=asked.completion_window,
+            window_s=asked.window_s,
+            metadata=asked.metadata or {},
+            webhook_url=asked.webhook_url or "",
+        )
+        self._wake()
+        return _json(_batch(batch))
+
+    async def batches(self, request: Request, tenant: Tenant) -> Response:
+        after, limit = request.query_params.get("after", ""), _limit(request, 20, _MOST_LISTED)
+        found, more = await asyncio.to_thread(self._store.batches, tenant.name, limit, after)
+        return _list([_batch(one) for one in found], more)
+
+    async def batch(self, request: Request, tenant: Tenant) -> Response:
+        return _json(_batch(await asyncio.to_thread(self._store.batch, tenant.name, request.path_params["id"])))
+
+    async def cancel(self, request: Request, tenant: Tenant) -> Response:
+        batch = await asyncio.to_thread(self._store.cancel, tenant.name, request.path_params["id"])
+        self._wake()
+        return _json(_batch(batch))
+
+    def routes(self) -> list[Route]:
+        def route(path: str, answer: Callable[[Request, Tenant], Awaitable[Response]], method: str = "GET") -> Route:
+            async def endpoint(request: Request) -> Response:
+                try:
+                    return await answer(request, self._tenant(bearer(request.headers.get("authorization", ""))))
+                except TridentError as error:
+                    return _refused(error, method)
+
+            return Route(path, endpoint, methods=[method])
+
+        return [
+            route("/v1/files", self.upload, "POST"),
+            route("/v1/files", self.files),
+            route("/v1/files/{id}", self.file),
+            route("/v1/files/{id}", self.delete_file, "DELETE"),
+            route("/v1/files/{id}/content", self.content),
+            route("/v1/batches", self.create, "POST"),
+            route("/v1/batches", self.batches),
+            route("/v1/batches/{id}", self.batch),
+            route("/v1/batches/{id}/cancel", self.cancel, "POST"),
+        ]
+
+
+def _asked_of(fields: Mapping[str, str]) -> float | None:
+    """How long the file is to be kept, in seconds, None for the usual time. Raises InvalidArgument."""
+    allowed = {"purpose", "expires_after[anchor]", "expires_after[seconds]"}
+    for name in fields.keys() - allowed:
+        raise InvalidArgument(name, f"is not known; allowed are {', '.join(sorted(allowed))} and file")
+    if fields.get("purpose") != PURPOSE:
+        raise InvalidArgument("purpose", f"got {fields.get('purpose', '')!r:.50}; allowed is {PURPOSE}")
+    seconds, anchor = fields.get("expires_after[seconds]"), fields.get("expires_after[anchor]")
+    if seconds is None and anchor is None:
+        return None
+    if anchor != "created_at":
+        raise InvalidArgument("expires_after[anchor]", "allowed is created_at")
+    if not re.fullmatch(r"[0-9]{4,7}", seconds or "") or not 3600 <= int(seconds) <= 2_592_000:
+        raise InvalidArgument("expires_after[seconds]", "allowed is an integer from 3600 to 2592000")
+    return float(seconds)
+
+
+async def _body(request: Request, silence_s: float) -> BatchRequest:
+    data = b""
+    source = request.stream()
+    try:
+        while len(data) <= MAX_BODY_BYTES:
+            data += await asyncio.wait_for(anext(source), silence_s)
+    except StopAsyncIteration:
+        pass
+    except ClientDisconnect as exc:
+        raise Cancelled("the caller went away") from exc
+    except asyncio.TimeoutError as exc:
+        raise DeadlineExceeded("the body did not arrive in time") from exc
+    if len(data) > MAX_BODY_BYTES:
+        raise InvalidArgument("", f"the body is larger than {MAX_BODY_BYTES} bytes, the most allowed")
+    try:
+        table = orjson.loads(data)
+    except orjson.JSONDecodeError as exc:
+        raise InvalidArgument("", f"the body is not JSON: {exc}") from exc
+    if not isinstance(table, dict):
+        raise InvalidArgument("", "the body is not a JSON object")
+    try:
+        return BatchRequest.model_validate(table)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
+        known = {"extra_forbidden": "is not supported; leave it out", "missing": "is missing"}
+        said = known.get(first["type"], first["msg"][:1].lower() + first["msg"][1:])
+        raise InvalidArgument(".".join(map(str, first["loc"])), said) from exc
+
+
+def _limit(request: Request, usual: int, most: int) -> int:
+    text = request.query_params.get("limit", str(usual))
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= most:
+        raise InvalidArgument("limit", f"got {text!r:.50}; allowed is an integer from 1 to {most}")
+    return int(text)
+
+
+def _file(file: File) -> dict[str, Any]:
+    shown = ("id", "bytes", "created_at", "expires_at", "filename", "purpose")
+    return {"object": "file", "status": "processed", **{name: getattr(file, name) for name in shown}}
+
+
+def _batch(batch: Batch) -> dict[str, Any]:
+    shown = ("id", "endpoint", "input_file_id", "completion_window", "status", "output_file_id", "error_file_id")
+    times = ("created", "in_progress", "expires", "finalizing", "completed", "failed", "expired")
+    times = (*times, "cancelling", "cancelled")
+    errors = {"object": "list", "data": list(batch.errors)} if batch.errors else None
+    usage = {
+        "input_tokens": batch.input_tokens,
+        "input_tokens_details": {"cached_tokens": batch.cached_tokens},
+        "output_tokens": batch.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": batch.input_tokens + batch.output_tokens,
+    }
+    return {
+        "object": "batch",
+        **{name: getattr(batch, name) for name in shown},
+        **{f"{name}_at": getattr(batch, f"{name}_at") for name in times},
+        "errors": errors,
+        "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
+        "usage": usage,
+        "metadata": dict(batch.metadata),
+        "webhook_url": batch.webhook_url or None,
+    }
+
+
+def _list(data: list[dict[str, Any]], more: bool) -> Response:
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return _json({"object": "list", "data": data, **ends, "has_more": more})
+
+
+def _json(table: Mapping[str, Any]) -> Response:
+    return Response(orjson.dumps(table), media_type="application/json")
+
+
+def _refused(error: TridentError, method: str) -> Response:
+    if isinstance(error, NotFound):
+        status, headers, body = refusal.plain(404, error.message, "not_found")
+    elif isinstance(error, FileTooLarge):
+        status, headers, body = refusal.plain(413, error.message, "request_too_large")
+    else:
+        status, headers, body = refusal.http(error)
+    said = {key.decode(): value.decode() for key, value in headers}
+    if method == "POST":
+        said["connection"] = "close"  # there may be a body that nobody has read to its end
+    return Response(body, status, said)
