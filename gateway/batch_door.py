@@ -24,6 +24,7 @@ from gateway.permit import Tenant
 
 MAX_BODY_BYTES = 64 * 1024  # of a request that is not an upload
 MAX_UPLOADS = 8  # at once
+MAX_UNREAD_BYTES = 4 * 1024 * 1024
 MAX_WINDOW_HOURS = 168
 _WINDOW = re.compile(r"([1-9][0-9]{0,2})h")
 _MOST_LISTED, _MOST_FILES_LISTED = 100, 10_000
@@ -170,7 +171,7 @@ class BatchDoor:
                 try:
                     return await answer(request, self._tenant(bearer(request.headers.get("authorization", ""))))
                 except TridentError as error:
-                    return _refused(error, method)
+                    return _refused(error, close=not await _read_off(request))
 
             return Route(path, endpoint, methods=[method])
 
@@ -278,7 +279,28 @@ def _json(table: Mapping[str, Any]) -> Response:
     return Response(orjson.dumps(table), media_type="application/json")
 
 
-def _refused(error: TridentError, method: str) -> Response:
+async def _read_off(request: Request) -> bool:
+    """Reads what is left of a refused request's body, so that its sender gets to hear the refusal; False if that is
+    more than a little, and then the connection has to go."""
+    left = MAX_UNREAD_BYTES
+
+    async def read() -> bool:
+        nonlocal left
+        async for part in request.stream():
+            left -= len(part)
+            if left < 0:
+                return False
+        return True
+
+    try:
+        return await asyncio.wait_for(read(), 1.0)
+    except (ClientDisconnect, asyncio.TimeoutError):
+        return False
+    except RuntimeError:  # starlette's word for a body that was read to its end
+        return True
+
+
+def _refused(error: TridentError, close: bool) -> Response:
     if isinstance(error, NotFound):
         status, headers, body = refusal.plain(404, error.message, "not_found")
     elif isinstance(error, FileTooLarge):
@@ -286,6 +308,4 @@ def _refused(error: TridentError, method: str) -> Response:
     else:
         status, headers, body = refusal.http(error)
     said = {key.decode(): value.decode() for key, value in headers}
-    if method == "POST":
-        said["connection"] = "close"  # there may be a body that nobody has read to its end
-    return Response(body, status, said)
+    return Response(body, status, said | ({"connection": "close"} if close else {}))
