@@ -1,0 +1,104 @@
+"""NVIDIA's AIPerf against the OpenAI gateway: somebody else's opinion of the same server over HTTP.
+
+It lives in an environment of its own, made on first use. It needs no hub: the tokenizer is the engine's own folder, and
+the prompts are AIPerf's synthetic ones. Answers have a fixed length (``ignore_eos``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.environments import Environment
+from contract.errors import EngineFailed
+
+ENVIRONMENT = Environment("aiperf", (("aiperf==0.13.0",),))
+TIMEOUT_S = 300
+RESULT = "profile_export_aiperf.json"
+# AIPerf's name of a metric → (ours, its statistics).
+_COLUMNS = {
+    "request_throughput": ("requests/s", ("avg",)),
+    "output_token_throughput": ("tok/s", ("avg",)),
+    "time_to_first_token": ("TTFT ms", ("p50", "p95")),
+    "inter_token_latency": ("ITL ms", ("p50", "p95")),
+    "request_latency": ("e2e ms", ("p50", "p95")),
+}
+
+
+def command(
+    url: str, model: str, tokenizer: Path, load: Sequence[str], tokens: tuple[int, int], out: Path
+) -> list[str]:
+    """One run's argv. ``load``: the options that set concurrency or request rate and how many requests; ``tokens``: of
+    a prompt and of an answer."""
+    return [
+        *(str(ENVIRONMENT.program("aiperf")), "profile", "--model", model, "--url", url),
+        *("--endpoint-type", "completions", "--streaming", "--tokenizer", str(tokenizer)),
+        *("--isl", str(tokens[0]), "--osl", str(tokens[1]), "--extra-inputs", json.dumps({"ignore_eos": True})),
+        *("--random-seed", "0", "--use-server-token-count", "--use-legacy-max-tokens"),
+        *load,
+        *("--artifact-dir", str(out), "--ui", "none"),
+    ]
+
+
+def run(
+    url: str,
+    model: str,
+    tokenizer: Path,
+    concurrencies: Sequence[int],
+    rates: Sequence[float],
+    requests: int,
+    out: Path,
+    tokens: tuple[int, int] = (128, 64),
+) -> int:
+    """Every load in turn; prints a table and leaves AIPerf's own files in ``out``. Raises NotFound without AIPerf."""
+    ENVIRONMENT.ensure()
+    loads = [(f"concurrency {n}", ["--concurrency", str(n)], n) for n in concurrencies]
+    loads += [(f"rate {r:g}", ["--request-rate", f"{r:g}", "--arrival-pattern", "poisson"], 1) for r in rates]
+    rows, failures = [], []
+    for name, load, least in loads:
+        place = out / name.replace(" ", "-")
+        place.mkdir(parents=True, exist_ok=True)
+        count = ["--request-count", str(max(requests, 2 * least))]
+        argv = command(url, model, tokenizer, [*load, *count], tokens, place)
+        print(shlex.join(argv), file=sys.stderr, flush=True)
+        done = subprocess.run(argv, env=_environ(), capture_output=True, text=True, timeout=TIMEOUT_S)
+        (place / "aiperf.txt").write_text(done.stdout + done.stderr)
+        found = next(place.rglob(RESULT), None)
+        if done.returncode or found is None:
+            said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+            failures.append(f"{name}: {' | '.join(said[-2:]) or f'code {done.returncode}'}")
+        else:
+            rows.append((name, *read(found)))
+    if not rows:
+        raise EngineFailed("aiperf measured nothing: " + " | ".join(failures))
+    print(report.table(rows, ("AIPerf", *header(), "failed")))
+    for failure in failures:
+        print(f"  it says: {failure}")
+    print(f"  written: {out}")
+    return 0
+
+
+def header() -> list[str]:
+    return [f"{name} {one}" if one != "avg" else name for name, kinds in _COLUMNS.values() for one in kinds]
+
+
+def read(path: Path) -> list[str]:
+    """A row of AIPerf's JSON, in our columns; "-" for what it did not measure."""
+    table = json.loads(path.read_text())
+    cells = [
+        report.number(float((table.get(metric) or {}).get(one, "nan")), 1)
+        for metric, (_, kinds) in _COLUMNS.items()
+        for one in kinds
+    ]
+    return [*cells, str(int((table.get("error_request_count") or {}).get("avg", 0)))]
+
+
+def _environ() -> dict[str, str]:
+    """Ours, without the switch that makes its tokenizer loader refuse a local folder."""
+    return {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
