@@ -1,4 +1,4 @@
-"""Another language's gRPC client, Node's own, unchanged: the KServe service as tritonclient describes it is all it has."""
+"""Another language's gRPC client, Node's own, unchanged: all it has is the KServe service as tritonclient describes it."""
 
 from __future__ import annotations
 
