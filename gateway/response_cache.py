@@ -45,8 +45,7 @@ class ResponseCache:
 
     def put(self, key: str, answer: Answer) -> bool:
         """Keeps an answer that came to its own end; False for others and for those larger than the cache."""
-        whole = bool(answer) and answer[-1].finish_reason in _WHOLE and not any(delta.error for delta in answer)
-        if whole and answer_bytes(answer) <= self._answers.maxsize:
+        if whole(answer) and answer_bytes(answer) <= self._answers.maxsize:
             self._answers[key] = answer
             return True
         return False
@@ -69,6 +68,11 @@ class ResponseCache:
             close = getattr(stream, "aclose", None)
             if close is not None:
                 await close()
+
+
+def whole(answer: Answer) -> bool:
+    """It came to its own end."""
+    return bool(answer) and answer[-1].finish_reason in _WHOLE and not any(delta.error for delta in answer)
 
 
 def answer_bytes(answer: Answer) -> int:
