@@ -1,4 +1,4 @@
-"""Another language's gRPC client, Node's own, unchanged: all it has is the KServe service as tritonclient describes it."""
+"""Another language's gRPC client, Node's own, unchanged: the KServe service as tritonclient has it is all it knows."""
 
 from __future__ import annotations
 
