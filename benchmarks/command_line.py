@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from benchmarks import (
+    aiperf,
     arrivals,
     cancel,
     efficiency,
@@ -102,6 +103,14 @@ def parser() -> argparse.ArgumentParser:
     theirs.add_argument("--requests", type=int, default=40, metavar="N", help="per load (default %(default)s)")
     theirs.add_argument("--out", type=Path, metavar="FOLDER")
     theirs.set_defaults(verb=by_perf_analyzer)
+    http = verbs.add_parser("aiperf", help="NVIDIA's AIPerf against the OpenAI gateway")
+    http.add_argument("--engine", default="demo", metavar="NAME", help="started with a gateway (default %(default)s)")
+    http.add_argument("--url", metavar="URL", help="a gateway that runs already, for --engine's model")
+    http.add_argument("--concurrency", default="1,8,32", metavar="N,N,…", help="(default %(default)s)")
+    http.add_argument("--rates", default="4", metavar="R,R,…", help="requests/s (default %(default)s)")
+    http.add_argument("--requests", type=int, default=40, metavar="N", help="per load (default %(default)s)")
+    http.add_argument("--out", type=Path, metavar="FOLDER")
+    http.set_defaults(verb=by_aiperf)
     beside = verbs.add_parser("peers", help="our server beside vLLM, llama.cpp and transformers serve")
     beside.add_argument("--model", default="demo", metavar="NAME", help="demo or bench-160m (default %(default)s)")
     beside.add_argument("--only", default=",".join(peer_servers.PEERS), metavar="NAME,…", help="(default %(default)s)")
@@ -130,6 +139,16 @@ def against_peers(arguments: argparse.Namespace) -> int:
     subject = peer_servers.subject(arguments.model)
     asked = (levels, arguments.rounds, arguments.duration, arguments.input, arguments.output)
     return peers.run(arguments.only.split(","), peers.Plan(subject, *asked), _folder(arguments, "peers"))
+
+
+def by_aiperf(arguments: argparse.Namespace) -> int:
+    levels, rates = _numbers("concurrency", arguments.concurrency, int), _numbers("rates", arguments.rates, float)
+    loads = (levels, rates, arguments.requests, _folder(arguments, "aiperf").absolute())
+    if arguments.url:
+        return aiperf.run(arguments.url, arguments.engine, ENGINES / arguments.engine, *loads)
+    aiperf.ENVIRONMENT.ensure()
+    with peer_servers.gateway(arguments.engine, aiperf.PORT) as url:
+        return aiperf.run(url, arguments.engine, ENGINES / arguments.engine, *loads)
 
 
 def plot(arguments: argparse.Namespace) -> int:

@@ -6,13 +6,15 @@ otherwise its own defaults. None needs a model hub: weights come from a folder.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,11 +23,13 @@ from benchmarks.environments import FOLDER, Environment
 from benchmarks.openai_door import OpenAiDoor
 from benchmarks.served import ROOT
 from benchmarks.target import Ensemble, Target
-from contract.errors import EngineFailed, InvalidArgument
+from benchmarks.workload import PlannedRequest
+from contract.errors import EngineFailed, InvalidArgument, TridentError
 
 SLOTS = 32
 CORES = os.cpu_count() or 1
 STOP_S = 20.0
+START_PATIENCE_S = 240.0
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 _LLAMA_SOURCE = f"{LLAMA_CPP.replace('-', '_').replace('==', '-')}"
 _CMAKE = {
@@ -106,14 +110,10 @@ class Running:
         """SIGTERM, then SIGKILL to the whole group: some leave children behind."""
         if self.process.poll() is None:
             self.process.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                pass
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
 
@@ -139,6 +139,42 @@ def start(peer: Peer, subject: Subject, port: int, folder: Path) -> Running:
         except OSError as exc:
             raise EngineFailed(f"{peer.name} cannot be started: {exc}") from exc
     return Running(peer, subject, port, process, log)
+
+
+async def answered(server: Running) -> float:
+    """Seconds from its start to the end of its first answer. Raises EngineFailed if there is none."""
+    door = server.door()
+    try:
+        while (waited_s := time.monotonic() - server.began_s) < START_PATIENCE_S:
+            if server.process.poll() is not None:
+                raise EngineFailed(f"it ended with code {server.process.returncode}: {server.last_words()}")
+            try:
+                await text(door, "The", 1)
+                return time.monotonic() - server.began_s
+            except TridentError as error:
+                last = error
+                await asyncio.sleep(0.2)
+    finally:
+        await door.close()
+    raise EngineFailed(f"no answer after {waited_s:.0f} s: {last}; {server.last_words()}")
+
+
+async def text(door: Target, prompt: str, tokens: int) -> str:
+    """One greedy answer of exactly so many tokens."""
+    asked = PlannedRequest(0, None, prompt, tokens, "")
+    return "".join([delta.text async for delta in door.open(asked, ignore_eos=True, stream=True)])
+
+
+@contextmanager
+def gateway(engine: str, port: int) -> Iterator[str]:
+    """``engines/<engine>`` behind our server and the gateway; the OpenAI door's URL. Raises EngineFailed."""
+    ours = Subject(engine, ROOT / "engines" / engine, engine, "", "", 0)
+    server = start(TRIDENT_OPENAI, ours, port, FOLDER / "logs")
+    try:
+        asyncio.run(answered(server))
+        yield _local(port + 3)
+    finally:
+        server.stop()
 
 
 def subject(name: str) -> Subject:

@@ -12,7 +12,6 @@ import asyncio
 import json
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,13 +25,11 @@ from benchmarks.progress import ProgressLine
 from benchmarks.prompts import Prompts
 from benchmarks.record import Record
 from benchmarks.self_check import OTHERS_SHARE
-from benchmarks.target import Target
-from benchmarks.workload import PlannedRequest, Workload
-from contract.errors import EngineFailed, InvalidArgument, NotFound, TridentError
+from benchmarks.workload import Workload
+from contract.errors import EngineFailed, InvalidArgument, NotFound
 
 PORTS_EACH = 5
 FIRST_PORT = 19_310
-START_PATIENCE_S = 240.0
 WARMUP_S = 1.0
 IDLE_SAMPLE_S = 2.0
 IDLE_SHARE = 0.05  # of a core; more, and it is no quiet neighbour
@@ -141,7 +138,7 @@ def _started(name: str, subject: Subject, port: int, logs: Path, found: _Found) 
     print(f"starting {peer.name}", file=sys.stderr, flush=True)
     try:
         server = peer_servers.start(peer, subject, port, logs)
-        server.load_s = asyncio.run(_loaded(server))
+        server.load_s = asyncio.run(peer_servers.answered(server))
     except (NotFound, EngineFailed) as error:
         found.skipped[peer.name] = str(error)
         print(f"  skipped: {error}", file=sys.stderr, flush=True)
@@ -153,37 +150,14 @@ def _started(name: str, subject: Subject, port: int, logs: Path, found: _Found) 
     return server
 
 
-async def _loaded(server: Running) -> float:
-    """Seconds from its start to the end of its first answer. Raises EngineFailed if there is none."""
-    door = server.door()
-    try:
-        while (waited_s := time.monotonic() - server.began_s) < START_PATIENCE_S:
-            if server.process.poll() is not None:
-                raise EngineFailed(f"it ended with code {server.process.returncode}: {server.last_words()}")
-            try:
-                await _text(door, "The", 1)
-                return time.monotonic() - server.began_s
-            except TridentError as error:
-                last = error
-                await asyncio.sleep(0.2)
-    finally:
-        await door.close()
-    raise EngineFailed(f"no answer after {waited_s:.0f} s: {last}; {server.last_words()}")
-
-
-async def _text(door: Target, prompt: str, tokens: int) -> str:
-    asked = PlannedRequest(0, None, prompt, tokens, "")
-    return "".join([delta.text async for delta in door.open(asked, ignore_eos=True, stream=True)])
-
-
 async def _measured(running: list[Running], plan: Plan, found: _Found) -> None:
     prompts = Prompts.for_engine(plan.subject.checkpoint)
     asked = [plan.workload(1, 10_000).request(n, prompts).prompt for n in range(COMPARED_PROMPTS)]
     for server in running:
         standing, door = found.standings[server.name], server.door()
         try:
-            standing.alone = [await _text(door, prompt, COMPARED_TOKENS) for prompt in asked]
-            many = (_text(door, prompt, COMPARED_TOKENS) for prompt in asked[:BATCHED])
+            standing.alone = [await peer_servers.text(door, prompt, COMPARED_TOKENS) for prompt in asked]
+            many = (peer_servers.text(door, prompt, COMPARED_TOKENS) for prompt in asked[:BATCHED])
             standing.batched = list(await asyncio.gather(*many))
         finally:
             await door.close()
