@@ -1,5 +1,4 @@
-"""Texts as vectors of their meaning, beside the event loop: one thread, a bounded line before it, never waited for
-longer than the caller can."""
+"""The embedding model beside the event loop: one thread, a bounded line before it."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 Result = TypeVar("Result")
 
 
-class Late(Exception):
-    """There was no result in time, or none can be had."""
+class NoResult(Exception):
+    """The line is full, or the model failed."""
 
 
 class EmbeddingThread:
@@ -30,16 +29,15 @@ class EmbeddingThread:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="embedding")
         self._waiting = 0
 
-    async def run(self, call: Callable[[SentenceEncoder], Result], timeout_s: float) -> Result:
-        """``call(encoder)`` in the thread. Raises Late; what had not begun by then never does."""
+    async def run(self, call: Callable[[SentenceEncoder], Result]) -> Result:
+        """``call(encoder)`` in the thread. Raises NoResult. Cancelled before its turn, it never runs."""
         if self._waiting >= MAX_WAITING:
-            raise Late
+            raise NoResult
         self._waiting += 1
         try:
-            future = asyncio.get_running_loop().run_in_executor(self._thread, call, self.encoder)
-            return await asyncio.wait_for(future, timeout_s)
-        except (asyncio.TimeoutError, RuntimeError) as exc:  # RuntimeError: OpenVINO's, or the thread was closed
-            raise Late from exc
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call, self.encoder)
+        except RuntimeError as exc:  # OpenVINO's, or the thread is closed
+            raise NoResult from exc
         finally:
             self._waiting -= 1
 

@@ -47,10 +47,7 @@ _FORMS = tuple(
         (r"^\W*(?:tell|explain|describe|define)\b(?: to me| me)?(?: about)?", " what "),
         (r"^\W*(?:list|name|give|show)\b(?: me)?", " list "),
         (r"^\W*what are some\b", " list "),
-        (
-            rf"\b(?:what|which) (?:is|are|would be) (?:the|a|some) (?:good )?(?:ways?|steps?) (?:for {_I} )?to\b",
-            " how ",
-        ),
+        (rf"\b(?:what|which) (?:is|are) (?:the|a|some) (?:good )?(?:ways?|steps?) (?:for {_I} )?to\b", " how "),
         (rf"\bwhat (?:do|can|should|must) {_I} (?:have to |need to )?do to\b", " how "),
         (rf"\bhow (?:do|can|could|should|would|might|must) {_I}\b", " how "),
         (rf"\bhow {_I} (?:can|could|should|would|might)\b", " how "),

@@ -8,9 +8,10 @@ by ``exclusion``: deterministic ones, whose caller has not opted out by header a
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest
 from gateway import paraphrase
-from gateway.embedding import EmbeddingThread, Late
+from gateway.embedding import EmbeddingThread, NoResult
 from gateway.paraphrase import Gist
 from gateway.request_key import deterministic, request_key
 from gateway.response_cache import Answer, answer_bytes, whole
@@ -29,7 +30,7 @@ from gateway.sentence_encoder import SentenceEncoder
 HEADER = "x-trident-cache"
 WORD_THRESHOLD = 0.85  # of two words that stand for each other; see docs/decisions/0014
 MAX_CHARACTERS = 1000  # of a last turn; longer ones are documents, of which a vector knows too little
-MAX_CANDIDATES = 8
+MAX_CANDIDATES = 32  # whose wording is compared, some 5 µs each
 MAX_REMEMBERED = 1024  # texts that were looked up and may be put
 LOOKUP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 _MAX_AGE = re.compile(r"(?:^|[,\s])max-age=(\d{1,9})(?:$|[,\s])")
@@ -82,13 +83,12 @@ class Shelf:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def alike(self, scope: str, vector: np.ndarray, threshold: float) -> Iterator[tuple[float, Entry]]:
+    def alike(self, scope: str, vector: np.ndarray, threshold: float) -> list[tuple[float, Entry]]:
         """(similarity, entry) of ``scope``, the most alike first."""
         scores = self._vectors[: len(self._entries)] @ vector
         near = np.flatnonzero(scores >= threshold)
-        for row in near[np.argsort(-scores[near], kind="stable")]:
-            if self._entries[row].scope == scope:
-                yield float(scores[row]), self._entries[row]
+        near = near[np.argsort(-scores[near], kind="stable")]
+        return [(float(scores[row]), self._entries[row]) for row in near if self._entries[row].scope == scope]
 
     def add(self, entry: Entry, expired_before_s: float) -> bool:
         """Takes the place of an entry of the same text. False for what is larger than all there is room for."""
@@ -167,8 +167,9 @@ class SemanticCache:
             return None
         with self._seconds.time():
             try:
-                result, hit = await self._found(request, tenant, engine, min(self._ttl_s, wishes.read_age_s))
-            except Late:
+                max_age_s = min(self._ttl_s, wishes.read_age_s)
+                result, hit = await asyncio.wait_for(self._found(request, tenant, engine, max_age_s), self._timeout_s)
+            except (NoResult, asyncio.TimeoutError):
                 result, hit = "late", None
         self._lookups.labels(result).inc()
         return hit
@@ -181,8 +182,8 @@ class SemanticCache:
             return False
         scope, text = place(request, tenant, engine)
         try:
-            understood = await self._understood(scope, text)
-        except Late:
+            understood = await asyncio.wait_for(self._understood(scope, text), self._timeout_s)
+        except (NoResult, asyncio.TimeoutError):
             return False
         if understood is None:
             return False
@@ -207,25 +208,21 @@ class SemanticCache:
         shelf, now_s = self._shelves.get(tenant), self._clock()
         if shelf is None:
             return "miss", None
-        checked = 0
-        for similarity, entry in shelf.alike(scope, understood.vector, self._threshold):
+        for similarity, entry in shelf.alike(scope, understood.vector, self._threshold)[:MAX_CANDIDATES]:
             if now_s - entry.kept_s >= max_age_s:
                 continue
-            checked += 1
             pairs = paraphrase.exchanged(understood.gist, entry.understood.gist)
-            if pairs is not None and (not pairs or await self._thread.run(_Alike(pairs), self._timeout_s)):
+            if pairs is not None and (not pairs or await self._thread.run(_Alike(pairs))):
                 entry.used_s = now_s
                 return "hit", Hit(entry.answer, similarity, now_s - entry.kept_s)
-            if checked == MAX_CANDIDATES:
-                break
         return "miss", None
 
     async def _understood(self, scope: str, text: str) -> Understood | None:
         """None if the model cannot read the text. Remembered by scope, so that how long it takes tells a tenant
-        nothing about another one's texts. Raises Late."""
+        nothing about another one's texts. Raises NoResult."""
         known = self._remembered.get((scope, text))
         if known is None:
-            known = await self._thread.run(_Understand(text), self._timeout_s)
+            known = await self._thread.run(_Understand(text))
             if known is not None:
                 self._remembered[scope, text] = known
         return known

@@ -48,11 +48,9 @@ class Shape:
     def read(cls, folder: Path) -> Shape:
         """Raises InvalidArgument that names the file and what is allowed."""
         config = _table(folder / "config.json")
-        for key, allowed in (("model_type", ("bert",)), ("position_embedding_type", ("absolute",))):
-            if config.get(key, allowed[0]) not in allowed:
-                raise InvalidArgument(
-                    "model", f"{folder}/config.json: {key} is {config[key]!r}; allowed is {allowed[0]}"
-                )
+        for key, allowed in (("model_type", "bert"), ("position_embedding_type", "absolute")):
+            if config.get(key, allowed) != allowed:
+                raise InvalidArgument("model", f"{folder}/config.json: {key} is {config[key]!r}; allowed is {allowed}")
         act = config.get("hidden_act", "gelu")
         if act not in _ACTIVATIONS:
             allowed = ", ".join(_ACTIVATIONS)
@@ -60,10 +58,8 @@ class Shape:
         pooling = _table(folder / "1_Pooling" / "config.json", optional=True)
         first, mean = pooling.get("pooling_mode_cls_token", False), pooling.get("pooling_mode_mean_tokens", True)
         if first == mean or any(on for name, on in pooling.items() if _other_pooling(name)):
-            problem = (
-                f"{folder}/1_Pooling/config.json: allowed is the mean of the tokens or the first token, one of them"
-            )
-            raise InvalidArgument("model", problem)
+            problem = "allowed is the mean of the tokens or the first token, one of them"
+            raise InvalidArgument("model", f"{folder}/1_Pooling/config.json: {problem}")
         try:
             positions = config["max_position_embeddings"]
             longest = _table(folder / "sentence_bert_config.json", optional=True).get("max_seq_length", positions)
@@ -88,7 +84,7 @@ class SentenceEncoder:
         self.shape = Shape.read(folder)
         try:
             self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as exc:  # noqa: B902  # the tokenizers library raises nothing finer
+        except Exception as exc:  # the library raises nothing more exact
             raise InvalidArgument("model", f"{folder}/tokenizer.json cannot be read: {exc}") from exc
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -139,13 +135,8 @@ def encoder(shape: Shape, weights: Weights) -> ov.Model:
     """input_ids, attention_mask i64[B, L] -> f32[B, hidden], each row of length 1."""
     ids, mask = _parameter("input_ids"), _parameter("attention_mask")
     length = ops.gather(ops.shape_of(ids, "i64"), _i64(1), _i64(0))
-    positions = ops.slice(
-        weights("embeddings.position_embeddings.weight"),
-        _i64([0]),
-        ops.unsqueeze(length, _i64(0)),
-        _i64([1]),
-        _i64([0]),
-    )
+    all_positions = weights("embeddings.position_embeddings.weight")
+    positions = ops.slice(all_positions, _i64([0]), ops.unsqueeze(length, _i64(0)), _i64([1]), _i64([0]))
     words = ops.gather(weights("embeddings.word_embeddings.weight"), ids, _i64(0))  # f32[B, L, hidden]
     sentence = ops.gather(weights("embeddings.token_type_embeddings.weight"), _i64(0), _i64(0))  # f32[hidden]
     hidden = _layer_norm(ops.add(ops.add(words, positions), sentence), "embeddings.LayerNorm", shape, weights)
