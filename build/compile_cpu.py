@@ -18,10 +18,11 @@ from pathlib import Path
 import openvino as ov
 
 import graph
+from calibration import open_tokenizer, read_texts, token_blocks
 from checkpoint import Checkpoint, CheckpointError
 from contract.errors import InvalidArgument
 from recipe import Recipe
-from weights import PRECISIONS, Weights
+from weights import PRECISIONS, Int4, Weights
 
 
 def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
@@ -32,11 +33,29 @@ def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, say: Calla
     check(checkpoint, recipe)
     arch = checkpoint.architecture
     say(f"{arch.name}, {arch.num_parameters() / 1e6:,.1f} M parameters: weights to {recipe.precision}")
-    weights = Weights(checkpoint, recipe.precision, recipe.group_size)
+    weights = Weights(checkpoint, recipe.precision, recipe.group_size, _calibrated(checkpoint, recipe, say))
     model = graph.decoder(arch, _announced(weights.matrix, checkpoint, say), weights.vector)
     say("writing openvino_model.xml and openvino_model.bin")
     ov.save_model(model, str(folder / "openvino_model.xml"), compress_to_fp16=False)
     checkpoint.copy_side_files(folder)
+
+
+def _calibrated(checkpoint: Checkpoint, recipe: Recipe, say: Callable[[str], None]) -> dict[str, Int4]:
+    """Matrices chosen on the recipe's calibration texts; none where it names no texts."""
+    asked = recipe.calibration
+    if asked is None:
+        return {}
+    import gptq
+
+    texts, (encode, _, separator_id) = read_texts(asked.dataset), open_tokenizer(checkpoint)
+    length = min(asked.max_seq_length, checkpoint.architecture.max_positions)
+    blocks = token_blocks(texts, encode, size=asked.size, max_seq_length=length, separator_id=separator_id)
+    if blocks.ids.max() >= checkpoint.architecture.vocab_size:
+        problem = f"the tokenizer gives id {blocks.ids.max()}; the vocabulary has {checkpoint.architecture.vocab_size}"
+        raise InvalidArgument("model", problem)
+    sequences, length = blocks.ids.shape
+    say(f"calibrating on {sequences} sequences of {length} tokens from {asked.dataset}")
+    return gptq.calibrated(checkpoint, blocks.ids, recipe.group_size, say)
 
 
 def _announced(matrix: graph.Weight, checkpoint: Checkpoint, say: Callable[[str], None]) -> graph.Weight:
@@ -66,6 +85,9 @@ def check(checkpoint: Checkpoint, recipe: Recipe) -> None:
         raise InvalidArgument("max_seq_len", f"got {recipe.max_seq_len}; allowed for this model is 2 to {longest}")
     if recipe.precision not in PRECISIONS:
         raise InvalidArgument("precision", f"got {recipe.precision!r}; allowed is one of {', '.join(PRECISIONS)}")
+    if recipe.calibration is not None and recipe.precision != "int4":
+        problem = f"[calibration] has no effect on {recipe.precision} weights; allowed is none, or precision int4"
+        raise InvalidArgument("calibration", problem)
     if recipe.kv_cache_precision == "bf16" and _computes_in_f32(recipe):
         raise InvalidArgument("kv_cache_precision", "got 'bf16'; allowed with fp32 weights is one of f32, f16, u8")
     if recipe.kv_cache_tokens is None or recipe.kv_cache_tokens < recipe.max_seq_len:

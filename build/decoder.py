@@ -76,20 +76,27 @@ class Decoder:
 
         Raises ValueError where an id is outside the embedding.
         """
+        hidden = self.embed(blocks)
+        for make_layer in self.layers:
+            self.advance(hidden, make_layer())
+        for row in hidden:
+            yield self.head(_rms_norm(row, self.final_norm, self.architecture.rms_norm_eps))
+
+    def embed(self, blocks: np.ndarray) -> np.ndarray:
+        """i64[n, t] token ids -> f32[n, t, hidden], what the first layer reads."""
         blocks = np.asarray(blocks)
         if blocks.ndim != 2 or not blocks.size:
             raise ValueError(f"blocks must be [n, t] token ids; got shape {list(blocks.shape)}")
         if blocks.min() < 0 or blocks.max() >= len(self.embedding):
             vocab = len(self.embedding)
             raise ValueError(f"token ids go from {blocks.min()} to {blocks.max()}; the vocabulary has {vocab}")
-        hidden = self.embedding[blocks]  # f32[n, t, hidden]
-        cos, sin = _rotation(self.architecture, blocks.shape[1])
-        for make_layer in self.layers:
-            layer = make_layer()
-            for row in range(len(hidden)):  # one sequence at a time bounds the attention matrix
-                hidden[row] = _block(self.architecture, layer, hidden[row], cos, sin)
-        for row in hidden:
-            yield self.head(_rms_norm(row, self.final_norm, self.architecture.rms_norm_eps))
+        return self.embedding[blocks]
+
+    def advance(self, hidden: np.ndarray, layer: Layer) -> None:
+        """Takes f32[n, t, hidden] through one layer, in place; one sequence at a time bounds the attention matrix."""
+        cos, sin = _rotation(self.architecture, hidden.shape[1])
+        for row in range(len(hidden)):
+            hidden[row] = _block(self.architecture, layer, hidden[row], cos, sin)
 
 
 def _block(arch: Architecture, layer: Layer, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:

@@ -36,10 +36,24 @@ Say = Callable[[str], None]
 DEFAULT_PRECISION = "int8"  # of a model given by --model
 DEFAULT_SEQ_LEN = 4096  # at most; a recipe asks for more
 DEFAULT_SEQUENCES = 8  # of that length, that the KV pool holds
+CALIBRATED_PARAMETERS = (
+    700_000_000  # beyond this calibrating takes a laptop more than five minutes: a recipe asks for it
+)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LARGE_BYTES = 1_000_000_000  # takes longer than two seconds to hash
 STATUS = {"Refused": 2, "WrongMachine": 3, "Unavailable": 3}  # by error; any other is 1
-_BUILDER = ("architecture.py", "compile_cpu.py", "graph.py", "numerics.py", "rope.py", "shards.py", "weights.py")
+_BUILDER = (
+    "architecture.py",
+    "calibration.py",
+    "compile_cpu.py",
+    "decoder.py",
+    "gptq.py",
+    "graph.py",
+    "numerics.py",
+    "rope.py",
+    "shards.py",
+    "weights.py",
+)
 
 
 def build(recipe: Recipe, into: Path, say: Say, accept: str | None = None) -> Path:
@@ -58,7 +72,7 @@ def build(recipe: Recipe, into: Path, say: Say, accept: str | None = None) -> Pa
     if size > _LARGE_BYTES:
         say(f"checking {size / 1e9:.1f} GB of {recipe.model} (read once, then remembered)")
     with engine_folder.only_builder(folder, say):
-        wanted = provenance.manifest(recipe, checkpoint, _versions())
+        wanted = provenance.manifest(recipe, checkpoint, _versions(recipe))
         if _is_up_to_date(folder, wanted):
             say(f"{_shown(folder)} is up to date ({recipe.precision} from {recipe.model})")
             return folder
@@ -91,12 +105,17 @@ def _build(
     say(f"{_shown(folder)} is ready: {megabytes:,.1f} MB in {time.monotonic() - started_s:.1f} s")
 
 
-def _versions() -> dict[str, str]:
+def _versions(recipe: Recipe) -> dict[str, str]:
     """What shapes the files."""
-    return provenance.versions(_BUILDER) | {
-        "openvino": metadata.version("openvino"),
-        "openvino_genai": metadata.version("openvino-genai"),
-    }
+    texts = provenance.texts_sha256(recipe.calibration.dataset) if recipe.calibration else None
+    return (
+        provenance.versions(_BUILDER)
+        | ({"calibration": texts} if texts else {})
+        | {
+            "openvino": metadata.version("openvino"),
+            "openvino_genai": metadata.version("openvino-genai"),
+        }
+    )
 
 
 def _is_up_to_date(folder: Path, wanted: EngineManifest) -> bool:
@@ -114,16 +133,17 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None) -> 
     A recipe's limits are about its own model, so another model gets limits of its own and int8 weights. An engine
     that was made from a given model has no recipe file; later calls find what was wanted in its manifest.
     """
-    given = {} if precision is None else {"precision": precision}
     if model is None:
         path = layout.RECIPES / f"{_checked(engine or 'demo')}.toml"
         if not path.exists() and (kept := _kept_recipe(path.stem)) is not None:
-            return recipes.parse(kept | given, path)
+            return recipes.parse(_in_precision(kept, precision), path)
         loaded = recipes.load(path)
-        return loaded if not given else recipes.parse(recipes.tomllib.loads(path.read_text("utf-8")) | given, path)
+        written = recipes.tomllib.loads(path.read_text("utf-8"))
+        return loaded if precision is None else recipes.parse(_in_precision(written, precision), path)
     name = _checked(engine or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip(".-_"))
     folder = local_folder(model)
-    length = min(open_checkpoint(folder or fetch(model)).architecture.max_positions, DEFAULT_SEQ_LEN)
+    arch = open_checkpoint(folder or fetch(model)).architecture
+    length = min(arch.max_positions, DEFAULT_SEQ_LEN)
     table = {
         "kind": recipes.CPU,
         "description": "made by build-engine for a given model",
@@ -134,7 +154,19 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None) -> 
         "max_seq_len": length,
         "kv_cache_tokens": DEFAULT_SEQUENCES * length,
     }
-    return recipes.parse(table | given, layout.RECIPES / f"{name}.toml")
+    if precision == "int4" and arch.num_parameters() <= CALIBRATED_PARAMETERS:
+        table["calibration"] = {}
+    return recipes.parse(_in_precision(table, precision), layout.RECIPES / f"{name}.toml")
+
+
+def _in_precision(table: dict[str, object], precision: str | None) -> dict[str, object]:
+    """A recipe's table with another precision of the weights, if one is given."""
+    if precision is None:
+        return table
+    changed = table | {"precision": precision}
+    if table.get("kind") == recipes.CPU and precision != "int4":
+        changed.pop("calibration", None)  # it would have no effect
+    return changed
 
 
 def _kept_recipe(name: str) -> dict[str, object] | None:
@@ -143,7 +175,10 @@ def _kept_recipe(name: str) -> dict[str, object] | None:
     except TridentError:
         return None
     keys = ("kind", "description", "model", "precision", "max_batch_size", "max_num_tokens", "max_seq_len")
-    return {key: kept[key] for key in (*keys, "kv_cache_tokens")} if kept.get("kind") == recipes.CPU else None
+    if kept.get("kind") != recipes.CPU:
+        return None
+    calibration = {"calibration": kept["calibration"]} if kept.get("calibration") else {}
+    return {key: kept[key] for key in (*keys, "kv_cache_tokens")} | calibration
 
 
 def _checked(name: str) -> str:

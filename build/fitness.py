@@ -153,6 +153,14 @@ def a_whole_prompt_must_fit_a_step(case: Case) -> str | None:
     return f"without chunked_context a prompt of max_seq_len {recipe.max_seq_len} must fit max_num_tokens"
 
 
+@CHECKS.rule("C4", REFUSE)
+def only_four_bits_are_calibrated(case: Case) -> str | None:
+    recipe = case.recipe
+    if recipe.kind != CPU or recipe.calibration is None or recipe.precision == "int4":
+        return None
+    return f"[calibration] has no effect on {recipe.precision} weights of a CPU engine: only int4 is calibrated"
+
+
 @CHECKS.rule("U1", REFUSE)
 def tables_must_have_an_effect(case: Case) -> str | None:
     if case.recipe.kind != TRTLLM:

@@ -22,6 +22,7 @@ import environment
 import layout
 import package
 import plan as plans
+import provenance
 import shape as shapes
 from checkpoint import Checkpoint, open_checkpoint
 from contract.errors import EngineFailed, InvalidArgument, Unavailable
@@ -122,8 +123,8 @@ class _Build:
     def _sources(self, stage: str) -> dict[str, str]:
         found = {name: digest.sha256_file(layout.ROOT / "build" / name) for name in SOURCES[stage]}
         recipe = self._recipe
-        if stage in ("quantise", "convert") and (texts := shapes.local_folder(recipe.calibration.dataset)):
-            found["texts"] = digest.sha256_json({str(p): digest.sha256_file(p) for p in sorted(texts.rglob("*.*"))})
+        if stage in ("quantise", "convert") and (texts := provenance.texts_sha256(recipe.calibration.dataset)):
+            found["texts"] = texts
         if stage == "verify":
             found["budget"] = repr(recipe.quality)
         if stage in ("compile", "package"):

@@ -6,6 +6,7 @@ import dataclasses
 import platform
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import digest
 import layout
@@ -43,6 +44,15 @@ def manifest(recipe: Recipe, checkpoint: Checkpoint, versions: Mapping[str, str]
         sm=recipe.sm if gpu else None,
         image=recipe.image if gpu else None,
     )
+
+
+def texts_sha256(dataset: str) -> str | None:
+    """Of the files of a local calibration set, by name; None for one that is known by its name alone."""
+    path = layout.ROOT / Path(dataset).expanduser()
+    if not path.exists():
+        return None
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    return digest.sha256_json({str(file): digest.sha256_file(file) for file in files})
 
 
 def versions(sources: Iterable[str]) -> dict[str, str]:

@@ -30,13 +30,19 @@ from checkpoint import Checkpoint, open_checkpoint
 from contract.errors import EngineFailed, TridentError
 from evaluation import Simulated, Speaker
 from openvino_engine import OpenVinoEngine
-from recipe import DEFAULT_QUALITY, Recipe
+from recipe import DEFAULT_QUALITY, Calibration, Recipe
 from stage_record import StageRecords
 
 MODEL = layout.ROOT / "build" / "demo_model" / "checkpoint"
 CACHE = layout.ROOT / ".cache" / "quality"
 DOCUMENT = layout.ROOT / "docs" / "quality.md"
-CPU_ROWS = {"bf16 (CPU)": ("bf16", "f32"), "int8 (CPU)": ("int8", "u8"), "int4 (CPU)": ("int4", "u8")}
+CPU_ROWS = {  # name: (weights, KV cache)
+    "bf16 (CPU)": ("bf16", "f32"),
+    "int8 (CPU)": ("int8", "u8"),
+    "int4 (CPU)": ("int4", "u8"),
+    "int4 to nearest (CPU)": ("int4", "u8"),
+}
+TO_NEAREST = ("int4 to nearest (CPU)",)  # without calibration
 GPU_ROWS = {  # name: (qformat, KV cache)
     "fp8": ("fp8", "fp8"),
     "int8_sq": ("int8_sq", None),
@@ -57,7 +63,8 @@ SOURCES = (
 
 def cpu_engine(name: str, precision: str, kv: str, model: Checkpoint) -> tuple[Speaker, int]:
     """The engine and the bytes of its weights."""
-    made = cpu_recipe(precision, kv)
+    calibration = recipes.CPU_CALIBRATION if precision == "int4" and name not in TO_NEAREST else None
+    made = cpu_recipe(precision, kv, calibration)
     folder = CACHE / name.replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
     compile_cpu.compile_cpu(model, made, folder, lambda line: None)
@@ -65,9 +72,10 @@ def cpu_engine(name: str, precision: str, kv: str, model: Checkpoint) -> tuple[S
     return OpenVinoEngine(folder, compile_cpu.properties(made)), size
 
 
-def cpu_recipe(precision: str, kv: str) -> Recipe:
+def cpu_recipe(precision: str, kv: str, calibration: Calibration | None) -> Recipe:
     written = recipes.load(layout.RECIPES / "demo.toml")
-    return dataclasses.replace(written, precision=precision, kv_cache_precision=kv, group_size=BLOCK)
+    changes = {"precision": precision, "kv_cache_precision": kv, "calibration": calibration}
+    return dataclasses.replace(written, group_size=BLOCK, **changes)
 
 
 def checkpoint(name: str, qformat: str, kv: str | None, model: Checkpoint) -> tuple[Speaker, int]:
@@ -129,7 +137,8 @@ over {tokens} predicted tokens of library modules that it never saw. The referen
 {table}
 
 Rows with (CPU) are engines measured through OpenVINO with the KV cache they serve with: f32 for bf16, u8 for int8 and
-int4 (groups of {BLOCK}). The others are TensorRT-LLM checkpoints as ModelOpt calibrates and exports them: 32 texts of
+int4 (groups of {BLOCK}). Their int4 is calibrated on 32 texts of 256 tokens (`build/gptq.py`) or rounded to nearest, as
+the row says. The others are TensorRT-LLM checkpoints as ModelOpt calibrates and exports them: 32 texts of
 256 tokens, AWQ blocks of {BLOCK}, an FP8 KV cache for fp8 and w4a8_awq. Their weights are read back and dequantised,
 and inputs and KV cache rounded as the engine's kernels round them. No GPU has run them.
 

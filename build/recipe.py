@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import hardware
@@ -66,7 +66,8 @@ class RecipeError(InvalidArgument):
 class Calibration:
     """The texts activations are measured on.
 
-    dataset: ``cnn_dailymail`` or a local folder that loads with split ``train`` and a ``text`` column.
+    dataset: ``cnn_dailymail``, ``cpython`` (the standard library, read by our own stages only) or a local folder that
+    loads with split ``train`` and a ``text`` column.
     size: texts. max_seq_length: tokens kept of each. batch_size: texts per forward pass.
     """
 
@@ -74,6 +75,10 @@ class Calibration:
     size: int = 512
     batch_size: int = 8
     max_seq_length: int = 2048
+
+
+# A pass over 8192 tokens takes seconds for a small model and minutes for one of a billion parameters.
+CPU_CALIBRATION = Calibration(dataset="cpython", size=32, batch_size=1, max_seq_length=256)
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,8 @@ class Recipe:
     prefix_reuse: prompts that begin alike share KV blocks. chunked_context: long prompts are prefilled in pieces.
     group_size: input columns that share a weight scale (AWQ block size; int4 groups on the CPU).
 
-    cpu: kv_cache_tokens is the size of the KV pool. On a GPU it is an upper bound of the pool, None for
+    cpu: with calibration, for int4 only, ``gptq.py`` chooses the weights; without (None) they are rounded to nearest.
+    kv_cache_tokens is the size of the KV pool. On a GPU it is an upper bound of the pool, None for
     kv_cache_fraction of the memory left after load alone.
     trtllm, llmapi: gpu names a card of ``hardware.py`` and sm its compute capability times ten (90 for 9.0); a recipe
     gives either, ``load`` fills in the other (the reference card of an sm); tp and pp are tensor- and
@@ -165,7 +171,7 @@ class Recipe:
     multiple_profiles: bool = True
     optimize_for: str = "balanced"
     image: str = IMAGE
-    calibration: Calibration = field(default_factory=Calibration)
+    calibration: Calibration | None = field(default_factory=Calibration)
     speculative_decoding: SpeculativeDecoding | None = None
     quality: QualityBudget = field(default_factory=lambda: DEFAULT_QUALITY["bf16"])
     build: Mapping[str, object] = field(default_factory=dict)
@@ -377,7 +383,7 @@ def parse(table: Mapping[str, object], path: Path | str) -> Recipe:
     precision = str(table["precision"])
     return Recipe(
         **values,
-        calibration=Calibration(**_checked(path, "calibration", table, _CALIBRATION)),
+        calibration=_calibration(path, table),
         speculative_decoding=_speculative(path, table),
         quality=_quality(path, table, DEFAULT_QUALITY[precision]),
         build=_options(path, "build", table, ("trtllm_build",)),
@@ -412,6 +418,13 @@ def _checked(path: Path, name: str, table: Mapping, checks: Mapping[str, Check])
             raise RecipeError(path, f"{name}.{key}", _unknown(key, tuple(checks)))
         _require(path, f"{name}.{key}", value, checks[key])
     return values
+
+
+def _calibration(path: Path, table: Mapping) -> Calibration | None:
+    if table["kind"] == CPU and "calibration" not in table:
+        return None
+    default = CPU_CALIBRATION if table["kind"] == CPU else Calibration()
+    return replace(default, **_checked(path, "calibration", table, _CALIBRATION))
 
 
 def _quality(path: Path, table: Mapping, default: QualityBudget) -> QualityBudget:

@@ -155,6 +155,8 @@ def _edits(case: Case) -> Iterator[_Edit]:
             yield _Edit(OPTION, f"without {table}.{key}", {table: {k: v for k, v in given.items() if k != key}})
         if len(given) > 1:
             yield _Edit(OPTION * len(given), f"without [{table}]", {table: {}})
+    if kind == CPU and recipe.calibration is not None:
+        yield _Edit(OPTION, "without [calibration]", {"calibration": None})
     if kind != CPU and recipe.calibration.dataset != "cnn_dailymail":
         dataset = replace(recipe.calibration, dataset="cnn_dailymail")
         yield _Edit(OPTION, 'calibration.dataset = "cnn_dailymail"', {"calibration": dataset})

@@ -12,12 +12,13 @@ stay int8: they read out single rows and the final logits, are a quarter of a sm
 there. A matrix whose rows do not divide into groups of at least 16 stays int8 as well. Norms and biases are f32
 always. A tied lm_head is the embedding's own node.
 
-Scales come from the weights alone (round to nearest). A data-aware choice (AWQ, scale estimation) would replace
-``quantize_int8`` and ``quantize_int4``, which return plain arrays.
+Scales come from the weights alone. Values are rounded to nearest, or, with int4 and calibration texts, as ``gptq.py``
+finds them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,13 +69,18 @@ def quantize_int8(weight: np.ndarray) -> Int8:
 def quantize_int4(weight: np.ndarray, group_size: int) -> Int4:
     """weight: f32[N, K], K a multiple of group_size. Zero is always exact: it lies in every group's range."""
     groups = weight.reshape(len(weight), -1, group_size)
-    low = np.minimum(groups.min(axis=2, keepdims=True), 0)
-    high = np.maximum(groups.max(axis=2, keepdims=True), 0)
+    scales, zeros = group_scales(groups)
+    values = np.clip(np.rint(groups / scales.astype(np.float32)) + zeros, 0, 15)
+    return Int4(values.astype(np.uint8), zeros, scales)
+
+
+def group_scales(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """f32[..., g] -> (scales f16[..., 1], zeros u8[..., 1]) that cover every group's range, zero included."""
+    low = np.minimum(groups.min(axis=-1, keepdims=True), 0)
+    high = np.maximum(groups.max(axis=-1, keepdims=True), 0)
     scales = np.maximum((high - low) / 15, _SMALLEST_SCALE).astype(np.float16)
     step = scales.astype(np.float32)  # quantise with the rounded scale, so that rounding it costs nothing twice
-    zeros = np.clip(np.rint(-low / step), 0, 15)
-    values = np.clip(np.rint(groups / step) + zeros, 0, 15)
-    return Int4(values.astype(np.uint8), zeros.astype(np.uint8), scales)
+    return scales, np.clip(np.rint(-low / step), 0, 15).astype(np.uint8)
 
 
 def pack_u4(values: np.ndarray) -> np.ndarray:
@@ -97,8 +103,12 @@ class Weights:
     """The two callables of ``graph.decoder`` over a checkpoint. Owns the arrays that the graph's constants share:
     keep it until the model is saved."""
 
-    def __init__(self, checkpoint: Checkpoint, precision: str, group_size: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, precision: str, group_size: int, calibrated: Mapping[str, Int4] | None = None
+    ) -> None:
+        """calibrated: matrices that ``gptq.py`` has rounded already, by name; the others are rounded to nearest."""
         self._checkpoint = checkpoint
+        self._calibrated = calibrated or {}
         self._precision = precision
         self._group_size = group_size
         self._shared: list[object] = []
@@ -116,12 +126,14 @@ class Weights:
         return ops.constant(self._values(name))
 
     def _compressed(self, name: str) -> Node:
+        if name in self._calibrated:
+            return self._int4(self._calibrated[name], self._checkpoint.tensors[name].shape)
         if self._precision in ("bf16", "fp16", "fp32"):
             return self._float(name)
         weight = self._values(name)
         group = fitting_group(weight.shape[1], self._group_size)
         if self._precision == "int4" and name not in _READ_OUT and group is not None:
-            return self._int4(weight, group)
+            return self._int4(quantize_int4(weight, group), weight.shape)
         quantized = quantize_int8(weight)
         wide = ops.convert(self._constant(quantized.values, ov.Type.i8, quantized.values.shape), ov.Type.f32)
         return ops.multiply(wide, ops.constant(quantized.scales))
@@ -133,7 +145,7 @@ class Weights:
         if self._precision == "bf16":
             # The file's own bytes where it is bf16 already: mapped, not copied.
             bits = tensor.raw() if tensor.dtype == "BF16" else f32_to_bf16(self._values(name))
-            _require(name, not ((bits & 0x7F80) == 0x7F80).any())  # all exponent bits set: NaN or infinity
+            require_finite(name, not ((bits & 0x7F80) == 0x7F80).any())  # all exponent bits set: NaN or infinity
             return ops.convert(self._constant(np.ascontiguousarray(bits), ov.Type.bf16, tensor.shape), ov.Type.f32)
         exact = self._values(name)
         with np.errstate(over="ignore"):
@@ -143,13 +155,12 @@ class Weights:
             raise CheckpointError(f"{name} reaches {largest:g}, beyond fp16's 65504; use precision bf16 or int8")
         return ops.convert(self._constant(narrow, ov.Type.f16, tensor.shape), ov.Type.f32)
 
-    def _int4(self, weight: np.ndarray, group: int) -> Node:
-        quantized = quantize_int4(weight, group)
+    def _int4(self, quantized: Int4, shape: tuple[int, ...]) -> Node:
         values = self._constant(pack_u4(quantized.values), ov.Type.u4, quantized.values.shape)
         zeros = self._constant(pack_u4(quantized.zeros), ov.Type.u4, quantized.zeros.shape)
         centred = ops.subtract(ops.convert(values, ov.Type.f16), ops.convert(zeros, ov.Type.f16))
         scaled = ops.multiply(centred, ops.constant(quantized.scales))
-        flat = ops.reshape(scaled, ops.constant(np.asarray(weight.shape, np.int64)), False)
+        flat = ops.reshape(scaled, ops.constant(np.asarray(shape, np.int64)), False)
         return ops.convert(flat, ov.Type.f32)
 
     def _constant(self, array: np.ndarray, dtype: ov.Type, shape: tuple[int, ...]) -> Node:
@@ -159,10 +170,11 @@ class Weights:
 
     def _values(self, name: str) -> np.ndarray:
         values = self._checkpoint.tensors[name].f32()
-        _require(name, bool(np.isfinite(values).all()))
+        require_finite(name, bool(np.isfinite(values).all()))
         return np.ascontiguousarray(values)
 
 
-def _require(name: str, finite: bool) -> None:
+def require_finite(name: str, finite: bool) -> None:
+    """Raises CheckpointError for a tensor that is not ``finite``."""
     if not finite:
         raise CheckpointError(f"{name} holds NaN or infinity; the checkpoint is damaged or its training diverged")

@@ -197,6 +197,33 @@ def test_an_engine_made_from_a_given_model_can_be_built_again_by_its_name(checkp
         engine.recipe_for("mine", None, None)
 
 
+def test_four_bits_of_a_small_given_model_are_calibrated(checkpoint, monkeypatch):
+    assert engine.recipe_for("mine", str(checkpoint), "int4").calibration == recipes.CPU_CALIBRATION
+    assert engine.recipe_for("mine", str(checkpoint), "int8").calibration is None
+    monkeypatch.setattr(engine, "CALIBRATED_PARAMETERS", 1000)
+    assert engine.recipe_for("mine", str(checkpoint), "int4").calibration is None
+
+
+def test_another_precision_leaves_a_recipes_calibration_behind():
+    assert engine.recipe_for("demo-int4", None, None).calibration == recipes.CPU_CALIBRATION
+    assert engine.recipe_for("demo-int4", None, "int4").calibration == recipes.CPU_CALIBRATION
+    assert engine.recipe_for("demo-int4", None, "int8").calibration is None
+
+
+def test_changed_calibration_texts_build_it_again(checkpoint, tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "train.txt").write_text("some text to calibrate on " * 40)
+    asked = recipes.Calibration(dataset=str(tmp_path / "texts"), size=2, max_seq_length=64)
+    made = dataclasses.replace(engine.recipe_for("mine", str(checkpoint), "int4"), calibration=asked)
+    assert any("calibrating on 2 sequences of 64 tokens" in line for line in build(made, tmp_path / "engines"))
+    assert len(build(made, tmp_path / "engines")) == 1
+    (tmp_path / "texts" / "train.txt").write_text("another text to calibrate on " * 40)
+    assert len(build(made, tmp_path / "engines")) > 1
+    wrong = dataclasses.replace(made, precision="int8")
+    with pytest.raises(InvalidArgument, match="calibration: .*has no effect on int8 weights"):
+        build(wrong, tmp_path / "engines")
+
+
 def test_a_recipe_keeps_its_values_unless_a_precision_is_given():
     written = recipes.load(layout.RECIPES / "demo.toml")
     assert engine.recipe_for("demo", None, None) == engine.recipe_for(None, None, None) == written

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from gpu_recipes import LLAMA_70B, QWEN3_8B, QWEN_7B, case
+from gpu_recipes import LLAMA_8B, LLAMA_70B, QWEN3_8B, QWEN_7B, case
 
 import recipe as recipes
 import shape as shapes
@@ -120,6 +120,17 @@ def test_the_cpu_engines_limits_must_agree(tmp_path, changes, said):
     found = judge(Case(recipe, shapes.find(recipe.model)))
     assert {f.rule for f in found} == said.keys()
     assert all(said[f.rule] in f.reason and f.instead for f in found)
+
+
+def test_c4_only_four_bits_are_calibrated():
+    table = {"kind": "cpu", "model": LLAMA_8B, "max_batch_size": 8, "max_num_tokens": 256, "max_seq_len": 512}
+    table |= {"kv_cache_tokens": 8192, "calibration": {"size": 8}}
+    for precision, rules in (("int8", ["C4"]), ("int4", [])):
+        recipe = recipes.parse(table | {"precision": precision}, "mine.toml")
+        found = judge(Case(recipe, shapes.find(LLAMA_8B)))
+        assert [f.rule for f in found] == rules
+    recipe = recipes.parse(table | {"precision": "int8"}, "mine.toml")
+    assert "without [calibration]" in judge(Case(recipe, shapes.find(LLAMA_8B)))[0].message
 
 
 def test_u1_a_table_without_effect_is_refused():

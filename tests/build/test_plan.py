@@ -88,6 +88,13 @@ def test_a_cpu_recipe_is_planned_without_a_gpu_or_an_image(tmp_path):
     assert "on the CPU" in plans.as_text(plan) and "Memory of the process" in plans.as_text(plan)
 
 
+def test_calibrating_a_cpu_engine_is_in_the_estimate():
+    table = recipe_table("demo-int4")
+    calibrated, nearest = (recipes.parse(t, "x.toml") for t in (table, table | {"calibration": {"size": 1}}))
+    slow, fast = (plans.make(recipe, shapes.find(recipe.model)).stages[0] for recipe in (calibrated, nearest))
+    assert slow.seconds > fast.seconds and "(8192 tokens + 256)" in slow.basis
+
+
 def test_a_refused_recipe_has_no_stages():
     plan = plan_of(gpu="b200", precision="int4_awq", kv_cache_precision="auto")
     assert plan.refused and plan.stages == () and plan.footprint is None

@@ -27,6 +27,11 @@ def test_every_precision_of_the_demo_model_is_within_its_default_budget():
     assert all(rows()[name][-1] == "passed" for name in (*quality_table.CPU_ROWS, *quality_table.GPU_ROWS))
 
 
+def test_calibrated_four_bits_are_nearer_than_rounded_ones():
+    calibrated, nearest = (float(rows()[name][5]) for name in ("int4 (CPU)", "int4 to nearest (CPU)"))
+    assert calibrated < 0.6 * nearest
+
+
 def test_a_cpu_engine_is_measured_in_the_arithmetic_it_serves_with(tmp_path, monkeypatch):
     monkeypatch.setattr(quality_table, "CACHE", tmp_path)
     monkeypatch.setattr(quality_table, "GPU_ROWS", {})

@@ -39,6 +39,12 @@ def test_a_recipe_keeps_what_it_says_and_fills_in_the_rest():
     assert recipe.prefix_reuse and recipe.chunked_context
 
 
+def test_a_cpu_recipe_calibrates_only_when_it_says_so():
+    assert parse(CPU_TABLE, "mine.toml").calibration is None
+    asked = parse(CPU_TABLE | {"precision": "int4", "calibration": {"size": 8}}, "mine.toml").calibration
+    assert (asked.dataset, asked.size, asked.max_seq_length) == ("cpython", 8, 256)
+
+
 def test_an_unknown_key_is_refused_with_the_file_the_key_and_the_nearest_one():
     error = refusal(table(max_batchsize=4))
     assert error.path == "somewhere/mine.toml" and error.key == "max_batchsize"
