@@ -111,6 +111,7 @@ class BatchWorker:
         self._working: asyncio.Task | None = None
         self._validating: asyncio.Task | None = None
         self._calling: asyncio.Task | None = None
+        self._closing = False
         self._progress_s = 0.0  # when a line last got its result, or when there was nothing to do; 0 is now
         self.wake = self._woken.set
 
@@ -123,6 +124,7 @@ class BatchWorker:
 
     async def close(self) -> None:
         """Lines under way are given up; they run again at the next start."""
+        self._closing = True  # before Python 3.12 wait_for may swallow a cancellation
         tasks = [task for task in (self._working, self._validating, self._calling) if task is not None]
         for task in tasks:
             task.cancel()
@@ -134,7 +136,7 @@ class BatchWorker:
         with contextlib.ExitStack() as stack:
             await self._alone(stack)
             next_tick_s = 0.0
-            while True:
+            while not self._closing:
                 now_s = time.monotonic()
                 self._woken.clear()
                 try:
