@@ -33,6 +33,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_send_message_length", -1),
 )
 
+# W3C: servers ignore a version ff and ids of zeros alone, so they would begin a trace of their own.
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+
 
 @dataclass(frozen=True)
 class TLS:
@@ -116,8 +119,8 @@ def sendable(value: str) -> bool:
 
 def trace_context(traceparent: str) -> str:
     """``traceparent`` if there is one, else a fresh one. Raises InvalidArgument for one that is not W3C's."""
-    if traceparent and not re.fullmatch(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", traceparent):
-        problem = f"got {traceparent!r}; allowed is W3C's form 00-<32 hex>-<16 hex>-<2 hex>"
+    if traceparent and not _TRACEPARENT.fullmatch(traceparent):
+        problem = f"got {traceparent!r}; allowed is W3C's form 00-<32 hex>-<16 hex>-<2 hex>, neither id all zeros"
         raise InvalidArgument("traceparent", problem)
     return traceparent or new_traceparent()
 

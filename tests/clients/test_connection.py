@@ -77,8 +77,10 @@ def test_a_trace_context_is_w3cs_or_fresh() -> None:
     given = f"00-{'a' * 32}-{'b' * 16}-01"
     assert trace_context(given) == given
     assert trace_context("") != trace_context("")
-    with pytest.raises(InvalidArgument, match="traceparent: got 'mine'; allowed is W3C's form"):
-        trace_context("mine")
+    zeros = (f"00-{'0' * 32}-{'b' * 16}-01", f"00-{'a' * 32}-{'0' * 16}-01", f"ff-{'a' * 32}-{'b' * 16}-01")
+    for bad in ("mine", *zeros):
+        with pytest.raises(InvalidArgument, match=f"traceparent: got '{bad}'; allowed is W3C's form"):
+            trace_context(bad)
 
 
 def test_a_certificate_without_its_key_and_a_missing_file_are_named(tmp_path) -> None:
