@@ -86,10 +86,13 @@ def check_machine(recipe: Recipe) -> str:
 
 
 def build_it(recipe: Recipe) -> str:
-    """What to run where."""
+    """What to run where. What is finished stays finished, so a machine that gets this folder too goes on from here."""
     wanted = f"{recipe.world_size} x {recipe.gpu} (SM {recipe.sm})"
-    run = commands.line(commands.build_engine(recipe))  # what is finished stays finished, so it goes on from here
-    return f"run `{run}` on a machine with {wanted} and the image {recipe.image}"
+    folder = layout.relative(layout.ENGINES / recipe.name)
+    return (
+        f"run `make build-engine ENGINE={recipe.name}` on a machine with {wanted} and docker or enroot for {recipe.image} "
+        f"(or inside it); copy {folder} there to go on from here"
+    )
 
 
 def check_checkpoint(recipe: Recipe, shape: Shape) -> None:

@@ -18,21 +18,23 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+import commands
 import decoder
 import layout
+import provenance
 import quality
 import recipe as recipes
 import sanity
 from architecture import Architecture
 from calibration import CPYTHON, open_tokenizer
 from checkpoint import Checkpoint, open_checkpoint
-from contract.errors import InvalidArgument, TridentError
+from contract.errors import EngineFailed, InvalidArgument, TridentError
 from recipe import DEFAULT_QUALITY, QualityBudget, Recipe
 from shape import local_folder
 
@@ -176,16 +178,43 @@ def _spoken(checkpoint: Checkpoint, speaker: Speaker, longest: int | None) -> sa
 
 def evaluate_checkpoint(recipe: Recipe, say: Say, accept: str | None = None) -> Path:
     """Measures ``engines/<recipe.name>/checkpoint``; the path of evaluation.json. Raises what ``evaluate`` raises."""
+    path = layout.evaluation(recipe.name)
+    path.unlink(missing_ok=True)  # what another checkpoint scored says nothing of this one
     model = local_folder(recipe.model) or layout.fetched_model(recipe.model)
     opened = open_checkpoint(model)
     candidate = quality.open_candidate(recipe.name, layout.checkpoint(recipe.name))
     engine = Simulated.of(candidate.decoder, opened.architecture.vocab_size, recipe.name, say)
     scores = evaluate(recipe.name, opened, engine, recipe.quality, say, longest=recipe.max_seq_len, accept=accept)
-    path = layout.evaluation(recipe.name)
+    scores |= scored(recipe)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     partial.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, path)
     return path
+
+
+def accepted(recipe: Recipe) -> dict:
+    """What the gate measured on the checkpoint that is there; the only way to package it.
+
+    Raises EngineFailed where that was not measured, not for this recipe's budget, or beyond it with nobody's reason.
+    """
+    again = f"run `{commands.line(commands.verify(recipe))}`"
+    try:
+        scores = json.loads(layout.evaluation(recipe.name).read_text(encoding="utf-8"))
+        verdict, measured = scores["verdict"], {key: scores[key] for key in ("checkpoint_sha256", "asked")}
+        passed, reason, problems = bool(verdict["passed"]), verdict["override"], "; ".join(verdict["problems"])
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise EngineFailed(f"{recipe.name} has not been verified ({exc!r}); {again} first") from exc
+    if measured != scored(recipe):
+        raise EngineFailed(f"{recipe.name} was verified with another checkpoint or another budget; {again} again")
+    if not (passed or reason):
+        raise EngineFailed(f"{recipe.name} is beyond its quality budget: {problems}; {again} --accept-quality REASON")
+    return scores
+
+
+def scored(recipe: Recipe) -> dict[str, object]:
+    """What scores belong to: the checkpoint that is there, and the budget the recipe asks for."""
+    checkpoint = provenance.files_sha256(layout.checkpoint(recipe.name))
+    return {"checkpoint_sha256": checkpoint, "asked": asdict(recipe.quality)}
 
 
 def main(arguments: list[str] | None = None) -> int:

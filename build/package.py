@@ -28,6 +28,7 @@ from pathlib import Path
 
 import commands
 import digest
+import evaluation
 import layout
 import provenance
 import recipe as recipes
@@ -212,7 +213,6 @@ def package(recipe: Recipe, shape: Shape, model: Checkpoint, repository: Path | 
     Raises EngineFailed where what is packaged is missing, not the recipe's, or was not verified.
     """
     folder = layout.ENGINES / recipe.name
-    evaluation = _evaluation(recipe)
     write(recipe, repository or layout.MODEL_REPOSITORY)
     if recipe.kind == TRTLLM:
         write_steps(recipe, repository or layout.MODEL_REPOSITORY)
@@ -226,19 +226,10 @@ def package(recipe: Recipe, shape: Shape, model: Checkpoint, repository: Path | 
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         max_num_tokens=commands.max_num_tokens(recipe),
         files={str(path.relative_to(folder)): digest.sha256_file(path) for path in served},
-        evaluation=evaluation,
+        evaluation=evaluation.accepted(recipe),
     )
     manifest.save(folder)
     return [*files, folder / FILE_NAME]
-
-
-def _evaluation(recipe: Recipe) -> dict:
-    path = layout.evaluation(recipe.name)
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        verify = commands.line(commands.verify(recipe))
-        raise EngineFailed(f"{recipe.name} has not been verified ({exc}); run `{verify}` first") from exc
 
 
 def _versions(recipe: Recipe) -> dict[str, str]:
@@ -262,10 +253,11 @@ def _json(path: Path) -> dict:
 def write(recipe: Recipe, repository: Path = layout.MODEL_REPOSITORY) -> Path:
     """Writes the engine's configuration, whole or not at all; the path of the file.
 
-    Raises EngineFailed when the compiled engine is missing or not the recipe's.
+    Raises EngineFailed when the compiled engine is missing or not the recipe's, or the quality gate refused it.
     """
     if recipe.kind == TRTLLM:
         check_engine(recipe)
+    evaluation.accepted(recipe)
     return _write_config(repository, "engine", recipe.name, render(recipe))
 
 

@@ -49,10 +49,13 @@ def manifest(recipe: Recipe, checkpoint: Checkpoint, versions: Mapping[str, str]
 def texts_sha256(dataset: str) -> str | None:
     """Of the files of a local calibration set, by name; None for one that is known by its name alone."""
     path = layout.ROOT / Path(dataset).expanduser()
-    if not path.exists():
-        return None
+    return files_sha256(path) if path.exists() else None
+
+
+def files_sha256(path: Path) -> str:
+    """Of a file, or of every file below a folder: names and contents."""
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    return digest.sha256_json({str(file): digest.sha256_file(file) for file in files})
+    return digest.sha256_json({str(file.relative_to(path)): digest.sha256_file(file) for file in files})
 
 
 def versions(sources: Iterable[str]) -> dict[str, str]:

@@ -184,7 +184,7 @@ def test_an_engine_of_other_limits_is_refused(ready):
 
 def test_a_broken_engine_folder_is_refused(bare):
     folder = layout.compiled("engine-under-test")
-    with pytest.raises(EngineFailed, match="holds no compiled engine: run `python build/engine"):
+    with pytest.raises(EngineFailed, match="holds no compiled engine: run `make build-engine"):
         check_engine(make())
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")

@@ -1,6 +1,5 @@
 """The stages of a GPU engine: what runs, what is not run again, where it stops, and what is served in the end."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -61,7 +60,7 @@ class Programs:
             gpu_machine.checkpoint(layout.checkpoint(recipe.name), recipe.world_size)
         else:
             reason = argv[argv.index("--accept-quality") + 1] if "--accept-quality" in argv else None
-            layout.evaluation(recipe.name).write_text(json.dumps({"verdict": {"override": reason}}))
+            gpu_machine.verified(recipe, reason)
         return 0
 
 
@@ -107,7 +106,7 @@ def build(made: recipes.Recipe, accept: str | None = None) -> list[str]:
 
 
 def test_without_a_gpu_compile_stops_and_what_was_finished_stays(bare, programs):
-    with pytest.raises(WrongMachine, match="this machine has none: run `python build/engine.py --engine tiny` on a"):
+    with pytest.raises(WrongMachine, match="this machine has none: run `make build-engine ENGINE=tiny` on a"):
         build(recipe(bare))
     assert programs.ran == ["quantize.py", "evaluation.py"]
     with pytest.raises(WrongMachine):
@@ -129,7 +128,7 @@ def test_the_gpu_machine_goes_on_from_there_and_the_result_can_be_served(bare, p
     assert (manifest.kind, manifest.sm, manifest.image) == ("trtllm", 90, recipes.IMAGE)
     assert manifest.versions["tensorrt_llm"] == "1.2.1" and manifest.versions["driver"] == "590.44.01"
     assert {"tokenizer.json", "engine/config.json", "engine/rank0.engine"} <= manifest.files.keys()
-    assert manifest.evaluation == {"verdict": {"override": None}}
+    assert manifest.evaluation["verdict"] == {"passed": True, "override": None, "problems": []}
     for step in ("ensemble", "detokenizer"):
         written = layout.MODEL_REPOSITORY / step / "configs" / "tiny.pbtxt"
         assert written.read_text() == (layout.OPTION_TABLES / f"{step}.pbtxt").read_text()

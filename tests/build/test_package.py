@@ -181,7 +181,35 @@ def compiled(tmp_path, monkeypatch):
     limits = ["--max_batch_size", "64", "--max_seq_len", "4096"]
     subprocess.run([str(tmp_path / "bin" / "trtllm-build"), *argv, *limits], check=True, timeout=60)
     assert check_engine(make()) == folder
+    gpu_machine.verified(make())
     return tmp_path
+
+
+def test_what_the_gate_did_not_let_pass_is_not_packaged(compiled):
+    path, rank = layout.evaluation("engine-under-test"), layout.checkpoint("engine-under-test") / "rank0.safetensors"
+    good = path.read_text()
+
+    def refused() -> str:
+        with pytest.raises(EngineFailed) as caught:
+            package.write(make(), compiled / "models")
+        assert not (compiled / "models").exists()
+        return str(caught.value)
+
+    gpu_machine.verified(make(), "")
+    assert "beyond its quality budget: KL is 3 nats; run `python build/evaluation.py --engine" in refused()
+    path.write_text(good)
+    rank.write_bytes(b"another")
+    assert "verified with another checkpoint or another budget" in refused()
+    rank.write_bytes(b"")
+    with pytest.raises(EngineFailed, match="another budget"):
+        package.write(make(quality={"kl": 0.001}), compiled / "models")
+    for damaged in ("{", "[]", '{"verdict": {}}'):
+        path.write_text(damaged)
+        assert "has not been verified" in refused()
+    path.unlink()
+    assert "has not been verified" in refused()
+    gpu_machine.verified(make(), "somebody signed")
+    assert package.write(make(), compiled / "models").is_file()
 
 
 def test_a_compiled_engine_is_packaged_and_the_lint_finds_nothing(compiled):
@@ -200,7 +228,7 @@ def test_packaging_twice_leaves_the_same_file(compiled):
 
 def test_without_a_compiled_engine_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(layout, "ENGINES", tmp_path / "engines")
-    with pytest.raises(EngineFailed, match="holds no compiled engine: run `python build/engine"):
+    with pytest.raises(EngineFailed, match="holds no compiled engine: run `make build-engine"):
         package.write(make(), tmp_path / "models")
     assert not (tmp_path / "models").exists()
 
