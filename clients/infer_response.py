@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from clients.infer_request import STRUCT_CODES
@@ -192,8 +193,10 @@ def _is_final_flag(entry: bytes) -> bool:
     return parts.get(1) == b"triton_final_response" and dict(fields(parts.get(2, b""))).get(1) == 1
 
 
+@lru_cache(maxsize=256)
 def _output(data: bytes) -> tuple[_Place, bytes | None]:
-    """An InferOutputTensor: its place, and its inline contents as raw bytes if it has any."""
+    """An InferOutputTensor: its place, and its inline contents as raw bytes if it has any. They are the same from one
+    stream to the next."""
     name = datatype = ""
     contents = None
     for number, value in fields(data):

@@ -137,8 +137,7 @@ class HttpDoor:
                 item = await anext(deltas, None)
             if include_usage:
                 await reader.write(b"data: %b\n\n" % orjson.dumps(form.usage_chunk(_usage(usages, prompts))))
-            await reader.write(_DONE)
-            await reader.end()
+            await reader.end(_DONE)
         finally:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
@@ -150,8 +149,7 @@ class HttpDoor:
             status, headers, body = refusal.http(error)
             await reader.respond(status, [*headers, *_headers(_printable(request_id), {})], body)
             return
-        await reader.write(b"data: %b\n\n" % orjson.dumps(refusal.error_object(error)))
-        await reader.end()
+        await reader.end(b"data: %b\n\n" % orjson.dumps(refusal.error_object(error)))
 
     async def _refuse(self, send: Any, status: int, said: tuple[int, Headers, bytes], request_id: str) -> None:
         """An answer to a body that is not read to its end; the connection cannot be used again."""

@@ -97,9 +97,10 @@ class Reader:
     async def write(self, data: bytes) -> None:
         await self._put({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def end(self) -> None:
+    async def end(self, data: bytes) -> None:
+        """The last of it; one packet says both."""
         self._events = False
-        await self._put({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._put({"type": "http.response.body", "body": data, "more_body": False})
 
     async def respond(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
         """A whole response at once."""
