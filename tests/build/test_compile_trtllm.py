@@ -58,10 +58,8 @@ def test_without_a_gpu_it_says_in_one_sentence_what_to_run_where(bare):
         compile_(make(model=LLAMA_70B, tp=4))
     said = str(caught.value)
     assert "this machine has none" in said and "\n" not in said
-    assert (
-        "`python build/engine.py --engine engine-under-test` on a machine with 4 x h100 (SM 90)" in said
-        and IMAGE in said
-    )
+    assert "run `make build-engine ENGINE=engine-under-test` on a machine with 4 x h100 (SM 90)" in said
+    assert f"inside {IMAGE} or with docker or enroot" in said and "engine-under-test there to go on from here" in said
     assert not layout.ENGINES.exists()
 
 
