@@ -90,8 +90,8 @@ def build_it(recipe: Recipe) -> str:
     wanted = f"{recipe.world_size} x {recipe.gpu} (SM {recipe.sm})"
     folder = layout.relative(layout.ENGINES / recipe.name)
     return (
-        f"run `make build-engine ENGINE={recipe.name}` on a machine with {wanted}, inside {recipe.image} or with docker or "
-        f"enroot to run it, and copy {folder} there to go on from here"
+        f"run `make build-engine ENGINE={recipe.name}` on a machine with {wanted}, inside {recipe.image} or with docker "
+        f"or enroot to run it, and copy {folder} there to go on from here"
     )
 
 
