@@ -23,6 +23,13 @@
 | DEFAULT_MAX_TOKENS | 256 | where a chat asks for no limit |
 | GUIDED_DECODING | false | the engine can hold its output to a JSON schema |
 | TOKENIZER | | tokenizer.json, to name tokens in `logprobs`; without it they are `token_id:N` |
+| SEMANTIC_MODEL | | sentence-embedding model, a folder or a hub id, for the semantic cache; empty: none is kept |
+| SEMANTIC_THRESHOLD | 0.85 | cosine from which two prompts may ask the same (docs/decisions/0014) |
+| SEMANTIC_TTL_S | 3600 | how old an answer may be |
+| SEMANTIC_MAX_ENTRIES | 2000 | answers of one tenant |
+| SEMANTIC_MAX_BYTES | 16777216 | and what they may take |
+| SEMANTIC_TIMEOUT_S | 0.05 | a lookup that takes longer is a miss |
+| SEMANTIC_EXCLUDE | | regular expression; prompts in which it is found take no part |
 | REQUEST_TIMEOUT_S | 600 | longest time from arrival to the last token |
 | IDLE_TIMEOUT_S | 60 | longest silence of an engine between two tokens, or before the first |
 | STALL_TIMEOUT_S | 30 | a reader that takes nothing for so long is cut off |
@@ -93,6 +100,13 @@ class Settings:
     default_max_tokens: int = 256
     guided_decoding: bool = False
     tokenizer: Path | None = None
+    semantic_model: str = ""
+    semantic_threshold: float = 0.85
+    semantic_ttl_s: float = 3600.0
+    semantic_max_entries: int = 2000
+    semantic_max_bytes: int = 16 * 1024 * 1024
+    semantic_timeout_s: float = 0.05
+    semantic_exclude: str = ""
     request_timeout_s: float = 600.0
     idle_timeout_s: float = 60.0
     stall_timeout_s: float = 30.0
@@ -119,6 +133,9 @@ class Settings:
         for name in ("breaker_failures", "max_in_flight", "max_choices", "default_max_tokens"):
             _between(name, getattr(self, name), 1, 2**31 - 1)
         _between("max_body_bytes", self.max_body_bytes, 1024, 2**31 - 1)
+        _between("semantic_threshold", self.semantic_threshold, 0.5, 1.0)
+        _between("semantic_max_entries", self.semantic_max_entries, 1, 100_000)
+        _between("semantic_max_bytes", self.semantic_max_bytes, 1, 2**40)
         for name in ("batch_max_running", "batch_max_lines", "batch_max_batches"):
             _between(name, getattr(self, name), 1, 1_000_000)
         for name in ("batch_max_file_bytes", "batch_max_bytes"):
