@@ -88,11 +88,9 @@ def check_machine(recipe: Recipe) -> str:
 def build_it(recipe: Recipe) -> str:
     """What to run where. What is finished stays finished, so a machine that gets this folder too goes on from here."""
     wanted = f"{recipe.world_size} x {recipe.gpu} (SM {recipe.sm})"
-    folder = layout.relative(layout.ENGINES / recipe.name)
-    return (
-        f"run `make build-engine ENGINE={recipe.name}` on a machine with {wanted}, inside {recipe.image} or with docker "
-        f"or enroot to run it, and copy {folder} there to go on from here"
-    )
+    run, made = f"make build-engine ENGINE={recipe.name}", layout.relative(layout.ENGINES / recipe.name)
+    where = f"on a machine with {wanted}, inside {recipe.image} or with docker or enroot to run it"
+    return f"run `{run}` {where}, and copy {made} there to go on from here"
 
 
 def check_checkpoint(recipe: Recipe, shape: Shape) -> None:
