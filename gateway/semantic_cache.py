@@ -21,11 +21,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest
 from gateway import paraphrase
-from gateway.embedding import EmbeddingThread, NoResult
+from gateway.embedding import EmbeddingThread, NoResult, model_folder
 from gateway.paraphrase import Gist
 from gateway.request_key import deterministic, request_key
 from gateway.response_cache import Answer, answer_bytes, whole
 from gateway.sentence_encoder import SentenceEncoder
+from gateway.settings import Settings, variable
 
 HEADER = "x-trident-cache"
 WORD_THRESHOLD = 0.85  # of two words that stand for each other; see docs/decisions/0014
@@ -226,6 +227,29 @@ class SemanticCache:
             if known is not None:
                 self._remembered[scope, text] = known
         return known
+
+
+def configured(settings: Settings, clock: Callable[[], float], registry: CollectorRegistry) -> SemanticCache | None:
+    """The cache that the settings ask for, its model loaded; None without a model.
+
+    Raises InvalidArgument that names the variable.
+    """
+    if not settings.semantic_model:
+        return None
+    try:
+        return SemanticCache(
+            EmbeddingThread(SentenceEncoder(model_folder(settings.semantic_model))),
+            threshold=settings.semantic_threshold,
+            ttl_s=settings.semantic_ttl_s,
+            max_entries=settings.semantic_max_entries,
+            max_bytes=settings.semantic_max_bytes,
+            timeout_s=settings.semantic_timeout_s,
+            exclude=settings.semantic_exclude,
+            clock=clock,
+            registry=registry,
+        )
+    except InvalidArgument as exc:
+        raise InvalidArgument(variable(f"semantic_{exc.field}"), exc.problem) from exc
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import dataclasses
 import threading
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ from contract.errors import InvalidArgument  # noqa: E402
 from contract.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta  # noqa: E402
 from gateway import paraphrase  # noqa: E402
 from gateway.embedding import MAX_WAITING, EmbeddingThread  # noqa: E402
-from gateway.semantic_cache import Entry, SemanticCache, Shelf, Understood  # noqa: E402
+from gateway.semantic_cache import Entry, SemanticCache, Shelf, Understood, configured  # noqa: E402
+from gateway.settings import Settings  # noqa: E402
+from tests.gateway import tiny_bert  # noqa: E402
 from tests.gateway.scripted_source import words  # noqa: E402
 
 ANSWER = tuple(words(3))
@@ -269,6 +272,35 @@ async def test_a_tenants_flood_leaves_the_others_answers(clock: Any) -> None:
 def test_a_setting_that_cannot_be_is_named(clock: Any, setting: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidArgument, match=complaint):
         Made(clock, **setting)
+
+
+async def test_the_settings_open_a_cache_over_a_real_folder(clock: Any, tmp_path: Path) -> None:
+    tiny_bert.write(tmp_path)
+    assert configured(Settings(), clock, CollectorRegistry()) is None, "off unless a model is named"
+    settings = Settings.from_environment(
+        {"TRIDENT_GATEWAY_SEMANTIC_MODEL": str(tmp_path), "TRIDENT_GATEWAY_SEMANTIC_TIMEOUT_S": "20"}
+    )
+    cache = configured(settings, clock, CollectorRegistry())
+    assert cache is not None
+    assert await cache.put(chat("How is a list sort"), "a", "e", ANSWER, {})
+    assert await cache.get(chat("How is the list sort"), "a", "e", {}) is not None
+    cache.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("MODEL", "/nowhere", "SEMANTIC_MODEL: there is no folder /nowhere, and it is no hub id"),
+        ("EXCLUDE", "(", "SEMANTIC_EXCLUDE: got '\\('; it is no regular expression"),
+        ("THRESHOLD", "0.2", "SEMANTIC_THRESHOLD: got 0.2; allowed is 0.5 to 1"),
+        ("MAX_ENTRIES", "0", "SEMANTIC_MAX_ENTRIES: got 0; allowed is 1 to 100000"),
+    ],
+)
+def test_a_variable_that_cannot_be_is_named(clock: Any, tmp_path: Path, name: str, value: str, complaint: str) -> None:
+    tiny_bert.write(tmp_path)
+    environ = {"TRIDENT_GATEWAY_SEMANTIC_MODEL": str(tmp_path), f"TRIDENT_GATEWAY_SEMANTIC_{name}": value}
+    with pytest.raises(InvalidArgument, match=complaint):
+        configured(Settings.from_environment(environ), clock, CollectorRegistry())
 
 
 def entry(text: str, scope: str, size: int, at_s: float) -> Entry:
