@@ -14,7 +14,6 @@ from pathlib import Path
 import layout
 import option_table
 from calibration import CPYTHON
-from fetch import IGNORED, PATTERNS
 from quantization import HF, HF_QFORMATS, QFORMATS, Quantization
 from recipe import CPU, LLMAPI, TRTLLM, Recipe
 from shape import Shape, is_hub_id, local_folder
@@ -197,9 +196,8 @@ def fetch(recipe: Recipe) -> list[str] | None:
     """
     if not is_hub_id(recipe.model):
         return None
-    argv = ["hf", "download", recipe.model, *(["--revision", recipe.revision] if recipe.revision else [])]
-    argv += ["--include", *PATTERNS, "--exclude", *IGNORED]
-    return argv if recipe.kind == CPU else [*argv, "--local-dir", model_dir(recipe.model)]
+    argv = ["python", "build/fetch.py", recipe.model, *(["--revision", recipe.revision] if recipe.revision else [])]
+    return argv if recipe.kind == CPU else [*argv, "--into", model_dir(recipe.model)]
 
 
 def checkpoint(recipe: Recipe, shape: Shape) -> list[str]:

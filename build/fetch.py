@@ -1,10 +1,17 @@
-"""From what a recipe calls its model to a local folder: a folder as it is, a hub id downloaded, only what is needed."""
+"""From what a recipe calls its model to a local folder: a folder as it is, a hub id downloaded, only what is needed.
+
+    python build/fetch.py meta-llama/Llama-3.1-8B-Instruct --into .cache/models/meta-llama--Llama-3.1-8B-Instruct
+
+prints the folder. Exit status 1 where the hub does not give the model.
+"""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import re
+import sys
 from pathlib import Path
 
 import digest
@@ -139,3 +146,21 @@ def _download(hub_id: str, revision: str | None, into: Path | None) -> Path:
         raise InvalidArgument("model", problem) from exc
     except (HfHubHTTPError, HFValidationError, OSError) as exc:
         raise InvalidArgument("model", f"{where} could not be downloaded: {str(exc).splitlines()[0]}") from exc
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="hub id (owner/name), or a folder")
+    parser.add_argument("--revision", help="branch, tag or commit (default: the newest)")
+    parser.add_argument("--into", type=Path, help="folder to download to (default: the hub's own cache)")
+    options = parser.parse_args(arguments)
+    try:
+        print(fetch(options.model, options.revision, options.into))
+    except InvalidArgument as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -97,7 +97,7 @@ class _Build:
         argv = commands.fetch(self._recipe)
         if argv is None:
             return open_checkpoint(fetch(self._recipe.model))
-        self._say(f"fetch: $ {commands.line(argv)}")
+        self._say(f"fetch: $ {commands.line(environment.run_by(argv))}")
         into = layout.fetched_model(self._recipe.model)
         return open_checkpoint(fetch(self._recipe.model, self._recipe.revision, into))
 

@@ -146,7 +146,7 @@ def test_speculative_decoding_reaches_both_programs():
 
 def test_a_hub_model_is_fetched_and_a_folder_is_not(tmp_path):
     argv = commands.fetch(make(revision="abc123"))
-    assert argv[:3] == ["hf", "download", "meta-llama/Llama-3.1-8B-Instruct"]
+    assert argv[:3] == ["python", "build/fetch.py", "meta-llama/Llama-3.1-8B-Instruct"]
     assert argv[argv.index("--revision") + 1] == "abc123"
     assert argv[-1] == commands.model_dir("meta-llama/Llama-3.1-8B-Instruct")
     assert commands.fetch(make(model=str(tmp_path))) is None
