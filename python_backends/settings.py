@@ -20,7 +20,7 @@ class Settings:
     control_socket: str
     max_waiting: int = 1024
     sender_threads: int = 4
-    max_coalesce_s: float = 0.05
+    max_coalesce_s: float = 0.018
     max_prompt_bytes: int = 4 * 1024 * 1024
 
     @property
@@ -38,7 +38,7 @@ class Settings:
             control_socket=os.environ.get("TRIDENT_CONTROL_SOCKET", "trident-engine"),
             max_waiting=_positive("TRIDENT_MAX_WAITING", 1024),
             sender_threads=_positive("TRIDENT_SENDER_THREADS", 4),
-            max_coalesce_s=_positive("TRIDENT_MAX_COALESCE_MS", 50) / 1e3,
+            max_coalesce_s=_positive("TRIDENT_MAX_COALESCE_MS", 18) / 1e3,
             max_prompt_bytes=_positive("TRIDENT_MAX_PROMPT_BYTES", 4 * 1024 * 1024),
         )
 

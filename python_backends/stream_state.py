@@ -5,8 +5,8 @@ The C++ ``tensorrtllm`` backend cannot say any of it; there the detokenizer keys
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ class StreamEvent(IntEnum):
         return self >= StreamEvent.STOP
 
 
-@dataclass(frozen=True)
-class StreamState:
+class StreamState(NamedTuple):
     """epoch: start of this engine process's life in ns; key: the stream's number within it. Together they name
     a stream for ever, whatever request ids clients send. stop_id: the id that ended it, or -1. Times are
     CLOCK_MONOTONIC nanoseconds, 0 while unknown; sent_ns is when this response left the engine;
@@ -47,7 +46,7 @@ class StreamState:
     first: int = 0
 
     def to_array(self) -> np.ndarray:
-        return np.array([astuple(self)], dtype=np.int64)
+        return np.array([self], dtype=np.int64)
 
     @classmethod
     def from_array(cls, array: np.ndarray) -> StreamState:

@@ -10,6 +10,7 @@ First line of standard output: the command's pid.
 A parent-death signal alone would not do: it reaches tritonserver, not its stubs, nor what they started.
 """
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -53,6 +54,16 @@ def kill_all(pid: int) -> int:
             time.sleep(0.002)
 
 
+def _run_in_batches() -> None:
+    """The command's threads, a dozen of which pass every response on, do not push each other off the core.
+
+    A thread that is woken then waits for the one that woke it to go on with the next response first: a tenth to a
+    quarter less CPU per response (benchmarks/LOG.md). Inherited by the stubs.
+    """
+    with contextlib.suppress(OSError):  # a sandbox that does not allow it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def children() -> list[int]:
     """Our children that have not been waited for. Only we wait, so none of these pids can be somebody else's."""
     me = os.getpid()
@@ -77,6 +88,7 @@ def _spawn(command: list[str]) -> int:
     try:
         os.setsid()
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _run_in_batches()
         if os.getppid() != keeper:
             os._exit(1)
         for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -17,10 +17,11 @@ from python_backends.control import ControlMessage, Verb
 from python_backends.cpu_engine.admission import Admission
 from python_backends.cpu_engine.messages import Add, End, StepReport
 from python_backends.cpu_engine.metrics import EngineLoad, EngineMetrics
-from python_backends.cpu_engine.outbox import Outbox, window_ns
+from python_backends.cpu_engine.outbox import Outbox
 from python_backends.cpu_engine.prefix import PrefixShadow
 from python_backends.cpu_engine.request import EngineRequest
 from python_backends.cpu_engine.stream import Chunk, Sink, Stream
+from python_backends.cpu_engine.window import Window
 from python_backends.limits import EngineLimits
 from python_backends.stream_state import StreamEvent
 from python_backends.triton_io import log_error
@@ -61,7 +62,7 @@ class Engine:
         self._limits = limits
         self._metrics = metrics
         self._clock_ns = clock_ns
-        self._max_coalesce_ns = max_coalesce_ns
+        self._window = Window(max_coalesce_ns)
         self._epoch = clock_ns()
         self._next_key = 0
         self._lock = threading.RLock()
@@ -168,7 +169,6 @@ class Engine:
             if report.end_ns:
                 self._last_step = report
                 self._steps += 1
-            window = window_ns(self._admission.running, self._max_coalesce_ns)
             ended = False
             for output in report.outputs:
                 stream = self._streams.get(output.id)
@@ -191,7 +191,10 @@ class Engine:
                     stop_id = output.token_ids[-1] if output.event is StreamEvent.STOP and output.token_ids else -1
                     self._finish(stream, output.event, stop_id)
                 else:
-                    self._send_if_due(stream, now_ns, window)
+                    self._send_if_due(stream, flush=False)
+            if self._window.step(now_ns, self._admission.running):
+                for stream in self._streams.values():
+                    self._send_if_due(stream, flush=True)
             if ended:
                 self._start_admitted(now_ns)
 
@@ -280,9 +283,9 @@ class Engine:
                 self._outbox.put(stream)
         self._metrics.finished(stream, self._clock_ns())
 
-    def _send_if_due(self, stream: Stream, now_ns: int, window: int) -> None:
+    def _send_if_due(self, stream: Stream, flush: bool) -> None:
         with stream.lock:
-            if stream.due(now_ns, window):
+            if stream.due(flush):
                 self._outbox.put(stream)
 
     # ---- the ticker ---------------------------------------------------------------------------------------------
@@ -304,7 +307,7 @@ class Engine:
         self._metrics.show(self._load())
 
     def _tick(self, now_ns: int) -> None:
-        window = window_ns(self._admission.running, self._max_coalesce_ns)
+        flush = self._window.over(now_ns, self._admission.running)
         probed = set(self._admission.waiting_keys(_PROBED_WAITING))
         # Where a step takes longer than that, its tokens ask the same question: only missing two of them is silence.
         step_ns = self._last_step.end_ns - self._last_step.start_ns
@@ -320,7 +323,7 @@ class Engine:
             with stream.lock:
                 if silent_ns >= patience_ns and (stream.started_ns or stream.key in probed):
                     stream.probe_due = True
-                if not stream.queued and (stream.probe_due or stream.due(now_ns, window)):
+                if not stream.queued and (stream.probe_due or stream.due(flush)):
                     self._outbox.put(stream)
 
     def _load(self) -> EngineLoad:

@@ -1,10 +1,4 @@
-"""From the engine to Triton: a few threads that hand each stream's pending tokens over as one response.
-
-A response costs the machine about the same whether it carries one token or sixty (benchmarks/LOG.md), so under
-load tokens are coalesced: a stream sends at most once per window, and the window grows with the number of live
-streams so that all of them together stay near a fixed rate of responses. Alone, a stream is never held back; its
-first token and its end never are.
-"""
+"""From the engine to Triton: a few threads that hand each stream's pending tokens over as one response."""
 
 from __future__ import annotations
 
@@ -15,15 +9,6 @@ from collections.abc import Callable
 
 from python_backends.cpu_engine.stream import Chunk, Stream
 from python_backends.triton_io import log_error
-
-# One response costs ~0.3 ms of CPU from here to the socket; spending at most half a core on responses
-# means 0.6 ms per live stream.
-WINDOW_PER_STREAM_NS = 600_000
-
-
-def window_ns(live_streams: int, max_window_ns: int) -> int:
-    """How long a stream waits between two responses when ``live_streams`` are generating."""
-    return min(max_window_ns, max(0, live_streams - 1) * WINDOW_PER_STREAM_NS)
 
 
 class Outbox:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from contract.errors import TridentError
 from python_backends.cpu_engine.request import EngineRequest
@@ -13,8 +13,7 @@ from python_backends.cpu_engine.top_log_probs import TopLogProbs
 from python_backends.stream_state import StreamEvent, StreamState
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """What one response adds. token_ids, log_probs and top are new since the last one; ``error`` goes with ERROR.
     since_last_ns: since the stream's previous response with generated ids, 0 if there was none."""
 
@@ -107,15 +106,15 @@ class Stream:
         self.tail = seen[-longest:]
         return None
 
-    def due(self, now_ns: int, window_ns: int) -> bool:
-        """Whether a sender should come: the first tokens and the end at once, the rest once per window."""
+    def due(self, flush: bool) -> bool:
+        """Whether a sender should come: for the first tokens and the end at once, for the rest with a flush."""
         if self.closed or self.queued:
             return False
         if self.event.last:
             return True
         if not self.request.streaming:
             return False
-        return bool(self.pending_ids) and (not self.answered or now_ns - self.last_sent_ns >= window_ns)
+        return bool(self.pending_ids) and (flush or not self.last_sent_ids_ns)
 
     def take(self, now_ns: int) -> Chunk | None:
         """Everything pending as one chunk, or None when there is nothing to say."""

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from contract.errors import EngineFailed
 from python_backends.detokenizer.streams import EngineChunk
@@ -123,7 +123,7 @@ class BareEngine:
         token_ids = inputs.integers("output_ids")[: sum(inputs.integers("sequence_length"))]
         state, options = self._streams.state(request_id, token_ids)
         times = {field: inputs.scalar(name, 0) for field, name in _TIMES.items()}
-        state = replace(state, **times)
+        state = state._replace(**times)
         return EngineChunk(state, token_ids, inputs.floats("output_log_probs")[: len(token_ids)], options=options)
 
     def stop(self, state: StreamState) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from contract.errors import EngineFailed, to_text
 from contract.generation import FinishReason
@@ -29,8 +30,7 @@ _FINISH_REASONS = {
 TopEntry = tuple[list[int], list[float]]
 
 
-@dataclass(frozen=True)
-class EngineChunk:
+class EngineChunk(NamedTuple):
     """One engine response. log_probs, top: one entry per id, or empty. options: with a stream's first chunk. error:
     with ERROR."""
 
@@ -42,8 +42,7 @@ class EngineChunk:
     error: str = ""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What one chunk adds for the client; the last one has a finish_reason. cum_log_prob is over all ids so far."""
 
     text: str

@@ -103,7 +103,9 @@ class Sink:
 class Setting:
     """An engine, its links so far (``link`` is the present one), its clock, and a way to submit."""
 
-    def __init__(self, limits=LIMITS, max_waiting=10, prefix_reuse=False, ready=True, sender_threads=2):
+    def __init__(
+        self, limits=LIMITS, max_waiting=10, prefix_reuse=False, ready=True, sender_threads=2, max_coalesce_ns=0
+    ):
         self.clock, self.links = Clock(), []
         self.metrics = Metrics(metric_family)
         self.engine = Engine(
@@ -112,7 +114,7 @@ class Setting:
             EngineMetrics(self.metrics, "engine", "1"),
             max_waiting=max_waiting,
             sender_threads=sender_threads,
-            max_coalesce_ns=0,
+            max_coalesce_ns=max_coalesce_ns,
             prefix_reuse=prefix_reuse,
             clock_ns=self.clock,
         )
@@ -593,18 +595,19 @@ def test_only_the_oldest_waiting_streams_are_probed(open_setting, monkeypatch):
 
 
 def test_tokens_held_back_by_the_window_are_sent_by_the_ticker(open_setting):
-    setting = open_setting()
-    setting.engine._max_coalesce_ns = SECOND
+    setting = open_setting(max_coalesce_ns=SECOND)
     streams = [setting.submit() for _ in range(2)]
     key, sink = streams[0]
     setting.link.report((key, [1], StreamEvent.RUNNING))
     sink.wait(lambda sink: sink.ids() == [1])
-    setting.link.report((key, [2], StreamEvent.RUNNING))  # within the window of 0.6 ms: the clock stands
+    setting.link.report((key, [2], StreamEvent.RUNNING))  # nothing is known of the pace of steps: it leaves
+    sink.wait(lambda sink: sink.ids() == [1, 2])
+    setting.link.report((key, [3], StreamEvent.RUNNING))  # within the window of 1.2 ms: the clock stands
     looks = setting.clock.looks
     wait_until(lambda: setting.clock.looks > looks + 3)
-    assert sink.ids() == [1]
-    setting.clock.move(0.001)
-    sink.wait(lambda sink: sink.ids() == [1, 2])
+    assert sink.ids() == [1, 2]
+    setting.clock.move(0.0015)
+    sink.wait(lambda sink: sink.ids() == [1, 2, 3])
 
 
 def test_an_idle_engine_does_not_tick(setting):

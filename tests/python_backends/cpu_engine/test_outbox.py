@@ -4,12 +4,10 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from contract.errors import EngineFailed, Unavailable
 from contract.generation import SamplingParams
-from python_backends.cpu_engine.outbox import WINDOW_PER_STREAM_NS, Outbox, window_ns
+from python_backends.cpu_engine.outbox import Outbox
 from python_backends.cpu_engine.request import EngineRequest
 from python_backends.cpu_engine.stream import Stream
 from python_backends.stream_state import StreamEvent
@@ -63,11 +61,11 @@ def stream(key, sink, streaming=True):
     return Stream(1, key, request, sink)
 
 
-def add(outbox, one, *ids, window=0):
+def add(outbox, one, *ids):
     """What the engine does with new tokens."""
     with one.lock:
         one.add_tokens(list(ids), [0.0] * len(ids), [], time.monotonic_ns())
-        if one.due(time.monotonic_ns(), window):
+        if one.due(flush=True):
             outbox.put(one)
 
 
@@ -224,13 +222,3 @@ def test_every_response_is_reported_with_its_stream(outbox, heard):
     outbox.close()
     assert [reported for reported, _ in heard["sent"]] == [one] * len(sink.chunks)
     assert [chunk for _, chunk in heard["sent"]] == sink.chunks
-
-
-@given(st.integers(0, 10_000), st.integers(0, 10**9))
-def test_the_window_is_zero_alone_and_grows_to_its_bound(live, bound):
-    window = window_ns(live, bound)
-    assert 0 <= window <= bound and window_ns(live + 1, bound) >= window
-    if live <= 1:
-        assert window == 0
-    elif bound >= live * WINDOW_PER_STREAM_NS:
-        assert window == (live - 1) * WINDOW_PER_STREAM_NS

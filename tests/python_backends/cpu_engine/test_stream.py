@@ -72,35 +72,37 @@ def test_likeliest_ids_leave_with_the_ids_they_belong_to():
     assert one.take(40).top == entries[1:]
 
 
-def test_the_first_token_and_the_end_are_due_at_once_the_rest_once_per_window():
-    one, window = stream(), 20 * MS
-    assert not one.due(0, window)
+def test_the_first_token_and_the_end_are_due_at_once_the_rest_with_a_flush():
+    one = stream()
+    assert not one.due(flush=True)
+    one.probe_due = True
+    one.take(5 * MS)  # a probe before the first token does not make it wait
     add(one, 1)
-    assert one.due(10 * MS, window)
+    assert one.due(flush=False)
     one.take(10 * MS)
     add(one, 2)
-    assert not one.due(29 * MS, window)
-    assert one.due(30 * MS, window)
+    assert not one.due(flush=False)
+    assert one.due(flush=True)
     one.finish(StreamEvent.LENGTH)
-    assert one.due(11 * MS, window)
+    assert one.due(flush=False)
     one.take(11 * MS)
-    assert not one.due(99 * MS, window)
+    assert not one.due(flush=True)
 
 
 def test_a_stream_that_a_sender_has_is_not_due_again():
     one = stream()
     add(one, 1)
     one.queued = True
-    assert not one.due(10 * MS, 0)
+    assert not one.due(flush=True)
 
 
 def test_a_unary_stream_says_everything_at_its_end():
     one = stream(streaming=False)
     for token in (1, 2, 3):
         add(one, token)
-        assert not one.due(99 * MS, 0) and one.take(99 * MS) is None
+        assert not one.due(flush=True) and one.take(99 * MS) is None
     one.finish(StreamEvent.STOP, stop_id=3)
-    assert one.due(99 * MS, 0)
+    assert one.due(flush=False)
     chunk = one.take(99 * MS)
     assert (chunk.token_ids, chunk.options, chunk.state.stop_id, chunk.state.first) == ([1, 2, 3], "options", 3, 1)
 
@@ -231,7 +233,7 @@ def test_whatever_the_order_of_things_every_token_leaves_once_and_in_order(steps
         elif step == "take" and not one.closed:
             chunk = one.take(now_ns)
             chunks += [chunk] if chunk else []
-        elif step == "tick" and one.due(now_ns, window_ns=3):
+        elif step == "tick" and one.due(flush=now_ns % 2 == 0):
             chunks.append(one.take(now_ns))
     assert one.closed and None not in chunks
     assert [token for chunk in chunks for token in chunk.token_ids] == [7, 8, 9] * echo + generated

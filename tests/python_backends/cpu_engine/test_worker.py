@@ -122,20 +122,28 @@ def test_greedy_tokens_are_the_pipelines_own(worker, direct, prompts):
 
 
 def test_sequences_run_together_and_get_what_they_get_alone(worker, direct, prompts):
-    before = len(worker.reports)
-    ids = [worker.add(prompt, 25) for prompt in prompts]
-    for id, prompt in zip(ids, prompts, strict=True):
-        assert worker.result(id)[0] == direct(prompt, 25)
-    assert max(report.scheduled for report in worker.reports[before:]) == len(prompts)
+    alone = [direct(prompt, 25) for prompt in prompts]
+    for _ in range(20):  # a test that is kept from a core adds them too late to meet; then it tries again
+        before = len(worker.reports)
+        ids = [worker.add(prompt, 25) for prompt in prompts]
+        assert [worker.result(id)[0] for id in ids] == alone
+        if max(report.scheduled for report in worker.reports[before:]) == len(prompts):
+            return
+    pytest.fail("they never ran together")
 
 
 def test_one_that_comes_later_gets_its_first_token_before_the_first_one_ends(worker):
-    first = worker.add([1, 2, 3], 200, stop_ids=())
-    worker.wait(lambda: worker.outputs(first))
-    second = worker.add([4, 5, 6], 3, stop_ids=())
-    assert len(worker.result(second)[0]) == 3
-    assert not worker.ended(first)
-    assert len(worker.result(first)[0]) == 200
+    # The test may be kept from a core while the worker is not, so that it comes too late to be second: it tries again.
+    for _ in range(10):
+        first = worker.add([1, 2, 3], 200, stop_ids=())
+        worker.wait(lambda first=first: worker.outputs(first))
+        second = worker.add([4, 5, 6], 3, stop_ids=())
+        assert len(worker.result(second)[0]) == 3
+        assert len(worker.result(first)[0]) == 200
+        order = [output.id for report in worker.reports for output in report.outputs if output.id in (first, second)]
+        if order.index(second) < len(order) - 1 and order[-1] == first:
+            return
+    pytest.fail("the second never ran beside the first")
 
 
 def test_a_stop_id_ends_a_sequence_and_is_its_last(worker, direct, prompts):
