@@ -1,4 +1,4 @@
-"""``python -m gateway``: both doors until SIGTERM or Ctrl-C, then a drain."""
+"""``python -m gateway``: both doors until SIGTERM or Ctrl-C, then a drain; see ``command_line`` for the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import uvicorn
 
 from contract.errors import InvalidArgument
-from gateway import app, connection, observability
+from gateway import app, command_line, connection, observability
+from gateway.configuration import Configuration
 from gateway.kserve import KServeDoor
 from gateway.service import Service
 from gateway.settings import Settings
@@ -103,9 +104,13 @@ def collect_rarely() -> None:
 
 
 def main() -> int:
+    asked = command_line.parse(sys.argv[1:])
     try:
+        if asked.run is not None:
+            asked.run(asked)
+            return 0
         settings = Settings.from_environment(os.environ)
-        service = Service(settings)
+        service = Service(settings, Configuration(settings.config, os.environ, settings.pools))
     except InvalidArgument as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -10,8 +10,8 @@ import asyncio
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from clients.costs import prompt_bytes
 from contract.errors import DeadlineExceeded, Overloaded, TridentError
@@ -28,34 +28,42 @@ from gateway.permit import Tenant
 _TEMPLATE_TOKENS = 16
 
 
+# Where nobody says how much can run at once.
+UNKNOWN_CAPACITY = 256
+
+
 def most_prompt_tokens(request: GenerationRequest) -> int:
     """A bound on the prompt's tokens without a tokenizer: none is shorter than a byte. The rest is refunded."""
     return prompt_bytes(request) + _TEMPLATE_TOKENS * (1 + len(request.messages or ()))
+
+
+def most_tokens(requests: Sequence[GenerationRequest]) -> int:
+    """A bound on what the choices of one caller may use together; a prompt counts once, however many are made of it."""
+    prompts = {(one.text_input, id(one.messages)): one for one in requests}
+    return sum(map(most_prompt_tokens, prompts.values())) + sum(one.max_tokens for one in requests)
 
 
 @dataclass(frozen=True)
 class Shares:
     """How many requests are on the replicas at once, and how many of those one tenant may have.
 
-    tenant_share: below 1, the rest is free for others' requests at any time, so that long answers of one tenant do
-    not hold all places when short ones of another come.
+    max_running: 0 for as many as the replicas say they can run. tenant_share: below 1, the rest is free for others'
+    requests at any time, so that long answers of one tenant do not hold all places when short ones of another come.
     max_wait_s: longest time in the queue, whatever the request's own deadline.
     """
 
-    max_running: int = 256
+    max_running: int = 0
     tenant_share: float = 0.8
     max_wait_s: float = 30.0
 
-    @property
-    def max_running_of_tenant(self) -> int:
-        return max(1, math.floor(self.max_running * self.tenant_share))
-
 
 class FairAdmission:
-    """Admission for one gateway process: ``await admit(request, tenant)``.
+    """Admission for one gateway process: ``await admit(requests, tenant)``.
 
-    prompt_tokens: a bound on a prompt's tokens. clock: seconds, the one the budget store counts with if that is in
-    memory. ``rejected`` and ``degraded`` count what was refused and lowered, by reason and stage.
+    clock: seconds, the one the budget store counts with if that is in memory. capacity: how many requests the replicas
+    can run at once, for shares that leave it to them. takes: whether an overflow target can have these requests now;
+    where it cannot, answers are shortened instead. ``rejected`` and ``degraded`` count what was refused and lowered,
+    by reason and stage.
     """
 
     def __init__(
@@ -67,14 +75,15 @@ class FairAdmission:
         *,
         shares: Shares = Shares(),
         ladder: Ladder | None = None,
-        prompt_tokens: Callable[[GenerationRequest], int] = most_prompt_tokens,
+        capacity: Callable[[], int] = lambda: UNKNOWN_CAPACITY,
+        takes: Callable[[str, Sequence[GenerationRequest]], bool] = lambda target, requests: True,
         rng: random.Random | None = None,
     ) -> None:
         self._budgets, self._concurrency, self._queue, self._clock = budgets, concurrency, queue, clock
-        self._shares, self._ladder, self._prompt_tokens = shares, ladder, prompt_tokens
+        self._shares, self._ladder, self._capacity, self._takes = shares, ladder, capacity, takes
         self._rng = rng or random.Random()
         self._drain = drain_rate.DrainRate()
-        self.running = 0  # permits that are out and have a place on the replicas
+        self.running = 0  # places on the replicas that permits have
         self._running: Counter[str] = Counter()
         self._running_tokens = 0.0
         self._wake: asyncio.TimerHandle | None = None
@@ -85,6 +94,21 @@ class FairAdmission:
     def waiting(self) -> int:
         return len(self._queue)
 
+    @property
+    def max_running(self) -> int:
+        """Places on the replicas."""
+        return self._shares.max_running or self._capacity()
+
+    def queued(self) -> dict[int, int]:
+        """How many wait, by the class they came in."""
+        return self._queue.depths()
+
+    def change(self, shares: Shares, ladder: Ladder | None, class_limits: Mapping[int, int]) -> None:
+        """Other rules from now on. What runs and waits stays."""
+        self._shares, self._ladder = shares, ladder
+        self._concurrency.class_limits = class_limits
+        self._dispatch()
+
     def pressure(self, tenant: Tenant) -> float:
         """How full the fullest bound is that this tenant can meet: 0 is empty, 1 is full."""
         queue = self._queue
@@ -94,43 +118,69 @@ class FairAdmission:
             queue.waiting_of(tenant.name) / queue.max_per_tenant,
         )
 
-    async def admit(self, request: GenerationRequest, tenant: Tenant) -> QueuedPermit:
-        """See permit.Admission. Raises besides: InvalidArgument (the request can never fit the budget), Unavailable
-        (the budget store does not answer)."""
+    async def admit(self, requests: Sequence[GenerationRequest], tenant: Tenant) -> QueuedPermit:
+        """The permit, as soon as it is the turn of all ``requests`` together; see permit.py.
+
+        Raises Overloaded with ``reason``, ``retry_after_s`` and ``headers`` (pressure, a cap, the queue or a budget is
+        full), DeadlineExceeded (their time was up in the queue), InvalidArgument (they can never fit a budget or a
+        cap), Unavailable (the budget store does not answer).
+        """
         now_s = self._clock()
-        levels: tuple[Level, ...] = getattr(tenant, "levels", ())
-        headers: dict[str, str] = {}
-        target = ""
-        if self._ladder is not None:
-            stage = self._ladder.stage(self.pressure(tenant))
-            if stage is Stage.REFUSE:
-                raise self._refusal("pressure", Overloaded("there is more work than can be done"))
-            lowered = degrade(request, stage, self._ladder)
-            request, target = lowered.request, lowered.target
-            if lowered.note:
-                headers["x-trident-degraded"] = lowered.note
-                self.degraded[stage.value] += 1
-        tokens = self._prompt_tokens(request) + request.max_tokens
-        ticket = _Ticket(self, self._acquire(levels, tenant))
+        requests, target, headers = self._lowered(tuple(requests), tenant)
+        tokens = most_tokens(requests)
+        ticket = _Ticket(self, self._acquire(tenant, len(requests)))
         try:
             if not target:
                 self._check_room(tenant)
-            ticket.reservation = await self._reserve(levels, tokens)
+            ticket.reservation = await self._reserve(tenant.levels, tokens)
             headers |= ticket.reservation.headers
             if not target:  # the overflow target has its own capacity, and no place here is used
-                until_s = now_s + min(self._shares.max_wait_s, request.timeout_s or math.inf)
+                until_s = now_s + min(self._shares.max_wait_s, requests[0].timeout_s or math.inf)
                 turn = asyncio.get_running_loop().create_future()
-                ticket.entry = Entry(tenant.name, tokens, tenant.priority, tenant.weight, until_s, turn)
+                ticket.entry = Entry(
+                    tenant.name, tokens, tenant.priority, tenant.weight, until_s, len(requests), work=turn
+                )
                 self._push(ticket.entry)
                 await turn
         except BaseException:
             ticket.close(0)
             raise
-        return QueuedPermit(request, headers, target, ticket)
+        return QueuedPermit(requests, headers, target, ticket)
 
-    def _acquire(self, levels: tuple[Level, ...], tenant: Tenant) -> Slot:
+    async def admit_reader(self, tenant: Tenant) -> QueuedPermit:
+        """For an answer that exists already or is being made for somebody else: a request of the tenant's budget and
+        a place in its caps, no tokens and no turn. Raises what ``admit`` raises."""
+        ticket = _Ticket(self, self._acquire(tenant, 1))
         try:
-            return self._concurrency.try_acquire(levels, tenant.priority)
+            requests_only = [replace(one, limits=replace(one.limits, tokens_per_minute=None)) for one in tenant.levels]
+            ticket.reservation = await self._reserve(tuple(requests_only), 0)
+        except BaseException:
+            ticket.close(0)
+            raise
+        return QueuedPermit((), dict(ticket.reservation.headers), "", ticket)
+
+    def _lowered(
+        self, requests: tuple[GenerationRequest, ...], tenant: Tenant
+    ) -> tuple[tuple[GenerationRequest, ...], str, dict[str, str]]:
+        """The requests as they may be served under the pressure there is, where, and what is said about it."""
+        ladder = self._ladder
+        if ladder is None:
+            return requests, "", {}
+        stage = ladder.stage(self.pressure(tenant))
+        if stage is Stage.REFUSE:
+            raise self._refusal("pressure", Overloaded("there is more work than can be done"))
+        if stage is Stage.OVERFLOW and not self._takes(ladder.overflow, requests):
+            stage = Stage.SHORTER
+        lowered = [degrade(one, stage, ladder) for one in requests]
+        note = next((one.note for one in lowered if one.note), "")
+        if not note:
+            return requests, "", {}
+        self.degraded[stage.value] += 1
+        return tuple(one.request for one in lowered), lowered[0].target, {"x-trident-degraded": note}
+
+    def _acquire(self, tenant: Tenant, places: int) -> Slot:
+        try:
+            return self._concurrency.try_acquire(tenant.levels, tenant.priority, places)
         except Overloaded as exc:
             raise self._refusal("concurrency", exc) from None
 
@@ -162,31 +212,37 @@ class FairAdmission:
     def _refusal(
         self, reason: str, error: Overloaded, wait_s: float | None = None, headers: Mapping[str, str] | None = None
     ) -> Overloaded:
-        """``error`` with what the caller is told about when to come back."""
+        """``error`` with the reason that metrics name and what the caller is told about when to come back."""
         self.rejected[reason] += 1
         if wait_s is None:
             backlog = self._queue.backlog_tokens + self._running_tokens
             wait_s = drain_rate.retry_after_s(backlog, self._drain.tokens_per_s(self._clock()), self._rng)
-        error.retry_after_s = wait_s
+        error.reason, error.retry_after_s = reason, wait_s
         error.headers = {**(headers or {}), **drain_rate.headers(wait_s)}
         return error
 
-    def _may_run(self, tenant: str) -> bool:
-        return self._running[tenant] < self._shares.max_running_of_tenant
+    def _may_run(self, entry: Entry) -> bool:
+        """Within its tenant's share; what is wider than that runs when the tenant has nothing else."""
+        share = max(1, math.floor(self.max_running * self._shares.tenant_share))
+        return self._running[entry.tenant] + min(entry.places, share) <= share
+
+    def _fits(self, entry: Entry) -> bool:
+        most = self.max_running
+        return self.running + min(entry.places, most) <= most
 
     def _dispatch(self) -> None:
         """Lets in whoever's turn it is, refuses whoever's time is up, and looks again at the next deadline."""
         now_s = self._clock()
         for entry in self._queue.expire(now_s):
             self._expire(entry)
-        while self.running < self._shares.max_running:
-            entry = self._queue.pop(now_s, self._may_run)
+        while len(self._queue) and self.running < self.max_running:
+            entry = self._queue.pop(now_s, self._may_run, self._fits)
             if entry is None:
                 break
             if entry.work.done():
                 continue  # its caller has just left and will close its ticket in a moment
-            self.running += 1
-            self._running[entry.tenant] += 1
+            self.running += entry.places
+            self._running[entry.tenant] += entry.places
             self._running_tokens += entry.cost_tokens
             entry.work.set_result(None)
         if self._wake is not None:
@@ -200,6 +256,7 @@ class FairAdmission:
         self.rejected["deadline"] += 1
         if not entry.work.done():
             error: TridentError = DeadlineExceeded("the request waited in the gateway's queue until its time was up")
+            error.reason = "deadline"
             entry.work.set_exception(error)
 
     def _closed(self, ticket: _Ticket, used_tokens: int) -> None:
@@ -216,8 +273,8 @@ class FairAdmission:
         self._dispatch()
 
     def _leave(self, entry: Entry, used_tokens: int) -> None:
-        self.running -= 1
-        self._running[entry.tenant] -= 1
+        self.running -= entry.places
+        self._running[entry.tenant] -= entry.places
         if not self._running[entry.tenant]:
             del self._running[entry.tenant]
         self._running_tokens -= entry.cost_tokens
@@ -244,9 +301,9 @@ class _Ticket:
 
 @dataclass(eq=False)
 class QueuedPermit:
-    """See permit.Permit. target: the overflow target that shall serve it, empty for the usual replicas."""
+    """See permit.Permit."""
 
-    request: GenerationRequest
+    requests: tuple[GenerationRequest, ...]
     headers: Mapping[str, str]
     target: str
     ticket: _Ticket = field(repr=False)

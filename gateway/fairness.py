@@ -25,8 +25,9 @@ QUANTUM_TOKENS = 1024
 class Entry:
     """One request that waits.
 
-    cost_tokens: what it may use, at least 1. priority: 0 is the most urgent. deadline_s: on the caller's clock, or
-    infinity. work: the caller's own. A weight is that of the tenant's latest entry.
+    cost_tokens: what it may use, at least 1. places: how many of the replicas' places it takes. priority: 0 is the most
+    urgent. deadline_s: on the caller's clock, or infinity. work: the caller's own. A weight is that of the tenant's
+    latest entry.
     """
 
     tenant: str
@@ -34,6 +35,7 @@ class Entry:
     priority: int = 1
     weight: float = 1.0
     deadline_s: float = math.inf
+    places: int = 1
     work: Any = None
     sequence: int = -1
     level: int = -1
@@ -66,12 +68,7 @@ class FairQueue:
         quantum_tokens: float = QUANTUM_TOKENS,
         aging_s: float = 10.0,
     ) -> None:
-        named = {"max_per_class": max_per_class, "max_per_tenant": max_per_tenant}
-        for name, value in {**named, "quantum_tokens": quantum_tokens, "aging_s": aging_s}.items():
-            if not value > 0:
-                raise InvalidArgument(name, f"got {value!r}; allowed is more than 0")
-        self.max_per_class, self.max_per_tenant = max_per_class, max_per_tenant
-        self._quantum, self._aging_s = quantum_tokens, aging_s
+        self.bound(max_per_class, max_per_tenant, quantum_tokens, aging_s)
         self._classes: dict[int, OrderedDict[str, _Flow]] = {}
         self._aging: dict[int, deque[tuple[float, Entry]]] = {}  # by class, in the order they came into it
         self._deadlines: list[tuple[float, int, Entry]] = []
@@ -83,12 +80,24 @@ class FairQueue:
         self._left = 0  # entries that left since the heaps were last rid of such
         self.backlog_tokens = 0.0
 
+    def bound(self, max_per_class: int, max_per_tenant: int, quantum_tokens: float, aging_s: float) -> None:
+        """Other bounds from now on; those who wait stay, even where fewer may."""
+        named = {"max_per_class": max_per_class, "max_per_tenant": max_per_tenant}
+        for name, value in {**named, "quantum_tokens": quantum_tokens, "aging_s": aging_s}.items():
+            if not value > 0:
+                raise InvalidArgument(name, f"got {value!r}; allowed is more than 0")
+        self.max_per_class, self.max_per_tenant = max_per_class, max_per_tenant
+        self._quantum, self._aging_s = quantum_tokens, aging_s
+
     def __len__(self) -> int:
         return self._count
 
     def depth(self, priority: int) -> int:
         """Entries that came in this class and wait."""
         return self._by_class[priority]
+
+    def depths(self) -> dict[int, int]:
+        return dict(self._by_class)
 
     def waiting_of(self, tenant: str) -> int:
         return self._by_tenant[tenant]
@@ -147,13 +156,25 @@ class FairQueue:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
-    def pop(self, now_s: float, may_run: Callable[[str], bool] = lambda tenant: True) -> Entry | None:
-        """The entry whose turn it is among the tenants that ``may_run``, or None. The expired stay for ``expire``."""
+    def pop(
+        self,
+        now_s: float,
+        may_run: Callable[[Entry], bool] = lambda entry: True,
+        fits: Callable[[Entry], bool] = lambda entry: True,
+    ) -> Entry | None:
+        """The entry whose turn it is, or None. The expired stay for ``expire``.
+
+        A tenant whose next entry may not run is passed over. One whose turn it is and that does not fit yet is not:
+        it is None until there is room, or narrow requests would keep a wide one out for ever.
+        """
         self._expired = self.expire(now_s)
         self._age(now_s)
         for level in sorted(self._classes):
             entry = self._turn(level, may_run)
             if entry is not None:
+                if not fits(entry):
+                    return None
+                self._classes[level][entry.tenant].deficit -= entry.cost_tokens
                 self.remove(entry)
                 return entry
         return None
@@ -183,16 +204,18 @@ class FairQueue:
             if not line:
                 del self._aging[level]
 
-    def _turn(self, level: int, may_run: Callable[[str], bool]) -> Entry | None:
-        """Deficit round robin in one class. A tenant at the front gets its quantum once a turn, sends while that
-        lasts, and goes to the back."""
+    def _turn(self, level: int, may_run: Callable[[Entry], bool]) -> Entry | None:
+        """Deficit round robin in one class; asked again without a change it says the same.
+
+        A tenant at the front gets its quantum once a turn, sends while that lasts, and goes to the back.
+        """
         flows = self._classes[level]
         heads: dict[str, Entry] = {}
         for tenant, flow in list(flows.items()):
             head = flow.head(level)
             if head is None:
                 del flows[tenant]  # and its deficit with it: who has nothing to send saves nothing up
-            elif may_run(tenant):
+            elif may_run(head):
                 heads[tenant] = head
         if not flows:
             del self._classes[level]
@@ -203,7 +226,6 @@ class FairQueue:
                     flow.deficit += self._quantum * flow.weight
                     flow.in_turn = True
                 if cost <= flow.deficit:
-                    flow.deficit -= cost
                     return heads[tenant]
                 flow.in_turn = False
                 flows.move_to_end(tenant)

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import orjson
 from starlette.requests import ClientDisconnect, Request
 
-from clients import completion
 from clients.completion import Completion
 from clients.connection import new_request_id, sendable
 from clients.request import MAX_REQUEST_ID
@@ -19,9 +18,10 @@ from contract.errors import EngineFailed, InvalidArgument, TridentError
 from contract.generation import TokenDelta, Usage
 from gateway import refusal, schemas
 from gateway.chat import Chat
+from gateway.choices import Choices, together
 from gateway.completions import Completions
 from gateway.schemas import ChatRequest, CompletionRequest
-from gateway.service import Asking, Generation, Service
+from gateway.service import Asking, Service
 from gateway.streaming import Reader
 from gateway.vocabulary import Vocabulary
 
@@ -90,30 +90,23 @@ class HttpDoor:
         session = request.headers.get("x-session-id", "")[:MAX_REQUEST_ID]
         asking = Asking(tenant, "http", self._form.operation, request_id, dict(request.headers), session)
         form = self._form(asked, request_id, self._vocabulary)
-        async with _admitted(service, asked, asking, timeout_s) as generations:
-            headers = _headers(request_id, generations[0].headers)
-            prompts = len(generations) // asked.choices
+        async with _admitted(service, asked, asking, timeout_s) as choices:
+            headers = _headers(request_id, choices.headers)
             if asked.stream:
-                await self._stream(reader, form, generations, prompts, headers, asked.include_usage)
+                await self._stream(reader, form, choices, asked, headers)
             else:
-                answer = await _whole(form, generations, prompts)
+                answer = await _whole(form, choices, asked, request_id)
                 await reader.respond(200, [*headers, _JSON], orjson.dumps(answer))
 
     async def _stream(
-        self,
-        reader: Reader,
-        form: Form,
-        generations: list[Generation],
-        prompts: int,
-        headers: Headers,
-        include_usage: bool,
+        self, reader: Reader, form: Form, choices: Choices, asked: ChatRequest | CompletionRequest, headers: Headers
     ) -> None:
         """Events as they come. Nothing is sent before there is something to say, so that an error that comes first
         is a status; but a caller that waits long hears heartbeats."""
-        deltas = _merged(generations)
-        usages: list[Usage | None] = [None] * len(generations)
+        pieces = aiter(choices)
+        usages: dict[int, Usage | None] = {}
         begun: set[int] = set()
-        first = asyncio.ensure_future(deltas.__anext__())
+        first = asyncio.ensure_future(anext(pieces))
         try:
             done, _ = await asyncio.wait((first,), timeout=self._service.settings.heartbeat_s)
             if done:
@@ -130,18 +123,19 @@ class HttpDoor:
                     begun.add(choice)
                     events.append(form.first_chunk(choice))
                 events.append(form.chunk(choice, delta))
-                usages[choice] = delta.usage or usages[choice]
+                usages[choice] = delta.usage or usages.get(choice)
                 data = b"".join(b"data: %b\n\n" % orjson.dumps(event) for event in events if event is not None)
                 if data:
                     await reader.write(data)
-                item = await anext(deltas, None)
-            if include_usage:
-                await reader.write(b"data: %b\n\n" % orjson.dumps(form.usage_chunk(_usage(usages, prompts))))
+                item = await anext(pieces, None)
+            if asked.include_usage:
+                usage = _usage([usages[choice] for choice in sorted(usages)], asked.choices)
+                await reader.write(b"data: %b\n\n" % orjson.dumps(form.usage_chunk(usage)))
             await reader.end(_DONE)
         finally:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
-            await deltas.aclose()
+            await pieces.aclose()
 
     async def _say(self, reader: Reader, error: TridentError, request_id: str) -> None:
         """The error, as a status or, where that is gone already, as the stream's last event."""
@@ -196,89 +190,38 @@ async def answered(
         raise InvalidArgument("stream", "is not allowed here: the answer is given whole")
     form = kind(asked, asking.request_id, vocabulary)
     most_s = service.settings.request_timeout_s
-    async with _admitted(service, asked, asking, min(most_s, timeout_s or most_s)) as generations:
-        return await _whole(form, generations, len(generations) // asked.choices)
+    async with _admitted(service, asked, asking, min(most_s, timeout_s or most_s)) as choices:
+        return await _whole(form, choices, asked, asking.request_id)
 
 
 @contextlib.asynccontextmanager
 async def _admitted(
     service: Service, asked: ChatRequest | CompletionRequest, asking: Asking, timeout_s: float
-) -> AsyncIterator[list[Generation]]:
-    """The generations of all choices, or none: one that is refused lets the others go. Left, they are over."""
+) -> AsyncIterator[Choices]:
+    """All choices, or none: the refusal is raised. Left, they are over."""
     service.check_model(asked.model, asking.tenant)
-    generations: list[Generation] = []
+    choices = await service.choices(asked.generations(service.settings, timeout_s), asking)
     error: BaseException | None = None
     try:
-        for one in asked.generations(service.settings, timeout_s):
-            generations.append(await service.generation(one, asking))
-        yield generations
+        yield choices
     except BaseException as exc:
         error = exc
         raise
     finally:
-        for generation in generations:
-            generation.close(error)
+        choices.close(error)
 
 
-async def _whole(form: Form, generations: list[Generation], prompts: int) -> dict[str, Any]:
-    answers = await _together(generations)
-    return form.whole(answers, _usage([answer.usage for answer in answers], prompts))
+async def _whole(
+    form: Form, choices: Choices, asked: ChatRequest | CompletionRequest, request_id: str
+) -> dict[str, Any]:
+    answers = await together(choices, request_id)
+    return form.whole(answers, _usage([answer.usage for answer in answers], asked.choices))
 
 
-async def _together(generations: list[Generation]) -> list[Completion]:
-    """Every choice to its end. The first error ends them all."""
-
-    async def collect(generation: Generation) -> Completion:
-        return completion.join([delta async for delta in generation], generation.id)
-
-    if len(generations) == 1:
-        return [await collect(generations[0])]
-    tasks = [asyncio.ensure_future(collect(generation)) for generation in generations]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, TokenDelta]]:
-    """(choice, delta) in order of arrival. The first error ends them all. A slow reader holds all of them back."""
-    if len(generations) == 1:
-        async for delta in generations[0]:
-            yield 0, delta
-        return
-    arrived: asyncio.Queue = asyncio.Queue(maxsize=len(generations))
-
-    async def read(choice: int, generation: Generation) -> None:
-        try:
-            async for delta in generation:
-                await arrived.put((choice, delta))
-            await arrived.put((choice, None))
-        except TridentError as error:
-            await arrived.put((choice, error))
-
-    tasks = [asyncio.ensure_future(read(*one)) for one in enumerate(generations)]
-    try:
-        left = len(tasks)
-        while left:
-            choice, item = await arrived.get()
-            if isinstance(item, TridentError):
-                raise item
-            if item is None:
-                left -= 1
-            else:
-                yield choice, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _usage(usages: Sequence[Usage | None], prompts: int) -> dict[str, Any]:
-    """Tokens of all choices; a prompt counts once, however many choices were made of it."""
+def _usage(usages: Sequence[Usage | None], choices: int) -> dict[str, Any]:
+    """Tokens of all choices, prompt by prompt; a prompt counts once, however many choices were made of it."""
     known = [usage or Usage(0, 0) for usage in usages]
-    each = known[:: max(1, len(known) // max(1, prompts))]
+    each = known[::choices]
     prompt, output = sum(one.input_tokens for one in each), sum(one.output_tokens for one in known)
     return {
         "prompt_tokens": prompt,

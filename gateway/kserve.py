@@ -37,7 +37,7 @@ from contract.errors import (
     Unavailable,
     to_text,
 )
-from contract.generation import GenerationRequest
+from contract.generation import FinishReason, GenerationRequest, TokenDelta
 from gateway import refusal
 from gateway.http_door import bearer
 from gateway.permit import Tenant
@@ -194,7 +194,8 @@ class KServeDoor:
         service.check_model(request.model_name, tenant)
         asked = read(request, _left_s(request, context, service.settings.request_timeout_s))
         asking = _asking(tenant, request, carrier)
-        generation = await service.generation(asked, asking)
+        choices = await service.choices((asked,), asking)
+        (generation,) = choices.generations
         generation.watched_by(asyncio.current_task())
         error: BaseException | None = None
         attempts = 0
@@ -249,10 +250,9 @@ class KServeDoor:
                     if delta is not None:
                         if fresh:
                             booking.began()
-                        reason = delta.finish_reason.value if delta.finish_reason else ""
-                        generation.saw(len(delta.token_ids), reason, delta.usage)
+                        generation.saw(delta)
                     elif answer.whole and not generation.finish_reason:
-                        generation.saw(0, "stop", None)
+                        generation.saw(TokenDelta(finish_reason=FinishReason.STOP))
                     if answer.broken is not None:
                         error = answer.broken
                     await writer.write(data)

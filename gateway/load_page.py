@@ -13,11 +13,12 @@ _KV_CACHE = "nv_trt_llm_kv_cache_block_metrics"
 
 @dataclass(frozen=True)
 class PageLoad:
-    """running, waiting, max_running: requests. kv_usage: fraction of the KV blocks in use."""
+    """running, waiting, max_running: requests; the last is 0 where the page does not say it. kv_usage: fraction of the
+    KV blocks in use."""
 
     running: int = 0
     waiting: int = 0
-    max_running: int = 1
+    max_running: int = 0
     kv_usage: float = 0.0
 
 
@@ -33,6 +34,6 @@ def read(page: str) -> PageLoad:
     return PageLoad(
         running=int(values[_REQUESTS, "scheduled"]),
         waiting=int(values[_REQUESTS, "waiting"]),
-        max_running=max(1, int(values[_REQUESTS, "max"])),
+        max_running=int(values[_REQUESTS, "max"]),
         kv_usage=min(1.0, values[_KV_CACHE, "fraction"]),
     )

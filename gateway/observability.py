@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -15,26 +15,30 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from contract.errors import TridentError
-from contract.generation import Usage
+from contract.generation import Timings, Usage
 
 if TYPE_CHECKING:
-    from gateway.replicas import Replicas
+    from gateway.generation import Generation
+    from gateway.service import Asking, Service
 
 # The buckets OpenTelemetry advises for gen_ai.server.*, in seconds.
 DURATION_S = tuple(0.01 * 2**n for n in range(14))
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 LAG_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+REUSE = ("hit", "semantic", "coalesced", "replayed", "miss", "bypass")
 MAX_TENANTS = 100  # that have a label of their own; later ones share "other"
 
 
 class Metrics:
     """Every metric of one gateway, in a registry of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.tokens_made = 0
         registry = self.registry = CollectorRegistry()
         generation = ("operation", "model", "error_type")
         self.duration = Histogram(
@@ -74,7 +78,10 @@ class Metrics:
             "trident_gateway_rejections", "Refused before anything was made, by reason", ("reason",), registry=registry
         )
         self.ends = Counter(
-            "trident_gateway_generations", "Ended generations by how they ended", ("end",), registry=registry
+            "trident_gateway_generations",
+            "Ended generations by how they ended, and the pool or target that had them",
+            ("end", "pool"),
+            registry=registry,
         )
         self.tokens = Counter(
             "trident_gateway_tokens", "Tokens by tenant and direction", ("tenant", "direction"), registry=registry
@@ -82,12 +89,23 @@ class Metrics:
         self.retries = Counter(
             "trident_gateway_retries", "Calls to replicas beyond a generation's first", registry=registry
         )
+        self.reuse = Counter(
+            "trident_gateway_reuse",
+            "Requests by whether an answer was there: hit, semantic, coalesced, replayed, miss, bypass",
+            ("result",),
+            registry=registry,
+        )
+        self.shadow = Counter(
+            "trident_gateway_shadow", "Copies of requests by what came of them", ("result",), registry=registry
+        )
         self.in_flight = Gauge("trident_gateway_in_flight", "Admitted generations under way", registry=registry)
         self.waiting = Gauge("trident_gateway_waiting", "Generations waiting in admission", registry=registry)
         self.lag = Histogram(
             "trident_gateway_event_loop_lag_seconds", "How late timers fire", buckets=LAG_S, registry=registry
         )
         self._tenants: set[str] = set()
+        for result in REUSE:  # so that rates are there before the first of them
+            self.reuse.labels(result)
 
     def tenant(self, name: str) -> str:
         """The label of a tenant, one of a bounded set."""
@@ -98,42 +116,104 @@ class Metrics:
         self._tenants.add(name)
         return name
 
+    def ended(self, generation: Generation, asking: Asking, pool: str, attempts: int) -> None:
+        """A generation is over."""
+        now_s, labels = time.monotonic(), (asking.operation, self._model)
+        error, usage, first_s = generation.error, generation.usage, generation.first_s
+        self.duration.labels(*labels, type(error).__name__ if error else "").observe(now_s - generation.began_s)
+        self.ends.labels(generation.finish_reason or end_of(error), pool).inc()
+        self.retries.inc(max(0, attempts - 1))
+        if first_s:
+            self.first_token.labels(*labels).observe(first_s - generation.began_s)
+        if usage is not None:
+            tenant = self.tenant(asking.tenant.name)
+            self.tokens.labels(tenant, "input").inc(usage.input_tokens)
+            self.tokens.labels(tenant, "output").inc(usage.output_tokens)
+            self.tokens_made += usage.input_tokens + usage.output_tokens
+            if first_s and usage.output_tokens > 1:
+                self.per_token.labels(*labels).observe((now_s - first_s) / (usage.output_tokens - 1))
+
     def page(self) -> bytes:
         return generate_latest(self.registry)
 
 
-class ReplicaMetrics:
-    """A collector of what is known of the replicas at the moment the page is read."""
+class StateMetrics:
+    """A collector of how things stand at the moment the page is read: replicas, upstreams, queue, refusals, cost."""
 
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
     def describe(self) -> list:
         return []
 
-    def collect(self):
+    def collect(self) -> Iterator[Metric]:
+        service, admission = self._service, self._service.admission
         labels = ("replica", "pool")
-        families = {
-            "healthy": GaugeMetricFamily("trident_gateway_replica_healthy", "1 if probes say so", labels=labels),
-            "breaker": GaugeMetricFamily(
-                "trident_gateway_breaker_state", "0 closed, 1 half open, 2 open", labels=labels
-            ),
-            "outstanding": GaugeMetricFamily(
-                "trident_gateway_replica_outstanding", "Requests this gateway has there", labels=labels
-            ),
-            "waiting": GaugeMetricFamily("trident_gateway_replica_waiting", "Waiting, by its page", labels=labels),
-            "kv": GaugeMetricFamily(
-                "trident_gateway_replica_kv_usage_ratio", "KV cache in use, by its page", labels=labels
-            ),
-        }
-        for replica in self._replicas.all():
+        healthy = GaugeMetricFamily("trident_gateway_replica_healthy", "1 if probes say so", labels=labels)
+        breaker = GaugeMetricFamily("trident_gateway_breaker_state", "0 closed, 1 half open, 2 open", labels=labels)
+        outstanding = GaugeMetricFamily(
+            "trident_gateway_replica_outstanding", "Requests this gateway has there", labels=labels
+        )
+        waiting = GaugeMetricFamily("trident_gateway_replica_waiting", "Waiting, by its page", labels=labels)
+        kv_usage = GaugeMetricFamily(
+            "trident_gateway_replica_kv_usage_ratio", "KV cache in use, by its page", labels=labels
+        )
+        for replica in service.replicas.all():
             values = (replica.url, replica.pool)
-            families["healthy"].add_metric(values, float(bool(replica.health.healthy)))
-            families["breaker"].add_metric(values, replica.breaker.state.value)
-            families["outstanding"].add_metric(values, replica.outstanding)
-            families["waiting"].add_metric(values, replica.page.waiting)
-            families["kv"].add_metric(values, replica.page.kv_usage)
-        return list(families.values())
+            healthy.add_metric(values, float(bool(replica.health.healthy)))
+            breaker.add_metric(values, replica.breaker.state.value)
+            outstanding.add_metric(values, replica.outstanding)
+            waiting.add_metric(values, replica.page.waiting)
+            kv_usage.add_metric(values, replica.page.kv_usage)
+        for upstream in service.overflow.upstreams():
+            breaker.add_metric((upstream.url, upstream.name), upstream.breaker.state.value)
+            outstanding.add_metric((upstream.url, upstream.name), upstream.outstanding)
+        yield from (healthy, breaker, outstanding, waiting, kv_usage)
+        depth = GaugeMetricFamily("trident_gateway_queue_depth", "Requests that wait, by class", labels=("priority",))
+        for priority, count in sorted(admission.queued().items()):
+            depth.add_metric((str(priority),), count)
+        degraded = CounterMetricFamily(
+            "trident_gateway_degraded", "Requests that were given less, by stage", labels=("stage",)
+        )
+        for stage, count in admission.degraded.items():
+            degraded.add_metric((stage,), count)
+        yield from (depth, degraded)
+        yield GaugeMetricFamily("trident_gateway_places", "Requests that may run at once", admission.max_running)
+        yield GaugeMetricFamily("trident_gateway_places_taken", "Of which so many do", admission.running)
+        yield CounterMetricFamily(
+            "trident_gateway_replica_seconds", "Time of fit replicas", service.replica_seconds.total()
+        )
+        prices = service.configuration.policy.prices
+        if prices is not None:
+            cost = service.replica_seconds.total() * prices.replica_hour / 3600
+            spent = CounterMetricFamily("trident_gateway_cost", "Of the fit replicas' time", labels=("currency",))
+            spent.add_metric((prices.currency,), cost)
+            per_1000 = GaugeMetricFamily(
+                "trident_gateway_cost_per_1000_tokens",
+                "Since the start, input and output tokens together",
+                labels=("currency",),
+            )
+            if service.metrics.tokens_made:
+                per_1000.add_metric((prices.currency,), cost / service.metrics.tokens_made * 1000)
+            yield from (spent, per_1000)
+
+
+class ReplicaSeconds:
+    """How long how many replicas were fit: the integral of their number. ``look`` now and then."""
+
+    def __init__(self, fit: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+        self._fit, self._clock = fit, clock
+        self._at_s, self._count, self._total = clock(), 0, 0.0
+
+    def total(self) -> float:
+        """Seconds of replicas so far. Looks."""
+        now_s = self._clock()
+        self._total += self._count * (now_s - self._at_s)
+        self._at_s, self._count = now_s, self._fit()
+        return self._total
+
+    def sweep(self, now_s: float) -> None:
+        self.total()
 
 
 class Tracing:
@@ -165,6 +245,12 @@ class Tracing:
             return None
         return self._tracer.start_span(name, context=set_span_in_context(parent), kind=kind)
 
+    def past(self, parent: Span, name: str, start_ns: int, end_ns: int) -> Span:
+        """A span of what is over already."""
+        span = self._tracer.start_span(name, context=set_span_in_context(parent), start_time=start_ns)
+        span.end(end_ns)
+        return span
+
     def close(self) -> None:
         """Sends what is left."""
         if self._provider is not None:
@@ -189,14 +275,41 @@ def end_span(span: Span | None, error: BaseException | None = None, **attributes
     span.end()
 
 
-def generation_attributes(usage: Usage | None, finish_reason: str) -> dict[str, Any]:
+def generation_attributes(usage: Usage | None, finish_reasons: Sequence[str]) -> dict[str, Any]:
     """The attributes OpenTelemetry's GenAI conventions name."""
-    found: dict[str, Any] = {"gen_ai.response.finish_reasons": [finish_reason]} if finish_reason else {}
+    found: dict[str, Any] = {"gen_ai.response.finish_reasons": list(finish_reasons)} if finish_reasons else {}
     if usage is not None:
         found["gen_ai.usage.input_tokens"] = usage.input_tokens
         found["gen_ai.usage.output_tokens"] = usage.output_tokens
         found["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
     return found
+
+
+def engine_spans(tracing: Tracing, replica: Span, timings: Timings | None) -> None:
+    """The replica's span in its parts, as the engine itself timed them: tokenizer, engine with queue, prefill and
+    decode, detokenizer.
+
+    The engine's clock is another one. Its last token is put where the last response arrived, so that what lies before
+    its arrival, the way there included, is the tokenizer's; the detokenizer's part is the little that is left.
+    """
+    began_ns, now_ns = getattr(replica, "start_time", None), time.time_ns()
+    if timings is None or not began_ns:
+        return
+    shift_ns = now_ns - timings.last_token_ns
+    arrival_ns = max(began_ns, timings.arrival_ns + shift_ns)
+    instants = [max(arrival_ns, at_ns + shift_ns) for at_ns in (timings.first_scheduled_ns, timings.first_token_ns)]
+    tracing.past(replica, "tokenizer", began_ns, arrival_ns)
+    engine = tracing.past(replica, "engine", arrival_ns, now_ns)
+    for name, start_ns, end_ns in zip(
+        ("queue", "prefill", "decode"), (arrival_ns, *instants), (*instants, now_ns), strict=True
+    ):
+        tracing.past(engine, f"engine.{name}", start_ns, end_ns)
+    tracing.past(replica, "detokenizer", now_ns, time.time_ns())
+
+
+def end_of(error: TridentError | None) -> str:
+    """What the end of a generation that did not finish is called."""
+    return type(error).__name__ if error else ""
 
 
 def reason(error: TridentError) -> str:

@@ -69,7 +69,7 @@ class Replica:
             self.url,
             running=self.page.running,
             waiting=self.page.waiting,
-            max_running=self.page.max_running,
+            max_running=max(1, self.page.max_running),
             kv_usage=self.page.kv_usage,
             pending_tokens=round(self.pending_tokens),
             healthy=bool(self.health.healthy),
@@ -197,6 +197,10 @@ class Replicas:
         """Those that may get requests now."""
         now_s = time.monotonic()
         return [replica for replica in self.all() if replica.fit(now_s)]
+
+    def slots(self) -> int:
+        """Requests that the fit ones can run at once, by their own pages; 0 where none says it."""
+        return sum(replica.page.max_running for replica in self.fit())
 
     def door(
         self, asked: GenerationRequest, pinned: str = "", session: str = "", traceparent: str = "", payload: bytes = b""
@@ -327,12 +331,12 @@ class Door:
         self._replicas, self._ask, self._pinned = replicas, ask, pinned
         self._traceparent, self._payload = traceparent, payload
         self._tried: frozenset[str] = frozenset()
-        self.replica = ""  # where the latest attempt went
+        self.replica = self.pool = ""  # where the latest attempt went
 
     async def open(self, asked: GenerationRequest, left_s: float) -> Booking:
         replica = self._replicas.choose(self._ask, self._pinned, self._tried)
         self._tried |= {replica.url}
-        self.replica = replica.url
+        self.replica, self.pool = replica.url, replica.pool
         return Booking(self._replicas, replica, asked, left_s, self._traceparent, self._payload)
 
     def has_alternative(self) -> bool:

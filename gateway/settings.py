@@ -17,7 +17,9 @@
 | DEEP_PROBES | true | a probe also generates one token |
 | DEEP_PROMPT, DEEP_SHA256 | The | its prompt, and its token's digest (gateway/health.py); empty: any token |
 | BREAKER_FAILURES, BREAKER_OPEN_S | 5, 10 | failures in a row that open a breaker, and for how long at first |
-| MAX_IN_FLIGHT | 1000 | requests at once, the next is refused, unless another admission is plugged in |
+| CONFIG | | TOML file of tenants with their keys (gateway/tenants.py) and of the rules (gateway/policy.py) |
+| API_KEYS | | `ORG/TEAM/KEY=<the API key>,…` beside those of the file; without any key everybody is one tenant |
+| MAX_IN_FLIGHT | 1000 | requests at once, those that wait included; the next is refused |
 | MAX_BODY_BYTES | 4194304 | of an HTTP request and of a gRPC message |
 | MAX_CHOICES | 16 | `n` times the prompts of one request |
 | DEFAULT_MAX_TOKENS | 256 | where a chat asks for no limit |
@@ -94,6 +96,7 @@ class Settings:
     deep_sha256: str = ""
     breaker_failures: int = 5
     breaker_open_s: float = 10.0
+    config: Path | None = None
     max_in_flight: int = 1000
     max_body_bytes: int = 4 * 1024 * 1024
     max_choices: int = 16
@@ -151,7 +154,7 @@ class Settings:
                 raise InvalidArgument(variable(name), "is empty; at least one character is needed")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidArgument(variable("tls_key"), f"set {variable('tls_cert')} and {variable('tls_key')} together")
-        for name in ("tokenizer", "tls_cert", "tls_key"):
+        for name in ("config", "tokenizer", "tls_cert", "tls_key"):
             path = getattr(self, name)
             if path is not None and not path.is_file():
                 raise InvalidArgument(variable(name), f"there is no file {path}")

@@ -1,4 +1,4 @@
-"""API keys and whose they are: organisation → team → key, from a TOML file and the environment.
+"""API keys and whose they are: organisation → team → key, from the configuration file and the environment.
 
 A team is a tenant: its keys share its name, its place in the queue and its caches, and can be exchanged without
 anyone noticing. Limits may stand on every level and all of them hold:
@@ -13,7 +13,7 @@ anyone noticing. Limits may stand on every level and all of them hold:
     hash = "…"                                # HMAC-SHA256 of the key under the salt, hexadecimal
     max_in_flight = 8
 
-``python -m gateway.tenants`` prints a new key and its hash. Keys are random and long, so a slow hash would protect
+``python -m gateway new-key`` prints a new key and its hash. Keys are random and long, so a slow hash would protect
 nothing that is not safe already and would let anybody keep the gateway busy with wrong ones.
 
 From the environment: ``TRIDENT_GATEWAY_API_KEYS=acme/research/bob=<key>,…``; a team that the file does not know
@@ -24,39 +24,23 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
 import math
 import re
 import secrets
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 
 from contract.errors import InvalidArgument, Unauthenticated
 from gateway.budgets import Level, Limits
 from gateway.permit import Tenant
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from gateway.policy import LOWEST_PRIORITY, SECTIONS
 
 API_KEYS = "TRIDENT_GATEWAY_API_KEYS"
 LEAST_KEY_LENGTH = 20
-LOWEST_PRIORITY = 9
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _LIMITS = tuple(declared.name for declared in fields(Limits))
 _TENANT = ("models", "pool", "priority", "weight")
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class KeyTenant(Tenant):
-    """A tenant as one of its keys sees it. levels: organisation, team, key, outermost first."""
-
-    levels: tuple[Level, ...] = ()
 
 
 def digest(salt: bytes, api_key: str) -> bytes:
@@ -73,9 +57,22 @@ class KeyTable:
     """One reading of the file and the environment. Hashes only; the keys of the environment are hashed as well."""
 
     # salt, and by the first 8 bytes of the hash the whole hash and the tenant
-    salted: tuple[tuple[bytes, Mapping[bytes, tuple[bytes, KeyTenant]]], ...] = ()
+    salted: tuple[tuple[bytes, Mapping[bytes, tuple[bytes, Tenant]]], ...] = ()
 
-    def find(self, api_key: str) -> KeyTenant | None:
+    def __len__(self) -> int:
+        """Keys."""
+        return sum(len(tenants) for _, tenants in self.salted)
+
+    def tenant(self, api_key: str) -> Tenant:
+        """Raises Unauthenticated; its message says nothing about which keys there are."""
+        if not api_key:
+            raise Unauthenticated("no API key was sent; send it as Authorization: Bearer <key>")
+        found = self._find(api_key)
+        if found is None:
+            raise Unauthenticated("this API key is not known here")
+        return found
+
+    def _find(self, api_key: str) -> Tenant | None:
         """The tenant of a key. What is looked up is a salted hash, of which a caller can steer no byte; the rest is
         compared in constant time."""
         found = None
@@ -86,102 +83,53 @@ class KeyTable:
                 found = tenant
         return found
 
-    def named(self, key: str) -> KeyTenant | None:
+    def named(self, key: str) -> Tenant | None:
         """The tenant of the key whose whole name is ``key``, such as ``acme/research/alice``."""
         known = (tenant for _, tenants in self.salted for _, tenant in tenants.values())
         return next((tenant for tenant in known if tenant.levels[-1].name == key), None)
 
 
-def _indexed(tenants: Mapping[bytes, KeyTenant]) -> dict[bytes, tuple[bytes, KeyTenant]]:
+def _indexed(tenants: Mapping[bytes, Tenant]) -> dict[bytes, tuple[bytes, Tenant]]:
     return {hashed[:8]: (hashed, tenant) for hashed, tenant in tenants.items()}
 
 
-class TenantKeys:
-    """The keys as they stand now: ``tenant(api_key)``, for every request.
+def read(path: str, table: Mapping, environ: Mapping[str, str]) -> KeyTable:
+    """The keys in a file's table and in the environment. Raises InvalidArgument that names the place."""
+    file, from_environment = _File(path, table), environ.get(API_KEYS, "")
+    salted = [(salt(path, table), _indexed(file.tenants()))] if file.orgs else []
+    if from_environment:
+        own = secrets.token_bytes(16)
+        salted.append((own, _indexed(_from_environment(file, from_environment, own))))
+    return KeyTable(tuple(salted))
 
-    The file is looked at again every ``interval_s`` and read when it changed. A reading that fails changes nothing:
-    the last good one stays, the reason is logged once and stands in ``problem``. The first one raises it.
-    """
 
-    def __init__(
-        self, path: Path | None, environ: Mapping[str, str], clock: Callable[[], float], interval_s: float = 1.0
-    ) -> None:
-        self._path = path
-        self._environment = environ.get(API_KEYS, "")
-        self._environment_salt = secrets.token_bytes(16)
-        self._clock = clock
-        self._interval_s = interval_s
-        self._seen = self._signature()
-        self._table = self._read()
-        self._next_look_s = clock() + interval_s
-        self.problem = ""
+def salt(path: str, table: Mapping) -> bytes:
+    """The file's salt. Raises InvalidArgument if it has none that is one."""
+    text = table.get("salt")
+    try:
+        found = bytes.fromhex(text) if isinstance(text, str) else b""
+    except ValueError:
+        found = b""
+    if len(found) < 16:
+        problem = "allowed are 16 bytes or more in hexadecimal, made once and at random"
+        raise InvalidArgument(f"{path}: salt", problem)
+    return found
 
-    def tenant(self, api_key: str) -> KeyTenant:
-        """Raises Unauthenticated; its message says nothing about which keys there are."""
-        self._look()
-        if not api_key:
-            raise Unauthenticated("no API key was sent; send it as Authorization: Bearer <key>")
-        found = self._table.find(api_key)
-        if found is None:
-            raise Unauthenticated("this API key is not known here")
-        return found
 
-    def named(self, tenant: str, key: str) -> KeyTenant | None:
-        """See permit.Keys."""
-        self._look()
-        found = self._table.named(key)
-        return found if found is not None and found.name == tenant else None
-
-    def _look(self) -> None:
-        now_s = self._clock()
-        if self._path is None or now_s < self._next_look_s:
-            return
-        self._next_look_s = now_s + self._interval_s
-        seen = self._signature()
-        if seen == self._seen:
-            return
-        self._seen = seen
-        try:
-            self._table = self._read()
-            self.problem = ""
-        except InvalidArgument as exc:
-            self.problem = str(exc)
-            _log.error("the keys stay as they were: %s", exc)
-
-    def _signature(self) -> tuple[int, int, int] | None:
-        try:
-            status = self._path.stat() if self._path else None
-        except OSError:
-            return None
-        return (status.st_mtime_ns, status.st_size, status.st_ino) if status else None
-
-    def _read(self) -> KeyTable:
-        table: dict = {}
-        if self._path is not None:
-            try:
-                table = tomllib.loads(self._path.read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
-                raise InvalidArgument(str(self._path), f"cannot be read as TOML: {exc}") from exc
-        file = _File(str(self._path), table)
-        salted = [(file.salt, _indexed(file.tenants()))] if file.orgs else []
-        if self._environment:
-            salted.append((self._environment_salt, _indexed(self._from_environment(file))))
-        return KeyTable(tuple(salted))
-
-    def _from_environment(self, file: _File) -> dict[bytes, KeyTenant]:
-        tenants: dict[bytes, KeyTenant] = {}
-        for number, part in enumerate(filter(None, (part.strip() for part in self._environment.split(","))), 1):
-            name, _, api_key = part.partition("=")
-            names = name.strip().split("/")
-            if len(names) != 3 or not all(_NAME.fullmatch(one) for one in names):
-                raise InvalidArgument(API_KEYS, f"entry {number}: allowed is ORG/TEAM/KEY=<the API key>")
-            if len(api_key) < LEAST_KEY_LENGTH:
-                raise InvalidArgument(API_KEYS, f"{name}: the API key is shorter than {LEAST_KEY_LENGTH} characters")
-            hashed = digest(self._environment_salt, api_key)
-            if hashed in tenants:
-                raise InvalidArgument(API_KEYS, f"{name}: the same API key stands there twice")
-            tenants[hashed] = file.tenant(*names)
-        return tenants
+def _from_environment(file: _File, text: str, salt: bytes) -> dict[bytes, Tenant]:
+    tenants: dict[bytes, Tenant] = {}
+    for number, part in enumerate(filter(None, (part.strip() for part in text.split(","))), 1):
+        name, _, api_key = part.partition("=")
+        names = name.strip().split("/")
+        if len(names) != 3 or not all(_NAME.fullmatch(one) for one in names):
+            raise InvalidArgument(API_KEYS, f"entry {number}: allowed is ORG/TEAM/KEY=<the API key>")
+        if len(api_key) < LEAST_KEY_LENGTH:
+            raise InvalidArgument(API_KEYS, f"{name}: the API key is shorter than {LEAST_KEY_LENGTH} characters")
+        hashed = digest(salt, api_key)
+        if hashed in tenants:
+            raise InvalidArgument(API_KEYS, f"{name}: the same API key stands there twice")
+        tenants[hashed] = file.tenant(*names)
+    return tenants
 
 
 @dataclass(frozen=True)
@@ -193,22 +141,11 @@ class _File:
     orgs: Mapping = field(init=False)
 
     def __post_init__(self) -> None:
-        self._only(self.table, "", ("salt", "orgs"))
+        self._only(self.table, "", ("salt", "orgs", *SECTIONS))
         object.__setattr__(self, "orgs", self._child(self.table, "", "orgs"))
 
-    @property
-    def salt(self) -> bytes:
-        text = self.table.get("salt")
-        try:
-            salt = bytes.fromhex(text) if isinstance(text, str) else b""
-        except ValueError:
-            salt = b""
-        if len(salt) < 16:
-            raise self._wrong("salt", "allowed are 16 bytes or more in hexadecimal, made once and at random")
-        return salt
-
-    def tenants(self) -> dict[bytes, KeyTenant]:
-        tenants: dict[bytes, KeyTenant] = {}
+    def tenants(self) -> dict[bytes, Tenant]:
+        tenants: dict[bytes, Tenant] = {}
         for org, team, key, place in self._keys():
             hashed = place.get("hash")
             where = f"orgs.{org}.teams.{team}.keys.{key}"
@@ -220,7 +157,7 @@ class _File:
             tenants[bytes.fromhex(hashed)] = self.tenant(org, team, key)
         return tenants
 
-    def tenant(self, org: str, team: str, key: str) -> KeyTenant:
+    def tenant(self, org: str, team: str, key: str) -> Tenant:
         org_table = self._child(self.orgs, "orgs", org)
         teams = self._child(org_table, f"orgs.{org}", "teams")
         team_table = self._child(teams, f"orgs.{org}.teams", team)
@@ -231,7 +168,7 @@ class _File:
             Level(f"{org}/{team}", self._limits(team_table, f"orgs.{org}.teams.{team}", "keys", *_TENANT)),
             Level(f"{org}/{team}/{key}", self._limits(key_table, f"orgs.{org}.teams.{team}.keys.{key}", "hash")),
         )
-        return KeyTenant(**self._team(team_table, f"orgs.{org}.teams.{team}"), name=f"{org}/{team}", levels=levels)
+        return Tenant(**self._team(team_table, f"orgs.{org}.teams.{team}"), name=f"{org}/{team}", levels=levels)
 
     def _keys(self) -> Iterator[tuple[str, str, str, Mapping]]:
         for org in self.orgs:
@@ -291,19 +228,3 @@ class _File:
 
     def _wrong(self, where: str, problem: str) -> InvalidArgument:
         return InvalidArgument(f"{self.path}: {where}", problem)
-
-
-def main(arguments: list[str]) -> int:
-    """Prints a new API key and its hash; the file's salt is the one argument, and made if left out."""
-    try:
-        salt = bytes.fromhex(arguments[0]) if arguments else secrets.token_bytes(16)
-    except ValueError:
-        print(f"error: the salt {arguments[0]!r} is not hexadecimal", file=sys.stderr)
-        return 2
-    api_key = new_key()
-    print(f'salt = "{salt.hex()}"\nkey    {api_key}\nhash = "{digest(salt, api_key).hex()}"')
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

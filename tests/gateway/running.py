@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
 
 from gateway.__main__ import HttpServer, http_server
+from gateway.configuration import Configuration
 from gateway.kserve import KServeDoor
 from gateway.observability import Tracing
-from gateway.permit import Admission, Keys
+from gateway.permit import Keys
 from gateway.service import Service
 from gateway.settings import Settings
 from tests.fakes.replica import FakeReplica
@@ -55,11 +59,12 @@ class Running:
 async def gateway(
     *replicas: FakeReplica,
     keys: Keys | None = None,
-    admission: Admission | None = None,
     tracing: Tracing | None = None,
+    config: str = "",
+    environ: Mapping[str, str] = MappingProxyType({}),
     **overrides: Any,
 ) -> AsyncIterator[Running]:
-    """A gateway in front of the replicas, on free ports; closed when the block ends."""
+    """A gateway in front of the replicas, on free ports; closed when the block ends. config: the file's text."""
     values: dict[str, Any] = {
         "http_port": 0,
         "grpc_port": 0,
@@ -70,8 +75,20 @@ async def gateway(
         "deep_probes": False,
         "slow_start_s": 0.0,
     }
-    settings = Settings(**{**values, **overrides})
-    service = Service(settings, keys=keys, admission=admission, tracing=tracing)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "gateway.toml"
+        if config:
+            path.write_text(config, encoding="utf-8")
+            values["config"] = path
+        settings = Settings(**{**values, **overrides})
+        configuration = Configuration(settings.config, environ, settings.pools)
+        service = Service(settings, configuration, keys=keys, tracing=tracing)
+        async with _serving(service) as running:
+            yield running
+
+
+@contextlib.asynccontextmanager
+async def _serving(service: Service) -> AsyncIterator[Running]:
     http = http_server(service)
     serving = asyncio.create_task(http.serve())
     while not http.started and not serving.done():

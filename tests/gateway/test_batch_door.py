@@ -174,8 +174,7 @@ async def test_a_cancelled_batch_keeps_what_was_done_and_frees_the_engine(tmp_pa
 
 async def test_another_tenants_files_and_batches_are_not_there(tmp_path: Path):
     environ = {tenants.API_KEYS: f"acme/research/alice={ALICE},other/team/bob={BOB}"}
-    keys = tenants.TenantKeys(None, environ, lambda: 0.0)
-    async with FakeReplica() as replica, gateway(replica, keys=keys, batch_db=tmp_path / "b") as running:
+    async with FakeReplica() as replica, gateway(replica, environ=environ, batch_db=tmp_path / "b") as running:
         async with client(running, ALICE) as alice, client(running, BOB) as bob:
             batch = await made(alice, jsonl(chat("a")))
             done = await over(alice, batch.id)

@@ -210,7 +210,6 @@ async def test_redis_keys_expire_when_their_bucket_is_full_again(redis_socket: P
 
 
 async def test_a_store_that_is_gone_is_unavailable(tmp_path: Path) -> None:
-    pytest.importorskip("redis")
     redis = _connect(tmp_path / "nobody")
     with pytest.raises(Unavailable, match="budget store"):
         await RedisStore(redis).reserve(_levels(), 1)

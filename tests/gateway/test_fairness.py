@@ -100,8 +100,8 @@ def test_tenants_that_may_not_run_are_passed_over_and_keep_their_place() -> None
     first, second = Entry("a", 10), Entry("b", 10)
     queue.push(first, 0.0)
     queue.push(second, 0.0)
-    assert queue.pop(0.0, lambda tenant: tenant != "a") is second
-    assert queue.pop(0.0, lambda tenant: tenant != "a") is None
+    assert queue.pop(0.0, lambda entry: entry.tenant != "a") is second
+    assert queue.pop(0.0, lambda entry: entry.tenant != "a") is None
     assert queue.pop(0.0) is first
 
 
@@ -161,7 +161,7 @@ def _simulate(tenants: dict[str, tuple[float, int, int]], seconds: float, slots:
             served[tenant] += used
             queue.give_back(done, reserved - used)
         while sum(running.values()) < slots:
-            entry = queue.pop(now_s, lambda one: running[one] < most)
+            entry = queue.pop(now_s, lambda entry: running[entry.tenant] < most)
             if entry is None:
                 break
             sequence += 1
@@ -223,7 +223,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(barred=st.sampled_from(["", "a", "abc"]))
     def pop(self, barred: str) -> None:
-        entry = self.queue.pop(self.now_s, lambda tenant: tenant not in barred)
+        entry = self.queue.pop(self.now_s, lambda entry: entry.tenant not in barred)
         self._settle_expired()
         if entry is None:
             assert all(one.tenant in barred for one in self.inside)

@@ -6,15 +6,10 @@ import asyncio
 import json
 import socket
 
-import pytest
-
-for needed in ("starlette", "uvicorn", "orjson", "pydantic", "prometheus_client", "opentelemetry.sdk", "httptools"):
-    pytest.importorskip(needed)
-
-from contract.errors import Unauthenticated  # noqa: E402
-from gateway.permit import InFlightCap, Tenant  # noqa: E402
-from tests.fakes.replica import FakeReplica, Script  # noqa: E402
-from tests.gateway.running import Running, gateway, until  # noqa: E402
+from contract.errors import Unauthenticated
+from gateway.permit import Tenant
+from tests.fakes.replica import FakeReplica, Script
+from tests.gateway.running import Running, gateway, until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ASKED = {"model": "demo", "prompt": "one two", "max_tokens": 3}
@@ -264,29 +259,24 @@ async def test_keys_are_asked_for_on_every_endpoint_that_generates_or_lists():
 
 async def test_every_end_settles_the_permit_once():
     settled = []
-
-    class Counting(InFlightCap):
-        async def admit(self, request, tenant):
-            permit = await super().admit(request, tenant)
-            settle = permit.settle
-
-            def counted(usage):
-                settled.append(usage)
-                settle(usage)
-
-            permit.settle = counted
-            return permit
-
     scripts = [Script((" a", " b")), Script((" a", " b"), fail_after=1), Script((" a", " b"), stall_after=1)]
-    cap = Counting(10)
-    async with FakeReplica(lambda seen: scripts[len(settled)]) as replica, gateway(replica, admission=cap) as running:
-        await running.post(COMPLETIONS, ASKED)
-        await running.post(COMPLETIONS, ASKED)
-        reader, writer = await send(running, streamed())
-        await reader.readuntil(b'"text":" a"')
-        writer.close()
-        await until(lambda: len(settled) == 3)
-        assert [usage.output_tokens for usage in settled] == [2, 1, 1] and cap.in_flight == 0
+    config = f'salt = "{"00" * 16}"\n[orgs.a]\ntokens_per_minute = 600000'
+    environ = {"TRIDENT_GATEWAY_API_KEYS": "a/b/c=" + "k" * 20}
+    asked = {"authorization": "Bearer " + "k" * 20}
+    async with FakeReplica(lambda seen: scripts[len(settled)]) as replica:
+        async with gateway(replica, config=config, environ=environ) as running:
+            settle = running.service.budgets.settle
+            running.service.budgets.settle = lambda one, used: (settled.append(used), settle(one, used))
+            await running.post(COMPLETIONS, ASKED, **asked)
+            await running.post(COMPLETIONS, ASKED, **asked)
+            reader, writer = await send(running, streamed(), head=f"authorization: {asked['authorization']}\r\n")
+            await reader.readuntil(b'"text":" a"')
+            writer.close()
+            await until(lambda: len(settled) == 3)
+            # The prompt of two words: counted by the engine, then by size where the engine did not come to it.
+            assert settled[0] == 2 + 2 and all(1 < used <= 8 for used in settled[1:])
+            admission = running.service.admission
+            assert (admission.running, admission.waiting, admission._running_tokens) == (0, 0, 0)
 
 
 async def test_the_published_schema_describes_what_is_served():

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("prometheus_client")
-
-from gateway.load_page import PageLoad, read  # noqa: E402
-from tests.fakes.replica import FakeReplica  # noqa: E402
+from gateway.load_page import PageLoad, read
+from tests.fakes.replica import FakeReplica
 
 PAGE = """# HELP nv_inference_count Number
 nv_inference_count{model="engine"} 5

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-for needed in ("starlette", "uvicorn", "orjson", "pydantic", "prometheus_client", "opentelemetry.sdk", "httptools"):
-    pytest.importorskip(needed)
-
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
-
-from contract.errors import EngineFailed  # noqa: E402
-from gateway.observability import MAX_TENANTS, JsonLines, Metrics, Tracing  # noqa: E402
-from gateway.permit import InFlightCap, Tenant  # noqa: E402
-from tests.fakes.replica import FakeReplica, Script  # noqa: E402
-from tests.gateway.running import gateway  # noqa: E402
+from contract.errors import EngineFailed
+from gateway.observability import MAX_TENANTS, JsonLines, Metrics, Tracing
+from gateway.permit import Tenant
+from tests.fakes.replica import FakeReplica, Script
+from tests.gateway.running import gateway, until
 
 ASKED = {"model": "demo", "prompt": "my secret prompt", "max_tokens": 3}
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -35,24 +32,31 @@ async def test_a_request_shows_in_every_metric_it_should():
         assert found['trident_gateway_tokens_total{direction="output",tenant="anonymous"}'] == 3
         assert found['trident_gateway_requests_total{code="200",door="http",operation="text_completion"}'] == 1
         assert found['trident_gateway_requests_total{code="400",door="http",operation="text_completion"}'] == 1
-        assert found['trident_gateway_generations_total{end="length"}'] == 1
+        assert found['trident_gateway_generations_total{end="length",pool=""}'] == 1
         assert found["trident_gateway_in_flight"] == 0
 
 
 async def test_refusals_and_failures_are_counted_by_reason():
     script = Script((), fail_after=0, error=EngineFailed("broken"))
     async with FakeReplica(lambda seen: script) as replica:
-        async with gateway(replica, admission=InFlightCap(1)) as running:
+        config = "[degradation]\nshorter_at = 0.5\noverflow_at = 0.5\nrefuse_at = 0.5"
+        async with gateway(replica, max_in_flight=2, config=config) as running:
             await running.post("/v1/completions", ASKED)
-            await running.post("/v1/completions", {**ASKED, "n": 2})
+            replica.script = lambda seen: Script((" a",), stall_after=0)
+            stalled = asyncio.ensure_future(running.post("/v1/completions", ASKED))
+            await until(lambda: replica.counts.running == 1)
+            await running.post("/v1/completions", ASKED)
+            stalled.cancel()
             found = await running.metrics()
-            assert found['trident_gateway_rejections_total{reason="Overloaded"}'] == 1
-            assert found['trident_gateway_generations_total{end="EngineFailed"}'] == 1
+            assert found['trident_gateway_rejections_total{reason="pressure"}'] == 1
+            assert found['trident_gateway_generations_total{end="EngineFailed",pool=""}'] == 1
+            await until(lambda: not running.service._live)
+            found = await running.metrics()
             assert found["trident_gateway_in_flight"] == 0
 
 
 def test_tenants_beyond_the_bound_share_one_label():
-    metrics = Metrics()
+    metrics = Metrics("demo")
     labels = {metrics.tenant(f"tenant-{n}") for n in range(MAX_TENANTS * 3)}
     assert len(labels) == MAX_TENANTS + 1 and "other" in labels
     assert metrics.tenant("tenant-0") == "tenant-0"
@@ -79,7 +83,8 @@ async def test_spans_join_the_callers_trace_and_the_engine_joins_theirs():
     async with FakeReplica() as replica, gateway(replica, tracing=Tracing(exporter=exporter)) as running:
         await running.post("/v1/completions", ASKED, traceparent=TRACE)
     spans = {span.name: span for span in exporter.get_finished_spans()}
-    assert set(spans) == {"text_completion demo", "admission", "replica"}
+    parts = {"tokenizer", "engine", "engine.queue", "engine.prefill", "engine.decode", "detokenizer"}
+    assert set(spans) == {"text_completion demo", "admission", "replica", *parts}
     assert all(f"{span.context.trace_id:032x}" == TRACE.split("-")[1] for span in spans.values())
     root = spans["text_completion demo"]
     assert f"{root.parent.span_id:016x}" == TRACE.split("-")[2]

@@ -6,11 +6,9 @@ import json
 
 import pytest
 
-pytest.importorskip("orjson")
-
-from clients.failures import from_rpc, retry_hint  # noqa: E402
-from contract.errors import BY_NAME, InvalidArgument, Overloaded, Unauthenticated, make  # noqa: E402
-from gateway import refusal  # noqa: E402
+from clients.failures import from_rpc, retry_hint
+from contract.errors import BY_NAME, InvalidArgument, Overloaded, Unauthenticated, make
+from gateway import refusal
 
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if name != "TridentError"])

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import aiohttp
-import pytest
 
-for needed in ("starlette", "uvicorn", "orjson", "pydantic", "prometheus_client", "opentelemetry.sdk", "httptools"):
-    pytest.importorskip(needed)
-
-from contract.errors import EngineFailed  # noqa: E402
-from gateway.health import BreakerState, token_digest  # noqa: E402
-from gateway.permit import Tenant  # noqa: E402
-from tests.fakes.replica import FakeReplica, Script  # noqa: E402
-from tests.gateway.running import gateway, until  # noqa: E402
+from contract.errors import EngineFailed
+from gateway.health import BreakerState, token_digest
+from gateway.permit import Tenant
+from tests.fakes.replica import FakeReplica, Script
+from tests.gateway.running import gateway, until
 
 ASKED = {"model": "demo", "prompt": "one two", "max_tokens": 2}
 

@@ -8,10 +8,8 @@ import pytest
 
 from contract.errors import EngineFailed, InvalidArgument
 from contract.generation import FinishReason, TokenDelta
+from gateway.response_cache import ResponseCache, answer_bytes
 from tests.gateway.scripted_source import ScriptedSource, words
-
-pytest.importorskip("cachetools")
-from gateway.response_cache import ResponseCache, answer_bytes  # noqa: E402
 
 ANSWER = tuple(words(3))
 

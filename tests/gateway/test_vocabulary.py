@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tokenizers
 
-tokenizers = pytest.importorskip("tokenizers")
-
-from contract.errors import InvalidArgument  # noqa: E402
-from gateway.vocabulary import Vocabulary  # noqa: E402
+from contract.errors import InvalidArgument
+from gateway.vocabulary import Vocabulary
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "build" / "demo_model" / "checkpoint" / "tokenizer.json"
 

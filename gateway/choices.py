@@ -1,0 +1,126 @@
+"""What was admitted for one caller: a generation for each choice, read together, settled together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from opentelemetry.trace import Span
+
+from clients import completion
+from clients.completion import Completion
+from contract.errors import TridentError
+from contract.generation import TokenDelta, Usage
+from gateway import observability
+from gateway.generation import Generation
+from gateway.observability import end_span
+from gateway.permit import Permit
+
+if TYPE_CHECKING:
+    from gateway.service import Asking, Service
+
+
+class Piece(NamedTuple):
+    """A delta, and which choice it adds to."""
+
+    choice: int
+    delta: TokenDelta
+
+
+class Choices:
+    """The generations behind one permit; ``headers`` is what the response says about them.
+
+    Read with ``async for``, in order of arrival; the first error ends them all, and so does ``close``, which whoever
+    has them calls whatever happens. The permit is settled when the last generation has ended, with what all of them
+    used; a prompt counts once, however many choices were made of it.
+    """
+
+    def __init__(self, service: Service, permit: Permit, asking: Asking, began_s: float, span: Span | None) -> None:
+        self._permit, self._span = permit, span
+        self.headers: Mapping[str, str] = permit.headers
+        self._open = len(permit.requests)
+        self.generations = [
+            Generation(service, request, permit.target, asking, began_s, span, self._ended)
+            for request in permit.requests
+        ]
+        self._pieces: AsyncIterator[Piece] | None = None
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        self._pieces = _merged(self.generations)
+        return self._pieces
+
+    def close(self, error: BaseException | None = None) -> None:
+        for generation in self.generations:
+            generation.close(error)
+
+    def _ended(self, _one: Generation) -> None:
+        self._open -= 1
+        if self._open:
+            return
+        usage = total([one.usage for one in self.generations], [id_of_prompt(one) for one in self.generations])
+        self._permit.settle(usage)
+        ends = [one.finish_reason or observability.end_of(one.error) for one in self.generations]
+        error = next((one.error for one in self.generations if one.error is not None), None)
+        end_span(self._span, error, **observability.generation_attributes(usage, ends))
+
+
+def id_of_prompt(generation: Generation) -> object:
+    request = generation.request
+    return request.text_input if request.messages is None else id(request.messages)
+
+
+def total(usages: Sequence[Usage | None], prompts: Iterable[object]) -> Usage | None:
+    """Tokens of all choices. prompts: which prompt each is of; None: nothing was generated at all."""
+    known = [(prompt, usage) for prompt, usage in zip(prompts, usages, strict=True) if usage is not None]
+    if not known:
+        return None
+    largest: dict[object, Usage] = {}
+    for prompt, usage in known:
+        if prompt not in largest or usage.input_tokens > largest[prompt].input_tokens:
+            largest[prompt] = usage
+    output_tokens = sum(usage.output_tokens for _, usage in known)
+    each = largest.values()
+    return Usage(sum(one.input_tokens for one in each), output_tokens, sum(one.cached_tokens for one in each))
+
+
+async def together(pieces: AsyncIterable[Piece], request_id: str) -> list[Completion]:
+    """Every choice, read to its end. The first error ends them all."""
+    deltas: defaultdict[int, list[TokenDelta]] = defaultdict(list)
+    async for choice, delta in pieces:
+        deltas[choice].append(delta)
+    return [completion.join(deltas[choice], request_id) for choice in sorted(deltas)]
+
+
+async def _merged(generations: list[Generation]) -> AsyncIterator[Piece]:
+    """A slow reader holds all of them back."""
+    if len(generations) == 1:
+        async for delta in generations[0]:
+            yield Piece(0, delta)
+        return
+    arrived: asyncio.Queue = asyncio.Queue(maxsize=len(generations))
+
+    async def read(choice: int, generation: Generation) -> None:
+        try:
+            async for delta in generation:
+                await arrived.put((choice, delta))
+            await arrived.put((choice, None))
+        except TridentError as error:
+            await arrived.put((choice, error))
+
+    tasks = [asyncio.ensure_future(read(*one)) for one in enumerate(generations)]
+    try:
+        left = len(tasks)
+        while left:
+            choice, item = await arrived.get()
+            if isinstance(item, TridentError):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield Piece(choice, item)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,72 @@
+"""``python -m gateway [serve]``: both doors. ``new-key``, ``hash-key`` and ``check``: for its configuration."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import os
+import secrets
+import sys
+from pathlib import Path
+
+from contract.errors import InvalidArgument
+from gateway import configuration, tenants
+from gateway.settings import Settings, variable
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m gateway", description=__doc__)
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands.add_parser("serve", help="both doors until SIGTERM or Ctrl-C, then a drain; the default")
+    for name, run, said in (
+        ("new-key", new_key, "make an API key, and the hash for the file"),
+        ("hash-key", hash_key, "the hash of an API key, read from standard input"),
+    ):
+        command = commands.add_parser(name, help=said)
+        command.add_argument(
+            "--config", type=Path, help=f"whose salt to use; else {variable('config')}, else a new one"
+        )
+        command.set_defaults(run=run)
+    check = commands.add_parser("check", help="read the settings and the file, and say what is wrong")
+    check.set_defaults(run=check_all)
+    return parser.parse_args(arguments)
+
+
+def new_key(asked: argparse.Namespace) -> None:
+    """A new key and what the file keeps of it."""
+    _print_hash(asked, tenants.new_key(), shown=True)
+
+
+def hash_key(asked: argparse.Namespace) -> None:
+    """The hash of a key that exists. It is read, not an argument: those are seen by others and kept by shells."""
+    api_key = getpass.getpass("API key: ") if sys.stdin.isatty() else sys.stdin.readline().rstrip("\r\n")
+    if len(api_key) < tenants.LEAST_KEY_LENGTH:
+        raise InvalidArgument("API key", f"allowed are {tenants.LEAST_KEY_LENGTH} characters or more")
+    _print_hash(asked, api_key, shown=False)
+
+
+def check_all(asked: argparse.Namespace) -> None:
+    settings = Settings.from_environment(os.environ)
+    reading = configuration.read(settings.config, os.environ, settings.pools)
+    print(f"{settings.config or 'the environment'}: good; {len(reading.keys)} keys")
+
+
+def _print_hash(asked: argparse.Namespace, api_key: str, *, shown: bool) -> None:
+    salt = _salt(asked.config or _path(os.environ.get(variable("config"), "")))
+    if salt is None:
+        salt = secrets.token_bytes(16)
+        print(f'salt = "{salt.hex()}"')
+    if shown:
+        print(f"key    {api_key}")
+    print(f'hash = "{tenants.digest(salt, api_key).hex()}"')
+
+
+def _salt(path: Path | None) -> bytes | None:
+    """The file's, None if there is no file or no salt in it."""
+    table = configuration.table(path) if path is not None else {}
+    return tenants.salt(str(path), table) if "salt" in table else None
+
+
+def _path(text: str) -> Path | None:
+    return Path(text) if text else None
