@@ -20,7 +20,6 @@ from contract.errors import EngineFailed
 
 ENVIRONMENT = Environment("aiperf", (("aiperf==0.13.0",),))
 TIMEOUT_S = 300
-PORT = 19_390  # the first of five, for the server and the gateway
 RESULT = "profile_export_aiperf.json"
 # AIPerf's name of a metric → (ours, its statistics).
 _COLUMNS = {

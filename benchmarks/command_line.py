@@ -147,7 +147,7 @@ def by_aiperf(arguments: argparse.Namespace) -> int:
     if arguments.url:
         return aiperf.run(arguments.url, arguments.engine, ENGINES / arguments.engine, *loads)
     aiperf.ENVIRONMENT.ensure()
-    with peer_servers.gateway(arguments.engine, aiperf.PORT) as url:
+    with peer_servers.gateway(arguments.engine) as url:
         return aiperf.run(url, arguments.engine, ENGINES / arguments.engine, *loads)
 
 

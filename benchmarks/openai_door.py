@@ -1,8 +1,8 @@
 """The OpenAI door of a server, ours or a peer's, as a target of the load generator: /v1/completions, streamed.
 
-A chunk of the stream carries text and, with most servers, no ids. A chunk with text counts as one token; the last delta
-brings what the usage says on top, so that every answer's sum is the server's own count. A server that holds text back
-has fewer chunks than tokens: its rates are right, its gaps between tokens are gaps between chunks.
+A chunk of the stream carries text and, with most servers, no ids. It then counts as one token, and the last delta
+brings what the usage says on top, so that every answer's sum is the server's own count. Of a server that puts several
+tokens into a chunk the rates are right; its gaps between tokens are gaps between chunks.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ async def deltas(lines: AsyncIterator[bytes]) -> AsyncIterator[TokenDelta]:
 
     Raises EngineFailed for an error in the stream, and for one that ends without having said why.
     """
-    reason, usage, chunks = None, None, 0
+    reason, usage, tokens = None, None, 0
     async for line in lines:
         data = line.strip().removeprefix(b"data:").strip()
         if not data or not line.startswith(b"data:"):
@@ -83,13 +83,14 @@ async def deltas(lines: AsyncIterator[bytes]) -> AsyncIterator[TokenDelta]:
         if event.get("usage"):
             usage = Usage(event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"])
         for choice in event.get("choices") or ():
-            if text := choice.get("text"):
-                chunks += 1
-                yield TokenDelta(text, (UNKNOWN_ID,))
+            text = choice.get("text") or ""
+            if ids := tuple(choice.get("token_ids") or (UNKNOWN_ID,) * bool(text)):
+                tokens += len(ids)
+                yield TokenDelta(text, ids)
             reason = choice.get("finish_reason") or reason
     if reason is None:
-        raise EngineFailed(f"the stream ended after {chunks} chunks without a finish reason")
-    missing = max(0, usage.output_tokens - chunks) if usage else 0
+        raise EngineFailed(f"the stream ended after {tokens} tokens without a finish reason")
+    missing = max(0, usage.output_tokens - tokens) if usage else 0
     yield TokenDelta("", (UNKNOWN_ID,) * missing, (), FinishReason(reason), usage=usage)
 
 

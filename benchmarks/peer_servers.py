@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from contract.errors import EngineFailed, InvalidArgument, TridentError
 SLOTS = 32
 CORES = os.cpu_count() or 1
 STOP_S = 20.0
+PORTS_EACH = 5
 START_PATIENCE_S = 240.0
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 _LLAMA_SOURCE = f"{LLAMA_CPP.replace('-', '_').replace('==', '-')}"
@@ -117,12 +120,13 @@ class Running:
         self.process.wait()
 
 
-def start(peer: Peer, subject: Subject, port: int, folder: Path) -> Running:
+def start(peer: Peer, subject: Subject, folder: Path) -> Running:
     """Installs what is missing and starts it. Raises NotFound where the first fails, EngineFailed where the second."""
     if peer.environment is not None:
         peer.environment.ensure()
     peer.prepare(subject)
     folder.mkdir(parents=True, exist_ok=True)
+    port = free_ports()
     log = folder / f"{peer.name.replace(' ', '-').replace(',', '')}.log"
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", **peer.variables(subject, port)}
     with log.open("wb") as out:
@@ -139,6 +143,17 @@ def start(peer: Peer, subject: Subject, port: int, folder: Path) -> Running:
         except OSError as exc:
             raise EngineFailed(f"{peer.name} cannot be started: {exc}") from exc
     return Running(peer, subject, port, process, log)
+
+
+def free_ports(count: int = PORTS_EACH) -> int:
+    """The first of so many ports in a row that nobody listens on now."""
+    for _ in range(200):
+        first = random.randrange(15_000, 30_000)  # below the range that systems hand out themselves
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise EngineFailed(f"no {count} ports in a row are free between 15000 and 30000")
 
 
 async def answered(server: Running) -> float:
@@ -166,13 +181,13 @@ async def text(door: Target, prompt: str, tokens: int) -> str:
 
 
 @contextmanager
-def gateway(engine: str, port: int) -> Iterator[str]:
+def gateway(engine: str) -> Iterator[str]:
     """``engines/<engine>`` behind our server and the gateway; the OpenAI door's URL. Raises EngineFailed."""
     ours = Subject(engine, ROOT / "engines" / engine, engine, "", "", 0)
-    server = start(TRIDENT_OPENAI, ours, port, FOLDER / "logs")
+    server = start(TRIDENT_OPENAI, ours, FOLDER / "logs")
     try:
         asyncio.run(answered(server))
-        yield _local(port + 3)
+        yield _local(server.port + 3)
     finally:
         server.stop()
 

@@ -28,8 +28,6 @@ from benchmarks.self_check import OTHERS_SHARE
 from benchmarks.workload import Workload
 from contract.errors import EngineFailed, InvalidArgument, NotFound
 
-PORTS_EACH = 5
-FIRST_PORT = 19_310
 WARMUP_S = 1.0
 IDLE_SAMPLE_S = 2.0
 IDLE_SHARE = 0.05  # of a core; more, and it is no quiet neighbour
@@ -97,8 +95,8 @@ def run(names: Sequence[str], plan: Plan, out: Path) -> int:
     found = _Found(plan)
     running: list[Running] = []
     try:
-        for n, name in enumerate(names):
-            server = _started(name, plan.subject, FIRST_PORT + n * PORTS_EACH, out / "logs", found)
+        for name in names:
+            server = _started(name, plan.subject, out / "logs", found)
             if server is not None:
                 running.append(server)
         if not running:
@@ -132,12 +130,12 @@ class _Found:
         return table
 
 
-def _started(name: str, subject: Subject, port: int, logs: Path, found: _Found) -> Running | None:
+def _started(name: str, subject: Subject, logs: Path, found: _Found) -> Running | None:
     """A server that has answered, or None and the reason in ``found.skipped``."""
     peer, server = PEERS[name], None
     print(f"starting {peer.name}", file=sys.stderr, flush=True)
     try:
-        server = peer_servers.start(peer, subject, port, logs)
+        server = peer_servers.start(peer, subject, logs)
         server.load_s = asyncio.run(peer_servers.answered(server))
     except (NotFound, EngineFailed) as error:
         found.skipped[peer.name] = str(error)

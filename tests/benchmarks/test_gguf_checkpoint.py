@@ -1,0 +1,68 @@
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from benchmarks import gguf_checkpoint
+
+
+def test_a_llamas_tensors_get_llama_cpps_names():
+    assert gguf_checkpoint.renamed("model.embed_tokens.weight") == "token_embd.weight"
+    assert gguf_checkpoint.renamed("model.layers.17.mlp.down_proj.weight") == "blk.17.ffn_down.weight"
+    with pytest.raises(ValueError, match="'model.layers.0.self_attn.q_proj.bias' is not one of a Llama without biases"):
+        gguf_checkpoint.renamed("model.layers.0.self_attn.q_proj.bias")
+
+
+def test_interleaving_makes_both_ways_to_rotate_one():
+    """Rotating halves, as Hugging Face does, is rotating neighbours of the interleaved rows, as llama.cpp does."""
+    rng, heads, size, hidden = np.random.default_rng(0), 3, 8, 5
+    weight, angles = rng.normal(size=(heads * size, hidden)), rng.normal(size=size // 2)
+    x = rng.normal(size=hidden)
+    cos, sin = np.cos(angles), np.sin(angles)
+
+    halves = (weight @ x).reshape(heads, 2, size // 2)
+    rotated = np.stack([halves[:, 0] * cos - halves[:, 1] * sin, halves[:, 1] * cos + halves[:, 0] * sin], axis=1)
+
+    pairs = (gguf_checkpoint.interleaved(weight, heads) @ x).reshape(heads, size // 2, 2)
+    left, right = pairs[..., 0], pairs[..., 1]
+    neighbours = np.stack([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    assert np.allclose(np.sort(neighbours.ravel()), np.sort(rotated.ravel()))
+    assert np.allclose(neighbours[..., 0], rotated[:, 0]) and np.allclose(neighbours[..., 1], rotated[:, 1])
+
+
+def test_weights_are_read_from_every_type_they_may_have(tmp_path):
+    values = np.array([[1.0, -2.5], [0.0, 3.0]], np.float32)
+    raws = {
+        "F32": values.tobytes(),
+        "F16": values.astype(np.float16).tobytes(),
+        "BF16": (values.view(np.uint32) >> 16).astype("<u2").tobytes(),
+    }
+    for kind, raw in raws.items():
+        header = json.dumps({"w": {"dtype": kind, "shape": [2, 2], "data_offsets": [0, len(raw)]}}).encode()
+        (tmp_path / kind).write_bytes(struct.pack("<Q", len(header)) + header + raw)
+        ((name, read),) = gguf_checkpoint.tensors(tmp_path / kind)
+        assert name == "w" and np.array_equal(read, values)
+    header = json.dumps({"w": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    (tmp_path / "I8").write_bytes(struct.pack("<Q", len(header)) + header + b"\0")
+    with pytest.raises(ValueError, match="'w' is I8; allowed are F32, F16 and BF16"):
+        list(gguf_checkpoint.tensors(tmp_path / "I8"))
+
+
+def test_a_tokenizers_tokens_come_by_id_and_merges_in_either_form():
+    tokenizer = {
+        "model": {"vocab": {"a": 1, "b": 2, "ab": 3}, "merges": [["a", "b"]]},
+        "added_tokens": [{"id": 0, "content": "<|end|>", "special": True}],
+    }
+    tokens, special, merges = gguf_checkpoint.vocabulary(tokenizer, 5)
+    assert tokens == ["<|end|>", "a", "b", "ab", "[unused4]"]
+    assert special == [True, False, False, False, False] and merges == ["a b"]
+
+
+def test_whether_a_text_begins_with_a_special_token_is_read_off_the_tokenizer():
+    template = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]}
+    plain = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A"}}]}
+    assert gguf_checkpoint.adds_begin({"post_processor": template})
+    assert gguf_checkpoint.adds_begin({"post_processor": {"type": "Sequence", "processors": [template]}})
+    assert not gguf_checkpoint.adds_begin({"post_processor": plain})
+    assert not gguf_checkpoint.adds_begin({"post_processor": None})

@@ -1,0 +1,99 @@
+"""The OpenAI door as a target of the load generator, against a server that answers byte by byte as it is told."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from benchmarks.openai_door import OpenAiDoor
+from benchmarks.workload import PlannedRequest
+from contract.errors import EngineFailed, InvalidArgument, Unavailable
+from contract.generation import FinishReason, Usage
+
+ASKED = PlannedRequest(0, None, "hello", 7, "")
+
+
+def event(text="", reason=None, **more):
+    return {"choices": [{"text": text, "finish_reason": reason}], **more}
+
+
+@asynccontextmanager
+async def server(*events, status=200, done=True):
+    """An HTTP server that answers every request with ``events``; yields its URL and the bodies it was sent."""
+    bodies = []
+
+    async def answer(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if b"content-length" in line)
+        bodies.append(json.loads(await reader.readexactly(length)))
+        writer.write(b"HTTP/1.1 %d Said\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n" % status)
+        for one in events:
+            writer.write(b"data: " + json.dumps(one).encode() + b"\n\n")
+            await writer.drain()
+        writer.write(b"data: [DONE]\n\n" if done else b"")
+        writer.close()
+
+    running = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with running:
+        yield f"http://127.0.0.1:{running.sockets[0].getsockname()[1]}", bodies
+
+
+async def read(url, extra=(), **options):
+    door = OpenAiDoor(url, "m", dict(extra))
+    try:
+        return [delta async for delta in door.open(ASKED, ignore_eos=options.get("ignore_eos", True), stream=True)]
+    finally:
+        await door.close()
+
+
+async def test_every_chunk_with_text_is_a_token_and_the_usage_corrects_the_sum():
+    usage = {"prompt_tokens": 3, "completion_tokens": 5}
+    async with server(event("a"), event(), event("b"), event("", "length"), {"choices": [], "usage": usage}) as (
+        url,
+        _,
+    ):
+        deltas = await read(url)
+    assert [delta.text for delta in deltas] == ["a", "b", ""]
+    assert [len(delta.token_ids) for delta in deltas] == [1, 1, 3]
+    assert deltas[-1].finish_reason is FinishReason.LENGTH and deltas[-1].usage == Usage(3, 5)
+
+
+async def test_ids_count_where_a_server_sends_them():
+    chunk = {"choices": [{"text": "abc", "token_ids": [4, 5, 6], "finish_reason": "stop"}]}
+    usage = {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 3}}
+    async with server(chunk, usage) as (url, _):
+        deltas = await read(url)
+    assert [delta.token_ids for delta in deltas] == [(4, 5, 6), ()]
+
+
+async def test_what_is_asked_is_greedy_and_only_what_the_server_understands():
+    async with server(event("a", "length")) as (url, bodies):
+        await read(url)
+        await read(url, {"ignore_eos": True, "top_k": 1})
+        await read(url, {"ignore_eos": True}, ignore_eos=False)
+    plain = {"model": "m", "prompt": "hello", "max_tokens": 7, "temperature": 0.0, "stream": True}
+    assert bodies == [plain, plain | {"ignore_eos": True, "top_k": 1}, plain]
+
+
+async def test_a_failure_in_the_stream_a_cut_and_a_refusal_are_errors():
+    async with server(event("a"), {"error": {"message": "the step broke"}}) as (url, _):
+        with pytest.raises(EngineFailed, match="the step broke"):
+            await read(url)
+    async with server(event("a"), done=False) as (url, _):
+        with pytest.raises(EngineFailed, match="ended after 1 tokens without a finish reason"):
+            await read(url)
+    for status, kind in ((422, InvalidArgument), (503, Unavailable), (500, EngineFailed)):
+        async with server({"no": "field"}, status=status) as (url, _):
+            with pytest.raises(kind, match="no"):
+                await read(url)
+
+
+async def test_a_server_that_is_not_there_is_unavailable(unused_tcp_port):
+    with pytest.raises(Unavailable, match=f"127.0.0.1:{unused_tcp_port}"):
+        await read(f"http://127.0.0.1:{unused_tcp_port}")
+
+
+def test_whole_answers_are_not_asked_for():
+    with pytest.raises(InvalidArgument, match="stream: the OpenAI door is measured streaming only"):
+        OpenAiDoor("http://x", "m").open(ASKED, ignore_eos=True, stream=False)

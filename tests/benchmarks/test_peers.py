@@ -1,0 +1,130 @@
+"""Peers by the hand of a stranger: two small servers that speak OpenAI, one that dies and one that never answers."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import peer_servers, peers
+from benchmarks.environments import Environment
+from benchmarks.openai_door import OpenAiDoor
+from benchmarks.peer_servers import Peer, Subject
+from benchmarks.peers import Plan
+from contract.errors import InvalidArgument, NotFound
+
+SERVER = """
+import http.server, json, sys, time
+class Door(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.send_response(200); self.end_headers()
+        for n in range(asked["max_tokens"]):
+            time.sleep(0.002)
+            reason = "length" if n + 1 == asked["max_tokens"] else None
+            chunk = {"choices": [{"text": sys.argv[2], "finish_reason": reason}]}
+            self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\\n\\n")
+        usage = {"prompt_tokens": len(asked["prompt"].split()), "completion_tokens": asked["max_tokens"]}
+        self.wfile.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\\n\\ndata: [DONE]\\n\\n")
+    def log_message(self, *_): pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Door).serve_forever()
+"""
+
+
+def stranger(name, script=SERVER, says="a", **more):
+    command = lambda of, port: [sys.executable, "-c", script, str(port), says]  # noqa: E731
+    return Peer(name, command, lambda of, port: OpenAiDoor(f"http://127.0.0.1:{port}", "m"), f"{name}'s way", **more)
+
+
+@pytest.fixture
+def subject(tmp_path):
+    return Subject("small", tmp_path, "demo", "f32", "f32", 64)
+
+
+def plan(subject, **changes):
+    return Plan(subject, **{"levels": (1, 2), "rounds": 1, "duration_s": 0.3, "input": "8", "output": "4"} | changes)
+
+
+def install(monkeypatch, *strangers):
+    monkeypatch.setattr(peers, "PEERS", {peer.name: peer for peer in strangers} | {"transformers": strangers[0]})
+    monkeypatch.setattr(peers, "WARMUP_S", 0.0)
+    monkeypatch.setattr(peers, "IDLE_SAMPLE_S", 0.1)
+    monkeypatch.setattr(peers, "TRIES", 1)
+    monkeypatch.setattr(peers, "COMPARED_TOKENS", 4)
+
+
+@pytest.mark.slow
+def test_all_who_can_be_started_are_measured_and_the_others_are_skipped_with_their_own_words(
+    monkeypatch, tmp_path, subject, capsys
+):
+    dying = stranger("dying", "import sys; sys.exit('fatal error: no such weights')")
+    missing = stranger("missing", environment=Environment("nothing", (), (("no-such-program",),)))
+    install(monkeypatch, stranger("one"), stranger("two", says="b"), dying, missing)
+    assert peers.run(["one", "two", "dying", "missing"], plan(subject), tmp_path / "out") == 0
+    found = json.loads((tmp_path / "out" / "peers.json").read_text())
+    assert {(turn["peer"], turn["concurrency"]) for turn in found["turns"]} == {
+        (name, level) for name in ("one", "two") for level in (1, 2)
+    }
+    for turn in found["turns"]:
+        assert turn["tokens"] > 0 and turn["failed"] == 0 and turn["input_tokens"] == [8]
+        assert all(ttft_s >= 0.002 for ttft_s in turn["ttfts_s"]) and turn["tokens_per_s"] < turn["concurrency"] / 0.002
+    assert found["standings"]["one"]["alone"] == ["a" * 4] * 8 and found["standings"]["two"]["load_s"] > 0
+    assert "code 1: fatal error: no such weights" in found["skipped"]["dying"]
+    assert "no-such-program" in found["skipped"]["missing"]
+    shown = capsys.readouterr().out
+    assert "8 of 8" in shown and "0 of 8" in shown  # two says something else than the reference
+    assert "skipped, dying: it ended with code 1" in shown and "one: one's way" in shown
+
+
+@pytest.mark.slow
+def test_a_server_that_is_stopped_leaves_no_children(tmp_path, subject):
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
+    server = peer_servers.start(stranger("parent", script), subject, tmp_path)
+    while server.use().processes < 2:
+        assert server.process.poll() is None
+    server.stop()
+    assert server.process.returncode is not None and server.use().cpu_s == 0
+
+
+def test_prompts_depend_on_the_round_and_the_level_alone(subject):
+    one = plan(subject)
+    assert one.workload(8, 1) == one.workload(8, 1)
+    assert len({one.workload(level, turn).seed for level in (1, 8, 32) for turn in (0, 1, 100, 101)}) == 12
+
+
+def test_an_unknown_peer_or_model_is_named(subject, tmp_path):
+    with pytest.raises(InvalidArgument, match="only: got 'nobody'; allowed are trident, trident-openai, vllm"):
+        peers.run(["nobody"], plan(subject), tmp_path)
+    with pytest.raises(InvalidArgument, match="model: got 'huge'; allowed are demo and bench-160m"):
+        peer_servers.subject("huge")
+
+
+def test_an_endless_checkpoint_has_everything_but_its_end_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr(peer_servers, "FOLDER", tmp_path / "peers")
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("config.json", "generation_config.json"):
+        (source / name).write_text('{"eos_token_id": [0, 5], "bos_token_id": 0}')
+    for name in ("model.safetensors", "tokenizer.json", "README.md"):
+        (source / name).write_text(name)
+    for _ in range(2):
+        folder = peer_servers.endless(Subject("s", source, "s", "f32", "f32", 1))
+    assert {file.name for file in folder.iterdir()} == {file.name for file in source.iterdir()} - {"README.md"}
+    assert json.loads((folder / "config.json").read_text()) == {"bos_token_id": 0}
+    assert (folder / "model.safetensors").read_text() == "model.safetensors"
+
+
+@pytest.mark.parametrize("name", ["vllm", "llama.cpp", "transformers"])
+def test_everybody_elses_command_names_the_weights_the_precision_and_the_port(name, tmp_path, monkeypatch):
+    of = Subject("demo", tmp_path, "demo", "f32", "f32", 1024)
+    monkeypatch.setattr(peer_servers, "endless", lambda of: of.checkpoint)
+    monkeypatch.setattr(peer_servers, "gguf", lambda of: of.checkpoint / "demo-f32.gguf")
+    argv = " ".join(peer_servers.PEERS[name].command(of, 4711))
+    assert str(tmp_path) in argv and "--port 4711" in argv and ("float32" in argv or "f32" in argv)
+
+
+def test_an_environment_that_cannot_be_made_raises_not_found(subject, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.environments.FOLDER", tmp_path)
+    missing = stranger("missing", environment=Environment("nothing", (), ()))
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    with pytest.raises(NotFound, match="/no/such/python -m venv"):
+        peer_servers.start(missing, subject, tmp_path)
