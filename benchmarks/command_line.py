@@ -26,6 +26,7 @@ from benchmarks import (
 )
 from benchmarks.driver import Extent
 from benchmarks.figures import Slo
+from benchmarks.gateway import run as gateway_run
 from benchmarks.measurement import Measurement, Where
 from benchmarks.served import ENGINES, served
 from benchmarks.workload import Workload
@@ -121,6 +122,15 @@ def parser() -> argparse.ArgumentParser:
     beside.add_argument("--output", default="64", metavar="TOKENS", help="(default %(default)s)")
     beside.add_argument("--out", type=Path, metavar="FOLDER")
     beside.set_defaults(verb=against_peers)
+    relay = verbs.add_parser("gateway", help="what the gateway adds and withstands, beside LiteLLM and a plain relay")
+    relay.add_argument("--only", default=",".join(gateway_run.PARTS), metavar="PART,…", help="(default %(default)s)")
+    relay.add_argument("--without-peers", action="store_true", help="the gateway alone")
+    relay.add_argument("--rounds", type=int, default=2, metavar="N", help="turns of each way (default %(default)s)")
+    relay.add_argument("--seconds", type=_seconds, default=3.0, metavar="S", help="of a turn (default %(default)s)")
+    relay.add_argument("--streams", type=int, default=gateway_run.CROWD, metavar="N", help="slow (default %(default)s)")
+    relay.add_argument("--doors", default="http,grpc", metavar="DOOR,…", help="of slow ones and bursts (%(default)s)")
+    relay.add_argument("--out", type=Path, metavar="FOLDER")
+    relay.set_defaults(verb=at_the_gateway)
     picture = verbs.add_parser("plot", help="pictures of what run or sweep wrote")
     picture.add_argument("result", type=Path, metavar="RESULT.json")
     picture.add_argument("--out", type=Path, metavar="FOLDER", help="(default: beside the result)")
@@ -149,6 +159,14 @@ def by_aiperf(arguments: argparse.Namespace) -> int:
     aiperf.ENVIRONMENT.ensure()
     with peer_servers.gateway(arguments.engine) as url:
         return aiperf.run(url, arguments.engine, ENGINES / arguments.engine, *loads)
+
+
+def at_the_gateway(arguments: argparse.Namespace) -> int:
+    parts = _among("only", arguments.only, gateway_run.PARTS)
+    doors = _among("doors", arguments.doors, ("http", "grpc"))
+    rounds, seconds, streams = arguments.rounds, arguments.seconds, arguments.streams
+    folder = _folder(arguments, "gateway")
+    return gateway_run.run(parts, not arguments.without_peers, rounds, seconds, streams, doors, folder)
 
 
 def plot(arguments: argparse.Namespace) -> int:
@@ -308,6 +326,13 @@ def _numbers(field: str, text: str, kind: type) -> list:
     if not numbers or min(numbers) <= 0:
         raise InvalidArgument(field, f"got {text!r}; allowed are numbers above 0 with commas between")
     return numbers
+
+
+def _among(field: str, text: str, allowed: Sequence[str]) -> list[str]:
+    words = text.split(",")
+    if not set(words) <= set(allowed):
+        raise InvalidArgument(field, f"got {text!r}; allowed are {', '.join(allowed)} with commas between")
+    return words
 
 
 def _seconds(text: str) -> float:

@@ -1,0 +1,122 @@
+"""A replica as cheap as Python makes it: the ensemble's responses over true gRPC, serialised before anybody asks.
+
+    python -m benchmarks.gateway.scripted_replica [--port 0]        # prints its port, serves until its input closes
+
+A response is a copy of a real one but for the request's id and the instant it was sent (``script``). What is not on a
+gateway's way is not here; ``tests/fakes/replica.py`` is the replica that behaves like Triton in every respect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import struct
+import time
+from collections.abc import AsyncIterator
+from functools import cache
+
+import grpc
+import grpc.aio
+import uvloop
+from tritonclient.grpc import service_pb2
+
+from benchmarks.gateway import script
+from benchmarks.gateway.lifetime import serve_until_input_closes
+from clients.protobuf import text, varint
+from contract import tensors
+
+_STRUCT = {"INT32": "i", "INT64": "q", "UINT64": "Q", "FP32": "f", "BOOL": "?"}
+_SERVICE = "inference.GRPCInferenceService"
+_READY = b"\x08\x01"
+_HOLE = b"@" * script.STAMP_SIZE
+
+
+@cache
+def tail(token: int, tokens: int) -> tuple[bytes, bytes]:
+    """Everything of a response behind its id, in two parts: before and after the instant it is sent."""
+    answer = service_pb2.ModelInferResponse()
+    last = token == tokens - 1
+    answer.parameters["triton_final_response"].bool_param = last
+    values = {
+        "text_output": _HOLE.decode(),
+        "output_ids": [token],
+        "cum_log_probs": [0.0],
+        "output_log_probs": [],
+        "finish_reason": "length" if last else "",
+        "stop_reason": "",
+        "error_message": "",
+        "num_input_tokens": [8],
+        "num_output_tokens": [token + 1],
+        "num_cached_tokens": [0],
+        "arrival_time_ns": [0],
+        "first_scheduled_time_ns": [0],
+        "first_token_time_ns": [0],
+        "last_token_time_ns": [0],
+    }
+    for tensor in tensors.ENSEMBLE_OUTPUTS:
+        value = values.get(tensor.name, [])
+        count = 1 if isinstance(value, str) else len(value)
+        shape = [1, 1, count] if len(tensor.dims) == 2 else [1, count]
+        answer.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=shape)
+        answer.raw_output_contents.append(_raw(tensor.datatype, value))
+    before, _, after = answer.SerializeToString().partition(_HOLE)
+    return before, after
+
+
+def _raw(datatype: str, value: str | list) -> bytes:
+    if datatype == "BYTES":
+        data = value.encode() if isinstance(value, str) else b""
+        return struct.pack("<I", len(data)) + data
+    return struct.pack(f"<{len(value)}{_STRUCT[datatype]}", *value)
+
+
+async def generate(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+    """ModelStreamInfer: the requests of a stream one after the other."""
+    rng = random.Random()
+    async for data in requests:
+        asked = service_pb2.ModelInferRequest.FromString(data)
+        head = text(1, asked.model_name) + text(2, "1") + text(3, asked.id)
+        tokens = _max_tokens(asked)
+        write = context.write
+        for n, due_s in enumerate(script.pace_of(data).instants(tokens, time.monotonic(), rng)):
+            wait_s = due_s - time.monotonic()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            before, after = tail(n, tokens)
+            inner = b"%b%b%b%b" % (head, before, script.stamp(), after)
+            await write(b"\x12%b%b" % (varint(len(inner)), inner))
+
+
+def _max_tokens(asked: service_pb2.ModelInferRequest) -> int:
+    for place, tensor in enumerate(asked.inputs):
+        if tensor.name == "max_tokens":
+            return struct.unpack("<i", asked.raw_input_contents[place])[0]
+    return 16
+
+
+async def _yes(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    return _READY
+
+
+async def serve(port: int) -> None:
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 1000)])
+    methods = {name: grpc.unary_unary_rpc_method_handler(_yes) for name in ("ServerLive", "ServerReady", "ModelReady")}
+    methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(generate)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))
+    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    await serve_until_input_closes(bound)
+    await server.stop(None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, default=0)
+    with contextlib.suppress(KeyboardInterrupt):
+        uvloop.run(serve(parser.parse_args().port))
+
+
+if __name__ == "__main__":
+    main()
