@@ -7,6 +7,7 @@ model's files and is used for nothing else. Run as a script it prints the table 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from gateway.sentence_encoder import SentenceEncoder  # noqa: E402
 from tests.gateway.scripted_source import words  # noqa: E402
 
 PAIRS = Path(__file__).parent / "prompt_pairs.tsv"
+SIBLINGS = Path(__file__).parent / "sibling_words.tsv"
 THRESHOLD = 0.85  # the default
 
 
@@ -119,6 +121,28 @@ async def test_among_all_prompts_at_once_only_paraphrases_are_found(semantic: Se
             await semantic.put(chat(text), "a", "e", answer, {})
 
 
+def siblings() -> Iterator[Measured]:
+    """Every two words of a family in its template."""
+    for line in SIBLINGS.read_text("utf-8").splitlines()[1:]:
+        template, family = line.split("\t")
+        vectors = {
+            text: encoder().embed(encoder().token_ids(text) or [])
+            for word in family.split()
+            for text in (word, template.format(word))
+        }
+        for one, other in itertools.combinations(family.split(), 2):
+            first, second = template.format(one), template.format(other)
+            allowed = exchanged(gist(first), gist(second)) is not None
+            alike, word = (float(vectors[a] @ vectors[b]) for a, b in ((first, second), (one, other)))
+            yield Measured("", "sibling", first, second, alike, allowed, word)
+
+
+@pytest.mark.slow
+def test_no_word_stands_for_another_one_of_its_family() -> None:
+    found = tuple(siblings())
+    assert len(found) > 5000 and not [one for one in found if one.hit(THRESHOLD)]
+
+
 def chat(text: str) -> GenerationRequest:
     messages = ({"role": "user", "content": text},)
     return GenerationRequest(messages=messages, sampling=SamplingParams(temperature=0.0))
@@ -137,6 +161,12 @@ def table() -> Iterator[str]:
                 precision = right / (right + wrong) if right + wrong else 1.0
                 figures = f"{right:3} right {wrong:3} wrong  precision {precision:.2f}  recall {right / len(same):.2f}"
                 yield f"  threshold {threshold:.2f}  {name:5}  {figures}"
+    found = tuple(siblings())
+    yield f"siblings: {len(found)} near misses"
+    for threshold in (0.75, 0.80, 0.85, 0.90):
+        alone = sum(one.similarity >= threshold for one in found)
+        both = sum(one.hit(threshold) for one in found)
+        yield f"  threshold {threshold:.2f}  model {alone:4} wrong  both {both} wrong"
 
 
 if __name__ == "__main__":
