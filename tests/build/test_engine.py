@@ -102,6 +102,11 @@ def change_tokenizer(checkpoint: Path, folder: Path) -> None:
     (checkpoint / "tokenizer_config.json").write_text('{"chat_template": "{{ messages[0].content }}"}')
 
 
+def damage_the_manifest(checkpoint: Path, folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"max_seq_len": 256', '"max_seq_len": 257'))
+
+
 def damage_a_file(checkpoint: Path, folder: Path) -> None:
     path = folder / "openvino_model.bin"
     data = bytearray(path.read_bytes())
@@ -129,6 +134,7 @@ def come_from_another_version(checkpoint: Path, folder: Path) -> None:
         change_weights,
         change_tokenizer,
         damage_a_file,
+        damage_the_manifest,
         remove_a_file,
         remove_the_manifest,
         come_from_another_version,
