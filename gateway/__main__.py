@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Iterator
 
@@ -51,6 +52,8 @@ def http_server(service: Service) -> HttpServer:
             backlog=4096,
             ssl_certfile=settings.tls_cert,
             ssl_keyfile=settings.tls_key,
+            ssl_ca_certs=settings.tls_client_ca,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if settings.tls_client_ca else ssl.CERT_NONE,
         )
     )
 
@@ -121,7 +124,11 @@ def main() -> int:
         import uvloop
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
-    asyncio.run(serve(service))
+    try:
+        asyncio.run(serve(service))
+    except InvalidArgument as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -74,7 +74,11 @@ class KServeDoor:
         address = f"{settings.host}:{settings.grpc_port}"
         if settings.tls_key is not None and settings.tls_cert is not None:
             pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
-            self.port = self._server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+            client_ca = settings.tls_client_ca
+            credentials = grpc.ssl_server_credentials(
+                [pair], client_ca.read_bytes() if client_ca else None, require_client_auth=client_ca is not None
+            )
+            self.port = self._server.add_secure_port(address, credentials)
         else:
             self.port = self._server.add_insecure_port(address)
         await self._server.start()

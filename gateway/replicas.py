@@ -255,7 +255,8 @@ class Replicas:
         known = self._pools[pool]
         for url in known.keys() - set(urls):
             self._let_go(known.pop(url))
-        new = [Replica(url, pool, self._settings.metrics_url(url)) for url in urls if url not in known]
+        tls, metrics_url = self._settings.replica_tls, self._settings.metrics_url
+        new = [Replica(url, pool, metrics_url(url), tls) for url in urls if url not in known]
         # A new replica is probed before it gets anything, so that one that is still loading is not picked.
         await asyncio.gather(*(self._probe(replica) for replica in new), *(self._read_page(one) for one in new))
         for replica in new:

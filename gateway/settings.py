@@ -47,7 +47,11 @@
 | BATCH_WEBHOOK_SECRET | | `whsec_…`, what such calls are signed with |
 | LOG_LEVEL | info | debug, info, warning or error |
 | OTLP_ENDPOINT | | spans go there, such as http://127.0.0.1:4318/v1/traces |
-| TLS_CERT, TLS_KEY | | PEM files; set both to serve both doors over TLS |
+| TLS_CERT, TLS_KEY | | PEM files; set both to serve both doors over TLS (docs/tls.md) |
+| TLS_CLIENT_CA | | PEM file; both doors then take only callers with a certificate of this authority |
+| REPLICA_CA | | PEM file; replicas are then reached over TLS and have to be of this authority |
+| REPLICA_CERT, REPLICA_KEY | | PEM files: who the gateway is, for replicas that ask |
+| REPLICA_NAME | | the name in the replicas' certificates, where it is not their address |
 
 REPLICAS is one pool, `HOST:PORT,HOST:PORT`, `dns:///NAME:PORT` or `file:///PATH`, or several with names:
 `stable=HOST:PORT,HOST:PORT;canary=dns:///NAME:PORT`.
@@ -62,6 +66,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from clients import picks
+from clients.connection import TLS
 from contract.errors import InvalidArgument
 
 PREFIX = "TRIDENT_GATEWAY_"
@@ -129,6 +134,11 @@ class Settings:
     otlp_endpoint: str = ""
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    replica_ca: Path | None = None
+    replica_cert: Path | None = None
+    replica_key: Path | None = None
+    replica_name: str = ""
 
     def __post_init__(self) -> None:
         for name in ("http_port", "grpc_port", "metrics_port"):
@@ -152,12 +162,17 @@ class Settings:
         for name in ("model", "triton_model", "deep_prompt"):
             if not getattr(self, name):
                 raise InvalidArgument(variable(name), "is empty; at least one character is needed")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise InvalidArgument(variable("tls_key"), f"set {variable('tls_cert')} and {variable('tls_key')} together")
-        for name in ("config", "tokenizer", "tls_cert", "tls_key"):
-            path = getattr(self, name)
-            if path is not None and not path.is_file():
-                raise InvalidArgument(variable(name), f"there is no file {path}")
+        for cert, key in (("tls_cert", "tls_key"), ("replica_cert", "replica_key")):
+            if (getattr(self, cert) is None) != (getattr(self, key) is None):
+                raise InvalidArgument(variable(key), f"set {variable(cert)} and {variable(key)} together")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise InvalidArgument(variable("tls_client_ca"), f"is allowed only with {variable('tls_cert')}")
+        if self.replica_ca is None and (self.replica_cert is not None or self.replica_name):
+            raise InvalidArgument(variable("replica_ca"), "is missing; without it replicas are not reached over TLS")
+        for declared in fields(self):
+            path = getattr(self, declared.name)
+            if isinstance(path, Path) and declared.name != "batch_db" and not path.is_file():  # which is made
+                raise InvalidArgument(variable(declared.name), f"there is no file {path}")
         for pool in self.pool_weights:
             if pool not in self.pools:
                 allowed = ", ".join(name or "''" for name in self.pools)
@@ -204,6 +219,13 @@ class Settings:
                 raise InvalidArgument(variable("pool_weights"), f"{pool}={text!r} is not a number") from exc
             _between("pool_weights", weights[pool], 0.0, 1e9)
         return weights
+
+    @property
+    def replica_tls(self) -> TLS | None:
+        """How replicas are reached; None for plain text, which belongs on a network of one's own."""
+        if self.replica_ca is None:
+            return None
+        return TLS(self.replica_ca, self.replica_cert, self.replica_key, self.replica_name)
 
     def metrics_url(self, replica: str) -> str:
         """The metrics page of the replica at ``HOST:PORT``; empty if none is read."""
