@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 
 import orjson
@@ -14,11 +15,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from contract.errors import TridentError
-from gateway import openapi, refusal
+from gateway import openapi, refusal, semantic_cache
 from gateway.batch import Batches
 from gateway.chat import Chat
 from gateway.completions import Completions
 from gateway.http_door import HttpDoor, bearer
+from gateway.reuse import Reuse
 from gateway.service import Service
 from gateway.vocabulary import Vocabulary
 
@@ -27,6 +29,8 @@ def build(service: Service) -> Starlette:
     """The application; its lifespan starts and closes the service."""
     settings = service.settings
     vocabulary = Vocabulary(settings.tokenizer)
+    semantic = semantic_cache.configured(settings, time.monotonic, service.metrics.registry)
+    reuse = Reuse(service, service.configuration.policy.reuse, time.monotonic, semantic)
     batches = Batches(service, vocabulary) if settings.batch_db else None
 
     async def live(request: Request) -> Response:
@@ -73,13 +77,14 @@ def build(service: Service) -> Starlette:
         if batches is not None:
             await batches.close()
         await service.close()
+        reuse.close()
 
     return Starlette(
         routes=[
             Route("/v1/models", models),
             Route("/v1/models/{name}", models),
-            Route("/v1/chat/completions", HttpDoor(service, Chat, vocabulary), methods=["POST"]),
-            Route("/v1/completions", HttpDoor(service, Completions, vocabulary), methods=["POST"]),
+            Route("/v1/chat/completions", HttpDoor(service, reuse, Chat, vocabulary), methods=["POST"]),
+            Route("/v1/completions", HttpDoor(service, reuse, Completions, vocabulary), methods=["POST"]),
             Route("/health/live", live),
             Route("/health/ready", ready),
             Route("/health/deep", deep),

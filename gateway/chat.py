@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +17,9 @@ class Chat:
     operation = "chat"
     schema = ChatRequest
 
-    def __init__(self, asked: ChatRequest, request_id: str, vocabulary: Vocabulary) -> None:
+    def __init__(self, asked: ChatRequest, request_id: str, created_s: int, vocabulary: Vocabulary) -> None:
         self._asked, self._vocabulary = asked, vocabulary
-        self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": asked.model}
+        self._head = {"id": f"chatcmpl-{request_id}", "created": created_s, "model": asked.model}
 
     def first_chunk(self, choice: int) -> dict[str, Any] | None:
         """What is sent before the first text."""

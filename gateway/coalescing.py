@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from contract.errors import Cancelled, Overloaded
 from contract.generation import TokenDelta
@@ -28,7 +29,8 @@ def size_bytes(delta: TokenDelta) -> int:
 class SharedStream:
     """A source that is read once and can be followed by many, from the start or from where they were.
 
-    linger_s: how long it goes on without any reader before the source is cancelled; 0 is at once. Made inside a
+    size: about how many bytes an item takes. linger_s: how long it goes on without any reader before the source is
+    cancelled; 0 is at once. Made inside a
     running event loop. ``ended`` is called once, when the source is over.
     """
 
@@ -36,12 +38,13 @@ class SharedStream:
         self,
         source: Source,
         *,
+        size: Callable[[Any], int] = size_bytes,
         max_bytes: int = MAX_BYTES,
         linger_s: float = 0.0,
         ended: Callable[[SharedStream], None] = lambda stream: None,
     ) -> None:
-        self._source = source
-        self._max_bytes, self._linger_s, self._ended = max_bytes, linger_s, ended
+        self.source = source
+        self._size, self._max_bytes, self._linger_s, self._ended = size, max_bytes, linger_s, ended
         self._log: deque[TokenDelta] = deque()
         self._dropped = 0  # deltas that are no longer in the log
         self._grown = asyncio.Event()
@@ -71,14 +74,14 @@ class SharedStream:
     def deltas(self) -> tuple[TokenDelta, ...]:
         return tuple(self._log)
 
-    def follow(self, start: int = 0) -> AsyncIterator[TokenDelta]:
+    def follow(self, start: int = 0) -> SharedReader:
         """The deltas from number ``start`` on. Counted as a reader from this call, so close it, by reading to the
         end or by ``aclose``. Raises what the source raised, Overloaded if the log's beginning is gone."""
         self.readers += 1
         if self._lonely is not None:
             self._lonely.cancel()
             self._lonely = None
-        return _Reader(self, start)
+        return SharedReader(self, start)
 
     def cancel(self) -> None:
         """Ends the source, whoever reads. Readers are told Cancelled."""
@@ -92,7 +95,7 @@ class SharedStream:
         try:
             if self.cancelled:
                 raise asyncio.CancelledError
-            async for delta in self._source:
+            async for delta in self.source:
                 self._append(delta)
         except asyncio.CancelledError:
             self._failure = Cancelled("the stream was cancelled")
@@ -101,7 +104,7 @@ class SharedStream:
         finally:
             self.done = True
             with contextlib.suppress(Exception):  # the readers hear of the first failure, not of the closing
-                close = getattr(self._source, "aclose", None)
+                close = getattr(self.source, "aclose", None)
                 if close is not None:
                     await close()
             self._wake()
@@ -109,9 +112,9 @@ class SharedStream:
 
     def _append(self, delta: TokenDelta) -> None:
         self._log.append(delta)
-        self.bytes += size_bytes(delta)
+        self.bytes += self._size(delta)
         while self.bytes > self._max_bytes and len(self._log) > 1:
-            self.bytes -= size_bytes(self._log.popleft())
+            self.bytes -= self._size(self._log.popleft())
             self._dropped += 1
         self._wake()
 
@@ -128,10 +131,12 @@ class SharedStream:
         else:
             self._lonely = asyncio.get_running_loop().call_later(self._linger_s, self.cancel)
 
-    async def _at(self, number: int) -> TokenDelta | None:
+    async def _at(self, number: int, reader: SharedReader) -> TokenDelta | None:
         """Delta ``number`` as soon as there is one; None past the end."""
-        while number >= len(self) and not self.done:
+        while number >= len(self) and not self.done and reader.failure is None:
             await self._grown.wait()
+        if reader.failure is not None:
+            raise reader.failure
         if number < self._dropped:
             raise Overloaded("the reader was too slow: the part of the stream it needs next is no longer kept")
         if number < len(self):
@@ -141,48 +146,59 @@ class SharedStream:
         return None
 
 
-class _Reader:
-    """One reader's place in a stream."""
+class SharedReader:
+    """One reader's place in a stream. ``failure`` is what ended it alone, others read on."""
 
     def __init__(self, stream: SharedStream, start: int) -> None:
-        self._stream: SharedStream | None = stream
+        self.stream = stream
+        self.failure: BaseException | None = None
         self._next = start
+        self._left = False
 
-    def __aiter__(self) -> _Reader:
+    def __aiter__(self) -> SharedReader:
         return self
 
     async def __anext__(self) -> TokenDelta:
-        if self._stream is None:
+        if self._left:
             raise StopAsyncIteration
         try:
-            delta = await self._stream._at(self._next)
+            delta = await self.stream._at(self._next, self)
         except BaseException:
-            await self.aclose()
+            self.leave()
             raise
         if delta is None:
-            await self.aclose()
+            self.leave()
             raise StopAsyncIteration
         self._next += 1
         return delta
 
+    def fail(self, error: BaseException) -> None:
+        """Whoever reads is told ``error``."""
+        self.failure = self.failure or error
+        self.stream._wake()
+
+    def leave(self) -> None:
+        """Safe to call twice."""
+        if not self._left:
+            self._left = True
+            self.stream._left()
+
     async def aclose(self) -> None:
-        if self._stream is not None:
-            stream, self._stream = self._stream, None
-            stream._left()
+        self.leave()
 
 
 class Coalescer:
     """The streams under way, by key (see request_key). ``joined`` counts readers that cost no engine work."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int = MAX_BYTES, size: Callable[[Any], int] = size_bytes) -> None:
+        self._max_bytes, self._size = max_bytes, size
         self._streams: dict[str, SharedStream] = {}
         self.joined = 0
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    def follow(self, key: str, open_source: Callable[[], Source]) -> AsyncIterator[TokenDelta]:
+    def follow(self, key: str, open_source: Callable[[], Source]) -> SharedReader:
         """The stream of ``key`` from its start: the one under way, or a new one of ``open_source``."""
         stream = self._streams.get(key)
         if stream is not None and stream.joinable and not stream.done and stream.readers:
@@ -193,5 +209,7 @@ class Coalescer:
             if self._streams.get(key) is over:
                 del self._streams[key]
 
-        stream = self._streams[key] = SharedStream(open_source(), max_bytes=self._max_bytes, ended=ended)
+        stream = self._streams[key] = SharedStream(
+            open_source(), size=self._size, max_bytes=self._max_bytes, ended=ended
+        )
         return stream.follow()

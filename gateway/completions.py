@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -19,12 +18,12 @@ class Completions:
     operation = "text_completion"
     schema = CompletionRequest
 
-    def __init__(self, asked: CompletionRequest, request_id: str, vocabulary: Vocabulary) -> None:
+    def __init__(self, asked: CompletionRequest, request_id: str, created_s: int, vocabulary: Vocabulary) -> None:
         self._asked, self._vocabulary = asked, vocabulary
         self._head = {
             "id": f"cmpl-{request_id}",
             "object": "text_completion",
-            "created": int(time.time()),
+            "created": created_s,
             "model": asked.model,
         }
         self._offsets: dict[int, int] = defaultdict(int)  # characters that the tokens of a choice have had so far

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
@@ -15,11 +16,12 @@ from clients.completion import Completion
 from clients.connection import new_request_id, sendable
 from clients.request import MAX_REQUEST_ID
 from contract.errors import EngineFailed, InvalidArgument, TridentError
-from contract.generation import TokenDelta, Usage
+from contract.generation import GenerationRequest, TokenDelta, Usage
 from gateway import refusal, schemas
 from gateway.chat import Chat
-from gateway.choices import Choices, together
+from gateway.choices import Piece, together
 from gateway.completions import Completions
+from gateway.reuse import Reuse, Served
 from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.service import Asking, Service
 from gateway.streaming import Reader
@@ -47,8 +49,10 @@ class TooLarge(Exception):
 class HttpDoor:
     """One endpoint, as an ASGI application."""
 
-    def __init__(self, service: Service, form: type[Chat] | type[Completions], vocabulary: Vocabulary) -> None:
-        self._service, self._form, self._vocabulary = service, form, vocabulary
+    def __init__(
+        self, service: Service, reuse: Reuse, form: type[Chat] | type[Completions], vocabulary: Vocabulary
+    ) -> None:
+        self._service, self._reuse, self._form, self._vocabulary = service, reuse, form, vocabulary
 
     async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
         request = Request(scope, receive)
@@ -89,24 +93,24 @@ class HttpDoor:
         timeout_s = _timeout_s(request.headers.get("x-trident-timeout-s"), settings.request_timeout_s)
         session = request.headers.get("x-session-id", "")[:MAX_REQUEST_ID]
         asking = Asking(tenant, "http", self._form.operation, request_id, dict(request.headers), session)
-        form = self._form(asked, request_id, self._vocabulary)
-        async with _admitted(service, asked, asking, timeout_s) as choices:
-            headers = _headers(request_id, choices.headers)
+        async with _served(service, asked, asking, timeout_s, self._reuse.served) as served:
+            headers = _headers(request_id, served.headers)
+            form = self._form(asked, served.request_id, served.created_s, self._vocabulary)
             if asked.stream:
-                await self._stream(reader, form, choices, asked, headers)
+                await self._stream(reader, form, served, asked, headers)
             else:
-                answer = await _whole(form, choices, asked, request_id)
+                answer = await _whole(form, served.pieces, asked, request_id)
                 await reader.respond(200, [*headers, _JSON], orjson.dumps(answer))
 
     async def _stream(
-        self, reader: Reader, form: Form, choices: Choices, asked: ChatRequest | CompletionRequest, headers: Headers
+        self, reader: Reader, form: Form, served: Served, asked: ChatRequest | CompletionRequest, headers: Headers
     ) -> None:
         """Events as they come. Nothing is sent before there is something to say, so that an error that comes first
         is a status; but a caller that waits long hears heartbeats."""
-        pieces = aiter(choices)
+        pieces, number = served.pieces, served.first_event
         usages: dict[int, Usage | None] = {}
         begun: set[int] = set()
-        first = asyncio.ensure_future(anext(pieces))
+        first = asyncio.ensure_future(_next(pieces))
         try:
             done, _ = await asyncio.wait((first,), timeout=self._service.settings.heartbeat_s)
             if done:
@@ -116,6 +120,10 @@ class HttpDoor:
                 await reader.start_events(headers)
                 await reader.write(b": waiting\n\n")
                 item = await first
+            for choice, delta in served.before:  # what a reader that comes back has had already
+                begun.add(choice)
+                form.chunk(choice, delta)
+                usages[choice] = delta.usage or usages.get(choice)
             while item is not None:
                 choice, delta = item
                 events = []
@@ -124,9 +132,13 @@ class HttpDoor:
                     events.append(form.first_chunk(choice))
                 events.append(form.chunk(choice, delta))
                 usages[choice] = delta.usage or usages.get(choice)
-                data = b"".join(b"data: %b\n\n" % orjson.dumps(event) for event in events if event is not None)
-                if data:
-                    await reader.write(data)
+                lines = [b"data: %b\n\n" % orjson.dumps(event) for event in events if event is not None]
+                if number is not None:
+                    if lines:
+                        lines[-1] = b"id: %d\n%b" % (number, lines[-1])
+                    number += 1
+                if lines:
+                    await reader.write(b"".join(lines))
                 item = await anext(pieces, None)
             if asked.include_usage:
                 usage = _usage([usages[choice] for choice in sorted(usages)], asked.choices)
@@ -188,34 +200,49 @@ async def answered(
     asked = schemas.parse(kind.schema, body, service.settings)
     if asked.stream:
         raise InvalidArgument("stream", "is not allowed here: the answer is given whole")
-    form = kind(asked, asking.request_id, vocabulary)
+    form = kind(asked, asking.request_id, int(time.time()), vocabulary)
     most_s = service.settings.request_timeout_s
-    async with _admitted(service, asked, asking, min(most_s, timeout_s or most_s)) as choices:
+    async with _served(service, asked, asking, min(most_s, timeout_s or most_s), service.choices) as choices:
         return await _whole(form, choices, asked, asking.request_id)
 
 
+class _Closable(Protocol):
+    def close(self, error: BaseException | None) -> None: ...
+
+
+_Answer = TypeVar("_Answer", bound=_Closable)
+
+
 @contextlib.asynccontextmanager
-async def _admitted(
-    service: Service, asked: ChatRequest | CompletionRequest, asking: Asking, timeout_s: float
-) -> AsyncIterator[Choices]:
+async def _served(
+    service: Service,
+    asked: ChatRequest | CompletionRequest,
+    asking: Asking,
+    timeout_s: float,
+    make: Callable[[Sequence[GenerationRequest], Asking], Awaitable[_Answer]],
+) -> AsyncIterator[_Answer]:
     """All choices, or none: the refusal is raised. Left, they are over."""
     service.check_model(asked.model, asking.tenant)
-    choices = await service.choices(asked.generations(service.settings, timeout_s), asking)
+    answer = await make(asked.generations(service.settings, timeout_s), asking)
     error: BaseException | None = None
     try:
-        yield choices
+        yield answer
     except BaseException as exc:
         error = exc
         raise
     finally:
-        choices.close(error)
+        answer.close(error)
 
 
 async def _whole(
-    form: Form, choices: Choices, asked: ChatRequest | CompletionRequest, request_id: str
+    form: Form, pieces: AsyncIterable[Piece], asked: ChatRequest | CompletionRequest, request_id: str
 ) -> dict[str, Any]:
-    answers = await together(choices, request_id)
+    answers = await together(pieces, request_id)
     return form.whole(answers, _usage([answer.usage for answer in answers], asked.choices))
+
+
+async def _next(pieces: AsyncIterator[Piece]) -> Piece | None:
+    return await anext(pieces, None)
 
 
 def _usage(usages: Sequence[Usage | None], choices: int) -> dict[str, Any]:

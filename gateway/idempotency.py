@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from contract.errors import InvalidArgument, Overloaded
-from contract.generation import TokenDelta
-from gateway.coalescing import MAX_BYTES, SharedStream, Source
+from gateway.coalescing import MAX_BYTES, SharedReader, SharedStream, Source, size_bytes
 
 HEADER, RESUME_HEADER = "Idempotency-Key", "Last-Event-ID"
 MAX_KEY_LENGTH = 255
@@ -44,8 +44,9 @@ class Idempotency:
         max_finished: int = 10_000,
         max_bytes: int = 256 * 1024 * 1024,
         max_stream_bytes: int = MAX_BYTES,
+        size: Callable[[Any], int] = size_bytes,
     ) -> None:
-        self._clock, self._ttl_s, self._linger_s = clock, ttl_s, linger_s
+        self._clock, self._ttl_s, self._linger_s, self._size = clock, ttl_s, linger_s, size
         self._max_running, self._max_finished = max_running, max_finished
         self._max_bytes, self._max_stream_bytes = max_bytes, max_stream_bytes
         self._running: dict[tuple[str, str], _Known] = {}
@@ -58,7 +59,7 @@ class Idempotency:
 
     def follow(
         self, tenant: str, key: str, request: str, open_source: Callable[[], Source], start: int = 0
-    ) -> AsyncIterator[TokenDelta]:
+    ) -> SharedReader:
         """The stream of ``key`` from delta ``start`` on: the one there is, or a new one of ``open_source``.
 
         request: its request_key. Raises InvalidArgument (the key is that of another request, or not a key; there is
@@ -83,6 +84,7 @@ class Idempotency:
             raise Overloaded(f"{len(self._running)} streams with an {HEADER} are under way, no more are taken")
         stream = SharedStream(
             open_source(),
+            size=self._size,
             max_bytes=self._max_stream_bytes,
             linger_s=self._linger_s,
             ended=lambda over: self._ended(place, over),

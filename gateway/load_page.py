@@ -9,31 +9,36 @@ from prometheus_client.parser import text_string_to_metric_families
 
 _REQUESTS = "nv_trt_llm_request_metrics"
 _KV_CACHE = "nv_trt_llm_kv_cache_block_metrics"
+_ENGINE = "trident_engine_info"
 
 
 @dataclass(frozen=True)
 class PageLoad:
     """running, waiting, max_running: requests; the last is 0 where the page does not say it. kv_usage: fraction of the
-    KV blocks in use."""
+    KV blocks in use. engine: the hash of its manifest, "" if unsaid."""
 
     running: int = 0
     waiting: int = 0
     max_running: int = 0
     kv_usage: float = 0.0
+    engine: str = ""
 
 
 def read(page: str) -> PageLoad:
     """The load in the page; zeros where it says nothing. Raises ValueError for a page that is none."""
-    # The page is large and nearly all of it is about something else: the parser sees the two families only.
-    lines = [line for line in page.splitlines() if line.startswith((_REQUESTS, _KV_CACHE))]
+    # The page is large and nearly all of it is about something else: the parser sees these families only.
+    lines = [line for line in page.splitlines() if line.startswith((_REQUESTS, _KV_CACHE, _ENGINE))]
     values: dict[tuple[str, str], float] = defaultdict(float)
+    engine = ""
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
         for sample in family.samples:
             kind = sample.labels.get("request_type") or sample.labels.get("kv_cache_block_type") or ""
             values[sample.name, kind] += sample.value
+            engine = sample.labels.get("manifest_sha256", engine)
     return PageLoad(
         running=int(values[_REQUESTS, "scheduled"]),
         waiting=int(values[_REQUESTS, "waiting"]),
         max_running=int(values[_REQUESTS, "max"]),
         kv_usage=min(1.0, values[_KV_CACHE, "fraction"]),
+        engine=engine,
     )

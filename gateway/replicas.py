@@ -202,6 +202,12 @@ class Replicas:
         """Requests that the fit ones can run at once, by their own pages; 0 where none says it."""
         return sum(replica.page.max_running for replica in self.fit())
 
+    def engine(self, pinned: str = "") -> str:
+        """The hash of the engine that answers, "" while replicas that might do not all say one and the same."""
+        pools = [pinned] if pinned else [pool for pool, weight in self._weights.items() if weight > 0]
+        hashes = {replica.page.engine for replica in self.fit() if replica.pool in pools}
+        return hashes.pop() if len(hashes) == 1 else ""
+
     def door(
         self, asked: GenerationRequest, pinned: str = "", session: str = "", traceparent: str = "", payload: bytes = b""
     ) -> Door:

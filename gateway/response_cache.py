@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from cachetools import TLRUCache
 
@@ -14,6 +16,12 @@ Answer = tuple[TokenDelta, ...]
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
 
+@dataclass(frozen=True)
+class _Kept:
+    answer: Answer
+    at_s: float
+
+
 class ResponseCache:
     """At most ``max_bytes``, least recently used out first; an answer is good for ``ttl_s``. clock: seconds."""
 
@@ -21,8 +29,12 @@ class ResponseCache:
         for name, value in (("max_bytes", max_bytes), ("ttl_s", ttl_s)):
             if not value > 0:
                 raise InvalidArgument(name, f"got {value!r}; allowed is more than 0")
-        self._answers: TLRUCache[str, Answer] = TLRUCache(
-            max_bytes, ttu=lambda key, answer, now_s: now_s + ttl_s, timer=clock, getsizeof=answer_bytes
+        self._clock = clock
+        self._answers: TLRUCache[str, _Kept] = TLRUCache(
+            max_bytes,
+            ttu=lambda key, kept, now_s: kept.at_s + ttl_s,
+            timer=clock,
+            getsizeof=lambda kept: answer_bytes(kept.answer),
         )
         self.hits = 0
         self.misses = 0
@@ -34,40 +46,21 @@ class ResponseCache:
     def bytes(self) -> int:
         return self._answers.currsize
 
-    def get(self, key: str) -> Answer | None:
+    def get(self, key: str, max_age_s: float = math.inf) -> Answer | None:
         """The deltas as they came from the engine; None if there are none, or no longer."""
-        answer = self._answers.get(key)
-        if answer is None:
+        kept = self._answers.get(key)
+        if kept is None or self._clock() - kept.at_s > max_age_s:
             self.misses += 1
-        else:
-            self.hits += 1
-        return answer
+            return None
+        self.hits += 1
+        return kept.answer
 
     def put(self, key: str, answer: Answer) -> bool:
         """Keeps an answer that came to its own end; False for others and for those larger than the cache."""
         if whole(answer) and answer_bytes(answer) <= self._answers.maxsize:
-            self._answers[key] = answer
+            self._answers[key] = _Kept(answer, self._clock())
             return True
         return False
-
-    async def keep(self, key: str, stream: AsyncIterator[TokenDelta]) -> AsyncIterator[TokenDelta]:
-        """``stream`` as it is, kept once it has come to its end. No more is held than the cache may."""
-        seen: list[TokenDelta] | None = []
-        size = 0
-        try:
-            async for delta in stream:
-                size += size_bytes(delta)
-                if size > self._answers.maxsize:
-                    seen = None
-                if seen is not None:
-                    seen.append(delta)
-                yield delta
-            if seen is not None:
-                self.put(key, tuple(seen))
-        finally:
-            close = getattr(stream, "aclose", None)
-            if close is not None:
-                await close()
 
 
 def whole(answer: Answer) -> bool:

@@ -105,7 +105,7 @@ class Counts:
 class FakeReplica:
     """One replica on loopback. ``script`` maps a request to what happens to it; set ``ready`` to fail probes.
 
-    Sequences beyond ``slots`` wait for a slot, as in an engine with a full batch.
+    Sequences beyond ``slots`` wait for a slot, as in an engine with a full batch. engine: the hash its page says.
     """
 
     def __init__(
@@ -115,9 +115,11 @@ class FakeReplica:
         model: str = "ensemble",
         slots: int = 10_000,
         seed: int = 0,
+        engine: str = "",
     ) -> None:
         self.script = script
         self.model = model
+        self.engine = engine
         self.ready = True
         self.seen: list[SeenRequest] = []
         self.counts = Counts()
@@ -172,6 +174,8 @@ class FakeReplica:
             f'nv_trt_llm_inflight_batcher_metrics{{{label}="{k}",model="engine",version="1"}} {v}'
             for k, v in batcher.items()
         ]
+        if self.engine:
+            lines += [f'trident_engine_info{{engine="fake",manifest_sha256="{self.engine}"}} 1']
         return "\n".join(lines) + "\n"
 
     async def _serve_metrics(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from contract.errors import EngineFailed, InvalidArgument
-from contract.generation import FinishReason, TokenDelta
+from contract.errors import InvalidArgument
+from contract.generation import FinishReason
 from gateway.response_cache import ResponseCache, answer_bytes
-from tests.gateway.scripted_source import ScriptedSource, words
+from tests.gateway.scripted_source import words
 
 ANSWER = tuple(words(3))
 
@@ -40,35 +40,11 @@ def test_the_least_recently_used_goes_first_and_the_size_holds(clock: Any) -> No
     assert not cache.put("huge", tuple(words(100)))
 
 
-async def test_a_stream_is_kept_once_it_ended_and_not_before(clock: Any) -> None:
+def test_a_caller_may_ask_for_one_that_is_not_old(clock: Any) -> None:
     cache = ResponseCache(10**6, 60, clock)
-    source = ScriptedSource(ANSWER)
-    stream = cache.keep("k", source())
-    seen = [await anext(stream)]
-    assert cache.get("k") is None
-    seen += [delta async for delta in stream]
-    assert tuple(seen) == ANSWER == cache.get("k")
-
-
-async def test_a_stream_that_was_left_or_broke_is_not_kept(clock: Any) -> None:
-    cache = ResponseCache(10**6, 60, clock)
-    left = ScriptedSource(ANSWER)
-    stream = cache.keep("k", left())
-    await anext(stream)
-    await stream.aclose()
-    assert left.closed
-    broken = cache.keep("k", ScriptedSource(ANSWER, failure=EngineFailed("broke"))())
-    with pytest.raises(EngineFailed):
-        async for _ in broken:
-            pass
-    assert len(cache) == 0
-
-
-async def test_a_stream_larger_than_the_cache_passes_through(clock: Any) -> None:
-    cache = ResponseCache(1000, 60, clock)
-    script = [TokenDelta(text="x" * 600), *words(3)]
-    assert [delta async for delta in cache.keep("k", ScriptedSource(script)())] == script
-    assert len(cache) == 0
+    cache.put("k", ANSWER)
+    clock.advance(10)
+    assert cache.get("k", 9.0) is None and cache.get("k", 10.0) == ANSWER
 
 
 def test_sizes_and_times_are_positive(clock: Any) -> None:
