@@ -1,7 +1,8 @@
-"""Where tritonserver comes from: the nvidia-pytriton wheel in this Python's environment, checked and laid out.
+"""Where tritonserver comes from: NVIDIA's image, where we run in one, or the nvidia-pytriton wheel of this environment.
 
-Triton 2.51 of the wheel runs its Python models in a stub process per instance. The stub is chosen by Python
-version, embeds the ``libpython`` the loader finds, and silently corrupts tensors when it meets numpy 2.
+Triton runs its Python models in a stub process per instance, and a stub embeds one version of Python. The wheel has a
+stub for each and silently corrupts tensors when it meets numpy 2; an image has one, and C++ backends (``tensorrtllm``)
+that the wheel lacks. So where an image brings its own server, that one is taken.
 """
 
 from __future__ import annotations
@@ -10,20 +11,23 @@ import ctypes.util
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from contract.errors import Unavailable
+from contract.errors import InvalidArgument, Unavailable
 
 PYTHONS = ((3, 10), (3, 11), (3, 12))
 GLIBC = (2, 35)
+IN_IMAGES = Path("/opt/tritonserver")  # where NVIDIA's images keep it
+STUB = "triton_python_backend_stub"
 
 
 @dataclass(frozen=True)
 class Installation:
-    """A wheel that can run here. ``libraries`` is the folder of libpython, or "" if the loader knows it."""
+    """A server that can run here. ``libraries`` is the folder of libpython, or "" if the loader knows it."""
 
     tritonserver: Path
     backend_files: Path
@@ -32,11 +36,13 @@ class Installation:
     libraries: str
 
     def link_backends(self, state_dir: Path) -> Path:
-        """Makes ``state_dir/backends/python`` and returns ``state_dir/backends``.
+        """The folder for --backend-directory: an image's own, or ``state_dir/backends``, made of links into the wheel.
 
         Links, not copies: the wheel's libraries find each other relative to their real paths, and
         the environment stays untouched.
         """
+        if self.stub.parent == self.backend_files:
+            return self.backend_files.parent
         python = state_dir / "backends" / "python"
         python.mkdir(parents=True, exist_ok=True)
         for source in (*sorted(self.backend_files.iterdir()), self.stub):
@@ -44,8 +50,45 @@ class Installation:
         return python.parent
 
 
-def find() -> Installation:
-    """The installation of the running interpreter, or Unavailable that says what is missing and what to do."""
+def find(folder: Path | None = None) -> Installation:
+    """The installation in ``folder``, else in NVIDIA's image, else the wheel's.
+
+    folder: one with bin/tritonserver. Raises Unavailable that says what is missing and what to do, InvalidArgument for
+    a folder that holds no server.
+    """
+    if folder is not None and not (folder / "bin" / "tritonserver").is_file():
+        raise InvalidArgument("TRIDENT_TRITONSERVER", f"{folder} holds no bin/tritonserver")
+    if folder is not None or (IN_IMAGES / "bin" / "tritonserver").is_file():
+        return _in_image(folder or IN_IMAGES)
+    return _in_wheel()
+
+
+def _in_image(root: Path) -> Installation:
+    backend = root / "backends" / "python"
+    found = Installation(root / "bin" / "tritonserver", backend, backend / STUB, root / "caches", "")
+    for path in (found.backend_files, found.stub):
+        if not path.exists():
+            raise Unavailable(
+                f"{root} is incomplete: {path} is missing, and tokenizer and detokenizer are Python models"
+            )
+    here, embedded = f"{sys.version_info.major}.{sys.version_info.minor}", embedded_python(found.stub)
+    if embedded is not None and embedded != here:
+        raise Unavailable(
+            f"the server in {root} runs Python {embedded} models, and this is Python {here}: make the environment with "
+            f"`make setup PYTHON=python{embedded}`"
+        )
+    if _version("numpy") is None:
+        raise Unavailable(f"numpy is not installed for {sys.executable}: `make setup` installs it")
+    return found
+
+
+def embedded_python(stub: Path) -> str | None:
+    """``3.12``: the Python whose library a stub loads, as the stub names it; None where it names none."""
+    named = re.search(rb"libpython(\d\.\d+)\.so", stub.read_bytes())
+    return named.group(1).decode() if named else None
+
+
+def _in_wheel() -> Installation:
     check_python(sys.version_info[:2])
     check_glibc(_glibc())
     check_numpy(_version("numpy"))
@@ -57,7 +100,7 @@ def find() -> Installation:
     found = Installation(
         tritonserver=wheel / "bin" / "tritonserver",
         backend_files=wheel / "backends" / "python",
-        stub=wheel / "python_backend_stubs" / version / "triton_python_backend_stub",
+        stub=wheel / "python_backend_stubs" / version / STUB,
         caches=wheel / "caches",
         libraries=find_libpython(version),
     )

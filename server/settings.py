@@ -7,6 +7,7 @@
 | TRIDENT_GRPC_PORT, TRIDENT_HTTP_PORT, TRIDENT_METRICS_PORT | 8001, 8000, 8002 | |
 | TRIDENT_MODEL_REPOSITORY | model_repository | what Triton loads |
 | TRIDENT_ENGINES_DIR | engines | where built engines lie |
+| TRIDENT_TRITONSERVER | /opt/tritonserver, else the wheel | folder with bin/tritonserver, as in NVIDIA's images |
 | TRIDENT_STATE_DIR | .triton | backend links, logs and status files |
 | TRIDENT_START_TIMEOUT_S | 120 | longest time from launch to the first token |
 | TRIDENT_DRAIN_S | 2 | how long streams in flight may go on after a stop is asked for |
@@ -49,6 +50,7 @@ class Settings:
     metrics_port: int = 8002
     model_repository: Path = ROOT / "model_repository"
     engines_dir: Path = ROOT / "engines"
+    tritonserver: Path | None = None
     state_dir: Path = ROOT / ".triton"
     start_timeout_s: float = 120.0
     drain_s: float = 2.0

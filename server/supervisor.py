@@ -81,7 +81,7 @@ class Supervisor:
         settings = self._settings
         self._engine_folder = (settings.engines_dir / settings.engine).absolute()
         preflight.check(manifest.verify(self._engine_folder), self._engine_folder)
-        self._installation = installation.find()
+        self._installation = installation.find(settings.tritonserver)
         self._pipeline = read_pipeline(settings.model_repository, settings.engine)
         ports.check(settings.host, settings.ports)
         claimed = ports.claim(settings.grpc_port)

@@ -88,6 +88,17 @@ def docker(folder: Path, image: str, inside_bin: Path, record: Path) -> None:
     _program(folder, "docker", DOCKER.format(image=image, inside_bin=str(inside_bin), record=str(record)))
 
 
+def triton(folder: Path, python: str) -> Path:
+    """NVIDIA's /opt/tritonserver as far as a start looks at it: a server, two backends, a stub for ``python``."""
+    _program(folder / "bin", "tritonserver", "raise SystemExit(0)\n")
+    for backend, library in (("python", "libtriton_python.so"), ("tensorrtllm", "libtriton_tensorrtllm.so")):
+        (folder / "backends" / backend).mkdir(parents=True)
+        (folder / "backends" / backend / library).write_bytes(b"")
+    stub = folder / "backends" / "python" / "triton_python_backend_stub"
+    stub.write_bytes(b"\x7fELF\0libpython%b.so.1.0\0" % python.encode())
+    return folder
+
+
 def verified(recipe: Recipe, reason: str | None = None) -> None:
     """What verify leaves of a checkpoint within its budget, or, with a ``reason``, of one accepted beyond it."""
     verdict = {"passed": reason is None, "override": reason, "problems": [] if reason is None else ["KL is 3 nats"]}

@@ -3,16 +3,57 @@
 import os
 import sys
 
+import gpu_machine
 import pytest
 
-from contract.errors import Unavailable
-from server import installation
+from contract.errors import InvalidArgument, Unavailable
+from server import command, installation
+from server.settings import Settings
+
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def test_the_wheel_of_this_environment_is_found():
     found = installation.find()
     assert os.access(found.tritonserver, os.X_OK) and os.access(found.stub, os.X_OK)
     assert f"/{sys.version_info.major}.{sys.version_info.minor}/" in str(found.stub)
+
+
+def test_in_an_image_its_own_server_is_taken_with_its_own_backends(monkeypatch, tmp_path):
+    image = gpu_machine.triton(tmp_path / "opt" / "tritonserver", HERE)
+    monkeypatch.setattr(installation, "IN_IMAGES", image)
+    found = installation.find()
+    assert found.tritonserver == image / "bin" / "tritonserver" and found.libraries == ""
+    backends = found.link_backends(tmp_path / "state")
+    assert (backends / "tensorrtllm" / "libtriton_tensorrtllm.so").is_file() and not (tmp_path / "state").exists()
+    flags = command.tritonserver(Settings(engine="h100"), found, backends, "prefix")
+    assert flags[0] == str(image / "bin" / "tritonserver") and f"--backend-directory={image}/backends" in flags
+    assert f"--cache-directory={image}/caches" in flags
+
+
+def test_another_server_can_be_named(monkeypatch, tmp_path):
+    mine = gpu_machine.triton(tmp_path / "mine", HERE)
+    monkeypatch.setattr(installation, "IN_IMAGES", gpu_machine.triton(tmp_path / "image", HERE))
+    settings = Settings.from_environment({"TRIDENT_TRITONSERVER": str(mine)})
+    assert installation.find(settings.tritonserver).stub.is_relative_to(mine)
+    with pytest.raises(InvalidArgument, match=r"^TRIDENT_TRITONSERVER: .*elsewhere holds no bin/tritonserver$"):
+        installation.find(tmp_path / "elsewhere")
+
+
+def test_an_image_that_cannot_run_our_models_is_refused_with_a_cure(tmp_path):
+    image = gpu_machine.triton(tmp_path / "image", "3.99")
+    cure = f"runs Python 3.99 models, and this is Python {HERE}: .*`make setup PYTHON=python3.99`"
+    with pytest.raises(Unavailable, match=cure):
+        installation.find(image)
+    (image / "backends" / "python" / installation.STUB).unlink()
+    with pytest.raises(Unavailable, match=r"image is incomplete: .*triton_python_backend_stub is missing"):
+        installation.find(image)
+
+
+def test_a_stub_names_the_python_it_embeds(tmp_path):
+    assert installation.embedded_python(installation.find().stub) == HERE
+    (tmp_path / "stub").write_bytes(b"static")
+    assert installation.embedded_python(tmp_path / "stub") is None
 
 
 def test_backends_are_links_made_once_and_mended_when_they_point_elsewhere(tmp_path):
