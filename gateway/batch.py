@@ -49,7 +49,8 @@ class Batches:
             max_lines=settings.batch_max_lines,
             max_line_bytes=settings.max_body_bytes,
         )
-        self._door = BatchDoor(self._store, service.tenant, webhooks, self.worker.wake, settings.body_timeout_s)
+        wake, requests = self.worker.wake, service.metrics.requests
+        self._door = BatchDoor(self._store, service.tenant, webhooks, wake, settings.body_timeout_s, requests)
 
     def routes(self) -> list[Route]:
         return self._door.routes()

@@ -9,11 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Annotated, Any
 
 import orjson
+from prometheus_client import Counter
 from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from clients.connection import new_request_id, sendable
+from clients.request import MAX_REQUEST_ID
 from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Overloaded, TridentError
 from gateway import batch_upload, refusal
 from gateway.batch_store import PURPOSE, Batch, BatchStore, File, FileTooLarge
@@ -50,7 +53,8 @@ class BatchRequest(BaseModel):
 
 
 class BatchDoor:
-    """tenant: who a key is. wake: called when there is something new to do. silence_s: of a caller that uploads."""
+    """tenant: who a key is. wake: called when there is something new to do. silence_s: of a caller that uploads.
+    requests: counts answers by door, operation (files or batches) and status."""
 
     def __init__(
         self,
@@ -59,9 +63,10 @@ class BatchDoor:
         webhooks: Webhooks,
         wake: Callable[[], None],
         silence_s: float,
+        requests: Counter,
     ) -> None:
         self._store, self._tenant, self._webhooks, self._wake = store, tenant, webhooks, wake
-        self._silence_s = silence_s
+        self._silence_s, self._requests = silence_s, requests
         self._uploads = 0
 
     async def upload(self, request: Request, tenant: Tenant) -> Response:
@@ -169,9 +174,14 @@ class BatchDoor:
         def route(path: str, answer: Callable[[Request, Tenant], Awaitable[Response]], method: str = "GET") -> Route:
             async def endpoint(request: Request) -> Response:
                 try:
-                    return await answer(request, self._tenant(bearer(request.headers.get("authorization", ""))))
+                    said = await answer(request, self._tenant(bearer(request.headers.get("authorization", ""))))
                 except TridentError as error:
-                    return _refused(error, close=not await _read_off(request))
+                    said = _refused(error, close=not await _read_off(request))
+                request_id = request.headers.get("x-request-id", "")
+                fine = sendable(request_id) and 0 < len(request_id) <= MAX_REQUEST_ID
+                said.headers["x-request-id"] = request_id if fine else new_request_id()
+                self._requests.labels("http", path.split("/")[2], said.status_code).inc()
+                return said
 
             return Route(path, endpoint, methods=[method])
 

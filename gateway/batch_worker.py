@@ -108,12 +108,17 @@ class BatchWorker:
         self._runs: dict[str, _Run] = {}
         self._turns: deque[str] = deque()  # tenants, whose turn it is first
         self._woken = asyncio.Event()
+        self._look_due = True
         self._working: asyncio.Task | None = None
         self._validating: asyncio.Task | None = None
         self._calling: asyncio.Task | None = None
         self._closing = False
         self._progress_s = 0.0  # when a line last got its result, or when there was nothing to do; 0 is now
-        self.wake = self._woken.set
+
+    def wake(self) -> None:
+        """There may be something new to do."""
+        self._look_due = True
+        self._woken.set()
 
     @property
     def running(self) -> int:
@@ -140,7 +145,9 @@ class BatchWorker:
                 now_s = time.monotonic()
                 self._woken.clear()
                 try:
-                    await self._look()
+                    if self._look_due or now_s >= next_tick_s:
+                        self._look_due = False
+                        await self._look()
                     if now_s >= next_tick_s:
                         next_tick_s = now_s + self._tick_s
                         self._set_pace()
@@ -148,6 +155,7 @@ class BatchWorker:
                     await self._fill()
                 except Unavailable as error:
                     _LOG.error("%s", str(error).replace("%", "%%"))
+                    self._look_due = True
                     self._woken.clear()
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._woken.wait(), max(0.001, next_tick_s - time.monotonic()))
@@ -282,7 +290,8 @@ class BatchWorker:
             run.held.append(held)
             run.not_before_s = time.monotonic() + MOST_PAUSE_S
             _LOG.error("a line of %s met a defect", run.batch.id, exc_info=task.exception(), extra={"fields": {}})
-        self.wake()
+        self._look_due = self._look_due or not (run.held or run.tasks)
+        self._woken.set()
 
     async def _serve(self, run: _Run, held: _Held) -> None:
         """One try of one line. Cancelled, it leaves nothing behind."""
