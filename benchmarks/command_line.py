@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ Without --engine the server is the one at TRIDENT_URL and TRIDENT_METRICS_URL, o
 
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
+    # SIGTERM ends us as an exception would, so that no server we started outlives us.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return arguments.verb(arguments)
     except TridentError as error:
@@ -51,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -328,10 +328,11 @@ TRANSFORMERS = Peer(
     "transformers serve",
     lambda of, port: [
         *(str(TRANSFORMERS.environment.program("transformers")), "serve", str(endless(of)), "--continuous-batching"),
+        *("--cb-block-size", "32", "--cb-num-blocks", str(SLOTS * of.max_len // 32)),
         *("--device", "cpu", "--dtype", _torch_name(of), "--host", "127.0.0.1", "--port", str(port)),
     ],
     lambda of, port: OpenAiDoor(_local(port), str(endless(of))),
-    "transformers 5.23.0, continuous batching; the checkpoint's end tokens taken out",
+    f"transformers 5.23.0, continuous batching, KV cache for {SLOTS} sequences; the checkpoint's end tokens taken out",
     Environment("transformers", (("torch==2.13.0",), ("transformers[serving]==5.23.0", "accelerate==1.15.0"))),
     prepare=endless,
 )

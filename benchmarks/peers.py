@@ -96,9 +96,7 @@ def run(names: Sequence[str], plan: Plan, out: Path) -> int:
     running: list[Running] = []
     try:
         for name in names:
-            server = _started(name, plan.subject, out / "logs", found)
-            if server is not None:
-                running.append(server)
+            _start(name, plan.subject, out / "logs", running, found)
         if not running:
             print("nobody could be started:\n" + "\n".join(found.skipped.values()), file=sys.stderr)
             return 1
@@ -130,22 +128,24 @@ class _Found:
         return table
 
 
-def _started(name: str, subject: Subject, logs: Path, found: _Found) -> Running | None:
-    """A server that has answered, or None and the reason in ``found.skipped``."""
-    peer, server = PEERS[name], None
+def _start(name: str, subject: Subject, logs: Path, running: list[Running], found: _Found) -> None:
+    """Adds a server that has answered to ``running``, or the reason why there is none to ``found.skipped``."""
+    peer = PEERS[name]
     print(f"starting {peer.name}", file=sys.stderr, flush=True)
     try:
-        server = peer_servers.start(peer, subject, logs)
-        server.load_s = asyncio.run(peer_servers.answered(server))
+        running.append(server := peer_servers.start(peer, subject, logs))
+        try:
+            server.load_s = asyncio.run(peer_servers.answered(server))
+        except EngineFailed:
+            running.remove(server)
+            server.stop()
+            raise
     except (NotFound, EngineFailed) as error:
         found.skipped[peer.name] = str(error)
         print(f"  skipped: {error}", file=sys.stderr, flush=True)
-        if server is not None:
-            server.stop()
-        return None
+        return
     found.standings[peer.name] = Standing(server.load_s)
     found.said[peer.name] = peer.said
-    return server
 
 
 async def _measured(running: list[Running], plan: Plan, found: _Found) -> None:

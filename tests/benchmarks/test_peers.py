@@ -1,17 +1,22 @@
 """Peers by the hand of a stranger: two small servers that speak OpenAI, one that dies and one that never answers."""
 
 import json
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from benchmarks import peer_servers, peers
+from benchmarks import peer_servers, peers, processes
 from benchmarks.environments import Environment
 from benchmarks.openai_door import OpenAiDoor
 from benchmarks.peer_servers import Peer, Subject
 from benchmarks.peers import Plan
 from contract.errors import InvalidArgument, NotFound
 
+ROOT = Path(__file__).resolve().parents[2]
 SERVER = """
 import http.server, json, sys, time
 class Door(http.server.BaseHTTPRequestHandler):
@@ -128,3 +133,25 @@ def test_an_environment_that_cannot_be_made_raises_not_found(subject, tmp_path, 
     monkeypatch.setattr("sys.executable", "/no/such/python")
     with pytest.raises(NotFound, match="/no/such/python -m venv"):
         peer_servers.start(missing, subject, tmp_path)
+
+
+@pytest.mark.slow
+def test_sigterm_stops_what_was_started(tmp_path):
+    """As a CI that runs out of time sends it: the server that runs by then does not outlive us."""
+    code = (
+        "import sys; from benchmarks import command_line, peers; import tests.benchmarks.test_peers as here;"
+        "slow = here.stranger('slow', 'import time; time.sleep(99)');"
+        "peers.PEERS.clear(); peers.PEERS.update(one=here.stranger('one'), slow=slow);"
+        f"sys.exit(command_line.main(['peers', '--only', 'one,slow', '--out', {str(tmp_path)!r}]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if line == "starting slow\n":
+            break
+    while len(started := processes.family(process.pid)[1:]) < 2:
+        assert process.poll() is None
+    time.sleep(0.2)  # a process is there before the call that started it has returned
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    process.stderr.close()
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
