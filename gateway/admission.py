@@ -30,6 +30,7 @@ _TEMPLATE_TOKENS = 16
 
 # Where nobody says how much can run at once.
 UNKNOWN_CAPACITY = 256
+Takes = Callable[[str, Sequence[GenerationRequest]], bool]  # whether an overflow target can have these requests now
 
 
 def most_prompt_tokens(request: GenerationRequest) -> int:
@@ -61,8 +62,7 @@ class FairAdmission:
     """Admission for one gateway process: ``await admit(requests, tenant)``.
 
     clock: seconds, the one the budget store counts with if that is in memory. capacity: how many requests the replicas
-    can run at once, for shares that leave it to them. takes: whether an overflow target can have these requests now;
-    where it cannot, answers are shortened instead. ``rejected`` and ``degraded`` count what was refused and lowered,
+    can run at once, for shares that leave it to them. ``rejected`` and ``degraded`` count what was refused and lowered,
     by reason and stage.
     """
 
@@ -76,11 +76,10 @@ class FairAdmission:
         shares: Shares = Shares(),
         ladder: Ladder | None = None,
         capacity: Callable[[], int] = lambda: UNKNOWN_CAPACITY,
-        takes: Callable[[str, Sequence[GenerationRequest]], bool] = lambda target, requests: True,
         rng: random.Random | None = None,
     ) -> None:
         self._budgets, self._concurrency, self._queue, self._clock = budgets, concurrency, queue, clock
-        self._shares, self._ladder, self._capacity, self._takes = shares, ladder, capacity, takes
+        self._shares, self._ladder, self._capacity = shares, ladder, capacity
         self._rng = rng or random.Random()
         self._drain = drain_rate.DrainRate()
         self.running = 0  # places on the replicas that permits have
@@ -118,15 +117,18 @@ class FairAdmission:
             queue.waiting_of(tenant.name) / queue.max_per_tenant,
         )
 
-    async def admit(self, requests: Sequence[GenerationRequest], tenant: Tenant) -> QueuedPermit:
-        """The permit, as soon as it is the turn of all ``requests`` together; see permit.py.
+    async def admit(
+        self, requests: Sequence[GenerationRequest], tenant: Tenant, takes: Takes = lambda target, requests: True
+    ) -> QueuedPermit:
+        """The permit, as soon as it is the turn of all ``requests`` together; see permit.py. Where the overflow target
+        does not take them, answers are shortened instead.
 
         Raises Overloaded with ``reason``, ``retry_after_s`` and ``headers`` (pressure, a cap, the queue or a budget is
         full), DeadlineExceeded (their time was up in the queue), InvalidArgument (they can never fit a budget or a
         cap), Unavailable (the budget store does not answer).
         """
         now_s = self._clock()
-        requests, target, headers = self._lowered(tuple(requests), tenant)
+        requests, target, headers = self._lowered(tuple(requests), tenant, takes)
         tokens = most_tokens(requests)
         ticket = _Ticket(self, self._acquire(tenant, len(requests)))
         try:
@@ -160,7 +162,7 @@ class FairAdmission:
         return QueuedPermit((), dict(ticket.reservation.headers), "", ticket)
 
     def _lowered(
-        self, requests: tuple[GenerationRequest, ...], tenant: Tenant
+        self, requests: tuple[GenerationRequest, ...], tenant: Tenant, takes: Takes
     ) -> tuple[tuple[GenerationRequest, ...], str, dict[str, str]]:
         """The requests as they may be served under the pressure there is, where, and what is said about it."""
         ladder = self._ladder
@@ -169,7 +171,7 @@ class FairAdmission:
         stage = ladder.stage(self.pressure(tenant))
         if stage is Stage.REFUSE:
             raise self._refusal("pressure", Overloaded("there is more work than can be done"))
-        if stage is Stage.OVERFLOW and not self._takes(ladder.overflow, requests):
+        if stage is Stage.OVERFLOW and not takes(ladder.overflow, requests):
             stage = Stage.SHORTER
         lowered = [degrade(one, stage, ladder) for one in requests]
         note = next((one.note for one in lowered if one.note), "")

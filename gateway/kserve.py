@@ -14,7 +14,7 @@ import json
 import logging
 import struct
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import grpc
 import grpc.aio
@@ -201,6 +201,7 @@ class KServeDoor:
         choices = await service.choices((asked,), asking)
         (generation,) = choices.generations
         generation.watched_by(asyncio.current_task())
+        await writer.say(choices.headers)
         error: BaseException | None = None
         attempts = 0
         try:
@@ -287,9 +288,20 @@ class _Writer:
         self._handler = asyncio.current_task()
         self._lock = asyncio.Lock()
         self._writing_since_s = 0.0
+        self._began = False
+
+    async def say(self, headers: Mapping[str, str]) -> None:
+        """What was said about an admitted request: that of the first as initial metadata, if nothing was written yet,
+        that of the latest as trailers."""
+        if headers:
+            self._context.set_trailing_metadata(tuple(headers.items()))
+            if not self._began:
+                self._began = True
+                await self._context.send_initial_metadata(tuple(headers.items()))
 
     async def write(self, data: bytes) -> None:
         async with self._lock:
+            self._began = True
             self._writing_since_s = time.monotonic()
             try:
                 await self._context.write(data)

@@ -39,8 +39,10 @@ class Overflow:
     def takes(self, target: str, requests: Sequence[GenerationRequest]) -> bool:
         """Whether all of ``requests`` can be served there now."""
         upstream = self._upstreams.get(target)
-        if upstream is not None:
-            return all(upstream.takes(one) for one in requests)
+        return all(upstream.takes(one) for one in requests) if upstream is not None else self.has_pool(target, requests)
+
+    def has_pool(self, target: str, requests: Sequence[GenerationRequest]) -> bool:
+        """The same for requests that only replicas understand."""
         pool = self.pool(target)
         return bool(pool) and any(replica.pool == pool for replica in self._fit())
 

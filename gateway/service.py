@@ -85,7 +85,6 @@ class Service:
             self._queue,
             time.monotonic,
             capacity=self._capacity,
-            takes=self.overflow.takes,
         )
         self.replica_seconds = ReplicaSeconds(lambda: len(self.replicas.fit()))
         self.shadow: Shadow | None = None
@@ -186,7 +185,9 @@ class Service:
         try:
             with self.metrics.waiting.track_inprogress(), self.metrics.queue.time():
                 self.check_open()
-                permit = await self.admission.admit(wanted, asking.tenant)
+                # What came as tensors goes on as tensors, which no upstream understands.
+                takes = self.overflow.takes if asking.door == "http" else self.overflow.has_pool
+                permit = await self.admission.admit(wanted, asking.tenant, takes)
         except BaseException as exc:  # or the caller left the queue
             end_span(queue_span, exc)
             end_span(span, exc)

@@ -38,6 +38,12 @@ class TritonPythonModel:
         self._checked_ns: dict[int, int] = {}
         self._metrics = Metrics(metric_family)
         self._flushed_ns = 0
+        # Which engine answers here: caches in front of the server key what they keep by it.
+        digest = manifests.sha256_file(settings.engine_dir / manifests.FILE_NAME)
+        self._metrics.gauge(
+            "trident_engine_info", "1, and which engine it is", engine=manifest.name, manifest_sha256=digest
+        )(1)
+        self._metrics.flush()
         self._detokenize_phase = self._metrics.histogram(
             PHASES, PHASES_HELP, TTFT_BUCKETS, model="detokenizer", phase="detokenize"
         )

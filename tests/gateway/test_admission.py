@@ -339,10 +339,10 @@ async def test_a_reader_of_anothers_answer_costs_a_request_and_no_tokens(clock: 
 
 async def test_an_overflow_target_that_cannot_take_them_leaves_the_stage_below(clock: Any) -> None:
     ladder = Ladder(shorter_at=0.1, overflow_at=0.1, refuse_at=1.0, max_tokens=30, overflow="small")
-    door = Door(clock, limit=10, ladder=ladder, takes=lambda target, requests: len(requests) < 2)
+    door = Door(clock, limit=10, ladder=ladder)
     first = await door.admission.admit([ASKED], Tenant())
-    assert (await door.admission.admit([ASKED], Tenant())).target == "small"
-    shortened = await door.admission.admit(_choices(2), Tenant())
+    assert (await door.admission.admit([ASKED], Tenant(), lambda target, requests: target == "small")).target == "small"
+    shortened = await door.admission.admit(_choices(2), Tenant(), lambda target, requests: len(requests) < 2)
     assert shortened.target == "" and [one.max_tokens for one in shortened.requests] == [30, 30]
     assert first.headers == {}
 

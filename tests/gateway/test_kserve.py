@@ -254,3 +254,31 @@ def test_shared_memory_is_refused_by_name():
     tensor.parameters["shared_memory_region"].string_param = "r"
     with pytest.raises(InvalidArgument, match="text_input: lies in shared memory"):
         kserve.read(request, 5.0)
+
+
+async def test_what_admission_says_comes_as_metadata_before_the_answer_and_as_trailers():
+    key = "k" * 20
+    config = f'salt = "{"00" * 16}"\n[orgs.a]\ntokens_per_minute = 6000\nrequests_per_minute = 2'
+    environ = {"TRIDENT_GATEWAY_API_KEYS": f"a/b/c={key}"}
+    sent = service_pb2.ModelInferRequest(model_name="ensemble")
+    sent.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
+    sent.raw_input_contents.append(b"\x01\x00\x00\x00x")
+    async with FakeReplica() as replica, gateway(replica, config=config, environ=environ) as running:
+        async with grpc.aio.insecure_channel(running.grpc_url) as channel:
+            ask = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+
+            async def once() -> tuple[dict, dict]:
+                call = ask(iter([sent.SerializeToString()]), metadata=(("authorization", f"Bearer {key}"),))
+                before = dict(await call.initial_metadata())
+                assert [data async for data in call]
+                return before, dict(await call.trailing_metadata())
+
+            before, after = await once()
+            assert before["x-ratelimit-limit-tokens"] == "6000" == after["x-ratelimit-limit-tokens"]
+            assert before["x-ratelimit-remaining-requests"] == "1"
+            await once()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await once()
+        trailers = dict(refused.value.trailing_metadata())
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert trailers["x-ratelimit-remaining-requests"] == "0" and int(trailers["retry-after-ms"]) > 1000
