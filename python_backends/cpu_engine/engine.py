@@ -101,7 +101,7 @@ class Engine:
             self._next_key += 1
             key = self._next_key
             tokens = request.input_ids.size + request.max_tokens
-            self._admission.offer(key, -(-tokens // self._limits.block_tokens))
+            self._admission.offer(key, -(-tokens // self._limits.block_tokens), request.priority)
             stream = Stream(self._epoch, key, request, sink, submitted_ns=now_ns)
             self._streams[key] = stream
             if request.request_id:
@@ -251,7 +251,9 @@ class Engine:
             stream.num_cached_tokens = self._prefixes.cached_tokens(request.input_ids)
             self._prefixes.remember(request.input_ids)
             stream.started_ns = now_ns
-            self._link.send(Add(key, request.input_ids, request.max_tokens, request.sampling, request.stop_ids))
+            self._link.send(
+                Add(key, request.input_ids, request.max_tokens, request.sampling, request.stop_ids, request.priority)
+            )
 
     def _end(
         self, key: int, event: StreamEvent, *, error: TridentError | None = None, cancelled_by: str | None = None

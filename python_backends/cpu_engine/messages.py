@@ -8,18 +8,20 @@ import numpy as np
 
 from contract.generation import SamplingParams
 from python_backends.cpu_engine.top_log_probs import TopLogProbs
+from python_backends.priority import NORMAL
 from python_backends.stream_state import StreamEvent
 
 
 @dataclass(frozen=True)
 class Add:
-    """Start a sequence. input_ids: int64[n]; id is unique for the life of the worker."""
+    """Start a sequence. input_ids: int64[n]; id is unique for the life of the worker. priority: 0 to 1, 1 the first."""
 
     id: int
     input_ids: np.ndarray
     max_tokens: int
     sampling: SamplingParams
     stop_ids: frozenset[int]
+    priority: float = NORMAL
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 
 from contract import manifest as manifests
 from contract.errors import EngineFailed, InvalidArgument, TridentError, to_text
+from python_backends import priority
 from python_backends.control import ControlListener
 from python_backends.cpu_engine.engine import Engine, Link
 from python_backends.cpu_engine.link import Listener, WorkerLink
@@ -19,7 +20,7 @@ from python_backends.cpu_engine.stream import Chunk
 from python_backends.limits import EngineLimits
 from python_backends.metrics import Metrics
 from python_backends.settings import Settings
-from python_backends.triton_io import FINAL, Inputs, error_response, metric_family, response, row, texts
+from python_backends.triton_io import FINAL, Inputs, error_response, metric_family, parameters, response, row, texts
 
 
 class ResponseSink:
@@ -117,7 +118,9 @@ class TritonPythonModel:
         if request.is_cancelled():
             sender.send(flags=FINAL)
             return
-        parsed = parse(inputs, self._limits, request.request_id(), request.timeout() * 1000, time.monotonic_ns())
+        urgency = priority.read(parameters(request))
+        timeout_ns = request.timeout() * 1000
+        parsed = parse(inputs, self._limits, request.request_id(), timeout_ns, time.monotonic_ns(), urgency)
         self._engine.submit(parsed, ResponseSink(sender, set(request.requested_output_names()), inputs))
 
     def _stop(self, request, sender) -> None:

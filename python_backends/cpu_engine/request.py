@@ -9,6 +9,7 @@ import numpy as np
 from contract.errors import InvalidArgument
 from contract.generation import SamplingParams
 from python_backends.limits import EngineLimits, check_fits
+from python_backends.priority import NORMAL
 from python_backends.triton_io import Inputs
 from python_backends.word_list import decode_word_list
 
@@ -34,6 +35,7 @@ class EngineRequest:
     input_ids: int64[n]. stop_ids: single ids that end it; stop_sequences: id sequences of two or more that do.
     streaming: a response per flush, else one. echo: the prompt's ids come first. stream_options: opaque text for
     the detokenizer. arrival_ns, tokenized_ns: CLOCK_MONOTONIC. timeout_ns: total time allowed from arrival, 0 none.
+    priority: 0 to 1, 1 the first.
     """
 
     request_id: str
@@ -48,13 +50,16 @@ class EngineRequest:
     arrival_ns: int
     tokenized_ns: int
     timeout_ns: int
+    priority: float = NORMAL
 
     @property
     def deadline_ns(self) -> int | None:
         return self.arrival_ns + self.timeout_ns if self.timeout_ns else None
 
 
-def parse(inputs: Inputs, limits: EngineLimits, request_id: str, timeout_ns: int, now_ns: int) -> EngineRequest:
+def parse(
+    inputs: Inputs, limits: EngineLimits, request_id: str, timeout_ns: int, now_ns: int, priority: float = NORMAL
+) -> EngineRequest:
     """Raises InvalidArgument or PromptTooLong naming the tensor, its value and what is allowed."""
     _refuse_unsupported(inputs)
     input_ids = _token_ids(inputs, "input_ids", limits.vocab_size)
@@ -80,6 +85,7 @@ def parse(inputs: Inputs, limits: EngineLimits, request_id: str, timeout_ns: int
         arrival_ns=arrival_ns,
         tokenized_ns=tokenized_ns,
         timeout_ns=timeout_ns,
+        priority=priority,
     )
 
 

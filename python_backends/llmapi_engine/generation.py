@@ -6,6 +6,7 @@ output, as with the CPU engine; so the LLM's own end id is switched off.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,7 +61,10 @@ def generate(llm, command: Add):
     from tensorrt_llm import SamplingParams as LlmSamplingParams
 
     sampling = LlmSamplingParams(**sampling_arguments(command))
-    return llm.generate_async(command.input_ids.tolist(), sampling_params=sampling, streaming=True)
+    # 1.2 has no priorities: there the order in which admission lets requests in is all there is.
+    known = "priority" in inspect.signature(llm.generate_async).parameters
+    urgent = {"priority": command.priority} if known else {}
+    return llm.generate_async(command.input_ids.tolist(), sampling_params=sampling, streaming=True, **urgent)
 
 
 def sampling_arguments(command: Add) -> dict[str, object]:

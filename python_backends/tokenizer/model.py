@@ -8,6 +8,7 @@ import numpy as np
 
 from contract import manifest as manifests
 from contract.errors import BY_NAME, EngineFailed, InvalidArgument, TridentError
+from python_backends import priority
 from python_backends.limits import EngineLimits, check_fits
 from python_backends.mailbox import Letter, MailboxSender
 from python_backends.metrics import Metrics
@@ -61,6 +62,8 @@ class TritonPythonModel:
         try:
             prompt = parse(Inputs(request), parameters(request), self._limits, self._max_prompt_bytes)
             self._refuse_unsupported(prompt)
+            if self._mailbox is not None:
+                priority.refuse(parameters(request))
             if prompt.messages is not None:
                 # A chat template writes the special tokens itself.
                 name, text, add_special_tokens = "messages", self._chat_template.render(prompt.messages), False

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from contract.errors import InvalidArgument, PromptTooLong
 from contract.tensors import ENSEMBLE_INPUTS
+from python_backends import priority
 from python_backends.limits import EngineLimits
 from python_backends.stream_options import StreamOptions
 from python_backends.triton_io import Inputs
@@ -18,7 +19,7 @@ _MAX_STOP_CHARACTERS = 1000
 
 # A request parameter nobody reads is most often an input in the wrong place (generate_stream turns every JSON key
 # that is no input into one), so unknown ones are refused. Forwarded headers arrive as parameters too.
-_KNOWN_PARAMETERS = {"traceparent", "tracestate"}
+_KNOWN_PARAMETERS = {"traceparent", "tracestate", priority.PARAMETER}
 _KNOWN_PARAMETER_PREFIXES = ("x-", "triton_", "sequence_")
 
 
@@ -46,6 +47,7 @@ class PromptRequest:
 def parse(inputs: Inputs, parameters: dict, limits: EngineLimits, max_prompt_bytes: int) -> PromptRequest:
     """Raises InvalidArgument that names the input and what is allowed."""
     check_parameters(parameters)
+    priority.read(parameters)
     prompt, messages = inputs.text("text_input"), inputs.text("messages")
     if prompt is None and messages is None:
         raise InvalidArgument("text_input", "is missing; send a prompt, or a chat in messages")

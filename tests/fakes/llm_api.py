@@ -139,6 +139,21 @@ class LLM:
         self.is_shut_down = True
 
 
+class LLM13(LLM):
+    """As from 1.3 on: with priorities."""
+
+    def generate_async(
+        self,
+        inputs: list[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        streaming: bool = False,
+        priority: float = 0.5,
+    ) -> RequestOutput:
+        self.priorities = [*getattr(self, "priorities", []), priority]
+        return super().generate_async(inputs, sampling_params, streaming=streaming)
+
+
 def install(monkeypatch) -> type[LLM]:
     """The fake under the real names, fresh, until the test ends."""
     root, llmapi = types.ModuleType("tensorrt_llm"), types.ModuleType("tensorrt_llm.llmapi")

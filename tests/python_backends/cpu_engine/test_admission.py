@@ -18,6 +18,26 @@ def test_requests_start_in_the_order_in_which_they_came():
     assert admission.admit() == [9]
 
 
+def test_the_more_urgent_start_first_and_equals_in_their_order():
+    admission = Admission(slots=0, blocks=100, max_waiting=10)
+    for key, priority in ((1, 0.5), (2, 0.0), (3, 1.0), (4, 0.5), (5, 1.0)):
+        admission.offer(key, 1, priority)
+    admission.release(5)  # it has gone while it waited
+    admission.slots = 10
+    assert admission.admit() == [3, 1, 4, 2]
+
+
+def test_those_that_leave_while_they_wait_are_forgotten():
+    admission = Admission(slots=0, blocks=100, max_waiting=10)
+    admission.offer(0, 1, 1.0)
+    for key in range(1, 1000):
+        admission.offer(key, 1)
+        admission.release(key)
+    assert admission.waiting == 1 and len(admission._order) < 100
+    admission.slots = 1
+    assert admission.admit() == [0]
+
+
 def test_one_that_does_not_fit_yet_holds_those_behind_it():
     admission = Admission(slots=10, blocks=10, max_waiting=10)
     admission.offer(1, 8)

@@ -40,10 +40,12 @@ def model(triton_types, tiny_engine):
 def send(triton_types, model):
     """``send(**tensors)`` hands one request to the model and returns it with its response sender."""
 
-    def send(request_id="", outputs=EVERY_OUTPUT, timeout_us=0, cancelled=False, **values):
+    def send(request_id="", outputs=EVERY_OUTPUT, timeout_us=0, cancelled=False, parameters=None, **values):
         values = {"input_ids": PROMPT, "input_lengths": 3, "request_output_len": 8} | values
         tensors = {n: (DATATYPES[n], [v if isinstance(v, list) else [v]]) for n, v in values.items() if v is not None}
-        request = triton_types.incoming(tensors, request_id=request_id, outputs=outputs, timeout_us=timeout_us)
+        request = triton_types.incoming(
+            tensors, request_id=request_id, outputs=outputs, timeout_us=timeout_us, parameters=parameters
+        )
         request.cancelled = cancelled
         model.execute([request])
         return request.get_response_sender()
@@ -68,6 +70,17 @@ def state(answer):
 
 def ids(found):
     return [token for answer in found for token in answer["output_ids"].reshape(-1).tolist()]
+
+
+def test_a_requests_priority_reaches_admission(send, model, monkeypatch):
+    offered = []
+    offer = model._engine._admission.offer
+    monkeypatch.setattr(model._engine._admission, "offer", lambda *given: (offered.append(given[2]), offer(*given)))
+    for parameters in (None, {"request_priority": 0.9, "x-header": "1"}):
+        assert send(parameters=parameters).final.wait(30)
+    assert offered == [0.5, 0.9]
+    refused = send(parameters={"request_priority": 2})
+    assert "request_priority: got 2; allowed is" in refused.responses[0].error().message()
 
 
 def test_a_stream_is_well_formed_from_its_first_response_to_its_last(send, answers):

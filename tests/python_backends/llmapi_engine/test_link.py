@@ -192,6 +192,25 @@ def test_sampling_is_told_in_the_apis_words(link, listener, api):
     assert (greedy.top_k, greedy.temperature, greedy.stop_token_ids) == (1, None, None)
 
 
+def test_a_priority_is_passed_to_an_api_that_has_them(link, listener, api):
+    link.send(replace(add(1), priority=0.9))
+    listener.until_end_of(1)  # 1.2 has none, and is not asked for one
+    newer = llm_api.LLM13("m")
+    for priority in (0.5, 0.9):
+        generation.generate(newer, replace(add(2), priority=priority))
+    assert newer.priorities == [0.5, 0.9]
+
+
+def test_formats_have_the_names_of_the_apis_table():
+    import commands  # of build/, which writes what the LLM API loads
+    import quantised_linear
+
+    table = dict(EQUIVALENTS["qformat_to_quant_algo"])
+    assert {"bf16": table.pop("full_prec")} | table == commands.QUANT_ALGO
+    assert set(quantised_linear.QUANT_ALGOS) - {None} <= set(EQUIVALENTS["QuantAlgo"])
+    assert set(quantised_linear.KV_CACHE_QUANT_ALGOS) - {None} <= set(EQUIVALENTS["KV_CACHE_QUANT_ALGO"])
+
+
 @pytest.mark.parametrize(
     ("stats", "used"), [({"kvCacheStats": {"maxNumBlocks": 8, "usedNumBlocks": 2}}, 0.25), ({}, 0.0)]
 )

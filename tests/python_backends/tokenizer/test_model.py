@@ -138,6 +138,7 @@ def test_a_prompt_that_does_not_fit_is_refused_with_the_numbers(ask):
         ({"text_input": ""}, "text_input: is empty; send at least one character"),
         ({"messages": "[]"}, "messages: must be a JSON list"),
         ({"text_input": "a", "parameters": {"tempratur": 1}}, "tempratur: is neither an input nor a known"),
+        ({"text_input": "a", "parameters": {"request_priority": 2}}, "request_priority: got 2; allowed is a number"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(ask, inputs, message):
@@ -227,6 +228,12 @@ def test_behind_a_bare_engine_a_request_needs_an_id_of_its_own(bare):
     assert "request_id: is empty" in str(bare(text_input="a"))
     bare(request_id="r1", text_input="a")
     assert "request_id: is in use by a request that still runs" in str(bare(request_id="r1", text_input="a"))
+
+
+def test_behind_a_bare_engine_a_priority_is_refused_by_name(bare):
+    said = str(bare(request_id="r1", text_input="a", parameters={"request_priority": 0.9}))
+    assert "request_priority: got 0.9; the TensorRT-LLM engine runs requests as they come" in said
+    bare(request_id="r1", text_input="a", parameters={"request_priority": 0.5})
 
 
 def test_a_refused_request_does_not_take_its_id(bare):
