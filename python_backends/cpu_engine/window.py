@@ -20,18 +20,18 @@ class Window:
         self._max_ns = max_ns
         self._opened_ns: int | None = None  # when the oldest waiting token came
         self._last_step_ns = 0
-        self._pace_ns = (0, 0)  # the last two steps' distances: one that was quick by chance promises nothing
+        self._steps_ns = (0, 0)  # the last two steps: the one that a burst was sent beside is slower
 
     def width_ns(self, live_streams: int) -> int:
         return min(self._max_ns, max(0, live_streams - 1) * PER_STREAM_NS)
 
     def step(self, now_ns: int, live_streams: int) -> bool:
         """A step's tokens have come. Whether they, and all that wait, leave now."""
-        self._pace_ns = (self._pace_ns[1], now_ns - self._last_step_ns)
+        self._steps_ns = (self._steps_ns[1], now_ns - self._last_step_ns)
         self._last_step_ns = now_ns
         if self._opened_ns is None:
             self._opened_ns = now_ns
-        return self._closed(now_ns + max(self._pace_ns), live_streams)
+        return self._closed(now_ns + sum(self._steps_ns) // 2, live_streams)
 
     def over(self, now_ns: int, live_streams: int) -> bool:
         """Between steps: whether the step that should have taken what waits is late."""
