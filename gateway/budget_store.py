@@ -19,7 +19,7 @@ from gateway.budgets import Bucket, Level, Reservation, Standing, demands, is_id
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-# Longer than any request may take (see settings: REQUEST_TIMEOUT_S, queueing included).
+# Longer than any request may take, queueing included; whoever makes a store says how long that is.
 LEASE_S = 900.0
 _SWEEP_EVERY = 1024  # reservations between two looks for buckets that can be forgotten
 _SETTLE_ATTEMPTS = 5

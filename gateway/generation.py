@@ -88,11 +88,22 @@ class Generation:
     def door(self, payload: bytes = b"") -> Door:
         """Where the generation may go; its span begins."""
         service, asking = self._service, self._asking
+        route_span = service.tracing.child(self._span, "route")
         self._replica_span = service.tracing.child(self._span, "replica", SpanKind.CLIENT)
         handed = observability.traceparent(self._replica_span, asking.carrier)
         pool = service.overflow.pool(self._target) or asking.tenant.pool
         self._door = service.replicas.door(self.request, pool, asking.session, handed, payload)
+        if route_span is not None:
+            self._door.picked = lambda: self._routed(route_span)
         return self._door
+
+    def _routed(self, span: Span) -> None:
+        """A replica is picked: the first ends the span, later ones are attempts after a failure."""
+        place = {"server.address": self._door.replica, "trident.pool": self._door.pool}
+        if span.is_recording():
+            end_span(span, **place)
+        else:
+            self._replica_span.add_event("failover", place)
 
     def saw(self, delta: TokenDelta) -> None:
         """Something arrived from the replica."""
@@ -149,7 +160,7 @@ class Generation:
         self._service.metrics.ended(self, self._asking, pool, attempts)
         if self._shadow is not None:
             self._shadow.ended(error)
-        end_span(self._replica_span, error, **{"server.address": replica})
+        end_span(self._replica_span, error, **{"server.address": replica, "trident.attempts": attempts})
         usage = self.usage
         self._service.log(
             self._asking,

@@ -225,7 +225,7 @@ class Replicas:
         """Raises Unavailable if no replica may be asked."""
         now_s = time.monotonic()
         available = {name: any(one.fit(now_s) for one in pool.values()) for name, pool in self._pools.items()}
-        pool = self._pools[routing.choose_pool(self._weights, pinned, available, self._rng)]
+        pool = self._pools[routing.choose_pool(self._weights, pinned, available, self._rng, ask.session)]
         candidates = [replica.candidate(now_s) for replica in pool.values()]
         return pool[self._router.choose(candidates, Question(ask, tried), self._rng).name]
 
@@ -339,11 +339,13 @@ class Door:
         self._traceparent, self._payload = traceparent, payload
         self._tried: frozenset[str] = frozenset()
         self.replica = self.pool = ""  # where the latest attempt went
+        self.picked: Callable[[], None] = lambda: None  # called when that is known
 
     async def open(self, asked: GenerationRequest, left_s: float) -> Booking:
         replica = self._replicas.choose(self._ask, self._pinned, self._tried)
         self._tried |= {replica.url}
         self.replica, self.pool = replica.url, replica.pool
+        self.picked()
         return Booking(self._replicas, replica, asked, left_s, self._traceparent, self._payload)
 
     def has_alternative(self) -> bool:

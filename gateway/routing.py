@@ -7,6 +7,7 @@ Filters take replicas away; one that would take the last away is passed over unl
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -116,10 +117,14 @@ SCORES: dict[str, Score] = {
 DEFAULT_WEIGHTS = {"affinity": 2.5, "least_outstanding": 1.0, "least_pending_tokens": 1.0, "kv_cache_room": 0.25}
 
 
-def choose_pool(weights: Mapping[str, float], pinned: str, available: Mapping[str, bool], rng: random.Random) -> str:
+def choose_pool(
+    weights: Mapping[str, float], pinned: str, available: Mapping[str, bool], rng: random.Random, session: str = ""
+) -> str:
     """The pool of a request: the tenant's own, or one drawn by weight among those with a fit replica.
 
-    Raises Unavailable where the tenant's pool is down: nobody else's replicas are taken for it.
+    A session is drawn once: by weighted rendezvous hashing, so that both arms of a comparison keep theirs, and only as
+    many move as must when a weight or a pool changes. Raises Unavailable where the tenant's pool is down: nobody else's
+    replicas are taken for it.
     """
     if pinned:
         if pinned not in weights:
@@ -127,7 +132,14 @@ def choose_pool(weights: Mapping[str, float], pinned: str, available: Mapping[st
         return pinned
     drawn = {pool: weight for pool, weight in weights.items() if weight > 0}
     fit = {pool: weight for pool, weight in drawn.items() if available.get(pool)} or drawn
+    if session:
+        return max(fit, key=lambda pool: -fit[pool] / math.log(_fraction(f"{pool}\0{session}")))
     return rng.choices(list(fit), list(fit.values()))[0]
+
+
+def _fraction(text: str) -> float:
+    """A number in (0, 1) that the text gives, the same on every machine."""
+    return (int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") + 0.5) / 2**64
 
 
 def _lowest_is_best(values: Sequence[float]) -> list[float]:

@@ -35,6 +35,7 @@ from gateway.shadow import Shadow
 from gateway.streaming import Sweeper
 
 _LOG = logging.getLogger("gateway.request")
+SETTLING_S = 60.0  # longer than a settlement takes that is tried again
 AHEAD = 1.25  # times what the replicas can run
 
 
@@ -76,8 +77,12 @@ class Service:
         self.overflow = Overflow(
             lambda: self.replicas.fit(), BreakerPolicy(settings.breaker_failures, settings.breaker_open_s)
         )
-        redis = configuration.policy.budgets.redis
-        self.budgets: BudgetStore = RedisStore(connect(redis)) if redis else MemoryStore(time.monotonic)
+        policy = configuration.policy
+        lease_s = settings.request_timeout_s + policy.admission.max_wait_s + SETTLING_S
+        self._redis = connect(policy.budgets.redis) if policy.budgets.redis else None
+        self.budgets: BudgetStore = (
+            RedisStore(self._redis, lease_s=lease_s) if self._redis else MemoryStore(time.monotonic, lease_s)
+        )
         self._queue = FairQueue()
         self.admission = FairAdmission(
             self.budgets,
@@ -111,14 +116,11 @@ class Service:
     def apply(self) -> None:
         """The configuration's rules, from now on."""
         policy = self.configuration.policy
-        rules = policy.admission
-        self._queue.bound(
-            rules.max_waiting_per_class, rules.max_waiting_per_tenant, rules.quantum_tokens, rules.aging_s
-        )
-        self.overflow.change(policy.overflow)
-        shares = policy.shares
+        rules, shares, per_tenant = policy.admission, policy.shares, policy.admission.max_waiting_per_tenant
         if self.configuration.keyless:  # there are no others to keep places for
-            shares = dataclasses.replace(shares, tenant_share=1.0)
+            shares, per_tenant = dataclasses.replace(shares, tenant_share=1.0), rules.max_waiting_per_class
+        self._queue.bound(rules.max_waiting_per_class, per_tenant, rules.quantum_tokens, rules.aging_s)
+        self.overflow.change(policy.overflow)
         self.admission.change(shares, policy.ladder, rules.max_in_flight_of_class)
         self.shadow = Shadow(policy.shadow, self.replicas, self.metrics, random.Random()) if policy.shadow else None
 
@@ -149,6 +151,8 @@ class Service:
         await self.replicas.close()
         await self.overflow.close()
         await self.budgets.aclose()
+        if self._redis is not None:
+            await self._redis.aclose()
         self.tracing.close()
 
     def ready(self) -> bool:
@@ -181,7 +185,7 @@ class Service:
             "gen_ai.request.choice.count": len(wanted),
         }
         span = self.tracing.start(f"{asking.operation} {self.settings.model}", asking.carrier, attributes)
-        queue_span = self.tracing.child(span, "admission")
+        queue_span = self.tracing.child(span, "queue")
         try:
             with self.metrics.waiting.track_inprogress(), self.metrics.queue.time():
                 self.check_open()

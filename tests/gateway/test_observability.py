@@ -84,7 +84,7 @@ async def test_spans_join_the_callers_trace_and_the_engine_joins_theirs():
         await running.post("/v1/completions", ASKED, traceparent=TRACE)
     spans = {span.name: span for span in exporter.get_finished_spans()}
     parts = {"tokenizer", "engine", "engine.queue", "engine.prefill", "engine.decode", "detokenizer"}
-    assert set(spans) == {"text_completion demo", "admission", "replica", *parts}
+    assert set(spans) == {"text_completion demo", "queue", "route", "replica", *parts}
     assert all(f"{span.context.trace_id:032x}" == TRACE.split("-")[1] for span in spans.values())
     root = spans["text_completion demo"]
     assert f"{root.parent.span_id:016x}" == TRACE.split("-")[2]

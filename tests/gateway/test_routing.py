@@ -99,5 +99,11 @@ def test_pools_are_drawn_by_weight_and_a_pool_that_is_down_is_not_drawn():
     assert 130 < drawn["canary"] < 280 and drawn["pinned"] == 0
     assert {choose_pool(weights, "", {**up, "stable": False}, rng) for _ in range(50)} == {"canary"}
     assert choose_pool(weights, "pinned", {}, rng) == "pinned"
+    sessions = [choose_pool(weights, "", up, rng, f"session {n}") for n in range(4000)]
+    assert sessions == [choose_pool(weights, "", up, rng, f"session {n}") for n in range(4000)]
+    assert 130 < Counter(sessions)["canary"] < 280 and "pinned" not in sessions
+    more = [choose_pool({**weights, "canary": 10.0}, "", up, rng, f"session {n}") for n in range(4000)]
+    moved = [(old, new) for old, new in zip(sessions, more, strict=True) if old != new]
+    assert moved and set(moved) == {("stable", "canary")}
     with pytest.raises(Unavailable, match="other is not configured"):
         choose_pool(weights, "other", up, rng)

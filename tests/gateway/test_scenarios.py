@@ -1,0 +1,199 @@
+"""What callers do together and what replicas do to them: totals counted exactly, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from contract.errors import EngineFailed
+from gateway.budgets import Limits
+from tests.fakes.replica import FakeReplica, Script, SeenRequest
+from tests.gateway.running import Running, gateway, until
+from tests.gateway.test_configuration import ALICE, BOB, keys
+from tests.gateway.test_kserve import ours
+from tests.gateway.test_reuse import as_
+
+COMPLETIONS = "/v1/completions"
+
+
+def asked(prompt: str = "a b", max_tokens: int = 4, **more: object) -> dict:
+    return {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, **more}
+
+
+def exact(seen: SeenRequest) -> Script:
+    return Script(tuple(" t" for _ in range(seen.value("max_tokens"))), first_token_s=0.01)
+
+
+def nothing_left(running: Running) -> bool:
+    admission, service = running.service.admission, running.service
+    held = (admission.running, admission.waiting, admission._concurrency.in_flight, len(service._live))
+    return held == (0, 0, 0, 0) and all(replica.outstanding == 0 for replica in service.replicas.all())
+
+
+def free(running: Running, level: str) -> float:
+    return running.service.budgets._buckets[f"tokens:{level}"].balance
+
+
+async def test_floods_of_several_tenants_are_counted_to_the_token():
+    """60 requests of two tenants, whole and streamed, at both doors, one after another and at once."""
+    config = keys(ALICE, BOB, limits="tokens_per_minute = 100000") + "[admission]\nmax_running = 6"
+    async with FakeReplica(exact, slots=6) as replica, gateway(replica, config=config) as running:
+
+        async def one(number: int) -> str:
+            api_key = (ALICE, BOB)[number % 2]
+            if number % 3 == 0:
+                async with ours(running, api_key=api_key) as client:
+                    await client.generate("a b", max_tokens=4).complete()
+            else:
+                status, _, body = await running.post(COMPLETIONS, asked(n=1 + number % 2), **as_(api_key))
+                assert status == 200 and len(body["choices"]) == 1 + number % 2
+            return api_key
+
+        done = Counter(await asyncio.gather(*(one(number) for number in range(60))))
+        assert done == {ALICE: 30, BOB: 30} and nothing_left(running)
+        assert replica.counts.most_running <= 6
+        page = await running.metrics()
+        for tenant, number in (("o0/t", 0), ("o1/t", 1)):
+            # 10 of each by gRPC, 20 by HTTP, of which the odd tenant's have two choices each.
+            choices = 10 + 20 * (1 + number)
+            assert page[f'trident_gateway_tokens_total{{direction="output",tenant="{tenant}"}}'] == 4 * choices
+        assert page["trident_gateway_in_flight"] == 0 and page["trident_gateway_places_taken"] == 0
+        # A prompt counts once for all its choices: 30 prompts of 2 tokens each, and what was generated.
+        for level, choices in (("o0", 30), ("o1", 50)):
+            assert 100_000 - (60 + 4 * choices) <= round(free(running, level)) <= 100_000 - (60 + 4 * choices) + 400
+
+
+async def test_a_budget_is_never_overrun_whatever_ends_come_between():
+    """Every request ends some way at some time; what was generated never exceeds what the bucket allows."""
+    rng, made = random.Random(4), 0
+
+    def script(seen: SeenRequest) -> Script:
+        nonlocal made
+        made += 2 + seen.value("max_tokens")
+        kind = rng.randrange(4)
+        tokens = tuple(" t" for _ in range(seen.value("max_tokens")))
+        failing = {1: {"fail_after": 3, "error": EngineFailed("x")}, 2: {"status_after": 3}}.get(kind, {})
+        return Script(tokens, gap_s=0.002, **failing)
+
+    limits = "tokens_per_minute = 600\nburst_tokens = 600"
+    async with FakeReplica(script) as replica, gateway(replica, config=keys(ALICE, limits=limits)) as running:
+        running.service.budgets._clock = lambda: 0.0  # nothing flows in
+
+        async def one() -> int:
+            body = asked(max_tokens=rng.randint(5, 40), stream=rng.random() < 0.5)
+            post = running.post(COMPLETIONS, body, **as_(ALICE))
+            if body["stream"]:
+                with contextlib.suppress(asyncio.TimeoutError, ValueError):
+                    await asyncio.wait_for(post, rng.random() * 0.1)
+                return 0
+            return (await post)[0]
+
+        statuses = Counter(await asyncio.gather(*(one() for _ in range(150))))
+        assert statuses[429] > 20
+        await until(lambda: nothing_left(running))
+        bucket = running.service.budgets._buckets["tokens:o0"]
+        assert 0 <= bucket.balance <= 600 and bucket.held == 0 and not bucket.leases
+
+
+async def test_a_long_flood_does_not_keep_a_short_request_waiting():
+    config = keys(ALICE, BOB) + "[admission]\nmax_running = 4\ntenant_share = 0.75\nmax_waiting_per_tenant = 30"
+
+    def script(seen: SeenRequest) -> Script:
+        return Script((" t",), first_token_s=0.25 if seen.value("max_tokens") > 100 else 0.0)
+
+    async with FakeReplica(script) as replica, gateway(replica, config=config) as running:
+        flood = [
+            asyncio.ensure_future(running.post(COMPLETIONS, asked(max_tokens=900), **as_(ALICE))) for _ in range(40)
+        ]
+        await until(lambda: running.service.admission.waiting == 30)
+        page = await running.metrics()
+        assert page['trident_gateway_queue_depth{priority="1"}'] == 30
+        for _ in range(3):
+            before = replica.counts.finished
+            assert (await running.post(COMPLETIONS, asked(max_tokens=2), **as_(BOB)))[0] == 200
+            assert replica.counts.finished - before <= 4  # at most what was running finished meanwhile
+        statuses = Counter(status for status, _, _ in await asyncio.gather(*flood))
+        assert statuses == {200: 33, 429: 7} and nothing_left(running)
+
+
+async def test_two_gateways_share_one_budget_through_redis(redis_socket: Path):
+    config = keys(ALICE, limits="tokens_per_minute = 600\nrequests_per_minute = 20")
+    config += f'[budgets]\nredis = "unix://{redis_socket}"\n'
+    async with (
+        FakeReplica(exact) as replica,
+        gateway(replica, config=config) as one,
+        gateway(replica, config=config) as two,
+    ):
+        limits = Limits(tokens_per_minute=600, requests_per_minute=20)
+        assert one.service.configuration.tenant(ALICE).levels[0].limits == limits
+        answers = [gate.post(COMPLETIONS, asked(max_tokens=1), **as_(ALICE)) for _ in range(20) for gate in (one, two)]
+        statuses = Counter(status for status, _, _ in await asyncio.gather(*answers))
+        assert statuses[200] <= 21 and statuses[200] + statuses[429] == 40 and statuses[200] >= 10
+        assert replica.counts.started == statuses[200]
+        _, headers, _ = await one.post(COMPLETIONS, asked(), **as_(ALICE))
+        assert int(headers["x-ratelimit-remaining-requests"]) <= 20 - statuses[200] + 1
+
+
+async def test_a_budget_store_that_is_gone_is_unavailable_and_takes_nothing():
+    config = keys(ALICE, limits="tokens_per_minute = 600") + '[budgets]\nredis = "redis://127.0.0.1:1/0"\n'
+    async with FakeReplica() as replica, gateway(replica, config=config) as running:
+        status, headers, body = await running.post(COMPLETIONS, asked(), **as_(ALICE))
+        assert status == 503 and "budget store" in body["error"]["message"] and headers["retry-after"] == "1"
+        assert nothing_left(running) and replica.counts.started == 0
+
+
+async def test_requests_of_a_replica_that_is_killed_before_their_first_token_are_answered_by_another():
+    slow = Script(tuple(" a" for _ in range(200)), first_token_s=0.2, gap_s=0.01)
+    async with FakeReplica(lambda seen: slow) as dying, FakeReplica(exact) as other:
+        async with gateway(dying, other, routing="least_outstanding") as running:
+            tasks = [asyncio.ensure_future(running.post(COMPLETIONS, asked(n=2))) for _ in range(6)]
+            await until(lambda: dying.counts.running > 0)
+            await dying.stop()
+            answers = await asyncio.gather(*tasks)
+            assert [status for status, _, _ in answers] == [200] * 6 and nothing_left(running)
+
+
+async def test_a_replica_that_answers_nonsense_or_nothing_is_an_error_and_is_taken_out():
+    poisoned = Script((" a", " b"), fail_after=0, error=EngineFailed("NaN"))
+    async with FakeReplica(lambda seen: poisoned) as bad, gateway(bad, breaker_failures=3) as running:
+        for _ in range(3):
+            assert (await running.post(COMPLETIONS, asked()))[0] == 500
+        status, _, body = await running.post(COMPLETIONS, asked())
+        assert status == 503 and "fit to serve" in body["error"]["message"] and nothing_left(running)
+    silent = Script((" a", " b"), stall_after=0)
+    async with FakeReplica(lambda seen: silent) as stalled, gateway(stalled, idle_timeout_s=0.1) as running:
+        status, _, body = await running.post(COMPLETIONS, asked())
+        assert status == 504 and "silent" in body["error"]["message"]
+        await until(lambda: stalled.counts.running == 0 and nothing_left(running))
+
+
+async def test_a_tenants_pool_is_its_own_even_when_it_is_down():
+    pinned = keys(ALICE, BOB).replace(
+        "[orgs.o0.teams.t.keys.k]", '[orgs.o0.teams.t]\npool = "own"\n[orgs.o0.teams.t.keys.k]'
+    )
+    async with FakeReplica() as own, FakeReplica() as shared:
+        pools = {"replicas": f"shared={shared.url};own={own.url}", "pool_weights": {"shared": "1"}}
+        async with gateway(own, shared, config=pinned, **pools) as running:
+            for api_key in (ALICE, BOB, ALICE):
+                assert (await running.post(COMPLETIONS, asked(), **as_(api_key)))[0] == 200
+            assert (own.counts.started, shared.counts.started) == (2, 1)
+            for one in running.service.replicas.all():
+                if one.url == own.url:
+                    one.health = type(one.health)(healthy=False)
+            assert (await running.post(COMPLETIONS, asked(), **as_(ALICE)))[0] == 503
+            assert shared.counts.started == 1
+
+
+async def test_what_tokens_cost_is_on_the_page():
+    async with FakeReplica() as replica, gateway(replica, config="[prices]\nreplica_hour = 3600.0") as running:
+        assert "trident_gateway_cost_per_1000_tokens{" not in (await running.get("/metrics"))[1]
+        await running.post(COMPLETIONS, asked(max_tokens=8))
+        page = await running.metrics()
+        spent = page['trident_gateway_cost_total{currency="USD"}']
+        assert spent == pytest.approx(page["trident_gateway_replica_seconds_total"], rel=0.2)
+        assert page['trident_gateway_cost_per_1000_tokens{currency="USD"}'] == pytest.approx(spent / 10 * 1000)
