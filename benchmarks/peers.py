@@ -104,13 +104,18 @@ def run(names: Sequence[str], plan: Plan, out: Path) -> int:
     finally:
         for server in running:
             server.stop()
+        if found.turns:  # what was measured before an interruption is kept
+            _keep(found, out)
+    return 0
+
+
+def _keep(found: _Found, out: Path) -> None:
     text = _report(found)
     print(text)
     out.mkdir(parents=True, exist_ok=True)
     (out / "peers.json").write_text(json.dumps(found.to_json(), indent=1) + "\n")
     (out / "peers.txt").write_text(text + "\n")
     print(f"\n  written: {out / 'peers.json'}, {out / 'peers.txt'}; their logs: {out / 'logs'}")
-    return 0
 
 
 @dataclass
@@ -168,8 +173,7 @@ async def _measured(running: list[Running], plan: Plan, found: _Found) -> None:
         for level in plan.levels:
             for server in order:
                 found.turns.append(await _quiet_turn(server, level, turn, plan, prompts))
-    for server in running:
-        found.standings[server.name].peak_rss_bytes = server.use().peak_rss_bytes
+                found.standings[server.name].peak_rss_bytes = server.use().peak_rss_bytes
 
 
 async def _quiet_turn(server: Running, level: int, turn: int, plan: Plan, prompts: Prompts) -> Turn:
@@ -248,6 +252,7 @@ def _rows(found: _Found, level: int) -> list[tuple]:
     mine = {
         name: [turn for turn in found.turns if (turn.peer, turn.concurrency) == (name, level)] for name in found.said
     }
+    mine = {name: turns for name, turns in mine.items() if turns}
     pace = {name: statistics.median(turn.tokens_per_s for turn in turns) for name, turns in mine.items()}
     best = max((pace[name] for name in pace if not name.startswith("Trident")), default=float("nan"))
     rows = []

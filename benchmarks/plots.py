@@ -131,6 +131,8 @@ def _distributions(plt, runs: list[dict], path: Path) -> Path:
             axis.axhline(level, color=GREY, linewidth=0.6, linestyle=":")
         if (low := axis.get_xlim()[0]) < 0.01:
             axis.set_xlim(left=max(low, 0.01))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("")
     if len(shown) > 1:
         axes[0].legend(title="load", fontsize=7, loc="lower right")
     return _save(plt, figure, runs[-1], path)
