@@ -7,11 +7,14 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from contract.errors import InvalidArgument
-from gateway.sentence_encoder import FILES, SentenceEncoder
 
+if TYPE_CHECKING:
+    from gateway.sentence_encoder import SentenceEncoder
+
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "sentence_bert_config.json", "1_Pooling/config.json")
 MAX_WAITING = 64
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 Result = TypeVar("Result")

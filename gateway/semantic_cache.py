@@ -13,6 +13,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from cachetools import LRUCache
@@ -25,8 +26,10 @@ from gateway.embedding import EmbeddingThread, NoResult, model_folder
 from gateway.paraphrase import Gist
 from gateway.request_key import deterministic, request_key
 from gateway.response_cache import Answer, answer_bytes, whole
-from gateway.sentence_encoder import SentenceEncoder
 from gateway.settings import Settings, variable
+
+if TYPE_CHECKING:
+    from gateway.sentence_encoder import SentenceEncoder
 
 HEADER = "x-trident-cache"
 WORD_THRESHOLD = 0.85  # of two words that stand for each other; see docs/decisions/0014
@@ -236,6 +239,8 @@ def configured(settings: Settings, clock: Callable[[], float], registry: Collect
     """
     if not settings.semantic_model:
         return None
+    from gateway.sentence_encoder import SentenceEncoder  # OpenVINO and what it brings, for those who ask for it
+
     try:
         return SemanticCache(
             EmbeddingThread(SentenceEncoder(model_folder(settings.semantic_model))),

@@ -28,7 +28,6 @@ from tokenizers import Tokenizer
 from contract.errors import InvalidArgument
 
 SHORTEST_BUCKET = 16  # tokens; texts are padded to 16, 32, 64 …, because every new length costs a compilation
-FILES = ("config.json", "model.safetensors", "tokenizer.json", "sentence_bert_config.json", "1_Pooling/config.json")
 _ACTIVATIONS = {"gelu": "ERF", "gelu_new": "TANH", "gelu_pytorch_tanh": "TANH"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def write(
     prefix: str = "",
     pooling: dict[str, bool] | None = None,
     longest: int | None = None,
+    words: Sequence[str] = WORDS,
     **config: Any,
 ) -> dict[str, np.ndarray]:
     """Fills ``folder`` and returns the tensors as they were stored, in f32."""
@@ -39,7 +41,7 @@ def write(
     hidden, inner = asked["hidden_size"], asked["intermediate_size"]
     random = np.random.default_rng(7)
     shapes = {
-        "embeddings.word_embeddings.weight": (len(WORDS), hidden),
+        "embeddings.word_embeddings.weight": (len(words), hidden),
         "embeddings.position_embeddings.weight": (asked["max_position_embeddings"], hidden),
         "embeddings.token_type_embeddings.weight": (2, hidden),
         "embeddings.LayerNorm.weight": (hidden,),
@@ -62,7 +64,7 @@ def write(
         (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     if longest is not None:
         (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": longest}))
-    tokenizer = Tokenizer(models.WordPiece({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(models.WordPiece({word: at for at, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(

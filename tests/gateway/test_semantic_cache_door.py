@@ -1,0 +1,88 @@
+"""The semantic cache as callers of the OpenAI door meet it: off, then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.replica import FakeReplica, Script, SeenRequest
+from tests.gateway import tiny_bert
+from tests.gateway.running import Running, gateway, until
+from tests.gateway.test_configuration import ALICE, BOB, keys
+
+CHAT, ENGINE = "/v1/chat/completions", "e" * 64
+ASKED, AGAIN = "How is a list sort", "Tell me how the list is sort, please"
+
+
+def numbered() -> Callable[[SeenRequest], Script]:
+    """Another text at every call."""
+    calls: list[SeenRequest] = []
+
+    def script(seen: SeenRequest) -> Script:
+        calls.append(seen)
+        return Script((f" call-{len(calls)}", " and", " more"))
+
+    return script
+
+
+@pytest.fixture
+def on(tmp_path: Path) -> dict[str, Any]:
+    """Settings with a random model, to which nearly everything is alike."""
+    words = [*tiny_bert.WORDS, "tell", "me", "please", ","]
+    tiny_bert.write(tmp_path, words=words)
+    return {"semantic_model": str(tmp_path), "semantic_threshold": 0.5, "semantic_timeout_s": 20.0}
+
+
+async def said(running: Running, text: str, key: str = "", **headers: str) -> tuple[dict[str, str], str]:
+    body = {"model": "demo", "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 4}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    status, found, answer = await running.post(CHAT, body, **headers)
+    assert status == 200, answer
+    return found, answer["choices"][0]["message"]["content"]
+
+
+async def kept(running: Running, answers: int) -> None:
+    """An answer is kept a moment after it was given."""
+    cache = running.service.metrics.registry
+    await until(lambda: cache.get_sample_value("trident_gateway_semantic_cache_entries") == answers)
+
+
+async def test_another_wording_is_answered_without_the_engine_and_says_so(on: dict[str, Any]) -> None:
+    async with FakeReplica(numbered(), engine=ENGINE) as replica, gateway(replica, **on) as running:
+        headers, first = await said(running, ASKED)
+        assert headers["x-trident-cache"] == "miss"
+        await kept(running, 1)
+        headers, again = await said(running, AGAIN)
+        assert headers["x-trident-cache"] == "semantic" and again == first
+        assert 0.5 <= float(headers["x-trident-cache-similarity"]) <= 1 and headers["age"] == "0"
+        assert replica.counts.started == 1
+        for refused in ({"x_trident_cache": "off"}, {"cache_control": "no-store"}):
+            headers, other = await said(running, AGAIN, **refused)
+            assert "x-trident-cache-similarity" not in headers and other != first
+        headers, near = await said(running, "How is a list not sort")
+        assert headers["x-trident-cache"] == "miss" and near != first
+        page = await running.metrics()
+        assert page['trident_gateway_semantic_cache_lookups_total{result="hit"}'] == 1
+
+
+async def test_it_is_off_unless_a_model_is_set() -> None:
+    async with FakeReplica(numbered(), engine=ENGINE) as replica, gateway(replica) as running:
+        await said(running, ASKED)
+        headers, _ = await said(running, AGAIN)
+        assert headers["x-trident-cache"] == "miss" and replica.counts.started == 2
+        assert not [name for name in await running.metrics() if "semantic_cache" in name]
+
+
+async def test_no_tenant_gets_anothers_answer(on: dict[str, Any]) -> None:
+    async with FakeReplica(numbered(), engine=ENGINE) as replica:
+        async with gateway(replica, config=keys(ALICE, BOB), **on) as running:
+            _, alices = await said(running, ASKED, ALICE)
+            await kept(running, 1)
+            headers, bobs = await said(running, AGAIN, BOB)
+            assert headers["x-trident-cache"] == "miss" and bobs != alices
+            headers, again = await said(running, AGAIN, ALICE)
+            assert headers["x-trident-cache"] == "semantic" and again == alices
