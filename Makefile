@@ -18,9 +18,12 @@ export TRIDENT_GRPC_PORT = $(GRPC_PORT)
 export TRIDENT_HTTP_PORT = $(HTTP_PORT)
 export TRIDENT_METRICS_PORT = $(METRICS_PORT)
 export TRIDENT_HOST = $(HOST)
+export TRIDENT_GATEWAY_MODEL ?= $(ENGINE)
+export TRIDENT_GATEWAY_REPLICAS ?= $(HOST):$(GRPC_PORT)
+export TRIDENT_GATEWAY_METRICS_PORT ?= $(METRICS_PORT)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-build demo demo-model serve chat build-engine plan-engine quality test-build test test-fast check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer clean
+.PHONY: help setup setup-build demo demo-model serve gateway up chat build-engine plan-engine quality test-build test test-fast check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +64,12 @@ demo: build-engine ## the main job: build, serve, stream one completion, stop
 
 serve: build-engine ## serve ENGINE until Ctrl-C (gRPC 8001, HTTP 8000, metrics 8002)
 	$(BIN)/python -m server --engine $(ENGINE)
+
+gateway: setup ## serve OpenAI HTTP (9000) and KServe gRPC (9001) in front of a running server
+	$(BIN)/python -m gateway
+
+up: build-engine ## serve ENGINE and the gateway in front of it until Ctrl-C
+	$(BIN)/python -m server --engine $(ENGINE) -- $(BIN)/python -m gateway
 
 chat: setup ## talk to a running server, or say one thing with PROMPT="..."
 	$(BIN)/python -m clients $(if $(PROMPT),'$(PROMPT)',chat)
