@@ -53,16 +53,23 @@ def build(service: Service) -> Starlette:
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    model = {"id": settings.model, "object": "model", "created": 0, "owned_by": "trident"}
+
     async def models(request: Request) -> Response:
         try:
             tenant = service.tenant(bearer(request.headers.get("authorization", "")))
-            if "name" in request.path_params:
-                service.check_model(request.path_params["name"], tenant)
         except TridentError as error:
             return _refused(refusal.http(error))
-        model = {"id": settings.model, "object": "model", "created": 0, "owned_by": "trident"}
-        table = model if "name" in request.path_params else {"object": "list", "data": [model]}
+        table = {"object": "list", "data": [model] if service.may_use(settings.model, tenant) else []}
         return Response(orjson.dumps(table), media_type="application/json")
+
+    async def one_model(request: Request) -> Response:
+        try:
+            tenant = service.tenant(bearer(request.headers.get("authorization", "")))
+            service.check_model(request.path_params["name"], tenant)
+        except TridentError as error:
+            return _refused(refusal.http(error))
+        return Response(orjson.dumps(model), media_type="application/json")
 
     async def schema(request: Request) -> Response:
         # Its bounds reach beyond 64 bits, which is where orjson ends.
@@ -82,7 +89,7 @@ def build(service: Service) -> Starlette:
     return Starlette(
         routes=[
             Route("/v1/models", models),
-            Route("/v1/models/{name}", models),
+            Route("/v1/models/{name}", one_model),
             Route("/v1/chat/completions", HttpDoor(service, reuse, Chat, vocabulary), methods=["POST"]),
             Route("/v1/completions", HttpDoor(service, reuse, Completions, vocabulary), methods=["POST"]),
             Route("/health/live", live),

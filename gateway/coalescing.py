@@ -1,8 +1,9 @@
 """One engine stream, many readers: identical deterministic requests that are under way at the same time.
 
 The stream runs at the engine's pace into a log; every reader follows the log at its own. The engine is cancelled
-when the last reader has left. What the log may hold is bounded: beyond that its beginning is dropped, late comers
-can no longer join, and a reader that had not read it yet is cut off.
+when the last reader has left. What the log may hold is bounded: when all readers are behind, the engine waits for the
+fastest; when one is, the log's beginning is dropped, and a reader that had not read it yet is cut off. Nobody can join
+any more once the beginning is gone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from contract.generation import TokenDelta
 
 Source = AsyncIterator[TokenDelta]
 MAX_BYTES = 4 * 1024 * 1024
+JOIN_BYTES = 64 * 1024  # of its beginning that a stream keeps for those who join: some hundred tokens
 
 
 def size_bytes(delta: TokenDelta) -> int:
@@ -29,9 +31,9 @@ def size_bytes(delta: TokenDelta) -> int:
 class SharedStream:
     """A source that is read once and can be followed by many, from the start or from where they were.
 
-    size: about how many bytes an item takes. linger_s: how long it goes on without any reader before the source is
-    cancelled; 0 is at once. Made inside a
-    running event loop. ``ended`` is called once, when the source is over.
+    size: about how many bytes an item takes. keep_bytes: how much of what all have read is kept for others. linger_s:
+    how long it goes on without any reader before the source is cancelled; 0 is at once. Made inside a running event
+    loop. ``ended`` is called once, when the source is over.
     """
 
     def __init__(
@@ -40,18 +42,21 @@ class SharedStream:
         *,
         size: Callable[[Any], int] = size_bytes,
         max_bytes: int = MAX_BYTES,
+        keep_bytes: int = MAX_BYTES,
         linger_s: float = 0.0,
         ended: Callable[[SharedStream], None] = lambda stream: None,
     ) -> None:
         self.source = source
-        self._size, self._max_bytes, self._linger_s, self._ended = size, max_bytes, linger_s, ended
+        self._size, self._max_bytes, self._keep_bytes = size, max_bytes, keep_bytes
+        self._linger_s, self._ended = linger_s, ended
         self._log: deque[TokenDelta] = deque()
         self._dropped = 0  # deltas that are no longer in the log
         self._grown = asyncio.Event()
         self._failure: BaseException | None = None
         self._lonely: asyncio.TimerHandle | None = None
+        self._reading: set[SharedReader] = set()
+        self._moved: asyncio.Event | None = None  # what the source waits for while all readers are behind
         self.bytes = 0
-        self.readers = 0
         self.done = False
         self.cancelled = False
         self._started = False
@@ -60,6 +65,10 @@ class SharedStream:
     def __len__(self) -> int:
         """Deltas so far, the dropped ones included."""
         return self._dropped + len(self._log)
+
+    @property
+    def readers(self) -> int:
+        return len(self._reading)
 
     @property
     def complete(self) -> bool:
@@ -77,11 +86,12 @@ class SharedStream:
     def follow(self, start: int = 0) -> SharedReader:
         """The deltas from number ``start`` on. Counted as a reader from this call, so close it, by reading to the
         end or by ``aclose``. Raises what the source raised, Overloaded if the log's beginning is gone."""
-        self.readers += 1
         if self._lonely is not None:
             self._lonely.cancel()
             self._lonely = None
-        return SharedReader(self, start)
+        reader = SharedReader(self, start)
+        self._reading.add(reader)
+        return reader
 
     def cancel(self) -> None:
         """Ends the source, whoever reads. Readers are told Cancelled."""
@@ -97,6 +107,8 @@ class SharedStream:
                 raise asyncio.CancelledError
             async for delta in self.source:
                 self._append(delta)
+                if self.bytes > self._max_bytes:
+                    await self._make_room()
         except asyncio.CancelledError:
             self._failure = Cancelled("the stream was cancelled")
         except Exception as exc:  # whatever it is, the readers are told and raise it where it is answered
@@ -113,18 +125,38 @@ class SharedStream:
     def _append(self, delta: TokenDelta) -> None:
         self._log.append(delta)
         self.bytes += self._size(delta)
-        while self.bytes > self._max_bytes and len(self._log) > 1:
-            self.bytes -= self._size(self._log.popleft())
-            self._dropped += 1
+        if self.bytes > self._keep_bytes and self._reading:
+            read_by_all = min(reader.next for reader in self._reading)
+            while self.bytes > self._keep_bytes and self._dropped < read_by_all:
+                self._drop()
         self._wake()
+
+    async def _make_room(self) -> None:
+        while self.bytes > self._max_bytes and len(self._log) > 1:
+            if self._reading and max(reader.next for reader in self._reading) <= self._dropped:
+                self._moved = asyncio.Event()
+                await self._moved.wait()
+            else:
+                self._drop()
+
+    def _drop(self) -> None:
+        self.bytes -= self._size(self._log.popleft())
+        self._dropped += 1
+
+    def moved(self) -> None:
+        """A reader has read, left or come."""
+        if self._moved is not None:
+            self._moved.set()
+            self._moved = None
 
     def _wake(self) -> None:
         self._grown.set()
         self._grown = asyncio.Event()
 
-    def _left(self) -> None:
-        self.readers -= 1
-        if self.readers or self.done:
+    def left(self, reader: SharedReader) -> None:
+        self._reading.discard(reader)
+        self.moved()
+        if self._reading or self.done:
             return
         if self._linger_s <= 0:
             self.cancel()
@@ -152,7 +184,7 @@ class SharedReader:
     def __init__(self, stream: SharedStream, start: int) -> None:
         self.stream = stream
         self.failure: BaseException | None = None
-        self._next = start
+        self.next = start  # the number of the delta it reads next
         self._left = False
 
     def __aiter__(self) -> SharedReader:
@@ -162,14 +194,15 @@ class SharedReader:
         if self._left:
             raise StopAsyncIteration
         try:
-            delta = await self.stream._at(self._next, self)
+            delta = await self.stream._at(self.next, self)
         except BaseException:
             self.leave()
             raise
         if delta is None:
             self.leave()
             raise StopAsyncIteration
-        self._next += 1
+        self.next += 1
+        self.stream.moved()
         return delta
 
     def fail(self, error: BaseException) -> None:
@@ -181,7 +214,7 @@ class SharedReader:
         """Safe to call twice."""
         if not self._left:
             self._left = True
-            self.stream._left()
+            self.stream.left(self)
 
     async def aclose(self) -> None:
         self.leave()
@@ -210,6 +243,6 @@ class Coalescer:
                 del self._streams[key]
 
         stream = self._streams[key] = SharedStream(
-            open_source(), size=self._size, max_bytes=self._max_bytes, ended=ended
+            open_source(), size=self._size, max_bytes=self._max_bytes, keep_bytes=JOIN_BYTES, ended=ended
         )
         return stream.follow()

@@ -122,7 +122,10 @@ class Service:
         self._queue.bound(rules.max_waiting_per_class, per_tenant, rules.quantum_tokens, rules.aging_s)
         self.overflow.change(policy.overflow)
         self.admission.change(shares, policy.ladder, rules.max_in_flight_of_class)
-        self.shadow = Shadow(policy.shadow, self.replicas, self.metrics, random.Random()) if policy.shadow else None
+        if policy.shadow is None:
+            self.shadow = None
+        elif self.shadow is None or self.shadow.rules != policy.shadow:
+            self.shadow = Shadow(policy.shadow, self.replicas, self.metrics, random.Random())
 
     def _capacity(self) -> int:
         """What the replicas can run at once by their own metrics, and a quarter more, so that a place which becomes
@@ -166,8 +169,11 @@ class Service:
         """Raises NotFound for a model that is not served, PermissionDenied for one the tenant may not use."""
         if model not in (self.settings.model, self.settings.triton_model):
             raise NotFound(f"the model {model!r:.100} does not exist; there is {self.settings.model}")
-        if tenant.models and not {self.settings.model, model} & set(tenant.models):
+        if not self.may_use(model, tenant):
             raise PermissionDenied(f"this key may not use the model {model}")
+
+    def may_use(self, model: str, tenant: Tenant) -> bool:
+        return not tenant.models or not {self.settings.model, model}.isdisjoint(tenant.models)
 
     async def choices(self, wanted: Sequence[GenerationRequest], asking: Asking) -> Choices:
         """The admitted generations of one caller. Nothing is sent before they are read; leave them with ``close``,

@@ -30,18 +30,18 @@ class Shadow:
     """Makes copies for one pool. ``close`` ends those that run."""
 
     def __init__(self, rules: ShadowRules, replicas: Replicas, metrics: Metrics, rng: random.Random) -> None:
-        self._rules, self._replicas, self._metrics, self._rng = rules, replicas, metrics, rng
+        self.rules, self._replicas, self._metrics, self._rng = rules, replicas, metrics, rng
         self._copies: set[asyncio.Task] = set()
         self._comparing: set[asyncio.Task] = set()
 
     def begin(self, request: GenerationRequest) -> Copy | None:
         """A copy to be made of this request, or None if it is none of those."""
-        if self._rng.random() >= self._rules.fraction:
+        if self._rng.random() >= self.rules.fraction:
             return None
         return Copy(self, request)
 
     def start(self, request: GenerationRequest) -> asyncio.Task[str] | None:
-        if len(self._copies) >= self._rules.max_running:
+        if len(self._copies) >= self.rules.max_running:
             self.count("full")
             return None
         task = asyncio.ensure_future(self._digest(request))
@@ -78,7 +78,7 @@ class Shadow:
     async def _digest(self, request: GenerationRequest) -> str:
         """The digest of what the shadow answers, "" if it fails."""
         asked = dataclasses.replace(request, request_id=new_request_id(), stream=False)
-        door = self._replicas.door(asked, self._rules.pool)
+        door = self._replicas.door(asked, self.rules.pool)
         schedule = RetrySchedule(NO_RETRY, RetryBudget(), self._rng)
         try:
             done = await TokenStream(door, asked, schedule).complete()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 import signal
 import subprocess
@@ -9,13 +11,23 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
-import openai
 from clients import Client
+from contract.errors import Unauthenticated
 from server.replica import Replica
 
 ROOT = Path(__file__).resolve().parents[2]
+ALICE, SALT = "tri-alice-alice-alice-alice", "00112233445566778899aabbccddeeff"
+CONFIG = f"""
+salt = "{SALT}"
+[orgs.acme.teams.research]
+requests_per_minute = 6000
+tokens_per_minute = 600000
+[orgs.acme.teams.research.keys.alice]
+hash = "{hmac.new(bytes.fromhex(SALT), ALICE.encode(), hashlib.sha256).hexdigest()}"
+"""
 CHAT = [{"role": "user", "content": "What is two plus two?"}]
 
 
@@ -30,7 +42,10 @@ def doors(replica: Replica, engine_dir: Path, tmp_path_factory: pytest.TempPathF
         "TRIDENT_GATEWAY_METRICS_URLS": f"{replica.grpc_url}={replica.metrics_url}",
         "TRIDENT_GATEWAY_TOKENIZER": str(ROOT / "build" / "demo_model" / "checkpoint" / "tokenizer.json"),
     }
-    log = tmp_path_factory.mktemp("gateway") / "log"
+    folder = tmp_path_factory.mktemp("gateway")
+    (folder / "gateway.toml").write_text(CONFIG)
+    environ["TRIDENT_GATEWAY_CONFIG"] = str(folder / "gateway.toml")
+    log = folder / "log"
     with log.open("wb") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "gateway"], cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -50,7 +65,7 @@ def doors(replica: Replica, engine_dir: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def ask(doors: tuple[str, str]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{doors[0]}/v1", api_key="any", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{doors[0]}/v1", api_key=ALICE, max_retries=0) as client:
         yield client
 
 
@@ -66,7 +81,9 @@ def test_a_stream_and_a_whole_answer_say_the_same_as_the_server_itself(ask: open
 
 def test_a_chat_counts_its_tokens_and_repeats_itself_with_a_seed(ask: openai.OpenAI):
     asked = {"model": "demo", "messages": CHAT, "max_completion_tokens": 16, "seed": 7}
-    one, two = (ask.chat.completions.create(**asked) for _ in range(2))
+    anew = {"cache-control": "no-cache"}  # by the engine, not by the cache
+    one, two = (ask.chat.completions.create(**asked, extra_headers=anew) for _ in range(2))
+    assert one.id != two.id
     assert one.choices[0].message.content == two.choices[0].message.content
     assert 0 < one.usage.completion_tokens <= 16 and one.choices[0].finish_reason in ("stop", "length")
 
@@ -88,9 +105,42 @@ def test_a_prompt_that_does_not_fit_is_refused_by_the_engine_as_a_bad_request(as
 
 
 def test_our_own_client_streams_through_the_kserve_door(doors: tuple[str, str], replica: Replica):
-    with Client(replica.grpc_url) as direct, Client(doors[1]) as through:
+    with Client(replica.grpc_url) as direct, Client(doors[1], api_key=ALICE) as through:
         assert through.health().ok
         expected = direct.complete("The cat", max_tokens=12, temperature=0.0)
         found = [delta for delta in through.generate("The cat", max_tokens=12, temperature=0.0)]
         assert "".join(delta.text for delta in found) == expected.text
         assert found[-1].usage.output_tokens == expected.usage.output_tokens
+
+
+def test_the_real_engine_says_which_it_is_so_that_its_answers_are_cached(ask: openai.OpenAI):
+    asked = {"model": "demo", "prompt": "Once more", "max_tokens": 8, "temperature": 0}
+    first = ask.completions.with_raw_response.create(**asked)
+    again = ask.completions.with_raw_response.create(**asked)
+    assert [one.headers["x-trident-cache"] for one in (first, again)] == ["miss", "hit"]
+    assert first.parse().choices == again.parse().choices
+    left = int(first.headers["x-ratelimit-remaining-tokens"])
+    assert first.headers["x-ratelimit-limit-tokens"] == "600000" and 599_000 < left < 600_000
+
+
+def test_a_stream_that_was_left_goes_on_where_it_was_under_its_idempotency_key(ask: openai.OpenAI):
+    asked = {"model": "demo", "prompt": "A long story", "max_tokens": 40, "stream": True, "temperature": 1}
+    key = {"idempotency-key": "story-1"}
+    with ask.completions.with_streaming_response.create(**asked, extra_headers=key) as answer:
+        lines = answer.iter_lines()
+        seen = [next(line for line in lines if line.startswith("id: ")) for _ in range(3)]
+    rest = {**key, "last-event-id": seen[-1].removeprefix("id: ")}
+    with ask.completions.with_streaming_response.create(**asked, extra_headers=rest) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+        assert answer.headers["x-trident-cache"] == "replayed"
+    assert seen[-1] not in lines and lines[-1] == "data: [DONE]"
+    numbers = [int(line.removeprefix("id: ")) for line in [*seen, *lines] if line.startswith("id: ")]
+    assert numbers == sorted(set(numbers))
+
+
+def test_without_a_key_neither_door_opens(doors: tuple[str, str]):
+    with openai.OpenAI(base_url=f"{doors[0]}/v1", api_key="any", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+    with Client(doors[1]) as through, pytest.raises(Unauthenticated):
+        through.complete("x", max_tokens=1)

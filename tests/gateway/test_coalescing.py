@@ -121,6 +121,36 @@ async def test_the_log_is_bounded_and_who_is_too_slow_is_told() -> None:
     assert await _all(stream.follow(95)) == script[95:]
 
 
+async def test_when_all_readers_are_behind_the_engine_waits_for_the_fastest() -> None:
+    script = words(100)
+    source = ScriptedSource(script)
+    stream = SharedStream(source(), max_bytes=10 * size_bytes(script[0]))
+    reader = stream.follow()
+    await _settle()
+    await _settle()
+    assert len(stream) == 11 and not stream.done
+    assert await _all(reader) == script and stream.done
+
+
+async def test_a_stream_that_is_waited_for_is_cancelled_when_its_last_reader_leaves() -> None:
+    source = ScriptedSource(words(100))
+    stream = SharedStream(source(), max_bytes=1)
+    reader = stream.follow()
+    await _settle()
+    await reader.aclose()
+    await _settle()
+    assert source.closed and stream.done
+
+
+async def test_what_all_have_read_is_kept_for_others_only_so_far() -> None:
+    script = words(100)
+    stream = SharedStream(ScriptedSource(script, hold=True)(), keep_bytes=10 * size_bytes(script[0]))
+    reader = stream.follow()
+    assert [await anext(reader) for _ in range(99)] == script[:99]
+    assert stream.bytes <= 11 * size_bytes(script[0]) and not stream.joinable
+    stream.cancel()
+
+
 async def test_a_stream_lingers_for_its_reader_to_come_back() -> None:
     source = ScriptedSource(words(4), hold=True)
     stream = SharedStream(source(), linger_s=60)

@@ -143,6 +143,7 @@ async def test_what_holds_until_the_next_start_says_so(tmp_path: Path, caplog: p
     assert any("[reuse] changed and holds from the next start on" in record.message for record in caplog.records)
 
 
+@pytest.mark.slow
 async def test_a_running_gateway_takes_over_a_changed_file() -> None:
     asked = {"model": "demo", "prompt": "x", "max_tokens": 50}
     ladder = "[degradation]\nshorter_at = 0.001\noverflow_at = 0.9\nmax_tokens = 3\n"

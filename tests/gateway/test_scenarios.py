@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -100,11 +101,12 @@ async def test_a_budget_is_never_overrun_whatever_ends_come_between():
         assert 0 <= bucket.balance <= 600 and bucket.held == 0 and not bucket.leases
 
 
+@pytest.mark.slow
 async def test_a_long_flood_does_not_keep_a_short_request_waiting():
     config = keys(ALICE, BOB) + "[admission]\nmax_running = 4\ntenant_share = 0.75\nmax_waiting_per_tenant = 30"
 
     def script(seen: SeenRequest) -> Script:
-        return Script((" t",), first_token_s=0.25 if seen.value("max_tokens") > 100 else 0.0)
+        return Script((" t",), first_token_s=0.1 if seen.value("max_tokens") > 100 else 0.0)
 
     async with FakeReplica(script) as replica, gateway(replica, config=config) as running:
         flood = [
@@ -187,6 +189,17 @@ async def test_a_tenants_pool_is_its_own_even_when_it_is_down():
                     one.health = type(one.health)(healthy=False)
             assert (await running.post(COMPLETIONS, asked(), **as_(ALICE)))[0] == 503
             assert shared.counts.started == 1
+
+
+async def test_a_key_sees_and_gets_only_the_models_it_may_use():
+    team = "[orgs.o0.teams.t.keys.k]"
+    config = keys(ALICE, BOB).replace(team, f'[orgs.o0.teams.t]\nmodels = ["other"]\n{team}')
+    async with FakeReplica() as replica, gateway(replica, config=config) as running:
+        for api_key, listed, status in ((ALICE, 0, 403), (BOB, 1, 200)):
+            _, models = await running.get("/v1/models", **as_(api_key))
+            assert len(json.loads(models)["data"]) == listed
+            assert (await running.get("/v1/models/demo", **as_(api_key)))[0] == status
+            assert (await running.post(COMPLETIONS, asked(), **as_(api_key)))[0] == status
 
 
 async def test_what_tokens_cost_is_on_the_page():
