@@ -1,0 +1,45 @@
+"""The benchmarks that start servers of their own, in their smallest form: that they run, and that their sums add up."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.end_to_end.conftest import ROOT
+
+
+@pytest.fixture
+def benchmark(engine_dir, tmp_path):
+    def run(*arguments):
+        command = [sys.executable, "-m", "benchmarks", *arguments, "--out", str(tmp_path)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout, json.loads((tmp_path / f"{arguments[0]}.json").read_text())
+
+    return run
+
+
+def test_efficiency_measures_every_path_on_equal_work(benchmark):
+    said, kept = benchmark("efficiency", "--engines", "demo", "--rounds", "1", "--concurrency", "1")
+    waves = {wave["path"]: wave for wave in kept["waves"]["demo"]}
+    assert set(waves) == {"raw engine", "engine, gRPC", "ensemble"}
+    assert {wave["tokens"] for wave in waves.values()} == {4 * 128}
+    assert all(wave["engine_cpu_s"] > 0 and len(wave["ttfts_s"]) == 4 for wave in waves.values())
+    assert set(waves["ensemble"]["serving_cpu_s"]) >= {"tritonserver", "engine stub", "detokenizer", "tokenizer"}
+    assert "TTFT added at 1" in said and "others used" in said
+
+
+def test_hops_find_where_the_first_token_goes(benchmark):
+    _, kept = benchmark("hops", "--rounds", "1", "--concurrency", "1", "--tokens", "8")
+    parts = {name: seconds for name, seconds, _ in kept["1"]["first_token"]}
+    whole_s = parts.pop("time to first token")
+    assert sum(parts.values()) == pytest.approx(whole_s) and parts["prefill"] > 0
+    assert all(wave["messages"] > 0 for waves in kept["1"]["waves"].values() for wave in waves)
+
+
+def test_a_cancel_gives_its_place_to_the_next_in_line(benchmark):
+    said, kept = benchmark("cancel", "--engine", "demo", "--samples", "2", "--streams", "4")
+    rows = {row["what"]: row for row in kept["figures"]}
+    assert rows["to the next in line"]["count"] == 2 and rows["to the gauges"]["count"] == 3
+    assert all(0 < row["p50"] <= row["max"] for row in rows.values()) and "next in line" in said
