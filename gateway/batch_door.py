@@ -19,7 +19,7 @@ from clients.connection import new_request_id, sendable
 from clients.request import MAX_REQUEST_ID
 from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Overloaded, TridentError
 from gateway import batch_upload, refusal
-from gateway.batch_store import PURPOSE, Batch, BatchStore, File, FileTooLarge
+from gateway.batch_store import OUTPUT_PURPOSE, PURPOSE, Batch, BatchStore, File, FileTooLarge
 from gateway.batch_webhook import Webhooks
 from gateway.batch_worker import FORMS
 from gateway.http_door import bearer
@@ -30,7 +30,7 @@ MAX_UPLOADS = 8  # at once
 MAX_UNREAD_BYTES = 4 * 1024 * 1024
 MAX_WINDOW_HOURS = 168
 _WINDOW = re.compile(r"([1-9][0-9]{0,2})h")
-_MOST_LISTED, _MOST_FILES_LISTED = 100, 10_000
+MAX_LISTED, MAX_FILES_LISTED = 100, 10_000
 _Text = Annotated[StrictStr, Field(max_length=512)]
 
 
@@ -39,8 +39,8 @@ class BatchRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
     input_file_id: Annotated[StrictStr, Field(min_length=1, max_length=100)]
-    endpoint: StrictStr
-    completion_window: StrictStr
+    endpoint: StrictStr = Field(json_schema_extra={"enum": list(FORMS)})
+    completion_window: StrictStr = Field(json_schema_extra={"enum": ["24h"]})
     metadata: dict[Annotated[StrictStr, Field(max_length=64)], _Text] | None = Field(default=None, max_length=16)
     webhook_url: StrictStr | None = None
 
@@ -106,12 +106,15 @@ class BatchDoor:
         order = request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidArgument("order", f"got {order!r:.50}; allowed is asc or desc")
+        purpose = request.query_params.get("purpose", "")
+        if purpose not in ("", PURPOSE, OUTPUT_PURPOSE):
+            raise InvalidArgument("purpose", f"got {purpose!r:.50}; allowed is {PURPOSE} or {OUTPUT_PURPOSE}")
         found, more = await asyncio.to_thread(
             self._store.files,
             tenant.name,
-            _limit(request, _MOST_FILES_LISTED, _MOST_FILES_LISTED),
+            _limit(request, MAX_FILES_LISTED, MAX_FILES_LISTED),
             request.query_params.get("after", ""),
-            purpose=request.query_params.get("purpose", ""),
+            purpose=purpose,
             oldest_first=order == "asc",
         )
         return _list([_file(one) for one in found], more)
@@ -158,7 +161,7 @@ class BatchDoor:
         return _json(_batch(batch))
 
     async def batches(self, request: Request, tenant: Tenant) -> Response:
-        after, limit = request.query_params.get("after", ""), _limit(request, 20, _MOST_LISTED)
+        after, limit = request.query_params.get("after", ""), _limit(request, 20, MAX_LISTED)
         found, more = await asyncio.to_thread(self._store.batches, tenant.name, limit, after)
         return _list([_batch(one) for one in found], more)
 
@@ -171,31 +174,31 @@ class BatchDoor:
         return _json(_batch(batch))
 
     def routes(self) -> list[Route]:
-        def route(path: str, answer: Callable[[Request, Tenant], Awaitable[Response]], method: str = "GET") -> Route:
-            async def endpoint(request: Request) -> Response:
-                try:
-                    said = await answer(request, self._tenant(bearer(request.headers.get("authorization", ""))))
-                except TridentError as error:
-                    said = _refused(error, close=not await _read_off(request))
-                request_id = request.headers.get("x-request-id", "")
-                fine = sendable(request_id) and 0 < len(request_id) <= MAX_REQUEST_ID
-                said.headers["x-request-id"] = request_id if fine else new_request_id()
-                self._requests.labels("http", path.split("/")[2], said.status_code).inc()
-                return said
-
-            return Route(path, endpoint, methods=[method])
-
         return [
-            route("/v1/files", self.upload, "POST"),
-            route("/v1/files", self.files),
-            route("/v1/files/{id}", self.file),
-            route("/v1/files/{id}", self.delete_file, "DELETE"),
-            route("/v1/files/{id}/content", self.content),
-            route("/v1/batches", self.create, "POST"),
-            route("/v1/batches", self.batches),
-            route("/v1/batches/{id}", self.batch),
-            route("/v1/batches/{id}/cancel", self.cancel, "POST"),
+            self._route("/v1/files", GET=self.files, POST=self.upload),
+            self._route("/v1/files/{id}", GET=self.file, DELETE=self.delete_file),
+            self._route("/v1/files/{id}/content", GET=self.content),
+            self._route("/v1/batches", GET=self.batches, POST=self.create),
+            self._route("/v1/batches/{id}", GET=self.batch),
+            self._route("/v1/batches/{id}/cancel", POST=self.cancel),
         ]
+
+    def _route(self, path: str, **answers: Callable[[Request, Tenant], Awaitable[Response]]) -> Route:
+        """One path with what answers each method."""
+
+        async def endpoint(request: Request) -> Response:
+            answer = answers["GET" if request.method == "HEAD" else request.method]
+            try:
+                said = await answer(request, self._tenant(bearer(request.headers.get("authorization", ""))))
+            except TridentError as error:
+                said = _refused(error, close=not await _read_off(request))
+            request_id = request.headers.get("x-request-id", "")
+            fine = sendable(request_id) and 0 < len(request_id) <= MAX_REQUEST_ID
+            said.headers["x-request-id"] = request_id if fine else new_request_id()
+            self._requests.labels("http", path.split("/")[2], said.status_code).inc()
+            return said
+
+        return Route(path, endpoint, methods=list(answers))
 
 
 def _asked_of(fields: Mapping[str, str]) -> float | None:

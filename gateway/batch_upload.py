@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from email.message import Message
+from email.utils import collapse_rfc2231_value
 
 from aiohttp import BodyPartReader, MultipartReader
+from aiohttp.http import HttpProcessingError
 from multidict import CIMultiDict, CIMultiDictProxy
 from starlette.requests import ClientDisconnect, Request
 
@@ -35,29 +38,44 @@ async def pieces(request: Request, silence_s: float) -> AsyncIterator[Piece]:
     content_type = request.headers.get("content-type", "")
     if not content_type.lower().startswith("multipart/form-data"):
         raise InvalidArgument("content-type", "allowed is multipart/form-data")
-    headers = CIMultiDictProxy(CIMultiDict({"content-type": content_type}))
+    # As mixed, so that what is special to forms is read here and not by aiohttp (see _disposition).
+    parameters = content_type[len("multipart/form-data") :]
+    headers = CIMultiDictProxy(CIMultiDict({"content-type": "multipart/mixed" + parameters}))
     fields: dict[str, str] = {}
     filename = ""
     try:
         async for part in MultipartReader(headers, _Body(request, silence_s)):
-            if not isinstance(part, BodyPartReader) or not part.name or len(fields) == MAX_FIELDS:
+            name, file = _disposition(part.headers.get("content-disposition", ""))
+            if not isinstance(part, BodyPartReader) or not name or len(fields) == MAX_FIELDS:
                 raise InvalidArgument("", f"allowed are at most {MAX_FIELDS} named fields, none of them nested")
-            if part.name == "file":
+            if name == "file":
                 if filename:
                     raise InvalidArgument("file", "is there twice; allowed is one")
-                filename = part.filename or "file.jsonl"
+                filename = file or "file.jsonl"
                 while data := await _read(part, PIECE_BYTES):
                     yield Piece(data, filename, fields)
             else:
                 data = await _read(part, MAX_FIELD_BYTES + 1)
                 if len(data) > MAX_FIELD_BYTES:
-                    raise InvalidArgument(part.name, f"is longer than {MAX_FIELD_BYTES} bytes, the most allowed")
-                fields[part.name] = data.decode("utf-8", "replace")
+                    raise InvalidArgument(name, f"is longer than {MAX_FIELD_BYTES} bytes, the most allowed")
+                fields[name] = data.decode("utf-8", "replace")
         if not filename:
             raise InvalidArgument("file", "is missing")
         yield Piece(b"", filename, fields)
-    except (ValueError, LookupError) as exc:
+    except (ValueError, LookupError, HttpProcessingError) as exc:
         raise InvalidArgument("", f"the form cannot be read: {exc}") from exc
+
+
+def _disposition(header: str) -> tuple[str, str]:
+    """name and filename. aiohttp's own reading of them warns of each header it cannot read, and Python keeps every
+    warning it has seen: callers could fill the memory with them."""
+    message = Message()
+    message["content-disposition"] = header
+    found = (message.get_param(word, "", "content-disposition") for word in ("name", "filename"))
+    texts = (collapse_rfc2231_value(value).strip() for value in found)
+    # What was no UTF-8 came as lone surrogates, which cannot be stored or sent.
+    name, filename = (text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for text in texts)
+    return name, filename
 
 
 async def _read(part: BodyPartReader, most: int) -> bytes:

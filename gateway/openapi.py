@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from gateway import batch_openapi
 from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.settings import Settings
 
@@ -58,6 +59,7 @@ def document(settings: Settings) -> dict[str, Any]:
             "/health/ready": get("text/plain", "503"),
             "/health/deep": get("application/json", "503", schema=any_object),
             "/metrics": get("text/plain"),
+            **(batch_openapi.paths(settings, refusals) if settings.batch_db else {}),
         },
         "components": definitions and {"schemas": definitions["$defs"]},
     }
