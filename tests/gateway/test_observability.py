@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
+from pathlib import Path
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -100,3 +102,12 @@ async def test_without_tracing_the_callers_context_still_reaches_the_engine():
         assert replica.seen[-1].metadata["traceparent"] == TRACE
         await running.post("/v1/completions", ASKED, traceparent="nonsense")
         assert replica.seen[-1].metadata["traceparent"].endswith("-00")
+
+
+async def test_the_documents_metrics_are_those_on_the_page():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "gateway.md").read_text("utf-8")
+    documented = set(re.findall(r"^\| `((?:trident|gen_ai)_\w+)` \|", text, re.MULTILINE))
+    async with FakeReplica() as replica, gateway(replica, config="[prices]\nreplica_hour = 1.0") as running:
+        _, page = await running.get("/metrics")
+    named = {line.split()[2] for line in page.splitlines() if line.startswith("# HELP") and "_created" not in line}
+    assert documented == named
