@@ -160,13 +160,13 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None) -> 
 
 
 def _in_precision(table: dict[str, object], precision: str | None) -> dict[str, object]:
-    """A recipe's table with another precision of the weights, if one is given."""
-    if precision is None:
+    """A recipe's table with another precision of the weights, if one is given: without its budget, which is of its own
+    precision, and without calibration where that has no effect."""
+    if precision in (None, table.get("precision")):
         return table
-    changed = table | {"precision": precision}
-    if table.get("kind") == recipes.CPU and precision != "int4":
-        changed.pop("calibration", None)  # it would have no effect
-    return changed
+    calibrated = table.get("kind") != recipes.CPU or precision == "int4"
+    left = {"quality"} if calibrated else {"quality", "calibration"}
+    return {key: value for key, value in table.items() if key not in left} | {"precision": precision}
 
 
 def _kept_recipe(name: str) -> dict[str, object] | None:

@@ -117,16 +117,16 @@ DEFAULT_QUALITY = {
     "bf16": QualityBudget(1.01, 0.97, 0.01),
     "fp16": QualityBudget(1.01, 0.97, 0.01),
     "fp32": QualityBudget(1.01, 0.97, 0.01),
-    "fp8": QualityBudget(1.03, 0.92, 0.03),
-    "fp8_pc_pt": QualityBudget(1.03, 0.92, 0.03),
+    "fp8": QualityBudget(1.03, 0.92, 0.02),
+    "fp8_pc_pt": QualityBudget(1.03, 0.92, 0.02),
     "int8": QualityBudget(1.02, 0.95, 0.02),
     "int8_wo": QualityBudget(1.02, 0.95, 0.02),
     "int8_sq": QualityBudget(1.05, 0.90, 0.06),
     "int4": QualityBudget(1.10, 0.85, 0.10),
     "int4_wo": QualityBudget(1.10, 0.85, 0.10),
-    "int4_awq": QualityBudget(1.08, 0.86, 0.08),
+    "int4_awq": QualityBudget(1.08, 0.86, 0.06),
     "w4a8_awq": QualityBudget(1.10, 0.85, 0.10),
-    "nvfp4": QualityBudget(1.08, 0.86, 0.08),
+    "nvfp4": QualityBudget(1.08, 0.86, 0.06),
 }
 
 

@@ -235,7 +235,8 @@ def test_a_recipe_keeps_its_values_unless_a_precision_is_given():
     assert engine.recipe_for("demo", None, None) == engine.recipe_for(None, None, None) == written
     other = engine.recipe_for("demo", None, "int4")
     assert other.precision == "int4" and other.max_seq_len == written.max_seq_len
-    assert other.quality == recipes.DEFAULT_QUALITY["int4"]
+    assert other.quality == recipes.DEFAULT_QUALITY["int4"] and written.quality.kl < 0.01
+    assert engine.recipe_for("demo", None, written.precision) == written
 
 
 @pytest.mark.parametrize("name", ["../demo", "a/b", ".hidden", "demo.partial-3", "demo.replaced-3", "x" * 200, "a b"])

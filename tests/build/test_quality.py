@@ -267,7 +267,7 @@ def test_a_recipes_budget_takes_the_place_of_the_precisions(model, capsys, monke
     noisy = damaged(model, lambda w: w + np.random.default_rng(0).normal(0, 0.02, w.shape).astype(np.float32))
     recipes = tmp_path / "recipes"
     recipes.mkdir()
-    source = (quality.layout.RECIPES / "demo.toml").read_text()
+    source = (quality.layout.RECIPES / "demo.toml").read_text().partition("[quality]")[0]
     (recipes / "wide.toml").write_text(source + "\n[quality]\nperplexity_ratio = 5\ntop1_agreement = 0\nkl = 5\n")
     (recipes / "narrow.toml").write_text(source + "\n[quality]\nkl = 1e-9\n")
     monkeypatch.setattr(quality.layout, "RECIPES", recipes)
