@@ -13,11 +13,16 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_reader_is_measured_on_the_same_messages(tmp_path) -> None:
     figures = tmp_path / "figures.json"
     command = [sys.executable, "benchmarks/client_cost.py", "--messages", "60", "--tokens", "30", "--rounds", "1"]
+    command += ["--at-once", "1,2"]
     done = subprocess.run([*command, "--json", str(figures)], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     measured = json.loads(figures.read_text())["per_message"]
-    assert set(measured) >= {"clients.AsyncClient", "clients.Client", "tritonclient.grpc", "tritonclient.grpc.aio"}
-    for name, turns in measured.items():
-        assert name in done.stdout
-        assert len(turns) == 1 and turns[0]["cpu_us"] > 0
-    assert "60 messages a turn" in done.stdout and "of tritonclient.grpc.aio" in done.stdout
+    assert measured.keys() == {"1", "2"}
+    for costs in measured.values():
+        assert set(costs) >= {"clients.AsyncClient", "clients.Client", "tritonclient.grpc", "tritonclient.grpc.aio"}
+        for name, turns in costs.items():
+            assert name in done.stdout
+            assert len(turns) == 1 and turns[0]["cpu_us"] > 0
+    assert (
+        "2 at once" in done.stdout and "60 messages a turn" in done.stdout and "of tritonclient.grpc.aio" in done.stdout
+    )
