@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_every_reader_is_measured_on_the_same_messages(tmp_path) -> None:
     figures = tmp_path / "figures.json"
     command = [sys.executable, "benchmarks/client_cost.py", "--messages", "60", "--tokens", "30", "--rounds", "1"]
