@@ -14,6 +14,7 @@ from gateway import refusal
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 100
+LINGER_S = 1.0  # how long a refused caller may still send
 
 
 class Connection(HttpToolsProtocol):
@@ -95,7 +96,12 @@ class Connection(HttpToolsProtocol):
         head = [b"HTTP/1.1 %d \r\n" % status, *(b"%b: %b\r\n" % header for header in headers)]
         head.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
         self.transport.write(b"".join(head) + body)
-        self.transport.close()
+        if (self.cycle is None or self.cycle.response_complete) and self.transport.can_write_eof():
+            # A caller that still sends when we close loses the answer with the connection: what it sends is ignored.
+            self.transport.write_eof()
+            self.loop.call_later(LINGER_S, self.transport.close)
+        else:
+            self.transport.close()
 
 
 def bounded(header_timeout_s: float) -> type[Connection]:

@@ -29,6 +29,7 @@ from gateway.vocabulary import Vocabulary
 
 _LOG = logging.getLogger(__name__)
 _DONE = b"data: [DONE]\n\n"
+LINGER_S = 2.0  # how long a refused body may still come in
 _JSON = (b"content-type", b"application/json")
 Headers = list[tuple[bytes, bytes]]
 
@@ -65,10 +66,12 @@ class HttpDoor:
             return
         except TooLarge:
             said = f"the body is larger than {service.settings.max_body_bytes} bytes, the most allowed"
-            await self._refuse(send, 413, refusal.plain(413, said, "request_too_large"), request_id)
+            await self._refuse(receive, send, refusal.plain(413, said, "request_too_large"), request_id)
             return
         except asyncio.TimeoutError:
-            await self._refuse(send, 408, refusal.plain(408, "the body did not arrive in time", "timeout"), request_id)
+            await self._refuse(
+                receive, send, refusal.plain(408, "the body did not arrive in time", "timeout"), request_id
+            )
             return
         async with Reader(scope, receive, send, service.settings, service.sweeper) as reader:
             try:
@@ -157,13 +160,24 @@ class HttpDoor:
             return
         await reader.end(b"data: %b\n\n" % orjson.dumps(refusal.error_object(error)))
 
-    async def _refuse(self, send: Any, status: int, said: tuple[int, Headers, bytes], request_id: str) -> None:
-        """An answer to a body that is not read to its end; the connection cannot be used again."""
-        _, headers, body = said
+    async def _refuse(self, receive: Any, send: Any, said: tuple[int, Headers, bytes], request_id: str) -> None:
+        """An answer to a body that was not read to its end. The connection is closed, but not before the caller has had
+        time to send the rest: one that still sends when it closes loses the answer with the connection."""
+        status, headers, body = said
         headers = [*headers, *_headers(_printable(request_id), {}), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        headers.append((b"content-length", b"%d" % len(body)))
         self._service.metrics.requests.labels("http", self._form.operation, status).inc()
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(_discarded(receive), LINGER_S)
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _discarded(receive: Any) -> None:
+    """Reads what is left of a body; returns at its end, or when the caller has gone."""
+    while (message := await receive())["type"] == "http.request" and message.get("more_body"):
+        pass
 
 
 async def _body(request: Request, most: int, patience_s: float) -> bytes:

@@ -46,6 +46,7 @@ from gateway.service import Asking, Generation, Service
 _LOG = logging.getLogger(__name__)
 _SERVICE = "inference.GRPCInferenceService"
 DEFAULT_MAX_TOKENS = 128  # the tokenizer's, for a request that sends none
+MOST_PENDING = 20_000  # calls that have arrived and not been looked at yet, as in a burst
 MOST_ON_A_STREAM = 256  # requests at once on one stream; more wait until the stream has read them
 _REFUSALS = (Overloaded, Unavailable, Unauthenticated, PermissionDenied, DeadlineExceeded)
 
@@ -68,6 +69,9 @@ class KServeDoor:
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.so_reuseport", 0),
+            # gRPC drops what it has no time to hand over, without a word; admission says why, and when to come back.
+            ("grpc.server.max_pending_requests", MOST_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING),
         ]
         self._server = grpc.aio.server(options=options)
         self._server.add_generic_rpc_handlers((self._handlers(),))
@@ -323,7 +327,7 @@ def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> Generation
     chat = None
     if messages is not None and prompt is None:
         chat = ({"role": "user", "content": messages},)  # as it is: only its size matters, unless it is well-formed
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             turns = json.loads(messages)
             if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
                 chat = tuple(turns)
