@@ -43,10 +43,11 @@ def build(service: Service) -> Starlette:
         return Response(said, 503, {"retry-after": "1"}, media_type="text/plain")
 
     async def deep(request: Request) -> Response:
-        """What the latest deep probes said; asking does not make another one. 200 if one replica made its token."""
+        """What the latest deep probes said; asking does not make another one. 200 if one replica made its token,
+        404 where none is asked to."""
         digests = {replica.url: replica.deep_digest for replica in service.replicas.all()}
         said = {url: {"ok": bool(digest), "sha256": digest} for url, digest in digests.items()}
-        status = 200 if any(digests.values()) else 503
+        status = (200 if any(digests.values()) else 503) if settings.deep_probes else 404
         body = orjson.dumps({"deep_probes": settings.deep_probes, "replicas": said})
         return Response(body, status, media_type="application/json")
 

@@ -31,6 +31,7 @@ def document(settings: Settings) -> dict[str, Any]:
     names, definitions = models_json_schema(
         [(ChatRequest, "validation"), (CompletionRequest, "validation")], ref_template="#/components/schemas/{model}"
     )
+    _add_rules(definitions["$defs"], settings)
     error = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
     refusals = {code: _answer(said, "application/json", error) for code, said in _REFUSALS.items()}
     any_object = {"type": "object"}
@@ -57,12 +58,59 @@ def document(settings: Settings) -> dict[str, Any]:
             "/v1/models/{name}": one_model,
             "/health/live": get("text/plain"),
             "/health/ready": get("text/plain", "503"),
-            "/health/deep": get("application/json", "503", schema=any_object),
+            "/health/deep": get("application/json", "404", "503", schema=any_object),
             "/metrics": get("text/plain"),
             **(batch_openapi.paths(settings, refusals) if settings.batch_db else {}),
         },
         "components": definitions and {"schemas": definitions["$defs"]},
     }
+
+
+def _add_rules(schemas: dict[str, Any], settings: Settings) -> None:
+    """What holds between fields, and what the settings allow."""
+    most = settings.max_choices
+    chat, completion = schemas["ChatRequest"], schemas["CompletionRequest"]
+    # Two names of one limit: equal ones are taken, which a schema cannot say.
+    both = {name: {"type": "integer"} for name in ("max_tokens", "max_completion_tokens")}
+    chat["allOf"] = [
+        {"not": {"required": list(both), "properties": both}},
+        _only_with("top_logprobs", "integer", "logprobs"),
+    ]
+    choices = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": most}, {"type": "null"}]}
+    # As many prompts as there may be with so many choices of each.
+    fitting = [_several(prompts, most // prompts) for prompts in sorted({most // n for n in range(1, most + 1)})]
+    completion["allOf"] = [
+        {"anyOf": [{"properties": {"best_of": {"type": "null"}}}, _alike(None, 1), *map(_alike, range(1, most + 1))]},
+        {"anyOf": [{"properties": {"logprobs": {"type": "null"}}}, {"properties": {"echo": {"enum": [None, False]}}}]},
+        {"anyOf": [{"properties": {"prompt": {"type": "string"}}}, *fitting]},
+    ]
+    for schema in (chat, completion):
+        schema["properties"]["n"] = choices
+        schema["allOf"].append(_only_with("stream_options", "object", "stream"))
+    if settings.guided_decoding:
+        needed = {"properties": {"json_schema": {"type": "object"}}, "required": ["json_schema"]}
+        schemas["ResponseFormat"]["if"] = {"properties": {"type": {"const": "json_schema"}}}
+        schemas["ResponseFormat"]["then"] = needed
+    else:
+        schemas["ResponseFormat"]["properties"]["type"] = {"const": "text"}
+
+
+def _only_with(field: str, kind: str, switch: str) -> dict[str, Any]:
+    """``field`` may be set only where ``switch`` is true."""
+    return {
+        "if": {"required": [field], "properties": {field: {"type": kind}}},
+        "then": {"required": [switch], "properties": {switch: {"const": True}}},
+    }
+
+
+def _several(prompts: int, choices: int) -> dict[str, Any]:
+    few = {"anyOf": [{"type": "integer", "maximum": choices}, {"type": "null"}]}
+    return {"properties": {"prompt": {"type": "array", "maxItems": prompts}, "n": few}}
+
+
+def _alike(n: int | None, best_of: int | None = None) -> dict[str, Any]:
+    best_of = best_of or n
+    return {"required": ["best_of"], "properties": {"best_of": {"const": best_of}, "n": {"const": n}}}
 
 
 def _answer(description: str, media_type: str, schema: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidationError,
+    WithJsonSchema,
 )
 
 from contract.errors import InvalidArgument
@@ -29,23 +30,20 @@ from contract.generation import GenerationRequest, SamplingParams
 from gateway.settings import Settings
 
 MAX_STOPS = 100  # the tokenizer's own bound
-MAX_MESSAGES = 10_000
-MAX_ENTRIES = 1_000  # of a table
-LONGEST_NAME = 100  # of a field, as far as a complaint repeats it
-_Number = StrictInt | StrictFloat
+_Number = StrictFloat  # which takes integers too
+# 3.0 is an integer to JSON Schema.
+_WHOLE = BeforeValidator(lambda given: int(given) if isinstance(given, float) and given.is_integer() else given)
+_Integer = Annotated[StrictInt, _WHOLE]
+_TEXT = {"type": "string", "minLength": 1}
+_PROMPT = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]}
 _Stop = Annotated[StrictStr, Field(min_length=1)]
 
 
-def _few(value: Any) -> Any:
-    """Ends the reading of a table before its every entry is complained about."""
-    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
-        raise ValueError(f"allowed are at most {MAX_ENTRIES} entries")
-    return value
+def _published(nothing: Any) -> WithJsonSchema:
+    """What the published schema says of a field that is understood and must ask for nothing."""
+    return WithJsonSchema({"enum": [None, nothing], "default": None})
 
 
-_Few = BeforeValidator(_few)
-# A list of a million wrong items is refused at its first: naming them all took seconds.
-_FIRST = Field(fail_fast=True)
 _STRICT = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
 
@@ -66,7 +64,7 @@ class Message(BaseModel):
 
     model_config = _STRICT
     role: Literal["system", "developer", "user", "assistant"]
-    content: StrictStr | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    content: StrictStr | list[TextPart]
 
     def plain(self) -> dict[str, str]:
         role = "system" if self.role == "developer" else self.role
@@ -81,23 +79,23 @@ class _Sampling(BaseModel):
     model: StrictStr
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[StrictInt, Field(ge=1)] | None = None
+    n: Annotated[StrictInt, Field(ge=1), _WHOLE] | None = None
     temperature: Annotated[_Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[_Number, Field(gt=0, le=1)] | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
+    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**64), _WHOLE] | None = None
     presence_penalty: Annotated[_Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[_Number, Field(ge=-2, le=2)] | None = None
-    max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31), _WHOLE] | None = None
     user: StrictStr | None = None  # who the caller's own user is; nothing is kept of it
-    metadata: Annotated[dict[str, StrictStr], Field(max_length=MAX_ENTRIES), _Few] | None = None
-    logit_bias: Annotated[dict[str, _Number], Field(max_length=MAX_ENTRIES), _Few] | None = None
-    top_k: Annotated[StrictInt, Field(ge=-1, lt=2**31)] | None = None
+    metadata: dict[str, StrictStr] | None = None
+    logit_bias: Annotated[dict[str, _Number] | None, _published({})] = None
+    top_k: Annotated[StrictInt, Field(ge=-1, lt=2**31), _WHOLE] | None = None
     min_p: Annotated[_Number, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[_Number, Field(gt=0, le=100)] | None = None
-    min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
+    min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31), _WHOLE] | None = None
     ignore_eos: StrictBool | None = None
-    stop_token_ids: Annotated[list[StrictInt], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[_Integer], Field(max_length=MAX_STOPS)] | None = None
     skip_special_tokens: StrictBool | None = None
 
     @property
@@ -131,25 +129,20 @@ class _Sampling(BaseModel):
             sampling |= {"log_probs": True, "top_log_probs": log_probs}
         seeds = [None if self.seed is None else (self.seed + choice) % 2**64 for choice in range(self.choices)]
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        try:
-            return [
-                GenerationRequest(
-                    **prompt,
-                    max_tokens=max_tokens,
-                    sampling=SamplingParams(**sampling, seed=seed),
-                    stop=stops,
-                    stop_token_ids=tuple(self.stop_token_ids or ()),
-                    stream=bool(self.stream),
-                    skip_special_tokens=self.skip_special_tokens is not False,
-                    timeout_s=timeout_s,
-                    **more,
-                ).validate()
-                for seed in seeds
-            ]
-        except InvalidArgument as exc:
-            if exc.field != "text_input":
-                raise
-            raise InvalidArgument("prompt", exc.problem) from exc
+        return [
+            GenerationRequest(
+                **prompt,
+                max_tokens=max_tokens,
+                sampling=SamplingParams(**sampling, seed=seed),
+                stop=stops,
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                stream=bool(self.stream),
+                skip_special_tokens=self.skip_special_tokens is not False,
+                timeout_s=timeout_s,
+                **more,
+            ).validate()
+            for seed in seeds
+        ]
 
 
 class JsonSchema(BaseModel):
@@ -169,13 +162,13 @@ class ResponseFormat(BaseModel):
 class ChatRequest(_Sampling):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31), _WHOLE] | None = None
     logprobs: StrictBool | None = None
-    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20), _WHOLE] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: Annotated[list[Any] | None, _published([])] = None
+    tool_choice: Annotated[Any, WithJsonSchema({"enum": [None, "none", "auto"]})] = None
     parallel_tool_calls: StrictBool | None = None  # without tools it asks for nothing
 
     def generations(self, settings: Settings, timeout_s: float) -> list[GenerationRequest]:
@@ -209,25 +202,17 @@ class ChatRequest(_Sampling):
             return '{"type": "object"}'
         if asked.json_schema is None:
             raise InvalidArgument("response_format.json_schema", "is missing")
-        try:
-            return json.dumps(asked.json_schema.schema_)
-        except RecursionError as exc:
-            raise InvalidArgument("response_format.json_schema.schema", "is nested too deep") from exc
+        return json.dumps(asked.json_schema.schema_)
 
 
 class CompletionRequest(_Sampling):
     """The body of POST /v1/completions."""
 
-    prompt: (
-        StrictStr
-        | Annotated[list[StrictStr], _FIRST]
-        | Annotated[list[StrictInt], _FIRST]
-        | Annotated[list[Annotated[list[StrictInt], _FIRST]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
-    )
-    logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+    prompt: Annotated[StrictStr | list[StrictStr] | list[_Integer] | list[list[_Integer]], WithJsonSchema(_PROMPT)]
+    logprobs: Annotated[StrictInt, Field(ge=0, le=20), _WHOLE] | None = None
     echo: StrictBool | None = None
-    best_of: StrictInt | None = None
-    suffix: StrictStr | None = None
+    best_of: _Integer | None = None
+    suffix: Annotated[StrictStr | None, _published("")] = None
 
     def generations(self, settings: Settings, timeout_s: float) -> list[GenerationRequest]:
         """One request for each choice of each prompt, prompt by prompt. Raises InvalidArgument."""
@@ -263,9 +248,6 @@ def parse(kind: type[Body], data: bytes, settings: Settings) -> Body:
         raise InvalidArgument("", f"the body is not JSON: {exc}") from exc
     if not isinstance(table, dict):
         raise InvalidArgument("", "the body is not a JSON object")
-    for name in table:
-        if name not in kind.model_fields:
-            raise InvalidArgument(_shown(name), "is not supported; leave it out")
     try:
         body = kind.model_validate(table)
     except ValidationError as exc:
@@ -283,19 +265,12 @@ def _named(failed: ValidationError) -> InvalidArgument:
     nearest = max(errors, key=lambda error: len(_place(error)))
     place = _place(nearest)
     said = list(dict.fromkeys(error["msg"] for error in errors if _place(error) == place))
-    name = _shown(".".join(map(str, place)))
+    name = ".".join(map(str, place))
     if nearest["type"] == "extra_forbidden":
         return InvalidArgument(name, "is not supported; leave it out")
     if nearest["type"] == "missing":
         return InvalidArgument(name, "is missing")
-    said = [one.removeprefix("Value error, ") for one in said]
     return InvalidArgument(name, " or ".join(one[:1].lower() + one[1:] for one in said))
-
-
-def _shown(name: str) -> str:
-    """A caller's own name for a field: not longer, and not stranger, than a complaint should be."""
-    shown = name if name.isprintable() else repr(name)
-    return shown if len(shown) <= LONGEST_NAME else f"{shown[:LONGEST_NAME]}…"
 
 
 def _place(error: Any) -> tuple[int | str, ...]:

@@ -1,0 +1,27 @@
+"""The published schema, and what a machine that knows nothing else finds with it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.replica import FakeReplica, Script
+from tests.gateway.running import gateway
+
+
+@pytest.mark.slow
+async def test_schemathesis_finds_nothing_wrong(tmp_path: Path):
+    async with FakeReplica(lambda seen: Script((" a", " b"))) as replica, gateway(replica) as running:
+        program = Path(sys.executable).with_name("schemathesis")
+        arguments = ["run", f"{running.base_url}/openapi.json", "--max-examples", "40", "--seed", "1", "--no-color"]
+        process = await asyncio.create_subprocess_exec(
+            str(program), *arguments, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        said, _ = await process.communicate()
+        assert process.returncode == 0, said.decode()[-6000:]
+        # What is only slow or strange would end in a defect of ours.
+        page = await running.metrics()
+        assert not [name for name in page if "requests_total" in name and 'code="500"' in name]
