@@ -30,6 +30,9 @@ from contract.generation import GenerationRequest, SamplingParams
 from gateway.settings import Settings
 
 MAX_STOPS = 100  # the tokenizer's own bound
+MAX_MESSAGES = 10_000
+MAX_ENTRIES = 1_000  # of a table
+LONGEST_NAME = 100  # of a field, as far as a complaint repeats it
 _Number = StrictFloat  # which takes integers too
 # 3.0 is an integer to JSON Schema.
 _WHOLE = BeforeValidator(lambda given: int(given) if isinstance(given, float) and given.is_integer() else given)
@@ -37,6 +40,18 @@ _Integer = Annotated[StrictInt, _WHOLE]
 _TEXT = {"type": "string", "minLength": 1}
 _PROMPT = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]}
 _Stop = Annotated[StrictStr, Field(min_length=1)]
+
+
+def _few(value: Any) -> Any:
+    """Ends the reading of a table before its every entry is complained about."""
+    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+        raise ValueError(f"allowed are at most {MAX_ENTRIES} entries")
+    return value
+
+
+_Few = BeforeValidator(_few)
+# A list of a million wrong items is refused at its first: naming them all took seconds.
+_FIRST = Field(fail_fast=True)
 
 
 def _published(nothing: Any) -> WithJsonSchema:
@@ -64,7 +79,7 @@ class Message(BaseModel):
 
     model_config = _STRICT
     role: Literal["system", "developer", "user", "assistant"]
-    content: StrictStr | list[TextPart]
+    content: StrictStr | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
     def plain(self) -> dict[str, str]:
         role = "system" if self.role == "developer" else self.role
@@ -82,20 +97,20 @@ class _Sampling(BaseModel):
     n: Annotated[StrictInt, Field(ge=1), _WHOLE] | None = None
     temperature: Annotated[_Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[_Number, Field(gt=0, le=1)] | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**64), _WHOLE] | None = None
     presence_penalty: Annotated[_Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[_Number, Field(ge=-2, le=2)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31), _WHOLE] | None = None
     user: StrictStr | None = None  # who the caller's own user is; nothing is kept of it
-    metadata: dict[str, StrictStr] | None = None
-    logit_bias: Annotated[dict[str, _Number] | None, _published({})] = None
+    metadata: Annotated[dict[str, StrictStr], Field(max_length=MAX_ENTRIES), _Few] | None = None
+    logit_bias: Annotated[Annotated[dict[str, _Number], _Few] | None, _published({})] = None
     top_k: Annotated[StrictInt, Field(ge=-1, lt=2**31), _WHOLE] | None = None
     min_p: Annotated[_Number, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[_Number, Field(gt=0, le=100)] | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31), _WHOLE] | None = None
     ignore_eos: StrictBool | None = None
-    stop_token_ids: Annotated[list[_Integer], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[_Integer], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     skip_special_tokens: StrictBool | None = None
 
     @property
@@ -129,20 +144,25 @@ class _Sampling(BaseModel):
             sampling |= {"log_probs": True, "top_log_probs": log_probs}
         seeds = [None if self.seed is None else (self.seed + choice) % 2**64 for choice in range(self.choices)]
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return [
-            GenerationRequest(
-                **prompt,
-                max_tokens=max_tokens,
-                sampling=SamplingParams(**sampling, seed=seed),
-                stop=stops,
-                stop_token_ids=tuple(self.stop_token_ids or ()),
-                stream=bool(self.stream),
-                skip_special_tokens=self.skip_special_tokens is not False,
-                timeout_s=timeout_s,
-                **more,
-            ).validate()
-            for seed in seeds
-        ]
+        try:
+            return [
+                GenerationRequest(
+                    **prompt,
+                    max_tokens=max_tokens,
+                    sampling=SamplingParams(**sampling, seed=seed),
+                    stop=stops,
+                    stop_token_ids=tuple(self.stop_token_ids or ()),
+                    stream=bool(self.stream),
+                    skip_special_tokens=self.skip_special_tokens is not False,
+                    timeout_s=timeout_s,
+                    **more,
+                ).validate()
+                for seed in seeds
+            ]
+        except InvalidArgument as exc:
+            if exc.field != "text_input":
+                raise
+            raise InvalidArgument("prompt", exc.problem) from exc
 
 
 class JsonSchema(BaseModel):
@@ -162,7 +182,7 @@ class ResponseFormat(BaseModel):
 class ChatRequest(_Sampling):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31), _WHOLE] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20), _WHOLE] | None = None
@@ -202,13 +222,22 @@ class ChatRequest(_Sampling):
             return '{"type": "object"}'
         if asked.json_schema is None:
             raise InvalidArgument("response_format.json_schema", "is missing")
-        return json.dumps(asked.json_schema.schema_)
+        try:
+            return json.dumps(asked.json_schema.schema_)
+        except RecursionError as exc:
+            raise InvalidArgument("response_format.json_schema.schema", "is nested too deep") from exc
 
 
 class CompletionRequest(_Sampling):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[StrictStr | list[StrictStr] | list[_Integer] | list[list[_Integer]], WithJsonSchema(_PROMPT)]
+    prompt: Annotated[
+        StrictStr
+        | Annotated[list[StrictStr], _FIRST]
+        | Annotated[list[_Integer], _FIRST]
+        | Annotated[list[Annotated[list[_Integer], _FIRST]], Field(max_length=MAX_MESSAGES, fail_fast=True)],
+        WithJsonSchema(_PROMPT),
+    ]
     logprobs: Annotated[StrictInt, Field(ge=0, le=20), _WHOLE] | None = None
     echo: StrictBool | None = None
     best_of: _Integer | None = None
@@ -248,6 +277,9 @@ def parse(kind: type[Body], data: bytes, settings: Settings) -> Body:
         raise InvalidArgument("", f"the body is not JSON: {exc}") from exc
     if not isinstance(table, dict):
         raise InvalidArgument("", "the body is not a JSON object")
+    for name in table:
+        if name not in kind.model_fields:
+            raise InvalidArgument(_shown(name), "is not supported; leave it out")
     try:
         body = kind.model_validate(table)
     except ValidationError as exc:
@@ -265,12 +297,19 @@ def _named(failed: ValidationError) -> InvalidArgument:
     nearest = max(errors, key=lambda error: len(_place(error)))
     place = _place(nearest)
     said = list(dict.fromkeys(error["msg"] for error in errors if _place(error) == place))
-    name = ".".join(map(str, place))
+    name = _shown(".".join(map(str, place)))
     if nearest["type"] == "extra_forbidden":
         return InvalidArgument(name, "is not supported; leave it out")
     if nearest["type"] == "missing":
         return InvalidArgument(name, "is missing")
+    said = [one.removeprefix("Value error, ") for one in said]
     return InvalidArgument(name, " or ".join(one[:1].lower() + one[1:] for one in said))
+
+
+def _shown(name: str) -> str:
+    """A caller's own name for a field: not longer, and not stranger, than a complaint should be."""
+    shown = name if name.isprintable() else repr(name)
+    return shown if len(shown) <= LONGEST_NAME else f"{shown[:LONGEST_NAME]}…"
 
 
 def _place(error: Any) -> tuple[int | str, ...]:
