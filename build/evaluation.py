@@ -148,10 +148,8 @@ def evaluate(
     notes = []
     if is_noise(scores.reference_perplexity, checkpoint.architecture) and budget in DEFAULT_QUALITY.values():
         budget = NOISE_BUDGET
-        notes.append(
-            "the model itself predicts the text no better than chance (random weights, or a tokenizer of another model), "
-            "so only damage is looked for"
-        )
+        why = "random weights, or a tokenizer of another model"
+        notes.append(f"the model itself predicts the text no better than chance ({why}), so only damage is looked for")
         say(f"verify: {notes[0]}")
     expected, reply = (_spoken(checkpoint, speaker, longest) for speaker in (theirs, engine))
     verdict = quality.gate(name, scores, budget, accept, sanity.problem(reply, expected))
