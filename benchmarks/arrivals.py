@@ -131,7 +131,10 @@ def parse(text: str) -> Arrivals:
         if size >= 1:
             return Bursty(_positive(parts[0], text), size)
     if kind == "ramp" and len(parts) == 2:
-        return Ramp(_positive(parts[0], text), _positive(parts[1], text))
+        # From nothing or down to nothing, but not both.
+        first, last = (0.0 if part.strip() == "0" else _positive(part, text) for part in parts)
+        if first or last:
+            return Ramp(first, last)
     raise InvalidArgument("arrivals", f"got {text!r}; allowed is {FORMS}")
 
 

@@ -34,6 +34,7 @@ from benchmarks.workload import Workload
 from contract.errors import InvalidArgument, TridentError
 
 RESULTS = Path(__file__).resolve().parent / "results"
+DURATION_S, WARMUP_S = 10.0, 1.0
 _EPILOG = """examples:
   python -m benchmarks run --engine demo --concurrency 32
   python -m benchmarks run --arrivals poisson:5 --input lognormal:200,0.6,800 --output lognormal:100,0.8,400
@@ -221,12 +222,23 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 
 def _measure(name: str, workload: Workload, where: Where, arguments: argparse.Namespace) -> Measurement:
-    extent = Extent(arguments.duration, arguments.warmup, arguments.requests)
+    extent = _extent(arguments, workload)
     options = {"slo": Slo(arguments.slo_ttft_ms / 1e3, arguments.slo_latency_s)}
     options["conditions"] = {"engine": arguments.engine or "not ours", "command": " ".join(sys.argv[1:])}
     if arguments.generators:
         return measurement.measure(name, workload, where, extent, generators=arguments.generators, **options)
     return measurement.measure_unsaturated(name, workload, where, extent, **options)
+
+
+def _extent(arguments: argparse.Namespace, workload: Workload) -> Extent:
+    """A trace is replayed whole, from its first request, unless the command line says otherwise."""
+    trace = workload.arrivals if isinstance(workload.arrivals, arrivals.Trace) else None
+    duration_s, warmup_s, requests = arguments.duration, arguments.warmup, arguments.requests
+    if warmup_s is None:
+        warmup_s = 0.0 if trace else WARMUP_S
+    if duration_s is None and trace:
+        return Extent(None, warmup_s, min(requests or len(trace.rows), len(trace.rows)))
+    return Extent(DURATION_S if duration_s is None else duration_s, warmup_s, requests)
 
 
 @contextmanager
@@ -286,9 +298,11 @@ def _workload_options(verb: argparse.ArgumentParser) -> None:
         "--input", default="128", metavar="TOKENS", help=f"prompts: {lengths.FORMS} (default %(default)s)"
     )
     group.add_argument("--output", default="64", metavar="TOKENS", help="answers: likewise (default %(default)s)")
-    group.add_argument("--duration", type=_seconds, default=10.0, metavar="S", help="(default %(default)s s)")
     group.add_argument(
-        "--warmup", type=_seconds, default=1.0, metavar="S", help="load before that (default %(default)s s)"
+        "--duration", type=_seconds, metavar="S", help=f"(default {DURATION_S:g} s; of a trace all of it)"
+    )
+    group.add_argument(
+        "--warmup", type=_seconds, metavar="S", help=f"load before that (default {WARMUP_S:g} s; before a trace none)"
     )
     group.add_argument("--requests", type=int, metavar="N", help="at most so many")
     group.add_argument("--prefix-groups", type=int, default=0, metavar="N", help="prompts share one of N prefixes …")

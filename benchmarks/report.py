@@ -45,6 +45,10 @@ def number(value: float, digits: int = 1) -> str:
     return "-" if math.isnan(value) else f"{value:,.{digits}f}"
 
 
+def share(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.1%}"
+
+
 def on(conditions: Mapping[str, object]) -> str:
     """The machine in one line."""
     load = conditions["load_average_1min"]
@@ -60,6 +64,7 @@ def of_run(found: Measurement) -> str:
         f"  {on(conditions)}",
         f"  {figures.requests} requests in {figures.window_s:.1f} s: {figures.ok} answered, {figures.failed} failed, "
         f"{figures.left} left" + "".join(f"; {count} × {name}" for name, count in figures.errors.items()),
+        *_nothing(found),
         "",
         table(
             [(_SPREAD_NAMES[name], *_cells(getattr(figures, name))) for name in SPREADS],
@@ -68,7 +73,7 @@ def of_run(found: Measurement) -> str:
         "",
         f"  tokens/s out {number(figures.output_tokens_per_s)}, in {number(figures.input_tokens_per_s)}; "
         f"requests/s {number(figures.requests_per_s, 2)}; tokens per message {number(figures.tokens_per_message, 2)}",
-        f"  goodput {number(figures.goodput_per_s, 2)} requests/s ({figures.good_fraction:.1%}) under TTFT "
+        f"  goodput {number(figures.goodput_per_s, 2)} requests/s ({share(figures.good_fraction)}) under TTFT "
         f"{figures.slo.ttft_s * 1e3:g} ms and latency {figures.slo.latency_s:g} s; at P95 "
         + ("both hold" if figures.slo_met else "they do not hold"),
     ]
@@ -83,6 +88,13 @@ def of_run(found: Measurement) -> str:
     marks = {True: "ok", False: "NOT OK", None: "-"}
     parts += [f"    {marks[check.ok]:>6}  {check.name}: {check.detail}" for check in found.checks]
     return "\n".join(parts)
+
+
+def _nothing(found: Measurement) -> list[str]:
+    """Why there are no figures although there was a load."""
+    if found.figures.requests or not found.records:
+        return []
+    return [f"  all {len(found.records)} requests were sent during the warm-up; set --warmup 0 or a longer --duration"]
 
 
 def _server(found: Measurement) -> list[str]:

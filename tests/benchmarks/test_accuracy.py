@@ -13,6 +13,7 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,14 +21,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import driver, figures
+from benchmarks import driver, figures, self_check
 from benchmarks.arrivals import Poisson
 from benchmarks.driver import Driven, Extent
 from benchmarks.figures import Slo
 from benchmarks.lengths import Fixed
+from benchmarks.machine import Company
 from benchmarks.prompts import Prompts
 from benchmarks.target import Ensemble
 from benchmarks.workload import Workload
+from contract.generation import FinishReason, TokenDelta
 
 ROOT = Path(__file__).resolve().parents[2]
 MEDIAN_ERROR_S, TAIL_ERROR_S = 0.005, 0.02
@@ -136,3 +139,28 @@ async def test_an_open_loop_omits_nothing_of_a_servers_deaf_second(known) -> Non
     assert len(deaf) > 15
     assert all(record.ttft_s >= begins_s + 1.0 - record.intended_s - 1e-3 for record in deaf)
     assert found.ttft_s.p95 > 0.7
+
+
+class Busy:
+    """A target that burns CPU for every request instead of waiting for an answer."""
+
+    async def close(self) -> None: ...
+
+    def open(self, asked, *, ignore_eos, stream):
+        end_s = time.process_time() + 0.01
+        while time.process_time() < end_s:
+            pass
+        return self._answer()
+
+    async def _answer(self):
+        yield TokenDelta("a", (1,), (), FinishReason.LENGTH)
+
+
+async def test_a_generator_that_cannot_keep_up_says_so() -> None:
+    """300 requests/s at 10 ms of its own CPU each: it is three times too slow, whatever the server does."""
+    driven = await driver.drive(Workload(arrivals=Poisson(300.0)), Busy(), Prompts(), Extent(0.5))
+    found = self_check.checks(driven.records, None, driven.generators, Company(1.0, 0.0, 0.0), open_loop=True)
+    wrong = {check.name for check in found if check.ok is False}
+    assert wrong >= {"load generator: punctuality", "load generator: event loop"}
+    late_s = max(record.sent_s - record.intended_s for record in driven.records)
+    assert late_s > 0.5 and max(record.ttft_s for record in driven.records) >= late_s

@@ -63,6 +63,16 @@ def test_a_ramp_climbs():
     assert 20 * 0.8 < statistics.mean(counts[:20]) < 30 and 70 < statistics.mean(counts[-20:]) < 90
 
 
+def test_a_ramp_may_begin_or_end_at_nothing_but_not_both():
+    up, down = arrivals.parse("ramp:0,40"), arrivals.parse("ramp:40,0")
+    for ramp in (up, down):
+        instants = [arrival.at_s for arrival in ramp.instants(random.Random(1), 50.0)]
+        assert 850 < len(instants) < 1150  # 1,000 expected, deviation 32
+    assert down.last_per_s == up.first_per_s == 0
+    with pytest.raises(InvalidArgument, match="arrivals: got 'ramp:0,0'"):
+        arrivals.parse("ramp:0,0")
+
+
 def test_a_ramp_that_falls_to_nothing_ends():
     at = instants(Ramp(50, 1e-9), duration_s=10)
     assert 200 < len(at) < 300 and at[-1] < 10

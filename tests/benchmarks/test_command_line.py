@@ -105,3 +105,20 @@ def test_errors_of_ours_are_one_sentence(monkeypatch, capsys):
 
     monkeypatch.setattr(command_line, "run", fail)
     assert command_line.main(["run"]) == 1 and capsys.readouterr().err == "error: it broke\n"
+
+
+def test_a_trace_is_replayed_whole_and_from_its_first_request(replica, tmp_path: Path, capsys):
+    server = replica()
+    trace = tmp_path / "trace.csv"
+    trace.write_text("at_s,input_tokens,output_tokens,tenant\n0.0,3,2,a\n0.1,4,3,b\n0.4,,5,\n")
+    arguments = ["--url", server.url, "--tokenizer", "/nowhere", "--out", str(tmp_path)]
+    command_line.main(["run", "--arrivals", f"trace:{trace}", *arguments])
+    (saved,) = json.loads((tmp_path / "run.json").read_text())
+    assert [(one["tenant"], one["usage_tokens"]) for one in saved["records"]] == [("a", 2), ("b", 3), ("", 5)]
+    assert saved["figures"]["requests"] == saved["figures"]["ok"] == 3
+    assert saved["figures"]["output_tokens_per_s"] == pytest.approx(10 / saved["figures"]["window_s"])
+    capsys.readouterr()
+    command_line.main(["run", "--arrivals", f"trace:{trace},2", "--warmup", "0.3", *arguments])
+    assert "all 3 requests were sent during the warm-up; set --warmup 0" in capsys.readouterr().out
+    command_line.main(["run", "--arrivals", f"trace:{trace}", "--duration", "0.2", *arguments])
+    assert len(json.loads((tmp_path / "run.json").read_text())[0]["records"]) == 2
