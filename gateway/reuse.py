@@ -79,6 +79,8 @@ class Reuse:
         if not wishes.part or not self._rules.idempotency_bytes:
             problem = "asks for the answer to be kept; cache-control, x-trident-cache or the gateway's rules forbid it"
             raise InvalidArgument(HEADER, problem)
+        if seen is not None and not wanted[0].stream:
+            raise InvalidArgument(RESUME_HEADER, "is allowed only with stream=true; a whole answer has no events")
         tenant, start = asking.tenant.name, _start(seen)
         what = hashlib.sha256("".join(request_key(one, tenant, asking.operation) for one in wanted).encode())
         making = _Making(lambda: self._made(self._lasting(wanted), asking, wishes))
@@ -230,8 +232,17 @@ class _Making:
         self._make = make
         self.decided = asyncio.Event()  # admitted, or refused: then the refusal is what readers read
         self.served: Served | None = None
+        self._pieces: AsyncIterator[Piece] | None = None
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        self._pieces = self._run()
+        return self._pieces
+
+    async def aclose(self) -> None:
+        if self._pieces is not None:
+            await self._pieces.aclose()
+
+    async def _run(self) -> AsyncIterator[Piece]:
         try:
             self.served = await self._make()
         finally:
@@ -245,14 +256,18 @@ class _Making:
             raise
         finally:
             self.served.close(error)
+            await self.served.pieces.aclose()
 
 
 async def _kept(pieces: AsyncIterator[Piece], keep: Callable[[Answer], None]) -> AsyncIterator[Piece]:
     """``pieces`` of one choice as they are, kept once they have come to their end."""
     seen: list[TokenDelta] = []
-    async for piece in pieces:
-        seen.append(piece.delta)
-        yield piece
+    try:
+        async for piece in pieces:
+            seen.append(piece.delta)
+            yield piece
+    finally:
+        await pieces.aclose()
     keep(tuple(seen))
 
 

@@ -11,12 +11,13 @@ from contract.errors import EngineFailed, Overloaded
 from contract.generation import FinishReason
 from tests.fakes.replica import FakeReplica, Script, echo
 from tests.gateway.running import Running, gateway, until
+from tests.gateway.test_configuration import ALICE, BOB, keys
 
 HELLO = [{"role": "user", "content": "say hello to me"}]
 
 
-def client(running: Running) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{running.base_url}/v1", api_key="any", max_retries=0)
+def client(running: Running, api_key: str = "any") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{running.base_url}/v1", api_key=api_key, max_retries=0)
 
 
 def words(*tokens: str, **more: object):
@@ -174,3 +175,25 @@ async def test_a_client_that_leaves_frees_the_replica():
         await until(lambda: replica.counts.running == 0)
         assert replica.counts.cancelled == 1
         await until(lambda: not running.service._live)
+
+
+async def test_every_refusal_is_the_clients_own_type_with_what_it_needs_to_know():
+    config = keys(ALICE, BOB, limits="requests_per_minute = 1")
+    team = "[orgs.o1.teams.t.keys.k]"
+    config = config.replace(team, f'[orgs.o1.teams.t]\nmodels = ["other"]\n{team}')
+    async with FakeReplica() as replica, gateway(replica, config=config) as running:
+        async with client(running) as nobody, client(running, ALICE) as alice, client(running, BOB) as bob:
+            with pytest.raises(openai.AuthenticationError) as unknown:
+                await nobody.chat.completions.create(model="demo", messages=HELLO)
+            assert unknown.value.code == "invalid_api_key"
+            with pytest.raises(openai.PermissionDeniedError):
+                await bob.chat.completions.create(model="demo", messages=HELLO)
+            raw = await alice.chat.completions.with_raw_response.create(model="demo", messages=HELLO)
+            assert raw.headers["x-ratelimit-remaining-requests"] == "0"
+            with pytest.raises(openai.RateLimitError) as limited:
+                await alice.chat.completions.create(model="demo", messages=HELLO)
+            headers = limited.value.response.headers
+            assert 30 < int(headers["retry-after"]) <= 76 and headers["x-ratelimit-limit-requests"] == "1"
+            with pytest.raises(openai.BadRequestError) as wide:
+                await bob.chat.completions.create(model="demo", messages=HELLO, n=17)
+            assert wide.value.param == "n"

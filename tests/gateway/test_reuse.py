@@ -124,7 +124,7 @@ async def test_no_tenant_sees_what_another_asked_by_any_way():
         assert headers["x-trident-cache"] == "miss" and theirs["choices"] != mine["choices"]
         assert replica.counts.started == 2
         status, _, body = await running.post(
-            COMPLETIONS, GREEDY, **as_(BOB, idempotency_key="other", last_event_id="0")
+            COMPLETIONS, {**GREEDY, "stream": True}, **as_(BOB, idempotency_key="other", last_event_id="0")
         )
         assert status == 400 and "no such stream" in body["error"]["message"]
         replica.script = slow
@@ -241,6 +241,7 @@ async def test_a_reader_that_was_cut_off_goes_on_after_its_last_event_without_th
     [
         ({"last_event_id": "3"}, "Last-Event-ID"),
         ({"idempotency_key": "k", "last_event_id": "x"}, "Last-Event-ID"),
+        ({"idempotency_key": "k", "last_event_id": "whole"}, "Last-Event-ID"),
         ({"idempotency_key": "k", "last_event_id": "5"}, "Last-Event-ID"),
         ({"idempotency_key": "k" * 300}, "Idempotency-Key"),
         ({"idempotency_key": "k", "cache_control": "no-store"}, "Idempotency-Key"),
@@ -248,7 +249,8 @@ async def test_a_reader_that_was_cut_off_goes_on_after_its_last_event_without_th
 )
 async def test_headers_that_cannot_be_obeyed_are_refused_by_name(headers: dict[str, str], param: str):
     async with FakeReplica(numbered) as replica, gateway(replica) as running:
-        status, _, body = await running.post(COMPLETIONS, GREEDY, **headers)
+        asked = {**GREEDY, "stream": headers.get("last_event_id") != "whole"}
+        status, _, body = await running.post(COMPLETIONS, asked, **headers)
         assert (status, body["error"]["param"]) == (400, param) and replica.counts.started == 0
 
 
