@@ -22,6 +22,7 @@ from contract.generation import GenerationRequest, TokenDelta
 from gateway.choices import Piece
 from gateway.coalescing import Coalescer, SharedReader, size_bytes
 from gateway.idempotency import HEADER, RESUME_HEADER, Idempotency
+from gateway.observability import end_span
 from gateway.policy import ReuseRules
 from gateway.request_key import deterministic, request_key
 from gateway.response_cache import Answer, ResponseCache
@@ -187,17 +188,22 @@ class Reuse:
         self, asking: Asking, result: str
     ) -> tuple[Mapping[str, str], Callable[[BaseException | None], None]]:
         """(headers, what ends it) of an answer that costs no tokens. Raises what admission raises."""
-        began_s = time.monotonic()
+        began_s, service = time.monotonic(), self._service
+        attributes = {"gen_ai.operation.name": asking.operation, "trident.cache": result}
+        span = service.tracing.start(f"{asking.operation} {service.settings.model}", asking.carrier, attributes)
         try:
-            self._service.check_open()
-            permit = await self._service.admission.admit_reader(asking.tenant)
-        except TridentError as error:
-            self._service.refused(asking, error, began_s)
+            service.check_open()
+            permit = await service.admission.admit_reader(asking.tenant)
+        except BaseException as exc:
+            end_span(span, exc)
+            if isinstance(exc, TridentError):
+                service.refused(asking, exc, began_s)
             raise
 
         def settle(error: BaseException | None) -> None:
             permit.settle(None)
-            self._service.log(asking, error if isinstance(error, TridentError) else None, began_s, reuse=result)
+            end_span(span, error)
+            service.log(asking, error if isinstance(error, TridentError) else None, began_s, reuse=result)
 
         return permit.headers, settle
 

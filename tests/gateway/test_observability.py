@@ -96,6 +96,18 @@ async def test_spans_join_the_callers_trace_and_the_engine_joins_theirs():
     assert handed[1] == TRACE.split("-")[1] and handed[2] == f"{spans['replica'].context.span_id:016x}"
 
 
+async def test_an_answer_of_the_cache_has_a_span_and_a_log_line_too(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    exporter, asked = InMemorySpanExporter(), {**ASKED, "temperature": 0}
+    async with FakeReplica(engine="e") as replica, gateway(replica, tracing=Tracing(exporter=exporter)) as running:
+        for _ in range(2):
+            await running.post("/v1/completions", asked, traceparent=TRACE)
+    roots = [span for span in exporter.get_finished_spans() if span.name == "text_completion demo"]
+    assert [span.attributes.get("trident.cache") for span in roots] == [None, "hit"]
+    assert f"{roots[1].parent.span_id:016x}" == TRACE.split("-")[2]
+    assert [record.fields["reuse"] for record in caplog.records if "reuse" in getattr(record, "fields", {})] == ["hit"]
+
+
 async def test_without_tracing_the_callers_context_still_reaches_the_engine():
     async with FakeReplica() as replica, gateway(replica) as running:
         await running.post("/v1/completions", ASKED, traceparent=TRACE)
