@@ -126,6 +126,7 @@ class BatchWorker:
 
     async def start(self) -> None:
         self._working = asyncio.create_task(self._work())
+        self._working.add_done_callback(_say_defect)
 
     async def close(self) -> None:
         """Lines under way are given up; they run again at the next start."""
@@ -371,6 +372,11 @@ class BatchWorker:
             outcome = "taken" if taken else "given_up" if wait_s is None else "retried"
             self._metrics.webhooks.labels(outcome).inc()
             await asyncio.to_thread(self._store.webhook_called, batch.id, wait_s)
+
+
+def _say_defect(task: asyncio.Task) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        _LOG.error("the worker of batches met a defect and stopped", exc_info=task.exception(), extra={"fields": {}})
 
 
 def _take(lines: Any, most: int) -> list[Line]:

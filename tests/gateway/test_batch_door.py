@@ -98,28 +98,28 @@ async def test_what_one_line_asks_wrongly_fails_alone(tmp_path: Path):
         assert other["response"]["status_code"] == 404
 
 
-@pytest.mark.parametrize(
-    ("line", "code", "param"),
-    [
-        (b"{not json", "invalid_json_line", None),
-        (b"[1]", "invalid_json_line", None),
-        (b'{"custom_id": "a\xff"}', "invalid_json_line", None),
-        ({**chat("a"), "custom_id": ""}, "invalid_custom_id", "custom_id"),
-        ({**chat("a"), "custom_id": 7}, "invalid_custom_id", "custom_id"),
-        (chat("first"), "duplicate_custom_id", "custom_id"),
-        ({**chat("a"), "method": "GET"}, "invalid_method", "method"),
-        ({**chat("a"), "url": "/v1/completions"}, "mismatched_url", "url"),
-        ({**chat("a"), "body": "text"}, "invalid_body", "body"),
-        ({**chat("a"), "more": 1}, "unknown_field", "more"),
-        (chat("a", stream=True), "invalid_body", "body.stream"),
-    ],
-)
-async def test_a_malformed_line_fails_the_batch_and_says_where(tmp_path: Path, line: Any, code: str, param: str | None):
+MALFORMED = [
+    (b"{not json", "invalid_json_line", None),
+    (b"[1]", "invalid_json_line", None),
+    (b'{"custom_id": "a\xff"}', "invalid_json_line", None),
+    ({**chat("a"), "custom_id": ""}, "invalid_custom_id", "custom_id"),
+    ({**chat("a"), "custom_id": 7}, "invalid_custom_id", "custom_id"),
+    (chat("first"), "duplicate_custom_id", "custom_id"),
+    ({**chat("a"), "method": "GET"}, "invalid_method", "method"),
+    ({**chat("a"), "url": "/v1/completions"}, "mismatched_url", "url"),
+    ({**chat("a"), "body": "text"}, "invalid_body", "body"),
+    ({**chat("a"), "more": 1}, "unknown_field", "more"),
+    (chat("a", stream=True), "invalid_body", "body.stream"),
+]
+
+
+async def test_a_malformed_line_fails_the_batch_and_says_where(tmp_path: Path):
     async with FakeReplica() as replica, gateway(replica, batch_db=tmp_path / "b") as running, client(running) as ask:
-        failed = await over(ask, (await made(ask, jsonl(chat("first"), line, chat("last")))).id)
-        assert failed.status == "failed" and failed.failed_at and failed.output_file_id is None
-        [error] = failed.errors.data
-        assert (error.code, error.param, error.line) == (code, param, 2)
+        for line, code, param in MALFORMED:
+            failed = await over(ask, (await made(ask, jsonl(chat("first"), line, chat("last")))).id)
+            assert failed.status == "failed" and failed.failed_at and failed.output_file_id is None
+            [error] = failed.errors.data
+            assert (error.code, error.param, error.line) == (code, param, 2)
         assert not replica.seen
 
 

@@ -62,6 +62,7 @@ def configured(tmp_path: Path, receiver: Receiver) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow  # a tick of the worker
 async def test_the_end_of_a_batch_is_called_signed_as_openais_client_verifies_it(tmp_path: Path):
     async with FakeReplica() as replica, receiving(200) as receiver:
         async with gateway(replica, **configured(tmp_path, receiver)) as running, client(running) as ask:

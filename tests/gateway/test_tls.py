@@ -130,6 +130,7 @@ async def test_a_client_needs_a_certificate_of_the_authority_at_both_doors(pki: 
             assert replica.counts.started == 1
 
 
+@pytest.mark.slow  # several gateways, of which most find no replica
 @pytest.mark.parametrize("asks_back", [False, True])
 async def test_replicas_are_reached_over_tls_and_learn_who_the_gateway_is(pki: Path, stranger: Path, asks_back: bool):
     pair = [((pki / "replica.key").read_bytes(), (pki / "replica.pem").read_bytes())]
