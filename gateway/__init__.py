@@ -1,6 +1,7 @@
 """How is a public request served? Files in the order of the flow.
 
-settings → schemas → app (chat, completions, kserve) → permit (admission) → routing → streaming → observability
+settings → configuration (tenants, policy) → schemas → app (chat, completions, kserve) → reuse → permit (admission) →
+generation (routing, upstream) → streaming → observability
 """
 
 import os

@@ -72,7 +72,7 @@ class Service:
         self.metrics = Metrics(settings.model)
         self.tracing = tracing or Tracing(settings.otlp_endpoint)
         self.sweeper = Sweeper(settings, self.metrics.lag.observe)
-        self.draining = False
+        self.draining = self._cutting = False
         self._replicas = replicas
         self.overflow = Overflow(
             lambda: self.replicas.fit(), BreakerPolicy(settings.breaker_failures, settings.breaker_open_s)
@@ -94,8 +94,8 @@ class Service:
         self.replica_seconds = ReplicaSeconds(lambda: len(self.replicas.fit()))
         self.shadow: Shadow | None = None
         self._live: set[Generation] = set()
-        self._nothing_live = asyncio.Event()
-        self._nothing_live.set()
+        self._entering = 0  # callers in admission
+        self._idle = asyncio.Event()
         self._tasks: list[asyncio.Task] = []
 
     @property
@@ -136,9 +136,11 @@ class Service:
     async def drain(self, patience_s: float) -> int:
         """Takes nothing new and waits for what is under way; returns how many had to be cut off."""
         self.draining = True
+        self._tell_if_idle()
         try:
-            await asyncio.wait_for(self._nothing_live.wait(), patience_s)
+            await asyncio.wait_for(self._idle.wait(), patience_s)
         except asyncio.TimeoutError:
+            self._cutting = True
             left = tuple(self._live)
             for generation in left:
                 generation.cut(Unavailable("the gateway is stopping"))
@@ -192,20 +194,27 @@ class Service:
         }
         span = self.tracing.start(f"{asking.operation} {self.settings.model}", asking.carrier, attributes)
         queue_span = self.tracing.child(span, "queue")
+        self._entering += 1
         try:
             with self.metrics.waiting.track_inprogress(), self.metrics.queue.time():
                 self.check_open()
                 # What came as tensors goes on as tensors, which no upstream understands.
                 takes = self.overflow.takes if asking.door == "http" else self.overflow.has_pool
                 permit = await self.admission.admit(wanted, asking.tenant, takes)
+                if self._cutting:
+                    permit.settle(None)
+                    self.check_open()
+            end_span(queue_span)
+            return Choices(self, permit, asking, began_s, span)
         except BaseException as exc:  # or the caller left the queue
             end_span(queue_span, exc)
             end_span(span, exc)
             if isinstance(exc, TridentError):
                 self.refused(asking, exc, began_s)
             raise
-        end_span(queue_span)
-        return Choices(self, permit, asking, began_s, span)
+        finally:
+            self._entering -= 1
+            self._tell_if_idle()
 
     def check_open(self) -> None:
         if self.draining:
@@ -218,7 +227,6 @@ class Service:
 
     def opened(self, generation: Generation) -> None:
         self._live.add(generation)
-        self._nothing_live.clear()
         self.metrics.in_flight.inc()
         self.sweeper.add(generation)
 
@@ -226,8 +234,13 @@ class Service:
         self.sweeper.discard(generation)
         self.metrics.in_flight.dec()
         self._live.discard(generation)
-        if not self._live:
-            self._nothing_live.set()
+        self._tell_if_idle()
+
+    def _tell_if_idle(self) -> None:
+        if not self._live and not self._entering:
+            self._idle.set()
+        else:
+            self._idle.clear()
 
     def log(self, asking: Asking, error: TridentError | None, began_s: float, **more: object) -> None:
         fields = {

@@ -7,6 +7,7 @@ import json
 import socket
 
 from contract.errors import Unauthenticated
+from gateway.admission import Shares
 from gateway.permit import Tenant
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import Running, gateway, until
@@ -132,12 +133,26 @@ async def test_a_drain_lets_streams_end_and_refuses_new_work():
         writer.close()
 
 
+async def test_a_drain_waits_for_those_who_wait_already():
+    script = Script((" a", " b"), first_token_s=0.05)
+    async with FakeReplica(lambda seen: script) as replica:
+        async with gateway(replica, config="[admission]\nmax_running = 1") as running:
+            asked = [asyncio.ensure_future(running.post(COMPLETIONS, ASKED)) for _ in range(4)]
+            await until(lambda: running.service.admission.waiting == 3)
+            assert await running.service.drain(10.0) == 0
+            assert [status for status, _, _ in await asyncio.gather(*asked)] == [200] * 4
+
+
 async def test_a_drain_that_takes_too_long_cuts_streams_off_with_an_error():
     async with FakeReplica(lambda seen: Script((" a", " b"), stall_after=1)) as replica, gateway(replica) as running:
         reader, writer = await send(running, streamed())
         await until(lambda: replica.counts.running == 1)
+        running.service.admission.change(Shares(max_running=1), None, {})
+        waiting = asyncio.ensure_future(running.post(COMPLETIONS, ASKED))
+        await until(lambda: running.service.admission.waiting == 1)
         assert await running.service.drain(0.05) == 1
         assert b"the gateway is stopping" in await rest(reader, b"stopping")
+        assert (await waiting)[0] == 503 and replica.counts.started == 1
         await until(lambda: replica.counts.running == 0)
         writer.close()
 
