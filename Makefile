@@ -23,7 +23,7 @@ export TRIDENT_GATEWAY_REPLICAS ?= $(HOST):$(GRPC_PORT)
 export TRIDENT_GATEWAY_METRICS_PORT ?= $(METRICS_PORT)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-build demo demo-model serve gateway up chat build-engine plan-engine quality test-build test test-fast check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer clean
+.PHONY: help setup setup-build demo demo-model serve gateway up chat build-engine plan-engine quality test-build test test-fast check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -107,6 +107,15 @@ bench-cancel: build-engine ## how soon a cancel frees the engine
 
 bench-perf-analyzer: build-engine ## Triton's own load generator, in an environment of its own
 	$(BIN)/python -m benchmarks perf-analyzer --engine $(ENGINE)
+
+bench-gateway: build-engine ## what the gateway adds and withstands, beside LiteLLM and a plain relay
+	$(BIN)/python -m benchmarks gateway
+
+bench-peers: build-engine ## our server beside vLLM, llama.cpp and transformers serve, on the same weights
+	$(BIN)/python -m benchmarks peers
+
+bench-aiperf: build-engine ## NVIDIA's AIPerf against the OpenAI door
+	$(BIN)/python -m benchmarks aiperf --engine $(ENGINE)
 
 $(VENV)/.bench-installed: $(VENV)/.installed requirements/bench.txt
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -r requirements/bench.txt
