@@ -21,6 +21,7 @@ export TRIDENT_HOST = $(HOST)
 export TRIDENT_GATEWAY_MODEL ?= $(ENGINE)
 export TRIDENT_GATEWAY_REPLICAS ?= $(HOST):$(GRPC_PORT)
 export TRIDENT_GATEWAY_METRICS_PORT ?= $(METRICS_PORT)
+export TRIDENT_GATEWAY_BATCH_DB ?= .triton/batches.sqlite
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-build demo demo-model serve gateway up chat build-engine plan-engine quality test-build test test-fast check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf clean
