@@ -19,9 +19,11 @@ DEFAULT_MODEL = "ensemble"
 DEFAULT_TIMEOUT_S = 600.0
 
 CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
-    # A dead peer is noticed in 40 s. Only while a call is running: Triton counts idle pings as abuse.
+    # A dead peer is noticed in 40 s at most. Only while a call is running: Triton counts idle pings as abuse.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # Of any ping, those that measure the way included: while one is out, gRPC sends none for keepalive. Else a minute.
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 0),
     # Retries are ours: they stop at the first token, have a budget and honour the server's hints.
     ("grpc.enable_retries", 0),

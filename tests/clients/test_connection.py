@@ -93,5 +93,6 @@ def test_a_certificate_without_its_key_and_a_missing_file_are_named(tmp_path) ->
 def test_keepalive_is_set_and_grpcs_own_retries_are_off() -> None:
     options = dict(Connection(tls=TLS(server_name="n")).options())
     assert (options["grpc.keepalive_time_ms"], options["grpc.keepalive_timeout_ms"]) == (30_000, 10_000)
+    assert options["grpc.http2.ping_timeout_ms"] == 10_000
     assert options["grpc.enable_retries"] == 0
     assert options["grpc.ssl_target_name_override"] == "n"
