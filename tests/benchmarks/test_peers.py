@@ -64,6 +64,7 @@ def test_all_who_can_be_started_are_measured_and_the_others_are_skipped_with_the
     dying = stranger("dying", "import sys; sys.exit('fatal error: no such weights')")
     missing = stranger("missing", environment=Environment("nothing", (), (("no-such-program",),)))
     install(monkeypatch, stranger("one"), stranger("two", says="b"), dying, missing)
+    monkeypatch.setattr("benchmarks.environments.FOLDER", tmp_path)
     assert peers.run(["one", "two", "dying", "missing"], plan(subject), tmp_path / "out") == 0
     found = json.loads((tmp_path / "out" / "peers.json").read_text())
     assert {(turn["peer"], turn["concurrency"]) for turn in found["turns"]} == {
