@@ -30,8 +30,7 @@ from contract.generation import GenerationRequest, SamplingParams
 from gateway.settings import Settings
 
 MAX_STOPS = 100  # the tokenizer's own bound
-MAX_MESSAGES = 10_000
-MAX_ENTRIES = 1_000  # of a table
+MAX_ENTRIES = 10_000  # of a list or a table that has no bound of its own
 LONGEST_NAME = 100  # of a field, as far as a complaint repeats it
 _Number = StrictFloat  # which takes integers too
 # 3.0 is an integer to JSON Schema.
@@ -43,8 +42,9 @@ _Stop = Annotated[StrictStr, Field(min_length=1)]
 
 
 def _few(value: Any) -> Any:
-    """Ends the reading of a table before its every entry is complained about."""
-    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+    """Ends the reading before every entry was looked at, and complained about. Not published: a machine that tests the
+    schema would send hundreds of megabytes to see whether it holds."""
+    if isinstance(value, dict | list) and len(value) > MAX_ENTRIES:
         raise ValueError(f"allowed are at most {MAX_ENTRIES} entries")
     return value
 
@@ -79,7 +79,7 @@ class Message(BaseModel):
 
     model_config = _STRICT
     role: Literal["system", "developer", "user", "assistant"]
-    content: StrictStr | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    content: StrictStr | Annotated[list[TextPart], _FIRST, _Few]
 
     def plain(self) -> dict[str, str]:
         role = "system" if self.role == "developer" else self.role
@@ -103,7 +103,7 @@ class _Sampling(BaseModel):
     frequency_penalty: Annotated[_Number, Field(ge=-2, le=2)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31), _WHOLE] | None = None
     user: StrictStr | None = None  # who the caller's own user is; nothing is kept of it
-    metadata: Annotated[dict[str, StrictStr], Field(max_length=MAX_ENTRIES), _Few] | None = None
+    metadata: Annotated[dict[str, StrictStr], _Few] | None = None
     logit_bias: Annotated[Annotated[dict[str, _Number], _Few] | None, _published({})] = None
     top_k: Annotated[StrictInt, Field(ge=-1, lt=2**31), _WHOLE] | None = None
     min_p: Annotated[_Number, Field(ge=0, lt=1)] | None = None
@@ -182,7 +182,7 @@ class ResponseFormat(BaseModel):
 class ChatRequest(_Sampling):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), _Few]
     max_completion_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31), _WHOLE] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20), _WHOLE] | None = None
@@ -235,7 +235,7 @@ class CompletionRequest(_Sampling):
         StrictStr
         | Annotated[list[StrictStr], _FIRST]
         | Annotated[list[_Integer], _FIRST]
-        | Annotated[list[Annotated[list[_Integer], _FIRST]], Field(max_length=MAX_MESSAGES, fail_fast=True)],
+        | Annotated[list[Annotated[list[_Integer], _FIRST]], _FIRST, _Few],
         WithJsonSchema(_PROMPT),
     ]
     logprobs: Annotated[StrictInt, Field(ge=0, le=20), _WHOLE] | None = None
