@@ -122,9 +122,7 @@ class Running:
 
 
 def start(peer: Peer, subject: Subject, folder: Path) -> Running:
-    """Installs what is missing and starts it. Raises NotFound where the first fails, EngineFailed where the second."""
-    if peer.environment is not None:
-        peer.environment.ensure()
+    """Starts what is installed. Raises EngineFailed."""
     peer.prepare(subject)
     folder.mkdir(parents=True, exist_ok=True)
     port = free_ports()

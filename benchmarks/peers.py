@@ -95,7 +95,8 @@ def run(names: Sequence[str], plan: Plan, out: Path) -> int:
     found = _Found(plan)
     running: list[Running] = []
     try:
-        for name in names:
+        # All installing comes before all starting: it takes minutes, and servers would wait.
+        for name in [name for name in names if _installed(name, found)]:
             _start(name, plan.subject, out / "logs", running, found)
         if not running:
             print("nobody could be started:\n" + "\n".join(found.skipped.values()), file=sys.stderr)
@@ -133,6 +134,18 @@ class _Found:
         return table
 
 
+def _installed(name: str, found: _Found) -> bool:
+    peer = PEERS[name]
+    try:
+        if peer.environment is not None:
+            peer.environment.ensure()
+    except NotFound as error:
+        found.skipped[peer.name] = str(error)
+        print(f"skipped, {peer.name}: {error}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
 def _start(name: str, subject: Subject, logs: Path, running: list[Running], found: _Found) -> None:
     """Adds a server that has answered to ``running``, or the reason why there is none to ``found.skipped``."""
     peer = PEERS[name]
@@ -145,7 +158,7 @@ def _start(name: str, subject: Subject, logs: Path, running: list[Running], foun
             running.remove(server)
             server.stop()
             raise
-    except (NotFound, EngineFailed) as error:
+    except EngineFailed as error:
         found.skipped[peer.name] = str(error)
         print(f"  skipped: {error}", file=sys.stderr, flush=True)
         return

@@ -14,7 +14,7 @@ from benchmarks.environments import Environment
 from benchmarks.openai_door import OpenAiDoor
 from benchmarks.peer_servers import Peer, Subject
 from benchmarks.peers import Plan
-from contract.errors import InvalidArgument, NotFound
+from contract.errors import EngineFailed, InvalidArgument
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = """
@@ -91,6 +91,12 @@ def test_a_server_that_is_stopped_leaves_no_children(tmp_path, subject):
     assert server.process.returncode is not None and server.use().cpu_s == 0
 
 
+def test_a_program_that_is_not_there_is_named(tmp_path, subject):
+    ghost = Peer("ghost", lambda of, port: ["/no/such/server"], lambda of, port: None, "")
+    with pytest.raises(EngineFailed, match="ghost cannot be started: .*No such file.*/no/such/server"):
+        peer_servers.start(ghost, subject, tmp_path)
+
+
 def test_prompts_depend_on_the_round_and_the_level_alone(subject):
     one = plan(subject)
     assert one.workload(8, 1) == one.workload(8, 1)
@@ -126,14 +132,6 @@ def test_everybody_elses_command_names_the_weights_the_precision_and_the_port(na
     monkeypatch.setattr(peer_servers, "gguf", lambda of: of.checkpoint / "demo-f32.gguf")
     argv = " ".join(peer_servers.PEERS[name].command(of, 4711))
     assert str(tmp_path) in argv and "--port 4711" in argv and ("float32" in argv or "f32" in argv)
-
-
-def test_an_environment_that_cannot_be_made_raises_not_found(subject, tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.environments.FOLDER", tmp_path)
-    missing = stranger("missing", environment=Environment("nothing", (), ()))
-    monkeypatch.setattr("sys.executable", "/no/such/python")
-    with pytest.raises(NotFound, match="/no/such/python -m venv"):
-        peer_servers.start(missing, subject, tmp_path)
 
 
 @pytest.mark.slow
