@@ -7,7 +7,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from gateway import batch_openapi
-from gateway.schemas import ChatRequest, CompletionRequest
+from gateway.schemas import MAX_STOPS, ChatRequest, CompletionRequest
 from gateway.settings import Settings
 
 _REFUSALS = {
@@ -31,6 +31,7 @@ def document(settings: Settings) -> dict[str, Any]:
     names, definitions = models_json_schema(
         [(ChatRequest, "validation"), (CompletionRequest, "validation")], ref_template="#/components/schemas/{model}"
     )
+    _drop_bounds_of_abuse(definitions["$defs"])
     _add_rules(definitions["$defs"], settings)
     error = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
     refusals = {code: _answer(said, "application/json", error) for code, said in _REFUSALS.items()}
@@ -64,6 +65,15 @@ def document(settings: Settings) -> dict[str, Any]:
         },
         "components": definitions and {"schemas": definitions["$defs"]},
     }
+
+
+def _drop_bounds_of_abuse(schema: Any) -> None:
+    """Bounds that no caller comes near are not published: whoever tests by the schema would try them all."""
+    for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        _drop_bounds_of_abuse(inner)
+    for name in ("maxItems", "maxProperties"):
+        if isinstance(schema, dict) and isinstance(schema.get(name), int) and schema[name] > MAX_STOPS:
+            del schema[name]
 
 
 def _add_rules(schemas: dict[str, Any], settings: Settings) -> None:

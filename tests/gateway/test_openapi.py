@@ -16,11 +16,16 @@ from tests.gateway.running import gateway
 async def test_schemathesis_finds_nothing_wrong(tmp_path: Path):
     async with FakeReplica(lambda seen: Script((" a", " b"))) as replica, gateway(replica) as running:
         program = Path(sys.executable).with_name("schemathesis")
-        arguments = ["run", f"{running.base_url}/openapi.json", "--max-examples", "40", "--seed", "1", "--no-color"]
+        arguments = ["run", f"{running.base_url}/openapi.json", "--max-examples", "25", "--seed", "1", "--no-color"]
         process = await asyncio.create_subprocess_exec(
             str(program), *arguments, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
         )
-        said, _ = await process.communicate()
+        try:
+            said, _ = await asyncio.wait_for(process.communicate(), 120)
+        except asyncio.TimeoutError:
+            process.kill()
+            await process.wait()
+            raise
         assert process.returncode == 0, said.decode()[-6000:]
         # What is only slow or strange would end in a defect of ours.
         page = await running.metrics()
