@@ -23,6 +23,7 @@ from pathlib import Path
 QUERY = ("name", "compute_cap", "memory.total", "memory.free", "driver_version")
 LIBNVINFER = ("libnvinfer.so.11", "libnvinfer.so.10", "libnvinfer.so")
 TENSORRT_PACKAGES = ("tensorrt", "tensorrt_cu13", "tensorrt_cu12")
+IMAGE_ENVIRONMENT = Path("/opt/venv-tritonserver")  # where NVIDIA's images keep the packages that the C++ backend is of
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Machine:
 
 def look() -> Machine:
     cards, driver = _cards()
-    return Machine(cards, driver, _tensorrt(), package("tensorrt_llm"), _cuda())
+    return Machine(cards, driver, _tensorrt(), package("tensorrt_llm") or _in_image("tensorrt_llm"), _cuda())
 
 
 def package(name: str) -> str | None:
@@ -57,6 +58,12 @@ def package(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _in_image(name: str) -> str | None:
+    """The version of a package of the image's environment, which is not ours when we run in one of our own there."""
+    folders = [str(folder) for folder in IMAGE_ENVIRONMENT.glob("lib/python3*/site-packages")]
+    return next((found.version for found in importlib.metadata.distributions(name=name, path=folders)), None)
 
 
 def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
@@ -101,7 +108,7 @@ def _tensorrt() -> str | None:
         except (OSError, AttributeError):
             continue
     # Wheels keep the library in their own folder, off the loader's path; importing them would load all of CUDA.
-    return next((version for name in TENSORRT_PACKAGES if (version := package(name))), None)
+    return next((v for name in TENSORRT_PACKAGES if (v := package(name) or _in_image(name))), None)
 
 
 def _cuda() -> str | None:

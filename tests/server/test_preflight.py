@@ -166,6 +166,17 @@ def test_the_driver_is_asked_for_its_cards(tmp_path, monkeypatch):
     assert machines.look().cards == ()
 
 
+def test_the_images_packages_are_found_from_an_environment_of_our_own(tmp_path, monkeypatch):
+    assert machines.look().tensorrt_llm is None
+    monkeypatch.setattr(machines, "IMAGE_ENVIRONMENT", tmp_path)
+    for name, version in (("tensorrt_llm", "1.2.1"), ("tensorrt_cu13", "10.14.1.48")):
+        folder = tmp_path / "lib" / "python3.12" / "site-packages" / f"{name}-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    found = machines.look()
+    assert (found.tensorrt_llm, found.tensorrt) == ("1.2.1", "10.14.1.48")
+
+
 @pytest.mark.parametrize(("number", "version"), [(101401, "10.14.1"), (100300, "10.3.0"), (8601, "8.6.1")])
 def test_libnvinfers_number_is_read(number, version):
     assert tensorrt_version(number) == version
