@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def check(
     problem = (
         _problem_on_cpu(manifest, folder, package, available_bytes())
         if manifest.kind == "cpu"
-        else _problem_on_gpu(manifest, folder, look())
+        else _problem_on_gpu(manifest, folder, look()) or _import_problem(manifest, package)
     )
     if problem:
         raise Unavailable(f"engine {manifest.name} cannot be served here: {problem}")
@@ -97,6 +98,14 @@ def _problem_on_gpu(manifest: EngineManifest, folder: Path, machine: Machine) ->
         or _memory_problem(manifest, folder, machine, ranks)
     )
     return f"{problem}; serve it in {manifest.image} on {ranks} x SM {manifest.sm}" if problem else None
+
+
+def _import_problem(manifest: EngineManifest, package: Callable[[str], str | None]) -> str | None:
+    """The C++ backend brings its library; an engine on the LLM API is a Python model and imports TensorRT-LLM."""
+    if manifest.kind != "llmapi" or package("tensorrt_llm") is not None:
+        return None
+    own = f"{machines.IMAGE_ENVIRONMENT}/bin/python3"
+    return f"{sys.executable}, which runs its model, has no TensorRT-LLM; run the server with the image's own {own}"
 
 
 def _card_problem(manifest: EngineManifest, machine: Machine, ranks: int) -> str | None:

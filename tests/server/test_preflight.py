@@ -70,8 +70,8 @@ def unasked() -> Machine:
     raise AssertionError("a CPU engine asks no driver")
 
 
-def check_gpu(folder, made, machine=GPU):
-    preflight.check(made, folder, look=lambda: machine)
+def check_gpu(folder, made, machine=GPU, package={"tensorrt_llm": "1.2.1"}.get):
+    preflight.check(made, folder, look=lambda: machine, package=package)
 
 
 def problem(check, *arguments) -> str:
@@ -153,6 +153,13 @@ def test_the_llm_api_takes_newer_versions_and_no_tensorrt(folder):
     check_gpu(folder, made, replace(GPU, tensorrt=None, tensorrt_llm="1.3.0rc22"))
     said = problem(check_gpu, folder, made, replace(GPU, tensorrt_llm="1.1.0"))
     assert "TensorRT-LLM here is 1.1.0, older than the 1.2.1 it was made for" in said
+
+
+def test_an_llm_api_engine_needs_tensorrt_llm_in_the_python_that_runs_it(folder):
+    made = gpu_manifest(folder, kind="llmapi", versions={"tensorrt_llm": "1.2.1"})
+    said = problem(check_gpu, folder, made, GPU, {}.get)
+    assert "has no TensorRT-LLM; run the server with the image's own /opt/venv-tritonserver/bin/python3" in said
+    check_gpu(folder, gpu_manifest(folder), GPU, {}.get)
 
 
 def test_the_driver_is_asked_for_its_cards(tmp_path, monkeypatch):
