@@ -179,6 +179,7 @@ class RedisStore:
         self._lease_s = lease_s
         self._prefix = prefix
         self._writing: set[asyncio.Task[None]] = set()
+        self._unsettled: set[str] = set()  # two settlements of one reservation might overtake each other on the way
 
     async def reserve(self, levels: Sequence[Level], tokens: int) -> Reservation:
         """As the protocol says; raises Unavailable if the store cannot be reached."""
@@ -199,10 +200,13 @@ class RedisStore:
         except RedisError as exc:
             raise Unavailable(f"the budget store does not answer: {exc}", 1.0) from exc
         standings = tuple(Standing(demand, float(left)) for demand, left in zip(wanted, balances, strict=True))
+        if granted == 1 and any(demand.held for demand in wanted):
+            self._unsettled.add(reservation_id)
         return Reservation(reservation_id, granted == 1, standings)
 
     def settle(self, reservation: Reservation, used: int) -> None:
-        if reservation.granted and any(standing.demand.held for standing in reservation.standings):
+        if reservation.id in self._unsettled:
+            self._unsettled.remove(reservation.id)
             self._behind(self._settle(reservation, used))
 
     async def aclose(self) -> None:
