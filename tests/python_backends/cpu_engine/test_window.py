@@ -36,7 +36,7 @@ def test_alone_every_step_leaves_at_once(gaps_ns):
         assert window.step(now_ns, 1)
 
 
-@given(distances, st.integers(2, 64), st.integers(1, 20 * MS))
+@given(st.integers(MS // 2, 50 * MS), st.integers(2, 64), st.integers(1, 20 * MS))
 def test_at_an_even_pace_no_token_waits_longer_than_the_window_and_as_many_steps_leave_together_as_fit(
     gap, live, bound
 ):
