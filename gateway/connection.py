@@ -23,7 +23,7 @@ class Connection(HttpToolsProtocol):
     header_timeout_s = 10.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        self._header_bytes = self._header_count = 0
+        self._header_bytes = self._header_count = self._unfinished = 0
         self._refused = False
         self._patience: asyncio.TimerHandle | None = None
         super().connection_made(transport)
@@ -38,6 +38,10 @@ class Connection(HttpToolsProtocol):
             if self._patience is None and (self.cycle is None or self.cycle.response_complete):
                 self._expect_headers()  # the first bytes of a further request
             super().data_received(data)
+            if self._patience is not None and not self._refused:  # all of it was headers, one without an end perhaps
+                self._unfinished += len(data)
+                if self._unfinished > MAX_HEADER_BYTES:
+                    self._too_many()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -72,11 +76,15 @@ class Connection(HttpToolsProtocol):
         self._header_bytes += size
         self._header_count += headers
         if (self._header_bytes > MAX_HEADER_BYTES or self._header_count > MAX_HEADERS) and not self._refused:
-            said = f"allowed are {MAX_HEADERS} headers of {MAX_HEADER_BYTES} bytes together"
-            self._refuse(431, said, "headers_too_large")
+            self._too_many()
+
+    def _too_many(self) -> None:
+        said = f"allowed are {MAX_HEADERS} headers of {MAX_HEADER_BYTES} bytes together"
+        self._refuse(431, said, "headers_too_large")
 
     def _expect_headers(self) -> None:
         self._got_headers()
+        self._unfinished = 0
         self._patience = self.loop.call_later(self.header_timeout_s, self._late)
 
     def _got_headers(self) -> None:
