@@ -79,6 +79,8 @@ class Generation:
         self.saw(delta)
         if delta.finish_reason is FinishReason.CANCELLED:
             raise Unavailable("the replica ended the generation before it was done")
+        if delta.usage is not None and not self._service.tells_cached_tokens:
+            return dataclasses.replace(delta, usage=dataclasses.replace(delta.usage, cached_tokens=0))
         return delta
 
     def awaits(self) -> None:

@@ -264,6 +264,8 @@ class KServeDoor:
                         generation.saw(TokenDelta(finish_reason=FinishReason.STOP))
                     if answer.broken is not None:
                         error = answer.broken
+                    if delta is not None and delta.usage is not None and not self._service.tells_cached_tokens:
+                        data = without_cached_tokens(data)
                     await writer.write(data)
             except grpc.aio.AioRpcError as exc:
                 error, hint = answer.broke(exc, booking.url)
@@ -356,6 +358,16 @@ def lower(request: service_pb2.ModelInferRequest, max_tokens: int) -> None:
         request.inputs[place].contents.int_contents[:] = [max_tokens]
     else:
         request.raw_input_contents[place] = struct.pack("<i", max_tokens)
+
+
+def without_cached_tokens(data: bytes) -> bytes:
+    """A serialised response whose ``num_cached_tokens``, if it has one, says 0."""
+    message = service_pb2.ModelStreamInferResponse.FromString(data)
+    response = message.infer_response
+    for place, tensor in enumerate(response.outputs):
+        if tensor.name == "num_cached_tokens":
+            response.raw_output_contents[place] = bytes(len(response.raw_output_contents[place]))
+    return message.SerializeToString()
 
 
 def _find(request: service_pb2.ModelInferRequest, name: str) -> tuple[int, bytes | None] | None:

@@ -216,6 +216,12 @@ class Service:
             self._entering -= 1
             self._tell_if_idle()
 
+    @property
+    def tells_cached_tokens(self) -> bool:
+        """Whether callers hear how much of their prompt a replica had in its prefix cache. All tenants share it, so it
+        would tell one what another has asked."""
+        return self.configuration.keyless
+
     def check_open(self) -> None:
         if self.draining:
             raise Unavailable("the gateway is stopping; another one may serve you", 1.0)

@@ -44,7 +44,7 @@ class Script:
     trailers). stall_after: after so many tokens nothing comes any more until the caller leaves.
     empty_final: whether the final flag rides on an extra response without outputs.
     sparse: finish_reason and the counts are present on the last response only.
-    silent_end: the RPC ends with OK and without any final response.
+    silent_end: the RPC ends with OK and without any final response. cached_tokens: of the prompt.
     """
 
     tokens: tuple[str, ...] = ()
@@ -59,6 +59,7 @@ class Script:
     status_after: int | None = None
     status: tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]] = (grpc.StatusCode.UNAVAILABLE, "gone", ())
     stall_after: int | None = None
+    cached_tokens: int = 0
     empty_final: bool = False
     sparse: bool = False
     silent_end: bool = False
@@ -362,7 +363,7 @@ def content(request_id, model, sent, texts, reason, script, order, prompt_tokens
         "error_message": error,
         "num_input_tokens": [prompt_tokens],
         "num_output_tokens": [sent + len(texts)],
-        "num_cached_tokens": [0],
+        "num_cached_tokens": [script.cached_tokens],
         "arrival_time_ns": [1_000],
         "first_scheduled_time_ns": [2_000],
         "first_token_time_ns": [3_000],

@@ -210,3 +210,19 @@ async def test_what_tokens_cost_is_on_the_page():
         spent = page['trident_gateway_cost_total{currency="USD"}']
         assert spent == pytest.approx(page["trident_gateway_replica_seconds_total"], rel=0.2)
         assert page['trident_gateway_cost_per_1000_tokens{currency="USD"}'] == pytest.approx(spent / 10 * 1000)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+async def test_with_keys_nobody_hears_what_the_shared_prefix_cache_had(keyed):
+    environ = {"TRIDENT_GATEWAY_API_KEYS": f"a/b/c={'k' * 20}"} if keyed else {}
+    bearer = {"authorization": "Bearer " + "k" * 20} if keyed else {}
+    script = Script((" a", " b"), cached_tokens=64)
+    async with FakeReplica(lambda seen: script) as replica, gateway(replica, environ=environ) as running:
+        asked = {"model": "demo", "prompt": "one two", "max_tokens": 2}
+        _, _, body = await running.post("/v1/completions", asked, **bearer)
+        told = [body["usage"]["prompt_tokens_details"]["cached_tokens"]]
+        async with ours(running, api_key="k" * 20 if keyed else "") as client:
+            done = await client.generate("one two", max_tokens=2).complete()
+        told.append(done.usage.cached_tokens)
+        assert done.text == " a b" and done.usage.output_tokens == 2
+    assert told == ([0, 0] if keyed else [64, 64])
