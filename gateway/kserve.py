@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from clients import protobuf
@@ -26,6 +27,7 @@ from clients.connection import new_request_id, sendable
 from clients.failures import RetryHint
 from clients.request import MAX_REQUEST_ID
 from contract.errors import (
+    Cancelled,
     DeadlineExceeded,
     EngineFailed,
     InvalidArgument,
@@ -100,9 +102,7 @@ class KServeDoor:
             "ServerReady": unary(self._server_ready),
             "ModelReady": unary(self._model_ready),
             "ModelInfer": unary(self._model_infer),
-            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
-                self._stream, service_pb2.ModelInferRequest.FromString, None
-            ),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._stream),
         }
         for name in ("ServerMetadata", "ModelMetadata", "ModelConfig"):
             methods[name] = unary(self._passed_on(f"/{_SERVICE}/{name}"))
@@ -163,7 +163,7 @@ class KServeDoor:
                 if wants_status and len(tasks) == 1:
                     refused.append(error)
                     handler.cancel()  # it may be waiting for another request
-                else:
+                elif not context.done():
                     await writer.write(_in_band(error, request.id))
             finally:
                 slots.release()
@@ -171,7 +171,12 @@ class KServeDoor:
 
         self._service.sweeper.add(writer)
         try:
-            async for request in requests:
+            async for data in requests:
+                try:
+                    request = service_pb2.ModelInferRequest.FromString(data)
+                except DecodeError:
+                    refused.append(InvalidArgument("", "the message is not a ModelInferRequest"))
+                    break
                 await slots.acquire()
                 task = asyncio.ensure_future(serve(request))
                 tasks.add(task)
@@ -222,6 +227,9 @@ class KServeDoor:
             error = exc
             raise
         except Exception as exc:
+            if context.done():  # gRPC has several words for a caller that left while we wrote
+                error = Cancelled("the caller went away")
+                raise error from exc
             _LOG.exception("request %s met a defect", asking.request_id.replace("%", "%%"))
             error = EngineFailed(f"the gateway failed; quote {asking.request_id} when you report it")
             raise error from exc

@@ -36,6 +36,7 @@ _Number = StrictFloat  # which takes integers too
 # 3.0 is an integer to JSON Schema.
 _WHOLE = BeforeValidator(lambda given: int(given) if isinstance(given, float) and given.is_integer() else given)
 _Integer = Annotated[StrictInt, _WHOLE]
+_TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31), _WHOLE]
 _TEXT = {"type": "string", "minLength": 1}
 _PROMPT = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]}
 _Stop = Annotated[StrictStr, Field(min_length=1)]
@@ -110,7 +111,7 @@ class _Sampling(BaseModel):
     repetition_penalty: Annotated[_Number, Field(gt=0, le=100)] | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31), _WHOLE] | None = None
     ignore_eos: StrictBool | None = None
-    stop_token_ids: Annotated[list[_Integer], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     skip_special_tokens: StrictBool | None = None
 
     @property
