@@ -394,8 +394,13 @@ async def test_a_caller_that_opens_hundreds_of_requests_and_leaves_frees_them_al
     async with unharmed(
         FakeReplica(lambda seen: Script((" a",) * (seen.value("max_tokens") or 1), gap_s=0.1))
     ) as running:
-        channel = grpc.aio.insecure_channel(running.grpc_url)
-        payload = infer_request.generation(build("one", max_tokens=1000), "ensemble")
-        calls = [channel.unary_stream(infer_request.GENERATE)(payload) for _ in range(200)]
+        await opens_and_leaves(running.grpc_url, 200)
+
+
+async def opens_and_leaves(url: str, requests: int) -> None:
+    payload = infer_request.generation(build("one", max_tokens=1000), "ensemble")
+    async with grpc.aio.insecure_channel(url) as channel:
+        calls = [channel.unary_stream(infer_request.GENERATE)(payload) for _ in range(requests)]
         await asyncio.gather(*(call.read() for call in calls))
-        await channel.close()
+        for call in calls:
+            call.cancel()
