@@ -33,7 +33,7 @@ class Asked:
             self.first_s = now_ns / 1e9
         else:
             self.gaps_ns.append(now_ns - self._last_ns)
-            self.gaps_ns += [0] * (len(sent) - 1)
+        self.gaps_ns += [0] * (len(sent) - 1)  # what was read together
         self._last_ns = now_ns
         self.tokens += len(sent)
         self.travelled_ns += [now_ns - one for one in sent]

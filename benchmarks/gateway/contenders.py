@@ -142,12 +142,14 @@ def _wait(url: str, path: str, one: subprocess.Popen, log: Path) -> None:
     host, _, port = url.partition(":")
     give_up_s = time.monotonic() + START_S
     while time.monotonic() < give_up_s and one.poll() is None:
+        connection = http.client.HTTPConnection(host, int(port), timeout=5)
         try:
-            connection = http.client.HTTPConnection(host, int(port), timeout=5)
             connection.request("GET", path)
             if connection.getresponse().status == 200:
                 return
         except OSError:
             pass
+        finally:
+            connection.close()
         time.sleep(0.2)
     raise EngineFailed(f"{one.args[:3]} does not answer at {url}{path}:\n{log.read_text()[-2000:]}")
