@@ -13,7 +13,8 @@ from contract.errors import InvalidArgument
 class Settings:
     """engine_dir: the engine folder being served. control_socket: name of the abstract unix datagram socket
     on which the engine hears of streams to end. max_waiting: requests that may wait for a slot.
-    sender_threads: threads that hand responses to Triton. max_coalesce_s: upper bound of the coalescing window.
+    sender_threads: threads that hand responses to Triton. max_coalesce_s: upper bound of the coalescing window; 0
+    gives every token a response of its own.
     max_prompt_bytes: longest text_input or messages accepted."""
 
     engine_dir: Path
@@ -36,15 +37,15 @@ class Settings:
         return cls(
             engine_dir=Path(engine_dir),
             control_socket=os.environ.get("TRIDENT_CONTROL_SOCKET", "trident-engine"),
-            max_waiting=_positive("TRIDENT_MAX_WAITING", 1024),
-            sender_threads=_positive("TRIDENT_SENDER_THREADS", 4),
-            max_coalesce_s=_positive("TRIDENT_MAX_COALESCE_MS", 18) / 1e3,
-            max_prompt_bytes=_positive("TRIDENT_MAX_PROMPT_BYTES", 4 * 1024 * 1024),
+            max_waiting=_count("TRIDENT_MAX_WAITING", 1024),
+            sender_threads=_count("TRIDENT_SENDER_THREADS", 4),
+            max_coalesce_s=_count("TRIDENT_MAX_COALESCE_MS", 18, least=0) / 1e3,
+            max_prompt_bytes=_count("TRIDENT_MAX_PROMPT_BYTES", 4 * 1024 * 1024),
         )
 
 
-def _positive(name: str, default: int) -> int:
+def _count(name: str, default: int, least: int = 1) -> int:
     text = os.environ.get(name, str(default))
-    if not text.isdecimal() or int(text) == 0:
-        raise InvalidArgument(name, f"got {text!r}; allowed is a whole number from 1")
+    if not text.isdecimal() or int(text) < least:
+        raise InvalidArgument(name, f"got {text!r}; allowed is a whole number from {least}")
     return int(text)

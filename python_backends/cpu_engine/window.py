@@ -2,19 +2,22 @@
 
 A response costs the machine about the same whether it carries one token or sixty, and responses that leave in one
 burst cost less than the same ones spread out, because every thread on the way finds more work each time it wakes
-(benchmarks/LOG.md). So under load all streams' tokens leave with the same step. Alone, a stream is never held back;
-its first token and its end never are (stream.py).
+(benchmarks/LOG.md). So under load all streams' tokens leave with the same step. A stream's first token and its end
+are never held back (stream.py).
 """
 
 from __future__ import annotations
 
 # One response costs ~0.4 ms of CPU from here to the client, so this lets responses take a third of a core.
 PER_STREAM_NS = 1_200_000
+# Steps closer together than this are more than 250 tokens a second to each reader, whom a quarter of a screen's frame
+# does not keep waiting; a response for each of them would take half of a small machine from the engine.
+LEAST_NS = 4_000_000
 
 
 class Window:
     """Closes with the last step that keeps the oldest token's wait within the window: what waits until a later step
-    would be late. ``max_ns`` bounds it; within that it grows with the streams that generate."""
+    would be late. ``max_ns`` bounds it, 0 lets every token leave at once; within that it grows with the streams."""
 
     def __init__(self, max_ns: int) -> None:
         self._max_ns = max_ns
@@ -23,7 +26,7 @@ class Window:
         self._steps_ns = (0, 0)  # the last two steps: the one that a burst was sent beside is slower
 
     def width_ns(self, live_streams: int) -> int:
-        return min(self._max_ns, max(0, live_streams - 1) * PER_STREAM_NS)
+        return min(self._max_ns, max(LEAST_NS, live_streams * PER_STREAM_NS))
 
     def step(self, now_ns: int, live_streams: int) -> bool:
         """A step's tokens have come. Whether they, and all that wait, leave now."""

@@ -23,7 +23,7 @@ def benchmark(engine_dir, tmp_path):
 def test_efficiency_measures_every_path_on_equal_work(benchmark):
     said, kept = benchmark("efficiency", "--engines", "demo", "--rounds", "1", "--concurrency", "1")
     waves = {wave["path"]: wave for wave in kept["waves"]["demo"]}
-    assert set(waves) == {"raw engine", "engine, gRPC", "ensemble"}
+    assert set(waves) == {"raw engine", "engine, gRPC", "ensemble", "ensemble, 1 token/msg"}
     assert {wave["tokens"] for wave in waves.values()} == {4 * 128}
     assert all(wave["engine_cpu_s"] > 0 and len(wave["ttfts_s"]) == 4 for wave in waves.values())
     assert set(waves["ensemble"]["serving_cpu_s"]) >= {"tritonserver", "engine stub", "detokenizer", "tokenizer"}

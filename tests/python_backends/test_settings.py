@@ -27,6 +27,7 @@ def test_only_the_engine_folder_has_no_default(monkeypatch):
         ("TRIDENT_MAX_WAITING", "7", "max_waiting", 7),
         ("TRIDENT_SENDER_THREADS", "2", "sender_threads", 2),
         ("TRIDENT_MAX_COALESCE_MS", "20", "max_coalesce_s", 0.02),
+        ("TRIDENT_MAX_COALESCE_MS", "0", "max_coalesce_s", 0.0),
         ("TRIDENT_MAX_PROMPT_BYTES", "1000", "max_prompt_bytes", 1000),
     ],
 )

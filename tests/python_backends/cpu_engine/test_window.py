@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backends.cpu_engine.window import PER_STREAM_NS, Window
+from python_backends.cpu_engine.window import LEAST_NS, PER_STREAM_NS, Window
 
 MS = 1_000_000
 distances = st.integers(1, 50 * MS)
@@ -19,21 +19,18 @@ def waits(window, steps_ns, live):
 
 
 @given(st.integers(0, 10_000), st.integers(0, 10**9))
-def test_the_window_is_zero_alone_and_grows_to_its_bound(live, bound):
+def test_the_window_grows_with_the_streams_from_its_least_to_its_bound(live, bound):
     window = Window(bound)
-    assert 0 <= window.width_ns(live) <= window.width_ns(live + 1) <= bound
-    if live <= 1:
-        assert window.width_ns(live) == 0
-    elif bound >= live * PER_STREAM_NS:
-        assert window.width_ns(live) == (live - 1) * PER_STREAM_NS
+    assert window.width_ns(0) <= window.width_ns(live) <= window.width_ns(live + 1) <= bound
+    assert window.width_ns(live) in (bound, LEAST_NS, live * PER_STREAM_NS)
 
 
-@given(st.lists(distances, min_size=1, max_size=30))
-def test_alone_every_step_leaves_at_once(gaps_ns):
-    now_ns, window = 10**12, Window(20 * MS)
+@given(st.lists(distances, min_size=1, max_size=30), st.integers(1, 64))
+def test_without_a_window_and_with_steps_that_are_wider_every_step_leaves_at_once(gaps_ns, live):
+    now_ns, none, wide = 10**12, Window(0), Window(20 * MS)
     for gap_ns in gaps_ns:
-        now_ns += gap_ns
-        assert window.step(now_ns, 1)
+        now_ns += gap_ns + 20 * MS
+        assert none.step(now_ns, live) and wide.step(now_ns, live)
 
 
 @given(st.integers(MS // 2, 50 * MS), st.integers(2, 64), st.integers(1, 20 * MS))
