@@ -22,6 +22,18 @@ from contract.errors import (
     Unavailable,
 )
 
+# What Triton 2.51 says before anything else when a request is wrong in itself. Such words hold names that the caller
+# chose, so they are recognised by how they begin, before any phrase is looked for inside.
+_PREFIX = re.compile(r"(in ensemble '[^']*', )?(\[request id: .*\] )?", re.DOTALL)
+_WRONG_REQUEST = re.compile(
+    r"unexpected (inference |explicit )?(input|output|shape|tensor|number of|'content')|incomplete string"
+    r"|input '.*' (already exists|batch size|has no shape)|input byte size mismatch|inference request batch-size"
+    r"|expected \d+ (string|inputs)|unable to find (data for input|shared memory)|contents field must not"
+    r"|'shared_memory_byte_size' must|out of bounds index|failed to get model version|invalid value (type )?for '"
+    r"|parameter keys starting with",
+    re.IGNORECASE | re.DOTALL,
+)
+
 # Triton has no code for most of what it says, and uses UNAVAILABLE for three different things. First match wins.
 _TRITON_PHRASES: tuple[tuple[re.Pattern[str], type[TridentError]], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), error)
@@ -53,7 +65,10 @@ class RetryHint:
 
 def from_error_message(text: str) -> TridentError:
     """The error in a response's ``error_message``: ours in its in-band form, or Triton's own words."""
-    return errors.from_text(text) or _from_words(text, EngineFailed)
+    said = text[_PREFIX.match(text).end() :]
+    if _WRONG_REQUEST.match(said):
+        return InvalidArgument("", text)
+    return errors.from_text(said) or _from_words(said, EngineFailed)
 
 
 def from_rpc(code: grpc.StatusCode, details: str, url: str = "", hint: RetryHint | None = None) -> TridentError:

@@ -131,7 +131,8 @@ class KServeDoor:
                 if not method.endswith("ServerMetadata"):
                     if _name(request) not in self._models:
                         raise NotFound(f"the model {_name(request)!r:.100} does not exist")
-                    request = protobuf.text(1, self._service.settings.triton_model)
+                    version = protobuf.text(2, _field(request, 2))
+                    request = protobuf.text(1, self._service.settings.triton_model) + version
                 fit = self._service.replicas.fit()
                 if not fit:
                     raise Unavailable("no replica is fit to serve", 1.0)
@@ -159,8 +160,7 @@ class KServeDoor:
                 await self._serve(request, carrier, context, writer)
             except TridentError as error:
                 code = error.grpc_status
-                wants_status = isinstance(error, _REFUSALS) or carrier.get("triton_grpc_error") == "true"
-                if wants_status and len(tasks) == 1:
+                if _wants_status(error, carrier) and len(tasks) == 1:
                     refused.append(error)
                     handler.cancel()  # it may be waiting for another request
                 elif not context.done():
@@ -217,7 +217,7 @@ class KServeDoor:
             if generation.request.max_tokens != asked.max_tokens:
                 lower(request, generation.request.max_tokens)
             request.model_name = service.settings.triton_model
-            attempts, error = await self._relay(generation, request.SerializeToString(), writer)
+            attempts, error = await self._relay(generation, request.SerializeToString(), writer, carrier)
         except asyncio.CancelledError as exc:
             error = generation.cut_error or exc
             if generation.cut_error is not None:
@@ -236,7 +236,9 @@ class KServeDoor:
         finally:
             generation.close(error, attempts)
 
-    async def _relay(self, generation: Generation, payload: bytes, writer: _Writer) -> tuple[int, TridentError | None]:
+    async def _relay(
+        self, generation: Generation, payload: bytes, writer: _Writer, carrier: Mapping[str, str]
+    ) -> tuple[int, TridentError | None]:
         """Responses as they come; tries another replica as long as none came. Returns the attempts made, and the
         error that a relayed response carried."""
         asked = generation.request
@@ -279,7 +281,9 @@ class KServeDoor:
                 error, hint = answer.broke(exc, booking.url)
             finally:
                 booking.call.cancel()
-                booking.release(error if isinstance(error, TridentError) else None, answer)
+                # A caller that left says nothing about the replica, neither good nor bad.
+                left = isinstance(error, asyncio.CancelledError)
+                booking.release(Cancelled("the caller went away") if left else error, answer)
             if error is None or (error is answer.broken):
                 return attempts, error
             wait_s = None
@@ -288,7 +292,7 @@ class KServeDoor:
             if wait_s is not None:
                 await asyncio.sleep(wait_s)
                 continue
-            if held and not isinstance(error, _REFUSALS):
+            if held and not _wants_status(error, carrier):
                 await writer.write(held)
                 return attempts, error
             raise error
@@ -331,8 +335,14 @@ class _Writer:
 def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> GenerationRequest:
     """What admission and routing need of a request; the ensemble's own door checks the rest.
 
-    Raises InvalidArgument that names an input which cannot be read.
+    Raises InvalidArgument that names an input which cannot be read, or an output that is asked for in a form which
+    Triton has for others: to classify a text that is streamed ends tritonserver 2.51 as a process.
     """
+    for output in request.outputs:
+        if output.parameters:
+            raise InvalidArgument(
+                output.name, f"{min(output.parameters)!r:.100} is not allowed; outputs come as they are"
+            )
     prompt, messages = _texts(request, "text_input"), _texts(request, "messages")
     chat = None
     if messages is not None and prompt is None:
@@ -347,7 +357,7 @@ def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> Generation
         messages=chat,
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max(1, max_tokens),
         timeout_s=timeout_s,
-        request_id=request.id,
+        request_id=_quotable(request.id),
     )
 
 
@@ -440,10 +450,14 @@ def _left_s(request: service_pb2.ModelInferRequest, context: grpc.aio.ServicerCo
 
 
 def _asking(tenant: Tenant, request: service_pb2.ModelInferRequest, carrier: dict[str, str]) -> Asking:
-    said = carrier.get("x-request-id") or request.id
-    quoted = said if said and sendable(said) and len(said) <= MAX_REQUEST_ID else new_request_id()
+    quoted = _quotable(carrier.get("x-request-id") or request.id) or new_request_id()
     session = carrier.get("x-session-id", "")[:MAX_REQUEST_ID]
     return Asking(tenant, "grpc", "text_completion", quoted, carrier, session)
+
+
+def _quotable(request_id: str) -> str:
+    """The id, empty if it cannot go into logs and metadata. In the answer it stands as it came, whatever it is."""
+    return request_id if sendable(request_id) and len(request_id) <= MAX_REQUEST_ID else ""
 
 
 def _carrier(context: grpc.aio.ServicerContext) -> dict[str, str]:
@@ -457,12 +471,21 @@ def _in_band(error: TridentError, request_id: str) -> bytes:
     return answer.SerializeToString()
 
 
+def _wants_status(error: TridentError, carrier: Mapping[str, str]) -> bool:
+    """Whether the error shall end the RPC, if no other request runs on it."""
+    return isinstance(error, _REFUSALS) or carrier.get("triton_grpc_error") == "true"
+
+
 def _flag(value: bool) -> bytes:
     return b"\x08\x01" if value else b""
 
 
 def _name(request: bytes) -> str:
-    """Field 1 of a Model…Request."""
+    return _field(request, 1)
+
+
+def _field(request: bytes, number: int) -> str:
+    """Of a Model…Request: 1 is the name, 2 the version."""
     with contextlib.suppress(protobuf.WireError, UnicodeDecodeError, AttributeError):
-        return dict(protobuf.fields(request)).get(1, b"").decode()
+        return dict(protobuf.fields(request)).get(number, b"").decode()
     return ""

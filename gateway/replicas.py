@@ -26,7 +26,7 @@ from clients.health import Health, HealthPolicy
 from clients.picks import Ask
 from clients.retries import NO_RETRY, RetryBudget, RetryPolicy, RetrySchedule
 from clients.token_stream import TokenStream
-from contract.errors import EngineFailed, TridentError, Unavailable
+from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, TridentError, Unavailable
 from contract.generation import GenerationRequest, SamplingParams
 from contract.load import ReplicaLoad
 from gateway import load_page, routing
@@ -37,6 +37,7 @@ from gateway.settings import SCORED, Settings
 
 _LOG = logging.getLogger(__name__)
 REFRESH_S = 30.0
+SILENCE_S = 5.0  # what a replica may need for a first token behind others' requests
 MAX_PAGE_BYTES = 4 * 1024 * 1024
 # A shorter beginning is computed faster than it is worth sending a request out of its way.
 SHORTEST_PREFIX = 256
@@ -298,7 +299,7 @@ class Replicas:
     async def deep_probe(self, replica: Replica) -> str:
         """The digest of one greedy token made there. Raises what keeps it from being made, or EngineFailed if it is
         another token than it must be."""
-        timeout_s = max(self._health.timeout_s, 5.0)  # it waits its turn behind real requests
+        timeout_s = max(self._health.timeout_s, SILENCE_S)  # it waits its turn behind real requests
         asked = GenerationRequest(
             text_input=self._settings.deep_prompt,
             max_tokens=1,
@@ -369,7 +370,8 @@ class Booking:
         metadata = replica.metadata(asked.request_id, traceparent)
         data = payload or infer_request.generation(asked, replicas.model, left_s, timings=True)
         self.call = replica.generate(data, left_s, metadata)
-        replica.breaker = replica.breaker.sent(time.monotonic())
+        self._sent_s = time.monotonic()
+        replica.breaker = replica.breaker.sent(self._sent_s)
         self._prompt_bytes = costs.prompt_bytes(asked)
         self._cost: Cost = replicas.costs.estimate(self._prompt_bytes, asked.max_tokens)
         self._unsettled = self._cost.total
@@ -384,6 +386,10 @@ class Booking:
         running = (self._running_at_start + self._replica.outstanding) / 2
         self._replica.settle(self._unsettled)
         self._replica.release()
+        if isinstance(error, DeadlineExceeded) and (answer.started or time.monotonic() - self._sent_s < SILENCE_S):
+            # Who gives a replica a millisecond, or stops one that answers, learns nothing about it, and must not be
+            # able to open its breaker for everybody.
+            error = Cancelled("the caller's time was up")
         self._replicas.observe(self._replica, error)
         last = answer.last
         if error is not None or last is None or last.usage is None:

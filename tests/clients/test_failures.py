@@ -36,6 +36,38 @@ def test_what_triton_says_becomes_the_error_it_means(text: str, kind: type) -> N
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "[request id: q] input 'text_input' batch size does not match other inputs for 'ensemble'",
+        "[request id: q] input 'text_input' has no shape but model requires batch dimension for 'ensemble'",
+        "[request id: q] inference request batch-size must be <= 1 for 'ensemble'",
+        "[request id: q] input 'max_tokens' already exists in request",
+        "[request id: q] input byte size mismatch for input 'max_tokens' for model 'ensemble'. Expected 4, got 8",
+        "[request id: q] expected 1 string elements for inference input 'text_input' for model 'ensemble', got 0",
+        "[request id: q] unexpected number of string elements 2 for inference input 'text_input' for model 'ensemble'",
+        "[request id: q] incomplete string length indicator for inference input 'text_input' for model 'ensemble'",
+        "in ensemble 'ensemble', incomplete string data for inference input 'text_input', expecting string of length 5",
+        "in ensemble 'ensemble', [request id: q] out of bounds index 0: request has 0 inputs",
+        "unexpected explicit tensor data for input tensor 'max_tokens' for model 'ensemble' of type 'INT32'",
+        "unexpected 'content' provided when using shared memory for input tensor 'text_input' for model 'ensemble'",
+        "contents field must not be specified when using raw_input_contents for 'max_tokens' for model 'ensemble'",
+        "unable to find data for input tensor 'max_tokens' for model 'ensemble' in request.",
+        "Unable to find shared memory region: 'a'",
+        "'shared_memory_byte_size' must be specified along with 'shared_memory_region' parameter",
+        "failed to get model version from specified version string 'x' (details: stol)",
+        "invalid value type for 'timeout' parameter, expected int64_param.",
+        "invalid value for 'priority', expected value >= 0.",
+        "parameter keys starting with 'triton_' are reserved for Triton usage.",
+        # Names that a caller chose are not Triton's words.
+        "unexpected inference input 'Unavailable: x is not healthy' for model 'ensemble'",
+        "[request id: r] Unavailable: is not healthy] unexpected shape for input 'max_tokens' for model 'ensemble'.",
+    ],
+)
+def test_a_request_that_is_wrong_in_itself_is_no_failure_of_the_server(text: str) -> None:
+    assert type(failures.from_error_message(text)) is errors.InvalidArgument
+
+
+@pytest.mark.parametrize(
     ("code", "details", "kind"),
     [
         (grpc.StatusCode.UNAVAILABLE, "Exceeds maximum queue size", errors.Overloaded),

@@ -13,7 +13,15 @@ from tritonclient.grpc import aio as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from clients import NO_RETRY, AsyncClient
-from contract.errors import InvalidArgument, NotFound, Overloaded, Unauthenticated, Unavailable
+from contract.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+)
 from gateway import kserve
 from gateway.permit import Tenant
 from tests.fakes.replica import FakeReplica, Script
@@ -189,6 +197,67 @@ async def test_an_unknown_model_and_unreadable_tensors_are_named():
             with pytest.raises(NotFound):
                 await client.generate("x").complete()
         assert replica.counts.started == 0
+
+
+async def test_an_id_that_no_metadata_can_carry_is_served_and_comes_back():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        for odd in ("\u65e5\u672c", "line\nbreak", "x" * 100_000):
+            seen = await asked(running, {"request_id": odd, "inputs": inputs("one", 1)})
+            assert "".join(text for _, text in seen) == " one" and {rid for rid, _ in seen} == {odd}
+
+
+async def test_a_caller_who_wants_statuses_gets_what_the_replica_refuses_as_one():
+    script = Script(refuse=InvalidArgument("temperature", "got -1"))
+    async with FakeReplica(lambda seen: script) as replica, gateway(replica) as running:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asked(running, {"inputs": inputs("x", 1)}, headers={"triton_grpc_error": "true"})
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "temperature" in caught.value.details()
+
+
+async def test_nobodys_own_mistakes_open_a_breaker_for_the_others():
+    def script(seen) -> Script:
+        if seen.value("text_input") == "wrong":
+            return Script(refuse="[request id: x] input 'max_tokens' already exists in request")
+        return Script((" a", " b"), first_token_s=0.05, gap_s=0.2 if seen.value("text_input") == "slow" else 0.0)
+
+    async with FakeReplica(script) as replica, gateway(replica, breaker_failures=2) as running, ours(running) as client:
+        for _ in range(3):
+            with pytest.raises(InvalidArgument):
+                await client.complete("wrong", max_tokens=1)
+            with pytest.raises(DeadlineExceeded):
+                await client.complete("hurry", max_tokens=2, timeout_s=0.02)
+            with pytest.raises(DeadlineExceeded):
+                async for _ in client.generate("slow", max_tokens=2, timeout_s=0.15):
+                    pass
+            body = {"model": "demo", "prompt": "hurry"}
+            status, _, _ = await running.post("/v1/completions", body, x_trident_timeout_s="0.02")
+            assert status == 504
+        assert (await client.complete("good", max_tokens=2)).text == " a b"
+
+
+async def test_a_caller_that_leaves_does_not_make_a_bad_replica_a_good_one():
+    def script(seen) -> Script:
+        return Script((" a",), stall_after=0) if seen.value("text_input") == "leave" else Script(refuse="engine boom")
+
+    async with FakeReplica(script) as replica, gateway(replica, breaker_failures=2) as running, ours(running) as client:
+        with pytest.raises(EngineFailed):
+            await client.complete("x", max_tokens=1)
+        leaving = asyncio.ensure_future(client.complete("leave", max_tokens=1))
+        await until(lambda: replica.counts.running == 1)
+        leaving.cancel()
+        await until(lambda: replica.counts.running == 0)
+        with pytest.raises(EngineFailed):
+            await client.complete("x", max_tokens=1)
+        with pytest.raises(Unavailable):
+            await client.complete("x", max_tokens=1)
+
+
+def test_an_output_in_another_form_is_refused_by_name():
+    for parameter in ("classification", "shared_memory_region"):
+        request = service_pb2.ModelInferRequest()
+        request.outputs.add(name="text_output").parameters[parameter].int64_param = 2
+        with pytest.raises(InvalidArgument, match=f"text_output.*{parameter}"):
+            kserve.read(request, 1.0)
 
 
 async def test_keys_are_asked_for():
