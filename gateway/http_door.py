@@ -31,6 +31,7 @@ _LOG = logging.getLogger(__name__)
 _DONE = b"data: [DONE]\n\n"
 LINGER_S = 2.0  # how long a refused body may still come in
 _JSON = (b"content-type", b"application/json")
+_OURS = {"text_input": "prompt", "stop_words": "stop"}  # what a replica's complaint names, as OpenAI calls it
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -237,15 +238,24 @@ async def _served(
 ) -> AsyncIterator[_Answer]:
     """All choices, or none: the refusal is raised. Left, they are over."""
     service.check_model(asked.model, asking.tenant)
-    answer = await make(asked.generations(service.settings, timeout_s), asking)
-    error: BaseException | None = None
+    wanted = asked.generations(service.settings, timeout_s)
     try:
-        yield answer
-    except BaseException as exc:
-        error = exc
-        raise
-    finally:
-        answer.close(error)
+        answer = await make(wanted, asking)
+        error: BaseException | None = None
+        try:
+            yield answer
+        except BaseException as exc:
+            error = exc
+            raise
+        finally:
+            answer.close(error)
+    except InvalidArgument as exc:
+        name = _OURS.get(exc.field)
+        if name is None:
+            raise
+        raise type(exc)(
+            "messages" if isinstance(asked, ChatRequest) and name == "prompt" else name, exc.problem
+        ) from exc
 
 
 async def _whole(

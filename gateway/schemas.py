@@ -60,6 +60,13 @@ def _published(nothing: Any) -> WithJsonSchema:
     return WithJsonSchema({"enum": [None, nothing], "default": None})
 
 
+def _asks_for_nothing(value: Any) -> Any:
+    if value is not None and value != []:
+        raise ValueError("is not supported; leave it out")
+    return value
+
+
+_Nothing = Annotated[Any, BeforeValidator(_asks_for_nothing), _published([])]
 _STRICT = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
 
@@ -76,11 +83,19 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn of a chat. developer is OpenAI's newer word for system."""
+    """One turn of a chat. developer is OpenAI's newer word for system.
+
+    The last five are what an answer of OpenAI's clients has besides, so that it can be sent back as it came.
+    """
 
     model_config = _STRICT
     role: Literal["system", "developer", "user", "assistant"]
     content: StrictStr | Annotated[list[TextPart], _FIRST, _Few]
+    refusal: _Nothing = None
+    audio: _Nothing = None
+    function_call: _Nothing = None
+    annotations: _Nothing = None
+    tool_calls: _Nothing = None
 
     def plain(self) -> dict[str, str]:
         role = "system" if self.role == "developer" else self.role
@@ -191,12 +206,20 @@ class ChatRequest(_Sampling):
     tools: Annotated[list[Any] | None, _published([])] = None
     tool_choice: Annotated[Any, WithJsonSchema({"enum": [None, "none", "auto"]})] = None
     parallel_tool_calls: StrictBool | None = None  # without tools it asks for nothing
+    functions: _Nothing = None
+    function_call: Literal["none", "auto"] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    service_tier: Literal["auto", "default"] | None = None  # there is one
+    store: Annotated[StrictBool | None, _published(False)] = None
+    safety_identifier: StrictStr | None = None  # the newer name of user
 
     def generations(self, settings: Settings, timeout_s: float) -> list[GenerationRequest]:
         """One request for each choice. Raises InvalidArgument."""
         self.check()
         if self.tools:
             raise InvalidArgument("tools", "are not supported: this engine's output cannot be held to a call's form")
+        if self.store:
+            raise InvalidArgument("store", "is not supported: no answer is kept to be listed")
         if self.tool_choice not in (None, "none", "auto"):
             raise InvalidArgument("tool_choice", "is allowed only as none or auto: tools are not supported")
         if self.top_logprobs is not None and not self.logprobs:

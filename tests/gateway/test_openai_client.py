@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import openai
 import pytest
 
-from contract.errors import EngineFailed, Overloaded
+from contract.errors import EngineFailed, Overloaded, PromptTooLong
 from contract.generation import FinishReason
 from tests.fakes.replica import FakeReplica, Script, echo
 from tests.gateway.running import Running, gateway, until
@@ -59,6 +60,32 @@ async def test_a_chat_streams_its_role_its_text_its_end_and_its_usage():
         assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 3
         assert all(chunk.usage is None for chunk in chunks[:-1])
         assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_an_answer_can_be_sent_back_as_it_came():
+    async with FakeReplica(words(" a")) as replica, gateway(replica) as running, client(running) as ask:
+        message = (await ask.chat.completions.create(model="demo", messages=HELLO)).choices[0].message
+        for turn in (message, message.model_dump()):
+            await ask.chat.completions.create(model="demo", messages=[*HELLO, turn, *HELLO])
+            assert [one["role"] for one in json.loads(replica.seen[-1].value("messages"))] == [
+                "user",
+                "assistant",
+                "user",
+            ]
+        called = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+        with pytest.raises(openai.BadRequestError, match="messages.0.tool_calls: is not supported"):
+            await ask.chat.completions.create(model="demo", messages=[called])
+
+
+async def test_what_the_replica_finds_wrong_has_the_callers_name():
+    script = words(refuse=PromptTooLong("text_input", "has 9 tokens; allowed are 8"))
+    async with FakeReplica(script) as replica, gateway(replica) as running, client(running) as ask:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as chat:
+                await ask.chat.completions.create(model="demo", messages=HELLO, stream=stream)
+            with pytest.raises(openai.BadRequestError) as completion:
+                await ask.completions.create(model="demo", prompt="x", stream=stream)
+            assert (chat.value.param, completion.value.param) == ("messages", "prompt")
 
 
 async def test_completions_stream_and_answer_whole():
