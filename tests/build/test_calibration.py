@@ -152,6 +152,7 @@ def test_cnn_dailymail_without_the_datasets_package_says_what_to_give_instead(mo
         read_texts("cnn_dailymail")
 
 
+@pytest.mark.slow
 def test_no_text_of_cpython_is_on_both_sides():
     train, held_out = read_texts("cpython"), read_texts("cpython", "test")
     assert len(train) > 100 and len(held_out) > 10

@@ -37,6 +37,7 @@ def test_the_programs_accept_every_command_of_a_shipped_recipe(recipe):
     assert engine.logits_dtype == "float32" and engine.workers == recipe.world_size
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(accepted())
 def test_the_programs_accept_every_command_of_an_accepted_recipe(drawn):

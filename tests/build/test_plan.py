@@ -126,6 +126,7 @@ def test_lengths_beyond_the_recipe_are_left_out():
     assert {row["total_tokens"] for row in plans.concurrency(plan_of(max_seq_len=1000))} == {256, 1000}
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(accepted())
 def test_json_and_text_say_the_same_for_every_accepted_recipe(drawn):

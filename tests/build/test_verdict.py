@@ -2,6 +2,7 @@ import re
 from dataclasses import replace
 
 import gpu_recipes
+import pytest
 from gpu_recipes import LLAMA_70B, QWEN_7B, case
 from hypothesis import HealthCheck, given, settings
 
@@ -107,6 +108,7 @@ def test_every_alternative_works_when_it_is_typed_in(written):
             assert not verdict.refused(tuple(after))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(gpu_recipes.tables())
 def test_every_refusal_names_a_recipe_that_works(written):

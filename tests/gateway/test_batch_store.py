@@ -46,6 +46,7 @@ def read(store: BatchStore, file_id: str | None, tenant: str = "a") -> list[byte
     return b"".join(store.content(tenant, file_id)).splitlines() if file_id else []
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=40), st.integers(0, 40))
 @settings(max_examples=30, deadline=None)
 def test_every_line_has_one_result_whatever_comes_twice_and_when_it_reopens(tmp_path_factory, finishes, reopen_at):

@@ -145,7 +145,7 @@ class AnyOrder(RuleBasedStateMachine):
                     assert used <= self.capacity + self.rate * (last - first)
 
 
-TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder = pytest.mark.slow(AnyOrder.TestCase)
 
 
 @given(st.floats(-1e6, 1e6), st.integers(1, 10**6))

@@ -112,6 +112,7 @@ def awkward_chunks(draw: st.DrawFn) -> list[list[int]]:
     return draw(st.lists(st.lists(st.sampled_from(kinds), max_size=4), max_size=6))
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(decoder=st.one_of(st.none(), ANY_DECODER), chunks=awkward_chunks(), skip_special_tokens=st.booleans())
 def test_any_decoder_made_of_the_library_s_is_followed_exactly(
