@@ -183,7 +183,11 @@ class TokenStream:
 
         # Whatever breaks after the answer does not take the answer back.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.TimeoutError, StopAsyncIteration):
-            await asyncio.wait_for(read_rest(), STATUS_PATIENCE_S)
+            try:
+                await asyncio.wait_for(read_rest(), STATUS_PATIENCE_S)
+            except asyncio.CancelledError:
+                if not self._ended:  # else closed by another task: this one was not cancelled
+                    raise
         self._end(None)
 
     def _end(self, error: TridentError | None) -> None:

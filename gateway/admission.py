@@ -38,9 +38,15 @@ def most_prompt_tokens(request: GenerationRequest) -> int:
     return prompt_bytes(request) + _TEMPLATE_TOKENS * (1 + len(request.messages or ()))
 
 
+def prompt_of(request: GenerationRequest) -> object:
+    """What all choices of one prompt have in common: the very same object."""
+    return request.text_input if request.messages is None else request.messages
+
+
 def most_tokens(requests: Sequence[GenerationRequest]) -> int:
-    """A bound on what the choices of one caller may use together; a prompt counts once, however many are made of it."""
-    prompts = {(one.text_input, id(one.messages)): one for one in requests}
+    """A bound on what the choices of one caller may use together; a prompt counts once, however many are made of it,
+    and twice if it was sent twice."""
+    prompts = {id(prompt_of(one)): one for one in requests}
     return sum(map(most_prompt_tokens, prompts.values())) + sum(one.max_tokens for one in requests)
 
 

@@ -198,7 +198,8 @@ class RedisStore:
             self._behind(self._undo(call, asked))
             raise
         except RedisError as exc:
-            raise Unavailable(f"the budget store does not answer: {exc}", 1.0) from exc
+            _log.warning("the budget store does not answer: %s", exc)  # callers need not know where it is
+            raise Unavailable("the budget store does not answer", 1.0) from exc
         standings = tuple(Standing(demand, float(left)) for demand, left in zip(wanted, balances, strict=True))
         if granted == 1 and any(demand.held for demand in wanted):
             self._unsettled.add(reservation_id)

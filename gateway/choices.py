@@ -14,6 +14,7 @@ from clients.completion import Completion
 from contract.errors import TridentError
 from contract.generation import TokenDelta, Usage
 from gateway import observability
+from gateway.admission import prompt_of
 from gateway.generation import Generation
 from gateway.observability import end_span
 from gateway.permit import Permit
@@ -59,16 +60,11 @@ class Choices:
         self._open -= 1
         if self._open:
             return
-        usage = total([one.usage for one in self.generations], [id_of_prompt(one) for one in self.generations])
+        usage = total([one.usage for one in self.generations], [id(prompt_of(one.request)) for one in self.generations])
         self._permit.settle(usage)
         ends = [one.finish_reason or observability.end_of(one.error) for one in self.generations]
         error = next((one.error for one in self.generations if one.error is not None), None)
         end_span(self._span, error, **observability.generation_attributes(usage, ends))
-
-
-def id_of_prompt(generation: Generation) -> object:
-    request = generation.request
-    return request.text_input if request.messages is None else id(request.messages)
 
 
 def total(usages: Sequence[Usage | None], prompts: Iterable[object]) -> Usage | None:

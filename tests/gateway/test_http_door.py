@@ -110,6 +110,18 @@ async def test_an_engine_that_falls_silent_is_left_and_the_caller_told():
         await until(lambda: replica.counts.running == 0)
 
 
+async def test_an_engine_that_falls_silent_behind_its_answer_has_answered():
+    async with FakeReplica(lambda seen: Script((" a", " b"), stall_after=2)) as replica:
+        async with gateway(replica, idle_timeout_s=0.1) as running:
+            status, _, body = await running.post(COMPLETIONS, ASKED)
+            assert status == 200 and body["choices"][0]["text"] == " a b"
+            reader, writer = await send(running, streamed())
+            said = await rest(reader)
+            assert b"[DONE]" in said and b"error" not in said
+            writer.close()
+            await until(lambda: replica.counts.running == 0)
+
+
 async def test_a_deadline_of_the_caller_holds():
     async with FakeReplica(lambda seen: Script((" a",), stall_after=0)) as replica, gateway(replica) as running:
         status, _, body = await running.post(COMPLETIONS, ASKED, x_trident_timeout_s="0.1")

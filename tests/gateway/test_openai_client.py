@@ -114,6 +114,17 @@ async def test_several_prompts_count_each_prompt_once():
         assert done.usage.prompt_tokens == 5 and done.usage.completion_tokens == 8
 
 
+async def test_a_prompt_that_is_sent_twice_is_paid_as_it_is_counted():
+    config = keys(ALICE, limits="burst_tokens = 1000\ntokens_per_minute = 1")
+    async with FakeReplica() as replica, gateway(replica, config=config) as running:
+        async with client(running, ALICE) as ask:
+            first = await ask.completions.create(model="demo", prompt=["a b c"] * 3, n=2, max_tokens=2)
+            assert first.usage.total_tokens == 3 * 3 + 6 * 2
+            raw = await ask.completions.with_raw_response.create(model="demo", prompt="x", max_tokens=1)
+            reserved = 1 + 16 + 1
+            assert int(raw.headers["x-ratelimit-remaining-tokens"]) == 1000 - first.usage.total_tokens - reserved
+
+
 async def test_log_probs_name_every_token():
     async with FakeReplica(words(" a", " b")) as replica, gateway(replica) as running, client(running) as ask:
         done = await ask.chat.completions.create(model="demo", messages=HELLO, logprobs=True, top_logprobs=2)
