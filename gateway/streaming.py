@@ -64,7 +64,7 @@ class Reader:
         self._beats: set[asyncio.Task] = set()
         self._sending_since_s = 0.0
         self._sent_s = 0.0
-        self._events = False
+        self._events = self._ended = False
         self.started = False
         self.gone = ""
 
@@ -99,12 +99,12 @@ class Reader:
 
     async def end(self, data: bytes) -> None:
         """The last of it; one packet says both."""
-        self._events = False
+        self._events, self._ended = False, True
         await self._put({"type": "http.response.body", "body": data, "more_body": False})
 
     async def respond(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
         """A whole response at once."""
-        self.started = True
+        self.started = self._ended = True
         length = (b"content-length", b"%d" % len(body))
         await self._put({"type": "http.response.start", "status": status, "headers": [*headers, length]})
         await self._put({"type": "http.response.body", "body": body, "more_body": False})
@@ -132,7 +132,8 @@ class Reader:
             self._sent_s = time.monotonic()
 
     def _left(self, _watch: asyncio.Task) -> None:
-        self._cut("left")
+        if not self._ended:  # ASGI says "disconnected" behind every response that is complete, too
+            self._cut("left")
 
     def _cut(self, why: str) -> None:
         if not self.gone:

@@ -56,6 +56,23 @@ async def test_an_event_stream_is_data_lines_up_to_done():
         assert "".join(texts) == " one two one"
 
 
+async def test_what_was_answered_is_counted_so_and_who_left_is_counted_so():
+    async with FakeReplica(lambda seen: Script((" a", " b"), gap_s=0.05)) as replica, gateway(replica) as running:
+        for more in ({}, {"temperature": 0}):
+            reader, writer = await send(running, streamed(**more))
+            await rest(reader)
+            writer.close()
+            await running.post(COMPLETIONS, ASKED)
+        reader, writer = await send(running, streamed())
+        await rest(reader, b" a")
+        writer.close()
+        await until(lambda: replica.counts.cancelled == 1)
+        await until(lambda: not running.service.admission.running)
+        counted = await running.metrics()
+        said = 'trident_gateway_requests_total{code="%d",door="http",operation="text_completion"}'
+        assert (counted[said % 200], counted[said % 499]) == (4, 1)
+
+
 async def test_text_cannot_forge_events():
     evil = "\n\ndata: [DONE]\n\ndata: {}\r\revent: x"
     async with FakeReplica(lambda seen: Script((evil,))) as replica, gateway(replica) as running:
