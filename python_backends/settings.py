@@ -21,7 +21,7 @@ class Settings:
     control_socket: str
     max_waiting: int = 1024
     sender_threads: int = 4
-    max_coalesce_s: float = 0.018
+    max_coalesce_s: float = 0.05
     max_prompt_bytes: int = 4 * 1024 * 1024
 
     @property
@@ -39,7 +39,7 @@ class Settings:
             control_socket=os.environ.get("TRIDENT_CONTROL_SOCKET", "trident-engine"),
             max_waiting=_count("TRIDENT_MAX_WAITING", 1024),
             sender_threads=_count("TRIDENT_SENDER_THREADS", 4),
-            max_coalesce_s=_count("TRIDENT_MAX_COALESCE_MS", 18, least=0) / 1e3,
+            max_coalesce_s=_count("TRIDENT_MAX_COALESCE_MS", 50, least=0) / 1e3,
             max_prompt_bytes=_count("TRIDENT_MAX_PROMPT_BYTES", 4 * 1024 * 1024),
         )
 

@@ -27,7 +27,8 @@ from python_backends.stream_state import StreamEvent
 from python_backends.triton_io import log_error
 
 TICK_S = 0.02
-_TICKS_PER_SHOW = 5  # gauges every 100 ms, TensorRT-LLM's stats_check_period_ms
+_LEAST_PAUSE_S = 0.001
+_SHOW_S = 0.1  # gauges, TensorRT-LLM's stats_check_period_ms
 
 # A stream that said nothing for so long is probed, so that a client that left is noticed even while its prompt is
 # being read or its whole answer gathered. Waiting streams hold no slot: only the oldest are probed, and less often.
@@ -293,20 +294,27 @@ class Engine:
     # ---- the ticker ---------------------------------------------------------------------------------------------
 
     def _tick_while_live(self) -> None:
-        ticks = 0
+        unshown_s = 0.0
         while not self._closed:
             self._work.wait()
-            ticks += 1
             with self._lock:
                 self._tick(self._clock_ns())
                 idle = not self._streams and not self._admission.running
                 if idle:
                     self._work.clear()
                 load = self._load()
-            if idle or ticks % _TICKS_PER_SHOW == 0:
+                pause_s = self._until_next_look_s()
+            if idle or unshown_s >= _SHOW_S:
                 self._metrics.show(load)
-            time.sleep(TICK_S)
+                unshown_s = 0.0
+            unshown_s += pause_s
+            time.sleep(pause_s)
         self._metrics.show(self._load())
+
+    def _until_next_look_s(self) -> float:
+        """A tick, or less where a step that takes long, such as a prompt's, must not keep other streams' tokens."""
+        left_ns = self._window.left_ns(self._clock_ns(), self._admission.running)
+        return TICK_S if left_ns is None else min(TICK_S, max(_LEAST_PAUSE_S, left_ns / 1e9))
 
     def _tick(self, now_ns: int) -> None:
         flush = self._window.over(now_ns, self._admission.running)

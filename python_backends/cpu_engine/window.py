@@ -8,8 +8,10 @@ are never held back (stream.py).
 
 from __future__ import annotations
 
-# One response costs ~0.4 ms of CPU from here to the client, so this lets responses take a third of a core.
+# One response costs ~0.4 ms of CPU from here to the client, so this lets responses take a third of a core, or two
+# thirds where a third would keep readers waiting.
 PER_STREAM_NS = 1_200_000
+COMFORT_NS = 18_000_000
 # Steps closer together than this are more than 250 tokens a second to each reader, whom a quarter of a screen's frame
 # does not keep waiting; a response for each of them would take half of a small machine from the engine.
 LEAST_NS = 4_000_000
@@ -26,7 +28,10 @@ class Window:
         self._steps_ns = (0, 0)  # the last two steps: the one that a burst was sent beside is slower
 
     def width_ns(self, live_streams: int) -> int:
-        return min(self._max_ns, max(LEAST_NS, live_streams * PER_STREAM_NS))
+        return min(
+            self._max_ns,
+            max(LEAST_NS, min(COMFORT_NS, live_streams * PER_STREAM_NS), live_streams * PER_STREAM_NS // 2),
+        )
 
     def step(self, now_ns: int, live_streams: int) -> bool:
         """A step's tokens have come. Whether they, and all that wait, leave now."""
@@ -39,6 +44,10 @@ class Window:
     def over(self, now_ns: int, live_streams: int) -> bool:
         """Between steps: whether the step that should have taken what waits is late."""
         return self._opened_ns is not None and self._closed(now_ns, live_streams)
+
+    def left_ns(self, now_ns: int, live_streams: int) -> int | None:
+        """Until it is over, None while nothing waits."""
+        return None if self._opened_ns is None else self._opened_ns + self.width_ns(live_streams) - now_ns
 
     def _closed(self, then_ns: int, live_streams: int) -> bool:
         closed = then_ns - self._opened_ns > self.width_ns(live_streams)

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backends.cpu_engine.window import LEAST_NS, PER_STREAM_NS, Window
+from python_backends.cpu_engine.window import COMFORT_NS, LEAST_NS, PER_STREAM_NS, Window
 
 MS = 1_000_000
 distances = st.integers(1, 50 * MS)
@@ -22,7 +22,7 @@ def waits(window, steps_ns, live):
 def test_the_window_grows_with_the_streams_from_its_least_to_its_bound(live, bound):
     window = Window(bound)
     assert window.width_ns(0) <= window.width_ns(live) <= window.width_ns(live + 1) <= bound
-    assert window.width_ns(live) in (bound, LEAST_NS, live * PER_STREAM_NS)
+    assert window.width_ns(live) in (bound, LEAST_NS, COMFORT_NS, live * PER_STREAM_NS, live * PER_STREAM_NS // 2)
 
 
 @given(st.lists(distances, min_size=1, max_size=30), st.integers(1, 64))
