@@ -68,8 +68,8 @@ class FairAdmission:
     """Admission for one gateway process: ``await admit(requests, tenant)``.
 
     clock: seconds, the one the budget store counts with if that is in memory. capacity: how many requests the replicas
-    can run at once, for shares that leave it to them. ``rejected`` and ``degraded`` count what was refused and lowered,
-    by reason and stage.
+    can run at once, for shares that leave it to them, times ``ahead``, which is what they are sent early. ``rejected``
+    and ``degraded`` count what was refused and lowered, by reason and stage.
     """
 
     def __init__(
@@ -82,10 +82,11 @@ class FairAdmission:
         shares: Shares = Shares(),
         ladder: Ladder | None = None,
         capacity: Callable[[], int] = lambda: UNKNOWN_CAPACITY,
+        ahead: float = 1.0,
         rng: random.Random | None = None,
     ) -> None:
         self._budgets, self._concurrency, self._queue, self._clock = budgets, concurrency, queue, clock
-        self._shares, self._ladder, self._capacity = shares, ladder, capacity
+        self._shares, self._ladder, self._capacity, self._ahead = shares, ladder, capacity, ahead
         self._rng = rng or random.Random()
         self._drain = drain_rate.DrainRate()
         self.running = 0  # places on the replicas that permits have
@@ -231,8 +232,16 @@ class FairAdmission:
 
     def _may_run(self, entry: Entry) -> bool:
         """Within its tenant's share; what is wider than that runs when the tenant has nothing else."""
-        share = max(1, math.floor(self.max_running * self._shares.tenant_share))
+        share = self._share()
         return self._running[entry.tenant] + min(entry.places, share) <= share
+
+    def _share(self) -> int:
+        """Places that one tenant may have. A share is one of what runs: a place that only waits at a replica is no room
+        for others."""
+        of_all, running = self._shares.tenant_share, self.max_running
+        if of_all < 1 and not self._shares.max_running:
+            of_all /= self._ahead
+        return max(1, math.floor(running * of_all))
 
     def _fits(self, entry: Entry) -> bool:
         most = self.max_running

@@ -90,6 +90,7 @@ class Service:
             self._queue,
             time.monotonic,
             capacity=self._capacity,
+            ahead=AHEAD,
         )
         self.replica_seconds = ReplicaSeconds(lambda: len(self.replicas.fit()))
         self.shadow: Shadow | None = None

@@ -191,6 +191,18 @@ async def test_one_tenant_never_has_all_places(clock: Any) -> None:
     assert door.empty()
 
 
+async def test_places_that_only_wait_at_the_replicas_are_no_room_for_others(clock: Any) -> None:
+    door = Door(clock, capacity=lambda: 10, ahead=1.25, shares=Shares(tenant_share=0.8))  # 8 run, and 2 are sent early
+    flood = [asyncio.ensure_future(door.admission.admit([ASKED], Tenant("flood"))) for _ in range(30)]
+    await asyncio.sleep(0)
+    assert door.admission.running == 6
+    for permit in [await door.admission.admit([ASKED], Tenant("chat")) for _ in range(2)]:
+        permit.settle(None)
+    for task in flood:
+        (await task).settle(None)
+    assert door.empty()
+
+
 async def test_pressure_shortens_overflows_and_refuses_and_says_so(clock: Any) -> None:
     ladder = Ladder(shorter_at=0.2, overflow_at=0.4, refuse_at=0.6, max_tokens=30, overflow="small")
     door = Door(clock, limit=10, shares=Shares(max_running=1, tenant_share=1), ladder=ladder)
