@@ -10,7 +10,7 @@ from __future__ import annotations
 
 # One response costs ~0.4 ms of CPU from here to the client, so this lets responses take a third of a core, or two
 # thirds where a third would keep readers waiting.
-PER_STREAM_NS = 1_200_000
+PER_STREAM_NS = 1_100_000
 COMFORT_NS = 18_000_000
 # Steps closer together than this are more than 250 tokens a second to each reader, whom a quarter of a screen's frame
 # does not keep waiting; a response for each of them would take half of a small machine from the engine.
