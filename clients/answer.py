@@ -78,6 +78,9 @@ class Answer:
         details = status.details() or ""
         if failures.never_reached(status.code(), details):
             hint = dataclasses.replace(hint, unsent=True)
+        if status.code() is grpc.StatusCode.CANCELLED:
+            # Our own cancels do not come here: it is a server that stops, and that is what the caller is to hear.
+            return Unavailable(f"{url} gave the call up {self._where('before the first token')}: {details}"), hint
         return failures.from_rpc(status.code(), details, url, hint), hint
 
     def late(self) -> DeadlineExceeded:

@@ -116,6 +116,7 @@ def test_a_deadline_ends_the_stream_and_the_servers_work(threaded_replica, playl
         (Script(fail_after=0, error=EngineFailed("boom")), EngineFailed),
         (Script(ABC, fail_after=2, error=Overloaded("full")), Overloaded),
         (Script(ABC, status_after=2), Unavailable),
+        (Script(ABC, status_after=2, status=(grpc.StatusCode.CANCELLED, "", ())), Unavailable),
     ],
 )
 def test_what_cannot_be_tried_again_is_raised_at_once(threaded_replica, playlist, script, kind) -> None:

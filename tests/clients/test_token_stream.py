@@ -232,6 +232,7 @@ async def test_a_failure_that_would_fail_again_is_raised_at_once(replica, playli
         Script(refuse="Exceeds maximum queue size"),
         Script(fail_after=0, error=Overloaded("the queue is full")),
         Script(ABC, status_after=0),
+        Script(ABC, status_after=0, status=(grpc.StatusCode.CANCELLED, "", ())),  # a server that stops
         Script(silent_end=True),
     ],
 )
