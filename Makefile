@@ -78,8 +78,8 @@ chat: setup ## talk to a running server, or say one thing with PROMPT="..."
 test: test-fast ## every test, the end-to-end ones with a real tritonserver
 	$(BIN)/python -m pytest -m "end_to_end or slow"
 
-test-fast: setup ## the tests that need no server
-	$(BIN)/python -m pytest -m "not end_to_end and not slow and not build_env" -n auto
+test-fast: setup ## the tests that need no server (three at once: some wait more than they work)
+	$(BIN)/python -m pytest -m "not end_to_end and not slow and not build_env" -n 3
 
 test-build: setup-build ## the tests that need torch and ModelOpt
 	$(BUILD_BIN)/python -m pytest -m build_env $$(grep -rl --include='test_*.py' mark.build_env tests)

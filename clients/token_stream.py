@@ -125,11 +125,13 @@ class TokenStream:
                     return delta
 
     async def complete(self) -> completion.Completion:
-        """Reads to the end. The errors are those of the iteration."""
+        """Reads to the end. The errors are those of the iteration; Cancelled if the stream was closed before."""
         watch, deltas = Stopwatch(), []
         async for delta in self:
             watch.observe(delta)
             deltas.append(delta)
+        if not self._answer.whole:  # closed between two deltas, which ends an iteration without a word
+            raise Cancelled(f"request {self.request.request_id} was closed while it was being read")
         ttft_s = watch.ttft_s if self.request.stream else None
         return completion.join(deltas, self.request_id, ttft_s, watch.total_s)
 

@@ -15,6 +15,8 @@ from contract.errors import TridentError
 from contract.generation import FinishReason
 from tests.fakes.replica import Script
 
+pytestmark = pytest.mark.slow
+
 NO_CANARY = ("--input", "6", "--output", "4", "--warmup", "0", "--tokenizer", "/nowhere")
 
 

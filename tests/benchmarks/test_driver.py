@@ -17,6 +17,8 @@ from contract.errors import Overloaded
 from contract.generation import FinishReason, TokenDelta
 from tests.fakes.replica import FakeReplica, Script
 
+pytestmark = pytest.mark.slow
+
 COUNT = Extent(None, 0.0, 12)
 
 

@@ -20,6 +20,8 @@ from recipe import Recipe
 from tests.fakes import checkpoints, numpy_llama
 from weights import quantize_int4, quantize_int8
 
+pytestmark = pytest.mark.slow
+
 LLAMA = checkpoints.CONFIGS["llama_gqa"]
 PROMPT = [int(i) for i in np.random.default_rng(11).integers(0, 256, 30)]
 READ_OUT = ("model.embed_tokens.weight", "lm_head.weight")

@@ -12,6 +12,8 @@ from contract.errors import InvalidArgument
 from fetch import fetch, local_folder
 from tests.fakes import hub
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_folder_is_taken_as_it_is_absolute_or_from_here(tmp_path, monkeypatch):
     (tmp_path / "some" / "model").mkdir(parents=True)

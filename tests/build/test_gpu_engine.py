@@ -22,6 +22,8 @@ from contract.errors import EngineFailed, NotFound, Unavailable
 from contract.manifest import load, verify
 from tests.fakes import checkpoints
 
+pytestmark = pytest.mark.slow
+
 H100 = [("NVIDIA H100 80GB HBM3", "9.0", 81559)]
 CONFIG = checkpoints.CONFIGS["llama_gqa"] | {"max_position_embeddings": 4096}
 TABLE = {

@@ -22,6 +22,8 @@ from quantization import Quantization
 from recipe import DEFAULT_QUALITY, QualityBudget
 from tests.fakes import checkpoints
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 7
 logits_arrays = hnp.arrays(
     np.float32, st.tuples(st.integers(2, 9), st.just(VOCAB)), elements=st.floats(-20, 20, width=32)

@@ -74,6 +74,8 @@ def leave_by_cancel(client: Client) -> None:
     stream.cancel()
     with pytest.raises(StopIteration):
         next(stream)
+    with pytest.raises(Cancelled, match="was closed while it was being read"):
+        stream.complete()
 
 
 def leave_by_the_with_block(client: Client) -> None:

@@ -18,6 +18,8 @@ from contract.errors import BY_NAME, TridentError
 from contract.generation import FinishReason
 from tests.fakes.replica import FakeReplica, Script
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 ABC = ("a", "b", "c")
 

@@ -7,6 +7,8 @@ import pytest
 from clients import AsyncClient, demo
 from tests.fakes.replica import FakeReplica, Script, SeenRequest, echo
 
+pytestmark = pytest.mark.slow
+
 
 def paced(seen: SeenRequest) -> Script:
     script = echo(seen)

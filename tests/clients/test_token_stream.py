@@ -347,3 +347,13 @@ async def test_many_streams_share_one_client(replica) -> None:
         answers = await asyncio.gather(*(client.complete(f"w{n}", max_tokens=5, stream=True) for n in range(100)))
     assert [answer.text for answer in answers] == [f" w{n}" * 5 for n in range(100)]
     assert len({seen.id for seen in replica.seen}) == 100
+
+
+async def test_a_stream_that_was_closed_between_two_deltas_is_no_completion(replica, playlist) -> None:
+    playlist.set(Script(ABC, gap_s=0.01))
+    async with AsyncClient(replica.url) as client:
+        stream = client.generate("x")
+        await anext(stream)
+        stream.cancel()
+        with pytest.raises(Cancelled, match="was closed while it was being read"):
+            await stream.complete()

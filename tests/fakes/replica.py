@@ -132,6 +132,7 @@ class FakeReplica:
         self._random = random.Random(seed)
         self._server: grpc.aio.Server | None = None
         self._metrics: asyncio.Server | None = None
+        self._pages: set[asyncio.Task] = set()
 
     async def start(
         self, host: str = "127.0.0.1", port: int = 0, tls: grpc.ServerCredentials | None = None
@@ -150,6 +151,10 @@ class FakeReplica:
         """Ends at once (streams see UNAVAILABLE or CANCELLED), or after ``grace_s``."""
         if self._metrics:
             self._metrics.close()
+        pages = tuple(self._pages)
+        for page in pages:
+            page.cancel()
+        await asyncio.gather(*pages, return_exceptions=True)
         if self._server:
             await self._server.stop(grace_s)
 
@@ -180,13 +185,20 @@ class FakeReplica:
         return "\n".join(lines) + "\n"
 
     async def _serve_metrics(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        self._pages.add(asyncio.current_task())
+        try:
             await reader.readuntil(b"\r\n\r\n")
             body = self.metrics_page().encode()
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nConnection: close\r\n")
             writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
             await writer.drain()
-        writer.close()
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+            self._pages.discard(asyncio.current_task())
 
     async def generate(self, seen: SeenRequest, context: grpc.aio.ServicerContext, asked_empty_final: bool):
         """Yields serialized ModelStreamInferResponse messages as the script says."""

@@ -26,6 +26,8 @@ from gateway.permit import Tenant
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import Running, gateway, until
 
+pytestmark = pytest.mark.slow
+
 PATH = "/v1/completions"
 ASKED = {"model": "demo", "prompt": "one two", "max_tokens": 2}
 BODY = json.dumps(ASKED).encode()

@@ -17,6 +17,8 @@ from gateway import tenants  # noqa: E402
 from tests.fakes.replica import FakeReplica, Script, echo  # noqa: E402
 from tests.gateway.running import Running, gateway  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 ALICE, BOB = "tri-alice-0123456789abcdef", "tri-bob-0123456789abcdefgh"
 OVER = ("completed", "failed", "expired", "cancelled")
 

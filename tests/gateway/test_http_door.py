@@ -6,11 +6,15 @@ import asyncio
 import json
 import socket
 
+import pytest
+
 from contract.errors import Unauthenticated
 from gateway.admission import Shares
 from gateway.permit import Tenant
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import Running, gateway, until
+
+pytestmark = pytest.mark.slow
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ASKED = {"model": "demo", "prompt": "one two", "max_tokens": 3}

@@ -27,6 +27,8 @@ from gateway.permit import Tenant
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import Running, gateway, until
 
+pytestmark = pytest.mark.slow
+
 
 def inputs(prompt: str, max_tokens: int, **more: object) -> list[InferInput]:
     values = {

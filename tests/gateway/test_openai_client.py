@@ -14,6 +14,8 @@ from tests.fakes.replica import FakeReplica, Script, echo
 from tests.gateway.running import Running, gateway, until
 from tests.gateway.test_configuration import ALICE, BOB, keys
 
+pytestmark = pytest.mark.slow
+
 HELLO = [{"role": "user", "content": "say hello to me"}]
 
 

@@ -11,6 +11,8 @@ from tests.gateway.openai_upstream import OpenAIUpstream, upstream
 from tests.gateway.running import Running, gateway, until
 from tests.gateway.test_kserve import ours
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ASKED = {"model": "demo", "prompt": "one two", "max_tokens": 9, "temperature": 0.5, "stop": ["X"], "seed": 4}
 LADDER = """

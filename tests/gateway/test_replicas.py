@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import aiohttp
+import pytest
 
 from contract.errors import EngineFailed
 from gateway.health import BreakerState, token_digest
 from gateway.permit import Tenant
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import gateway, until
+
+pytestmark = pytest.mark.slow
 
 ASKED = {"model": "demo", "prompt": "one two", "max_tokens": 2}
 

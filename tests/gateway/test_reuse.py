@@ -13,6 +13,8 @@ from tests.fakes.replica import FakeReplica, Script, SeenRequest
 from tests.gateway.running import Running, gateway, until
 from tests.gateway.test_configuration import ALICE, BOB, keys
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY = {"model": "demo", "prompt": "one two", "max_tokens": 4, "temperature": 0}
 ENGINE = "e" * 64

@@ -19,6 +19,8 @@ from tests.gateway.test_configuration import ALICE, BOB, keys
 from tests.gateway.test_kserve import ours
 from tests.gateway.test_reuse import as_
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS = "/v1/completions"
 
 

@@ -13,6 +13,8 @@ from server.process import is_alive
 from server.settings import ROOT
 from server.tenant import Tenant
 
+pytestmark = pytest.mark.slow
+
 
 def run(command, evict=True, **offered):
     async def live():

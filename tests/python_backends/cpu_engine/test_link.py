@@ -18,6 +18,8 @@ from contract.generation import SamplingParams
 from python_backends.cpu_engine.link import WorkerLink
 from python_backends.cpu_engine.messages import Add, Ready, StepReport
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -5,6 +5,8 @@ from contract import manifest as manifests
 from python_backends.cpu_engine.top_log_probs import SecondReading
 from tests.fakes import checkpoints, numpy_llama
 
+pytestmark = pytest.mark.slow
+
 CONFIG = checkpoints.CONFIGS["llama_gqa"]
 
 

@@ -20,6 +20,8 @@ from python_backends.cpu_engine.worker import fold_seed, generation_config
 from python_backends.limits import EngineLimits
 from python_backends.stream_state import StreamEvent
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(top_k=1, log_probs=True)
 END = 256
 VOCABULARY = 331
