@@ -18,7 +18,7 @@ from starlette.routing import Route
 from clients.connection import new_request_id, sendable
 from clients.request import MAX_REQUEST_ID
 from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Overloaded, TridentError
-from gateway import batch_upload, refusal
+from gateway import batch_upload, refusal, schemas
 from gateway.batch_store import OUTPUT_PURPOSE, PURPOSE, Batch, BatchStore, File, FileTooLarge
 from gateway.batch_webhook import Webhooks
 from gateway.batch_worker import FORMS
@@ -232,12 +232,7 @@ async def _body(request: Request, silence_s: float) -> BatchRequest:
         raise DeadlineExceeded("the body did not arrive in time") from exc
     if len(data) > MAX_BODY_BYTES:
         raise InvalidArgument("", f"the body is larger than {MAX_BODY_BYTES} bytes, the most allowed")
-    try:
-        table = orjson.loads(data)
-    except orjson.JSONDecodeError as exc:
-        raise InvalidArgument("", f"the body is not JSON: {exc}") from exc
-    if not isinstance(table, dict):
-        raise InvalidArgument("", "the body is not a JSON object")
+    table = schemas.fields_of(data)
     try:
         return BatchRequest.model_validate(table)
     except ValidationError as exc:

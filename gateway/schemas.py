@@ -293,14 +293,20 @@ class CompletionRequest(_Sampling):
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
 
 
-def parse(kind: type[Body], data: bytes, settings: Settings) -> Body:
-    """The body in ``data``. Raises InvalidArgument that names the first field that is wrong."""
+def fields_of(data: bytes) -> dict[str, Any]:
+    """The JSON object in ``data``. Raises InvalidArgument."""
     try:
         table = orjson.loads(data)
     except orjson.JSONDecodeError as exc:
         raise InvalidArgument("", f"the body is not JSON: {exc}") from exc
     if not isinstance(table, dict):
         raise InvalidArgument("", "the body is not a JSON object")
+    return table
+
+
+def parse(kind: type[Body], data: bytes, settings: Settings) -> Body:
+    """The body in ``data``. Raises InvalidArgument that names the first field that is wrong."""
+    table = fields_of(data)
     for name in table:
         if name not in kind.model_fields:
             raise InvalidArgument(_shown(name), "is not supported; leave it out")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from contract.errors import EngineFailed
@@ -28,6 +29,16 @@ async def serve_until_input_closes(port: int) -> None:
 
     threading.Thread(target=read, daemon=True).start()
     await over.wait()
+
+
+def run(serve: Callable[[int], Awaitable[None]], about: str | None) -> None:
+    """The program of a server: ``serve`` at ``--port`` until its end."""
+    import uvloop  # and not above: those that only start such programs run on a loop of their own
+
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, default=0)
+    with suppress(KeyboardInterrupt):
+        uvloop.run(serve(parser.parse_args().port))
 
 
 def raise_open_files() -> int:

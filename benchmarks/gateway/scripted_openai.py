@@ -8,18 +8,14 @@ one piece. Good for callers that send a body with a length; nothing else is unde
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
 import json
 import random
 import re
 import time
 
-import uvloop
-
 from benchmarks.gateway import script
-from benchmarks.gateway.lifetime import serve_until_input_closes
+from benchmarks.gateway.lifetime import run, serve_until_input_closes
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -73,12 +69,5 @@ async def serve(port: int) -> None:
     server.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=0)
-    with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(serve(parser.parse_args().port))
-
-
 if __name__ == "__main__":
-    main()
+    run(serve, __doc__)

@@ -8,9 +8,7 @@ gateway's way is not here; ``tests/fakes/replica.py`` is the replica that behave
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
 import random
 import struct
 import time
@@ -19,11 +17,10 @@ from functools import cache
 
 import grpc
 import grpc.aio
-import uvloop
 from tritonclient.grpc import service_pb2
 
 from benchmarks.gateway import script
-from benchmarks.gateway.lifetime import serve_until_input_closes
+from benchmarks.gateway.lifetime import run, serve_until_input_closes
 from clients.protobuf import text, varint
 from contract import tensors
 
@@ -111,12 +108,5 @@ async def serve(port: int) -> None:
     await server.stop(None)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=0)
-    with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(serve(parser.parse_args().port))
-
-
 if __name__ == "__main__":
-    main()
+    run(serve, __doc__)
