@@ -21,9 +21,10 @@ import grpc.aio
 from clients import costs, picks, request
 from clients.answer import Answer
 from clients.async_client import AsyncClient
+from clients.booking import Booking, Work
 from clients.completion import Completion
 from clients.connection import DEFAULT_MODEL, TLS, trace_context
-from clients.costs import Cost, Costs, Observation
+from clients.costs import Costs
 from clients.discovery import Discovery, source
 from clients.generations import Generations
 from clients.health import Health, HealthPolicy
@@ -181,35 +182,16 @@ class _Replica:
     def __init__(self, client: AsyncClient) -> None:
         self.client = client
         self.health = Health()
-        self.outstanding = 0
-        self.pending_tokens = 0.0
+        self.work = Work()
         self.probing: asyncio.Task | None = None
-        self.idle = asyncio.Event()
-        self.idle.set()
 
     def load(self) -> ReplicaLoad:
         return ReplicaLoad(
             self.client.url,
-            pending_tokens=round(self.pending_tokens),
+            pending_tokens=round(self.work.pending_tokens),
             healthy=bool(self.health.healthy),
-            outstanding=self.outstanding,
+            outstanding=self.work.outstanding,
         )
-
-    def book(self, cost: Cost) -> None:
-        self.outstanding += 1
-        self.pending_tokens += cost.total
-        self.idle.clear()
-
-    def settle(self, cost_tokens: float) -> None:
-        """So much of what was booked is done."""
-        self.pending_tokens = max(0.0, self.pending_tokens - cost_tokens)
-
-    def release(self) -> None:
-        """One request is over, and settled."""
-        self.outstanding -= 1
-        if not self.outstanding:
-            self.pending_tokens = 0.0  # no rounding errors are kept
-            self.idle.set()
 
     async def probe(self, policy: HealthPolicy) -> None:
         try:
@@ -232,7 +214,7 @@ class _Replica:
     async def close_when_idle(self) -> None:
         if self.probing is not None:
             self.probing.cancel()
-        await self.idle.wait()
+        await self.work.idle.wait()
         await self.close()
 
     async def close(self) -> None:
@@ -241,7 +223,7 @@ class _Replica:
             with contextlib.suppress(asyncio.CancelledError):
                 await self.probing
             self.probing = None
-        self.idle.set()
+        self.work.idle.set()
         await self.client.close()
 
 
@@ -279,35 +261,15 @@ class _Booked:
     ) -> None:
         self.call, self.url = call, replica.client.url
         self._client, self._replica = client, replica
-        self._prompt_bytes = costs.prompt_bytes(asked)
-        self._cost = client.costs.estimate(self._prompt_bytes, asked.max_tokens)
-        self._unsettled = self._cost.total
-        replica.book(self._cost)
-        self._running_at_start = replica.outstanding
+        self._booking = Booking(replica.work, client.costs, asked)
 
     def began(self) -> None:
-        self._replica.settle(self._cost.prefill)
-        self._unsettled -= self._cost.prefill
+        self._booking.began()
 
     def release(self, error: TridentError | None, answer: Answer) -> None:
-        running = (self._running_at_start + self._replica.outstanding) / 2
-        self._replica.settle(self._unsettled)
-        self._replica.release()
+        self._booking.release()
         if error is None:
             self._replica.observe(True, self._client._policy)
-            self._learn(answer, running)
+            self._booking.learn(answer)
         elif isinstance(error, Unavailable):
             self._replica.observe(False, self._client._policy)
-
-    def _learn(self, answer: Answer, running: float) -> None:
-        last = answer.last
-        if last is None or last.usage is None:
-            return
-        usage, timings = last.usage, last.timings
-        self._client.costs.observe_size(self._prompt_bytes, usage.input_tokens)
-        if timings is None:
-            return  # seen from here, queueing and prefill cannot be told apart
-        prefill_s = (timings.first_token_ns - timings.first_scheduled_ns) / 1e9
-        decode_s = (timings.last_token_ns - timings.first_token_ns) / 1e9
-        uncached = usage.input_tokens - usage.cached_tokens
-        self._client.costs.observe(Observation(prefill_s, uncached, decode_s, usage.output_tokens, running))

@@ -14,6 +14,7 @@ from enum import Enum
 
 from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavailable
 
+SILENCE_S = 5.0  # what a replica may need for a first token behind others' requests
 LONGEST_OPEN = 6.0  # times the first pause: how far an open breaker's pauses grow
 
 
@@ -58,6 +59,11 @@ class Breaker:
             return Breaker(BreakerState.OPEN, self.failures, self.pause_s, now_s)
         return self
 
+    def over(self, error: TridentError | None, silent_s: float, now_s: float, policy: BreakerPolicy) -> Breaker:
+        """After a request ended; see blames_replica."""
+        bad = blames_replica(error, silent_s)
+        return self.left(now_s) if bad is None else self.after(not bad, now_s, policy)
+
     def after(self, ok: bool, now_s: float, policy: BreakerPolicy) -> Breaker:
         """After a request went well or badly."""
         if ok:
@@ -74,13 +80,17 @@ class Breaker:
         return Breaker(BreakerState.CLOSED, failures)
 
 
-def blames_replica(error: TridentError | None) -> bool | None:
+def blames_replica(error: TridentError | None, silent_s: float) -> bool | None:
     """What the end of a request says about its replica: True for bad, False for good, None for nothing.
 
-    A refusal is an answer: a replica that is full, or that finds a request wrong, works.
+    A refusal is an answer: a replica that is full, or that finds a request wrong, works. silent_s: from when it got
+    the request, 0 once it said anything. Who gives it a millisecond, or stops one that answers, learns nothing about
+    it, and must not be able to open its breaker for everybody.
     """
     if error is None:
         return False
+    if isinstance(error, DeadlineExceeded) and silent_s < SILENCE_S:
+        return None
     return True if isinstance(error, (Unavailable, EngineFailed, DeadlineExceeded)) else None
 
 

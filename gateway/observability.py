@@ -162,7 +162,7 @@ class StateMetrics:
             values = (replica.url, replica.pool)
             healthy.add_metric(values, float(bool(replica.health.healthy)))
             breaker.add_metric(values, replica.breaker.state.value)
-            outstanding.add_metric(values, replica.outstanding)
+            outstanding.add_metric(values, replica.work.outstanding)
             waiting.add_metric(values, replica.page.waiting)
             kv_usage.add_metric(values, replica.page.kv_usage)
         for upstream in service.overflow.upstreams():

@@ -18,26 +18,26 @@ import grpc.aio
 
 from clients import costs, infer_request, picks, status
 from clients.answer import Answer
+from clients.booking import Booking, Work
 from clients.connection import TLS, Connection
-from clients.costs import Cost, Costs, Observation
+from clients.costs import Costs
 from clients.discovery import Discovery, source
 from clients.failures import RetryHint, from_rpc
 from clients.health import Health, HealthPolicy
 from clients.picks import Ask
 from clients.retries import NO_RETRY, RetryBudget, RetryPolicy, RetrySchedule
 from clients.token_stream import TokenStream
-from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, TridentError, Unavailable
+from contract.errors import EngineFailed, TridentError, Unavailable
 from contract.generation import GenerationRequest, SamplingParams
 from contract.load import ReplicaLoad
 from gateway import load_page, routing
-from gateway.health import Breaker, BreakerPolicy, BreakerState, blames_replica, token_digest
+from gateway.health import SILENCE_S, Breaker, BreakerPolicy, BreakerState, token_digest
 from gateway.load_page import PageLoad
 from gateway.routing import Candidate, Question, Router
 from gateway.settings import SCORED, Settings
 
 _LOG = logging.getLogger(__name__)
 REFRESH_S = 30.0
-SILENCE_S = 5.0  # what a replica may need for a first token behind others' requests
 MAX_PAGE_BYTES = 4 * 1024 * 1024
 # A shorter beginning is computed faster than it is worth sending a request out of its way.
 SHORTEST_PREFIX = 256
@@ -56,13 +56,10 @@ class Replica:
         self.since_s = time.monotonic()
         self.page = PageLoad()
         self.deep_digest = ""  # of the latest deep probe, empty if it failed
-        self.outstanding = 0
-        self.pending_tokens = 0.0
+        self.work = Work()
         self._connection = Connection(url, tls)
         self._channel: grpc.aio.Channel | None = None
         self._generate: Callable | None = None
-        self._idle = asyncio.Event()
-        self._idle.set()
         self.tasks: list[asyncio.Task] = []
 
     def candidate(self, now_s: float) -> Candidate:
@@ -72,9 +69,9 @@ class Replica:
             waiting=self.page.waiting,
             max_running=max(1, self.page.max_running),
             kv_usage=self.page.kv_usage,
-            pending_tokens=round(self.pending_tokens),
+            pending_tokens=round(self.work.pending_tokens),
             healthy=bool(self.health.healthy),
-            outstanding=self.outstanding,
+            outstanding=self.work.outstanding,
         )
         return Candidate(load, not self.breaker.allows(now_s), now_s - self.since_s)
 
@@ -107,20 +104,6 @@ class Replica:
         except grpc.aio.AioRpcError as exc:
             raise from_rpc(exc.code(), exc.details() or "", self.url) from exc
 
-    def book(self, cost: float) -> None:
-        self.outstanding += 1
-        self.pending_tokens += cost
-        self._idle.clear()
-
-    def settle(self, cost: float) -> None:
-        self.pending_tokens = max(0.0, self.pending_tokens - cost)
-
-    def release(self) -> None:
-        self.outstanding -= 1
-        if not self.outstanding:
-            self.pending_tokens = 0.0  # no rounding errors are kept
-            self._idle.set()
-
     def observe(self, ok: bool, policy: HealthPolicy) -> None:
         before = self.health.healthy
         self.health = self.health.after(ok, policy)
@@ -135,7 +118,7 @@ class Replica:
 
     async def close_when_idle(self) -> None:
         self.stop_watching()
-        await self._idle.wait()
+        await self.work.idle.wait()
         await self.close()
 
     async def close(self) -> None:
@@ -233,14 +216,10 @@ class Replicas:
     def has_untried(self, pinned: str, tried: frozenset[str]) -> bool:
         return any(one.url not in tried and (not pinned or one.pool == pinned) for one in self.fit())
 
-    def observe(self, replica: Replica, error: TridentError | None) -> None:
-        """What the end of a request says about its replica."""
-        now_s, bad = time.monotonic(), blames_replica(error)
+    def observe(self, replica: Replica, error: TridentError | None, silent_s: float) -> None:
+        """What the end of a request says about its replica, which had been silent for so long."""
         before = replica.breaker.state
-        if bad is None:
-            replica.breaker = replica.breaker.left(now_s)
-        else:
-            replica.breaker = replica.breaker.after(not bad, now_s, self._breaker)
+        replica.breaker = replica.breaker.over(error, silent_s, time.monotonic(), self._breaker)
         if isinstance(error, Unavailable):
             replica.observe(False, self._health)  # as good as a probe that found nobody
         if replica.breaker.state is BreakerState.OPEN and before is not BreakerState.OPEN:
@@ -342,18 +321,18 @@ class Door:
         self.replica = self.pool = ""  # where the latest attempt went
         self.picked: Callable[[], None] = lambda: None  # called when that is known
 
-    async def open(self, asked: GenerationRequest, left_s: float) -> Booking:
+    async def open(self, asked: GenerationRequest, left_s: float) -> Call:
         replica = self._replicas.choose(self._ask, self._pinned, self._tried)
         self._tried |= {replica.url}
         self.replica, self.pool = replica.url, replica.pool
         self.picked()
-        return Booking(self._replicas, replica, asked, left_s, self._traceparent, self._payload)
+        return Call(self._replicas, replica, asked, left_s, self._traceparent, self._payload)
 
     def has_alternative(self) -> bool:
         return self._replicas.has_untried(self._pinned, self._tried)
 
 
-class Booking:
+class Call:
     """A call and what is booked for it; both end together. An Attempt of ``clients.token_stream``."""
 
     def __init__(
@@ -372,35 +351,16 @@ class Booking:
         self.call = replica.generate(data, left_s, metadata)
         self._sent_s = time.monotonic()
         replica.breaker = replica.breaker.sent(self._sent_s)
-        self._prompt_bytes = costs.prompt_bytes(asked)
-        self._cost: Cost = replicas.costs.estimate(self._prompt_bytes, asked.max_tokens)
-        self._unsettled = self._cost.total
-        replica.book(self._unsettled)
-        self._running_at_start = replica.outstanding
+        self._booking = Booking(replica.work, replicas.costs, asked)
 
     def began(self) -> None:
-        self._replica.settle(self._cost.prefill)
-        self._unsettled -= self._cost.prefill
+        self._booking.began()
 
     def release(self, error: TridentError | None, answer: Answer) -> None:
-        running = (self._running_at_start + self._replica.outstanding) / 2
-        self._replica.settle(self._unsettled)
-        self._replica.release()
-        if isinstance(error, DeadlineExceeded) and (answer.started or time.monotonic() - self._sent_s < SILENCE_S):
-            # Who gives a replica a millisecond, or stops one that answers, learns nothing about it, and must not be
-            # able to open its breaker for everybody.
-            error = Cancelled("the caller's time was up")
-        self._replicas.observe(self._replica, error)
-        last = answer.last
-        if error is not None or last is None or last.usage is None:
-            return
-        usage, timings = last.usage, last.timings
-        self._replicas.costs.observe_size(self._prompt_bytes, usage.input_tokens)
-        if timings is not None:
-            prefill_s = (timings.first_token_ns - timings.first_scheduled_ns) / 1e9
-            decode_s = (timings.last_token_ns - timings.first_token_ns) / 1e9
-            uncached = usage.input_tokens - usage.cached_tokens
-            self._replicas.costs.observe(Observation(prefill_s, uncached, decode_s, usage.output_tokens, running))
+        self._booking.release()
+        self._replicas.observe(self._replica, error, 0.0 if answer.started else time.monotonic() - self._sent_s)
+        if error is None:
+            self._booking.learn(answer)
 
 
 class _Fixed:

@@ -23,7 +23,7 @@ from contract.errors import (
     Unavailable,
 )
 from contract.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta, Usage
-from gateway.health import Breaker, BreakerPolicy, blames_replica
+from gateway.health import Breaker, BreakerPolicy
 
 CONNECT_S = 5.0
 MAX_CONNECTIONS = 200
@@ -64,10 +64,9 @@ class Upstream:
         self.outstanding += 1
         return UpstreamStream(self, self._events(request, traceparent), request)
 
-    def over(self, error: TridentError | None) -> None:
+    def over(self, error: TridentError | None, silent_s: float) -> None:
         self.outstanding -= 1
-        now_s, bad = time.monotonic(), blames_replica(error)
-        self.breaker = self.breaker.left(now_s) if bad is None else self.breaker.after(not bad, now_s, self._policy)
+        self.breaker = self.breaker.over(error, silent_s, time.monotonic(), self._policy)
 
     async def _events(self, request: GenerationRequest, traceparent: str) -> AsyncIterator[dict[str, Any]]:
         """The stream's events as tables. Raises what went wrong as TridentError."""
@@ -127,6 +126,7 @@ class UpstreamStream:
         self._upstream, self._request = upstream, request
         self.url = upstream.url
         self._arrived: asyncio.Queue[TokenDelta | TridentError | None] = asyncio.Queue(maxsize=64)
+        self._sent_s = time.monotonic()
         self._tokens = 0
         self._over = False
         self._reading = asyncio.ensure_future(self._read(events))
@@ -162,13 +162,13 @@ class UpstreamStream:
 
     def _ended(self, reading: asyncio.Task) -> None:
         if not reading.cancelled():
-            self._upstream.over(reading.result())
+            self._upstream.over(reading.result(), 0.0 if self._tokens else time.monotonic() - self._sent_s)
             return
         left = Cancelled("the stream was left")
         while not self._arrived.empty():
             self._arrived.get_nowait()
         self._arrived.put_nowait(left)
-        self._upstream.over(left)
+        self._upstream.over(left, 0.0)
 
     async def _deltas(self, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[TokenDelta]:
         """Its text as it comes; the end is held back until the tokens have been counted, behind it."""

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import DeadlineExceeded, EngineFailed, InvalidArgument, Overloaded, Unavailable
-from gateway.health import LONGEST_OPEN, Breaker, BreakerPolicy, BreakerState, blames_replica, token_digest
+from gateway.health import LONGEST_OPEN, SILENCE_S, Breaker, BreakerPolicy, BreakerState, blames_replica, token_digest
 
 POLICY = BreakerPolicy(failures=3, open_s=10.0)
 
@@ -58,8 +58,14 @@ def test_it_never_stays_shut_for_ever_and_never_lets_two_trials_out(events):
 
 
 def test_refusals_are_answers_and_silence_is_not():
-    assert [blames_replica(one) for one in (None, InvalidArgument("a", "b"), Overloaded("x"))] == [False, None, None]
-    assert all(blames_replica(one) for one in (Unavailable("x"), EngineFailed("x"), DeadlineExceeded("x")))
+    answers = (None, InvalidArgument("a", "b"), Overloaded("x"))
+    assert [blames_replica(one, SILENCE_S) for one in answers] == [False, None, None]
+    assert all(blames_replica(one, SILENCE_S) for one in (Unavailable("x"), EngineFailed("x"), DeadlineExceeded("x")))
+
+
+def test_a_deadline_blames_only_who_was_silent_for_long():
+    assert blames_replica(DeadlineExceeded("x"), SILENCE_S - 0.01) is None
+    assert blames_replica(DeadlineExceeded("x"), 0.0) is None and blames_replica(Unavailable("x"), 0.0)
 
 
 def test_the_digest_is_of_the_ids_in_decimal():

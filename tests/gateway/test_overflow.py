@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from gateway.health import BreakerState
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.openai_upstream import OpenAIUpstream, upstream
 from tests.gateway.running import Running, gateway, until
@@ -126,7 +127,8 @@ async def test_an_upstream_that_keeps_failing_is_left_alone_and_tried_again():
 
 async def test_a_caller_that_leaves_or_is_late_frees_the_upstream():
     async with upstream(texts=(" a",) * 500, gap_s=0.01) as there, FakeReplica() as replica:
-        async with gateway(replica, config=elsewhere(there), environ={"UPSTREAM": ""}) as running:
+        config = elsewhere(there)
+        async with gateway(replica, config=config, environ={"UPSTREAM": ""}, breaker_failures=1) as running:
             held = await pressed(running, replica)
             leaving = asyncio.ensure_future(running.post(COMPLETIONS, ASKED))
             await until(lambda: there.running == 1)
@@ -136,6 +138,7 @@ async def test_a_caller_that_leaves_or_is_late_frees_the_upstream():
             assert status == 504
             await until(lambda: there.running == 0)
             assert all(one.outstanding == 0 for one in running.service.overflow.upstreams())
+            assert all(one.breaker.state is BreakerState.CLOSED for one in running.service.overflow.upstreams())
             held.cancel()
 
 

@@ -35,7 +35,7 @@ def exact(seen: SeenRequest) -> Script:
 def nothing_left(running: Running) -> bool:
     admission, service = running.service.admission, running.service
     held = (admission.running, admission.waiting, admission._concurrency.in_flight, len(service._live))
-    return held == (0, 0, 0, 0) and all(replica.outstanding == 0 for replica in service.replicas.all())
+    return held == (0, 0, 0, 0) and all(replica.work.outstanding == 0 for replica in service.replicas.all())
 
 
 def free(running: Running, level: str) -> float:
