@@ -34,7 +34,7 @@ def urls(replicas: list[FakeReplica]) -> list[str]:
     return [replica.url for replica in replicas]
 
 
-async def until(condition, limit_s: float = 10.0) -> None:
+async def until(condition, limit_s: float = 60.0) -> None:
     for _ in range(int(limit_s / 0.01)):
         if condition():
             return

@@ -25,7 +25,7 @@ ABC = ("a", "b", "c")
 QUICK = RetryPolicy(attempts=4, base_s=0.001, cap_s=0.01)
 
 
-def settled(replica: FakeReplica, limit_s: float = 5.0) -> None:
+def settled(replica: FakeReplica, limit_s: float = 60.0) -> None:
     for _ in range(int(limit_s / 0.01)):
         if not replica.counts.running:
             return

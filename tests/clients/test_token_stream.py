@@ -24,7 +24,7 @@ ABC = ("a", "b", "c")
 QUICK = RetryPolicy(attempts=4, base_s=0.001, cap_s=0.01)
 
 
-async def settled(replica: FakeReplica, limit_s: float = 5.0) -> None:
+async def settled(replica: FakeReplica, limit_s: float = 60.0) -> None:
     """Waits until the replica has nothing running."""
     for _ in range(int(limit_s / 0.01)):
         if not replica.counts.running:

@@ -106,7 +106,7 @@ async def _serving(service: Service) -> AsyncIterator[Running]:
         await serving
 
 
-async def until(condition: Callable[[], bool], patience_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], patience_s: float = 60.0) -> None:
     """Returns once the condition holds; fails if it does not come to hold."""
     deadline_s = asyncio.get_running_loop().time() + patience_s
     while not condition():

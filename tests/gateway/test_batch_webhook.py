@@ -84,7 +84,7 @@ async def test_a_receiver_that_fails_is_called_again_with_the_same_id(tmp_path: 
     async with FakeReplica() as replica, receiving(500, 307, 204) as receiver:
         async with gateway(replica, **configured(tmp_path, receiver)) as running, client(running) as ask:
             await made(ask, jsonl(chat("a")), extra_body={"webhook_url": receiver.origin + "/hook"})
-            await until(lambda: len(receiver.seen) == 3, 15.0)
+            await until(lambda: len(receiver.seen) == 3)
             assert {path for path, *_ in receiver.seen} == {"/hook"}  # no redirect is followed
             assert len({headers["webhook-id"] for _, headers, _ in receiver.seen}) == 1
             metrics = await running.metrics()

@@ -113,7 +113,7 @@ async def test_lack_of_room_makes_a_line_wait_and_nothing_is_lost(tmp_path: Path
     store = BatchStore(tmp_path / "b")
     batch = submitted(store, 3)
     async with working(store, answer):
-        await until(over(store, batch), 20.0)
+        await until(over(store, batch))
     assert store.batch("a", batch.id).completed == 3 and set(calls.values()) == {2 * TRIES + 1}
 
 
@@ -332,11 +332,11 @@ async def test_a_gateway_that_is_killed_twice_finishes_every_line_once(tmp_path:
             async with _gateway_process(replica.url, path) as process:
                 if life < 2:
                     wanted = 20 * (life + 1)
-                    await until(lambda at_least=wanted: _finished(store, batch) >= at_least, 60.0)
+                    await until(lambda at_least=wanted: _finished(store, batch) >= at_least)
                     process.send_signal(signal.SIGKILL)
                     await process.wait()
                 else:
-                    await until(over(store, batch), 60.0)
+                    await until(over(store, batch))
             asked_after[life] = Counter(seen.value("max_tokens") - 1 for seen in replica.seen[start:])
             pending = {line.number for line in store.pending(batch.id, -1, 1000)}
             finished_before[life + 1] = set(range(120)) - pending

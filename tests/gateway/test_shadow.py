@@ -49,5 +49,5 @@ async def test_a_shadow_that_fails_stalls_or_is_full_is_not_noticed():
             answers = [running.post("/v1/completions", {**ASKED, "prompt": f"p {n}"}) for n in range(5)]
             assert [status for status, _, _ in await asyncio.gather(*answers)] == [200] * 5
             await counted(running, "full", 3)
-            assert shadow.counts.running == 2
+            await until(lambda: shadow.counts.running == 2)
         await until(lambda: shadow.counts.running == 0)

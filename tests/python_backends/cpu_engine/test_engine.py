@@ -89,7 +89,7 @@ class Sink:
 
     def wait(self, condition):
         with self._changed:
-            assert self._changed.wait_for(lambda: condition(self), timeout=10), (self.chunks, self.error)
+            assert self._changed.wait_for(lambda: condition(self), timeout=60), (self.chunks, self.error)
 
     def end(self):
         """The event and the ids, once it has ended."""
@@ -184,11 +184,11 @@ def setting(open_setting):
 
 def wait_until(condition):
     """For what the engine's own threads do."""
-    for _ in range(2000):
+    for _ in range(12000):
         if condition():
             return
         time.sleep(0.005)
-    raise AssertionError("it did not happen in 10 s")
+    raise AssertionError("it did not happen in 60 s")
 
 
 # ---- the usual way --------------------------------------------------------------------------------------------------

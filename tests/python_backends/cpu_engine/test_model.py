@@ -58,10 +58,27 @@ def answers(answer_of):
     """Every response of a sender as tensors by name, once the last has come."""
 
     def read(sender):
-        assert sender.final.wait(30)
+        assert sender.final.wait(60)
         return [answer_of("engine", response) for response in sender.responses]
 
     return read
+
+
+@pytest.fixture
+def held(model, monkeypatch):
+    """Set it to let the engine go on: until then it hears no report beyond the first with ids of a live stream, so that
+    however fast the worker and however slow the test, no stream comes to its own end."""
+    released = threading.Event()
+    engine, on_report = model._engine, model._engine.on_report
+
+    def hear(report):
+        on_report(report)
+        if any(output.token_ids and output.id in engine._streams for output in report.outputs):
+            released.wait()
+
+    monkeypatch.setattr(engine, "on_report", hear)
+    yield released
+    released.set()
 
 
 def state(answer):
@@ -77,7 +94,7 @@ def test_a_requests_priority_reaches_admission(send, model, monkeypatch):
     offer = model._engine._admission.offer
     monkeypatch.setattr(model._engine._admission, "offer", lambda *given: (offered.append(given[2]), offer(*given)))
     for parameters in (None, {"request_priority": 0.9, "x-header": "1"}):
-        assert send(parameters=parameters).final.wait(30)
+        assert send(parameters=parameters).final.wait(60)
     assert offered == [0.5, 0.9]
     refused = send(parameters={"request_priority": 2})
     assert "request_priority: got 2; allowed is" in refused.responses[0].error().message()
@@ -180,16 +197,16 @@ def test_a_request_whose_client_has_gone_already_is_not_run(send):
     assert sender.closed and sender.responses == [None]
 
 
-def test_a_stop_request_ends_the_streams_of_its_id_and_is_answered_once(send, answers):
+def test_a_stop_request_ends_the_streams_of_its_id_and_is_answered_once(held, send, answers):
     running = [send(request_id="r", request_output_len=250, streaming=True) for _ in range(2)]
     other = send(request_id="other", request_output_len=60, streaming=True)
-    for sender in running:
-        wait_until(lambda sender=sender: sender.responses)
+    wait_until(lambda: running[0].responses)
     [answer] = answers(send(request_id="r", stop=True))
     assert answer["output_ids"].shape == (1, 1, 0) and answer["sequence_length"].tolist() == [[0]]
     for sender in running:
         found = answers(sender)
         assert state(found[-1]).event is StreamEvent.CANCELLED and len(ids(found)) < 250
+    held.set()
     assert len(ids(answers(other))) == 60
 
 
@@ -199,23 +216,20 @@ def test_a_stop_request_for_nothing_is_answered_all_the_same_and_one_without_an_
     assert "request_id: is empty; a stop request carries the id" in response.error().message()
 
 
-def test_a_cancel_on_the_control_socket_ends_a_stream(model, send, answers):
+def test_a_cancel_on_the_control_socket_ends_a_stream(model, held, send, answers):
     control = ControlSender(model.control_socket)
-    for _ in range(20):  # on a starved machine the stream may end by itself before the word reaches it
-        sender = send(request_output_len=250, streaming=True)
-        wait_until(lambda sender=sender: sender.responses)
-        first = StreamState.from_array(sender.responses[0].output_tensors()[2].as_numpy())
-        assert control.send(ControlMessage(Verb.CANCEL, first.epoch, first.key))
-        if state(answers(sender)[-1]).event is StreamEvent.CANCELLED:
-            break
-    else:
-        pytest.fail("no stream was ever cancelled")
+    sender = send(request_output_len=250, streaming=True)
+    wait_until(lambda: sender.responses)
+    first = StreamState.from_array(sender.responses[0].output_tensors()[2].as_numpy())
+    assert control.send(ControlMessage(Verb.CANCEL, first.epoch, first.key))
+    found = answers(sender)
+    assert state(found[-1]).event is StreamEvent.CANCELLED and len(ids(found)) < 250
     control.close()
 
 
 def test_a_deadline_ends_a_stream_in_band_once_it_has_begun(send, answers):
     sender = send(request_output_len=250, streaming=True, timeout_us=60_000, temperature=1.0, seed=1)
-    assert sender.final.wait(30)
+    assert sender.final.wait(60)
     if sender.responses[-1].has_error():  # it passed before the first token
         assert len(sender.responses) == 1
         return
@@ -269,8 +283,8 @@ def test_an_engine_folder_that_cannot_be_loaded_fails_at_once_and_says_why(trito
 
 
 def wait_until(condition):
-    for _ in range(6000):
+    for _ in range(12000):
         if condition():
             return
         time.sleep(0.005)
-    raise AssertionError("it did not happen in 30 s")
+    raise AssertionError("it did not happen in 60 s")
