@@ -174,6 +174,8 @@ def _delta(values: list) -> TokenDelta:
     stop_reason, error, inputs, outputs, cached, arrival, scheduled, first, last = values[_REASON + 1 :]
     usage = timings = None
     if inputs and outputs:
+        if min(inputs[0], outputs[0], *cached[:1]) < 0:
+            raise WireError(f"usage: got {inputs[0]} and {outputs[0]} tokens; allowed is 0 or more")
         usage = Usage(inputs[0], outputs[0], cached[0] if cached else 0)
     if arrival and scheduled and first and last and first[0]:
         timings = Timings(arrival[0], scheduled[0], first[0], last[0])

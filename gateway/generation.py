@@ -13,7 +13,7 @@ from opentelemetry.trace import Span, SpanKind
 from clients import costs
 from clients.connection import new_request_id
 from clients.token_stream import TokenStream
-from contract.errors import Cancelled, DeadlineExceeded, TridentError, Unavailable
+from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, TridentError, Unavailable
 from contract.generation import FinishReason, GenerationRequest, TokenDelta, Usage
 from gateway import observability
 from gateway.observability import end_span
@@ -75,7 +75,10 @@ class Generation:
             raise
         except StopAsyncIteration:
             self._waiting_since_s = 0.0
-            raise
+            if self.finish_reason or self._closed:
+                raise
+            # cut between two deltas, or by the replica
+            raise self._cut_error or EngineFailed("the replica ended its answer without saying why") from None
         self.saw(delta)
         if delta.finish_reason is FinishReason.CANCELLED:
             raise Unavailable("the replica ended the generation before it was done")
@@ -158,6 +161,13 @@ class Generation:
             error = Cancelled("the caller went away")
         self.error, self.usage = error, self.usage or self._usage_so_far()
         self._service.closed(self)
+        try:
+            self._tell(error, attempts)
+        finally:
+            self._ended(self)  # what was reserved comes back, whatever becomes of what is said
+
+    def _tell(self, error: TridentError | None, attempts: int) -> None:
+        """Metrics, spans and the log hear of the end."""
         pool, replica = self._place()
         self._service.metrics.ended(self, self._asking, pool, attempts)
         if self._shadow is not None:
@@ -177,7 +187,6 @@ class Generation:
             input_tokens=usage.input_tokens if usage else 0,
             output_tokens=usage.output_tokens if usage else 0,
         )
-        self._ended(self)
 
     def _place(self) -> tuple[str, str]:
         """(pool or target, replica or upstream), empty if nothing was asked."""

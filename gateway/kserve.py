@@ -14,7 +14,7 @@ import json
 import logging
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 
 import grpc
 import grpc.aio
@@ -25,6 +25,7 @@ from clients import protobuf
 from clients.answer import Answer
 from clients.connection import new_request_id, sendable
 from clients.failures import RetryHint
+from clients.protobuf import WireError
 from clients.request import MAX_REQUEST_ID
 from contract.errors import (
     Cancelled,
@@ -50,6 +51,7 @@ _SERVICE = "inference.GRPCInferenceService"
 DEFAULT_MAX_TOKENS = 128  # the tokenizer's, for a request that sends none
 MOST_PENDING = 20_000  # calls that have arrived and not been looked at yet, as in a burst
 MOST_ON_A_STREAM = 256  # requests at once on one stream; more wait until the stream has read them
+COUNTS = frozenset({"output_ids", "finish_reason", "error_message", "num_input_tokens", "num_output_tokens"})
 _REFUSALS = (Overloaded, Unavailable, Unauthenticated, PermissionDenied, DeadlineExceeded)
 
 
@@ -133,10 +135,13 @@ class KServeDoor:
                         raise NotFound(f"the model {_name(request)!r:.100} does not exist")
                     version = protobuf.text(2, _field(request, 2))
                     request = protobuf.text(1, self._service.settings.triton_model) + version
-                fit = self._service.replicas.fit()
-                if not fit:
-                    raise Unavailable("no replica is fit to serve", 1.0)
-                return await fit[0].ask(method, request, 5.0)
+                error: TridentError = Unavailable("no replica is fit to serve", 1.0)
+                for replica in self._service.replicas.fit():
+                    try:
+                        return await replica.ask(method, request, self._service.settings.probe_timeout_s)
+                    except (Unavailable, DeadlineExceeded) as exc:
+                        error = exc
+                raise error
             except TridentError as error:
                 await context.abort(*refusal.grpc_status(error))
 
@@ -155,9 +160,10 @@ class KServeDoor:
         handler = asyncio.current_task()
 
         async def serve(request: service_pb2.ModelInferRequest) -> None:
-            code = "OK"
+            code = "CANCELLED"
             try:
-                await self._serve(request, carrier, context, writer)
+                error = await self._serve(request, carrier, context, writer)
+                code = error.grpc_status if error else "OK"
             except TridentError as error:
                 code = error.grpc_status
                 if _wants_status(error, carrier) and len(tasks) == 1:
@@ -200,8 +206,8 @@ class KServeDoor:
         carrier: dict[str, str],
         context: grpc.aio.ServicerContext,
         writer: _Writer,
-    ) -> None:
-        """One request to its end. Raises what the caller has not been told yet."""
+    ) -> TridentError | None:
+        """One request to its end. Raises what the caller has not been told yet, returns what it was told in band."""
         service = self._service
         tenant = service.tenant(bearer(carrier.get("authorization", "")))
         service.check_model(request.model_name, tenant)
@@ -216,8 +222,10 @@ class KServeDoor:
         try:
             if generation.request.max_tokens != asked.max_tokens:
                 lower(request, generation.request.max_tokens)
+            hidden = ask_for_counts(request)
             request.model_name = service.settings.triton_model
-            attempts, error = await self._relay(generation, request.SerializeToString(), writer, carrier)
+            attempts, error = await self._relay(generation, request.SerializeToString(), hidden, writer, carrier)
+            return error
         except asyncio.CancelledError as exc:
             error = generation.cut_error or exc
             if generation.cut_error is not None:
@@ -237,10 +245,15 @@ class KServeDoor:
             generation.close(error, attempts)
 
     async def _relay(
-        self, generation: Generation, payload: bytes, writer: _Writer, carrier: Mapping[str, str]
+        self,
+        generation: Generation,
+        payload: bytes,
+        hidden: Collection[str],
+        writer: _Writer,
+        carrier: Mapping[str, str],
     ) -> tuple[int, TridentError | None]:
-        """Responses as they come; tries another replica as long as none came. Returns the attempts made, and the
-        error that a relayed response carried."""
+        """Responses as they come, without the outputs that are hidden from the caller; tries another replica as long
+        as none came. Returns the attempts made, and the error that a relayed response carried."""
         asked = generation.request
         door, schedule, answer = generation.door(payload), self._service.replicas.schedule(), Answer(asked)
         attempts = 0
@@ -258,33 +271,38 @@ class KServeDoor:
                     generation.awaits()
                     data = await anext(reader, None)
                     if data is None:
-                        error = None if answer.whole or answer.started else answer.cut(booking.url)
+                        error = answer.broken or (None if answer.whole else answer.cut(booking.url))
                         break
+                    if answer.over:
+                        continue  # nothing belongs behind the end
                     fresh = not answer.started
                     try:
                         delta = answer.take(data)
                     except TridentError as exc:
-                        error, held = exc, data
+                        # What we cannot read the caller could not read either.
+                        unreadable = isinstance(exc.__cause__, WireError)
+                        error, held = exc, b"" if unreadable or hidden else data
                         break
                     if delta is not None:
                         if fresh:
                             booking.began()
                         generation.saw(delta)
-                    elif answer.whole and not generation.finish_reason:
+                    if answer.whole and not generation.finish_reason:
                         generation.saw(TokenDelta(finish_reason=FinishReason.STOP))
-                    if answer.broken is not None:
-                        error = answer.broken
                     if delta is not None and delta.usage is not None and not self._service.tells_cached_tokens:
                         data = without_cached_tokens(data)
+                    if hidden and delta is not None:
+                        data = without_outputs(data, hidden)
                     await writer.write(data)
             except grpc.aio.AioRpcError as exc:
-                error, hint = answer.broke(exc, booking.url)
+                # Whatever breaks behind the end does not take the answer back.
+                error, hint = (answer.broken, hint) if answer.over else answer.broke(exc, booking.url)
             finally:
                 booking.call.cancel()
                 # A caller that left says nothing about the replica, neither good nor bad.
                 left = isinstance(error, asyncio.CancelledError)
                 booking.release(Cancelled("the caller went away") if left else error, answer)
-            if error is None or (error is answer.broken):
+            if error is None or (error is answer.broken and not hidden):
                 return attempts, error
             wait_s = None
             if not answer.started:
@@ -376,6 +394,28 @@ def lower(request: service_pb2.ModelInferRequest, max_tokens: int) -> None:
         request.inputs[place].contents.int_contents[:] = [max_tokens]
     else:
         request.raw_input_contents[place] = struct.pack("<i", max_tokens)
+
+
+def ask_for_counts(request: service_pb2.ModelInferRequest) -> frozenset[str]:
+    """Adds to a request that names its outputs those that say what is to be paid and how it ended; which these are."""
+    if not request.outputs:
+        return frozenset()
+    added = COUNTS - {output.name for output in request.outputs}
+    for name in sorted(added):
+        request.outputs.add(name=name)
+    return added
+
+
+def without_outputs(data: bytes, names: Collection[str]) -> bytes:
+    """A serialised response without some of its outputs."""
+    message = service_pb2.ModelStreamInferResponse.FromString(data)
+    response = message.infer_response
+    raw = len(response.raw_output_contents) == len(response.outputs)
+    for place in reversed([place for place, tensor in enumerate(response.outputs) if tensor.name in names]):
+        del response.outputs[place]
+        if raw:
+            del response.raw_output_contents[place]
+    return message.SerializeToString()
 
 
 def without_cached_tokens(data: bytes) -> bytes:

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 _REQUESTS = "nv_trt_llm_request_metrics"
 _KV_CACHE = "nv_trt_llm_kv_cache_block_metrics"
 _ENGINE = "trident_engine_info"
+MOST = 2**31
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class PageLoad:
 
 
 def read(page: str) -> PageLoad:
-    """The load in the page; zeros where it says nothing. Raises ValueError for a page that is none."""
+    """The load in the page; zeros where it says nothing. Raises ValueError for a page that is none, or that says what
+    cannot be."""
     # The page is large and nearly all of it is about something else: the parser sees these families only.
     lines = [line for line in page.splitlines() if line.startswith((_REQUESTS, _KV_CACHE, _ENGINE))]
     values: dict[tuple[str, str], float] = defaultdict(float)
@@ -35,6 +37,9 @@ def read(page: str) -> PageLoad:
             kind = sample.labels.get("request_type") or sample.labels.get("kv_cache_block_type") or ""
             values[sample.name, kind] += sample.value
             engine = sample.labels.get("manifest_sha256", engine)
+    for (name, kind), value in values.items():
+        if not 0 <= value < MOST:  # as NaN is not
+            raise ValueError(f"{name}, {kind}: got {value}; allowed is 0 or more, below {MOST}")
     return PageLoad(
         running=int(values[_REQUESTS, "scheduled"]),
         waiting=int(values[_REQUESTS, "waiting"]),

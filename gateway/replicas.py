@@ -25,6 +25,7 @@ from clients.discovery import Discovery, source
 from clients.failures import RetryHint, from_rpc
 from clients.health import Health, HealthPolicy
 from clients.picks import Ask
+from clients.protobuf import WireError
 from clients.retries import NO_RETRY, RetryBudget, RetryPolicy, RetrySchedule
 from clients.token_stream import TokenStream
 from contract.errors import EngineFailed, TridentError, Unavailable
@@ -269,7 +270,7 @@ class Replicas:
             ok = status.read_flag(await replica.ask(question.method, question.payload, self._health.timeout_s))
             if ok and self._settings.deep_probes:
                 digest = await self.deep_probe(replica)
-        except TridentError as error:
+        except (TridentError, WireError) as error:
             _LOG.warning("replica %s failed its probe: %s", replica.url, error)
             ok = False
         replica.deep_digest = digest
@@ -304,7 +305,11 @@ class Replicas:
             return
         try:
             async with self._http.get(replica.metrics_url) as answer:
-                page = await answer.content.read(MAX_PAGE_BYTES)
+                page = b""
+                async for part in answer.content.iter_any():
+                    page += part
+                    if len(page) > MAX_PAGE_BYTES:
+                        raise ValueError(f"it is larger than {MAX_PAGE_BYTES} bytes")
                 replica.page = load_page.read(page.decode()) if answer.status == 200 else PageLoad()
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as exc:
             _LOG.debug("replica %s: its metrics cannot be read: %s", replica.url, exc)

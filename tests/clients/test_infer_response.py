@@ -162,3 +162,11 @@ def test_an_output_of_another_type_is_named() -> None:
     answer.infer_response.raw_output_contents.append(b"\1\0\0\0")
     with pytest.raises(protobuf.WireError, match="text_output: the server sends it as INT32"):
         infer_response.ResponseDecoder().decode(answer.SerializeToString())
+
+
+@pytest.mark.parametrize("name", ["num_input_tokens", "num_output_tokens", "num_cached_tokens"])
+def test_fewer_tokens_than_none_are_no_usage(name: str) -> None:
+    counts = {"num_input_tokens": [3], "num_output_tokens": [1], "num_cached_tokens": [0]} | {name: [-1]}
+    data = response({"text_output": ["a"], "finish_reason": ["stop"], **counts}, final=True)
+    with pytest.raises(protobuf.WireError, match="usage"):
+        infer_response.ResponseDecoder().decode(data)

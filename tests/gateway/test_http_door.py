@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import AsyncIterator
 
 import pytest
 
 from contract.errors import Unauthenticated
 from gateway.admission import Shares
 from gateway.permit import Tenant
-from tests.fakes.replica import FakeReplica, Script
+from tests.fakes.replica import FakeReplica, Script, final_only
 from tests.gateway.running import Running, gateway, until
 
 pytestmark = pytest.mark.slow
@@ -335,3 +336,14 @@ async def test_the_published_schema_describes_what_is_served():
             reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
             schema = document["components"]["schemas"][reference.rpartition("/")[2]]
             assert schema["additionalProperties"] is False and "model" in schema["required"]
+
+
+async def test_an_answer_without_an_end_is_an_error_and_not_an_answer_without_choices():
+    async with FakeReplica(lambda seen: Script(())) as replica, gateway(replica) as running:
+        replica.generate = lambda seen, context, asked: only_the_flag(seen.id)
+        status, _, body = await running.post(COMPLETIONS, ASKED)
+        assert status == 500 and "without saying why" in body["error"]["message"]
+
+
+async def only_the_flag(request_id: str) -> AsyncIterator[bytes]:
+    yield final_only(request_id, "ensemble")

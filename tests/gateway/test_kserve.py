@@ -8,11 +8,12 @@ import queue
 import grpc
 import numpy as np
 import pytest
-from tritonclient.grpc import InferInput, service_pb2
+from tritonclient.grpc import InferInput, InferRequestedOutput, service_pb2
 from tritonclient.grpc import aio as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from clients import NO_RETRY, AsyncClient
+from contract import tensors
 from contract.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -22,12 +23,14 @@ from contract.errors import (
     Unauthenticated,
     Unavailable,
 )
+from contract.generation import FinishReason
 from gateway import kserve
 from gateway.permit import Tenant
-from tests.fakes.replica import FakeReplica, Script
+from tests.fakes.replica import FakeReplica, Script, content
 from tests.gateway.running import Running, gateway, until
 
 pytestmark = pytest.mark.slow
+CODE = 'trident_gateway_requests_total{code="%s",door="grpc",operation="text_completion"}'
 
 
 def inputs(prompt: str, max_tokens: int, **more: object) -> list[InferInput]:
@@ -353,3 +356,89 @@ async def test_what_admission_says_comes_as_metadata_before_the_answer_and_as_tr
         trailers = dict(refused.value.trailing_metadata())
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert trailers["x-ratelimit-remaining-requests"] == "0" and int(trailers["retry-after-ms"]) > 1000
+
+
+class Broken(FakeReplica):
+    """Answers every request with these messages, whatever they are."""
+
+    def __init__(self, *messages: bytes) -> None:
+        super().__init__()
+        self.messages = messages
+
+    async def generate(self, seen, context, asked_empty_final):
+        for message in self.messages:
+            yield message
+
+
+def said(text: str, final: bool = False, reason: FinishReason | None = None) -> bytes:
+    texts = [text] if text else []
+    return content("r1", "ensemble", 0, texts, reason, Script(), range(len(tensors.ENSEMBLE_OUTPUTS)), 3, final)
+
+
+async def test_an_answer_that_ends_in_the_middle_is_not_passed_on_as_a_whole_one():
+    async with Broken(said(" a"), said(" b")) as replica, gateway(replica) as running, ours(running) as client:
+        got = []
+        with pytest.raises(Unavailable, match="closed the stream after 2 tokens"):
+            async for delta in client.generate("x"):
+                got.append(delta.text)
+        assert got == [" a", " b"]
+        assert (await running.metrics())[CODE % "UNAVAILABLE"] == 1
+
+
+@pytest.mark.parametrize("rubbish", [b"\xff\xff", b"\x12\xff\xff\xff\x7f"])
+async def test_what_cannot_be_read_is_not_passed_on_but_said_to_be_so(rubbish: bytes):
+    async with Broken(said(" a"), rubbish) as replica, gateway(replica) as running:
+        seen = await asked(running, {"request_id": "r1", "inputs": inputs("x", 2)})
+        assert seen[0] == ("r1", " a") and "EngineFailed: the server sent what we cannot read" in seen[1][1]
+        assert len(seen) == 2 and (await running.metrics())[CODE % "INTERNAL"] == 1
+
+
+async def test_nothing_is_passed_on_behind_the_end_of_an_answer():
+    end = said(" a", True, FinishReason.LENGTH)
+    async with Broken(end, said(" b"), end) as replica, gateway(replica) as running:
+        assert await asked(running, {"request_id": "r1", "inputs": inputs("x", 2)}) == [("r1", " a")]
+
+
+async def test_an_error_that_a_replica_says_in_band_is_counted_as_one():
+    async with FakeReplica(lambda seen: Script(refuse=EngineFailed("no"))) as replica, gateway(replica) as running:
+        await asked(running, {"inputs": inputs("x", 2)})
+        assert (await running.metrics())[CODE % "INTERNAL"] == 1
+
+
+async def test_whoever_asks_for_the_text_alone_pays_for_every_token_and_gets_the_text_alone():
+    script = Script(tuple(" a" for _ in range(50)), tokens_per_response=25)
+    async with FakeReplica(lambda seen: script) as replica, gateway(replica) as running:
+        outputs = [InferRequestedOutput("text_output")]
+        names = []
+
+        async def iterate():
+            yield {"model_name": "ensemble", "inputs": inputs("x", 50), "outputs": outputs}
+
+        async with triton.InferenceServerClient(running.grpc_url) as client:
+            async for result, error in client.stream_infer(iterate()):
+                assert error is None and result.as_numpy("text_output").flatten()[0] == b" a" * 25
+                names.append({output.name for output in result.get_response().outputs})
+        assert len(names) == 2 and not any(kserve.COUNTS & seen for seen in names)
+        page = await running.metrics()
+        assert page['trident_gateway_tokens_total{direction="output",tenant="anonymous"}'] == 50
+        assert page['trident_gateway_generations_total{end="stop",pool=""}'] == 1
+
+
+def test_outputs_can_be_taken_out_of_a_response():
+    left = service_pb2.ModelStreamInferResponse.FromString(kserve.without_outputs(said(" a"), kserve.COUNTS))
+    names = [output.name for output in left.infer_response.outputs]
+    assert not kserve.COUNTS & set(names)
+    assert len(left.infer_response.raw_output_contents) == len(names)
+    assert left.infer_response.raw_output_contents[names.index("text_output")] == b"\2\0\0\0 a"
+
+
+async def test_metadata_comes_from_a_replica_that_answers():
+    async with FakeReplica() as one, FakeReplica() as two, gateway(one, two, probe_interval_s=60.0) as running:
+        await until(lambda: len(running.service.replicas.fit()) == 2)
+        async with triton.InferenceServerClient(running.grpc_url) as client:
+            for dead in (one, two):
+                await dead.stop()
+                if dead is one:
+                    assert (await client.get_model_metadata("ensemble")).name == "ensemble"
+            with pytest.raises(InferenceServerException, match="UNAVAILABLE"):
+                await client.get_model_metadata("ensemble")

@@ -25,3 +25,15 @@ def test_a_page_without_them_says_nothing_and_a_broken_one_is_no_page():
     assert read("") == PageLoad() and read("a_metric 1\n") == PageLoad()
     with pytest.raises(ValueError):
         read('nv_trt_llm_request_metrics{request_type="waiting"} many\n')
+
+
+@pytest.mark.parametrize("value", ["+Inf", "-Inf", "NaN", "-1", "1e300"])
+def test_a_page_that_says_what_cannot_be_is_no_page(value: str):
+    for family in (
+        'nv_trt_llm_request_metrics{request_type="waiting"}',
+        'nv_trt_llm_request_metrics{request_type="max"}',
+    ):
+        with pytest.raises(ValueError, match="nv_trt_llm_request_metrics"):
+            read(f"{family} {value}\n")
+    with pytest.raises(ValueError, match="fraction"):
+        read(f'nv_trt_llm_kv_cache_block_metrics{{kv_cache_block_type="fraction"}} {value}\n')

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
 import aiohttp
+import grpc
+import grpc.aio
 import pytest
 
 from contract.errors import EngineFailed
@@ -118,3 +123,49 @@ async def test_a_canary_gets_its_share():
             for _ in range(30):
                 await running.post("/v1/completions", ASKED)
             assert canary.counts.started > 3 and stable.counts.started > 3
+
+
+async def test_a_page_that_comes_in_pieces_is_read_whole_and_one_without_end_is_not():
+    endless = False
+
+    async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+            for _ in range(10_000 if endless else 3):
+                writer.write(b"# nothing\n" * 1000)
+                await writer.drain()
+                await asyncio.sleep(0 if endless else 0.02)
+            writer.write(b'nv_trt_llm_request_metrics{request_type="max"} 7\n')
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(page, "127.0.0.1", 0)
+    async with FakeReplica() as replica, server:
+        replica.metrics_url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/metrics"
+        async with gateway(replica) as running:
+            [known] = running.service.replicas.all()
+            await until(lambda: known.page.max_running == 7)
+            endless = True
+            await until(lambda: known.page.max_running == 0, 30.0)
+
+
+async def test_a_replica_that_answers_probes_with_rubbish_is_out_and_harms_nobody():
+    answer = b"\xff\xff"
+
+    async def ready(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return answer
+
+    handler = {"ModelReady": grpc.unary_unary_rpc_method_handler(ready)}
+    bad = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    bad.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handler),))
+    url = f"127.0.0.1:{bad.add_insecure_port('127.0.0.1:0')}"
+    await bad.start()
+    try:
+        async with FakeReplica() as good:
+            async with gateway(good, replicas=f"{good.url},{url}", probe_interval_s=0.02) as running:
+                await until(lambda: [one.url for one in running.service.replicas.fit()] == [good.url], 30.0)
+                answer = b"\x08\x01"
+                await until(lambda: len(running.service.replicas.fit()) == 2, 30.0)
+    finally:
+        await bad.stop(None)
