@@ -132,7 +132,10 @@ class Generation:
     def sweep(self, now_s: float) -> None:
         patience_s = self._service.settings.idle_timeout_s
         if self._waiting_since_s and now_s - self._waiting_since_s > patience_s:
-            self.cut(DeadlineExceeded(f"the engine was silent for {patience_s:g} s"))
+            silent = DeadlineExceeded(f"the engine was silent for {patience_s:g} s")
+            if self._door is not None:
+                self._door.was_silent(silent)
+            self.cut(silent)
 
     def cut(self, error: TridentError) -> None:
         """Ends it with ``error``, for its reader to see; the engine is freed at once."""

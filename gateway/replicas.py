@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from clients.picks import Ask
 from clients.protobuf import WireError
 from clients.retries import NO_RETRY, RetryBudget, RetryPolicy, RetrySchedule
 from clients.token_stream import TokenStream
-from contract.errors import EngineFailed, TridentError, Unavailable
+from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavailable
 from contract.generation import GenerationRequest, SamplingParams
 from contract.load import ReplicaLoad
 from gateway import load_page, routing
@@ -323,18 +324,24 @@ class Door:
         self._replicas, self._ask, self._pinned = replicas, ask, pinned
         self._traceparent, self._payload = traceparent, payload
         self._tried: frozenset[str] = frozenset()
+        self._latest: Replica | None = None
         self.replica = self.pool = ""  # where the latest attempt went
         self.picked: Callable[[], None] = lambda: None  # called when that is known
 
     async def open(self, asked: GenerationRequest, left_s: float) -> Call:
         replica = self._replicas.choose(self._ask, self._pinned, self._tried)
         self._tried |= {replica.url}
-        self.replica, self.pool = replica.url, replica.pool
+        self._latest, self.replica, self.pool = replica, replica.url, replica.pool
         self.picked()
         return Call(self._replicas, replica, asked, left_s, self._traceparent, self._payload)
 
     def has_alternative(self) -> bool:
         return self._replicas.has_untried(self._pinned, self._tried)
+
+    def was_silent(self, error: DeadlineExceeded) -> None:
+        """The latest replica said nothing for longer than any may, and is left for it."""
+        if self._latest is not None:
+            self._replicas.observe(self._latest, error, math.inf)
 
 
 class Call:

@@ -10,7 +10,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from contract.errors import EngineFailed
+from clients import NO_RETRY, AsyncClient
+from contract.errors import DeadlineExceeded, EngineFailed
 from gateway.health import BreakerState, token_digest
 from gateway.permit import Tenant
 from tests.fakes.replica import FakeReplica, Script
@@ -23,7 +24,7 @@ ASKED = {"model": "demo", "prompt": "one two", "max_tokens": 2}
 
 async def test_a_request_goes_to_another_replica_when_one_dies_before_its_first_token():
     async with FakeReplica(lambda seen: Script((" a",), status_after=0)) as bad, FakeReplica() as good:
-        async with gateway(bad, good) as running:
+        async with gateway(bad, good, routing="round_robin") as running:
             for _ in range(8):
                 status, _, body = await running.post("/v1/completions", ASKED)
                 assert status == 200 and body["choices"][0]["text"] == " one two"
@@ -169,3 +170,20 @@ async def test_a_replica_that_answers_probes_with_rubbish_is_out_and_harms_nobod
                 await until(lambda: len(running.service.replicas.fit()) == 2, 30.0)
     finally:
         await bad.stop(None)
+
+
+@pytest.mark.parametrize("begun", [0, 1])
+async def test_the_breaker_opens_for_a_replica_that_falls_silent_at_either_door(begun: int):
+    async with FakeReplica(lambda seen: Script((" a", " b"), stall_after=begun)) as replica:
+        async with gateway(replica, idle_timeout_s=0.1, breaker_failures=2, breaker_open_s=60.0) as running:
+            [known] = running.service.replicas.all()
+            async with aiohttp.ClientSession() as session:
+                async with session.post(running.base_url + "/v1/completions", json={**ASKED, "stream": True}) as said:
+                    assert "silent" in await said.text()
+            assert known.breaker.state is BreakerState.CLOSED and known.breaker.failures == 1
+            async with AsyncClient(running.grpc_url, retry=NO_RETRY) as client:
+                with pytest.raises(DeadlineExceeded, match="silent"):
+                    async for _ in client.generate("x", max_tokens=2):
+                        pass
+            assert known.breaker.state is BreakerState.OPEN
+            assert (await running.post("/v1/completions", ASKED))[0] == 503
