@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 import grpc
 
@@ -12,6 +13,17 @@ from clients.connection import DEFAULT_TIMEOUT_S
 from clients.failures import RetryHint
 from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavailable
 from contract.generation import FinishReason, GenerationRequest, TokenDelta
+
+
+def read(decode: Callable[[bytes], tuple[TokenDelta | None, bool, str]], data: bytes) -> tuple[TokenDelta | None, bool]:
+    """(the delta in one message or None, whether it is the last). Raises the error it carries instead."""
+    try:
+        delta, final, message = decode(data)
+    except protobuf.WireError as exc:
+        raise EngineFailed(f"the server sent what we cannot read: {exc}") from exc
+    if message:
+        raise failures.from_error_message(message)
+    return delta, final
 
 
 class Answer:
@@ -45,12 +57,7 @@ class Answer:
 
     def take(self, data: bytes) -> TokenDelta | None:
         """The delta in one message, None if it carries none. Raises the error it carries instead."""
-        try:
-            delta, final, message = self._decode(data)
-        except protobuf.WireError as exc:
-            raise EngineFailed(f"the server sent what we cannot read: {exc}") from exc
-        if message:
-            raise failures.from_error_message(message)
+        delta, final = read(self._decode, data)
         if delta is None:
             self.whole = self.whole or final
             return None

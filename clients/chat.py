@@ -11,7 +11,7 @@ from typing import Any
 from clients import exits, terminal
 from clients.async_client import AsyncClient
 from clients.latency import Stopwatch
-from contract.errors import TridentError
+from contract.errors import InvalidArgument, TridentError
 from contract.generation import TokenDelta
 
 _HELP = """\
@@ -42,6 +42,8 @@ def converse(client: AsyncClient, system: str, asked: dict[str, Any], stats: boo
                     return exits.INTERRUPTED
                 print("\n(/quit or Ctrl-D leaves)", file=sys.stderr)
                 continue
+            except UnicodeDecodeError as exc:
+                raise InvalidArgument("messages", f"standard input is not UTF-8 text: {exc}") from exc
             if not line:
                 continue
             if line.startswith("/"):

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.experimental
 
-from clients import failures, infer_request, infer_response, request, status
+from clients import answer, failures, infer_request, infer_response, request, status
 from clients.blocking_stream import BlockingStream
 from clients.completion import Completion
 from clients.connection import DEFAULT_MODEL, TLS, Connection, connection, trace_context
@@ -92,14 +92,14 @@ class Client(Generations[BlockingStream]):
     def stop(self, request_id: str, timeout_s: float = 5.0) -> None:
         """Ends a running request of anybody by its id, in the engine; unknown ids are ignored there."""
         call = self._opened().unary_stream(infer_request.GENERATE)(
-            infer_request.stop(request_id), timeout=timeout_s, metadata=self.connection.call_metadata(request_id)
+            infer_request.stop(request.sendable_id(request_id)),
+            timeout=timeout_s,
+            metadata=self.connection.call_metadata(request_id),
         )
-        decoder = infer_response.ResponseDecoder()
+        decode = infer_response.ResponseDecoder().decode
         try:
             for data in call:
-                _, _, message = decoder.decode(data)
-                if message:
-                    raise failures.from_error_message(message)
+                answer.read(decode, data)
         except grpc.RpcError as exc:
             raise self._translated(exc) from exc
 

@@ -96,7 +96,7 @@ def _connection_options() -> argparse.ArgumentParser:
     group.add_argument("--url", help=f"HOST:PORT of the server's gRPC door (default: $TRIDENT_URL or {DEFAULT_URL})")
     group.add_argument("--model", default=DEFAULT_MODEL, help="the model to ask (default: %(default)s)")
     group.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="give up, and cancel the server's work, after so long"
+        "--timeout", type=_seconds, metavar="SECONDS", help="give up, and cancel the server's work, after so long"
     )
     group.add_argument(
         "--retries", type=int, default=3, metavar="N", help="tries again before the first token (default: %(default)s)"
@@ -141,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     # gRPC's core writes a log of its own to stderr, in the middle of the text; its errors reach us as exceptions.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # Whoever starts us may have closed either.
+    sys.stdin, sys.stdout = sys.stdin or open(os.devnull), sys.stdout or open(os.devnull, "w")
     # A terminal that cannot show a character shows a substitute.
     sys.stdout.reconfigure(errors="replace")
     arguments = with_verb(list(sys.argv[1:] if argv is None else argv))
@@ -159,6 +161,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         terminal.forget_stdout()
         return exits.PIPE_CLOSED
+    except OSError as error:  # a full disk, a terminal that is gone; what goes wrong on the network is a TridentError
+        terminal.forget_stdout()
+        print(f"error: standard input or output: {error.strerror}", file=sys.stderr)
+        return exits.NO_OUTPUT
 
 
 def with_verb(argv: list[str]) -> list[str]:
@@ -176,10 +182,17 @@ def with_verb(argv: list[str]) -> list[str]:
     return ["generate", *argv] if argv else []
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 86_400:
+        raise argparse.ArgumentTypeError(f"got {text}; allowed is more than 0, at most 86400")
+    return value
+
+
 def client_for(args: argparse.Namespace) -> AsyncClient:
     """The client the connection options describe."""
     tls = None
-    if args.tls or args.tls_root or args.tls_cert or args.tls_key:
+    if args.tls or args.tls_root or args.tls_cert or args.tls_key or args.tls_name:
         tls = TLS(args.tls_root, args.tls_cert, args.tls_key, args.tls_name)
     headers = []
     for header in args.header:

@@ -52,11 +52,13 @@ class TLS:
     server_name: str = ""
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises InvalidArgument for a file that cannot be read, or a certificate without its key."""
+        """Raises InvalidArgument for a file that cannot be read or is no PEM, or a certificate without its key."""
         if (self.cert is None) != (self.key is None):
             raise InvalidArgument("tls", "cert and key go together; set both for mutual TLS, or neither")
         return grpc.ssl_channel_credentials(
-            _pem("tls.root", self.root), _pem("tls.key", self.key), _pem("tls.cert", self.cert)
+            _pem("tls.root", self.root, b"CERTIFICATE"),
+            _pem("tls.key", self.key, b"PRIVATE KEY"),
+            _pem("tls.cert", self.cert, b"CERTIFICATE"),
         )
 
 
@@ -80,6 +82,9 @@ class Connection:
         for key, value in self.metadata:
             if not re.fullmatch(r"[0-9a-z_.-]+", key):
                 raise InvalidArgument("metadata", f"got the key {key!r}; gRPC allows a-z, 0-9, '_', '-' and '.'")
+            if key.startswith("grpc-") or key.endswith("-bin"):
+                problem = f"got the key {key!r}; gRPC keeps 'grpc-…' for itself and '…-bin' for bytes"
+                raise InvalidArgument("metadata", problem)
             if not sendable(value):
                 raise InvalidArgument("metadata", f"the value of {key!r} has characters that are not printable ASCII")
         if not sendable(self.api_key):
@@ -111,7 +116,9 @@ def connection(
         return url
     pairs = metadata.items() if isinstance(metadata, Mapping) else metadata
     secure = TLS() if tls is True else tls or None
-    return Connection(url or os.environ.get("TRIDENT_URL") or DEFAULT_URL, secure, api_key, tuple(pairs))
+    # An empty url is a mistake; an empty variable is one that is not set.
+    where = (os.environ.get("TRIDENT_URL") or DEFAULT_URL) if url is None else url
+    return Connection(where, secure, api_key, tuple(pairs))
 
 
 def sendable(value: str) -> bool:
@@ -136,10 +143,14 @@ def new_traceparent() -> str:
     return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"
 
 
-def _pem(field: str, path: str | Path | None) -> bytes | None:
+def _pem(field: str, path: str | Path | None, kind: bytes) -> bytes | None:
     if path is None:
         return None
     try:
-        return Path(path).read_bytes()
+        data = Path(path).read_bytes()
     except OSError as exc:
         raise InvalidArgument(field, f"cannot read {str(path)!r}: {exc.strerror}") from exc
+    # gRPC takes anything, and says of what it cannot use only that no connection comes about.
+    if not re.search(rb"-----BEGIN [A-Z ]*" + kind, data):
+        raise InvalidArgument(field, f"there is no {kind.decode().lower()} in {str(path)!r}; allowed is a PEM file")
+    return data

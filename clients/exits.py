@@ -7,6 +7,7 @@ from contract.errors import TridentError
 
 OK = 0
 CUT_SHORT = 8
+NO_OUTPUT = 9
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 PIPE_CLOSED = 141  # 128 + SIGPIPE
 
@@ -32,5 +33,6 @@ def table() -> str:
     """The codes as lines for --help."""
     lines = [f"  {OK:>3}  the text is complete (or --cancel-after was reached)"]
     lines += [f"  {code:>3}  {meaning}" for _, code, meaning in sorted(_CODES, key=lambda row: row[1]) if meaning]
+    lines += [f"  {NO_OUTPUT:>3}  our output cannot be written"]
     lines += [f"  {INTERRUPTED:>3}  Ctrl-C", f"  {PIPE_CLOSED:>3}  the reader of our output went away"]
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -48,6 +49,10 @@ _TRITON_PHRASES: tuple[tuple[re.Pattern[str], type[TridentError]], ...] = tuple(
         (r"missing .*input|input .* (must|dims)|(failed|unable) to parse|invalid argument", InvalidArgument),
     )
 )
+
+
+# How gRPC says that there was no connection to send anything over.
+_UNCONNECTED = ("failed to connect", "DNS resolution failed", "errors resolving")
 
 
 @dataclass(frozen=True)
@@ -128,8 +133,7 @@ def _from_words(text: str, fallback: type[TridentError]) -> TridentError:
 
 def never_reached(code: grpc.StatusCode, details: str) -> bool:
     """Whether a call failed before anything of it was sent."""
-    unconnected = "failed to connect" in details or "DNS resolution failed" in details
-    return code is grpc.StatusCode.UNAVAILABLE and unconnected
+    return code is grpc.StatusCode.UNAVAILABLE and any(words in details for words in _UNCONNECTED)
 
 
 def _short(details: str) -> str:
@@ -139,6 +143,7 @@ def _short(details: str) -> str:
 
 def _number(value: str | bytes) -> float | None:
     try:
-        return float(value)
+        number = float(value)
     except ValueError:
         return None
+    return number if math.isfinite(number) else None

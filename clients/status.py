@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from clients import protobuf
+from contract.errors import EngineFailed
 
 _SERVICE = "/inference.GRPCInferenceService"
 # What our repository holds, for servers that do not let us read their index.
@@ -57,7 +58,10 @@ def health_questions(model: str) -> list[Question]:
 
 def read_flag(answer: bytes) -> bool:
     """The one bool of ServerLive, ServerReady and ModelReady."""
-    return dict(protobuf.fields(answer)).get(1) == 1
+    try:
+        return dict(protobuf.fields(answer)).get(1) == 1
+    except protobuf.WireError as exc:
+        raise EngineFailed(f"the server sent what we cannot read: {exc}") from exc
 
 
 def read_health(url: str, model: str, answers: list[bytes]) -> Health:
@@ -67,8 +71,11 @@ def read_health(url: str, model: str, answers: list[bytes]) -> Health:
 def read_models(answer: bytes) -> list[Model]:
     """RepositoryIndexResponse{1: Model{1: name, 2: version, 3: state, 4: reason}}."""
     models = []
-    for number, value in protobuf.fields(answer):
-        if number == 1:
-            parts = {key: data.decode() for key, data in protobuf.fields(value)}
-            models.append(Model(*(parts.get(key, "") for key in (1, 2, 3, 4))))
+    try:
+        for number, value in protobuf.fields(answer):
+            if number == 1:
+                parts = {key: data.decode() for key, data in protobuf.fields(value)}
+                models.append(Model(*(parts.get(key, "") for key in (1, 2, 3, 4))))
+    except (protobuf.WireError, AttributeError, TypeError, UnicodeDecodeError) as exc:
+        raise EngineFailed(f"the server sent what we cannot read: {exc}") from exc
     return models

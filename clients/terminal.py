@@ -58,14 +58,14 @@ def delta_object(delta: TokenDelta, stream: TokenStream, watch: Stopwatch) -> di
         }
         shown["usage"] = dataclasses.asdict(delta.usage) if delta.usage else None
         shown["timings"] = dataclasses.asdict(delta.timings) if delta.timings else None
-        shown |= {"ttft_s": watch.ttft_s, "total_s": watch.total_s}
+        shown |= {"ttft_s": watch.ttft_s if stream.request.stream else None, "total_s": watch.total_s}
     return shown
 
 
 def figures(stream: TokenStream, watch: Stopwatch, last: TokenDelta, cut: bool = False) -> str:
     """Two lines about a stream: how fast, and how much."""
     fast = []
-    if watch.ttft_s is not None:
+    if watch.ttft_s is not None and stream.request.stream:
         fast.append(f"first token {ms(watch.ttft_s)}")
     if (half := watch.inter_token_s(0.5)) is not None:
         fast.append(f"between tokens p50 {ms(half)}, p99 {ms(watch.inter_token_s(0.99))}")

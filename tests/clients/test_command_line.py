@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clients import command_line, exits
+from clients import TLS, command_line, exits
 from contract import errors
 from contract.errors import BY_NAME, TridentError
 from contract.generation import FinishReason
@@ -74,6 +74,32 @@ def test_a_pipe_that_is_not_text_is_refused(threaded_replica) -> None:
     assert done.returncode == 2 and b"prompt: standard input is not UTF-8 text" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("redirected", "arguments", "code", "said"),
+    [
+        (">&-", "x", 0, ""),
+        (">/dev/full", "x", 9, "error: standard input or output: No space left on device"),
+        (">/dev/full", "health", 9, "error: standard input or output: No space left on device"),
+        ("<&-", "", 2, "text_input: the prompt is empty"),
+        ("<&-", "chat", 0, ""),
+    ],
+)
+def test_streams_that_are_closed_or_full_are_no_traceback(
+    threaded_replica, redirected: str, arguments: str, code: int, said: str
+) -> None:
+    shell = f"{sys.executable} -m clients {arguments} --url {threaded_replica.url} {redirected}"
+    done = subprocess.run(shell, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == code and said in done.stderr
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+def test_a_chat_line_that_is_not_text_is_refused(threaded_replica) -> None:
+    command = [sys.executable, "-m", "clients", "chat", "--url", threaded_replica.url]
+    strict = os.environ | {"PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(command, cwd=ROOT, env=strict, input=b"a\n\xff\n", capture_output=True, timeout=60)
+    assert done.returncode == 2 and b"messages: standard input is not UTF-8 text" in done.stderr
+
+
 def test_a_terminal_without_the_characters_shows_substitutes(threaded_replica, playlist) -> None:
     playlist.set(Script(("h\u00e4",)))
     done = run(threaded_replica, "x", PYTHONIOENCODING="ascii")
@@ -103,6 +129,13 @@ def test_json_gives_one_object_per_response_and_all_on_the_last(threaded_replica
     assert objects[-1]["timings"]["first_token_ns"] == 3_000
     whole = run(threaded_replica, "one two", "--max-tokens", "3", "--json", "--no-stream")
     assert [json.loads(line)["text"] for line in whole.stdout.splitlines()] == [" one two one"]
+
+
+def test_an_answer_that_comes_whole_has_no_time_to_its_first_token(threaded_replica) -> None:
+    done = run(threaded_replica, "one two", "--max-tokens", "3", "--json", "--stats", "--no-stream")
+    last = json.loads(done.stdout)
+    assert last["ttft_s"] is None and last["total_s"] > 0
+    assert "first token" not in done.stderr and "3 new tokens" in done.stderr
 
 
 def test_cancel_after_ends_early_and_well(threaded_replica, playlist) -> None:
@@ -155,11 +188,29 @@ def test_every_error_has_a_code_and_help_shows_it() -> None:
         (["x", "--header", "novalue"], "--header: got 'novalue'; allowed is NAME=VALUE"),
         (["x", "--retries", "-1"], "--retries: got -1"),
         (["x", "--url", "http://a:1"], "url: got 'http://a:1'"),
+        (["x", "--url", ""], "url: got ''"),
+        (["x", "--header", "x-bin=1"], "metadata: got the key 'x-bin'"),
+        (["x", "--tls-root", __file__], "tls.root: there is no certificate in"),
+        (["stop", "\u00fc"], "request_id: got '\u00fc'; allowed are at most 256 printable ASCII characters"),
     ],
 )
 def test_bad_options_are_named(arguments: list[str], message: str, capsys) -> None:
     assert command_line.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "health", "models", "stop", "demo"])
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
+def test_a_time_that_is_none_is_refused_by_every_verb(verb: str, seconds: str, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command_line.main([verb, f"--timeout={seconds}", "x"])
+    assert ended.value.code == 2
+    assert "argument --timeout: " in capsys.readouterr().err
+
+
+def test_a_name_of_a_certificate_alone_does_not_mean_plain_text() -> None:
+    args = command_line.parser().parse_args(["health", "--tls-name", "server.test"])
+    assert command_line.client_for(args).connection.tls == TLS(server_name="server.test")
 
 
 def test_an_unknown_option_is_named(capsys) -> None:

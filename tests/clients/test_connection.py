@@ -50,11 +50,13 @@ def test_the_url_comes_from_the_argument_then_the_environment_then_the_default(m
     assert connection(None, None, "", ()).url == "elsewhere:9001"
     monkeypatch.delenv("TRIDENT_URL")
     assert connection(None, None, "", ()).url == "127.0.0.1:8001"
+    with pytest.raises(InvalidArgument, match="url: got ''"):
+        connection("", None, "", ())
     whole = Connection("here:1")
     assert connection(whole, None, "", ()) is whole
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "8001", "grpc://x:1"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "8001", "grpc://x:1", ""])
 def test_a_url_of_another_kind_is_refused_with_an_example(url: str) -> None:
     with pytest.raises(InvalidArgument, match="url: got .*; allowed is HOST:PORT of the server's gRPC door"):
         Connection(url)
@@ -64,6 +66,8 @@ def test_a_url_of_another_kind_is_refused_with_an_example(url: str) -> None:
     ("arguments", "message"),
     [
         ({"metadata": (("X-Tenant", "a"),)}, "metadata: got the key 'X-Tenant'"),
+        ({"metadata": (("x-tenant-bin", "a"),)}, "metadata: got the key 'x-tenant-bin'"),
+        ({"metadata": (("grpc-timeout", "1S"),)}, "metadata: got the key 'grpc-timeout'"),
         ({"metadata": (("x-tenant", "ä"),)}, "metadata: the value of 'x-tenant' has characters"),
         ({"api_key": "secret\n"}, "api_key: it has characters that are not printable ASCII"),
     ],
@@ -88,6 +92,8 @@ def test_a_certificate_without_its_key_and_a_missing_file_are_named(tmp_path) ->
         TLS(cert=CA).credentials()
     with pytest.raises(InvalidArgument, match="tls.root: cannot read '.*nope.pem': No such file"):
         TLS(root=tmp_path / "nope.pem").credentials()
+    with pytest.raises(InvalidArgument, match="tls.key: there is no private key in '.*ca.pem'; allowed is a PEM file"):
+        TLS(cert=CA, key=CA).credentials()
 
 
 def test_keepalive_is_set_and_grpcs_own_retries_are_off() -> None:

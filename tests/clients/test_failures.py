@@ -94,6 +94,12 @@ def test_a_server_that_cannot_be_reached_is_named_with_the_cause_alone() -> None
     assert str(error) == "cannot reach 127.0.0.1:1: UNKNOWN: ipv4:127.0.0.1:1: Connection refused"
 
 
+def test_a_name_that_does_not_resolve_is_a_server_that_was_not_reached() -> None:
+    details = "errors resolving nosuch:1: [field:hostname lookup error:address lookup failed: Domain name not found]"
+    assert failures.never_reached(grpc.StatusCode.UNAVAILABLE, details)
+    assert str(failures.from_rpc(grpc.StatusCode.UNAVAILABLE, details, "nosuch:1")).startswith("cannot reach nosuch:1")
+
+
 def test_a_field_survives_the_wire() -> None:
     error = failures.from_rpc(grpc.StatusCode.INVALID_ARGUMENT, "max_tokens: got 0; allowed is 1")
     assert (error.field, error.problem) == ("max_tokens", "got 0; allowed is 1")
@@ -104,7 +110,12 @@ def test_the_longest_wait_of_all_hints_is_taken() -> None:
     assert failures.retry_hint(trailers) == RetryHint(0.25)
 
 
-@pytest.mark.parametrize("pushback", ["-1", "soon"])
+def test_a_wait_without_end_is_no_hint() -> None:
+    assert failures.retry_hint([("retry-after-ms", "inf")]) == RetryHint()
+    assert failures.retry_hint([("retry-after-ms", "nan")]) == RetryHint()
+
+
+@pytest.mark.parametrize("pushback", ["-1", "soon", "inf"])
 def test_a_negative_or_unreadable_pushback_means_never(pushback: str) -> None:
     assert failures.retry_hint([("grpc-retry-pushback-ms", pushback)]).never
 
