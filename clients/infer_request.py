@@ -22,7 +22,8 @@ _NO_SAMPLING = SamplingParams()
 
 
 def generation(request: GenerationRequest, model: str, timeout_s: float | None = None, timings: bool = False) -> bytes:
-    """ModelInferRequest for the ensemble. What equals the contract's default is not sent.
+    """ModelInferRequest for the ensemble. What equals the contract's default is not sent, but for the temperature:
+    an ensemble that is told nothing is greedy (docs/decisions/0006), which is not what a temperature of 1 means.
 
     The counts of tokens are always asked for; ``timings`` asks for the engine's instants too. ``timeout_s`` is
     what is left of the deadline and goes as the parameter ``timeout`` in microseconds.
@@ -43,6 +44,7 @@ def generation(request: GenerationRequest, model: str, timeout_s: float | None =
         inputs.append(("skip_special_tokens", [False]))
     if request.json_schema is not None:
         inputs += [("guided_decoding_guide_type", ["json_schema"]), ("guided_decoding_guide", [request.json_schema])]
+    inputs.append(("temperature", [sampling.temperature]))
     if sampling != _NO_SAMPLING:
         for name, tensor in _SAMPLING_TENSORS:
             value = getattr(sampling, name)
@@ -59,7 +61,9 @@ def generation(request: GenerationRequest, model: str, timeout_s: float | None =
 
 
 _RENAMED = {"log_probs": "return_log_probs", "top_log_probs": "num_top_log_probs"}
-_SAMPLING_TENSORS = tuple((name, _RENAMED.get(name, name)) for name in SamplingParams.__dataclass_fields__)
+_SAMPLING_TENSORS = tuple(
+    (name, _RENAMED.get(name, name)) for name in SamplingParams.__dataclass_fields__ if name != "temperature"
+)
 
 
 def stop(request_id: str, model: str = "engine") -> bytes:

@@ -55,7 +55,7 @@ def doors(replica: Replica, engine_dir: Path, tmp_path_factory: pytest.TempPathF
         assert words[::2] == ["http", "grpc"], log.read_text()
         yield f"http://{words[1]}", words[3]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0, log.read_text()
+        assert process.wait(60) == 0, log.read_text()
         assert "Traceback" not in log.read_text()
     finally:
         process.kill()
@@ -86,6 +86,12 @@ def test_a_chat_counts_its_tokens_and_repeats_itself_with_a_seed(ask: openai.Ope
     assert one.id != two.id
     assert one.choices[0].message.content == two.choices[0].message.content
     assert 0 < one.usage.completion_tokens <= 16 and one.choices[0].finish_reason in ("stop", "length")
+
+
+@pytest.mark.parametrize("said", [{}, {"temperature": 1}])
+def test_a_temperature_of_one_samples_whether_it_is_said_or_not(ask: openai.OpenAI, said: dict):
+    done = ask.chat.completions.create(model="demo", messages=CHAT, max_tokens=16, n=8, seed=1, **said)
+    assert len({choice.message.content for choice in done.choices}) > 1
 
 
 def test_log_probs_spell_the_answer(ask: openai.OpenAI):
