@@ -1,6 +1,7 @@
-"""One HTTP connection, kept from abuse: headers must come soon and be few, and a stalled reader can be thrown out.
+"""One HTTP connection, kept from abuse: headers must come soon and be few, a stalled reader can be thrown out, whoever
+sends ahead is heard when it leaves, and a body is never taken for the next request.
 
-uvicorn leaves these three to whoever stands in front of it; nobody does here.
+uvicorn leaves these to whoever stands in front of it; nobody does here.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway import refusal
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 100
+MAX_AHEAD = 16  # requests that a caller may send before the first of them is answered ...
+MAX_AHEAD_BYTES = 64 * 1024  # ... and what may be read of the last one's body
 LINGER_S = 1.0  # how long a refused caller may still send
 
 
@@ -24,24 +28,49 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._header_bytes = self._header_count = self._unfinished = 0
-        self._refused = False
+        self._refused = self._declining = False
         self._patience: asyncio.TimerHandle | None = None
+        self._asked: list[RequestResponseCycle] = []
         super().connection_made(transport)
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._got_headers()
+        for cycle in self._unanswered():  # uvicorn tells the last one only
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if not self._refused:
             if self._patience is None and (self.cycle is None or self.cycle.response_complete):
                 self._expect_headers()  # the first bytes of a further request
-            super().data_received(data)
+            self._unset_keepalive_if_required()
+            self._read(data)
             if self._patience is not None and not self._refused:  # all of it was headers, one without an end perhaps
                 self._unfinished += len(data)
                 if self._unfinished > MAX_HEADER_BYTES:
                     self._too_many()
+
+    def _read(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stopped:
+            if self._declining:
+                # The parser takes an offer of another protocol for the end of the request, and what follows, its body
+                # perhaps, for another one. Nothing else is spoken here: it is read again, without the offer.
+                head = self._head_without_offer()
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+                self._read(head + data[stopped.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _head_without_offer(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -58,15 +87,23 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._got_headers()
-        if not self._refused:
+        self._declining = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if not self._refused and not self._declining:
             super().on_headers_complete()
+            self._asked = [*self._unanswered(), self.cycle]
+            if len(self._asked) > MAX_AHEAD:
+                self.transport.abort()
+            elif len(self._asked) > 1:
+                self.flow.resume_reading()  # uvicorn stops here, and would not hear the caller leave
 
     def on_body(self, body: bytes) -> None:
         if not self._refused:
             super().on_body(body)
+            if len(self.cycle.body) > MAX_AHEAD_BYTES and len(self._unanswered()) > 1:
+                self.transport.abort()
 
     def on_message_complete(self) -> None:
-        if not self._refused:
+        if not self._refused and not self._declining:
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -81,6 +118,9 @@ class Connection(HttpToolsProtocol):
     def _too_many(self) -> None:
         said = f"allowed are {MAX_HEADERS} headers of {MAX_HEADER_BYTES} bytes together"
         self._refuse(431, said, "headers_too_large")
+
+    def _unanswered(self) -> list[RequestResponseCycle]:
+        return [cycle for cycle in self._asked if not cycle.response_complete]
 
     def _expect_headers(self) -> None:
         self._got_headers()

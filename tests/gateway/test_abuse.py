@@ -135,6 +135,51 @@ async def test_a_smuggled_second_request_is_never_answered():
         assert answer.count(b"HTTP/1.1 200 OK") == 3
 
 
+@pytest.mark.parametrize("apart", [False, True])
+async def test_an_offer_of_another_protocol_is_declined_and_its_body_is_no_second_request(apart: bool):
+    """Java's own HTTP client offers HTTP/2 with its first request, whatever that carries."""
+    offer = b"connection: Upgrade, HTTP2-Settings, close\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+    inner = b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with unharmed() as running:
+        for body, status in ((BODY, 200), (inner, 400)):
+            head = LINE + offer + b"content-length: %d\r\n\r\n" % len(body)
+            reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+            writer.write(head if apart else head + body)
+            await writer.drain()
+            if apart:
+                await asyncio.sleep(0.05)  # so that they most likely arrive apart; together they must do as well
+                writer.write(body)
+            answer = await asyncio.wait_for(reader.read(), 30)
+            writer.close()
+            assert answer.startswith(b"HTTP/1.1 %d " % status) and answer.count(b"HTTP/1.1 ") == 1
+            assert b"trident_gateway" not in answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_sends_ahead_and_leaves_frees_the_replica(stream: bool):
+    replica = FakeReplica(lambda seen: Script((" a",), stall_after=0))
+    async with replica, gateway(replica) as running:
+        body = json.dumps({**ASKED, "stream": stream}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(
+            LINE + b"content-length: %d\r\n\r\n" % len(body) + body + b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+        )
+        await until(lambda: replica.counts.running == 1)
+        writer.close()
+        await until(lambda: replica.counts.cancelled == 1 and not running.service._live)
+
+
+@pytest.mark.parametrize(
+    "ahead",
+    [b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 20, LINE + b"content-length: 200000\r\n\r\n" + bytes(200_000)],
+    ids=["many", "much"],
+)
+async def test_who_sends_too_far_ahead_is_cut_off(ahead: bytes):
+    async with FakeReplica(lambda seen: Script((" a",), stall_after=0)) as replica, gateway(replica) as running:
+        assert await said(running, LINE + LENGTH + b"\r\n" + BODY + ahead, 30) == b""
+        await until(lambda: replica.counts.running == 0 and not running.service._live)
+
+
 async def test_floods_of_headers_and_long_lines_are_refused_while_they_come():
     async with unharmed() as running:
         many = LINE + b"".join(b"x-%d: y\r\n" % n for n in range(5000)) + b"\r\n"
@@ -244,6 +289,8 @@ async def test_a_complaint_is_short_however_long_the_wrong_name_is():
         assert status == 404 and len(json.dumps(table)) < 1000
         status, _, table = await running.post(PATH, data=with_(**{"\r\nevil: 1": 1}))
         assert status == 400 and "evil" in table["error"]["param"] and "\n" not in table["error"]["param"]
+        status, _, table = await running.post(PATH, data=with_(**{"": 1}))
+        assert status == 400 and table["error"]["param"] == "''"
 
 
 async def test_a_schema_too_deep_to_write_down_is_refused():
