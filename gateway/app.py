@@ -87,7 +87,7 @@ def build(service: Service) -> Starlette:
         await service.close()
         reuse.close()
 
-    return Starlette(
+    application = Starlette(
         routes=[
             Route("/v1/models", models),
             Route("/v1/models/{name}", one_model),
@@ -103,6 +103,8 @@ def build(service: Service) -> Starlette:
         exception_handlers={HTTPException: _http_exception},
         lifespan=lifespan,
     )
+    application.router.redirect_slashes = False  # to wherever the caller's Host says
+    return application
 
 
 async def _http_exception(request: Request, exc: Exception) -> Response:

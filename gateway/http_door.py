@@ -30,6 +30,8 @@ from gateway.vocabulary import Vocabulary
 _LOG = logging.getLogger(__name__)
 _DONE = b"data: [DONE]\n\n"
 LINGER_S = 2.0  # how long a refused body may still come in
+# What readers that split lines as Python's str does take for the end of one, beside what JSON escapes anyway.
+_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 _JSON = (b"content-type", b"application/json")
 _OURS = {"text_input": "prompt", "stop_words": "stop"}  # what a replica's complaint names, as OpenAI calls it
 Headers = list[tuple[bytes, bytes]]
@@ -96,7 +98,7 @@ class HttpDoor:
         asked = schemas.parse(self._form.schema, body, settings)
         timeout_s = _timeout_s(request.headers.get("x-trident-timeout-s"), settings.request_timeout_s)
         session = request.headers.get("x-session-id", "")[:MAX_REQUEST_ID]
-        asking = Asking(tenant, "http", self._form.operation, request_id, dict(request.headers), session)
+        asking = Asking(tenant, "http", self._form.operation, request_id, _carrier(request), session)
         async with _served(service, asked, asking, timeout_s, self._reuse.served) as served:
             headers = _headers(request_id, served.headers)
             form = self._form(asked, served.request_id, served.created_s, self._vocabulary)
@@ -136,7 +138,7 @@ class HttpDoor:
                     events.append(form.first_chunk(choice))
                 events.append(form.chunk(choice, delta))
                 usages[choice] = delta.usage or usages.get(choice)
-                lines = [b"data: %b\n\n" % orjson.dumps(event) for event in events if event is not None]
+                lines = [_event(event) for event in events if event is not None]
                 if number is not None:
                     if lines:
                         lines[-1] = b"id: %d\n%b" % (number, lines[-1])
@@ -146,7 +148,7 @@ class HttpDoor:
                 item = await anext(pieces, None)
             if asked.include_usage:
                 usage = _usage([usages[choice] for choice in sorted(usages)], asked.choices)
-                await reader.write(b"data: %b\n\n" % orjson.dumps(form.usage_chunk(usage)))
+                await reader.write(_event(form.usage_chunk(usage)))
             await reader.end(_DONE)
         finally:
             first.cancel()
@@ -159,7 +161,7 @@ class HttpDoor:
             status, headers, body = refusal.http(error)
             await reader.respond(status, [*headers, *_headers(_printable(request_id), {})], body)
             return
-        await reader.end(b"data: %b\n\n" % orjson.dumps(refusal.error_object(error)))
+        await reader.end(_event(refusal.error_object(error)))
 
     async def _refuse(self, receive: Any, send: Any, said: tuple[int, Headers, bytes], request_id: str) -> None:
         """An answer to a body that was not read to its end. The connection is closed, but not before the caller has had
@@ -280,6 +282,23 @@ def _usage(usages: Sequence[Usage | None], choices: int) -> dict[str, Any]:
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in each)},
     }
+
+
+def _event(said: dict[str, Any]) -> bytes:
+    """One line whatever it says, and however its reader splits lines."""
+    data = orjson.dumps(said)
+    if not data.isascii():
+        for character, escaped in _LINE_ENDS:
+            data = data.replace(character, escaped)
+    return b"data: %b\n\n" % data
+
+
+def _carrier(request: Request) -> dict[str, str]:
+    """The headers; one that was sent several times says all of it."""
+    said: dict[str, str] = {}
+    for name, value in request.headers.items():
+        said[name] = f"{said[name]}, {value}" if name in said else value
+    return said
 
 
 def bearer(header: str) -> str:

@@ -9,7 +9,15 @@ import grpc
 import orjson
 
 from clients.protobuf import chunk, text, varint
-from contract.errors import InvalidArgument, NotFound, Overloaded, TridentError, Unauthenticated, Unavailable
+from contract.errors import (
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    PromptTooLong,
+    TridentError,
+    Unauthenticated,
+    Unavailable,
+)
 
 # error → OpenAI's (type, code), by HTTP status.
 _OPENAI = {
@@ -32,6 +40,8 @@ def error_object(error: TridentError) -> dict:
     param = (error.field or None) if isinstance(error, InvalidArgument) else None
     if isinstance(error, NotFound):
         param = "model"
+    if isinstance(error, PromptTooLong):
+        code = "context_length_exceeded"  # by which callers know to send less
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 
 

@@ -338,7 +338,7 @@ def _named(failed: ValidationError) -> InvalidArgument:
 
 def _shown(name: str) -> str:
     """A caller's own name for a field: not longer, and not stranger, than a complaint should be."""
-    shown = name if name.isprintable() else repr(name)
+    shown = name if name and name.isprintable() else repr(name)
     return shown if len(shown) <= LONGEST_NAME else f"{shown[:LONGEST_NAME]}…"
 
 

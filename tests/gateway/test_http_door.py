@@ -79,13 +79,15 @@ async def test_what_was_answered_is_counted_so_and_who_left_is_counted_so():
 
 
 async def test_text_cannot_forge_events():
-    evil = "\n\ndata: [DONE]\n\ndata: {}\r\revent: x"
+    evil = "\n\ndata: [DONE]\n\ndata: {}\r\revent: x\u2028data: {}\u2029data: {}\x85data: {}\x0bdata: {}\x1edata: {} é"
     async with FakeReplica(lambda seen: Script((evil,))) as replica, gateway(replica) as running:
         reader, writer = await send(running, streamed())
         data = await rest(reader, b"data: [DONE]\n\n")
         writer.close()
         assert data.count(b"\n\ndata: [DONE]") == 0 and data.count(b"\ndata: {}") == 0
-        first = next(line for line in data.split(b"\n") if line.startswith(b"data: {"))
+        events = [line for line in data.decode().splitlines() if line.startswith("data:")]  # as careless readers do
+        assert len(events) == 2 and events[1] == "data: [DONE]"
+        first = events[0]
         assert json.loads(first[6:])["choices"][0]["text"] == evil
 
 
@@ -282,6 +284,8 @@ async def test_a_connection_serves_several_requests_in_turn():
 async def test_unknown_paths_and_methods_are_refused_as_openai_does():
     async with FakeReplica() as replica, gateway(replica) as running:
         status, _, body = await running.post("/v1/nowhere", {})
+        assert status == 404 and body["error"]["code"] == "not_found"
+        status, _, body = await running.post(COMPLETIONS + "/", ASKED)  # and is not sent where its Host header says
         assert status == 404 and body["error"]["code"] == "not_found"
         status, text = await running.get(CHAT)
         assert status == 405 and json.loads(text)["error"]["code"] == "method_not_allowed"

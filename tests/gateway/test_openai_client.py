@@ -88,6 +88,7 @@ async def test_what_the_replica_finds_wrong_has_the_callers_name():
             with pytest.raises(openai.BadRequestError) as completion:
                 await ask.completions.create(model="demo", prompt="x", stream=stream)
             assert (chat.value.param, completion.value.param) == ("messages", "prompt")
+            assert chat.value.code == completion.value.code == "context_length_exceeded"
 
 
 async def test_completions_stream_and_answer_whole():

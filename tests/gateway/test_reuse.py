@@ -91,6 +91,10 @@ async def test_callers_can_ask_for_a_new_answer_or_for_none_to_be_kept():
             for _ in range(2):
                 _, headers, _ = await running.post(COMPLETIONS, GREEDY, **header)
                 assert "x-trident-cache" not in headers
+        twice = [("cache-control", "max-age=60"), ("cache-control", "no-store")]
+        async with aiohttp.ClientSession() as session:
+            async with session.post(running.base_url + COMPLETIONS, json=GREEDY, headers=twice) as answer:
+                assert answer.status == 200 and "x-trident-cache" not in answer.headers
         _, headers, old = await running.post(COMPLETIONS, GREEDY)
         assert headers["x-trident-cache"] == "miss"
         _, headers, new = await running.post(COMPLETIONS, GREEDY, cache_control="no-cache")
