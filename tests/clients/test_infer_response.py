@@ -46,7 +46,7 @@ def response(values: dict[str, list], final: bool = False, request_id: str = "r"
     sparse=st.booleans(),
 )
 def test_responses_are_read_by_name_whatever_their_order_and_length(texts, ids, seed, sparse) -> None:
-    decoder, order = infer_response.ResponseDecoder(), random.Random(seed)
+    decoders, order = [infer_response.ResponseDecoder(), infer_response.ResponseDecoder()], random.Random(seed)
     for n, text in enumerate(texts):
         values = {"text_output": [text], "output_ids": ids[n], "unknown_tensor": [1.0, 2.0]}
         if not sparse:
@@ -55,7 +55,8 @@ def test_responses_are_read_by_name_whatever_their_order_and_length(texts, ids, 
         names = list(values)
         if order.random() < 0.3:
             order.shuffle(names)
-        delta, final, error = decoder.decode(response({name: values[name] for name in names}))
+        data = response({name: values[name] for name in names}, request_id="r" * order.randrange(200))
+        delta, final, error = order.choice(decoders).decode(data)
         log_probs = () if sparse else (-0.5,) * len(ids[n])
         assert (delta, final, error) == (TokenDelta(text, tuple(ids[n]), log_probs), False, "")
 
@@ -107,6 +108,19 @@ def test_one_stream_may_mix_full_sparse_and_coalesced_responses() -> None:
             assert (got.text, got.token_ids, final) == ("a", (0,), False)
         got, _, _ = decoder.decode(content("id", "ensemble", 3, ("b", "c"), None, sparse, order, 3, False))
         assert (got.text, got.token_ids) == ("bc", (3, 4))
+
+
+def test_what_one_stream_has_taught_is_known_to_all(monkeypatch) -> None:
+    values = {"output_ids": [5], "finish_reason": [""], "num_input_tokens": [1], "num_output_tokens": [1]}
+    infer_response.ResponseDecoder().decode(response({"text_output": ["a"], **values}, request_id="first"))
+    monkeypatch.delattr(infer_response.ResponseDecoder, "_decode_whole")
+    for request_id in ("second", "", "x" * 300):
+        decoder = infer_response.ResponseDecoder()
+        for reason in ("", "stop"):
+            data = response({"text_output": ["b"], **values, "finish_reason": [reason]}, request_id=request_id)
+            delta, final, error = decoder.decode(data)
+            assert (delta.text, delta.token_ids, final, error) == ("b", (5,), False, "")
+            assert delta.finish_reason == (FinishReason.STOP if reason else None)
 
 
 def test_the_empty_final_response_and_a_refusal_carry_no_delta() -> None:
