@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from clients.connection import sendable
 from contract.errors import InvalidArgument
 
 FORMS = "poisson:RATE, bursty:RATE,BURST_SIZE, ramp:FROM,TO (requests per second) or trace:FILE[,SPEED]"
@@ -141,9 +142,11 @@ def parse(text: str) -> Arrivals:
 def read_trace(path: Path, speed: float = 1.0) -> Trace:
     """JSON lines or CSV with a header; fields at_s, and optionally input_tokens, output_tokens, tenant."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as exc:
         raise InvalidArgument("arrivals", f"cannot read {path}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise InvalidArgument("arrivals", f"{path} is not text: {exc}") from exc
     rows = []
     try:
         if path.suffix == ".csv":
@@ -154,6 +157,8 @@ def read_trace(path: Path, speed: float = 1.0) -> Trace:
             row = Arrival(
                 float(table["at_s"]), _whole(table, "input_tokens"), _whole(table, "output_tokens"), table.get("tenant")
             )
+            if row.tenant is not None and not sendable(row.tenant):
+                raise ValueError(f"tenant is {row.tenant!r}, not printable ASCII")
             if not row.at_s >= 0 or not math.isfinite(row.at_s):
                 raise ValueError(f"at_s is {row.at_s}")
             rows.append(row)
@@ -169,7 +174,7 @@ def _whole(table: dict, name: str) -> int | None:
     value = table.get(name)
     if value in (None, ""):
         return None
-    if int(value) < 1:
+    if float(value) != int(value) or int(value) < 1:
         raise ValueError(f"{name} is {value}")
     return int(value)
 

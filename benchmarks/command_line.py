@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -31,6 +32,7 @@ from benchmarks.gateway import run as gateway_run
 from benchmarks.measurement import Measurement, Where
 from benchmarks.served import ENGINES, served
 from benchmarks.workload import Workload
+from clients.connection import Connection, sendable
 from contract.errors import InvalidArgument, TridentError
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -85,61 +87,65 @@ def parser() -> argparse.ArgumentParser:
     cost.add_argument(
         "--engines", default=",".join(efficiency.ENGINES_MEASURED), metavar="NAME,…", help="(%(default)s)"
     )
-    cost.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each (default %(default)s)")
+    cost.add_argument("--rounds", type=_count, default=3, metavar="N", help="turns of each (default %(default)s)")
     cost.add_argument("--concurrency", default="1,8,32,64", metavar="N,N,…", help="(default %(default)s)")
-    cost.add_argument("--out", type=Path, metavar="FOLDER")
+    cost.add_argument("--out", type=_out, metavar="FOLDER")
     cost.set_defaults(verb=against_the_engine)
     hop = verbs.add_parser("hops", help="CPU per response by process, and the first token's way")
     hop.add_argument("--engine", default="demo", metavar="NAME", help="(default %(default)s)")
     hop.add_argument("--concurrency", default="1,32", metavar="N,N,…", help="(default %(default)s)")
-    hop.add_argument("--tokens", type=int, default=128, metavar="N", help="of an answer (default %(default)s)")
-    hop.add_argument("--rounds", type=int, default=3, metavar="N", help="(default %(default)s)")
-    hop.add_argument("--out", type=Path, metavar="FOLDER")
+    hop.add_argument("--tokens", type=_count, default=128, metavar="N", help="of an answer (default %(default)s)")
+    hop.add_argument("--rounds", type=_count, default=3, metavar="N", help="(default %(default)s)")
+    hop.add_argument("--out", type=_out, metavar="FOLDER")
     hop.set_defaults(verb=by_hop)
     free = verbs.add_parser("cancel", help="how soon a cancelled request's place is free, under load")
     _server_options(free)
-    free.add_argument("--samples", type=int, default=50, metavar="N", help="cancels (default %(default)s)")
+    free.add_argument("--samples", type=_count, default=50, metavar="N", help="cancels (default %(default)s)")
     free.add_argument("--streams", default="8,32", metavar="N,N,…", help="loads to cancel whole (default %(default)s)")
-    free.add_argument("--max-tokens", type=int, default=480, metavar="N", help="of a stream (default %(default)s)")
-    free.add_argument("--out", type=Path, metavar="FOLDER")
+    free.add_argument("--max-tokens", type=_count, default=480, metavar="N", help="of a stream (default %(default)s)")
+    free.add_argument("--out", type=_out, metavar="FOLDER")
     free.set_defaults(verb=cancel_to_free)
     theirs = verbs.add_parser("perf-analyzer", help="NVIDIA's perf_analyzer, streaming and unary")
     _server_options(theirs)
     theirs.add_argument("--concurrency", default="1,8,32", metavar="N,N,…", help="(default %(default)s)")
     theirs.add_argument("--rates", default="4,8", metavar="R,R,…", help="requests/s (default %(default)s)")
-    theirs.add_argument("--requests", type=int, default=40, metavar="N", help="per load (default %(default)s)")
-    theirs.add_argument("--out", type=Path, metavar="FOLDER")
+    theirs.add_argument("--requests", type=_count, default=40, metavar="N", help="per load (default %(default)s)")
+    theirs.add_argument("--out", type=_out, metavar="FOLDER")
     theirs.set_defaults(verb=by_perf_analyzer)
     http = verbs.add_parser("aiperf", help="NVIDIA's AIPerf against the OpenAI gateway")
     http.add_argument("--engine", default="demo", metavar="NAME", help="started with a gateway (default %(default)s)")
     http.add_argument("--url", metavar="URL", help="a gateway that runs already, for --engine's model")
     http.add_argument("--concurrency", default="1,8,32", metavar="N,N,…", help="(default %(default)s)")
     http.add_argument("--rates", default="4", metavar="R,R,…", help="requests/s (default %(default)s)")
-    http.add_argument("--requests", type=int, default=40, metavar="N", help="per load (default %(default)s)")
-    http.add_argument("--out", type=Path, metavar="FOLDER")
+    http.add_argument("--requests", type=_count, default=40, metavar="N", help="per load (default %(default)s)")
+    http.add_argument("--out", type=_out, metavar="FOLDER")
     http.set_defaults(verb=by_aiperf)
     beside = verbs.add_parser("peers", help="our server beside vLLM, llama.cpp and transformers serve")
     beside.add_argument("--model", default="demo", metavar="NAME", help="demo or bench-160m (default %(default)s)")
     beside.add_argument("--only", default=",".join(peer_servers.PEERS), metavar="NAME,…", help="(default %(default)s)")
     beside.add_argument("--concurrency", default="1,8,32", metavar="N,N,…", help="(default %(default)s)")
-    beside.add_argument("--rounds", type=int, default=2, metavar="N", help="turns of each (default %(default)s)")
-    beside.add_argument("--duration", type=_seconds, default=4.0, metavar="S", help="of a turn (default %(default)s s)")
+    beside.add_argument("--rounds", type=_count, default=2, metavar="N", help="turns of each (default %(default)s)")
+    beside.add_argument(
+        "--duration", type=_positive, default=4.0, metavar="S", help="of a turn (default %(default)s s)"
+    )
     beside.add_argument("--input", default="128", metavar="TOKENS", help="(default %(default)s)")
     beside.add_argument("--output", default="64", metavar="TOKENS", help="(default %(default)s)")
-    beside.add_argument("--out", type=Path, metavar="FOLDER")
+    beside.add_argument("--out", type=_out, metavar="FOLDER")
     beside.set_defaults(verb=against_peers)
     relay = verbs.add_parser("gateway", help="what the gateway adds and withstands, beside LiteLLM and a plain relay")
     relay.add_argument("--only", default=",".join(gateway_run.PARTS), metavar="PART,…", help="(default %(default)s)")
     relay.add_argument("--without-peers", action="store_true", help="the gateway alone")
-    relay.add_argument("--rounds", type=int, default=2, metavar="N", help="turns of each way (default %(default)s)")
-    relay.add_argument("--seconds", type=_seconds, default=3.0, metavar="S", help="of a turn (default %(default)s)")
-    relay.add_argument("--streams", type=int, default=gateway_run.CROWD, metavar="N", help="slow (default %(default)s)")
+    relay.add_argument("--rounds", type=_count, default=2, metavar="N", help="turns of each way (default %(default)s)")
+    relay.add_argument("--seconds", type=_positive, default=3.0, metavar="S", help="of a turn (default %(default)s)")
+    relay.add_argument(
+        "--streams", type=_count, default=gateway_run.CROWD, metavar="N", help="slow (default %(default)s)"
+    )
     relay.add_argument("--doors", default="http,grpc", metavar="DOOR,…", help="of slow ones and bursts (%(default)s)")
-    relay.add_argument("--out", type=Path, metavar="FOLDER")
+    relay.add_argument("--out", type=_out, metavar="FOLDER")
     relay.set_defaults(verb=at_the_gateway)
     picture = verbs.add_parser("plot", help="pictures of what run or sweep wrote")
     picture.add_argument("result", type=Path, metavar="RESULT.json")
-    picture.add_argument("--out", type=Path, metavar="FOLDER", help="(default: beside the result)")
+    picture.add_argument("--out", type=_out, metavar="FOLDER", help="(default: beside the result)")
     picture.set_defaults(verb=plot)
     return whole
 
@@ -253,6 +259,9 @@ def _server(arguments: argparse.Namespace) -> Iterator[Where]:
     if metrics_url is None and url.startswith(("127.0.0.1:", "localhost:")):
         metrics_url = "http://127.0.0.1:8002/metrics"
     folder = arguments.tokenizer or ENGINES / os.environ.get("TRIDENT_ENGINE", "demo")
+    Connection(url)  # raises for what is no address, before a load is made
+    if arguments.tokenizer and not (folder / "tokenizer.json").exists():
+        raise InvalidArgument("tokenizer", f"there is no tokenizer.json in {folder}")
     yield Where(url, metrics_url, folder)
 
 
@@ -266,6 +275,15 @@ def _keep(found: list[Measurement], kind: str, arguments: argparse.Namespace) ->
 
 def _folder(arguments: argparse.Namespace, kind: str) -> Path:
     return arguments.out or RESULTS / f"{kind}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+
+
+def _out(text: str) -> Path:
+    """The folder of results, made now: a measurement shall not be lost for want of it."""
+    try:
+        (folder := Path(text)).mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise argparse.ArgumentTypeError(f"got {text}, where no folder can be made: {exc.strerror}") from exc
+    return folder
 
 
 def _workload(arguments: argparse.Namespace, concurrency: int | None, rate: str | None) -> Workload:
@@ -299,12 +317,12 @@ def _workload_options(verb: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--output", default="64", metavar="TOKENS", help="answers: likewise (default %(default)s)")
     group.add_argument(
-        "--duration", type=_seconds, metavar="S", help=f"(default {DURATION_S:g} s; of a trace all of it)"
+        "--duration", type=_positive, metavar="S", help=f"(default {DURATION_S:g} s; of a trace all of it)"
     )
     group.add_argument(
         "--warmup", type=_seconds, metavar="S", help=f"load before that (default {WARMUP_S:g} s; before a trace none)"
     )
-    group.add_argument("--requests", type=int, metavar="N", help="at most so many")
+    group.add_argument("--requests", type=_count, metavar="N", help="at most so many")
     group.add_argument("--prefix-groups", type=int, default=0, metavar="N", help="prompts share one of N prefixes …")
     group.add_argument("--prefix-tokens", type=int, default=0, metavar="N", help="… of so many tokens")
     group.add_argument("--tenants", default="", metavar="NAME=WEIGHT,…", help="who asks, in the header x-tenant-id")
@@ -313,11 +331,13 @@ def _workload_options(verb: argparse.ArgumentParser) -> None:
     group.add_argument("--unary", action="store_true", help="whole answers instead of streams")
     group.add_argument("--seed", type=int, default=0)
     group.add_argument(
-        "--generators", type=int, metavar="N", help="client processes (default: 1, more if it saturates)"
+        "--generators", type=_count, metavar="N", help="client processes (default: 1, more if it saturates)"
     )
-    group.add_argument("--slo-ttft-ms", type=float, default=500.0, metavar="MS", help="at P95 (default %(default)g)")
-    group.add_argument("--slo-latency-s", type=float, default=5.0, metavar="S", help="at P95 (default %(default)g)")
-    group.add_argument("--out", type=Path, metavar="FOLDER", help="of JSON and CSV (default benchmarks/results/…)")
+    group.add_argument(
+        "--slo-ttft-ms", type=_positive, default=500.0, metavar="MS", help="at P95 (default %(default)g)"
+    )
+    group.add_argument("--slo-latency-s", type=_positive, default=5.0, metavar="S", help="at P95 (default %(default)g)")
+    group.add_argument("--out", type=_out, metavar="FOLDER", help="of JSON and CSV (default benchmarks/results/…)")
 
 
 def _loop_options(verb: argparse.ArgumentParser) -> None:
@@ -331,9 +351,12 @@ def _tenants(text: str) -> dict[str, float]:
     for part in filter(None, text.split(",")):
         name, _, weight = part.partition("=")
         try:
+            if not name or not sendable(name):
+                raise ValueError(name)
             out[name] = float(weight or 1)
         except ValueError as exc:
-            raise InvalidArgument("tenants", f"got {text!r}; allowed is NAME=WEIGHT,NAME=WEIGHT") from exc
+            allowed = "NAME=WEIGHT,NAME=WEIGHT, names in printable ASCII"
+            raise InvalidArgument("tenants", f"got {text!r}; allowed is {allowed}") from exc
     return out
 
 
@@ -358,6 +381,19 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 86_400:
         raise argparse.ArgumentTypeError(f"got {text}; allowed is 0 to 86400")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"got {text}; allowed is a number above 0")
+    return value
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}; allowed is a whole number from 1")
     return value
 
 

@@ -178,6 +178,8 @@ class _Run:
             record.sent_s = time.monotonic()
             stream = self._target.open(asked, ignore_eos=self._workload.ignore_eos, stream=self._workload.stream)
             await self._read(stream, asked, record)
+            if not (record.ok or record.left):
+                record.error = f"Unfinished: the answer ended by {record.finish_reason or 'nothing that was said'}"
         except TridentError as error:
             record.error = f"{type(error).__name__}: {error}"
         finally:

@@ -67,9 +67,10 @@ def parse(text: str, field: str) -> Lengths:
     if kind.isdecimal() and not rest and int(kind) >= 1:
         return Fixed(int(kind))
     if kind == "lognormal":
-        numbers = _numbers(rest)
-        if numbers is not None and len(numbers) in (2, 3) and numbers[0] >= 1 and numbers[1] >= 0 and numbers[-1] > 0:
-            return LogNormal(numbers[0], numbers[1], int(numbers[2]) if len(numbers) == 3 else LogNormal.most)
+        numbers = _numbers(rest) or []
+        median, sigma, most = (*numbers, LogNormal.most)[:3] if len(numbers) in (2, 3) else (0, 0, 0)
+        if median >= 1 and sigma >= 0 and most >= 1:
+            return LogNormal(median, sigma, int(most))
     if kind == "histogram" and rest:
         return read_histogram(Path(rest), field)
     raise InvalidArgument(field, f"got {text!r}; allowed is {FORMS}, lengths in tokens from 1")
@@ -78,15 +79,19 @@ def parse(text: str, field: str) -> Lengths:
 def read_histogram(path: Path, field: str) -> Histogram:
     """From JSON ``{"lengths": […], "counts": […]}`` or CSV lines ``tokens,count`` (a header is skipped)."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as exc:
         raise InvalidArgument(field, f"cannot read {path}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise InvalidArgument(field, f"{path} is not text: {exc}") from exc
     try:
         if path.suffix == ".json":
             table = json.loads(text)
             lengths, counts = table["lengths"], table["counts"]
         else:
-            rows = [row for row in csv.reader(text.splitlines()) if row and row[0].strip().isdecimal()]
+            rows = [row for row in csv.reader(text.splitlines()) if row]
+            if rows and rows[0][0].strip().isalpha():
+                rows = rows[1:]
             lengths, counts = [int(row[0]) for row in rows], [float(row[1]) for row in rows]
         return checked_histogram(lengths, counts)
     except (ValueError, KeyError, TypeError, IndexError) as exc:
@@ -98,8 +103,9 @@ def checked_histogram(lengths: Sequence[int], counts: Sequence[float]) -> Histog
     """Raises ValueError for what nobody can draw from."""
     if len(lengths) != len(counts) or not lengths:
         raise ValueError(f"{len(lengths)} lengths and {len(counts)} counts")
-    if any(not isinstance(n, int) or n < 1 for n in lengths) or any(not c >= 0 for c in counts) or not sum(counts) > 0:
-        raise ValueError("lengths are whole numbers from 1, counts not negative and not all 0")
+    whole = all(isinstance(n, int) and n >= 1 for n in lengths)
+    if not whole or not all(c >= 0 for c in counts) or not 0 < sum(counts) < math.inf:
+        raise ValueError("lengths are whole numbers from 1, counts finite, not negative and not all 0")
     return Histogram(tuple(lengths), tuple(float(count) for count in counts))
 
 

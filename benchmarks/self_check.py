@@ -48,6 +48,7 @@ def checks(
     open_loop: bool,
 ) -> list[Check]:
     return [
+        answers(records),
         ttft_per_request(records),
         ttft_on_average(records, server),
         output_tokens(records, server),
@@ -71,6 +72,14 @@ def verdict(found: Sequence[Check]) -> str:
 def believable_more_s(server_ttft_s: float) -> float:
     """By how much the client's TTFT may exceed the server's."""
     return max(TTFT_MORE_S, TTFT_MORE_SHARE * server_ttft_s)
+
+
+def answers(records: Sequence[Record]) -> Check:
+    """Failures are figures; of a run without a single answer there are none."""
+    failed = sum(bool(record.error) for record in records)
+    if not records:
+        return Check("answers", None, "nothing was sent")
+    return Check("answers", failed < len(records), f"{failed} of {len(records)} requests failed")
 
 
 def ttft_per_request(records: Sequence[Record]) -> Check:

@@ -101,7 +101,11 @@ def test_what_is_no_process_is_refused_with_what_is_allowed(text):
         arrivals.parse(text)
 
 
-@pytest.mark.parametrize("line", ['{"at": 1}', "not json", '{"at_s": -1}', '{"at_s": 1, "input_tokens": 0}', "7"])
+@pytest.mark.parametrize(
+    "line",
+    ['{"at": 1}', "not json", '{"at_s": -1}', '{"at_s": 1, "input_tokens": 0}', "7", '{"at_s": 1, "input_tokens": 3.7}']
+    + ['{"at_s": 1, "tenant": 5}', '{"at_s": 1, "tenant": "\u00fc"}'],
+)
 def test_a_line_that_is_no_request_is_refused_by_its_number(tmp_path: Path, line):
     file = tmp_path / "trace.jsonl"
     file.write_text('{"at_s": 0}\n' + line)
@@ -113,5 +117,8 @@ def test_traces_that_are_missing_or_empty_are_refused(tmp_path: Path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(InvalidArgument, match="has no requests"):
         arrivals.parse(f"trace:{tmp_path}/empty.jsonl")
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidArgument, match="is not text"):
+        arrivals.parse(f"trace:{tmp_path}/bytes.jsonl")
     with pytest.raises(InvalidArgument, match="cannot read .*No such file"):
         arrivals.parse("trace:/nowhere.jsonl")

@@ -17,12 +17,12 @@ from tests.fakes.replica import Script
 
 pytestmark = pytest.mark.slow
 
-NO_CANARY = ("--input", "6", "--output", "4", "--warmup", "0", "--tokenizer", "/nowhere")
+SMALL = ("--input", "6", "--output", "4", "--warmup", "0")
 
 
 def test_a_run_says_what_it_found_and_writes_it_down(replica, tmp_path: Path, capsys):
     server = replica(lambda seen: Script(tuple("abcd"), FinishReason.LENGTH, first_token_s=0.05))
-    arguments = ["run", "--url", server.url, "--concurrency", "2", "--requests", "10", *NO_CANARY]
+    arguments = ["run", "--url", server.url, "--concurrency", "2", "--requests", "10", *SMALL]
     code = command_line.main([*arguments, "--metrics-url", server.metrics_url, "--out", str(tmp_path)])
     said = capsys.readouterr().out
     assert code == 3 and "10 answered, 0 failed" in said
@@ -38,7 +38,7 @@ def test_a_run_says_what_it_found_and_writes_it_down(replica, tmp_path: Path, ca
 
 def test_a_sweep_has_a_row_for_every_load(replica, tmp_path: Path, capsys):
     server = replica(lambda seen: Script(tuple("abcd"), FinishReason.LENGTH, first_token_s=0.1))
-    arguments = ["sweep", "--url", server.url, "--concurrency", "1,3", "--requests", "6", *NO_CANARY]
+    arguments = ["sweep", "--url", server.url, "--concurrency", "1,3", "--requests", "6", *SMALL]
     command_line.main([*arguments, "--out", str(tmp_path)])
     saved = json.loads((tmp_path / "sweep.json").read_text())
     assert [run["name"] for run in saved] == ["1", "3"] and server.counts.most_running == 3
@@ -48,7 +48,7 @@ def test_a_sweep_has_a_row_for_every_load(replica, tmp_path: Path, capsys):
 
 def test_an_open_sweep_sends_at_the_rates_asked_for(replica, tmp_path: Path):
     server = replica()
-    arguments = ["sweep", "--url", server.url, "--rates", "50,200", "--duration", "0.3", *NO_CANARY]
+    arguments = ["sweep", "--url", server.url, "--rates", "50,200", "--duration", "0.3", *SMALL]
     command_line.main([*arguments, "--out", str(tmp_path)])
     slow, fast = json.loads((tmp_path / "sweep.json").read_text())
     assert 0 < slow["figures"]["requests"] < fast["figures"]["requests"]
@@ -58,7 +58,7 @@ def test_an_open_sweep_sends_at_the_rates_asked_for(replica, tmp_path: Path):
 def test_pictures_are_drawn_of_what_a_sweep_wrote(replica, tmp_path: Path, capsys):
     pytest.importorskip("matplotlib")
     server = replica()
-    arguments = ["sweep", "--url", server.url, "--concurrency", "1,2", "--requests", "6", *NO_CANARY]
+    arguments = ["sweep", "--url", server.url, "--concurrency", "1,2", "--requests", "6", *SMALL]
     command_line.main([*arguments, "--out", str(tmp_path)])
     assert command_line.main(["plot", str(tmp_path / "sweep.json")]) == 0
     pictures = sorted(tmp_path.glob("*.png"))
@@ -85,6 +85,10 @@ needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="p
         (["sweep", "--concurrency", "1,0"], "concurrency: got '1,0'"),
         (["run", "--tenants", "a=b"], "tenants: got 'a=b'"),
         (["run", "--cancel-fraction", "2"], "cancel_fraction: got 2"),
+        (["run", "--tenants", "=2"], "tenants: got '=2'"),
+        (["run", "--tenants", "\u00fc=2"], "tenants: got '\u00fc=2'"),
+        (["run", "--url", "http://127.0.0.1:8001"], "url: got 'http://127.0.0.1:8001'"),
+        (["run", "--tokenizer", "/nowhere"], "tokenizer: there is no tokenizer.json in /nowhere"),
         pytest.param(["plot", "/nowhere.json"], "result: cannot read /nowhere.json", marks=needs_matplotlib),
     ],
 )
@@ -93,12 +97,34 @@ def test_bad_arguments_are_refused_by_name(arguments, problem, capsys):
     assert problem in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--requests", "0"],
+        ["--generators", "-1"],
+        ["--duration", "0"],
+        ["--slo-ttft-ms", "nan"],
+        ["--slo-latency-s", "-1"],
+        ["--out", __file__],
+    ],
+)
+def test_numbers_that_measure_nothing_are_refused_before_anything_runs(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(["run", *arguments])
+    assert ended.value.code == 2 and f"argument {arguments[0]}: got " in capsys.readouterr().err
+
+
 def test_a_server_that_is_not_there_is_a_failure_of_every_request(tmp_path: Path, capsys):
-    code = command_line.main(["run", "--url", "127.0.0.1:9", "--requests", "2", *NO_CANARY, "--out", str(tmp_path)])
-    assert "0 answered, 2 failed" in capsys.readouterr().out.replace(
-        "failed, 0 left; 2 × Unavailable", "failed, 0 left"
-    )
-    assert code in (0, 3)
+    code = command_line.main(["run", "--url", "127.0.0.1:9", "--requests", "2", *SMALL, "--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "0 answered, 2 failed, 0 left; 2 × Unavailable" in said
+    assert code == 3 and "NOT OK  answers: 2 of 2 requests failed" in said
+
+
+def test_an_answer_that_is_cut_short_is_a_failure(replica, tmp_path: Path, capsys):
+    server = replica(lambda seen: Script(("a", "b"), FinishReason.CANCELLED))
+    command_line.main(["run", "--url", server.url, "--requests", "3", *SMALL, "--out", str(tmp_path)])
+    assert "0 answered, 3 failed, 0 left; 3 × Unfinished" in capsys.readouterr().out
 
 
 def test_errors_of_ours_are_one_sentence(monkeypatch, capsys):
@@ -113,7 +139,7 @@ def test_a_trace_is_replayed_whole_and_from_its_first_request(replica, tmp_path:
     server = replica()
     trace = tmp_path / "trace.csv"
     trace.write_text("at_s,input_tokens,output_tokens,tenant\n0.0,3,2,a\n0.1,4,3,b\n0.4,,5,\n")
-    arguments = ["--url", server.url, "--tokenizer", "/nowhere", "--out", str(tmp_path)]
+    arguments = ["--url", server.url, "--out", str(tmp_path)]
     command_line.main(["run", "--arrivals", f"trace:{trace}", *arguments])
     (saved,) = json.loads((tmp_path / "run.json").read_text())
     assert [(one["tenant"], one["usage_tokens"]) for one in saved["records"]] == [("a", 2), ("b", 3), ("", 5)]

@@ -39,7 +39,9 @@ def test_every_form_is_understood(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "-5", "1.5", "lognormal:", "lognormal:5", "lognormal:5,-1", "lognormal:nan,1", "normal:3,4"]
+    "text",
+    ["", "0", "-5", "1.5", "lognormal:", "lognormal:5", "lognormal:5,-1", "lognormal:nan,1", "normal:3,4"]
+    + ["lognormal:10,1,0.5", "lognormal:10,1,-1", "lognormal:10,1,20,5"],
 )
 def test_what_is_no_length_is_refused_by_the_field_s_name(text):
     with pytest.raises(InvalidArgument, match="^output: got .*allowed is N, lognormal:"):
@@ -54,12 +56,27 @@ def test_what_is_no_length_is_refused_by_the_field_s_name(text):
         '{"lengths": [1], "counts": []}',
         '{"lengths": [0], "counts": [1]}',
         '{"lengths": [1], "counts": [0]}',
+        '{"lengths": [1, 2], "counts": [1, Infinity]}',
+        '{"lengths": [1, 2], "counts": [1, NaN]}',
     ],
 )
 def test_a_file_that_is_no_histogram_is_refused(tmp_path: Path, text):
     (tmp_path / "h.json").write_text(text)
     with pytest.raises(InvalidArgument, match="^input: .* is not a histogram"):
         lengths.parse(f"histogram:{tmp_path}/h.json", "input")
+
+
+@pytest.mark.parametrize("line", ["4.5,1", "-3,1", "x4,1", "4", "4,many"])
+def test_no_line_of_a_histogram_is_passed_over(tmp_path: Path, line):
+    (tmp_path / "h.csv").write_text(f"tokens,count\n5,1\n{line}\n")
+    with pytest.raises(InvalidArgument, match="^input: .* is not a histogram"):
+        lengths.parse(f"histogram:{tmp_path}/h.csv", "input")
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path):
+    (tmp_path / "h.csv").write_bytes(b"5,1\n\xff\xfe\n")
+    with pytest.raises(InvalidArgument, match="^input: .* is not text"):
+        lengths.parse(f"histogram:{tmp_path}/h.csv", "input")
 
 
 def test_a_histogram_that_is_not_there_is_refused():

@@ -57,6 +57,12 @@ def test_an_honest_run_is_sound():
     assert failed(records, server(records)) == (set(), "sound")
 
 
+def test_a_run_without_a_single_answer_is_not_sound():
+    records = [Record(n, "", float(n), float(n), ended_s=n + 0.1, error="Unavailable: gone") for n in range(3)]
+    assert "answers" in failed(records, None)[0]
+    assert "answers" not in failed([*honest_records(1), *records], None)[0]
+
+
 @pytest.mark.parametrize("more_s", [-0.05, 0.2], ids=["less than the server's", "far more"])
 def test_a_server_whose_ttft_cannot_be_ours_is_found_out(more_s):
     records = honest_records(more_s=more_s)
