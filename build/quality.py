@@ -60,7 +60,8 @@ class Quality:
     perplexity: exp of the mean negative log likelihood of the text. perplexity_ratio: engine over reference.
     top1_agreement: share of positions where both have the same most likely token. kl: mean KL(reference || engine),
     kl_p99: its 99th percentile, both in nats per token. non_finite: positions where the engine's logits are not
-    numbers; they count as disagreement, and with any of them perplexity and KL are infinite.
+    numbers; they count as disagreement, and with any of them perplexity and KL are infinite. conviction: mean
+    KL(reference || all ids alike), in nats per token: what the reference has to lose.
     """
 
     tokens: int
@@ -71,6 +72,7 @@ class Quality:
     kl: float
     kl_p99: float
     non_finite: int
+    conviction: float
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Comparison:
         self._kl: list[np.ndarray] = []
         self._same: list[np.ndarray] = []
         self._finite: list[np.ndarray] = []
+        self._conviction: list[np.ndarray] = []
 
     def add(self, reference: np.ndarray, engine: np.ndarray, ids: np.ndarray) -> None:
         """reference: f32[t, vocab], engine: f32[t, >= vocab], ids: i64[t], the tokens both were given.
@@ -122,6 +125,7 @@ class Comparison:
         self._kl.append(np.where(finite, np.maximum(kl, 0), np.inf))  # rounding can make zero slightly negative
         self._same.append(finite & (reference[:-1].argmax(-1) == engine[:-1].argmax(-1)))
         self._finite.append(finite)
+        self._conviction.append((np.exp(theirs) * (theirs + math.log(vocab))).sum(-1))
 
     def quality(self) -> Quality:
         """Raises ValueError before the first predicted token."""
@@ -139,6 +143,7 @@ class Comparison:
             kl=float(kl.mean()),
             kl_p99=float(np.quantile(kl, 0.99, method="higher")),
             non_finite=int((~finite).sum()),
+            conviction=float(np.concatenate(self._conviction).mean()),
         )
 
 

@@ -82,10 +82,32 @@ def test_a_damaged_engine_of_random_weights_is_noticed_too(tmp_path, random_chec
     made = recipe(model=str(random_checkpoint), precision="int4")
     engine.build(made, tmp_path / "engines", lambda line: None)
     found = load(tmp_path / "engines" / "tiny").evaluation
-    assert found["verdict"]["passed"] and "no better than chance" in found["notes"][0]
+    assert found["verdict"]["passed"] and "hardly better than chance" in found["notes"][0]
     damage()
     with pytest.raises(quality.BeyondBudget):
         engine.build(recipe(model=str(random_checkpoint)), tmp_path / "engines", lambda line: None)
+
+
+def test_random_weights_that_guess_a_little_better_than_chance_are_noise_too(random_checkpoint):
+    arch = open_checkpoint(random_checkpoint).architecture
+    assert evaluation.is_noise(0.92 * arch.vocab_size, arch) and evaluation.is_noise(1.1 * arch.vocab_size, arch)
+    assert not evaluation.is_noise(0.2 * arch.vocab_size, arch)
+
+
+def test_an_engine_that_lost_all_that_nearly_uniform_random_weights_say_is_noticed(tmp_path):
+    opened = []
+    for name, sharpness in (("model", 0.2), ("damaged", 0.0)):
+        folder, config = tmp_path / name, checkpoints.CONFIGS["llama_gqa"]
+        checkpoints.write(folder, config)
+        checkpoints.write_weights(folder, checkpoints.tensors(config, sharpness=sharpness))
+        opened.append(open_checkpoint(folder))
+    budget, said = recipes.DEFAULT_QUALITY["int4"], []
+    model, damaged = (evaluation.reference(checkpoint, said.append) for checkpoint in opened)
+    found = evaluation.evaluate("good", opened[0], model, budget, said.append)
+    assert found["quality"]["kl"] == 0 and 0 < found["quality"]["conviction"] < 0.2
+    assert "hardly better than chance" in said[0]
+    with pytest.raises(quality.BeyondBudget, match="KL divergence is"):
+        evaluation.evaluate("damaged", opened[0], damaged, budget, said.append)
 
 
 def test_a_recipes_own_budget_holds_for_random_weights_too(tmp_path, random_checkpoint):

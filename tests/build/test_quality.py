@@ -68,6 +68,8 @@ def test_scores_are_those_of_their_definitions(drawn):
     same = [np.argmax(reference[i]) == np.argmax(engine[i]) for i in steps]
     assert score.top1_agreement == pytest.approx(sum(same) / len(same))
     assert score.non_finite == 0
+    entropy = [-sum(a * math.log(a) for a in p[i] if a > 0) for i in steps]
+    assert score.conviction == pytest.approx(math.log(VOCAB) - sum(entropy) / len(entropy), abs=1e-9)
 
 
 @given(two_engines())
@@ -154,7 +156,7 @@ def test_several_engines_are_measured_in_one_pass_over_the_reference():
         quality.compare(reference, {"short": reference[:2]}, blocks)
 
 
-GOOD = Quality(1000, 10.0, 10.1, 1.01, 0.97, 0.01, 0.1, 0)
+GOOD = Quality(1000, 10.0, 10.1, 1.01, 0.97, 0.01, 0.1, 0, 3.0)
 BUDGET = QualityBudget(1.05, 0.9, 0.05)
 
 
