@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton_requests import ask, tensor
 
+from tests.end_to_end.watching import PATIENCE_S
+
 GOOD = {"text_input": "def f(x):\n", "max_tokens": 4}
 
 
@@ -155,7 +157,7 @@ def _drop_empty(inputs: dict) -> dict:
 def test_whatever_is_sent_to_the_ensemble_is_answered_or_refused(replica, inputs):
     async def send():
         async with triton.InferenceServerClient(replica.grpc_url) as client:
-            return await asyncio.wait_for(ask(client, _drop_empty(inputs)), timeout=30)
+            return await asyncio.wait_for(ask(client, _drop_empty(inputs)), timeout=PATIENCE_S)
 
     answer = asyncio.run(send())
     assert bool(answer.error) != bool(answer.finish_reasons)
@@ -184,7 +186,7 @@ engine_requests = st.fixed_dictionaries(
 def test_whatever_is_sent_to_the_engine_door_is_answered_or_refused(replica, inputs):
     async def send():
         async with triton.InferenceServerClient(replica.grpc_url) as client:
-            return await asyncio.wait_for(ask(client, inputs, model="engine"), timeout=30)
+            return await asyncio.wait_for(ask(client, inputs, model="engine"), timeout=PATIENCE_S)
 
     answer = asyncio.run(send())
     assert bool(answer.error) != bool(answer.finals)

@@ -7,16 +7,18 @@ import dataclasses
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import gpu_machine
 import pytest
 import tritonclient.grpc.aio as triton
-from triton_requests import ask, responses
+from triton_requests import Answer, ask, responses, take
 
 from contract import manifest as manifests
 from contract import tensors
 from server.replica import running
+from tests.end_to_end.watching import PATIENCE_S, TRIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "def area(width, height):\n    return width * height\n"
@@ -107,27 +109,35 @@ async def test_an_end_id_and_a_stop_string_end_it(client):
 async def test_a_request_without_an_id_or_with_one_in_use_is_refused_by_name(client):
     assert "request_id: is empty" in (await ask(client, {"text_input": PROMPT, "max_tokens": 3})).error
     long = {"text_input": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
-    first = asyncio.create_task(ask(client, long, request_id="same"))
-    await asyncio.sleep(0.3)
-    assert "is in use by a request that still runs" in (await ask(client, long, request_id="same")).error
-    assert (await first).finish_reasons == ["length"]
+    for _ in range(TRIES):  # who stands still for as long as the first takes sends the second too late
+        first, begun = Answer(), None
+        async for result, error in responses(client, long, request_id="same"):
+            assert not error
+            take(first, result)
+            begun = begun or asyncio.create_task(ask(client, long, request_id="same"))
+        assert first.finish_reasons == ["length"]
+        second = await begun
+        if second.error:
+            break
+    assert "is in use by a request that still runs" in second.error
     again = await ask(client, {**long, "max_tokens": 3}, request_id="same")
     assert again.finish_reasons == ["length"]
 
 
-async def test_a_client_that_goes_away_stops_the_engine_by_request_id(client):
+async def test_a_client_that_goes_away_stops_the_engine_by_request_id(client, replica):
     long = {"text_input": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
-    seen = 0
-    async for _result, error in responses(client, long, request_id="gone"):
-        assert not error
-        seen += 1
-        if seen == 5:
+    for n in range(TRIES):  # who stands still for as long as all of it takes leaves too late
+        async for _result, error in responses(client, long, request_id=f"gone-{n}"):
+            assert not error
             break
-    for _ in range(100):  # the id is free again as soon as the engine has stopped, long before 900 tokens
-        answer = await ask(client, {**long, "max_tokens": 2}, request_id="gone")
-        if not answer.error:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not (ends := re.findall(rf"bare engine: gone-{n} (\w+) after (\d+) of 900", replica.log())):
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.02)
+        if ends[0][0] == "stopped":
             break
-        await asyncio.sleep(0.02)
+    assert ends[0][0] == "stopped" and int(ends[0][1]) < 900
+    answer = await ask(client, {**long, "max_tokens": 2}, request_id=f"gone-{n}")  # the id is free again
     assert answer.finish_reasons == ["length"]
 
 

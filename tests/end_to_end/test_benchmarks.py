@@ -13,7 +13,7 @@ from tests.end_to_end.conftest import ROOT
 def benchmark(engine_dir, tmp_path):
     def run(*arguments):
         command = [sys.executable, "-m", "benchmarks", *arguments, "--out", str(tmp_path)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout, json.loads((tmp_path / f"{arguments[0]}.json").read_text())
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from google.protobuf import descriptor_pb2
-from triton_requests import metric, metrics
 from tritonclient.grpc import service_pb2
 
 from clients import Client
+from tests.end_to_end.watching import TRIES, left_in_time
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache" / "node_client"
@@ -63,7 +62,7 @@ def node(replica, node_modules, descriptors):
     def run(*arguments: str) -> list[dict]:
         command = ["node", str(SCRIPT), str(descriptors), replica.grpc_url, *arguments]
         environ = {"NODE_PATH": str(node_modules), "PATH": str(Path(shutil.which("node")).parent)}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -73,7 +72,10 @@ def node(replica, node_modules, descriptors):
 def test_node_streams_the_same_text_as_our_own_client(node, replica):
     with Client(replica.grpc_url) as client:
         whole = client.complete(PROMPT, max_tokens=40, temperature=0.0, ignore_eos=True)
-    messages = node("stream", PROMPT, "40")
+    for _ in range(TRIES):  # tokens that nobody took in time share a message
+        messages = node("stream", PROMPT, "40")
+        if len(messages) > 5:
+            break
     assert not [message for message in messages if "status" in message]
     assert "".join(message["text"] for message in messages) == whole.text
     assert len(messages) > 5
@@ -88,14 +90,15 @@ def test_node_is_told_what_was_wrong_with_its_request(node):
     assert message["final"]
 
 
-def test_node_cancels_and_the_engine_is_free_again(node, replica):
-    messages = node("cancel", PROMPT, "900")
-    assert messages[-1] == {"status": 1, "details": "Cancelled on client"}
-    assert len([message for message in messages if "text" in message]) < 100
-    deadline_s = time.monotonic() + 5.0
-    while metric(metrics(replica.metrics_url), "nv_trt_llm_request_metrics", request_type="active"):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+async def test_node_cancels_and_the_engine_is_free_again(node, replica):
+    said = []
+
+    async def leave() -> None:
+        said[:] = node("cancel", PROMPT, "900")
+
+    await left_in_time(replica, leave)
+    assert said[-1] == {"status": 1, "details": "Cancelled on client"}
+    assert not any(message.get("final") for message in said)
 
 
 def test_node_can_ask_what_the_server_has(node):

@@ -39,11 +39,12 @@ class TritonPythonModel:
     def _generate(self, request, sender, request_id: str) -> None:
         prompt = pb_utils.get_input_tensor_by_name(request, "input_ids").as_numpy().reshape(-1).tolist()
         budget, end_id = _value(request, "request_output_len"), _value(request, "end_id", -1)
-        stopped = self._stopped[request_id]
+        stopped, how = self._stopped[request_id], "ended"
         for index in range(budget):
             token = prompt[index % len(prompt)]
             last = token == end_id or index == budget - 1
             if stopped.is_set():
+                how = "stopped"
                 sender.send(self._response([]), flags=FINAL)
                 break
             sender.send(self._response([token]), flags=FINAL if last else 0)
@@ -51,6 +52,7 @@ class TritonPythonModel:
                 break
             time.sleep(PACE_S)
         del self._stopped[request_id]
+        pb_utils.Logger.log_info(f"bare engine: {request_id} {how} after {index} of {budget}")
 
     @staticmethod
     def _response(ids: list[int]):
