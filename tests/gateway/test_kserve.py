@@ -171,11 +171,12 @@ async def test_a_request_that_fails_at_one_replica_goes_to_another_before_its_fi
     def dying(seen):
         return Script((" a",), status_after=0)
 
-    async with FakeReplica(dying) as bad, FakeReplica() as good, gateway(bad, good) as running:
-        for _ in range(6):
-            seen = await asked(running, {"inputs": inputs("one two", 2)})
-            assert "".join(text for _, text in seen) == " one two"
-        assert bad.counts.started >= 1 and good.counts.started == 6
+    async with FakeReplica(dying) as bad, FakeReplica() as good:
+        async with gateway(bad, good, routing="round_robin") as running:
+            for _ in range(6):
+                seen = await asked(running, {"inputs": inputs("one two", 2)})
+                assert "".join(text for _, text in seen) == " one two"
+            assert bad.counts.started >= 1 and good.counts.started == 6
 
 
 async def test_after_the_first_token_nothing_is_tried_again():
@@ -442,3 +443,17 @@ async def test_metadata_comes_from_a_replica_that_answers():
                     assert (await client.get_model_metadata("ensemble")).name == "ensemble"
             with pytest.raises(InferenceServerException, match="UNAVAILABLE"):
                 await client.get_model_metadata("ensemble")
+
+
+async def test_a_reader_that_takes_nothing_frees_the_replica_and_hears_why_when_it_reads_on():
+    script = Script(tuple("z" * 2000 for _ in range(20_000)))
+    async with FakeReplica(lambda seen: script) as replica, gateway(replica, stall_timeout_s=0.2) as running:
+        async with grpc.aio.insecure_channel(running.grpc_url) as channel:
+            request = service_pb2.ModelInferRequest(model_name="ensemble").SerializeToString()
+            call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter([request]))
+            await call.read()
+            await until(lambda: replica.counts.cancelled == 1, 60.0)
+            with pytest.raises(grpc.aio.AioRpcError, match="the reader took nothing for 0.2 s") as caught:
+                while await asyncio.wait_for(call.read(), 60.0) is not grpc.aio.EOF:
+                    pass
+            assert caught.value.code() is grpc.StatusCode.CANCELLED
