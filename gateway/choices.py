@@ -39,7 +39,7 @@ class Choices:
     """
 
     def __init__(self, service: Service, permit: Permit, asking: Asking, began_s: float, span: Span | None) -> None:
-        self._permit, self._span = permit, span
+        self._service, self._tenant, self._permit, self._span = service, asking.tenant.name, permit, span
         self.headers: Mapping[str, str] = permit.headers
         self._open = len(permit.requests)
         self.generations = [
@@ -62,6 +62,8 @@ class Choices:
             return
         usage = total([one.usage for one in self.generations], [id(prompt_of(one.request)) for one in self.generations])
         self._permit.settle(usage)
+        if usage is not None:
+            self._service.metrics.used(self._tenant, usage)
         ends = [one.finish_reason or observability.end_of(one.error) for one in self.generations]
         error = next((one.error for one in self.generations if one.error is not None), None)
         end_span(self._span, error, **observability.generation_attributes(usage, ends))

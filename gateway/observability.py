@@ -125,13 +125,15 @@ class Metrics:
         self.retries.inc(max(0, attempts - 1))
         if first_s:
             self.first_token.labels(*labels).observe(first_s - generation.began_s)
-        if usage is not None:
-            tenant = self.tenant(asking.tenant.name)
-            self.tokens.labels(tenant, "input").inc(usage.input_tokens)
-            self.tokens.labels(tenant, "output").inc(usage.output_tokens)
-            self.tokens_made += usage.input_tokens + usage.output_tokens
-            if first_s and usage.output_tokens > 1:
-                self.per_token.labels(*labels).observe((now_s - first_s) / (usage.output_tokens - 1))
+        if usage is not None and first_s and usage.output_tokens > 1:
+            self.per_token.labels(*labels).observe((now_s - first_s) / (usage.output_tokens - 1))
+
+    def used(self, tenant: str, usage: Usage) -> None:
+        """What a caller is charged with: a prompt once, however many choices were made of it."""
+        tenant = self.tenant(tenant)
+        self.tokens.labels(tenant, "input").inc(usage.input_tokens)
+        self.tokens.labels(tenant, "output").inc(usage.output_tokens)
+        self.tokens_made += usage.input_tokens + usage.output_tokens
 
     def page(self) -> bytes:
         return generate_latest(self.registry)
@@ -259,6 +261,8 @@ class Tracing:
 
 def traceparent(span: Span | None, carrier: Mapping[str, str]) -> str:
     """The context to hand on: the span's, else the caller's own if it is well-formed, else none."""
+    if span is None and "traceparent" not in carrier:
+        return ""
     handed: dict[str, str] = {}
     inject(handed, context=set_span_in_context(span) if span else extract(dict(carrier)))
     return handed.get("traceparent", "")
