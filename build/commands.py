@@ -223,14 +223,14 @@ def problem_on_cpu(recipe: Recipe) -> str | None:
     qformat = qformat_here(recipe)
     if qformat not in (HF_QFORMATS if recipe.kind == LLMAPI else QFORMATS):
         return f"does not make {recipe.precision}"
+    if QFORMATS[qformat][0] is None and recipe.kv_cache_precision != "auto":
+        return f"measures no activations for {recipe.precision}, so no {recipe.kv_cache_precision} KV cache"
     if recipe.kind == LLMAPI:
         return None  # the LLM API splits over ranks when it loads
     if recipe.pp > 1:
         return f"splits by tensor only, not over {recipe.pp} pipeline ranks"
     if recipe.convert:
         return "does not know [convert]"
-    if QFORMATS[qformat][0] is None and recipe.kv_cache_precision != "auto":
-        return f"measures no activations for {recipe.precision}, so no {recipe.kv_cache_precision} KV cache"
     unknown = sorted(_own_options(recipe).keys() - Quantization.__dataclass_fields__.keys())
     return f"has no option {unknown[0]}" if unknown else None
 

@@ -1,20 +1,33 @@
 """Checks beyond the builder's rules: does the card have the format, does the model fit, do the limits make sense.
 
-H: hardware. M: memory. S: shapes and limits. C: the CPU engine. U: keys of the recipe that would have no effect.
+H: hardware. M: memory. S: shapes and limits. B: what serving needs of the build. Q: what our own quantise stage can
+make. C: the CPU engine. U: keys of the recipe that would have no effect.
 """
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import commands
 import hardware
+import layout
 import memory
+from calibration import CNN_DAILYMAIL, CPYTHON
 from case import Case, RuleBook, Severity
 from quantization import bias_problem
-from recipe import CPU, TRTLLM
+from recipe import CPU, LLMAPI, TRTLLM, TRTLLM_VERSION
 from rules import integer_weights_fail_on_sm_100
 
 REFUSE, WARN = Severity.REFUSE, Severity.WARN
 CHECKS = RuleBook()
+
+# [build] options without which requests cannot join and leave the running batch (in-flight batching).
+IN_FLIGHT = {"kv_cache_type": "paged", "remove_input_padding": "enable"}
+PAGED_CONTEXT = ("use_paged_context_fmha", "context_fmha")
+# NVIDIA's images by month; the recipe's options, and the engines of its pinned version, are those of 26.04 to 26.07.
+NVIDIAS_IMAGE = re.compile(r"(?:.*/)?tritonserver:(\d\d\.\d\d)-trtllm-python-py3(?:@.*)?")
+PINNED_IMAGES = ("26.04", "26.05", "26.06", "26.07")
 
 
 @CHECKS.rule("H1", REFUSE)
@@ -124,6 +137,86 @@ def lookahead_has_limits(case: Case) -> str | None:
 @CHECKS.rule("S5", REFUSE)
 def the_network_must_have_a_place_for_every_bias(case: Case) -> str | None:
     return bias_problem(case.shape.architecture) if case.recipe.kind == TRTLLM else None
+
+
+@CHECKS.rule("B1", REFUSE)
+def requests_must_batch_in_flight(case: Case) -> str | None:
+    if case.recipe.kind != TRTLLM:
+        return None
+    given = {key: str(value).lower() for key, value in case.recipe.build.items()}
+    wrong = [f"{key} {given[key]}" for key, needed in IN_FLIGHT.items() if given.get(key, needed) != needed]
+    wrong += [f"{key} disable" for key in ("gpt_attention_plugin", "paged_kv_cache") if given.get(key) == "disable"]
+    if not wrong:
+        return None
+    return (
+        f"{' and '.join(wrong)}: in-flight batching, which the engine is served with, needs a paged KV cache, packed "
+        "input and the attention plugin"
+    )
+
+
+@CHECKS.rule("B2", REFUSE)
+def a_kv_block_must_be_found(case: Case) -> str | None:
+    if case.recipe.kind != TRTLLM or commands.tokens_per_block(case.recipe).bit_count() == 1:
+        return None
+    return f"tokens_per_block {commands.tokens_per_block(case.recipe)} is not a power of two, as the KV cache's must be"
+
+
+@CHECKS.rule("B3", WARN)
+def what_the_recipe_asks_for_must_not_be_switched_off(case: Case) -> str | None:
+    recipe = case.recipe
+    off = [option for option in PAGED_CONTEXT if recipe.build.get(option) == "disable"]
+    asked = [("prefix reuse", recipe.prefix_reuse), ("chunked context", recipe.chunked_context)]
+    wanted = [word for word, wants in asked if wants]
+    if not off or not wanted:
+        return None
+    return f"{' and '.join(off)} disable leaves no {' and no '.join(wanted)}, for which this recipe asks"
+
+
+@CHECKS.rule("B4", REFUSE)
+def the_image_must_hold_the_pinned_version(case: Case) -> str | None:
+    found = NVIDIAS_IMAGE.fullmatch(case.recipe.image)
+    if case.recipe.kind != TRTLLM or found is None or found[1] in PINNED_IMAGES:
+        return None
+    holds = "is of an older TensorRT-LLM" if found[1] < PINNED_IMAGES[0] else "may have no engine builder any more"
+    return (
+        f"the image of {found[1]} {holds}; options and engines are of TensorRT-LLM {TRTLLM_VERSION}, which is in those "
+        f"of {PINNED_IMAGES[0]} to {PINNED_IMAGES[-1]}"
+    )
+
+
+@CHECKS.rule("Q1", REFUSE)
+def our_own_stage_must_make_the_checkpoint(case: Case) -> str | None:
+    if case.recipe.kind != LLMAPI:
+        return None  # R21 speaks where a trtllm recipe is calibrated by it
+    problem = commands.problem_on_cpu(case.recipe)
+    return f"the LLM API's checkpoint is made by build/quantize.py, which {problem}" if problem else None
+
+
+@CHECKS.rule("Q2", REFUSE)
+def its_calibration_texts_must_be_there(case: Case) -> str | None:
+    recipe = case.recipe
+    if recipe.kind != LLMAPI or recipe.precision == "bf16":
+        return None
+    name = recipe.calibration.dataset
+    if name == CPYTHON or Path(name).name == CNN_DAILYMAIL or (layout.ROOT / Path(name).expanduser()).exists():
+        return None
+    return f"calibration.dataset {name!r} is neither a local file or folder nor {CPYTHON} nor {CNN_DAILYMAIL}"
+
+
+@CHECKS.rule("Q3", REFUSE)
+def awq_blocks_must_divide_the_inputs(case: Case) -> str | None:
+    recipe, arch = case.recipe, case.shape.architecture
+    if recipe.kind != LLMAPI or "awq" not in recipe.precision:
+        return None  # R36 speaks of engines
+    inputs = {
+        "o_proj": arch.num_heads * arch.head_dim // recipe.tp,
+        "down_proj": arch.intermediate_size // recipe.tp,
+        "q_proj and gate_proj": arch.hidden_size,
+    }
+    for name, columns in inputs.items():
+        if columns % recipe.group_size:
+            return f"AWQ needs the {columns} inputs of {name} to be a multiple of group_size {recipe.group_size}"
+    return None
 
 
 @CHECKS.rule("C1", REFUSE)

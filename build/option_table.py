@@ -51,6 +51,8 @@ class Option:
         allowed_types = {"int": (int,), "float": (int, float), "str": (str, int), "enum": (str,)}[self.type]
         if isinstance(value, bool) or not isinstance(value, allowed_types):
             return f"got {value!r}; allowed is a value of type {self.type}"
+        if self.type == "int" and value < 0:
+            return f"got {value!r}; allowed is an integer from 0"
         text = str(value).lower() if self.type == "enum" else str(value)
         if self.choices and text not in self.choices:
             near = nearest(text, self.choices)

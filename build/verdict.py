@@ -18,7 +18,7 @@ import layout
 import memory
 from case import Case, Finding, Severity
 from fitness import CHECKS
-from recipe import CPU, KV_CACHE_PRECISIONS, PRECISIONS, TRTLLM, Recipe, RecipeError, load
+from recipe import CPU, IMAGE, KV_CACHE_PRECISIONS, PRECISIONS, TRTLLM, Recipe, RecipeError, load
 from rules import EAGLE_BATCH, EAGLE_DRAFT, RULES
 
 MAX_PAIRS = 200
@@ -235,6 +235,8 @@ def _engine_limits(recipe: Recipe) -> Iterator[_Edit]:
         if recipe.max_batch_size > EAGLE_BATCH:
             changes = changes | {"max_batch_size": EAGLE_BATCH}
             yield _Edit(2 * LIMIT, f"max_batch_size = {EAGLE_BATCH}, {text}", changes)
+    if recipe.image != IMAGE:
+        yield _Edit(LIMIT, f'image = "{IMAGE}"', {"image": IMAGE})
     if recipe.max_beam_width > 1:
         yield _Edit(LIMIT, "max_beam_width = 1", {"max_beam_width": 1})
     if recipe.multiple_profiles:

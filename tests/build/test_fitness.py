@@ -98,6 +98,63 @@ def test_s5_the_network_must_have_a_place_for_every_bias(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("kv_cache_type", "continuous"),
+        ("kv_cache_type", "DISABLED"),
+        ("paged_kv_cache", "disable"),
+        ("remove_input_padding", "disable"),
+        ("gpt_attention_plugin", "disable"),
+    ],
+)
+def test_b1_requests_must_batch_in_flight(option, value):
+    assert "in-flight batching" in reason("B1", build={option: value})
+    assert f"without build.{option}" in judge(case(build={option: value}))[0].message
+    assert reason("B1", build={"kv_cache_type": "PAGED", "remove_input_padding": "enable"}) is None
+
+
+@pytest.mark.parametrize("tokens", [0, 48])
+def test_b2_a_kv_block_must_be_found(tokens):
+    assert f"tokens_per_block {tokens} is not a power of two" in reason("B2", build={"tokens_per_block": tokens})
+    assert reason("B2", build={"tokens_per_block": 64}) is None and reason("B2") is None
+
+
+@pytest.mark.parametrize("option", ["context_fmha", "use_paged_context_fmha"])
+def test_b3_what_the_recipe_asks_for_must_not_be_switched_off(option):
+    given = {"build": {option: "disable"}}
+    assert f"{option} disable leaves no prefix reuse and no chunked context" in reason("B3", **given)
+    assert "no prefix reuse, for which" in reason("B3", chunked_context=False, **given)
+    assert reason("B3", prefix_reuse=False, chunked_context=False, **given) is None and reason("B3") is None
+
+
+def test_b4_the_image_must_hold_the_pinned_version():
+    name = "registry.example:5000/tritonserver:{}-trtllm-python-py3"
+    assert "is of an older TensorRT-LLM" in reason("B4", image=name.format("26.03"))
+    assert "may have no engine builder" in reason("B4", image=name.format("26.08"))
+    assert reason("B4", image=name.format("26.05")) is None and reason("B4", image="our/own:latest") is None
+    assert 'nearest recipe that works: image = "' in judge(case(image=name.format("25.12")))[0].message
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"precision": "nvfp4", "gpu": "b200"}, {"Q1": "does not make nvfp4"}),
+        ({"precision": "bf16"}, {"Q1": "no fp8 KV cache"}),
+        ({"calibration": {"dataset": "./nowhere"}}, {"Q2": "neither a local file or folder"}),
+        ({"calibration": {"dataset": "wikitext"}}, {"Q2": "nor cnn_dailymail"}),
+        ({"precision": "int4_awq", "group_size": 256}, {"Q3": "896 inputs of o_proj"}),
+        ({"precision": "int4_awq"}, {}),
+        ({"calibration": {"dataset": "cpython"}}, {}),
+    ],
+)
+def test_a_checkpoint_for_the_llm_api_can_be_made(changes, said):
+    given = case(kind="llmapi", model="Qwen/Qwen2.5-0.5B-Instruct", **changes).recipe
+    found = [f for f in judge(Case(given, shapes.find(given.model))) if f.severity.value == "refuse"]
+    assert {f.rule for f in found} == said.keys()
+    assert all(said[f.rule] in f.reason and f.instead for f in found)
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"max_seq_len": 4096}, {"C1": "the 1024 positions"}),

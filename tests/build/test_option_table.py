@@ -52,3 +52,9 @@ def test_arguments_keep_their_order_and_leave_out_false_switches():
     table = option_table.read("trtllm_build")
     values = {"workers": 2, "strip_plan": True, "fast_build": False, "lora_dir": ["a", "b"]}
     assert table.arguments(values) == ["--workers", "2", "--strip_plan", "--lora_dir", "a", "b"]
+
+
+def test_a_negative_number_is_refused_before_the_program_takes_it():
+    table = option_table.read("trtllm_build")
+    assert table.problem("tokens_per_block", -5) == "got -5; allowed is an integer from 0"
+    assert table.problem("tokens_per_block", 0) is None
