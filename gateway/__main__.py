@@ -62,8 +62,9 @@ async def serve(service: Service) -> None:
     """Both doors until a signal comes; returns when everything is closed."""
     settings, stop = service.settings, asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the last: its terminal was closed
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            loop.add_signal_handler(number, stop.set)
     http = http_server(service)
     serving = asyncio.create_task(http.serve())
     while not http.started and not serving.done():

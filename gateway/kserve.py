@@ -190,7 +190,9 @@ class KServeDoor:
             while tasks:
                 await asyncio.wait(tasks)
         except asyncio.CancelledError:
-            if not refused:
+            if writer.stalled:
+                refused.append(Cancelled(f"the reader took nothing for {writer.patience_s:g} s"))
+            elif not refused:
                 raise
         finally:
             self._service.sweeper.discard(writer)
@@ -320,7 +322,8 @@ class _Writer:
     """The caller's end of one stream: responses of all its requests, one at a time."""
 
     def __init__(self, context: grpc.aio.ServicerContext, service: Service) -> None:
-        self._context, self._patience_s = context, service.settings.stall_timeout_s
+        self._context, self.patience_s = context, service.settings.stall_timeout_s
+        self.stalled = False
         self._handler = asyncio.current_task()
         self._lock = asyncio.Lock()
         self._writing_since_s = 0.0
@@ -345,8 +348,9 @@ class _Writer:
                 self._writing_since_s = 0.0
 
     def sweep(self, now_s: float) -> None:
-        if self._writing_since_s and now_s - self._writing_since_s > self._patience_s:
+        if self._writing_since_s and now_s - self._writing_since_s > self.patience_s:
             self._writing_since_s = 0.0
+            self.stalled = True
             self._handler.cancel()
 
 
