@@ -21,7 +21,7 @@ from server.settings import PORT_FIELDS, ROOT, Settings, variable
 from server.tenant import leashed
 
 LOOK_EVERY_S = 0.02
-STOP_PATIENCE_S = 10.0
+STOP_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Replica:
         """tritonserver's log since the supervisor started."""
         return log.path(self.settings.state_dir, self.settings.grpc_port).read_text(errors="replace")
 
-    def wait_until_ready(self, restarts: int = 0, revivals: int = 0, timeout_s: float = 60.0) -> status.Status:
+    def wait_until_ready(self, restarts: int = 0, revivals: int = 0, timeout_s: float = 120.0) -> status.Status:
         """Returns when it is ready after at least so many restarts and revivals. EngineFailed if that does not come."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:

@@ -27,7 +27,7 @@ from server.repository import read_pipeline
 from server.settings import Settings
 from server.tenant import Tenant
 
-ABORT_S = 1.0
+ABORT_S = 3.0
 ANY_LIFE = -1  # events of our own: signals, the command
 STOP_SIGNALS = {
     signal.SIGINT: "it was interrupted",

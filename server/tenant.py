@@ -16,7 +16,8 @@ LEASH = (
     "os.getppid() == int(sys.argv[1]) or sys.exit(143)\n"
     "os.execvp(sys.argv[2], sys.argv[2:])\n"
 )
-PATIENCE_S = 1.0
+NOTICE_S = 1.0  # to end by itself: a Ctrl-C in the terminal reaches it, too
+OBEY_S = 5.0  # to end when it was told to
 
 
 def leashed(command: Sequence[str]) -> list[str]:
@@ -37,8 +38,8 @@ class Tenant:
 
     async def evict(self) -> int:
         """Its exit code; if it still runs, after a moment to notice Ctrl-C by itself, SIGTERM and SIGKILL."""
-        for signal_number in (signal.SIGTERM, signal.SIGKILL):
-            await asyncio.wait({self._ended}, timeout=PATIENCE_S)
+        for patience_s, signal_number in ((NOTICE_S, signal.SIGTERM), (OBEY_S, signal.SIGKILL)):
+            await asyncio.wait({self._ended}, timeout=patience_s)
             if not self._ended.done():
                 self._process.send_signal(signal_number)
         return await self._ended

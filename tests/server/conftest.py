@@ -2,7 +2,6 @@
 
 import struct
 import threading
-import time
 from pathlib import Path
 
 import grpc
@@ -32,7 +31,6 @@ def serve(engines, tmp_path_factory):
             "model_repository": REPOSITORY,
             "engines_dir": engines,
             "state_dir": tmp_path_factory.mktemp("state"),
-            "start_timeout_s": 60,
         }
         return running(**defaults | settings)
 
@@ -62,7 +60,6 @@ class Stream:
     def __init__(self, url, max_tokens, step_ms):
         self.texts, self.finish_reason, self.error_message, self.failure = [], "", "", ""
         self.ended, self.started = threading.Event(), threading.Event()
-        self.ended_s = None
         self._closing = threading.Event()
         self._channel = grpc.insecure_channel(url, options=[("grpc.use_local_subchannel_pool", 1)])
         request = canary.request()
@@ -101,7 +98,6 @@ class Stream:
 
     def _end(self):
         if not self.ended.is_set():
-            self.ended_s = time.monotonic()
             self.ended.set()
 
 
