@@ -21,6 +21,7 @@ from clients.completion import Completion
 from clients.connection import DEFAULT_MODEL, TLS, Connection, connection, trace_context
 from clients.generations import Generations
 from clients.retries import RetryBudget, RetryPolicy, RetrySchedule
+from clients.running import Running
 from clients.token_stream import TokenStream
 from contract.errors import TridentError
 from contract.generation import GenerationRequest
@@ -52,6 +53,7 @@ class AsyncClient(Generations[TokenStream]):
         self._budget = budget or RetryBudget()
         self._rng = rng or random.Random()
         self._credentials = self.connection.tls.credentials() if self.connection.tls else None
+        self._running = Running()
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the one the channel belongs to
         self._generate: grpc.aio.UnaryStreamMultiCallable | None = None
@@ -68,6 +70,7 @@ class AsyncClient(Generations[TokenStream]):
 
     async def close(self) -> None:
         """Closes the connection; streams that still run are cancelled."""
+        self._running.cancel()
         channel, self._channel, self._generate = self._channel, None, None
         if channel is not None:
             await channel.close()
@@ -75,7 +78,8 @@ class AsyncClient(Generations[TokenStream]):
     def open(self, asked: GenerationRequest, *, traceparent: str = "", timings: bool = False) -> TokenStream:
         """A stream for a request that is already valid. Nothing is sent before it is read."""
         schedule = RetrySchedule(self._retry, self._budget, self._rng)
-        return TokenStream(_OneServer(self, trace_context(traceparent), timings), request.identified(asked), schedule)
+        door = _OneServer(self, trace_context(traceparent), timings)
+        return self._running.add(TokenStream(door, request.identified(asked), schedule))
 
     async def complete(self, prompt: str | None = None, **arguments: Any) -> Completion:
         """The whole answer, in one response; arguments as for ``generate``."""

@@ -30,6 +30,7 @@ from clients.generations import Generations
 from clients.health import Health, HealthPolicy
 from clients.picks import Ask, Pick
 from clients.retries import RetryBudget, RetryPolicy, RetrySchedule
+from clients.running import Running
 from clients.token_stream import TokenStream
 from contract.errors import InvalidArgument, TridentError, Unavailable
 from contract.generation import GenerationRequest
@@ -82,6 +83,7 @@ class BalancedClient(Generations[TokenStream]):
         self._watch: asyncio.Task | None = None
         self._found: asyncio.Future | None = None  # done when the first look for replicas is
         self._closing: set[asyncio.Task] = set()
+        self._running = Running()
         self._turn = 0
 
     async def __aenter__(self) -> BalancedClient:
@@ -92,6 +94,7 @@ class BalancedClient(Generations[TokenStream]):
 
     async def close(self) -> None:
         """Ends the watching and closes every connection; streams that still run are cancelled."""
+        self._running.cancel()  # also those at replicas that were let go, which end with them
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -116,7 +119,8 @@ class BalancedClient(Generations[TokenStream]):
         self._turn += 1
         ask = Ask(self._turn, session, costs.prefix(asked))
         door = _Door(self, ask, trace_context(traceparent))
-        return TokenStream(door, request.identified(asked), RetrySchedule(self._retry, self._budget, self._rng))
+        schedule = RetrySchedule(self._retry, self._budget, self._rng)
+        return self._running.add(TokenStream(door, request.identified(asked), schedule))
 
     async def complete(self, prompt: str | None = None, **arguments: Any) -> Completion:
         """The whole answer, in one response; arguments as for ``generate``."""

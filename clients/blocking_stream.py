@@ -129,7 +129,8 @@ class BlockingStream:
             wait_s = self._schedule.wait_s(error, hint, self._answer.left_s)
             if wait_s is not None:
                 self._call = None
-                self._wake.wait(wait_s)
+                if self._wake.wait(wait_s):
+                    raise Cancelled(f"request {self.request_id} was closed while it waited to be tried again")
                 return
         self._ended = True
         raise error from cause

@@ -21,6 +21,7 @@ from clients.completion import Completion
 from clients.connection import DEFAULT_MODEL, TLS, Connection, connection, trace_context
 from clients.generations import Generations
 from clients.retries import RetryBudget, RetryPolicy, RetrySchedule
+from clients.running import Running
 from contract.errors import TridentError
 from contract.generation import GenerationRequest
 
@@ -50,6 +51,7 @@ class Client(Generations[BlockingStream]):
         self._rng = rng or random.Random()
         self._credentials = self.connection.tls.credentials() if self.connection.tls else None
         self._opening = threading.Lock()
+        self._running = Running()
         self._channel: grpc.Channel | None = None
         self._generate: grpc.UnaryStreamMultiCallable | None = None
 
@@ -65,6 +67,7 @@ class Client(Generations[BlockingStream]):
 
     def close(self) -> None:
         """Closes the connection; streams that still run are cancelled."""
+        self._running.cancel()
         with self._opening:
             channel, self._channel, self._generate = self._channel, None, None
         if channel is not None:
@@ -83,7 +86,7 @@ class Client(Generations[BlockingStream]):
             )
 
         schedule = RetrySchedule(self._retry, self._budget, self._rng)
-        return BlockingStream(send, self.url, request.identified(asked), schedule)
+        return self._running.add(BlockingStream(send, self.url, request.identified(asked), schedule))
 
     def complete(self, prompt: str | None = None, **arguments: Any) -> Completion:
         """The whole answer, in one response; arguments as for ``generate``."""

@@ -64,6 +64,7 @@ class TokenStream:
         self._door = door
         self._schedule = schedule
         self._attempt: Attempt | None = None
+        self._pause: asyncio.Task | None = None  # the wait before another attempt
         self._read: Callable | None = None
         self._next: Callable | None = None  # self._read, or None where something else than reading comes next
         self._began = False
@@ -94,6 +95,8 @@ class TokenStream:
         """As ``aclose``, for callers that cannot await. A reader that waits sees Cancelled."""
         if not self._ended:
             self._end(Cancelled("the stream was left"))
+            if self._pause is not None:
+                self._pause.cancel()
 
     async def __anext__(self) -> TokenDelta:
         while True:
@@ -167,11 +170,15 @@ class TokenStream:
         if not self._answer.started and not self._ended:
             wait_s = self._schedule.wait_s(error, hint, self._answer.left_s, self._door.has_alternative())
             if wait_s is not None:
+                self._pause = asyncio.ensure_future(asyncio.sleep(wait_s))
                 try:
-                    await asyncio.sleep(wait_s)
+                    await self._pause
                 except asyncio.CancelledError:
-                    self.cancel()
-                    raise
+                    if not self._ended:  # else closed by another task: this one was not cancelled
+                        self.cancel()
+                        raise
+                if self._ended:
+                    raise Cancelled(f"request {self.request_id} was closed while it waited to be tried again")
                 return
         self._ended = True
         raise error from cause
@@ -215,8 +222,8 @@ class _Loop:
     def __aiter__(self) -> _Loop:
         return self
 
-    def __anext__(self):
-        return self._stream.__anext__()
+    async def __anext__(self) -> TokenDelta:  # awaits, and so lives as long: anext(aiter(stream)) gets its delta
+        return await self._stream.__anext__()
 
     async def aclose(self) -> None:
         await self._stream.aclose()

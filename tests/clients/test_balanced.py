@@ -10,7 +10,7 @@ import pytest
 
 from clients import BalancedClient, RetryPolicy, picks
 from clients.health import HealthPolicy
-from contract.errors import EngineFailed, InvalidArgument, Overloaded, Unavailable
+from contract.errors import Cancelled, EngineFailed, InvalidArgument, Overloaded, Unavailable
 from contract.generation import FinishReason
 from tests.fakes.replica import FakeReplica, Script, SeenRequest, echo
 
@@ -158,6 +158,31 @@ async def test_replicas_come_and_go_with_the_file_and_streams_outlive_a_departur
             await asyncio.sleep(0.2)
             assert [load.name for load in client.loads()] == [replicas[1].url]
         assert [replica.counts.cancelled for replica in replicas] == [0, 0]
+
+
+async def test_closing_does_not_wait_for_a_stream_at_a_replica_that_was_let_go(tmp_path) -> None:
+    path = tmp_path / "replicas"
+    async with fleet(2, lambda _: Script(ABC, stall_after=1)) as replicas:
+        path.write_text(replicas[0].url + "\n")
+        client = BalancedClient(f"file://{path}", refresh_s=0.05)
+        stream = client.generate("x")
+        assert (await anext(stream)).text == "a"
+        path.write_text(replicas[1].url + "\n")
+        await until(lambda: [load.name for load in client.loads()] == [replicas[1].url])
+        await asyncio.wait_for(client.close(), 60)
+        with pytest.raises(Cancelled):
+            await stream.complete()
+
+
+async def test_a_reader_learns_that_its_client_was_closed() -> None:
+    async with fleet(1, lambda _: Script(ABC, stall_after=1)) as replicas:
+        client = BalancedClient(urls(replicas))
+        stream = client.generate("x")
+        task = asyncio.create_task(stream.complete())
+        await until(lambda: stream.tokens == 1)
+        await client.close()
+        with pytest.raises(Cancelled, match="was closed while it was being read"):
+            await task
 
 
 async def test_sessions_stay_together() -> None:

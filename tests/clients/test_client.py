@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 
@@ -85,7 +86,13 @@ def leave_by_the_with_block(client: Client) -> None:
 
 def leave_from_another_thread(client: Client) -> None:
     stream = client.generate("x", request_id="mine")
-    threading.Timer(0.1, stream.cancel).start()
+
+    def cancel() -> None:
+        while not stream.tokens:
+            time.sleep(0.01)
+        stream.cancel()
+
+    threading.Thread(target=cancel).start()
     with pytest.raises(Cancelled, match="request mine was closed while it was being read"):
         stream.complete()
 
@@ -100,6 +107,37 @@ def test_leaving_a_stream_cancels_the_servers_work(threaded_replica, playlist, l
         leave(client)
         settled(threaded_replica)
         assert (threaded_replica.counts.started, threaded_replica.counts.cancelled) == (1, 1)
+
+
+@pytest.mark.parametrize("tokens_before", [0, 1])
+def test_a_reader_learns_that_its_client_was_closed(threaded_replica, playlist, tokens_before: int) -> None:
+    playlist.set(Script(("a", "b", "c"), stall_after=tokens_before))
+    client = Client(threaded_replica.url)
+    stream = client.generate("x", request_id="mine")
+
+    def close() -> None:
+        while not (threaded_replica.counts.running and stream.tokens == tokens_before):
+            time.sleep(0.01)
+        client.close()
+
+    threading.Thread(target=close).start()
+    with pytest.raises(Cancelled, match="request mine was closed while it was being read"):
+        stream.complete()
+    assert (stream.attempts, threaded_replica.counts.started) == (1, 1)
+
+
+def test_a_reader_that_waits_to_try_again_learns_that_its_stream_was_closed(unused_tcp_port) -> None:
+    with Client(f"127.0.0.1:{unused_tcp_port}", retry=RetryPolicy(2, 3600.0, 3600.0), rng=random.Random(1)) as client:
+        stream = client.generate("x", timeout_s=86_400)
+
+        def cancel() -> None:
+            while not stream.attempts:
+                time.sleep(0.01)
+            stream.cancel()
+
+        threading.Thread(target=cancel).start()
+        with pytest.raises(Cancelled, match="was closed"):
+            stream.complete()
 
 
 def test_a_deadline_ends_the_stream_and_the_servers_work(threaded_replica, playlist) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import grpc
 import pytest
@@ -173,6 +174,48 @@ async def test_a_reader_learns_that_another_task_closed_its_stream(replica, play
         await stream.aclose()
         with pytest.raises(Cancelled, match="request mine was closed while it was being read"):
             await task
+
+
+@pytest.mark.parametrize("tokens_before", [0, 1])
+async def test_a_reader_learns_that_its_client_was_closed(replica, playlist, tokens_before: int) -> None:
+    playlist.set(Script(ABC, stall_after=tokens_before))
+    client = AsyncClient(replica.url)
+    stream = client.generate("x", request_id="mine")
+    task = asyncio.create_task(stream.complete())
+    while not (replica.counts.running and stream.tokens == tokens_before):
+        await asyncio.sleep(0.01)
+    await client.close()
+    with pytest.raises(Cancelled, match="request mine was closed while it was being read"):
+        await task
+    assert (stream.attempts, replica.counts.started) == (1, 1)
+
+
+async def test_a_reader_that_waits_to_try_again_learns_that_its_stream_was_closed(replica, playlist) -> None:
+    playlist.set(Script(refuse=Overloaded("full")))
+    async with AsyncClient(replica.url, retry=RetryPolicy(2, 3600.0, 3600.0), rng=random.Random(1)) as client:
+        stream = client.generate("x", timeout_s=86_400)
+        task = asyncio.create_task(stream.complete())
+        while not (replica.counts.started and not replica.counts.running):
+            await asyncio.sleep(0.01)
+        stream.cancel()
+        with pytest.raises(Cancelled, match="was closed"):
+            await asyncio.wait_for(task, 60)
+
+
+async def test_a_stream_that_was_not_sent_outlives_its_clients_close(replica) -> None:
+    client = AsyncClient(replica.url)
+    stream = client.generate("one two", max_tokens=2)
+    await client.close()
+    assert (await stream.complete()).text == " one two"
+    await client.close()
+
+
+async def test_the_first_delta_may_be_taken_alone(replica, playlist) -> None:
+    playlist.set(Script(ABC, stall_after=2))
+    async with AsyncClient(replica.url) as client:
+        assert (await anext(aiter(client.generate("x")))).text == "a"
+        await settled(replica)
+    assert replica.counts.cancelled == 1
 
 
 async def test_a_stream_that_was_read_to_its_end_is_never_cancelled(replica, playlist) -> None:
