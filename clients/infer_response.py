@@ -31,6 +31,7 @@ _SLOTS = {
         + ["first_token_time_ns", "last_token_time_ns"]
     )
 }
+_FRACTIONS = ("output_log_probs", "top_log_probs")
 _NOTHING: tuple = ("", (), (), (), (), "", "", "", (), (), (), (), (), (), ())
 _TEXT, _REASON = _SLOTS["text_output"], _SLOTS["finish_reason"]
 _REASONS = {reason.value: reason for reason in FinishReason}
@@ -52,7 +53,7 @@ class _Running(NamedTuple):
     form: struct.Struct
     fixed: int
     bits: int
-    slots: tuple[tuple[int, slice], ...]  # which of the form's numbers are whose
+    parts: tuple[slice, ...]  # of the form's numbers: output_ids, output_log_probs, top_log_probs_ids, top_log_probs
 
 
 class _Header(NamedTuple):
@@ -86,15 +87,15 @@ class _Headers:
 
 
 _HEADERS = _Headers()
-_NO_HEADER = _Header(b"\xff", (), None, False)  # nothing begins like this
+_UNKNOWN = b"\xff"  # no message begins like this
 
 
 class ResponseDecoder:
     """Reads the responses of one stream. Outputs are told apart by name; their order may vary."""
 
     def __init__(self) -> None:
-        self._names = b""
-        self._last = _NO_HEADER
+        self._begin = _UNKNOWN  # names and header of the latest response, and what that header says
+        self._header: _Header | None = None
 
     def decode(self, data: bytes) -> tuple[TokenDelta | None, bool, str]:
         """(what the response adds or None if it has no outputs, whether it is the last, error message or "")."""
@@ -102,19 +103,22 @@ class ResponseDecoder:
             if data and data[0] == _INFER_RESPONSE_TAG:
                 size, at = read_varint(data, 1)
                 if at + size == len(data):
-                    if not self._names or not data.startswith(self._names, at):
-                        self._names = data[at : _names_end(data, at)]
-                    at += len(self._names)
-                    header = self._last if data.startswith(self._last.data, at) else _HEADERS.at(data, at)
+                    if not data.startswith(self._begin, at):
+                        self._look_up(data, at)
+                    header = self._header
                     if header is not None:
-                        self._last = header
-                        at += len(header.data)
-                        values = _read_running(data, at, header.running) or _read_raws(data, at, header.places)
-                        if values:
-                            return _delta(values), header.final, ""
+                        at += len(self._begin)
+                        delta = _running_delta(data, at, header.running) or _any_delta(data, at, header.places)
+                        if delta is not None:
+                            return delta, header.final, ""
             return self._decode_whole(data)
         except (AttributeError, IndexError, TypeError, struct.error, UnicodeDecodeError, OverflowError) as exc:
             raise WireError(f"{len(data)} bytes that are not a ModelStreamInferResponse: {exc}") from exc
+
+    def _look_up(self, data: bytes, at: int) -> None:
+        names_end = _names_end(data, at)
+        self._header = header = _HEADERS.at(data, names_end)
+        self._begin = data[at : names_end + len(header.data)] if header is not None else _UNKNOWN
 
     def _decode_whole(self, data: bytes) -> tuple[TokenDelta | None, bool, str]:
         error, body = "", b""
@@ -147,7 +151,9 @@ class ResponseDecoder:
         left = iter(raws)
         values = list(_NOTHING)
         for place, contents in zip(places, inline, strict=True):
-            raw = contents if contents is not None else next(left, b"")
+            raw = contents if contents is not None else next(left, None)
+            if raw is None:
+                raise WireError(f"{len(places)} outputs, and contents for {len(raws)} of them")
             if place.slot >= 0:
                 values[place.slot] = _value(place.code, place.size, raw, 0, len(raw))
         return _delta(values), final, ""
@@ -165,7 +171,8 @@ def _running(places: Sequence[_Place], raws: Sequence[bytes]) -> _Running | None
     """The layout of a response like this one that does not end the stream; None where the text is not its first."""
     if places[0].slot != _TEXT:
         return None
-    form, fixed, bits, slots, count = "<", b"", b"", [], 0
+    form, fixed, bits, count = "<", b"", b"", 0
+    parts = {slot: slice(0, 0) for slot in range(_TEXT + 1, _REASON)}
     for (slot, code, width, _), raw in zip(places[1:], raws[1:], strict=True):
         empty = slot >= 0 and not code
         size = min(len(raw), 4) if empty else len(raw)  # of a text: its length, 0, in four bytes
@@ -174,21 +181,21 @@ def _running(places: Sequence[_Place], raws: Sequence[bytes]) -> _Running | None
         bits += tag + bytes(size)
         if code and slot < _REASON:
             form += f"{len(tag)}x{size // width}{code}"
-            slots.append((slot, slice(count, count + size // width)))
+            parts[slot] = slice(count, count + size // width)
             count += size // width
         else:
             form += f"{len(tag) + size}x"
     found = struct.Struct(form)
     if found.size != len(bits):
         return None
-    return _Running(found, int.from_bytes(fixed, "little"), int.from_bytes(bits, "little"), tuple(slots))
+    return _Running(found, int.from_bytes(fixed, "little"), int.from_bytes(bits, "little"), tuple(parts.values()))
 
 
-def _read_running(data: bytes, at: int, running: _Running | None) -> list | None:
-    """As ``_read_raws``, for what has the layout ``running`` behind its text."""
+def _running_delta(data: bytes, at: int, running: _Running | None) -> TokenDelta | None:
+    """The delta in the raw contents that begin at ``at``, or None if they have not the layout ``running``."""
     if running is None or data[at] != _RAW_CONTENTS_TAG:
         return None
-    form, fixed, bits, slots = running
+    form, fixed, bits, (ids, log_probs, top_ids, top_log_probs) = running
     size = data[at + 1]
     at += 2
     if size > 0x7F:
@@ -196,11 +203,18 @@ def _read_running(data: bytes, at: int, running: _Running | None) -> list | None
     rest = data[at + size :]
     if len(rest) != form.size or int.from_bytes(rest, "little") & fixed != bits:
         return None
-    values, numbers = list(_NOTHING), form.unpack(rest)
-    values[_TEXT] = _value("", 4, data, at, size)
-    for slot, part in slots:
-        values[slot] = numbers[part]
-    return values
+    text, numbers = _value("", 4, data, at, size), form.unpack(rest)
+    new = numbers[ids]
+    if numbers[top_ids]:
+        top = _top_log_probs(len(new), numbers[top_ids], numbers[top_log_probs])
+        return TokenDelta(text, new, numbers[log_probs], top_log_probs=top)
+    return TokenDelta(text, new, numbers[log_probs])
+
+
+def _any_delta(data: bytes, at: int, places: Sequence[_Place]) -> TokenDelta | None:
+    """The same for what may end the stream, and has any layout."""
+    values = _read_raws(data, at, places)
+    return _delta(values) if values else None
 
 
 def _read_raws(data: bytes, at: int, places: Sequence[_Place]) -> list | None:
@@ -223,11 +237,16 @@ def _read_raws(data: bytes, at: int, places: Sequence[_Place]) -> list | None:
 def _value(code: str, width: int, data: bytes, at: int, size: int) -> str | tuple:
     """The elements of a number tensor, or the first element of a text tensor."""
     if code:
+        if size % width:
+            raise WireError(f"{size} bytes are no numbers of {width}")
         return struct.unpack_from(f"<{size // width}{code}", data, at)
-    if size <= 4:
+    if not size:
         return ""
     first = at + 4
-    return data[first : first + int.from_bytes(data[at:first], "little")].decode()
+    end = first + int.from_bytes(data[at:first], "little")
+    if end > at + size:
+        raise WireError(f"{size} bytes do not hold a text that says it ends after {end - at}")
+    return data[first:end].decode()
 
 
 def _delta(values: list) -> TokenDelta:
@@ -284,7 +303,8 @@ def _output(data: bytes) -> tuple[_Place, bytes | None]:
         return _SKIP, contents
     if datatype == "BYTES" and isinstance(_NOTHING[slot], str):
         return _Place(slot, "", 4, _no_text), contents
-    if datatype not in STRUCT_CODES or isinstance(_NOTHING[slot], str):
+    kinds = ("FP32", "FP64") if name in _FRACTIONS else ("INT32", "INT64", "UINT32", "UINT64")
+    if datatype not in kinds or isinstance(_NOTHING[slot], str):
         raise WireError(f"{name}: the server sends it as {datatype}, not as the ensemble's contract has it")
     form = struct.Struct("<" + STRUCT_CODES[datatype])
     return _Place(slot, STRUCT_CODES[datatype], form.size, form.unpack_from), contents

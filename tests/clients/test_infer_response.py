@@ -178,6 +178,28 @@ def test_an_output_of_another_type_is_named() -> None:
         infer_response.ResponseDecoder().decode(answer.SerializeToString())
 
 
+@pytest.mark.parametrize(
+    ("outputs", "problem"),
+    [
+        ([("output_ids", "FP32", b"\0\0\0\0")], "output_ids: the server sends it as FP32"),
+        ([("output_ids", "BOOL", b"\1")], "output_ids: the server sends it as BOOL"),
+        ([("output_log_probs", "INT32", b"\0\0\0\0")], "output_log_probs: the server sends it as INT32"),
+        ([("output_ids", "INT32", b"\1\2\3")], "3 bytes are no numbers of 4"),
+        ([("text_output", "BYTES", b"\xff\0\0\0a")], "5 bytes do not hold a text that says it ends after 259"),
+        ([("text_output", "BYTES", b"\1\0")], "2 bytes do not hold a text"),
+        ([("text_output", "BYTES", b"\1\0\0\0a"), ("output_ids", "INT32", None)], "2 outputs, and contents for 1"),
+    ],
+)
+def test_contents_that_are_not_what_their_header_says_are_refused(outputs: list[tuple], problem: str) -> None:
+    answer = service_pb2.ModelStreamInferResponse()
+    for name, datatype, raw in outputs:
+        answer.infer_response.outputs.add(name=name, datatype=datatype, shape=[1, 1])
+        if raw is not None:
+            answer.infer_response.raw_output_contents.append(raw)
+    with pytest.raises(protobuf.WireError, match=problem):
+        infer_response.ResponseDecoder().decode(answer.SerializeToString())
+
+
 @pytest.mark.parametrize("name", ["num_input_tokens", "num_output_tokens", "num_cached_tokens"])
 def test_fewer_tokens_than_none_are_no_usage(name: str) -> None:
     counts = {"num_input_tokens": [3], "num_output_tokens": [1], "num_cached_tokens": [0]} | {name: [-1]}
