@@ -4,7 +4,8 @@
 
 The keeper stands between supervisor and tritonserver. Its standard input is a pipe the supervisor holds open;
 when that closes, on purpose or because the supervisor was killed, or when the command ends by itself, it kills
-every process that descends from the command, removes their files in /dev/shm, and exits the way the command did.
+every process that descends from the command, removes their files in /dev/shm and the folders that tritonserver leaves
+in /tmp, and exits the way the command did.
 First line of standard output: the command's pid.
 
 A parent-death signal alone would not do: it reaches tritonserver, not its stubs, nor what they started.
@@ -22,6 +23,9 @@ import time
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SHM = "/dev/shm"
+# Where tritonserver's Python backend makes an empty folder at every start, for packed environments of models, which
+# we have none of. It stays when the server ends, however it ends.
+ENVIRONMENTS, ENVIRONMENT = "/tmp", "python_env_"
 
 
 def main(shm_prefix: str, command: list[str]) -> int:
@@ -34,6 +38,7 @@ def main(shm_prefix: str, command: list[str]) -> int:
     _wait_for_either(pid)
     status = kill_all(pid)
     _remove_files(shm_prefix)
+    remove_environments(ENVIRONMENTS, oldest_server_s())
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
@@ -121,6 +126,29 @@ def _remove_files(shm_prefix: str) -> None:
                 os.unlink(f"{SHM}/{name}")
             except FileNotFoundError:
                 pass
+
+
+def remove_environments(folder: str, oldest_s: float) -> None:
+    """Removes the empty environment folders that are as old as ``oldest_s``, the age of the oldest living server:
+    or older: whoever made them is gone."""
+    for name in os.listdir(folder):
+        if name.startswith(ENVIRONMENT):
+            with contextlib.suppress(OSError):  # somebody else's, in use, or gone
+                if time.time() - os.stat(f"{folder}/{name}").st_ctime >= oldest_s:
+                    os.rmdir(f"{folder}/{name}")
+
+
+def oldest_server_s() -> float:
+    """Seconds since the start of the oldest tritonserver on this machine; 0 if there is none."""
+    now_s, ticks_per_s = time.clock_gettime(time.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK")
+    ages_s = [0.0]
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat", "rb") as stat:
+                command, _, fields = stat.read().rpartition(b")")
+                if command.endswith(b"(tritonserver"):
+                    ages_s.append(now_s - int(fields.split()[19]) / ticks_per_s)
+    return max(ages_s)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,6 +1,7 @@
 """The keeper with real processes: whatever a command starts ends with its supervisor."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from server import keeper as keepers
 from server.process import KEEPER, is_alive
 
 # A child, a child that left its session and group, and a file like the Python backend's.
@@ -98,3 +100,24 @@ def test_a_command_that_cannot_be_run_is_said(prefix):
     assert keeper.wait(10) == 127
     _, said = keeper.communicate()
     assert "cannot run /no/such/server: No such file or directory" in said
+
+
+def test_environment_folders_of_servers_that_are_gone_are_removed(tmp_path):
+    for name in ("python_env_a1B2c3", "python_env_used", "another"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "python_env_used" / "model").touch()
+    keepers.remove_environments(str(tmp_path), 3600.0)
+    assert len(list(tmp_path.iterdir())) == 3  # a server that lives since an hour may have made them
+    keepers.remove_environments(str(tmp_path), 0.0)
+    assert {path.name for path in tmp_path.iterdir()} == {"python_env_used", "another"}
+
+
+def test_the_age_of_a_living_server_is_known_to_all(tmp_path):
+    shutil.copy(shutil.which("sleep"), tmp_path / "tritonserver")
+    with subprocess.Popen([tmp_path / "tritonserver", "60"]) as server:
+        while Path(f"/proc/{server.pid}/comm").read_text() != "tritonserver\n":
+            time.sleep(0.01)
+        first = keepers.oldest_server_s()
+        time.sleep(0.02)
+        assert 0 <= first < keepers.oldest_server_s()
+        server.kill()
