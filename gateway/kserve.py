@@ -52,6 +52,7 @@ DEFAULT_MAX_TOKENS = 128  # the tokenizer's, for a request that sends none
 MOST_PENDING = 20_000  # calls that have arrived and not been looked at yet, as in a burst
 MOST_ON_A_STREAM = 256  # requests at once on one stream; more wait until the stream has read them
 COUNTS = frozenset({"output_ids", "finish_reason", "error_message", "num_input_tokens", "num_output_tokens"})
+TIMINGS = frozenset({"arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns"})
 _REFUSALS = (Overloaded, Unavailable, Unauthenticated, PermissionDenied, DeadlineExceeded)
 
 
@@ -225,6 +226,8 @@ class KServeDoor:
             if generation.request.max_tokens != asked.max_tokens:
                 lower(request, generation.request.max_tokens)
             hidden = ask_for_counts(request)
+            if service.tracing.on:
+                hidden |= ask_for_timings(request)
             request.model_name = service.settings.triton_model
             attempts, error = await self._relay(generation, request.SerializeToString(), hidden, writer, carrier)
             return error
@@ -387,11 +390,9 @@ def lower(request: service_pb2.ModelInferRequest, max_tokens: int) -> None:
     """Writes another ``max_tokens`` into the request."""
     found = _find(request, "max_tokens")
     if found is None:
-        request.inputs.add(name="max_tokens", datatype="INT32", shape=[1, 1])
-        if request.raw_input_contents or len(request.inputs) == 1:
-            request.raw_input_contents.append(struct.pack("<i", max_tokens))
-        else:
-            request.inputs[-1].contents.int_contents.append(max_tokens)
+        contents = _added(request, "max_tokens", "INT32", struct.pack("<i", max_tokens))
+        if contents is not None:
+            contents.int_contents.append(max_tokens)
         return
     place, raw = found
     if raw is None:
@@ -402,12 +403,37 @@ def lower(request: service_pb2.ModelInferRequest, max_tokens: int) -> None:
 
 def ask_for_counts(request: service_pb2.ModelInferRequest) -> frozenset[str]:
     """Adds to a request that names its outputs those that say what is to be paid and how it ended; which these are."""
+    return _also(request, COUNTS)
+
+
+def ask_for_timings(request: service_pb2.ModelInferRequest) -> frozenset[str]:
+    """Has the engine say when it did what, for the spans. Returns the outputs that the caller has not asked for."""
+    if _find(request, "return_perf_metrics") is None:
+        contents = _added(request, "return_perf_metrics", "BOOL", b"\1")
+        if contents is not None:
+            contents.bool_contents.append(True)
+    return _also(request, TIMINGS)
+
+
+def _also(request: service_pb2.ModelInferRequest, names: frozenset[str]) -> frozenset[str]:
+    """Names these outputs, too, in a request that names any; which ones were not named before."""
     if not request.outputs:
         return frozenset()
-    added = COUNTS - {output.name for output in request.outputs}
+    added = names - {output.name for output in request.outputs}
     for name in sorted(added):
         request.outputs.add(name=name)
     return added
+
+
+def _added(
+    request: service_pb2.ModelInferRequest, name: str, datatype: str, raw: bytes
+) -> service_pb2.InferTensorContents | None:
+    """One more input of shape [1, 1]; where its contents go if those of the request are inline."""
+    tensor = request.inputs.add(name=name, datatype=datatype, shape=[1, 1])
+    if request.raw_input_contents or len(request.inputs) == 1:
+        request.raw_input_contents.append(raw)
+        return None
+    return tensor.contents
 
 
 def without_outputs(data: bytes, names: Collection[str]) -> bytes:

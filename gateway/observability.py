@@ -235,6 +235,10 @@ class Tracing:
             self._provider.add_span_processor(BatchSpanProcessor(exporter))
             self._tracer = self._provider.get_tracer("gateway")
 
+    @property
+    def on(self) -> bool:
+        return self._provider is not None
+
     def start(self, name: str, carrier: Mapping[str, str], attributes: Mapping[str, Any]) -> Span | None:
         """The span of one request, below the caller's if its ``traceparent`` is in the carrier."""
         if self._provider is None:

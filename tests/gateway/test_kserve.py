@@ -8,6 +8,7 @@ import queue
 import grpc
 import numpy as np
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from tritonclient.grpc import InferInput, InferRequestedOutput, service_pb2
 from tritonclient.grpc import aio as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
@@ -25,6 +26,7 @@ from contract.errors import (
 )
 from contract.generation import FinishReason
 from gateway import kserve
+from gateway.observability import Tracing
 from gateway.permit import Tenant
 from tests.fakes.replica import FakeReplica, Script, content
 from tests.gateway.running import Running, gateway, until
@@ -457,3 +459,30 @@ async def test_a_reader_that_takes_nothing_frees_the_replica_and_hears_why_when_
                 while await asyncio.wait_for(call.read(), 60.0) is not grpc.aio.EOF:
                     pass
             assert caught.value.code() is grpc.StatusCode.CANCELLED
+
+
+async def test_a_traced_request_has_spans_from_the_engine_itself_and_its_caller_gets_no_more_for_it():
+    exporter = InMemorySpanExporter()
+    async with FakeReplica() as replica, gateway(replica, tracing=Tracing(exporter=exporter)) as running:
+        for outputs in (None, [InferRequestedOutput("text_output")]):
+            await asked(running, {"inputs": inputs("x", 2), "outputs": outputs})
+            assert replica.seen[-1].value("return_perf_metrics") is True
+        running.service.tracing.close()
+        names = [span.name for span in exporter.get_finished_spans()]
+        for name in ("queue", "route", "replica", "tokenizer", "engine", "engine.prefill", "detokenizer"):
+            assert names.count(name) == 2, name
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_timings_are_asked_for_however_the_tensors_are_sent_and_once(inline: bool):
+    request = service_pb2.ModelInferRequest()
+    prompt = request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
+    if inline:
+        prompt.contents.bytes_contents.append(b"x")
+    else:
+        request.raw_input_contents.append(b"\1\0\0\0x")
+    request.outputs.add(name="text_output")
+    assert kserve.ask_for_timings(request) == kserve.TIMINGS and not kserve.ask_for_timings(request)
+    assert [(one.name, list(one.shape)) for one in request.inputs[1:]] == [("return_perf_metrics", [1, 1])]
+    assert list(request.inputs[1].contents.bool_contents) == ([True] if inline else [])
+    assert list(request.raw_input_contents[1:]) == ([] if inline else [b"\1"])
