@@ -33,6 +33,7 @@ from benchmarks.measurement import Measurement, Where
 from benchmarks.served import ENGINES, served
 from benchmarks.workload import Workload
 from clients.connection import Connection, sendable
+from clients.terminal import forget_stdout
 from contract.errors import InvalidArgument, TridentError
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -51,7 +52,12 @@ def main(argv: Sequence[str]) -> int:
     # SIGTERM ends us as an exception would, so that no server we started outlives us.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        return arguments.verb(arguments)
+        code = arguments.verb(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read our output went away
+        forget_stdout()
+        return 141
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -207,8 +213,7 @@ def run(arguments: argparse.Namespace) -> int:
     workload = _workload(arguments, arguments.concurrency, arguments.arrivals)
     with _server(arguments) as where:
         found = _measure("run", workload, where, arguments)
-    print(report.of_run(found))
-    return _keep([found], "run", arguments)
+    return _keep([found], "run", arguments, report.of_run(found))
 
 
 def sweep(arguments: argparse.Namespace) -> int:
@@ -222,9 +227,8 @@ def sweep(arguments: argparse.Namespace) -> int:
         for n, (name, level, rate) in enumerate(loads):
             workload = _workload(arguments, level, rate).with_seed(arguments.seed + n)
             found.append(_measure(name, workload, where, arguments))
-    print(f"ms where not said otherwise; {_said(found[0])}")
-    print(report.of_sweep(found))
-    return _keep(found, "sweep", arguments)
+    said = f"ms where not said otherwise; {_said(found[0])}\n{report.of_sweep(found)}"
+    return _keep(found, "sweep", arguments, said)
 
 
 def _measure(name: str, workload: Workload, where: Where, arguments: argparse.Namespace) -> Measurement:
@@ -265,11 +269,13 @@ def _server(arguments: argparse.Namespace) -> Iterator[Where]:
     yield Where(url, metrics_url, folder)
 
 
-def _keep(found: list[Measurement], kind: str, arguments: argparse.Namespace) -> int:
-    """Writes what was found; the exit code is 0 if the self-checks hold."""
+def _keep(found: list[Measurement], kind: str, arguments: argparse.Namespace, said: str) -> int:
+    """Writes what was found, then says it; the exit code is 0 if the self-checks hold."""
     folder = _folder(arguments, kind)
     paths = [measurement.save(found, folder, kind), *report.write_csv(found, folder, kind)]
-    print(f"\n  written: {', '.join(str(path) for path in paths)}\n  plots: python -m benchmarks plot {paths[0]}")
+    print(
+        f"{said}\n\n  written: {', '.join(str(path) for path in paths)}\n  plots: python -m benchmarks plot {paths[0]}"
+    )
     return 0 if all(check.ok is not False for one in found for check in one.checks) else 3
 
 

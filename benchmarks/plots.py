@@ -100,12 +100,16 @@ def _curve(plt, runs: list[dict], path: Path) -> Path:
             axis.annotate(
                 "SLO, P95", (0, limit_s * 1e3), xytext=(3, 3), textcoords="offset points", fontsize=7, color=GREY
             )
-    axes[0].legend(loc="upper left")
+    closed = runs[0]["workload"]["loop"].startswith("closed")
+    points = "at each point: requests under way" if closed else None
+    axes[0].legend(loc="upper left", title=points, title_fontsize=7, alignment="left")
     return _save(plt, figure, runs[-1], path)
 
 
 def _distributions(plt, runs: list[dict], path: Path) -> Path:
     """How many requests, or tokens, were served within a time: cumulative, logarithmic time."""
+    from matplotlib.ticker import LogLocator
+
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.8))
     shown = runs if len(runs) <= 6 else [runs[round(n * (len(runs) - 1) / 5)] for n in range(6)]
     colours = plt.get_cmap("viridis")(np.linspace(0.0, 0.85, len(shown)))
@@ -126,13 +130,19 @@ def _distributions(plt, runs: list[dict], path: Path) -> Path:
     titles = (("Time to first token", "share of requests"), ("Inter-token latency", "share of tokens"))
     for axis, (title, ylabel) in zip(axes, (*titles, ("Gap between messages", "share of messages")), strict=True):
         axis.set(title=title, xlabel="ms", ylabel=ylabel, ylim=(0, 1.01))
-        axis.set_xscale("symlog" if axis.lines and min(line.get_xdata().min() for line in axis.lines) <= 0 else "log")
+        if not axis.lines:  # answers that came whole have no gaps
+            axis.text(0.5, 0.5, "nothing to show", transform=axis.transAxes, ha="center", va="center", color=GREY)
+            axis.set_xticks([])
+            continue
+        axis.set_xscale("symlog" if min(line.get_xdata().min() for line in axis.lines) <= 0 else "log")
         for level in (0.5, 0.95):
             axis.axhline(level, color=GREY, linewidth=0.6, linestyle=":")
         if (low := axis.get_xlim()[0]) < 0.01:
             axis.set_xlim(left=max(low, 0.01))
         axis.xaxis.set_major_formatter("{x:g}")
-        axis.xaxis.set_minor_formatter("")
+        low, high = axis.get_xlim()
+        axis.xaxis.set_minor_locator(LogLocator(subs=(2, 5) if high < 30 * low else range(2, 10)))
+        axis.xaxis.set_minor_formatter("{x:g}" if high < 30 * low else "")
     if len(shown) > 1:
         axes[0].legend(title="load", fontsize=7, loc="lower right")
     return _save(plt, figure, runs[-1], path)
@@ -163,6 +173,7 @@ def _timeline(plt, run: dict, path: Path) -> Path:
             )
     axes[1].set(title="Requests", ylabel="requests")
     axes[1].set_ylim(0, 1.3 * max(1, *under_way.tolist()))
+    axes[1].yaxis.get_major_locator().set_params(integer=True)
     axes[1].legend(loc="upper right", fontsize=7, ncol=3)
     dots = [(r.intended_s - zero_s, r.ttft_s * 1e3) for r in records if r.ttft_s is not None]
     if dots:
@@ -174,8 +185,8 @@ def _timeline(plt, run: dict, path: Path) -> Path:
     if dots and max(y for _, y in dots) > slo_ms / 2:
         axes[2].axhline(slo_ms, color=GREY, linestyle="--", linewidth=1, label="SLO, P95")
     axes[2].set(title="Time to first token, by intended instant of sending", ylabel="ms", xlabel="seconds")
-    axes[2].set_ylim(bottom=0)
-    axes[2].legend(loc="upper right", fontsize=7)
+    axes[2].set_ylim(0, 1.3 * axes[2].get_ylim()[1])  # room for the legend
+    axes[2].legend(loc="upper right", fontsize=7, ncol=3)
     for axis in axes:
         axis.axvspan(0, max(0.0, run["window"][0] - zero_s), color=GREY, alpha=0.12, linewidth=0)
         axis.set_xlim(0, math.ceil(last_s * 10) / 10)

@@ -2,6 +2,9 @@
 
 import csv
 import json
+import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,6 +37,17 @@ def test_a_run_says_what_it_found_and_writes_it_down(replica, tmp_path: Path, ca
     rows = list(csv.DictReader((tmp_path / "run-requests.csv").read_text().splitlines()))
     assert len(rows) == 10 and all(float(row["ttft_s"]) >= 0.05 and row["output_tokens"] == "4" for row in rows)
     assert next(csv.DictReader((tmp_path / "run.csv").read_text().splitlines()))["ok"] == "10"
+
+
+def test_a_reader_that_goes_away_takes_no_result_with_it(replica, tmp_path: Path):
+    command = [sys.executable, "-m", "benchmarks", "run", "--url", replica().url, "--requests", "3", *SMALL]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with subprocess.Popen([*command, "--out", str(tmp_path)], stdout=writing, stderr=subprocess.PIPE) as process:
+        os.close(writing)
+        assert b"Traceback" not in process.stderr.read()
+    assert process.returncode == 141
+    assert json.loads((tmp_path / "run.json").read_text())[0]["figures"]["ok"] == 3
 
 
 def test_a_sweep_has_a_row_for_every_load(replica, tmp_path: Path, capsys):

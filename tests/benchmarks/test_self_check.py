@@ -57,6 +57,13 @@ def test_an_honest_run_is_sound():
     assert failed(records, server(records)) == (set(), "sound")
 
 
+def test_an_answer_that_comes_whole_comes_at_its_last_token():
+    whole = [dataclasses.replace(record, messages=[(record.intended_s + 0.205, 4)]) for record in honest_records()]
+    assert self_check.ttft_per_request(whole).ok
+    late = [dataclasses.replace(record, messages=[(record.intended_s + 0.405, 4)]) for record in whole]
+    assert self_check.ttft_per_request(late).ok is False
+
+
 def test_a_run_without_a_single_answer_is_not_sound():
     records = [Record(n, "", float(n), float(n), ended_s=n + 0.1, error="Unavailable: gone") for n in range(3)]
     assert "answers" in failed(records, None)[0]
