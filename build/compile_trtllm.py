@@ -29,7 +29,7 @@ from case import Case
 from contract.errors import EngineFailed, InvalidArgument, TridentError, Unavailable
 from recipe import TRTLLM, TRTLLM_VERSION, Recipe
 from shape import Shape
-from verdict import judge, refused
+from verdict import judge, require
 
 HELP_TIMEOUT_S = 300.0  # `trtllm-build --help` imports tensorrt_llm first
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9_]*")
@@ -62,10 +62,7 @@ def _check_recipe(recipe: Recipe, shape: Shape) -> None:
         raise InvalidArgument(
             "engine", f"{recipe.name} is of kind {recipe.kind!r}; only kind {TRTLLM!r} is compiled here"
         )
-    findings = judge(Case(recipe, shape))
-    if refused(findings):
-        first = findings[0]
-        raise InvalidArgument("engine", f"{recipe.name} is refused by {first.rule}: {first.message}")
+    require(recipe, judge(Case(recipe, shape)))
 
 
 def check_machine(recipe: Recipe) -> str:

@@ -25,6 +25,8 @@ import engine_folder
 import layout
 import provenance
 import recipe as recipes
+import shape as shapes
+from architecture import Architecture
 from checkpoint import Checkpoint, open_checkpoint
 from contract.errors import InvalidArgument, TridentError
 from contract.manifest import EngineManifest, hash_files, load, verify
@@ -60,8 +62,8 @@ def build(recipe: Recipe, into: Path, say: Say, accept: str | None = None) -> Pa
     """The folder ``into/<recipe.name>`` holding the CPU engine, built now or found unchanged.
 
     accept: why an engine beyond its quality budget is published all the same; its manifest records it. Raises
-    TridentError with one sentence; then, and after a kill at any point, the engine that was there before (or none) is
-    there.
+    TridentError with one sentence (verdict.Refused for a recipe that the rules refuse); then, and after a kill at any
+    point, the engine that was there before (or none) is there.
     """
     if recipe.kind != recipes.CPU:
         raise InvalidArgument("engine", f"{recipe.name} is of kind {recipe.kind!r}; this builds kind 'cpu'")
@@ -85,8 +87,12 @@ def _build(
 ) -> None:
     import compile_cpu  # OpenVINO takes longer to import than to find out that nothing changed
     import evaluation
+    from case import Case
     from openvino_engine import OpenVinoEngine
+    from verdict import judge, require
 
+    shape = shapes.from_config(recipe.model, checkpoint.config, str(checkpoint.folder))
+    require(recipe, judge(Case(recipe, shape)))
     started_s = time.monotonic()
     say(f"building {_shown(folder)}: {recipe.precision} weights, {recipe.kv_cache_precision} KV, from {recipe.model}")
     with engine_folder.replacement(folder) as partial:
@@ -127,11 +133,12 @@ def _is_up_to_date(folder: Path, wanted: EngineManifest) -> bool:
     return found.evaluation is not None and dataclasses.replace(found, **last) == wanted
 
 
-def recipe_for(engine: str | None, model: str | None, precision: str | None) -> Recipe:
+def recipe_for(engine: str | None, model: str | None, precision: str | None, *, download: bool = True) -> Recipe:
     """The recipe named ``engine`` (demo), or, given ``model``, one made for it; ``precision`` replaces its own.
 
     A recipe's limits are about its own model, so another model gets limits of its own and int8 weights. An engine
     that was made from a given model has no recipe file; later calls find what was wanted in its manifest.
+    download: whether a hub model whose shape is not known here may be fetched to learn it.
     """
     if model is None:
         path = layout.RECIPES / f"{_checked(engine or 'demo')}.toml"
@@ -139,10 +146,12 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None) -> 
             return recipes.parse(_in_precision(kept, precision), path)
         loaded = recipes.load(path)
         written = recipes.tomllib.loads(path.read_text("utf-8"))
+        if precision is not None and loaded.kind != recipes.CPU:
+            raise InvalidArgument("precision", f"{path.name} is of kind {loaded.kind!r}: set its precision in the file")
         return loaded if precision is None else recipes.parse(_in_precision(written, precision), path)
     name = _checked(engine or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip(".-_"))
     folder = local_folder(model)
-    arch = open_checkpoint(folder or fetch(model)).architecture
+    arch = open_checkpoint(folder).architecture if folder else _hub_architecture(model, download)
     length = min(arch.max_positions, DEFAULT_SEQ_LEN)
     table = {
         "kind": recipes.CPU,
@@ -157,6 +166,15 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None) -> 
     if precision == "int4" and arch.num_parameters() <= CALIBRATED_PARAMETERS:
         table["calibration"] = {}
     return recipes.parse(_in_precision(table, precision), layout.RECIPES / f"{name}.toml")
+
+
+def _hub_architecture(model: str, download: bool) -> Architecture:
+    try:
+        return shapes.find(model).architecture
+    except shapes.UnknownShape:
+        if not download:
+            raise
+        return open_checkpoint(fetch(model)).architecture
 
 
 def _in_precision(table: dict[str, object], precision: str | None) -> dict[str, object]:
@@ -208,9 +226,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--accept-quality", metavar="REASON", help="publish it beyond its quality budget; recorded")
     options = parser.parse_args(arguments)
     try:
-        recipe = recipe_for(options.engine, options.model, options.precision)
+        recipe = recipe_for(options.engine, options.model, options.precision, download=not options.dry_run)
         if options.dry_run:
-            return _plan(recipe)
+            return _plan(recipe, options)
         if recipe.kind == recipes.CPU:
             build(recipe, layout.ENGINES, _say, options.accept_quality)
         else:
@@ -223,11 +241,17 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _plan(recipe: Recipe) -> int:
+def _plan(recipe: Recipe, options: argparse.Namespace) -> int:
     import plan as plans
-    import shape as shapes
 
     made = plans.make(recipe, shapes.find(recipe.model))
+    given = {"--model": options.model, "--precision": options.precision}  # what no recipe file says
+    extra = [part for flag, value in given.items() if value is not None for part in (flag, value)]
+    stages = [
+        dataclasses.replace(stage, argv=(*stage.argv, *extra)) if stage.name == "compile" else stage
+        for stage in made.stages
+    ]
+    made = dataclasses.replace(made, stages=tuple(stages))
     print(plans.as_text(made), end="")
     return STATUS["Refused"] if made.refused else 0
 

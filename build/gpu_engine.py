@@ -25,12 +25,13 @@ import plan as plans
 import provenance
 import shape as shapes
 from checkpoint import Checkpoint, open_checkpoint
-from contract.errors import EngineFailed, InvalidArgument, Unavailable
+from contract.errors import EngineFailed, Unavailable
 from fetch import fetch
 from hardware import present
 from recipe import Recipe
 from stage import CONTAINER, Stage
 from stage_record import StageRecords
+from verdict import require
 
 Say = Callable[[str], None]
 
@@ -44,14 +45,10 @@ SOURCES = {
 SOURCES["convert"] = SOURCES["quantise"]
 
 
-class Refused(InvalidArgument):
-    """The rules refuse the recipe; the message names the rule and the nearest recipe that works."""
-
-
 def build(recipe: Recipe, say: Say, accept: str | None = None) -> Path:
     """The engine's folder, every stage done. ``accept``: why an engine beyond its quality budget is packaged.
 
-    Raises Refused for a recipe the rules refuse, WrongMachine or Unavailable where a stage cannot run on this
+    Raises verdict.Refused for a recipe the rules refuse, WrongMachine or Unavailable where a stage cannot run on this
     machine (what is finished stays finished), EngineFailed where a program failed: always one sentence.
     """
     folder = layout.ENGINES / recipe.name
@@ -70,9 +67,7 @@ class _Build:
         recipe = self._recipe
         model = self._fetch()
         plan = plans.make(recipe, shapes.find(recipe.model))
-        if plan.refused:
-            first = plan.findings[0]
-            raise Refused("engine", f"{recipe.name} is refused by {first.rule}: {first.message}")
+        require(recipe, plan.findings)
         for finding in plan.findings:
             self._say(f"{plans.ATTENTION[finding.severity.value]} {finding.rule}: {finding.message}")
         run = {

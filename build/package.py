@@ -42,7 +42,7 @@ from contract.manifest import FILE_NAME
 from contract.tensors import Tensor
 from recipe import CPU, LLMAPI, TRTLLM, TRTLLM_VERSION, Recipe
 from shape import Shape
-from verdict import judge, refused
+from verdict import judge, require
 
 BARE_ENGINE_STEPS = ("ensemble", "detokenizer")  # their variants around an engine that sends bare ids
 SOURCES = ("package.py", "compile_trtllm.py", "commands.py", "quantize.py")
@@ -300,11 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
         recipe = recipes.load(options.recipe or layout.RECIPES / f"{options.engine}.toml")
         shape = shapes.find(recipe.model)
         if recipe.kind != CPU:
-            findings = judge(Case(recipe, shape))
-            if refused(findings):
-                raise InvalidArgument(
-                    "engine", f"{recipe.name} is refused by {findings[0].rule}: {findings[0].message}"
-                )
+            require(recipe, judge(Case(recipe, shape)))
         if options.print:
             text = render(recipe)
             parse(text)

@@ -150,7 +150,8 @@ def as_text(plan: Plan) -> str:
 def _head(plan: Plan) -> str:
     recipe, parameters = plan.recipe, plan.shape.architecture.num_parameters()
     lines = [f"{recipe.name}: {recipe.description or recipe.model}"]
-    lines.append(f"  model      {recipe.model}, {parameters / 1e9:.2f} billion parameters ({plan.shape.source})")
+    size = f"{parameters / 1e9:.2f} billion" if parameters >= 1e8 else f"{parameters / 1e6:.1f} million"
+    lines.append(f"  model      {recipe.model}, {size} parameters ({plan.shape.source})")
     lines.append(f"  precision  {recipe.precision} weights, {recipe.kv_cache_precision} KV cache")
     if recipe.kind == CPU:
         lines.append("  runs on    the CPU, OpenVINO GenAI")

@@ -17,6 +17,7 @@ import hardware
 import layout
 import memory
 from case import Case, Finding, Severity
+from contract.errors import InvalidArgument
 from fitness import CHECKS
 from recipe import CPU, IMAGE, KV_CACHE_PRECISIONS, PRECISIONS, TRTLLM, Recipe, RecipeError, load
 from rules import EAGLE_BATCH, EAGLE_DRAFT, RULES
@@ -41,6 +42,17 @@ def judge(case: Case) -> tuple[Finding, ...]:
 
 def refused(findings: tuple[Finding, ...]) -> bool:
     return any(finding.severity is Severity.REFUSE for finding in findings)
+
+
+class Refused(InvalidArgument):
+    """The rules refuse a recipe; the message names the first rule and the nearest recipe that works."""
+
+
+def require(recipe: Recipe, findings: tuple[Finding, ...]) -> None:
+    """Raises Refused where ``judge`` of the recipe found what refuses it."""
+    if refused(findings):
+        first = findings[0]
+        raise Refused("engine", f"{recipe.name} is refused by {first.rule}: {first.message}")
 
 
 def check(case: Case) -> list[Finding]:

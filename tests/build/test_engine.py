@@ -18,6 +18,7 @@ import recipe as recipes
 from contract.errors import InvalidArgument, TridentError
 from contract.manifest import load, verify
 from tests.fakes import checkpoints
+from verdict import Refused
 
 pytestmark = pytest.mark.slow
 
@@ -226,7 +227,7 @@ def test_changed_calibration_texts_build_it_again(checkpoint, tmp_path):
     (tmp_path / "texts" / "train.txt").write_text("another text to calibrate on " * 40)
     assert len(build(made, tmp_path / "engines")) > 1
     wrong = dataclasses.replace(made, precision="int8")
-    with pytest.raises(InvalidArgument, match="calibration: .*has no effect on int8 weights"):
+    with pytest.raises(InvalidArgument, match="C4: .*has no effect on int8 weights"):
         build(wrong, tmp_path / "engines")
 
 
@@ -278,3 +279,30 @@ def test_the_command_builds_into_engines_and_is_idle_the_second_time(checkpoint)
     finally:
         shutil.rmtree(layout.ENGINES / name, ignore_errors=True)
         (layout.ENGINES / f".{name}.lock").unlink(missing_ok=True)
+
+
+def test_a_recipe_that_the_rules_refuse_is_not_built_and_the_nearest_that_works_is_named(checkpoint, tmp_path):
+    with pytest.raises(Refused, match="tiny is refused by C2: .*nearest recipe that works: max_num_tokens = 8"):
+        build(recipe(checkpoint, max_num_tokens=4), tmp_path / "engines")
+    assert not (tmp_path / "engines" / "tiny").exists()
+
+
+def test_the_command_of_a_plan_builds_what_was_planned(checkpoint, capsys):
+    assert engine.main(["--engine", "mine", "--model", str(checkpoint), "--precision", "int4", "--dry-run"]) == 0
+    line = f"$ python build/engine.py --engine mine --model {checkpoint} --precision int4"
+    assert line in capsys.readouterr().out.replace("\n", " ")
+    assert engine.main(["--engine", "demo", "--precision", "int8", "--dry-run"]) == 0
+    assert "$ python build/engine.py --engine demo --precision int8" in capsys.readouterr().out
+
+
+def test_a_dry_run_of_a_hub_model_downloads_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(engine, "fetch", lambda *_: pytest.fail("a dry run downloads"))
+    assert engine.main(["--model", "Qwen/Qwen3-0.6B", "--dry-run"]) == 0
+    assert "$ python build/fetch.py Qwen/Qwen3-0.6B" in capsys.readouterr().out
+    assert engine.main(["--model", "nobody/nothing", "--dry-run"]) == 1
+    assert "the shape of 'nobody/nothing' is not known here" in capsys.readouterr().err
+
+
+def test_the_precision_of_a_gpu_recipe_is_its_own():
+    with pytest.raises(InvalidArgument, match="precision: demo-fp8.toml is of kind 'trtllm'"):
+        engine.recipe_for("demo-fp8", None, "bf16")

@@ -17,6 +17,7 @@ import layout
 import lint
 import recipe as recipes
 import repository
+import verdict
 from compile_trtllm import WrongMachine
 from contract.errors import EngineFailed, NotFound, Unavailable
 from contract.manifest import load, verify
@@ -205,7 +206,7 @@ def test_a_stage_that_fails_says_its_own_last_sentence_and_is_tried_again(gpu, p
 
 
 def test_a_refused_recipe_runs_nothing(gpu, programs):
-    with pytest.raises(gpu_engine.Refused, match="tiny is refused by R4: .*nearest recipe that works"):
+    with pytest.raises(verdict.Refused, match="tiny is refused by R4: .*nearest recipe that works"):
         build(recipe(gpu, gpu="b200", precision="int4_awq", kv_cache_precision="auto"))
     assert programs.ran == []
 
