@@ -1,8 +1,10 @@
 """Whose turn it is: bounded queues by class and tenant. No clock, no I/O: every call is told the time.
 
-Between classes the more urgent goes first, and whoever has waited ``aging_s`` moves one class up, so that nothing
-starves. Between the tenants of a class: deficit round robin (Shreedhar and Varghese, 1995) in tokens, by weight.
-Within a tenant: earliest deadline, then first come. What has passed its deadline never leaves the queue as work.
+Between classes the more urgent goes first. One whose oldest request has waited ``aging_s`` takes turns with the next
+more urgent one, and so on, so that nothing starves. It moves up as a whole: if requests did alone, a tenant would get
+more of its own class the longer its queue is. Between the tenants of a class: deficit round robin (Shreedhar and
+Varghese, 1995) in tokens, by weight. Within a tenant: earliest deadline, then first come. What has passed its deadline
+never leaves the queue as work.
 """
 
 from __future__ import annotations
@@ -10,15 +12,16 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import InvalidArgument, Overloaded
 
-# A tenant's turn in tokens, times its weight. About a chat's answer: smaller makes more rounds, larger more bursts.
-QUANTUM_TOKENS = 1024
+# A tenant's turn in tokens, times its weight. Well below a chat's answer: rounds cost nothing, and turns of several
+# answers in a row let a tenant with a large weight run against its share and lose what it could not send meanwhile.
+QUANTUM_TOKENS = 128
 
 
 @dataclass(eq=False)
@@ -38,7 +41,6 @@ class Entry:
     places: int = 1
     work: Any = None
     sequence: int = -1
-    level: int = -1
     waiting: bool = False
 
 
@@ -51,9 +53,9 @@ class _Flow:
     in_turn: bool = False
     heap: list[tuple[float, int, Entry]] = field(default_factory=list)
 
-    def head(self, level: int) -> Entry | None:
-        """The next entry; those that left the queue or the class meanwhile are dropped from the heap on the way."""
-        while self.heap and not (self.heap[0][2].waiting and self.heap[0][2].level == level):
+    def head(self) -> Entry | None:
+        """The next entry; those that left the queue meanwhile are dropped from the heap on the way."""
+        while self.heap and not self.heap[0][2].waiting:
             heapq.heappop(self.heap)
         return self.heap[0][2] if self.heap else None
 
@@ -69,8 +71,8 @@ class FairQueue:
         aging_s: float = 10.0,
     ) -> None:
         self.bound(max_per_class, max_per_tenant, quantum_tokens, aging_s)
-        self._classes: dict[int, OrderedDict[str, _Flow]] = {}
-        self._aging: dict[int, deque[tuple[float, Entry]]] = {}  # by class, in the order they came into it
+        self._flows: OrderedDict[tuple[int, str], _Flow] = OrderedDict()  # by class and tenant, in the order of turns
+        self._came: dict[int, deque[tuple[float, Entry]]] = {}  # by class, in the order they came
         self._deadlines: list[tuple[float, int, Entry]] = []
         self._by_class: Counter[int] = Counter()
         self._by_tenant: Counter[str] = Counter()
@@ -118,7 +120,10 @@ class FairQueue:
         self._by_class[entry.priority] += 1
         self._by_tenant[entry.tenant] += 1
         self.backlog_tokens += entry.cost_tokens
-        self._enter(entry, entry.priority, now_s)
+        flow = self._flows.setdefault((entry.priority, entry.tenant), _Flow(entry.weight))
+        flow.weight = entry.weight
+        heapq.heappush(flow.heap, (entry.deadline_s, entry.sequence, entry))
+        self._came.setdefault(entry.priority, deque()).append((now_s, entry))
         if entry.deadline_s < math.inf:
             heapq.heappush(self._deadlines, (entry.deadline_s, entry.sequence, entry))
 
@@ -134,8 +139,8 @@ class FairQueue:
             if not counts[key]:
                 del counts[key]
         if entry.tenant not in self._by_tenant:
-            for flows in self._classes.values():
-                flows.pop(entry.tenant, None)
+            for priority in self._came:
+                self._flows.pop((priority, entry.tenant), None)
         self._left += 1
         if self._left > 64 + self._count:
             self._forget_those_that_left()
@@ -168,13 +173,12 @@ class FairQueue:
         it is None until there is room, or narrow requests would keep a wide one out for ever.
         """
         self._expired = self.expire(now_s)
-        self._age(now_s)
-        for level in sorted(self._classes):
-            entry = self._turn(level, may_run)
+        for classes in self._by_urgency(now_s):
+            entry = self._turn(classes, may_run)
             if entry is not None:
                 if not fits(entry):
                     return None
-                self._classes[level][entry.tenant].deficit -= entry.cost_tokens
+                self._flows[entry.priority, entry.tenant].deficit -= entry.cost_tokens
                 self.remove(entry)
                 return entry
         return None
@@ -182,60 +186,51 @@ class FairQueue:
     def give_back(self, entry: Entry, unused_tokens: float) -> None:
         """What a request was charged and did not use is its tenant's again, as long as the tenant has others waiting.
         Negative: it used more."""
-        flow = self._classes.get(entry.level, {}).get(entry.tenant)
+        flow = self._flows.get((entry.priority, entry.tenant))
         if flow is not None:
             flow.deficit += unused_tokens
 
-    def _enter(self, entry: Entry, level: int, now_s: float) -> None:
-        entry.level = level
-        flow = self._classes.setdefault(level, OrderedDict()).setdefault(entry.tenant, _Flow(entry.weight))
-        flow.weight = entry.weight
-        heapq.heappush(flow.heap, (entry.deadline_s, entry.sequence, entry))
-        if level > 0:
-            self._aging.setdefault(level, deque()).append((now_s, entry))
+    def _by_urgency(self, now_s: float) -> list[set[int]]:
+        """The classes in which somebody waits, the most urgent first; in one set those that take turns together."""
+        together: defaultdict[int, set[int]] = defaultdict(set)
+        for priority, line in self._came.items():
+            while line and not line[0][1].waiting:
+                line.popleft()
+            if line:
+                together[max(0, priority - int((now_s - line[0][0]) / self._aging_s))].add(priority)
+        return [together[level] for level in sorted(together)]
 
-    def _age(self, now_s: float) -> None:
-        for level in sorted(self._aging, reverse=True):
-            line = self._aging[level]
-            while line and (not line[0][1].waiting or line[0][0] + self._aging_s <= now_s):
-                entered_s, entry = line.popleft()
-                if entry.waiting:
-                    self._enter(entry, level - 1, entered_s + self._aging_s)
-            if not line:
-                del self._aging[level]
-
-    def _turn(self, level: int, may_run: Callable[[Entry], bool]) -> Entry | None:
-        """Deficit round robin in one class; asked again without a change it says the same.
+    def _turn(self, classes: set[int], may_run: Callable[[Entry], bool]) -> Entry | None:
+        """Deficit round robin in these classes; asked again without a change it says the same.
 
         A tenant at the front gets its quantum once a turn, sends while that lasts, and goes to the back.
         """
-        flows = self._classes[level]
-        heads: dict[str, Entry] = {}
-        for tenant, flow in list(flows.items()):
-            head = flow.head(level)
-            if head is None:
-                del flows[tenant]  # and its deficit with it: who has nothing to send saves nothing up
-            elif may_run(head):
-                heads[tenant] = head
-        if not flows:
-            del self._classes[level]
+        flows = self._flows
+        heads: dict[tuple[int, str], Entry] = {}
+        for place, flow in list(flows.items()):
+            if place[0] in classes:
+                head = flow.head()
+                if head is None:
+                    del flows[place]  # and its deficit with it: who has nothing to send saves nothing up
+                elif may_run(head):
+                    heads[place] = head
         while heads:
-            for tenant in [tenant for tenant in flows if tenant in heads]:
-                flow, cost = flows[tenant], heads[tenant].cost_tokens
+            for place in [place for place in flows if place in heads]:
+                flow, cost = flows[place], heads[place].cost_tokens
                 if not flow.in_turn:
                     flow.deficit += self._quantum * flow.weight
                     flow.in_turn = True
                 if cost <= flow.deficit:
-                    return heads[tenant]
+                    return heads[place]
                 flow.in_turn = False
-                flows.move_to_end(tenant)
+                flows.move_to_end(place)
             # Nobody had enough: as many rounds at once as pass until somebody has.
             rounds = min(
-                math.ceil((heads[tenant].cost_tokens - flows[tenant].deficit) / (self._quantum * flows[tenant].weight))
-                for tenant in heads
+                math.ceil((heads[place].cost_tokens - flows[place].deficit) / (self._quantum * flows[place].weight))
+                for place in heads
             )
-            for tenant in heads:
-                flows[tenant].deficit += (rounds - 1) * self._quantum * flows[tenant].weight
+            for place in heads:
+                flows[place].deficit += (rounds - 1) * self._quantum * flows[place].weight
         return None
 
     def _forget_those_that_left(self) -> None:
@@ -243,9 +238,8 @@ class FairQueue:
         self._left = 0
         self._deadlines = [item for item in self._deadlines if item[2].waiting]
         heapq.heapify(self._deadlines)
-        for level, line in list(self._aging.items()):
-            self._aging[level] = deque(item for item in line if item[1].waiting)
-        for level, flows in self._classes.items():
-            for flow in flows.values():
-                flow.heap = [item for item in flow.heap if item[2].waiting and item[2].level == level]
-                heapq.heapify(flow.heap)
+        for priority, line in self._came.items():
+            self._came[priority] = deque(item for item in line if item[1].waiting)
+        for flow in self._flows.values():
+            flow.heap = [item for item in flow.heap if item[2].waiting]
+            heapq.heapify(flow.heap)

@@ -7,8 +7,8 @@
     max_waiting_per_class = 1000       # then the next is refused at once
     max_waiting_per_tenant = 100
     max_in_flight_of_class = { 2 = 200 }   # by priority; waiting ones included
-    quantum_tokens = 1024              # a tenant's turn, times its weight
-    aging_s = 10.0                     # so long until a request that waits moves one class up
+    quantum_tokens = 128               # a tenant's turn, times its weight
+    aging_s = 10.0                     # a class whose oldest request waits so long moves one class up
     [degradation]                      # what is given up, from which fullness on; without the section nothing is
     shorter_at = 0.7
     max_tokens = 128                   # of every answer, first
@@ -52,6 +52,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from contract.errors import InvalidArgument
 from gateway.admission import Shares
 from gateway.degradation import Ladder
+from gateway.fairness import QUANTUM_TOKENS
 
 LOWEST_PRIORITY = 9
 _RULES = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, strict=True)
@@ -71,7 +72,7 @@ class AdmissionRules(BaseModel):
     max_waiting_per_class: _Count = 1000
     max_waiting_per_tenant: _Count = 100
     max_in_flight_of_class: Mapping[_Priority, _Count] = {}
-    quantum_tokens: _Count = 1024
+    quantum_tokens: _Count = QUANTUM_TOKENS
     aging_s: _Seconds = 10.0
 
 

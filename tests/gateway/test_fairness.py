@@ -54,8 +54,7 @@ def test_whoever_waited_long_enough_moves_up_a_class_at_a_time() -> None:
     queue.push(Entry("b", 1, priority=0), 19.0)
     assert queue.pop(19.0).tenant == "b"
     queue.push(Entry("b", 1, priority=0, deadline_s=30), 20.0)
-    assert [entry.tenant for entry in _pop_all(queue, 20.0)] == ["b", "a"]  # the same class now, in turns
-    assert old.level == 0
+    assert [entry.tenant for entry in _pop_all(queue, 20.0)] == ["a", "b"]  # the same class now, in turns
 
 
 def test_nothing_starves_under_an_endless_stream_of_urgent_work() -> None:
@@ -178,6 +177,39 @@ def test_equal_weights_get_equal_tokens_while_one_tenant_floods() -> None:
     assert _jain([result["served"][tenant] for tenant in tenants]) >= 0.95
 
 
+@pytest.mark.parametrize("weights", [(1, 1, 1), (1, 2, 4)])
+@pytest.mark.parametrize(
+    "sizes",
+    [[(120, 100)] * 3, [(420, 400), (60, 40), (60, 40)], [(2000, 20), (60, 40), (450, 400)]],
+    ids=["alike", "long and short", "hardly used"],
+)
+def test_served_tokens_follow_the_weights_however_long_the_queues_are(weights: tuple, sizes: list) -> None:
+    """Callers that come back at once, of whom some tenants' wait longer than it takes to age and others' do not."""
+    queue, running, served = FairQueue(), Counter(), Counter()
+    events: list[tuple[float, int, int, Entry]] = []
+
+    def ask(tenant: int, now_s: float) -> None:
+        queue.push(Entry(str(tenant), sizes[tenant][0], weight=weights[tenant]), now_s)
+
+    for tenant in range(3):
+        for _ in range(20):
+            ask(tenant, 0.0)
+    now_s, number = 0.0, 0
+    while now_s < 300:
+        while sum(running.values()) < 10:
+            entry = queue.pop(now_s, lambda entry: running[entry.tenant] < 6)
+            running[entry.tenant] += 1
+            number += 1
+            heapq.heappush(events, (now_s + sizes[int(entry.tenant)][1] / 50, number, int(entry.tenant), entry))
+        now_s, _, tenant, entry = heapq.heappop(events)
+        reserved, used = sizes[tenant]
+        running[entry.tenant] -= 1
+        served[tenant] += used
+        queue.give_back(entry, reserved - used)
+        ask(tenant, now_s)
+    assert _jain([served[tenant] / weight for tenant, weight in enumerate(weights)]) >= 0.95
+
+
 def test_short_requests_do_not_wait_while_a_tenant_floods_with_long_ones() -> None:
     short = {"chat": (2.0, 120, 100)}
     alone = _simulate(short, 600.0, slots=32, pace=100.0, most=26)
@@ -229,7 +261,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert all(one.tenant in barred for one in self.inside)
         else:
             assert entry.deadline_s > self.now_s and entry.tenant not in barred
-            equals = [one for one in self.inside if one.tenant == entry.tenant and one.level == entry.level]
+            equals = [one for one in self.inside if one.tenant == entry.tenant and one.priority == entry.priority]
             assert (entry.deadline_s, entry.sequence) == min((one.deadline_s, one.sequence) for one in equals)
             self.inside.remove(entry)
         self._balances()
@@ -270,5 +302,5 @@ def test_callers_that_come_and_leave_behind_one_that_stays_take_no_room(seed: in
         entry = Entry("a", 1, priority=1, deadline_s=100.0 + (number * seed) % 97)
         queue.push(entry, 0.0)
         queue.remove(entry)
-    kept = [len(flow.heap) for flows in queue._classes.values() for flow in flows.values()]
-    assert max(sum(kept), len(queue._deadlines), sum(map(len, queue._aging.values()))) <= 70
+    kept = [len(flow.heap) for flow in queue._flows.values()]
+    assert max(sum(kept), len(queue._deadlines), sum(map(len, queue._came.values()))) <= 70
