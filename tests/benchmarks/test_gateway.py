@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import grpc
@@ -35,10 +36,11 @@ def test_tokens_are_due_in_order_and_never_before_the_first():
 
 
 def test_a_token_that_arrives_tells_how_long_it_travelled():
-    asked = Asked()
+    asked, before_ns = Asked(), time.monotonic_ns()
     asked.read(b"data: " + script.stamp() + b" " + script.stamp())
     asked.read(b": keep-alive")
-    assert asked.tokens == 2 and len(asked.gaps_ns) == 1 and 0 <= max(asked.travelled_ns) < 1e9
+    assert asked.tokens == 2 and len(asked.gaps_ns) == 1
+    assert 0 <= max(asked.travelled_ns) <= time.monotonic_ns() - before_ns
 
 
 def test_arrivals_are_as_many_as_their_phases_ask_for():
@@ -75,7 +77,7 @@ def test_the_scripted_replica_answers_as_the_ensemble_does(tmp_path: Path):
     """The official client's messages and ours read it alike."""
     asked = build(PACE.prompt(), max_tokens=3, request_id="mine")
     with contenders.scripted("replica", tmp_path) as url, grpc.insecure_channel(url) as channel:
-        call = channel.unary_stream(infer_request.GENERATE)(infer_request.generation(asked, "ensemble"), timeout=10)
+        call = channel.unary_stream(infer_request.GENERATE)(infer_request.generation(asked, "ensemble"), timeout=60)
         messages = list(call)
     answer = Answer(asked)
     deltas = [answer.take(data) for data in messages]

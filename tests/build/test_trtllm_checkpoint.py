@@ -134,7 +134,7 @@ def checkpoints_on_ranks(draw):
     return config, tp
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(checkpoints_on_ranks())
 def test_ranks_join_bit_for_bit_to_the_whole(tmp_path, drawn):
     config, tp = drawn
@@ -241,7 +241,7 @@ def test_a_folder_without_config_and_a_damaged_config_are_refused(one, tmp_path)
         read(one[0])
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.floats(0, 0.999))
 def test_a_file_cut_anywhere_is_refused(one, share):
     folder, config, ranks = one

@@ -143,10 +143,15 @@ def test_a_reader_that_waits_to_try_again_learns_that_its_stream_was_closed(unus
 def test_a_deadline_ends_the_stream_and_the_servers_work(threaded_replica, playlist) -> None:
     playlist.set(Script(ABC, stall_after=2))
     with Client(threaded_replica.url) as client:
-        with pytest.raises(DeadlineExceeded, match="the deadline of 0.3 s passed after 2 tokens"):
-            client.generate("x", timeout_s=0.3).complete()
-        settled(threaded_replica)
-    assert threaded_replica.counts.cancelled == 1
+        for timeout_s in (0.3, 3.0, 30.0):  # until two tokens come in time, however slow the machine
+            with pytest.raises(DeadlineExceeded, match=f"the deadline of {timeout_s:g} s passed ") as passed:
+                client.generate("x", timeout_s=timeout_s).complete()
+            settled(threaded_replica)
+            if "after 2 tokens" in str(passed.value):
+                break
+        else:
+            pytest.fail(str(passed.value))
+    assert threaded_replica.counts.cancelled == threaded_replica.counts.started
 
 
 @pytest.mark.parametrize(

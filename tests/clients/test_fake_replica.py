@@ -51,8 +51,8 @@ def test_the_blocking_client_streams_from_it_and_sees_refusals(threaded_replica,
         client.start_stream(lambda result, error: arrived.put((result, error)))
         for n in range(2):
             client.async_stream_infer("ensemble", inputs("x", 2), request_id=str(n), enable_empty_final_response=True)
-        texts = [read(arrived.get(timeout=10)[0]) for _ in range(3)]
-        _, error = arrived.get(timeout=10)
+        texts = [read(arrived.get(timeout=60)[0]) for _ in range(3)]
+        _, error = arrived.get(timeout=60)
         client.stop_stream()
     assert texts == [("a", False), ("b", False), ("", True)]
     assert "in ensemble 'ensemble', InvalidArgument: max_tokens: got 0" in str(error)

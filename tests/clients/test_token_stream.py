@@ -231,18 +231,23 @@ async def test_a_stream_that_was_read_to_its_end_is_never_cancelled(replica, pla
 async def test_a_deadline_ends_the_stream_and_the_servers_work(replica, playlist) -> None:
     playlist.set(Script(ABC, stall_after=2))
     async with AsyncClient(replica.url) as client:
-        texts = []
-        with pytest.raises(DeadlineExceeded, match="the deadline of 0.3 s passed after 2 tokens"):
-            async for delta in client.generate("x", timeout_s=0.3):
-                texts.append(delta.text)
+        for timeout_s in (0.3, 3.0, 30.0):  # until two tokens come in time, however slow the machine
+            texts = []
+            with pytest.raises(DeadlineExceeded) as passed:
+                async for delta in client.generate("x", timeout_s=timeout_s):
+                    texts.append(delta.text)
+            said = f"after {len(texts)} tokens" if texts else "before the first token"
+            assert f"the deadline of {timeout_s:g} s passed {said}" in str(passed.value)
+            if texts == ["a", "b"]:
+                break
         assert texts == ["a", "b"]
+        assert 0 < replica.seen[-1].deadline_s <= timeout_s + 0.1  # gRPC rounds up
+        assert 0 < replica.seen[-1].parameters["timeout"] <= timeout_s * 1e6
         with pytest.raises(DeadlineExceeded, match="the deadline of 0.2 s passed before the first token"):
             playlist.set(Script(ABC, stall_after=0))
             await client.complete("x", timeout_s=0.2)
         await settled(replica)
-    assert replica.counts.cancelled == 2
-    assert 0 < replica.seen[0].deadline_s <= 0.4  # gRPC rounds up
-    assert 0 < replica.seen[0].parameters["timeout"] <= 300_000
+    assert replica.counts.cancelled == replica.counts.started
 
 
 async def test_every_request_has_a_deadline(replica) -> None:
@@ -339,16 +344,16 @@ async def test_the_servers_wish_to_be_left_alone_is_honoured(replica, playlist) 
 
 
 async def test_the_servers_hint_sets_the_wait_and_is_shown_when_it_is_too_long(replica, playlist) -> None:
-    hinted = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full", (("retry-after-ms", "5000"),))
+    hinted = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full", (("retry-after-ms", "600000"),))
     playlist.set(Script(status_after=0, tokens=ABC, status=hinted), Script(ABC))
     async with AsyncClient(replica.url, retry=QUICK) as client:
         with pytest.raises(Overloaded) as caught:
-            await client.complete("x", timeout_s=1)
-        assert caught.value.retry_after_s == 5.0
+            await client.complete("x", timeout_s=60)
+        assert caught.value.retry_after_s == 600.0
         playlist.set(
             Script(status_after=0, tokens=ABC, status=(hinted[0], "full", (("retry-after-ms", "20"),))), Script(ABC)
         )
-        assert (await client.complete("x", timeout_s=5)).text == "abc"
+        assert (await client.complete("x", timeout_s=60)).text == "abc"
 
 
 async def test_a_server_that_is_not_there_is_named(unused_tcp_port) -> None:
@@ -363,7 +368,7 @@ async def test_a_server_that_dies_mid_stream_raises_unavailable(playlist) -> Non
     async with AsyncClient(replica.url, retry=QUICK) as client:
         texts = []
         with pytest.raises(TridentError) as caught:
-            async for delta in client.generate("x", timeout_s=10):
+            async for delta in client.generate("x", timeout_s=60):
                 texts.append(delta.text)
                 if len(texts) == 2:
                     await replica.stop()

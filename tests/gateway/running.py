@@ -73,6 +73,7 @@ async def gateway(
         "metrics_port": 0,
         "metrics_interval_s": 0.05,
         "deep_probes": False,
+        "probe_timeout_s": 60.0,  # a replica that is not there refuses at once; one that is there may be slow
         "slow_start_s": 0.0,
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -33,7 +33,7 @@ def on(tmp_path: Path) -> dict[str, Any]:
     """Settings with a random model, to which nearly everything is alike."""
     words = [*tiny_bert.WORDS, "tell", "me", "please", ","]
     tiny_bert.write(tmp_path, words=words)
-    return {"semantic_model": str(tmp_path), "semantic_threshold": 0.5, "semantic_timeout_s": 20.0}
+    return {"semantic_model": str(tmp_path), "semantic_threshold": 0.5, "semantic_timeout_s": 60.0}
 
 
 async def said(running: Running, text: str, key: str = "", **headers: str) -> tuple[dict[str, str], str]:
@@ -58,7 +58,7 @@ async def test_another_wording_is_answered_without_the_engine_and_says_so(on: di
         await kept(running, 1)
         headers, again = await said(running, AGAIN)
         assert headers["x-trident-cache"] == "semantic" and again == first
-        assert 0.5 <= float(headers["x-trident-cache-similarity"]) <= 1 and headers["age"] == "0"
+        assert 0.5 <= float(headers["x-trident-cache-similarity"]) <= 1 and headers["age"].isdigit()
         assert replica.counts.started == 1
         for refused in ({"x_trident_cache": "off"}, {"cache_control": "no-store"}):
             headers, other = await said(running, AGAIN, **refused)

@@ -70,7 +70,7 @@ async def ready(running: Running, trusted: Path, own: Path | None = None) -> boo
     files = {"private_key": str(own / "client.key"), "certificate_chain": str(own / "client.pem")} if own else {}
     url = f"localhost:{running.grpc_url.rpartition(':')[2]}"
     async with triton.InferenceServerClient(url, ssl=True, root_certificates=str(trusted / "ca.pem"), **files) as ask:
-        return await ask.is_server_ready(client_timeout=5.0)
+        return await ask.is_server_ready(client_timeout=60.0)
 
 
 async def test_both_doors_are_verified_by_the_clients_people_use(pki: Path, stranger: Path):
@@ -95,7 +95,7 @@ async def test_plain_text_is_not_answered_where_tls_is_served(pki: Path):
         channel = grpc.aio.insecure_channel(running.grpc_url)
         async with channel:
             with pytest.raises(grpc.aio.AioRpcError):
-                await channel.unary_unary("/inference.GRPCInferenceService/ServerReady")(b"", timeout=5.0)
+                await channel.unary_unary("/inference.GRPCInferenceService/ServerReady")(b"", timeout=60.0)
 
 
 async def test_old_versions_of_tls_are_refused(pki: Path):

@@ -44,7 +44,7 @@ def test_a_stub_is_replaced_only_by_a_younger_one_of_its_instance():
 def test_every_death_is_told_once_also_of_zombies_and_of_those_long_gone_but_not_of_the_forgotten():
     async def watch():
         deaths = []
-        killed, zombie, forgotten, living = (subprocess.Popen(["sleep", "60"]) for _ in range(4))
+        killed, zombie, forgotten, living = (subprocess.Popen(["sleep", "600"]) for _ in range(4))
         gone = subprocess.Popen(["true"])
         gone.wait()
         zombie.kill()
@@ -67,7 +67,7 @@ def test_every_death_is_told_once_also_of_zombies_and_of_those_long_gone_but_not
             process.wait()
         return sorted(stub.model for stub in deaths)
 
-    assert asyncio.run(asyncio.wait_for(watch(), 10)) == ["gone", "killed", "zombie"]
+    assert asyncio.run(asyncio.wait_for(watch(), 60)) == ["gone", "killed", "zombie"]
 
 
 NAMES = ("killed", "zombie", "forgotten", "living", "gone")

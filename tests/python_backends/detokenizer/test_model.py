@@ -32,7 +32,7 @@ class Engine:
 
     def wait_for(self, *messages):
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.heard) >= len(messages), timeout=10)
+            assert self._changed.wait_for(lambda: len(self.heard) >= len(messages), timeout=60)
         assert self.heard == list(messages)
 
 

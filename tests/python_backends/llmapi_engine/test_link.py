@@ -20,7 +20,7 @@ from python_backends.stream_state import StreamEvent
 
 ROOT = Path(__file__).resolve().parents[3]
 EQUIVALENTS = json.loads((ROOT / "build" / "trtllm" / "llmapi_equivalents.json").read_text())
-WAIT_S = 20
+WAIT_S = 60
 
 
 class Listener:
