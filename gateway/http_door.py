@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -32,6 +33,7 @@ _DONE = b"data: [DONE]\n\n"
 LINGER_S = 2.0  # how long a refused body may still come in
 # What readers that split lines as Python's str does take for the end of one, beside what JSON escapes anyway.
 _LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+_MARK = secrets.token_hex(16)  # where the text goes; no caller knows it
 _JSON = (b"content-type", b"application/json")
 _OURS = {"text_input": "prompt", "stop_words": "stop"}  # what a replica's complaint names, as OpenAI calls it
 Headers = list[tuple[bytes, bytes]]
@@ -115,7 +117,7 @@ class HttpDoor:
         is a status; but a caller that waits long hears heartbeats."""
         pieces, number = served.pieces, served.first_event
         usages: dict[int, Usage | None] = {}
-        begun: set[int] = set()
+        events = Events(form)
         first = asyncio.ensure_future(_next(pieces))
         try:
             done, _ = await asyncio.wait((first,), timeout=self._service.settings.heartbeat_s)
@@ -127,18 +129,12 @@ class HttpDoor:
                 await reader.write(b": waiting\n\n")
                 item = await first
             for choice, delta in served.before:  # what a reader that comes back has had already
-                begun.add(choice)
-                form.chunk(choice, delta)
+                events.of(choice, delta)
                 usages[choice] = delta.usage or usages.get(choice)
             while item is not None:
                 choice, delta = item
-                events = []
-                if choice not in begun:
-                    begun.add(choice)
-                    events.append(form.first_chunk(choice))
-                events.append(form.chunk(choice, delta))
+                lines = events.of(choice, delta)
                 usages[choice] = delta.usage or usages.get(choice)
-                lines = [_event(event) for event in events if event is not None]
                 if number is not None:
                     if lines:
                         lines[-1] = b"id: %d\n%b" % (number, lines[-1])
@@ -284,13 +280,41 @@ def _usage(usages: Sequence[Usage | None], choices: int) -> dict[str, Any]:
     }
 
 
+class Events:
+    """The pieces of a stream as events. Those that add text alone, as almost all do, differ from one another in that
+    text alone: what stands around it is written once for each choice."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def of(self, choice: int, delta: TokenDelta) -> list[bytes]:
+        """None for a delta that adds nothing to be seen, two where a choice begins with an event of its own."""
+        lines = []
+        if choice not in self._around:
+            first, pattern = self._form.first_chunk(choice), self._form.chunk(choice, TokenDelta(_MARK))
+            before, _, after = _event(pattern).partition(_json(_MARK))
+            self._around[choice] = before, after
+            lines += [] if first is None else [_event(first)]
+        if delta.text and not (delta.finish_reason or delta.log_probs):
+            before, after = self._around[choice]
+            lines.append(b"%b%b%b" % (before, _json(delta.text), after))
+        elif (chunk := self._form.chunk(choice, delta)) is not None:
+            lines.append(_event(chunk))
+        return lines
+
+
 def _event(said: dict[str, Any]) -> bytes:
+    return b"data: %b\n\n" % _json(said)
+
+
+def _json(said: Any) -> bytes:
     """One line whatever it says, and however its reader splits lines."""
     data = orjson.dumps(said)
     if not data.isascii():
         for character, escaped in _LINE_ENDS:
             data = data.replace(character, escaped)
-    return b"data: %b\n\n" % data
+    return data
 
 
 def _carrier(request: Request) -> dict[str, str]:
