@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import ssl
 import sys
 from collections.abc import Iterator
@@ -19,10 +20,11 @@ from gateway import app, command_line, connection, observability
 from gateway.configuration import Configuration
 from gateway.kserve import KServeDoor
 from gateway.service import Service
-from gateway.settings import Settings
+from gateway.settings import Settings, variable
 
 _LOG = logging.getLogger("gateway")
 OPEN_FILES = 65_536
+BACKLOG = 4096
 
 
 class HttpServer(uvicorn.Server):
@@ -49,7 +51,7 @@ def http_server(service: Service) -> HttpServer:
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=5,
-            backlog=4096,
+            backlog=BACKLOG,
             ssl_certfile=settings.tls_cert,
             ssl_keyfile=settings.tls_key,
             ssl_ca_certs=settings.tls_client_ca,
@@ -65,16 +67,21 @@ async def serve(service: Service) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the last: its terminal was closed
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
             loop.add_signal_handler(number, stop.set)
-    http = http_server(service)
-    serving = asyncio.create_task(http.serve())
+    http, listening = http_server(service), listen(settings.host, settings.http_port)
+    serving = asyncio.create_task(http.serve([listening]))
     while not http.started and not serving.done():
         await asyncio.sleep(0.01)
     if serving.done():
         await serving
         raise SystemExit(1)
     kserve = KServeDoor(service)
-    await kserve.start()
-    http_port = http.servers[0].sockets[0].getsockname()[1]
+    try:
+        await kserve.start()
+    except InvalidArgument:
+        http.should_exit = True
+        await serving
+        raise
+    http_port = listening.getsockname()[1]
     print(f"http {settings.host}:{http_port} grpc {settings.host}:{kserve.port}", flush=True)
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -86,6 +93,16 @@ async def serve(service: Service) -> None:
     await kserve.stop()
     http.should_exit = True
     await serving
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises InvalidArgument where that cannot be."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as exc:
+        said = exc.strerror or exc
+        raise InvalidArgument(variable("http_port"), f"cannot listen at {host}:{port}: {said}") from exc
 
 
 def raise_open_files() -> None:

@@ -11,11 +11,15 @@ from pathlib import Path
 
 from contract.errors import InvalidArgument
 from gateway import configuration, tenants
-from gateway.settings import Settings, variable
+from gateway.settings import PREFIX, Settings, variable
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m gateway", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m gateway",
+        description="Serves OpenAI's protocol and Triton's own in front of any number of servers.",
+        epilog=f"{PREFIX}* variables set everything: gateway/settings.py lists them, docs/gateway.md shows the file.",
+    )
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     commands.add_parser("serve", help="both doors until SIGTERM or Ctrl-C, then a drain; the default")

@@ -15,6 +15,7 @@ import logging
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -45,6 +46,7 @@ from gateway import refusal
 from gateway.http_door import bearer
 from gateway.permit import Tenant
 from gateway.service import Asking, Generation, Service
+from gateway.settings import variable
 
 _LOG = logging.getLogger(__name__)
 _SERVICE = "inference.GRPCInferenceService"
@@ -80,16 +82,21 @@ class KServeDoor:
         ]
         self._server = grpc.aio.server(options=options)
         self._server.add_generic_rpc_handlers((self._handlers(),))
-        address = f"{settings.host}:{settings.grpc_port}"
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        address = f"{host}:{settings.grpc_port}"
         if settings.tls_key is not None and settings.tls_cert is not None:
             pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
             client_ca = settings.tls_client_ca
             credentials = grpc.ssl_server_credentials(
                 [pair], client_ca.read_bytes() if client_ca else None, require_client_auth=client_ca is not None
             )
-            self.port = self._server.add_secure_port(address, credentials)
+            bind = partial(self._server.add_secure_port, address, credentials)
         else:
-            self.port = self._server.add_insecure_port(address)
+            bind = partial(self._server.add_insecure_port, address)
+        try:
+            self.port = bind()
+        except RuntimeError as exc:
+            raise InvalidArgument(variable("grpc_port"), f"cannot listen at {address}; is the port in use?") from exc
         await self._server.start()
 
     async def stop(self) -> None:

@@ -60,12 +60,14 @@ REPLICAS is one pool, `HOST:PORT,HOST:PORT`, `dns:///NAME:PORT` or `file:///PATH
 from __future__ import annotations
 
 import math
+import re
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 
-from clients import picks
+from clients import discovery, picks
 from clients.connection import TLS
 from contract.errors import InvalidArgument
 
@@ -173,12 +175,43 @@ class Settings:
             path = getattr(self, declared.name)
             if isinstance(path, Path) and declared.name != "batch_db" and not path.is_file():  # which is made
                 raise InvalidArgument(variable(declared.name), f"there is no file {path}")
+        for name, urls in (("otlp_endpoint", (self.otlp_endpoint,)), ("metrics_urls", self.metrics_urls.values())):
+            for url in filter(None, urls):
+                if not re.fullmatch(r"https?://[^\s/]\S*", url):
+                    raise InvalidArgument(variable(name), f"got {url!r}; allowed is http://… or https://…")
+        if self.deep_sha256 and not re.fullmatch("[0-9a-f]{64}", self.deep_sha256):
+            raise InvalidArgument(variable("deep_sha256"), "allowed are 64 hexadecimal digits, in lower case")
+        for where in self.pools.values():
+            try:
+                discovery.source(where)
+            except InvalidArgument as exc:
+                raise InvalidArgument(variable("replicas"), exc.problem) from exc
+        self._check_pem()
         for pool in self.pool_weights:
             if pool not in self.pools:
                 allowed = ", ".join(name or "''" for name in self.pools)
                 raise InvalidArgument(variable("pool_weights"), f"there is no pool {pool!r}; there are {allowed}")
         if sum(self.weights.values()) <= 0:
             raise InvalidArgument(variable("pool_weights"), "all weights are 0; one at least must be more")
+
+    def _check_pem(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        for name, cert, key in (
+            ("tls_cert", self.tls_cert, self.tls_key),
+            ("replica_cert", self.replica_cert, self.replica_key),
+        ):
+            try:
+                if cert is not None:
+                    context.load_cert_chain(cert, key, password="")  # or the terminal would be asked for one
+            except (OSError, ValueError) as exc:
+                problem = f"{cert} and {key} are no certificate with its key, in PEM and without a password"
+                raise InvalidArgument(variable(name), problem) from exc
+        for name, authority in (("tls_client_ca", self.tls_client_ca), ("replica_ca", self.replica_ca)):
+            try:
+                if authority is not None:
+                    context.load_verify_locations(authority)
+            except (OSError, ValueError) as exc:
+                raise InvalidArgument(variable(name), f"{authority} is no certificate in PEM") from exc
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], **overrides: object) -> Settings:

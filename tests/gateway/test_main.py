@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -28,7 +29,7 @@ async def process(replica: FakeReplica, **settings: str) -> AsyncIterator[tuple[
     named = {"HTTP_PORT": "0", "GRPC_PORT": "0", "METRICS_PORT": "0", "DEEP_PROBES": "false", "REPLICAS": replica.url}
     environ = os.environ | {f"TRIDENT_GATEWAY_{name}": value for name, value in (named | settings).items()}
     started = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gateway", env=environ, cwd=Path(__file__).parents[2], stdout=-1, stderr=-3
+        sys.executable, "-m", "gateway", env=environ, cwd=Path(__file__).parents[2], stdout=-1, stderr=-1
     )
     try:
         words = (await asyncio.wait_for(started.stdout.readline(), 60.0)).split()
@@ -49,3 +50,13 @@ async def test_a_signal_ends_it_when_the_streams_have_ended(number: signal.Signa
                 text = await answer.text()
             assert text.count('"text":" a"') == TOKENS and text.endswith("data: [DONE]\n\n")
             assert await asyncio.wait_for(gateway.wait(), 60.0) == 0
+
+
+@pytest.mark.parametrize("door", ["HTTP_PORT", "GRPC_PORT"])
+async def test_a_port_that_is_taken_is_named(door: str):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        async with FakeReplica() as replica:
+            async with process(replica, **{door: str(taken.getsockname()[1])}) as (gateway, _):
+                said = (await asyncio.wait_for(gateway.stderr.read(), 60.0)).decode()
+                assert await gateway.wait() == 2
+    assert f"error: TRIDENT_GATEWAY_{door}: cannot listen at 127.0.0.1" in said and "Traceback" not in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -51,8 +52,22 @@ def test_values_come_from_the_environment_and_overrides_win():
         ("pool_weights", "canary=5"),
         ("pool_weights", "canary"),
         ("replicas", "a=x:1;a=y:2"),
+        ("replicas", "http://x:1"),
+        ("replicas", "a=x:1;b=y:70000"),
+        ("otlp_endpoint", "localhost:4318"),
+        ("metrics_urls", "a:1=b:2"),
+        ("deep_sha256", "e0ccc"),
+        ("replica_ca", __file__),
+        ("tls_client_ca", __file__),
     ],
 )
 def test_what_is_not_allowed_is_refused_with_the_variables_name(name: str, value: str):
     with pytest.raises(InvalidArgument, match="TRIDENT_GATEWAY_"):
         Settings.from_environment({variable(name): value})
+
+
+def test_a_certificate_that_is_none_is_refused_before_anything_starts():
+    for cert, key in (("tls_cert", "tls_key"), ("replica_cert", "replica_key")):
+        own = {cert: Path(__file__), key: Path(__file__)}
+        with pytest.raises(InvalidArgument, match=f"{variable(cert)}: .*in PEM and without a password|REPLICA_CA"):
+            Settings(**own)
