@@ -12,9 +12,10 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from clients.costs import prompt_bytes
-from contract.errors import DeadlineExceeded, Overloaded, TridentError
+from contract.errors import DeadlineExceeded, Overloaded
 from contract.generation import GenerationRequest, Usage
 from gateway import drain_rate
 from gateway.budget_store import BudgetStore
@@ -30,6 +31,7 @@ _TEMPLATE_TOKENS = 16
 
 # Where nobody says how much can run at once.
 UNKNOWN_CAPACITY = 256
+_Refusal = TypeVar("_Refusal", Overloaded, DeadlineExceeded)
 Takes = Callable[[str, Sequence[GenerationRequest]], bool]  # whether an overflow target can have these requests now
 
 
@@ -219,8 +221,8 @@ class FairAdmission:
         self._dispatch()
 
     def _refusal(
-        self, reason: str, error: Overloaded, wait_s: float | None = None, headers: Mapping[str, str] | None = None
-    ) -> Overloaded:
+        self, reason: str, error: _Refusal, wait_s: float | None = None, headers: Mapping[str, str] | None = None
+    ) -> _Refusal:
         """``error`` with the reason that metrics name and what the caller is told about when to come back."""
         self.rejected[reason] += 1
         if wait_s is None:
@@ -270,10 +272,9 @@ class FairAdmission:
             self._wake = asyncio.get_running_loop().call_later(max(0.0, next_s - now_s) + 0.001, self._dispatch)
 
     def _expire(self, entry: Entry) -> None:
-        self.rejected["deadline"] += 1
+        error = DeadlineExceeded("the request waited in the gateway's queue until its time was up")
+        error = self._refusal("deadline", error)
         if not entry.work.done():
-            error: TridentError = DeadlineExceeded("the request waited in the gateway's queue until its time was up")
-            error.reason = "deadline"
             entry.work.set_exception(error)
 
     def _closed(self, ticket: _Ticket, used_tokens: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections.abc import AsyncIterator
@@ -25,6 +26,7 @@ from contract.errors import (
 from contract.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta, Usage
 from gateway.health import Breaker, BreakerPolicy
 
+_LOG = logging.getLogger(__name__)
 CONNECT_S = 5.0
 MAX_CONNECTIONS = 200
 MAX_EVENT_BYTES = 1024 * 1024
@@ -92,15 +94,21 @@ class Upstream:
                         return
                     event = orjson.loads(data)
                     if not isinstance(event, dict) or "error" in event:
-                        raise EngineFailed(f"{self.name} failed midway: {_said(data)}")
+                        _LOG.warning("%s failed midway: %s", self.name, _said(data))
+                        raise EngineFailed(f"{self.name} failed midway")
                     yield event
         except asyncio.TimeoutError as exc:
             raise DeadlineExceeded(f"the deadline passed while {self.name} was answering") from exc
         except (aiohttp.ClientError, OSError, ValueError) as exc:
-            raise Unavailable(f"{self.name} cannot be reached or read: {exc}") from exc
+            _LOG.warning("%s cannot be reached or read: %s", self.name, exc)
+            raise Unavailable(f"{self.name} cannot be reached or read") from exc
 
     def _refused(self, answer: aiohttp.ClientResponse, body: bytes) -> TridentError:
-        status, said = answer.status, f"{self.name} answered {answer.status}: {_said(body)}"
+        """What callers are told of a refusal: of their own request everything, of our account there nothing."""
+        status, said = answer.status, f"{self.name} answered {answer.status}"
+        if status in (400, 413, 422):
+            return InvalidArgument("", f"{said}: {_said(body)}")
+        _LOG.warning("%s: %s", said, _said(body))
         if status == 429:
             error = Overloaded(said)
             with contextlib.suppress(ValueError):
@@ -108,8 +116,6 @@ class Upstream:
                 wait_s = wait_s if math.isfinite(wait_s) else float(answer.headers.get("retry-after", "nan"))
                 error.retry_after_s = min(max(wait_s, 0.0), 3600.0) if math.isfinite(wait_s) else None
             return error
-        if status in (400, 413, 422):
-            return InvalidArgument("", said)
         # Its keys and models are our configuration, so a wrong one is no fault of the caller's.
         return Unavailable(said)
 

@@ -165,8 +165,9 @@ async def test_who_waited_until_the_deadline_is_told_and_never_served(clock: Any
     await asyncio.sleep(0)
     clock.advance(2)
     permit.settle(None)
-    with pytest.raises(DeadlineExceeded, match="queue"):
+    with pytest.raises(DeadlineExceeded, match="queue") as late:
         await waiting
+    assert int(late.value.headers["retry-after-ms"]) > 0
     assert await door.left(tenant) == {"tokens:acme/r": 6000} and door.empty()
     assert door.admission.rejected == {"deadline": 1}
 
