@@ -8,10 +8,18 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from contract.errors import Unauthenticated
+from contract.generation import FinishReason, TokenDelta
 from gateway.admission import Shares
+from gateway.chat import Chat
+from gateway.completions import Completions
+from gateway.http_door import Events
 from gateway.permit import Tenant
+from gateway.schemas import ChatRequest, CompletionRequest
+from gateway.vocabulary import Vocabulary
 from tests.fakes.replica import FakeReplica, Script, final_only
 from tests.gateway.running import Running, gateway, until
 
@@ -31,7 +39,7 @@ async def send(running: Running, body: bytes, path: str = COMPLETIONS, head: str
 async def rest(reader: asyncio.StreamReader, until_: bytes = b"[DONE]") -> bytes:
     data = b""
     while until_ not in data:
-        more = await asyncio.wait_for(reader.read(65536), 10)
+        more = await asyncio.wait_for(reader.read(65536), 60)
         if not more:
             break
         data += more
@@ -47,6 +55,42 @@ class Keys:
         if api_key != "right":
             raise Unauthenticated("no such key")
         return Tenant("acme")
+
+
+@given(
+    deltas=st.lists(
+        st.builds(
+            lambda choice, text, ended, counted: (
+                choice,
+                TokenDelta(text, (5,), (-0.5,) * counted, FinishReason.STOP if ended else None),
+            ),
+            st.integers(0, 2),
+            st.text(max_size=5),
+            st.booleans(),
+            st.booleans(),
+        )
+    ),
+    more=st.fixed_dictionaries({}, optional={"stream_options": st.just({"include_usage": True})}),
+    logprobs=st.booleans(),
+    chat=st.booleans(),
+)
+def test_events_say_what_the_form_says_of_each_piece(deltas: list, more: dict, logprobs: bool, chat: bool):
+    def form() -> Chat | Completions:
+        if chat:
+            turns = [{"role": "user", "content": "x"}]
+            asked = ChatRequest(model="demo", messages=turns, stream=True, logprobs=logprobs, **more)
+            return Chat(asked, "r", 7, Vocabulary())
+        asked = CompletionRequest(model="demo", prompt="x", stream=True, logprobs=1 if logprobs else None, **more)
+        return Completions(asked, "r", 7, Vocabulary())
+
+    events, plain, begun = Events(form()), form(), set()
+    for choice, delta in deltas:
+        first = None if choice in begun else plain.first_chunk(choice)
+        begun.add(choice)
+        expected = [said for said in (first, plain.chunk(choice, delta)) if said is not None]
+        found = events.of(choice, delta)
+        assert all(len(line.decode().splitlines()) == 2 for line in found)
+        assert [json.loads(line.removeprefix(b"data: ")) for line in found] == expected
 
 
 async def test_an_event_stream_is_data_lines_up_to_done():
@@ -126,7 +170,7 @@ async def test_a_reader_that_takes_nothing_is_cut_off_and_its_replica_freed():
 
 async def test_an_engine_that_falls_silent_is_left_and_the_caller_told():
     script = Script((" a", " b"), stall_after=1)
-    async with FakeReplica(lambda seen: script) as replica, gateway(replica, idle_timeout_s=0.1) as running:
+    async with FakeReplica(lambda seen: script) as replica, gateway(replica, idle_timeout_s=1.0) as running:
         reader, writer = await send(running, streamed())
         data = await rest(reader, b"deadline_exceeded")
         writer.close()
@@ -136,7 +180,7 @@ async def test_an_engine_that_falls_silent_is_left_and_the_caller_told():
 
 async def test_an_engine_that_falls_silent_behind_its_answer_has_answered():
     async with FakeReplica(lambda seen: Script((" a", " b"), stall_after=2)) as replica:
-        async with gateway(replica, idle_timeout_s=0.1) as running:
+        async with gateway(replica, idle_timeout_s=1.0) as running:
             status, _, body = await running.post(COMPLETIONS, ASKED)
             assert status == 200 and body["choices"][0]["text"] == " a b"
             reader, writer = await send(running, streamed())
@@ -159,7 +203,7 @@ async def test_a_drain_lets_streams_end_and_refuses_new_work():
     async with FakeReplica(lambda seen: script) as replica, gateway(replica) as running:
         reader, writer = await send(running, streamed(max_tokens=20))
         await until(lambda: replica.counts.running == 1)
-        draining = asyncio.ensure_future(running.service.drain(10.0))
+        draining = asyncio.ensure_future(running.service.drain(60.0))
         await asyncio.sleep(0)
         status, headers, body = await running.post(COMPLETIONS, ASKED)
         assert status == 503 and headers["retry-after"] == "1" and body["error"]["code"] == "unavailable"
@@ -175,7 +219,7 @@ async def test_a_drain_waits_for_those_who_wait_already():
         async with gateway(replica, config="[admission]\nmax_running = 1") as running:
             asked = [asyncio.ensure_future(running.post(COMPLETIONS, ASKED)) for _ in range(4)]
             await until(lambda: running.service.admission.waiting == 3)
-            assert await running.service.drain(10.0) == 0
+            assert await running.service.drain(60.0) == 0
             assert [status for status, _, _ in await asyncio.gather(*asked)] == [200] * 4
 
 
@@ -254,18 +298,19 @@ async def test_a_body_over_the_limit_is_refused_whether_it_says_so_or_not():
 
 
 async def test_headers_must_come_soon_and_be_few():
-    async with FakeReplica() as replica, gateway(replica, header_timeout_s=0.1, body_timeout_s=0.1) as running:
-        for sent, code in (
-            (b"", b" 408 "),
-            (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nslow", b" 408 "),
-            (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{", b" 408 "),
-            (b"POST /v1/completions HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", b" 431 "),
-            (b"POST /v1/completions HTTP/1.1\r\na: " + b"b" * 100_000 + b"\r\n\r\n", b" 431 "),
-            (b"NONSENSE\r\n\r\n", b" 400 "),
+    soon = {"header_timeout_s": 0.1, "body_timeout_s": 0.1}
+    async with FakeReplica() as replica, gateway(replica, **soon) as hasty, gateway(replica) as calm:
+        for running, sent, code in (
+            (hasty, b"", b" 408 "),
+            (hasty, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nslow", b" 408 "),
+            (hasty, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{", b" 408 "),
+            (calm, b"POST /v1/completions HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", b" 431 "),
+            (calm, b"POST /v1/completions HTTP/1.1\r\na: " + b"b" * 100_000 + b"\r\n\r\n", b" 431 "),
+            (calm, b"NONSENSE\r\n\r\n", b" 400 "),
         ):
             reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
             writer.write(sent)
-            answer = await asyncio.wait_for(reader.read(), 5)
+            answer = await asyncio.wait_for(reader.read(), 60)
             assert code in answer.splitlines()[0], (sent[:60], answer)
             assert b'"error"' in answer
             writer.close()

@@ -150,7 +150,7 @@ async def test_an_open_stream_hears_a_refusal_without_ending_its_side():
             client.start_stream(lambda result, error: answers.put(error or result))
             client.async_stream_infer("ensemble", inputs("x", 2))
             try:
-                return answers.get(timeout=10)
+                return answers.get(timeout=60)
             finally:
                 client.stop_stream(cancel_requests=True)
                 client.close()
@@ -226,7 +226,8 @@ async def test_nobodys_own_mistakes_open_a_breaker_for_the_others():
     def script(seen) -> Script:
         if seen.value("text_input") == "wrong":
             return Script(refuse="[request id: x] input 'max_tokens' already exists in request")
-        return Script((" a", " b"), first_token_s=0.05, gap_s=0.2 if seen.value("text_input") == "slow" else 0.0)
+        stall_after = {"hurry": 0, "slow": 1}.get(seen.value("text_input"))
+        return Script((" a", " b"), stall_after=stall_after)
 
     async with FakeReplica(script) as replica, gateway(replica, breaker_failures=2) as running, ours(running) as client:
         for _ in range(3):
