@@ -7,7 +7,9 @@ printed before it runs, and its output kept in ``engines/<engine>/logs/<stage>.l
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -162,7 +164,7 @@ class _Build:
         shutil.rmtree(output, ignore_errors=True)
         compile_trtllm.compile_trtllm(self._recipe, shape)
         lines = container.entered(["python3", "server/machine.py"], self._recipe, runtime)
-        built_on.write_text(container.output(lines[-1], self._recipe, 300).strip().splitlines()[-1] + "\n")
+        built_on.write_text(_answer(container.output(lines[-1], self._recipe, 300)) + "\n")
         return [output, built_on]
 
     def _execute(self, stage: Stage, lines: Sequence[Sequence[str]]) -> None:
@@ -170,6 +172,15 @@ class _Build:
         for line in lines:
             if (status := container.run(line, self._recipe, log)) != 0:
                 raise EngineFailed(_failure(stage.name, status, log))
+
+
+def _answer(output: str) -> str:
+    """The JSON among what a program printed: an image's entry point says its own before, docker its warnings after."""
+    for line in reversed(output.splitlines()):
+        with contextlib.suppress(ValueError):
+            if isinstance(json.loads(line), dict):
+                return line.strip()
+    raise EngineFailed(f"server/machine.py said nothing of the machine, but: {output.strip()[-200:]!r}")
 
 
 def _failure(stage: str, status: int, log: Path) -> str:

@@ -247,3 +247,10 @@ def test_a_dry_run_is_the_plan_and_does_nothing():
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout == subprocess.run(plan, cwd=layout.ROOT, capture_output=True, text=True, timeout=60).stdout
     assert not os.path.exists(layout.ENGINES / "llama-3.1-8b-fp8-hopper")
+
+
+def test_what_the_image_and_docker_say_around_the_machines_answer_is_left_out():
+    said = '== Triton ==\n\n{"driver": "590.44.01"}\nWARNING: memory limit 2\n7\n'
+    assert gpu_engine._answer(said) == '{"driver": "590.44.01"}'
+    with pytest.raises(EngineFailed, match="said nothing of the machine, but: 'WARNING"):
+        gpu_engine._answer("WARNING: no driver\n")
