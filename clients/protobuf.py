@@ -11,6 +11,8 @@ class WireError(ValueError):
 
 def varint(value: int) -> bytes:
     """``value``, 0 <= value < 2**64, in base 128, least significant group first."""
+    if value <= 0x7F:
+        return bytes((value,))
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

@@ -54,6 +54,8 @@ class Router:
         left = [one for one in candidates if one.load.healthy and not one.open_breaker]
         if not left:
             raise Unavailable(f"none of {len(candidates)} replicas is fit to serve", 1.0)
+        if len(left) == 1:
+            return left[0].load
         left = _unless_empty(left, lambda one: one.load.name not in question.tried)
         left = warm(left, self.slow_start_s, rng)
         left = _unless_empty(left, lambda one: one.load.kv_usage < NEARLY_FULL and one.load.waiting == 0)
