@@ -22,6 +22,7 @@ from gateway import refusal, schemas
 from gateway.chat import Chat
 from gateway.choices import Piece, together
 from gateway.completions import Completions
+from gateway.permit import Tenant
 from gateway.reuse import Reuse, Served
 from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.service import Asking, Service
@@ -65,9 +66,13 @@ class HttpDoor:
         request_id = request.headers.get("x-request-id") or new_request_id()
         service, code = self._service, 499
         try:
+            tenant = service.tenant(bearer(request.headers.get("authorization", "")))
             body = await _body(request, service.settings.max_body_bytes, service.settings.body_timeout_s)
             error: TridentError | None = None
         except ClientDisconnect:
+            return
+        except TridentError as exc:  # whoever has no key cannot make us hold a body
+            await self._refuse(receive, send, refusal.http(exc), request_id)
             return
         except TooLarge:
             said = f"the body is larger than {service.settings.max_body_bytes} bytes, the most allowed"
@@ -80,7 +85,7 @@ class HttpDoor:
             return
         async with Reader(scope, receive, send, service.settings, service.sweeper) as reader:
             try:
-                await self._answer(reader, request, body, request_id)
+                await self._answer(reader, request, tenant, body, request_id)
                 code = 200
             except TridentError as exc:
                 error = exc
@@ -92,11 +97,10 @@ class HttpDoor:
                 await self._say(reader, error, request_id)
         service.metrics.requests.labels("http", self._form.operation, code).inc()
 
-    async def _answer(self, reader: Reader, request: Request, body: bytes, request_id: str) -> None:
+    async def _answer(self, reader: Reader, request: Request, tenant: Tenant, body: bytes, request_id: str) -> None:
         service, settings = self._service, self._service.settings
         if len(request_id) > MAX_REQUEST_ID or not sendable(request_id):
             raise InvalidArgument("x-request-id", f"allowed are at most {MAX_REQUEST_ID} printable ASCII characters")
-        tenant = service.tenant(bearer(request.headers.get("authorization", "")))
         asked = schemas.parse(self._form.schema, body, settings)
         timeout_s = _timeout_s(request.headers.get("x-trident-timeout-s"), settings.request_timeout_s)
         session = request.headers.get("x-session-id", "")[:MAX_REQUEST_ID]

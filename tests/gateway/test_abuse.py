@@ -228,6 +228,20 @@ async def test_who_announces_too_much_and_sends_nothing_is_refused_too():
         assert b"100 Continue" not in answer and refused(answer, 413)
 
 
+@pytest.mark.slow
+async def test_a_caller_without_a_key_cannot_make_us_hold_a_body():
+    class Keys:
+        def tenant(self, api_key: str) -> Tenant:
+            if api_key != "right":
+                raise Unauthenticated("no such key")
+            return Tenant("acme")
+
+    async with unharmed(keys=Keys()) as running:
+        data = LINE + b"authorization: Bearer wrong\r\ncontent-length: 4000000\r\nexpect: 100-continue\r\n\r\n"
+        answer = await said(running, data)
+        assert b"100 Continue" not in answer and refused(answer, 401)["code"] == "invalid_api_key"
+
+
 def with_(**fields: Any) -> bytes:
     return json.dumps({**ASKED, **fields}).encode()
 
