@@ -42,6 +42,7 @@ class Script:
     refuse: answered with ``error_message`` and no token. fail_after: after so many tokens the stream ends
     in band with ``error``. status_after: after so many tokens the RPC ends with ``status`` (code, details,
     trailers). stall_after: after so many tokens nothing comes any more until the caller leaves.
+    gate, gate_at: after so many tokens it waits until the gate is opened.
     empty_final: whether the final flag rides on an extra response without outputs.
     sparse: finish_reason and the counts are present on the last response only.
     silent_end: the RPC ends with OK and without any final response. cached_tokens: of the prompt.
@@ -59,6 +60,8 @@ class Script:
     status_after: int | None = None
     status: tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]] = (grpc.StatusCode.UNAVAILABLE, "gone", ())
     stall_after: int | None = None
+    gate: asyncio.Event | None = None
+    gate_at: int = 0
     cached_tokens: int = 0
     empty_final: bool = False
     sparse: bool = False
@@ -240,6 +243,8 @@ class FakeReplica:
                 break
             if script.stall_after is not None and sent >= script.stall_after:
                 await stop.wait()
+            if script.gate is not None and sent + len(texts) > script.gate_at:
+                await script.gate.wait()
             if stop.is_set():
                 yield response((), FinishReason.CANCELLED, True)
                 return
@@ -464,13 +469,13 @@ def replica_in_thread(script: Callable[[SeenRequest], Script] = echo, **options:
 
     thread = threading.Thread(target=run, name="fake-replica", daemon=True)
     thread.start()
-    if not started.wait(10):
-        raise RuntimeError("the fake replica did not start within 10 s")
+    if not started.wait(60):
+        raise RuntimeError("the fake replica did not start within 60 s")
     try:
         yield replica
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
 
 
 def main() -> None:

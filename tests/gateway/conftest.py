@@ -47,7 +47,7 @@ def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def _wait_for(path: Path, process: subprocess.Popen) -> None:
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 60
     while time.monotonic() < give_up:
         assert process.poll() is None, "redis-server ended while it was started"
         with socket.socket(socket.AF_UNIX) as probe:

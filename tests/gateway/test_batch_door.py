@@ -45,7 +45,7 @@ async def made(ask: openai.AsyncOpenAI, data: bytes, endpoint: str = "/v1/chat/c
 
 
 async def over(ask: openai.AsyncOpenAI, batch_id: str):
-    for _ in range(1000):
+    for _ in range(6000):
         batch = await ask.batches.retrieve(batch_id)
         if batch.status in OVER:
             return batch

@@ -200,7 +200,7 @@ async def test_what_did_not_run_in_its_window_expires(tmp_path: Path, clock):
 
     async def answer(form: type, asking: Asking, body: bytes) -> dict:
         if json.loads(body)["max_tokens"] > 1:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         return DONE
 
     store = BatchStore(tmp_path / "b", clock=clock)
@@ -243,22 +243,32 @@ async def test_a_cut_gives_the_youngest_lines_up_and_they_run_again(tmp_path: Pa
 async def test_lines_that_were_given_up_often_enough_run_to_their_end(tmp_path: Path):
     seen = {"now": CALM}
     started: list[int] = []
+    looked = 0
+    goes_on = asyncio.Event()
 
     async def answer(form: type, asking: Asking, body: bytes) -> dict:
         started.append(1)
-        await asyncio.sleep(0.3 if len(started) > 3 else 60)
+        await goes_on.wait()
         return DONE
+
+    def signals() -> Signals:
+        nonlocal looked
+        looked += 1
+        return seen["now"]
 
     store = BatchStore(tmp_path / "b")
     batch = submitted(store, 1)
-    async with working(store, answer, lambda: seen["now"]) as worker:
+    async with working(store, answer, signals) as worker:
         for _ in range(3):
             await until(lambda: worker.running == 1)
             seen["now"] = Signals(waiting=9)
             await until(lambda: worker.running == 0)
             seen["now"] = CALM
         await until(lambda: worker.running == 1)
-        seen["now"] = Signals(waiting=9)
+        seen["now"], looked = Signals(waiting=9), 0
+        await until(lambda: looked >= 3)
+        assert worker.running == 1
+        goes_on.set()
         await until(over(store, batch))
     assert len(started) == 4
 
@@ -275,7 +285,7 @@ async def test_one_worker_works_on_a_database_and_the_next_takes_over(tmp_path: 
 
     store, other = BatchStore(tmp_path / "b"), BatchStore(tmp_path / "b")
     async with working(other, answering("second")) as second:
-        await asyncio.sleep(0.05)
+        await until(lambda: second.pace.allowed > 0)  # it has the database
         async with working(store, answering("first")):
             batch = submitted(store, 20)
             await until(over(store, batch))
@@ -323,7 +333,7 @@ async def test_a_gateway_that_is_killed_twice_finishes_every_line_once(tmp_path:
 
     path = tmp_path / "b"
     store = BatchStore(path)
-    batch = submitted(store, 120, "anonymous")
+    batch = submitted(store, 240, "anonymous")
     async with FakeReplica(script) as replica:
         asked_after: dict[int, Counter] = {}
         finished_before: dict[int, set[int]] = {}
@@ -331,7 +341,7 @@ async def test_a_gateway_that_is_killed_twice_finishes_every_line_once(tmp_path:
             start = len(replica.seen)
             async with _gateway_process(replica.url, path) as process:
                 if life < 2:
-                    wanted = 20 * (life + 1)
+                    wanted = _finished(store, batch) + 20
                     await until(lambda at_least=wanted: _finished(store, batch) >= at_least)
                     process.send_signal(signal.SIGKILL)
                     await process.wait()
@@ -339,15 +349,15 @@ async def test_a_gateway_that_is_killed_twice_finishes_every_line_once(tmp_path:
                     await until(over(store, batch))
             asked_after[life] = Counter(seen.value("max_tokens") - 1 for seen in replica.seen[start:])
             pending = {line.number for line in store.pending(batch.id, -1, 1000)}
-            finished_before[life + 1] = set(range(120)) - pending
+            finished_before[life + 1] = set(range(240)) - pending
         for life in (1, 2):
             assert not asked_after[life].keys() & finished_before[life]
             assert max(asked_after[life].values()) == 1
     done = store.batch("anonymous", batch.id)
-    assert (done.status, done.total, done.completed, done.failed) == ("completed", 120, 120, 0)
+    assert (done.status, done.total, done.completed, done.failed) == ("completed", 240, 240, 0)
     found = results(store, "anonymous", done.output_file_id)
-    assert [one["custom_id"] for one in found] == [f"anonymous{n}" for n in range(120)]
-    assert done.output_tokens == 120
+    assert [one["custom_id"] for one in found] == [f"anonymous{n}" for n in range(240)]
+    assert done.output_tokens == 240
 
 
 def _finished(store: BatchStore, batch: Batch) -> int:

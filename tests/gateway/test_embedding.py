@@ -54,7 +54,7 @@ except InvalidArgument as error:
     environ = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     environ |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home / "hub"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", script, name], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, name], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -214,11 +214,12 @@ async def test_a_drain_lets_streams_end_and_refuses_new_work():
 
 
 async def test_a_drain_waits_for_those_who_wait_already():
-    script = Script((" a", " b"), first_token_s=0.05)
-    async with FakeReplica(lambda seen: script) as replica:
+    gate = asyncio.Event()
+    async with FakeReplica(lambda seen: Script((" a", " b"), gate=gate)) as replica:
         async with gateway(replica, config="[admission]\nmax_running = 1") as running:
             asked = [asyncio.ensure_future(running.post(COMPLETIONS, ASKED)) for _ in range(4)]
             await until(lambda: running.service.admission.waiting == 3)
+            asyncio.get_running_loop().call_later(0.1, gate.set)
             assert await running.service.drain(60.0) == 0
             assert [status for status, _, _ in await asyncio.gather(*asked)] == [200] * 4
 

@@ -21,7 +21,7 @@ async def test_schemathesis_finds_nothing_wrong(tmp_path: Path):
             str(program), *arguments, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
         )
         try:
-            said, _ = await asyncio.wait_for(process.communicate(), 120)
+            said, _ = await asyncio.wait_for(process.communicate(), 600)
         except asyncio.TimeoutError:
             process.kill()
             await process.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 import pytest
@@ -31,8 +31,17 @@ def fresh() -> None:
     numbered.calls = 0
 
 
+TWENTY = tuple(f" t{n}" for n in range(20))
+
+
 def slow(seen: SeenRequest) -> Script:
-    return Script(tuple(f" t{n}" for n in range(20)), first_token_s=0.4, gap_s=0.01)
+    return Script(TWENTY, gap_s=0.01)
+
+
+def gated(at: int = 0) -> tuple[asyncio.Event, Callable[[SeenRequest], Script]]:
+    """A gate, and a script that waits at the token ``at`` for it to be opened."""
+    gate = asyncio.Event()
+    return gate, lambda seen: Script(TWENTY, gate=gate, gate_at=at)
 
 
 def as_(api_key: str, **more: str) -> dict[str, str]:
@@ -151,15 +160,17 @@ async def test_what_is_there_costs_a_request_and_no_tokens():
 
 
 async def test_identical_requests_under_way_share_one_engine_stream_and_each_may_leave():
-    async with FakeReplica(slow) as replica, gateway(replica) as running:
-        asked = [asyncio.ensure_future(running.post(COMPLETIONS, GREEDY)) for _ in range(6)]
+    gate, script = gated(1)
+    async with FakeReplica(script) as replica, gateway(replica) as running:
+        asked = [asyncio.ensure_future(running.post(COMPLETIONS, {**GREEDY, "stream": False})) for _ in range(6)]
         streams = events(running, GREEDY)
         assert (await anext(streams))[1]["choices"][0]["text"] == " t0"
         await until(lambda: len(running.service.sweeper._alive) >= 7)
         asked[0].cancel()  # the one for whom it was begun
         await streams.aclose()
+        gate.set()
         answers = await asyncio.gather(*asked[1:])
-        whole = "".join(f" t{n}" for n in range(20))
+        whole = "".join(TWENTY)
         assert all(body["choices"][0]["text"] == whole for _, _, body in answers)
         assert (replica.counts.started, replica.counts.cancelled) == (1, 0)
         assert {headers["x-trident-cache"] for _, headers, _ in answers} <= {"coalesced", "miss"}
@@ -167,7 +178,7 @@ async def test_identical_requests_under_way_share_one_engine_stream_and_each_may
 
 
 async def test_the_last_reader_to_leave_frees_the_engine():
-    async with FakeReplica(slow) as replica, gateway(replica) as running:
+    async with FakeReplica(gated()[1]) as replica, gateway(replica) as running:
         asked = [asyncio.ensure_future(running.post(COMPLETIONS, GREEDY)) for _ in range(3)]
         await until(lambda: replica.counts.running == 1)
         for one in asked:
@@ -177,12 +188,16 @@ async def test_the_last_reader_to_leave_frees_the_engine():
 
 
 async def test_one_readers_deadline_is_not_the_others():
-    async with FakeReplica(slow) as replica, gateway(replica) as running:
-        hurried = asyncio.ensure_future(running.post(COMPLETIONS, GREEDY, x_trident_timeout_s="0.1"))
+    gate, script = gated()
+    async with FakeReplica(script) as replica, gateway(replica) as running:
+        hurried = asyncio.ensure_future(running.post(COMPLETIONS, GREEDY, x_trident_timeout_s="1.5"))
         await until(lambda: replica.counts.running == 1)
-        status, headers, body = await running.post(COMPLETIONS, GREEDY)
+        patient = asyncio.ensure_future(running.post(COMPLETIONS, GREEDY))
+        assert (await hurried)[0] == 504
+        gate.set()
+        status, headers, body = await patient
         assert (status, headers["x-trident-cache"], body["usage"]["completion_tokens"]) == (200, "coalesced", 20)
-        assert (await hurried)[0] == 504 and replica.counts.started == 1
+        assert replica.counts.started == 1
 
 
 async def test_an_answer_that_was_cut_short_under_load_is_not_kept():
@@ -205,11 +220,14 @@ async def test_an_answer_that_was_cut_short_under_load_is_not_kept():
 
 async def test_a_retry_attaches_to_the_running_stream_and_to_the_finished_one():
     asked = {**GREEDY, "temperature": 1}  # nothing that would be coalesced or cached
-    async with FakeReplica(slow) as replica, gateway(replica) as running:
+    gate, script = gated()
+    async with FakeReplica(script) as replica, gateway(replica) as running:
         first = asyncio.ensure_future(running.post(COMPLETIONS, asked, idempotency_key="k-1"))
         await until(lambda: replica.counts.running == 1)
-        retry = await running.post(COMPLETIONS, asked, idempotency_key="k-1")
-        original = await first
+        retrying = asyncio.ensure_future(running.post(COMPLETIONS, asked, idempotency_key="k-1"))
+        await until(lambda: len(running.service.sweeper._alive) >= 2)
+        gate.set()
+        original, retry = await asyncio.gather(first, retrying)
         later = await running.post(COMPLETIONS, asked, idempotency_key="k-1")
         assert original[2] == retry[2] == later[2]  # its id and the time it was created, too
         assert [one[1].get("x-trident-cache") for one in (original, retry, later)] == [None, "replayed", "replayed"]
@@ -235,7 +253,7 @@ async def test_a_reader_that_was_cut_off_goes_on_after_its_last_event_without_th
         for choice in (0, 1):
             texts = [e["choices"][0] for _, e in seen + rest if isinstance(e, dict) and e["choices"]]
             whole = "".join(one["text"] for one in texts if one["index"] == choice)
-            assert whole == "".join(f" t{n}" for n in range(20))
+            assert whole == "".join(TWENTY)
         assert len({event["id"] for _, event in seen + rest if isinstance(event, dict)}) == 1
         assert replica.counts.started == 2 and replica.counts.cancelled == 0
         over = [event async for event in events(running, asked, idempotency_key="k", last_event_id="39")]
