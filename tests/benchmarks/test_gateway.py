@@ -103,6 +103,7 @@ def test_every_token_is_seen_through_both_doors_and_from_both_sources(tmp_path: 
         assert found.seen.ends == {"ok": 3} and found.seen.tokens == 15
 
 
+@pytest.mark.slow
 def test_an_unknown_part_is_refused_by_name():
     command = [sys.executable, "-m", "benchmarks", "gateway", "--only", "speed"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -50,6 +50,7 @@ def test_the_programs_accept_every_command_of_an_accepted_recipe(drawn):
     assert engine.use_paged_context_fmha == ("enable" if commands.paged_context_fmha(drawn.recipe) else "disable")
 
 
+@pytest.mark.slow
 @given(accepted())
 def test_a_printed_line_is_read_back_by_a_shell_as_the_same_command(drawn):
     argv = commands.compile_engine(drawn.recipe, drawn.shape)

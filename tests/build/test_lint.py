@@ -518,6 +518,7 @@ def test_the_program_prints_faults_and_ends_with_status_1(tmp_path):
     assert {"model", "rule", "severity", "message", "model_config_name"} == set(rows[0])
 
 
+@pytest.mark.slow
 def test_the_program_checks_every_variant_unless_one_is_named(tmp_path):
     put(tmp_path, texts())
     (tmp_path / "detokenizer" / "configs").mkdir()
@@ -526,6 +527,7 @@ def test_the_program_checks_every_variant_unless_one_is_named(tmp_path):
     assert run(str(tmp_path), "--model-config-name", "").returncode == 0
 
 
+@pytest.mark.slow
 def test_the_program_says_when_there_is_nothing_to_read(tmp_path):
     assert run(str(tmp_path)).returncode == 2
     assert "is not a folder" in run(str(tmp_path / "none")).stderr

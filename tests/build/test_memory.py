@@ -159,6 +159,7 @@ def test_every_precision_a_recipe_may_name_has_a_size():
     assert {p for allowed in recipes.KV_CACHE_PRECISIONS.values() for p in allowed} == set(memory.KV_BYTES)
 
 
+@pytest.mark.slow
 @given(accepted())
 def test_everything_fits_on_the_card_of_an_accepted_recipe(drawn):
     foot = memory.footprint(drawn.recipe, drawn.shape.architecture)

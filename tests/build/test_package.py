@@ -59,6 +59,7 @@ def test_the_configuration_of_every_shipped_recipe_parses_and_keeps_the_contract
     assert parameters(recipe)["gpt_model_path"] == f"engines/{recipe.name}/engine"
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(accepted())
 def test_the_configuration_of_every_accepted_recipe_parses_and_keeps_the_contract(drawn):

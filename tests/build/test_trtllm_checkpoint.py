@@ -134,6 +134,7 @@ def checkpoints_on_ranks(draw):
     return config, tp
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(checkpoints_on_ranks())
 def test_ranks_join_bit_for_bit_to_the_whole(tmp_path, drawn):

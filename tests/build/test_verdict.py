@@ -96,6 +96,7 @@ def test_what_a_machine_lacks_is_not_answered_with_another_recipe():
     assert found["R30"].instead == "" and found["R19"].instead == ""
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(gpu_recipes.tables())
 def test_every_alternative_works_when_it_is_typed_in(written):

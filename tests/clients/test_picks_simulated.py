@@ -13,6 +13,8 @@ from clients import picks
 from clients.costs import Costs
 from tests.clients.fleet import Engine, Job, Outcome, poisson, simulate
 
+pytestmark = pytest.mark.slow
+
 GPU = {f"r{n}": Engine() for n in range(4)}
 # Slow at prompts: a prompt token is a tenth of a step.
 CPU = {f"r{n}": Engine(8, 0.02, 0.004, prefill_s_per_token=0.0004) for n in range(4)}

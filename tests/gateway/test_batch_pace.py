@@ -28,6 +28,7 @@ def troubled(seen: Signals) -> bool:
     return seen.degraded or not seen.fit or seen.waiting > 0 or seen.late > POLICY.late_share * seen.first_tokens
 
 
+@pytest.mark.slow
 @given(st.lists(signals, max_size=60))
 def test_the_pace_stays_in_its_bounds_and_grows_by_one_step_at_most(ticks):
     pace = Pace()

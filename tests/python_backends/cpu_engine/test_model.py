@@ -272,6 +272,7 @@ def test_500_requests_from_many_threads_all_end(send, answers):
     assert len(done) == 500 and None not in done
 
 
+@pytest.mark.slow
 def test_an_engine_folder_that_cannot_be_loaded_fails_at_once_and_says_why(triton, tiny_engine, tmp_path, monkeypatch):
     broken = tmp_path / "broken"
     shutil.copytree(tiny_engine, broken)

@@ -26,6 +26,7 @@ def manifest(tiny_engine):
     return manifests.load(tiny_engine)
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_read_in_pieces_of_max_num_tokens(tiny_engine, manifest):
     assert manifest.max_num_tokens == 64
     assert steps_to_first_token(tiny_engine, manifest, range(200)) == 4

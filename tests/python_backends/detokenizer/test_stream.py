@@ -52,6 +52,7 @@ def test_the_text_is_the_library_s_up_to_the_first_match(family: str, data: st.D
         assert (given_out, stop) == (read[: end if include_stop else start], read[start:end])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", AT_ONCE)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())

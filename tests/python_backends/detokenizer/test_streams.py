@@ -117,6 +117,7 @@ def test_a_probe_gives_the_client_nothing_and_the_options_it_brought_are_kept():
 # ---- stop strings ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.sampled_from(FAMILIES), st.lists(st.integers(1, 6)), st.booleans(), st.booleans())
 def test_a_stop_string_ends_the_text_wherever_it_is_cut(family, sizes, include_stop, stream):
     reader = Reader(family, stop=("nothing", "jumps over"), include_stop=include_stop, stream=stream)

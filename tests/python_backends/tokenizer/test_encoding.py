@@ -44,6 +44,7 @@ def test_no_prompt_that_would_fit_is_refused_for_its_length(request, tokenizer, 
         encoding.check_length("text_input", longest)
 
 
+@pytest.mark.slow
 @given(st.text(min_size=1, max_size=20))
 def test_a_megabyte_is_refused_before_it_is_encoded(encoding, text):
     with pytest.raises(PromptTooLong, match="text_input: has .* bytes, more than .* tokens; allowed are 100 tokens"):
