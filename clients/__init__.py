@@ -1,5 +1,6 @@
 """How to talk to a replica: streaming clients over gRPC, a command line, and balancing over many replicas."""
 
+from clients import quiet  # noqa: F401 - before gRPC
 from clients.async_client import AsyncClient
 from clients.balanced import BalancedClient
 from clients.blocking_stream import BlockingStream

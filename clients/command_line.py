@@ -139,8 +139,6 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "se
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    # gRPC's core writes a log of its own to stderr, in the middle of the text; its errors reach us as exceptions.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # Whoever starts us may have closed either.
     sys.stdin, sys.stdout = sys.stdin or open(os.devnull), sys.stdout or open(os.devnull, "w")
     # A terminal that cannot show a character shows a substitute.

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 ABC = ("a", "b", "c")
+CERTIFICATES = Path(__file__).with_name("certificates")
 
 
 def run(
@@ -37,7 +38,7 @@ def run(
         stdin=subprocess.DEVNULL if stdin is None else None,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
 
 
@@ -93,6 +94,13 @@ def test_streams_that_are_closed_or_full_are_no_traceback(
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
+def test_nothing_but_the_error_is_said_of_a_connection_that_fails(threaded_replica) -> None:
+    ours = ("--tls-root", f"{CERTIFICATES}/ca.pem", "--tls-cert", f"{CERTIFICATES}/client.pem")
+    done = run(threaded_replica, "x", *ours, "--tls-key", f"{CERTIFICATES}/server.key", "--retries", "0")
+    assert done.returncode == 6
+    assert [line.partition(" ")[0] for line in done.stderr.splitlines()] == ["error:", ""]
+
+
 def test_a_chat_line_that_is_not_text_is_refused(threaded_replica) -> None:
     command = [sys.executable, "-m", "clients", "chat", "--url", threaded_replica.url]
     strict = os.environ | {"PYTHONIOENCODING": "utf-8"}
@@ -138,12 +146,20 @@ def test_an_answer_that_comes_whole_has_no_time_to_its_first_token(threaded_repl
     assert "first token" not in done.stderr and "3 new tokens" in done.stderr
 
 
+def one_is_cancelled(replica: FakeReplica) -> bool:
+    """Whether the one request that the replica has seen is cancelled, which it hears after its caller has left."""
+    deadline_s = time.monotonic() + 60
+    while replica.counts.running and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return (replica.counts.started, replica.counts.cancelled) == (1, 1)
+
+
 def test_cancel_after_ends_early_and_well(threaded_replica, playlist) -> None:
     playlist.set(Script(tuple("abc" * 1000), gap_s=0.005))
     done = run(threaded_replica, "x", "--cancel-after", "4", "--stats")
     assert (done.returncode, done.stdout) == (0, "abca\n")
     assert "cancelled by us" in done.stderr
-    assert threaded_replica.counts.cancelled == 1
+    assert one_is_cancelled(threaded_replica)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +298,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(threaded_replica, playlist) -> 
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.read(5)
         process.stdout.close()
-        assert process.wait(30) == exits.PIPE_CLOSED
+        assert process.wait(60) == exits.PIPE_CLOSED
         assert process.stderr.read() == b""
 
 
@@ -292,13 +308,10 @@ def test_ctrl_c_cancels_and_ends_with_130(threaded_replica, playlist) -> None:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.read(3) == "abc"
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == exits.INTERRUPTED
+        assert process.wait(60) == exits.INTERRUPTED
         errors_shown = process.stderr.read()
     assert "Traceback" not in errors_shown and "ended by: unfinished" in errors_shown
-    deadline = time.monotonic() + 5
-    while threaded_replica.counts.running and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threaded_replica.counts.cancelled == 1
+    assert one_is_cancelled(threaded_replica)
 
 
 def test_a_chat_keeps_its_history_and_obeys_its_commands(threaded_replica, playlist) -> None:
@@ -339,7 +352,7 @@ def test_ctrl_c_in_a_chat_stops_the_answer_alone(threaded_replica, playlist) -> 
         process.stdin.write("next\n")
         process.stdin.close()
         assert process.stdout.read().endswith("fine\n")
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
         assert "(stopped)" in process.stderr.read()
     second = json.loads(threaded_replica.seen[1].value("messages"))
     assert [message["role"] for message in second] == ["user", "assistant", "user"]
