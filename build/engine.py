@@ -144,6 +144,9 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
         path = layout.RECIPES / f"{_checked(engine or 'demo')}.toml"
         if not path.exists() and (kept := _kept_recipe(path.stem)) is not None:
             return recipes.parse(_in_precision(kept, precision), path)
+        if not path.exists() and (layout.ENGINES / path.stem).is_dir():
+            lost = f"{_shown(layout.ENGINES / path.stem)} has no recipe and no manifest that says what it was made from"
+            raise InvalidArgument("model", f"{lost}; name its model again (MODEL=<hub id or folder>)")
         loaded = recipes.load(path)
         written = recipes.tomllib.loads(path.read_text("utf-8"))
         if precision is not None and loaded.kind != recipes.CPU:

@@ -48,7 +48,8 @@ def fetch(model: str, revision: str | None = None, into: Path | None = None) -> 
     if not _HUB_ID.fullmatch(model):
         raise InvalidArgument(
             "model",
-            f"there is no folder {model}, and it is no hub id (owner/name); looked in {layout.ROOT} and {Path.cwd()}",
+            f"there is no folder {model}, and it is no hub id (owner/name); looked in "
+            + " and ".join(dict.fromkeys((str(layout.ROOT), str(Path.cwd())))),
         )
     folder = _download(model, revision, into)
     damaged = _damaged(folder)

@@ -200,8 +200,10 @@ def test_an_engine_made_from_a_given_model_can_be_built_again_by_its_name(checkp
     assert len(build(engine.recipe_for("mine", None, None), layout.ENGINES)) == 1
     assert engine.recipe_for("mine", None, "bf16").precision == "bf16"
     (layout.ENGINES / "mine" / "manifest.json").write_text("{")
-    with pytest.raises(InvalidArgument, match="there is no such recipe"):
+    with pytest.raises(InvalidArgument, match="model: .*mine has no recipe and no manifest .*; name its model again"):
         engine.recipe_for("mine", None, None)
+    with pytest.raises(InvalidArgument, match="there is no such recipe"):
+        engine.recipe_for("nobodys", None, None)
 
 
 def test_four_bits_of_a_small_given_model_are_calibrated(checkpoint, monkeypatch):
