@@ -61,12 +61,18 @@ def http_server(service: Service) -> HttpServer:
 
 
 async def serve(service: Service) -> None:
-    """Both doors until a signal comes; returns when everything is closed."""
-    settings, stop = service.settings, asyncio.Event()
+    """Both doors until a signal comes, and a drain until it is over or a second one comes; returns when everything is
+    closed."""
+    settings, stop, hurry = service.settings, asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the last: its terminal was closed
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
-            loop.add_signal_handler(number, stop.set)
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it; else its terminal was closed
+        loop.add_signal_handler(signal.SIGHUP, on_signal)
     http, listening = http_server(service), listen(settings.host, settings.http_port)
     serving = asyncio.create_task(http.serve([listening]))
     while not http.started and not serving.done():
@@ -87,7 +93,11 @@ async def serve(service: Service) -> None:
     await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     _LOG.info("draining for up to %g s", settings.drain_s)
-    cut = await service.drain(settings.drain_s)
+    draining, hurrying = asyncio.create_task(service.drain(settings.drain_s)), asyncio.create_task(hurry.wait())
+    await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
+    hurrying.cancel()
+    cut = await (draining if draining.done() else service.drain(0.0))
+    draining.cancel()
     if cut:
         _LOG.warning("%d generations were cut off", cut)
     await kserve.stop()

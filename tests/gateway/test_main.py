@@ -52,6 +52,24 @@ async def test_a_signal_ends_it_when_the_streams_have_ended(number: signal.Signa
             assert await asyncio.wait_for(gateway.wait(), 60.0) == 0
 
 
+async def test_a_second_signal_ends_the_streams_at_once_and_they_hear_why():
+    async with FakeReplica(lambda seen: Script((" a", " b"), stall_after=1)) as replica:
+        async with process(replica, DRAIN_S="600") as (gateway, url), aiohttp.ClientSession() as session:
+            async with session.post(f"{url}/v1/completions", json=ASKED) as answer:
+                await until(lambda: replica.counts.running == 1, 60.0)
+                gateway.send_signal(signal.SIGTERM)
+                while await ready(session, url):
+                    await asyncio.sleep(0.01)
+                gateway.send_signal(signal.SIGTERM)
+                assert "the gateway is stopping" in await answer.text()
+            assert await asyncio.wait_for(gateway.wait(), 60.0) == 0
+
+
+async def ready(session: aiohttp.ClientSession, url: str) -> bool:
+    async with session.get(f"{url}/health/ready") as answer:
+        return answer.status == 200
+
+
 @pytest.mark.parametrize("door", ["HTTP_PORT", "GRPC_PORT"])
 async def test_a_port_that_is_taken_is_named(door: str):
     with socket.create_server(("127.0.0.1", 0)) as taken:
