@@ -29,6 +29,7 @@ from benchmarks.raw_engine import RawEngine
 from benchmarks.served import ENGINES, served
 from benchmarks.target import Ensemble, Target
 from benchmarks.workload import Workload
+from contract.errors import EngineFailed
 
 RAW, ENGINE, ENSEMBLE, EVERY_TOKEN = "raw engine", "engine, gRPC", "ensemble", "ensemble, 1 token/msg"
 EVERY_TOKEN_ENV = {"TRIDENT_MAX_COALESCE_MS": "0"}
@@ -89,7 +90,7 @@ class Way:
     def _waved(self, driven: Driven, used: dict[str, Use], concurrency: int, turn: int, clock: machine.CpuTime) -> Wave:
         records = driven.records
         if failed := [record.error for record in records if not record.ok]:
-            raise RuntimeError(f"{self.name}: {len(failed)} requests failed, the first with {failed[0]}")
+            raise EngineFailed(f"{self.name}: {len(failed)} requests failed, the first with {failed[0]}")
         engine_s = sum(use.cpu_s for name, use in used.items() if name in processes.ENGINE_ROLES)
         client_s = sum(use.cpu_s for use in driven.generators)
         ours_s = client_s + sum(use.cpu_s for use in used.values())

@@ -6,6 +6,7 @@ from benchmarks.efficiency import (
     EVERY_TOKEN,
     RAW,
     Wave,
+    Way,
     by_process,
     cpu_bound_ratio,
     described,
@@ -13,6 +14,13 @@ from benchmarks.efficiency import (
     ratios,
     ttft_added_s,
 )
+from benchmarks.lengths import Fixed
+from benchmarks.measurement import Where
+from benchmarks.prompts import Prompts
+from benchmarks.target import Ensemble
+from benchmarks.workload import Workload
+from contract.errors import EngineFailed, Overloaded
+from tests.fakes.replica import Script
 
 
 def wave(path, at=32, turn=0, tokens=4000, wall_s=1.0, ttft_s=0.01, engine_s=1.6, serving_s=0.0, client_s=0.0, **more):
@@ -55,3 +63,12 @@ def test_the_tables_have_a_row_for_every_path_and_concurrency():
     lines = described("demo", waves).splitlines()
     assert [line.split("  ")[1].strip() for line in lines[3:]] == [RAW, ENGINE, ENSEMBLE] * 2 + [EVERY_TOKEN]
     assert len(by_process(waves).splitlines()) == 2 + 3
+
+
+@pytest.mark.slow
+async def test_a_wave_with_a_failure_is_none(replica):
+    server = replica(lambda seen: Script(refuse=Overloaded("full")))
+    way = Way("ensemble", Where(server.url), Ensemble(server.url), Prompts())
+    with pytest.raises(EngineFailed, match="ensemble: 2 requests failed, the first with Overloaded: full"):
+        await way.wave(Workload(1, None, Fixed(3), Fixed(2)), 2, 0)
+    await way.close()
