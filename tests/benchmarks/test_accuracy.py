@@ -35,7 +35,7 @@ from contract.generation import FinishReason, TokenDelta
 ROOT = Path(__file__).resolve().parents[2]
 MEDIAN_ERROR_S, TAIL_ERROR_S = 0.005, 0.02
 TOKENS = 12
-TRIES = 3
+TRIES = 10
 pytestmark = pytest.mark.slow
 
 

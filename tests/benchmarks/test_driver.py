@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -54,7 +55,7 @@ async def test_coalesced_tokens_are_counted_one_by_one():
 
 
 async def test_a_closed_loop_keeps_so_many_under_way_and_no_more():
-    async with FakeReplica(paced(first_token_s=0.02)) as server:
+    async with FakeReplica(paced(first_token_s=0.1)) as server:
         await drive(server.url, Workload(4))
         assert (server.counts.most_running, server.counts.started, server.counts.finished) == (4, 12, 12)
 
@@ -63,9 +64,14 @@ ALL_AT_ONCE = Trace(tuple(Arrival(0.001 * n) for n in range(12)))
 
 
 async def test_an_open_loop_goes_on_sending_when_nothing_is_answered():
-    async with FakeReplica(paced(first_token_s=0.3)) as server:
-        driven = await drive(server.url, Workload(arrivals=ALL_AT_ONCE))
-        assert server.counts.most_running == 12
+    gate = asyncio.Event()
+    async with FakeReplica(paced(gate=gate)) as server:
+        driving = asyncio.create_task(drive(server.url, Workload(arrivals=ALL_AT_ONCE)))
+        while server.counts.running < 12:
+            assert not driving.done()
+            await asyncio.sleep(0.01)
+        gate.set()
+        driven = await driving
     for number, record in enumerate(driven.records):
         assert record.intended_s == driven.started_s + 0.001 * number
         assert record.sent_s >= record.intended_s

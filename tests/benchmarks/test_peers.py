@@ -46,7 +46,7 @@ def subject(tmp_path):
 
 
 def plan(subject, **changes):
-    return Plan(subject, **{"levels": (1, 2), "rounds": 1, "duration_s": 0.3, "input": "8", "output": "4"} | changes)
+    return Plan(subject, **{"levels": (1, 2), "rounds": 1, "duration_s": 1.0, "input": "8", "output": "4"} | changes)
 
 
 def install(monkeypatch, *strangers):

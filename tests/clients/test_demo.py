@@ -17,7 +17,7 @@ def paced(seen: SeenRequest) -> Script:
 
 @pytest.fixture
 def quick(monkeypatch) -> None:
-    monkeypatch.setattr(demo, "_STAGE_S", 0.2)
+    monkeypatch.setattr(demo, "_STAGE_S", 0.5)
 
 
 async def test_the_tour_shows_the_figures_and_proves_in_flight_batching(quick, monkeypatch, capsys) -> None:
