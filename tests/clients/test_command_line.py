@@ -30,10 +30,11 @@ def run(
 ) -> subprocess.CompletedProcess:
     """``python -m clients ARGUMENTS`` against the replica."""
     found = {"TRIDENT_URL": replica.url, "TRIDENT_METRICS_URL": replica.metrics_url} if replica else {}
+    ours = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}  # tests of the gateway set it
     return subprocess.run(
         [sys.executable, "-m", "clients", *arguments],
         cwd=ROOT,
-        env=os.environ | found | environment,
+        env=ours | found | environment,
         input=stdin,
         stdin=subprocess.DEVNULL if stdin is None else None,
         capture_output=True,
