@@ -30,7 +30,7 @@ def run(
 ) -> subprocess.CompletedProcess:
     """``python -m clients ARGUMENTS`` against the replica."""
     found = {"TRIDENT_URL": replica.url, "TRIDENT_METRICS_URL": replica.metrics_url} if replica else {}
-    ours = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}  # tests of the gateway set it
+    ours = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}  # the gateway sets it
     return subprocess.run(
         [sys.executable, "-m", "clients", *arguments],
         cwd=ROOT,
