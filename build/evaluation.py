@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -44,13 +45,11 @@ REFERENCE_FLOPS = 8e12  # two minutes of a laptop's numpy: how much text a large
 KEPT_PARAMETERS = 250_000_000  # a model up to this size stays in memory between the tokens of the sanity prompt
 PROGRESS_S = 2.0
 # A model that predicts the text hardly better than guessing (random weights): its perplexity is at least this share of
-# its vocabulary. A trained one is far below; random ones lie around 1, a little above or below by chance.
+# its vocabulary. A trained one is far below; random ones lie around 1, a little above or below by chance, or far above.
 NOISE = 0.5
-# Which of its almost equally unlikely tokens comes first is chance that any rounding changes, and its KL is as large as
-# its weights make it, so only damage counts: KL as a share of what there is to lose. 4-bit engines lose up to 0.24
-# of it and agree at 40 %; a misplaced matrix in one of two layers costs 0.4 to 3.
-NOISE_BUDGET = QualityBudget(perplexity_ratio=2.0, top1_agreement=0.2, kl=0.0)
+NOISE_TOP1 = 0.2
 NOISE_KL_SHARE = 0.4
+NOISE_NATS_SHARE = 0.1
 
 Say = Callable[[str], None]
 
@@ -153,7 +152,7 @@ def evaluate(
     notes = []
     noise = is_noise(scores.reference_perplexity, checkpoint.architecture)
     if noise and budget in DEFAULT_QUALITY.values():
-        budget = replace(NOISE_BUDGET, kl=NOISE_KL_SHARE * scores.conviction)
+        budget = noise_budget(scores)
         why = "random weights, or a tokenizer of another model"
         notes.append(f"the model itself predicts the text hardly better than chance ({why}): only damage is looked for")
         say(f"verify: {notes[0]}")
@@ -169,6 +168,17 @@ def evaluate(
     text = {"dataset": CPYTHON, "sequences": int(blocks.shape[0]), "tokens_per_sequence": int(blocks.shape[1])}
     spoken = {"prompt": sanity.PROMPT, "reply": decode(reply.ids), "reference": decode(expected.ids)}
     return quality.record(scores, budget, verdict) | {"text": text, "sanity": spoken, "notes": notes}
+
+
+def noise_budget(scores: quality.Quality) -> QualityBudget:
+    """What random weights are held to, so that only damage counts: which of their almost equally unlikely tokens comes
+    first is chance that any rounding changes, and all else is as large as the weights make it.
+
+    KL: a share of what there is to lose. 4-bit engines lose up to 0.24 of it and agree at 40 %; a misplaced matrix in
+    one of two layers costs 0.4 to 3. Perplexity: twice, or a share of the nats the reference itself is wrong by.
+    """
+    nats = NOISE_NATS_SHARE * math.log(min(scores.reference_perplexity, 1e300))
+    return QualityBudget(max(2.0, math.exp(nats)), NOISE_TOP1, NOISE_KL_SHARE * scores.conviction)
 
 
 def is_noise(perplexity: float, arch: Architecture) -> bool:

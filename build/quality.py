@@ -132,13 +132,12 @@ class Comparison:
         if not self._nll:
             raise ValueError("no token was predicted; evaluation blocks need at least two tokens")
         kl, finite = np.concatenate(self._kl), np.concatenate(self._finite)
-        reference = _perplexity(np.concatenate(self._reference_nll))
-        perplexity = _perplexity(np.concatenate(self._nll))
+        reference, engine = np.concatenate(self._reference_nll), np.concatenate(self._nll)
         return Quality(
             tokens=len(kl),
-            reference_perplexity=reference,
-            perplexity=perplexity,
-            perplexity_ratio=perplexity / reference,
+            reference_perplexity=_perplexity(reference),
+            perplexity=_perplexity(engine),
+            perplexity_ratio=_perplexity(engine - reference),  # of random weights both may be beyond all numbers
             top1_agreement=float(np.concatenate(self._same).mean()),
             kl=float(kl.mean()),
             kl_p99=float(np.quantile(kl, 0.99, method="higher")),

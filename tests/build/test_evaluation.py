@@ -1,6 +1,7 @@
 """The verify stage: a good engine passes, a damaged one is not published, and what was accepted is on record."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +93,16 @@ def test_random_weights_that_guess_a_little_better_than_chance_are_noise_too(ran
     arch = open_checkpoint(random_checkpoint).architecture
     assert evaluation.is_noise(0.92 * arch.vocab_size, arch) and evaluation.is_noise(1.1 * arch.vocab_size, arch)
     assert not evaluation.is_noise(0.2 * arch.vocab_size, arch)
+
+
+def test_random_weights_may_be_wrong_by_any_number_of_nats():
+    scores = quality.Quality(510, math.inf, math.inf, 3.0, 0.9, 0.5, 1.0, 0, 30.0)
+    budget = evaluation.noise_budget(scores)
+    assert quality.judge(scores, budget).passed and budget.kl == 12.0
+    json.dumps(quality.record(scores, budget, quality.judge(scores, budget)), allow_nan=False)
+    near_chance = quality.Quality(510, 250.0, 750.0, 3.0, 0.9, 0.001, 0.01, 0, 0.01)
+    assert evaluation.noise_budget(near_chance).perplexity_ratio == 2.0
+    assert not quality.judge(near_chance, evaluation.noise_budget(near_chance)).passed
 
 
 def test_an_engine_that_lost_all_that_nearly_uniform_random_weights_say_is_noticed(tmp_path):

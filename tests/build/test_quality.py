@@ -81,6 +81,12 @@ def test_an_engine_equal_to_the_reference_up_to_a_constant_is_perfect(drawn):
     assert measure((reference, reference, ids)).top1_agreement == 1
 
 
+def test_a_ratio_is_there_where_the_perplexities_are_beyond_all_numbers():
+    reference = np.asarray([[0, 900], [0, 900], [0, 900]], np.float32)
+    score = measure((reference, reference + np.asarray([1, 0], np.float32), np.zeros(3, int)))
+    assert math.isinf(score.reference_perplexity) and score.perplexity_ratio == pytest.approx(math.exp(-1))
+
+
 @given(two_engines(), two_engines())
 def test_blocks_add_up_weighted_by_their_tokens(first, second):
     a, b, both = measure(first), measure(second), measure(first, second)
