@@ -91,6 +91,7 @@ class FairAdmission:
         self._shares, self._ladder, self._capacity, self._ahead = shares, ladder, capacity, ahead
         self._rng = rng or random.Random()
         self._drain = drain_rate.DrainRate()
+        self._crowded, self._crowded_s, self._looked_s = False, 0.0, 0.0
         self.running = 0  # places on the replicas that permits have
         self._running: Counter[str] = Counter()
         self._running_tokens = 0.0
@@ -226,8 +227,9 @@ class FairAdmission:
         """``error`` with the reason that metrics name and what the caller is told about when to come back."""
         self.rejected[reason] += 1
         if wait_s is None:
+            self._look()
             backlog = self._queue.backlog_tokens + self._running_tokens
-            wait_s = drain_rate.retry_after_s(backlog, self._drain.tokens_per_s(self._clock()), self._rng)
+            wait_s = drain_rate.retry_after_s(backlog, self._drain.tokens_per_s(self._crowded_s), self._rng)
         error.reason, error.retry_after_s = reason, wait_s
         error.headers = {**(headers or {}), **drain_rate.headers(wait_s)}
         return error
@@ -264,12 +266,23 @@ class FairAdmission:
             self._running[entry.tenant] += entry.places
             self._running_tokens += entry.cost_tokens
             entry.work.set_result(None)
+        self._look()
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
         next_s = self._queue.next_deadline_s()
         if next_s < math.inf:
             self._wake = asyncio.get_running_loop().call_later(max(0.0, next_s - now_s) + 0.001, self._dispatch)
+
+    def _look(self) -> bool:
+        """Whether others were kept waiting or out until now. Only such time counts for the pace at which a backlog
+        shrinks: what is settled in a quiet hour says how little was asked."""
+        now_s, crowded = self._clock(), self._crowded
+        if crowded:
+            self._crowded_s += now_s - self._looked_s
+        self._looked_s = now_s
+        self._crowded = len(self._queue) > 0 or self._concurrency.in_flight >= self._concurrency.limit
+        return crowded
 
     def _expire(self, entry: Entry) -> None:
         error = DeadlineExceeded("the request waited in the gateway's queue until its time was up")
@@ -297,7 +310,8 @@ class FairAdmission:
             del self._running[entry.tenant]
         self._running_tokens -= entry.cost_tokens
         # The whole reservation is off the backlog, used or not; that is the pace at which the backlog shrinks.
-        self._drain.observe(entry.cost_tokens, self._clock())
+        if self._look():
+            self._drain.observe(entry.cost_tokens, self._crowded_s)
         self._queue.give_back(entry, entry.cost_tokens - used_tokens)
 
 

@@ -92,16 +92,21 @@ async def test_more_than_the_burst_is_an_invalid_argument_and_leaves_nothing(clo
 
 async def test_the_hard_cap_refuses_at_once_with_the_drain_rates_hint(clock: Any) -> None:
     door = Door(clock, limit=2)
-    first = await door.admission.admit([ASKED], Tenant())
+    for _ in range(20):  # which says how little is asked, and nothing about the pace
+        clock.advance(10)
+        (await door.admission.admit([ASKED], Tenant())).settle(Usage(1, 1))
+    held = [await door.admission.admit([ASKED], Tenant()) for _ in range(2)]
+    with pytest.raises(Overloaded, match="2 requests are under way") as refused:
+        await door.admission.admit([ASKED], Tenant())
+    assert refused.value.retry_after_s <= 1.25
     for _ in range(100):  # a pace of COST tokens each second
         clock.advance(1)
-        first.settle(Usage(1, 1))
-        first = await door.admission.admit([ASKED], Tenant())
-    await door.admission.admit([ASKED], Tenant())
+        held.pop(0).settle(Usage(1, 1))
+        held.append(await door.admission.admit([ASKED], Tenant()))
     with pytest.raises(Overloaded, match="2 requests are under way") as refused:
         await door.admission.admit([ASKED], Tenant())
     assert 1.8 <= refused.value.retry_after_s <= 2.2 * 1.25
-    assert door.admission.rejected == {"concurrency": 1}
+    assert door.admission.rejected == {"concurrency": 2}
 
 
 async def test_a_full_queue_refuses_and_takes_nothing_from_the_budget(clock: Any) -> None:
