@@ -92,6 +92,8 @@ def source(where: str | Iterable[str] | Discovery) -> Discovery:
         return Static(where.split(","))
     if hasattr(where, "replicas"):
         return where
+    if not isinstance(where, Iterable):
+        raise InvalidArgument("replicas", f"got {where!r}; allowed is {_FORMS}, a list, or a Discovery")
     return Static(where)
 
 

@@ -18,6 +18,12 @@ def test_a_bad_replica_is_named(url: str) -> None:
         Static([url])
 
 
+def test_what_names_no_source_is_refused_with_those_there_are() -> None:
+    for nothing in (None, 5):
+        with pytest.raises(InvalidArgument, match=f"replicas: got {nothing}; allowed is 'HOST:PORT,HOST:PORT'"):
+            discovery.source(nothing)
+
+
 def test_an_empty_list_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="the list is empty"):
         Static([" "])
