@@ -208,7 +208,10 @@ def _running_delta(data: bytes, at: int, running: _Running | None) -> TokenDelta
     if numbers[top_ids]:
         top = _top_log_probs(len(new), numbers[top_ids], numbers[top_log_probs])
         return TokenDelta(text, new, numbers[log_probs], top_log_probs=top)
-    return TokenDelta(text, new, numbers[log_probs])
+    # Nine checked assignments, as the frozen class makes them, take as long as all the reading.
+    delta = object.__new__(TokenDelta)
+    delta.__dict__.update(text=text, token_ids=new, log_probs=numbers[log_probs])
+    return delta
 
 
 def _any_delta(data: bytes, at: int, places: Sequence[_Place]) -> TokenDelta | None:
