@@ -47,11 +47,13 @@ $(BUILD_VENV)/.installed: requirements/build.txt
 	$(BUILD_BIN)/pip install --disable-pip-version-check -r requirements/build.txt
 	@touch $@
 
-build-engine: setup ## make engines/$(ENGINE) from its recipe, or from MODEL=<hub id or folder>
-	$(BIN)/python build/engine.py --engine $(ENGINE) $(if $(MODEL),--model '$(MODEL)') $(if $(PRECISION),--precision $(PRECISION)) $(if $(ACCEPT_QUALITY),--accept-quality '$(ACCEPT_QUALITY)')
+WANTED = --engine $(ENGINE) $(if $(MODEL),--model '$(MODEL)') $(if $(PRECISION),--precision $(PRECISION))
 
-plan-engine: setup ## say what build-engine would do for ENGINE, and what will fit
-	$(BIN)/python build/plan.py --engine $(ENGINE)
+build-engine: setup ## make engines/$(ENGINE) from its recipe, or from MODEL=<hub id or folder>
+	$(BIN)/python build/engine.py $(WANTED) $(if $(ACCEPT_QUALITY),--accept-quality '$(ACCEPT_QUALITY)')
+
+plan-engine: setup ## say what build-engine would do, and what will fit
+	$(BIN)/python build/engine.py $(WANTED) --dry-run
 
 quality: setup setup-build ## measure the demo model in every precision: docs/quality.md
 	$(BIN)/python build/quality_table.py
