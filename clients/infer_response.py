@@ -57,7 +57,8 @@ class _Running(NamedTuple):
 
 
 class _Header(NamedTuple):
-    """What the bytes between the names and the raw contents say."""
+    """What the bytes between the names and the raw contents say. data: with the tag of those behind them, so that no
+    header is the beginning of another."""
 
     data: bytes
     places: tuple[_Place, ...]
@@ -82,8 +83,7 @@ class _Headers:
     def remember(self, header: _Header) -> None:
         known = self._known if len(self._known) < _HEADERS_REMEMBERED else {}
         self._known = known = {**known, header.data: header}
-        # Longest first: a header may begin with a shorter one, and only the whole one is followed by raw contents.
-        self._sizes = tuple(sorted({len(data) for data in known}, reverse=True))
+        self._sizes = tuple({len(data) for data in known})
 
 
 _HEADERS = _Headers()
@@ -107,7 +107,7 @@ class ResponseDecoder:
                         self._look_up(data, at)
                     header = self._header
                     if header is not None:
-                        at += len(self._begin)
+                        at += len(self._begin) - 1
                         delta = _running_delta(data, at, header.running) or _any_delta(data, at, header.places)
                         if delta is not None:
                             return delta, header.final, ""
@@ -146,7 +146,7 @@ class ResponseDecoder:
             return None, final, ""
         raws_at = len(body) - sum(1 + len(varint(len(raw))) + len(raw) for raw in raws)
         if len(raws) == len(places) and _read_raws(body, raws_at, places):
-            header = body[_names_end(body, 0) : raws_at]
+            header = body[_names_end(body, 0) : raws_at + 1]
             _HEADERS.remember(_Header(header, tuple(places), _running(places, raws), final))
         left = iter(raws)
         values = list(_NOTHING)

@@ -123,6 +123,15 @@ def test_what_one_stream_has_taught_is_known_to_all(monkeypatch) -> None:
             assert delta.finish_reason == (FinishReason.STOP if reason else None)
 
 
+def test_a_header_that_begins_with_another_is_known_as_well(monkeypatch) -> None:
+    short, decoder = {"text_output": ["a"], "output_ids": [5]}, infer_response.ResponseDecoder()
+    both = (response(short), response({**short, "output_log_probs": [-0.5]}))
+    expected = [decoder.decode(data) for data in both]
+    monkeypatch.delattr(infer_response.ResponseDecoder, "_decode_whole")
+    for _ in range(2):
+        assert [decoder.decode(data) for data in both] == expected
+
+
 def test_the_empty_final_response_and_a_refusal_carry_no_delta() -> None:
     decoder = infer_response.ResponseDecoder()
     assert decoder.decode(final_only("id", "ensemble")) == (None, True, "")
