@@ -71,6 +71,8 @@ serve: build-engine ## serve ENGINE until Ctrl-C (gRPC 8001, HTTP 8000, metrics 
 gateway: setup ## serve OpenAI HTTP (9000) and KServe gRPC (9001) in front of a running server
 	$(BIN)/python -m gateway
 
+# The server gives what runs beside it 6 s to end; the gateway's own drain must fit in.
+up: export TRIDENT_GATEWAY_DRAIN_S ?= 4
 up: build-engine ## serve ENGINE and the gateway in front of it until Ctrl-C
 	$(BIN)/python -m server --engine $(ENGINE) -- $(BIN)/python -m gateway
 
