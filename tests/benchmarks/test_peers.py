@@ -136,20 +136,24 @@ def test_everybody_elses_command_names_the_weights_the_precision_and_the_port(na
 
 @pytest.mark.slow
 def test_sigterm_stops_what_was_started(tmp_path):
-    """As a CI that runs out of time sends it: the server that runs by then does not outlive us."""
+    """As a CI that runs out of time sends it: the servers that run by then do not outlive us."""
+    asked = tmp_path / "asked"  # by who waits for its first answer, and so knows that it was started
+    mute = (
+        "import socket, sys, time; door = socket.create_server(('127.0.0.1', int(sys.argv[1])));"
+        "call = door.accept(); open(sys.argv[2], 'w').close(); time.sleep(99)"
+    )
     code = (
         "import sys; from benchmarks import command_line, peers; import tests.benchmarks.test_peers as here;"
-        "slow = here.stranger('slow', 'import time; time.sleep(99)');"
+        f"slow = here.stranger('slow', {mute!r}, {str(asked)!r});"
         "peers.PEERS.clear(); peers.PEERS.update(one=here.stranger('one'), slow=slow);"
         f"sys.exit(command_line.main(['peers', '--only', 'one,slow', '--out', {str(tmp_path)!r}]))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    for line in process.stderr:
-        if line == "starting slow\n":
-            break
-    while len(started := processes.family(process.pid)[1:]) < 2:
+    while not asked.exists():
         assert process.poll() is None
-    time.sleep(0.2)  # a process is there before the call that started it has returned
+        time.sleep(0.01)
+    started = processes.family(process.pid)[1:]
+    assert len(started) == 2
     process.terminate()
     assert process.wait(60) == 128 + signal.SIGTERM
     process.stderr.close()
