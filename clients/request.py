@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import Any
 
 from clients.connection import new_request_id, sendable
@@ -50,7 +51,7 @@ def build(
     if not all(isinstance(text, str) and text for text in stops):
         raise InvalidArgument("stop", f"got {stops!r}; allowed are strings of at least one character")
     stop_ids = _tuple("stop_token_ids", stop_token_ids)
-    if not all(type(token) is int and 0 <= token <= INT32_MAX for token in stop_ids):
+    if not all(_whole(token) and 0 <= token <= INT32_MAX for token in stop_ids):
         raise InvalidArgument("stop_token_ids", f"got {stop_ids!r}; allowed are integers from 0 to {INT32_MAX}")
     sendable_id(request_id)
     switches = {"stream": stream, "echo": echo, "skip_special_tokens": skip_special_tokens}
@@ -90,6 +91,11 @@ def _tuple(name: str, values: Iterable[Any]) -> tuple:
     if not isinstance(values, Iterable) or isinstance(values, str | bytes):
         raise InvalidArgument(name, f"got {values!r}; allowed is a list")
     return tuple(values)
+
+
+def _whole(number: Any) -> bool:
+    """Of NumPy's kinds, too."""
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 def _chat(messages: Iterable[Mapping[str, Any]]) -> tuple[dict, ...]:
