@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +30,14 @@ _ANY_PACE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], 
 settings.register_profile("search", **_ANY_PACE)
 settings.register_profile("trident", derandomize=True, **_ANY_PACE)
 settings.load_profile("trident")
+
+
+# Programs under test get the signals that a shell leaves them: under nohup, or in the background of a script, these are
+# ignored, and whatever is started inherits that. Workers of xdist ignore Ctrl-C because their parent sees to it.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(_number) is signal.SIG_IGN:
+            signal.signal(_number, _usual)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -40,15 +40,6 @@ async def process(replica: FakeReplica, **settings: str) -> AsyncIterator[tuple[
             await started.wait()
 
 
-@pytest.fixture
-def in_a_terminal():
-    """SIGHUP is as a shell leaves it, also where these tests run under nohup, which hands on that it is ignored."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("in_a_terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_a_signal_ends_it_when_the_streams_have_ended(number: signal.Signals):
     async with FakeReplica(lambda seen: Script((" a",) * TOKENS, gap_s=0.02)) as replica:
