@@ -129,8 +129,8 @@ def _remove_files(shm_prefix: str) -> None:
 
 
 def remove_environments(folder: str, oldest_s: float) -> None:
-    """Removes the empty environment folders that are as old as ``oldest_s``, the age of the oldest living server:
-    or older: whoever made them is gone."""
+    """Removes the empty environment folders of ``oldest_s``, the age in seconds of the oldest living server, or more:
+    whoever made them is gone."""
     for name in os.listdir(folder):
         if name.startswith(ENVIRONMENT):
             with contextlib.suppress(OSError):  # somebody else's, in use, or gone
