@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
@@ -79,6 +80,7 @@ class KServeDoor:
             # gRPC drops what it has no time to hand over, without a word; admission says why, and when to come back.
             ("grpc.server.max_pending_requests", MOST_PENDING),
             ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING),
+            ("grpc.server_max_unrequested_time_in_server", math.ceil(settings.request_timeout_s)),
         ]
         self._server = grpc.aio.server(options=options)
         self._server.add_generic_rpc_handlers((self._handlers(),))

@@ -140,7 +140,9 @@ class FakeReplica:
     async def start(
         self, host: str = "127.0.0.1", port: int = 0, tls: grpc.ServerCredentials | None = None
     ) -> FakeReplica:
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        # gRPC drops a call that it could not hand over for half a minute, as on a machine where threads stand still.
+        patience = ("grpc.server_max_unrequested_time_in_server", 600)
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0), patience])
         self._server.add_generic_rpc_handlers((_Service(self).handlers(),))
         address = f"{host}:{port}"
         bound = self._server.add_secure_port(address, tls) if tls else self._server.add_insecure_port(address)
