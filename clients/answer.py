@@ -20,7 +20,7 @@ def read(decode: Callable[[bytes], tuple[TokenDelta | None, bool, str]], data: b
     try:
         delta, final, message = decode(data)
     except protobuf.WireError as exc:
-        raise EngineFailed(f"the server sent what we cannot read: {exc}") from exc
+        raise failures.unreadable(exc) from exc
     if message:
         raise failures.from_error_message(message)
     return delta, final

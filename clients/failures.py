@@ -131,6 +131,11 @@ def _from_words(text: str, fallback: type[TridentError]) -> TridentError:
     return errors.make(fallback, text)
 
 
+def unreadable(problem: Exception) -> EngineFailed:
+    """The error for bytes that are no answer to what was asked; raise it from ``problem``."""
+    return EngineFailed(f"the server sent what we cannot read: {problem}")
+
+
 def never_reached(code: grpc.StatusCode, details: str) -> bool:
     """Whether a call failed before anything of it was sent."""
     return code is grpc.StatusCode.UNAVAILABLE and any(words in details for words in _UNCONNECTED)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clients import protobuf
-from contract.errors import EngineFailed
+from clients import failures, protobuf
 
 _SERVICE = "/inference.GRPCInferenceService"
 # What our repository holds, for servers that do not let us read their index.
@@ -61,7 +60,7 @@ def read_flag(answer: bytes) -> bool:
     try:
         return dict(protobuf.fields(answer)).get(1) == 1
     except protobuf.WireError as exc:
-        raise EngineFailed(f"the server sent what we cannot read: {exc}") from exc
+        raise failures.unreadable(exc) from exc
 
 
 def read_health(url: str, model: str, answers: list[bytes]) -> Health:
@@ -77,5 +76,5 @@ def read_models(answer: bytes) -> list[Model]:
                 parts = {key: data.decode() for key, data in protobuf.fields(value)}
                 models.append(Model(*(parts.get(key, "") for key in (1, 2, 3, 4))))
     except (protobuf.WireError, AttributeError, TypeError, UnicodeDecodeError) as exc:
-        raise EngineFailed(f"the server sent what we cannot read: {exc}") from exc
+        raise failures.unreadable(exc) from exc
     return models

@@ -26,7 +26,6 @@ from clients.discovery import Discovery, source
 from clients.failures import RetryHint, from_rpc
 from clients.health import Health, HealthPolicy
 from clients.picks import Ask
-from clients.protobuf import WireError
 from clients.retries import NO_RETRY, RetryBudget, RetryPolicy, RetrySchedule
 from clients.token_stream import TokenStream
 from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavailable
@@ -271,7 +270,7 @@ class Replicas:
             ok = status.read_flag(await replica.ask(question.method, question.payload, self._health.timeout_s))
             if ok and self._settings.deep_probes:
                 digest = await self.deep_probe(replica)
-        except (TridentError, WireError) as error:
+        except TridentError as error:
             _LOG.warning("replica %s failed its probe: %s", replica.url, error)
             ok = False
         replica.deep_digest = digest
