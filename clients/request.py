@@ -74,9 +74,14 @@ def build(
     ).validate()
 
 
+def can_travel(request_id: str) -> bool:
+    """Whether it fits where ids of requests go: logs, headers, gRPC's metadata."""
+    return sendable(request_id) and len(request_id) <= MAX_REQUEST_ID
+
+
 def sendable_id(request_id: str) -> str:
     """The id of a request, as it was given. Raises InvalidArgument for one that cannot travel."""
-    if not sendable(request_id) or len(request_id) > MAX_REQUEST_ID:
+    if not can_travel(request_id):
         problem = f"got {request_id!r}; allowed are at most {MAX_REQUEST_ID} printable ASCII characters"
         raise InvalidArgument("request_id", problem)
     return request_id

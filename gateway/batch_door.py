@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from clients.connection import new_request_id, sendable
-from clients.request import MAX_REQUEST_ID
+from clients.connection import new_request_id
+from clients.request import can_travel
 from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Overloaded, TridentError
 from gateway import batch_upload, refusal, schemas
 from gateway.batch_store import OUTPUT_PURPOSE, PURPOSE, Batch, BatchStore, File, FileTooLarge
@@ -193,8 +193,7 @@ class BatchDoor:
             except TridentError as error:
                 said = _refused(error, close=not await _read_off(request))
             request_id = request.headers.get("x-request-id", "")
-            fine = sendable(request_id) and 0 < len(request_id) <= MAX_REQUEST_ID
-            said.headers["x-request-id"] = request_id if fine else new_request_id()
+            said.headers["x-request-id"] = request_id if request_id and can_travel(request_id) else new_request_id()
             self._requests.labels("http", path.split("/")[2], said.status_code).inc()
             return said
 

@@ -14,8 +14,8 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 
 from clients.completion import Completion
-from clients.connection import new_request_id, sendable
-from clients.request import MAX_REQUEST_ID
+from clients.connection import new_request_id
+from clients.request import MAX_REQUEST_ID, can_travel
 from contract.errors import EngineFailed, InvalidArgument, TridentError
 from contract.generation import GenerationRequest, TokenDelta, Usage
 from gateway import refusal, schemas
@@ -99,7 +99,7 @@ class HttpDoor:
 
     async def _answer(self, reader: Reader, request: Request, tenant: Tenant, body: bytes, request_id: str) -> None:
         service, settings = self._service, self._service.settings
-        if len(request_id) > MAX_REQUEST_ID or not sendable(request_id):
+        if not can_travel(request_id):
             raise InvalidArgument("x-request-id", f"allowed are at most {MAX_REQUEST_ID} printable ASCII characters")
         asked = schemas.parse(self._form.schema, body, settings)
         timeout_s = _timeout_s(request.headers.get("x-trident-timeout-s"), settings.request_timeout_s)
@@ -351,4 +351,4 @@ def _headers(request_id: str, more: Mapping[str, str]) -> Headers:
 
 
 def _printable(request_id: str) -> str:
-    return request_id if sendable(request_id) and len(request_id) <= MAX_REQUEST_ID else new_request_id()
+    return request_id if can_travel(request_id) else new_request_id()

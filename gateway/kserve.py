@@ -25,10 +25,10 @@ from tritonclient.grpc import service_pb2
 
 from clients import protobuf
 from clients.answer import Answer
-from clients.connection import new_request_id, sendable
+from clients.connection import new_request_id
 from clients.failures import RetryHint
 from clients.protobuf import WireError
-from clients.request import MAX_REQUEST_ID
+from clients.request import MAX_REQUEST_ID, can_travel
 from contract.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -536,7 +536,7 @@ def _asking(tenant: Tenant, request: service_pb2.ModelInferRequest, carrier: dic
 
 def _quotable(request_id: str) -> str:
     """The id, empty if it cannot go into logs and metadata. In the answer it stands as it came, whatever it is."""
-    return request_id if sendable(request_id) and len(request_id) <= MAX_REQUEST_ID else ""
+    return request_id if can_travel(request_id) else ""
 
 
 def _carrier(context: grpc.aio.ServicerContext) -> dict[str, str]:
