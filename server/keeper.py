@@ -19,6 +19,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Iterator
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -72,17 +73,17 @@ def _run_in_batches() -> None:
 def children() -> list[int]:
     """Our children that have not been waited for. Only we wait, so none of these pids can be somebody else's."""
     me = os.getpid()
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", "rb") as stat:
-                    # The command's name may hold blanks and parentheses; what follows the last one does not.
-                    if int(stat.read().rpartition(b")")[2].split()[1]) == me:
-                        found.append(int(name))
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-    return found
+    return [pid for pid, _, fields in _processes() if int(fields[1]) == me]
+
+
+def _processes() -> Iterator[tuple[int, bytes, list[bytes]]]:
+    """Every process of this machine: its pid, its command's name, and what /proc/<pid>/stat says behind that."""
+    for pid in os.listdir("/proc"):
+        if pid.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat", "rb") as stat:
+                # The name may hold blanks and parentheses; what follows the last one does not.
+                command, _, fields = stat.read().rpartition(b")")
+                yield int(pid), command.partition(b"(")[2], fields.split()
 
 
 def _spawn(command: list[str]) -> int:
@@ -141,14 +142,8 @@ def remove_environments(folder: str, oldest_s: float) -> None:
 def oldest_server_s() -> float:
     """Seconds since the start of the oldest tritonserver on this machine; 0 if there is none."""
     now_s, ticks_per_s = time.clock_gettime(time.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK")
-    ages_s = [0.0]
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat", "rb") as stat:
-                command, _, fields = stat.read().rpartition(b")")
-                if command.endswith(b"(tritonserver"):
-                    ages_s.append(now_s - int(fields.split()[19]) / ticks_per_s)
-    return max(ages_s)
+    starts_s = [int(fields[19]) / ticks_per_s for _, command, fields in _processes() if command == b"tritonserver"]
+    return now_s - min(starts_s, default=now_s)
 
 
 def _prctl(option: int, value: int) -> None:
