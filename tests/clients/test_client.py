@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -84,15 +85,20 @@ def leave_by_the_with_block(client: Client) -> None:
         assert next(stream).text == "a"
 
 
+def once(happened: Callable[[], object], act: Callable[[], None]) -> None:
+    """``act`` from another thread, when that has happened."""
+
+    def wait() -> None:
+        while not happened():
+            time.sleep(0.01)
+        act()
+
+    threading.Thread(target=wait).start()
+
+
 def leave_from_another_thread(client: Client) -> None:
     stream = client.generate("x", request_id="mine")
-
-    def cancel() -> None:
-        while not stream.tokens:
-            time.sleep(0.01)
-        stream.cancel()
-
-    threading.Thread(target=cancel).start()
+    once(lambda: stream.tokens, stream.cancel)
     with pytest.raises(Cancelled, match="request mine was closed while it was being read"):
         stream.complete()
 
@@ -114,13 +120,7 @@ def test_a_reader_learns_that_its_client_was_closed(threaded_replica, playlist, 
     playlist.set(Script(("a", "b", "c"), stall_after=tokens_before))
     client = Client(threaded_replica.url)
     stream = client.generate("x", request_id="mine")
-
-    def close() -> None:
-        while not (threaded_replica.counts.running and stream.tokens == tokens_before):
-            time.sleep(0.01)
-        client.close()
-
-    threading.Thread(target=close).start()
+    once(lambda: threaded_replica.counts.running and stream.tokens == tokens_before, client.close)
     with pytest.raises(Cancelled, match="request mine was closed while it was being read"):
         stream.complete()
     assert (stream.attempts, threaded_replica.counts.started) == (1, 1)
@@ -129,13 +129,7 @@ def test_a_reader_learns_that_its_client_was_closed(threaded_replica, playlist, 
 def test_a_reader_that_waits_to_try_again_learns_that_its_stream_was_closed(unused_tcp_port) -> None:
     with Client(f"127.0.0.1:{unused_tcp_port}", retry=RetryPolicy(2, 3600.0, 3600.0), rng=random.Random(1)) as client:
         stream = client.generate("x", timeout_s=86_400)
-
-        def cancel() -> None:
-            while not stream.attempts:
-                time.sleep(0.01)
-            stream.cancel()
-
-        threading.Thread(target=cancel).start()
+        once(lambda: stream.attempts, stream.cancel)
         with pytest.raises(Cancelled, match="was closed"):
             stream.complete()
 
