@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from python_backends import local_datagram
+
 _MAX_BYTES = 4096
 
 # The kernel holds ten datagrams for a listener (net.unix.max_dgram_qlen); in a storm of cancels a moment's patience
@@ -76,15 +78,10 @@ class ControlSender:
 
 
 class ControlListener:
-    """Calls ``handle`` in a thread of its own for every message that arrives, until closed."""
+    """Calls ``handle`` in a thread of its own for every message of our own user or root, until closed."""
 
     def __init__(self, name: str, handle: Callable[[ControlMessage], None]) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            self._socket.bind("\0" + name)
-        except OSError:
-            self._socket.close()
-            raise
+        self._socket = local_datagram.bind(name)
         self._handle = handle
         self._closing = False
         self._thread = threading.Thread(target=self._listen, name="control", daemon=True)
@@ -92,11 +89,13 @@ class ControlListener:
 
     def _listen(self) -> None:
         while not self._closing:
-            datagram = self._socket.recv(_MAX_BYTES)
+            received = local_datagram.receive(self._socket, _MAX_BYTES)
+            if received is None:
+                continue  # another user of this machine
             try:
-                message = ControlMessage.decode(datagram)
+                message = ControlMessage.decode(received[0])
             except ValueError:
-                continue  # anybody on this machine can send here; only our own words count
+                continue
             self._handle(message)
 
     def close(self) -> None:

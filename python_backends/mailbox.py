@@ -12,10 +12,12 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from contract.errors import InvalidArgument, Unavailable
+from python_backends import local_datagram
 
 MAX_REQUEST_ID_BYTES = 256
 _MAX_BYTES = 180_000  # a unix datagram must fit the default socket buffer
@@ -58,9 +60,7 @@ class MailboxSender:
     """The tokenizer's end; one per instance, used by one thread."""
 
     def __init__(self, name: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(f"\0{name}-reply-{os.getpid()}")
-        self._socket.settimeout(_REPLY_TIMEOUT_S)
+        self._socket = local_datagram.bind(f"{name}-reply-{os.getpid()}")
         self._address = "\0" + name
 
     def post(self, letter: Letter) -> None:
@@ -70,16 +70,30 @@ class MailboxSender:
         datagram = letter.encode()
         if len(datagram) > _MAX_BYTES:
             raise InvalidArgument("stop_words", f"take {len(datagram)} bytes; allowed are {_MAX_BYTES} in all")
+        deadline_s = time.monotonic() + _REPLY_TIMEOUT_S
         try:
+            self._socket.settimeout(_REPLY_TIMEOUT_S)
             self._socket.sendto(datagram, self._address)
-            while True:  # a reply that came after its timeout is of an earlier request
-                reply = json.loads(self._socket.recv(_MAX_BYTES))
-                if reply["request_id"] == letter.request_id:
-                    break
+            reply = self._reply_to(letter, deadline_s)
         except OSError as exc:
             raise Unavailable(f"the detokenizer does not answer: {exc}") from exc
         if not reply["accepted"]:
             raise InvalidArgument("request_id", "is in use by a request that still runs; send a unique one")
+
+    def _reply_to(self, letter: Letter, deadline_s: float) -> dict:
+        """Skips replies that came after their timeout, which are of earlier requests, and other users' datagrams.
+
+        Raises:
+            TimeoutError: there was none at ``deadline_s``, however many others came.
+        """
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            self._socket.settimeout(left_s)
+            received = local_datagram.receive(self._socket, _MAX_BYTES)
+            if received is not None:
+                reply = json.loads(received[0])
+                if reply["request_id"] == letter.request_id:
+                    return reply
+        raise TimeoutError("timed out")
 
     def close(self) -> None:
         self._socket.close()
@@ -89,12 +103,7 @@ class Mailbox:
     """The detokenizer's end. ``accept(letter)`` is called in the mailbox's thread and says whether the id is free."""
 
     def __init__(self, name: str, accept: Callable[[Letter], bool]) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            self._socket.bind("\0" + name)
-        except OSError:
-            self._socket.close()
-            raise
+        self._socket = local_datagram.bind(name)
         self._accept = accept
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="mailbox", daemon=True)
@@ -102,11 +111,14 @@ class Mailbox:
 
     def _serve(self) -> None:
         while not self._closing:
-            datagram, sender = self._socket.recvfrom(_MAX_BYTES)
+            received = local_datagram.receive(self._socket, _MAX_BYTES)
+            if received is None:
+                continue  # another user of this machine
+            datagram, sender = received
             try:
                 letter = Letter.decode(datagram)
             except (ValueError, TypeError, KeyError, RecursionError):
-                continue  # anybody on this machine can send here; only letters count
+                continue
             reply = {"request_id": letter.request_id, "accepted": self._accept(letter)}
             try:
                 self._socket.sendto(json.dumps(reply).encode(), sender)

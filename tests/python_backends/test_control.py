@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from python_backends.control import ControlListener, ControlMessage, ControlSender, Verb
+from tests.fakes import other_user
 
 numbers = st.integers(0, 2**63 - 1)
 
@@ -101,6 +102,12 @@ def test_hostile_datagrams_are_skipped_and_the_next_message_is_heard(name, heard
         name, b"", b"\xff" * 4096, b"cancel -1", b"cancel 1 2 3", b"shutdown now", b"stop \x00 1", os.urandom(2000)
     )
     raw_send(name, b"x" * 100_000)  # longer than any of ours
+    raw_send(name, b"stop 3 4")
+    assert heard.wait_for(1) == [ControlMessage(Verb.STOP, 3, 4)]
+
+
+def test_another_user_of_the_machine_can_end_no_stream(name, heard):
+    other_user.send(name, [b"cancel 3 4", b"abort the server is shutting down"])
     raw_send(name, b"stop 3 4")
     assert heard.wait_for(1) == [ControlMessage(Verb.STOP, 3, 4)]
 

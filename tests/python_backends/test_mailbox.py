@@ -1,4 +1,5 @@
 import json
+import os
 import socket
 import threading
 import uuid
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from contract.errors import InvalidArgument, Unavailable
 from python_backends import mailbox
 from python_backends.mailbox import Letter, Mailbox, MailboxSender
+from tests.fakes import other_user
 
 LETTER = Letter("id-1", '{"stop": ["é"]}', max_tokens=10, num_input_tokens=3, end_ids=(2, 5))
 
@@ -97,7 +99,7 @@ def test_a_reply_that_came_too_late_is_not_taken_for_the_next_one(name, monkeypa
     with pytest.raises(Unavailable):
         sender.post(Letter("slow", "", 1, 1, ()))
     released.set()
-    sender._socket.settimeout(60)
+    monkeypatch.setattr(mailbox, "_REPLY_TIMEOUT_S", 60.0)
     sender.post(Letter("next", "", 1, 1, ()))  # the reply to "slow", a refusal, comes first
     sender.close()
     box.close()
@@ -119,6 +121,19 @@ def test_hostile_datagrams_are_skipped(name, sender, table):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
         for datagram in hostile:
             stranger.sendto(datagram, "\0" + name)
+    sender.post(LETTER)
+    assert table.letters == {"id-1": LETTER}
+
+
+def test_another_user_of_the_machine_can_take_no_id(name, sender, table):
+    other_user.send(name, [Letter("taken", "", 1, 1, ()).encode()])
+    sender.post(LETTER)
+    assert table.letters == {"id-1": LETTER}
+
+
+def test_another_user_of_the_machine_can_refuse_no_id(name, sender, table):
+    forged = json.dumps({"request_id": LETTER.request_id, "accepted": False}).encode()
+    other_user.send(f"{name}-reply-{os.getpid()}", [forged] * 3)
     sender.post(LETTER)
     assert table.letters == {"id-1": LETTER}
 

@@ -1,0 +1,47 @@
+"""Abstract unix datagram sockets that accept datagrams of their own user and of root only.
+
+Anybody on the machine may send to an abstract socket: it has no file and so no permissions. The kernel attaches the
+sender's user id to every datagram, and a sender cannot forge it without root's privileges.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+
+_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+# Room for the credentials and nothing more, so that the kernel never installs file descriptors a stranger passes.
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_CREDENTIALS.size)
+
+
+def bind(name: str) -> socket.socket:
+    """Returns a datagram socket bound to the abstract ``name``, to be read with :func:`receive`.
+
+    Raises:
+        OSError: the name is in use.
+    """
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before it can receive anything
+        bound.bind("\0" + name)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def receive(bound: socket.socket, max_bytes: int) -> tuple[bytes, object] | None:
+    """Waits for one datagram; returns it with its sender's address, or None if another user sent it.
+
+    max_bytes: the longest datagram; a longer one is cut.
+
+    Raises:
+        TimeoutError: the socket has a timeout and nothing came within it.
+    """
+    datagram, ancillary, _, sender = bound.recvmsg(max_bytes, _ANCILLARY_BYTES)
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(data) >= _CREDENTIALS.size:
+            _, uid, _ = _CREDENTIALS.unpack_from(data)
+            return (datagram, sender) if uid in (0, os.getuid()) else None
+    return None
