@@ -7,5 +7,8 @@ errors reach us as exceptions. Programs that use the library keep the log.
 import os
 import sys
 
+from contract import interpreter
+
+interpreter.require("grpc", "clients")
 if sys.argv[:1] == ["-m"]:  # so it is while ``python -m clients`` imports the package
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

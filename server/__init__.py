@@ -3,6 +3,10 @@
 ``python -m server`` is the door for people and make; :func:`server.running` the one for tests and tools.
 """
 
-from server.replica import Replica, running
+from contract import interpreter
+
+interpreter.require("grpc", "server")
+
+from server.replica import Replica, running  # noqa: E402 - needs what was just required
 
 __all__ = ["Replica", "running"]

@@ -1,0 +1,44 @@
+"""How a person starts the Python that is running, so that every command printed for them works as printed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+
+def command(executable: str | None = None, directory: str | None = None, path: str | None = None) -> str:
+    """Return the shell word that starts this interpreter from the working directory.
+
+    ``python`` where that is this interpreter (an activated environment), else its path: relative below the working
+    directory (``.venv/bin/python``), absolute elsewhere, quoted for a shell.
+
+    executable: the interpreter, default ``sys.executable``.
+    directory: the working directory, default the current one.
+    path: value of ``PATH`` to look ``python`` up in, default the environment's.
+    """
+    executable = executable or sys.executable
+    found = shutil.which("python", path=path)
+    # Not resolved: an environment's python is a link to the one it was made from, which lacks its packages.
+    if found and os.path.abspath(found) == os.path.abspath(executable):
+        return "python"
+    inside = Path(os.path.abspath(executable))
+    here = Path(directory or os.getcwd())
+    return shlex.quote(str(inside.relative_to(here) if inside.is_relative_to(here) else inside))
+
+
+def require(package: str, module: str) -> None:
+    """Exit with one sentence if ``python -m module`` runs under an interpreter without our dependencies.
+
+    Does nothing in a program that imports ``module`` as a library: it gets the ImportError.
+    package: one of the dependencies, by the name it is imported by.
+    """
+    # "-m" is what sys.argv[0] holds while ``python -m`` imports the package.
+    if sys.argv[:1] == ["-m"] and importlib.util.find_spec(package) is None:
+        sys.exit(
+            f"{module}: the package {package!r} is not installed for {sys.executable}; "
+            f"run `make setup` once, then `.venv/bin/python -m {module}`"
+        )

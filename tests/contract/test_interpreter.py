@@ -1,0 +1,57 @@
+"""Printed commands start the interpreter that printed them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from contract import interpreter
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _link(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    link = folder / "python"
+    link.symlink_to(sys.executable)
+    return link
+
+
+@pytest.mark.parametrize("name", ["plain", "with blank", "it's", "$HOME"])
+def test_an_interpreter_below_the_working_directory_is_a_relative_path_that_a_shell_can_run(tmp_path, name):
+    python = _link(tmp_path / name / "bin")
+    printed = interpreter.command(str(python), str(tmp_path), path="")
+    assert not Path(shlex.split(printed)[0]).is_absolute()
+    ran = subprocess.run(f"{printed} -c 'print(40 + 2)'", shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.stdout == "42\n"
+
+
+def test_an_interpreter_elsewhere_is_an_absolute_path(tmp_path):
+    python = _link(tmp_path / "elsewhere")
+    assert interpreter.command(str(python), str(ROOT), path="") == str(python)
+
+
+def test_an_activated_environment_is_just_python(tmp_path):
+    python = _link(tmp_path / "bin")
+    assert interpreter.command(str(python), str(ROOT), path=str(tmp_path / "bin")) == "python"
+
+
+def test_another_python_on_the_path_is_not_taken_for_this_one(tmp_path):
+    _link(tmp_path / "other")
+    python = _link(tmp_path / "bin")
+    assert interpreter.command(str(python), str(tmp_path), path=str(tmp_path / "other")) == "bin/python"
+
+
+@pytest.mark.parametrize("module", ["benchmarks", "clients", "gateway", "server"])
+def test_a_python_without_our_packages_gets_a_sentence_and_no_traceback(module):
+    bare = [os.path.realpath(sys.executable), "-I", "-S", "-c"]
+    start = f"import sys, runpy; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['-m']; runpy.run_module({module!r})"
+    ran = subprocess.run([*bare, start], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert ran.returncode == 1
+    assert "Traceback" not in ran.stderr
+    assert f".venv/bin/python -m {module}" in ran.stderr and "make setup" in ran.stderr
