@@ -1,25 +1,35 @@
 # Trident's verbs. Each is a line or two a person could type; variables can be set: make serve ENGINE=demo GRPC_PORT=9001
 PYTHON     ?= python3
-ENGINE     ?= $(if $(MODEL),$(notdir $(patsubst %/,%,$(MODEL))),demo)
 MODEL      ?=
 PRECISION  ?=
 ACCEPT_QUALITY ?=
-GRPC_PORT  ?= 8001
-HTTP_PORT  ?= 8000
-METRICS_PORT ?= 8002
-HOST       ?= 127.0.0.1
 PROMPT     ?=
+HOST       ?= $(or $(TRIDENT_HOST),127.0.0.1)
+GRPC_PORT  ?= $(or $(TRIDENT_GRPC_PORT),8001)
+HTTP_PORT  ?= $(or $(TRIDENT_HTTP_PORT),8000)
+METRICS_PORT ?= $(or $(TRIDENT_METRICS_PORT),8002)
+
+# One shell word, whatever stands in the variable of this name: blanks, apostrophes, dollar signs.
+quoted = '$(subst ','\'',$(value $(1)))'
+# A model's engine is named as build/engine.py names it: its last path component, in characters a folder can have.
+ifndef ENGINE
+ENGINE := $(if $(value MODEL),$(shell printf %s $(call quoted,MODEL) | LC_ALL=C sed -E 's|/+$$||; s|.*/||; s/[^A-Za-z0-9._-]+/-/g; s/^[._-]+//; s/[._-]+$$//'),demo)
+endif
 
 VENV := .venv
 BIN  := $(VENV)/bin
 BUILD_VENV := .venv-build
 BUILD_BIN  := $(BUILD_VENV)/bin
-export TRIDENT_GRPC_PORT = $(GRPC_PORT)
-export TRIDENT_HTTP_PORT = $(HTTP_PORT)
-export TRIDENT_METRICS_PORT = $(METRICS_PORT)
-export TRIDENT_HOST = $(HOST)
+PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+BUILD_PIP := $(BUILD_BIN)/python -m pip install --quiet --disable-pip-version-check
+# Clients of a wildcard address connect over loopback.
+REACHABLE := $(if $(filter 0.0.0.0,$(HOST)),127.0.0.1,$(HOST))
+export TRIDENT_GRPC_PORT := $(GRPC_PORT)
+export TRIDENT_HTTP_PORT := $(HTTP_PORT)
+export TRIDENT_METRICS_PORT := $(METRICS_PORT)
+export TRIDENT_HOST := $(HOST)
 export TRIDENT_GATEWAY_MODEL ?= $(ENGINE)
-export TRIDENT_GATEWAY_REPLICAS ?= $(HOST):$(GRPC_PORT)
+export TRIDENT_GATEWAY_REPLICAS ?= $(REACHABLE):$(GRPC_PORT)
 export TRIDENT_GATEWAY_METRICS_PORT ?= $(METRICS_PORT)
 export TRIDENT_GATEWAY_BATCH_DB ?= .triton/batches.sqlite
 
@@ -34,8 +44,9 @@ setup: $(VENV)/.installed ## create .venv with everything pinned
 $(VENV)/.installed: constraints.txt requirements/serve.txt requirements/gateway.txt requirements/test.txt
 	$(PYTHON) server/python_version.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -r requirements/serve.txt -r requirements/gateway.txt -r requirements/test.txt
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt --no-deps nvidia-pytriton
+	@echo "installing the pinned packages into $(VENV) (a minute or two)"
+	$(PIP) -c constraints.txt -r requirements/serve.txt -r requirements/gateway.txt -r requirements/test.txt
+	$(PIP) -c constraints.txt --no-deps nvidia-pytriton
 	@touch $@
 
 setup-build: $(BUILD_VENV)/.installed ## create .venv-build with torch and ModelOpt, to quantise for TensorRT-LLM
@@ -43,14 +54,15 @@ setup-build: $(BUILD_VENV)/.installed ## create .venv-build with torch and Model
 $(BUILD_VENV)/.installed: requirements/build.txt
 	$(PYTHON) server/python_version.py
 	$(PYTHON) -m venv $(BUILD_VENV)
-	$(BUILD_BIN)/pip install --disable-pip-version-check $$(grep '^torch==' requirements/build.txt)
-	$(BUILD_BIN)/pip install --disable-pip-version-check -r requirements/build.txt
+	@echo "installing torch and ModelOpt into $(BUILD_VENV) (a few minutes, 2 GB)"
+	$(BUILD_PIP) $$(grep '^torch==' requirements/build.txt)
+	$(BUILD_PIP) -r requirements/build.txt
 	@touch $@
 
-WANTED = --engine $(ENGINE) $(if $(MODEL),--model '$(MODEL)') $(if $(PRECISION),--precision $(PRECISION))
+WANTED = --engine $(call quoted,ENGINE) $(if $(value MODEL),--model $(call quoted,MODEL)) $(if $(value PRECISION),--precision $(call quoted,PRECISION))
 
 build-engine: setup ## make engines/$(ENGINE) from its recipe, or from MODEL=<hub id or folder>
-	$(BIN)/python build/engine.py $(WANTED) $(if $(ACCEPT_QUALITY),--accept-quality '$(ACCEPT_QUALITY)')
+	$(BIN)/python build/engine.py $(WANTED) $(if $(value ACCEPT_QUALITY),--accept-quality $(call quoted,ACCEPT_QUALITY))
 
 plan-engine: setup ## say what build-engine would do, and what will fit
 	$(BIN)/python build/engine.py $(WANTED) --dry-run
@@ -63,10 +75,10 @@ demo-model: setup-build ## train the demo model again and write its card (45 min
 	$(BUILD_BIN)/python build/demo_model/evaluate.py
 
 demo: build-engine ## the main job: build, serve, stream one completion, stop
-	$(BIN)/python -m server --engine $(ENGINE) --free-ports -- $(BIN)/python -m clients demo
+	$(BIN)/python -m server --engine $(call quoted,ENGINE) --free-ports -- $(BIN)/python -m clients demo
 
 serve: build-engine ## serve ENGINE until Ctrl-C (gRPC 8001, HTTP 8000, metrics 8002)
-	$(BIN)/python -m server --engine $(ENGINE)
+	$(BIN)/python -m server --engine $(call quoted,ENGINE)
 
 gateway: setup ## serve OpenAI HTTP (9000) and KServe gRPC (9001) in front of a running server
 	$(BIN)/python -m gateway
@@ -74,10 +86,11 @@ gateway: setup ## serve OpenAI HTTP (9000) and KServe gRPC (9001) in front of a 
 # The server gives what runs beside it 6 s to end; the gateway's own drain must fit in.
 up: export TRIDENT_GATEWAY_DRAIN_S ?= 4
 up: build-engine ## serve ENGINE and the gateway in front of it until Ctrl-C
-	$(BIN)/python -m server --engine $(ENGINE) -- $(BIN)/python -m gateway
+	$(BIN)/python -m server --engine $(call quoted,ENGINE) -- $(BIN)/python -m gateway
 
+chat: export TRIDENT_URL ?= $(REACHABLE):$(GRPC_PORT)
 chat: setup ## talk to a running server, or say one thing with PROMPT="..."
-	$(BIN)/python -m clients $(if $(PROMPT),'$(PROMPT)',chat)
+	$(BIN)/python -m clients $(if $(value PROMPT),generate -- $(call quoted,PROMPT),chat)
 
 test: test-fast ## every test, the end-to-end ones with a real tritonserver
 	$(BIN)/python -m pytest -m "end_to_end or slow"
@@ -98,20 +111,20 @@ format: setup ## rewrite the sources in the project's format
 	$(BIN)/ruff format .
 
 bench: build-engine $(VENV)/.bench-installed ## throughput-latency curve of ENGINE, with plots under benchmarks/results
-	$(BIN)/python -m benchmarks sweep --engine $(ENGINE) --out benchmarks/results/bench; \
+	$(BIN)/python -m benchmarks sweep --engine $(call quoted,ENGINE) --out benchmarks/results/bench; \
 	$(BIN)/python -m benchmarks plot benchmarks/results/bench/sweep.json
 
 bench-efficiency: build-engine ## the ensemble against the engine itself, in one run
 	$(BIN)/python -m benchmarks efficiency
 
 bench-hops: build-engine ## what every hop of the ensemble costs
-	$(BIN)/python -m benchmarks hops --engine $(ENGINE)
+	$(BIN)/python -m benchmarks hops --engine $(call quoted,ENGINE)
 
 bench-cancel: build-engine ## how soon a cancel frees the engine
-	$(BIN)/python -m benchmarks cancel --engine $(ENGINE)
+	$(BIN)/python -m benchmarks cancel --engine $(call quoted,ENGINE)
 
 bench-perf-analyzer: build-engine ## Triton's own load generator, in an environment of its own
-	$(BIN)/python -m benchmarks perf-analyzer --engine $(ENGINE)
+	$(BIN)/python -m benchmarks perf-analyzer --engine $(call quoted,ENGINE)
 
 bench-gateway: build-engine ## what the gateway adds and withstands, beside LiteLLM and a plain relay
 	$(BIN)/python -m benchmarks gateway
@@ -120,10 +133,10 @@ bench-peers: build-engine ## our server beside vLLM, llama.cpp and transformers 
 	$(BIN)/python -m benchmarks peers
 
 bench-aiperf: build-engine ## NVIDIA's AIPerf against the OpenAI door
-	$(BIN)/python -m benchmarks aiperf --engine $(ENGINE)
+	$(BIN)/python -m benchmarks aiperf --engine $(call quoted,ENGINE)
 
 $(VENV)/.bench-installed: $(VENV)/.installed requirements/bench.txt
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -r requirements/bench.txt
+	$(PIP) -c constraints.txt -r requirements/bench.txt
 	@touch $@
 
 clean: ## remove what was built: .venv, engines, server state and caches

@@ -34,15 +34,17 @@ from benchmarks.served import ENGINES, served
 from benchmarks.workload import Workload
 from clients.connection import Connection, sendable
 from clients.terminal import forget_stdout
+from contract import interpreter
 from contract.errors import InvalidArgument, TridentError
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DURATION_S, WARMUP_S = 10.0, 1.0
-_EPILOG = """examples:
-  python -m benchmarks run --engine demo --concurrency 32
-  python -m benchmarks run --arrivals poisson:5 --input lognormal:200,0.6,800 --output lognormal:100,0.8,400
-  python -m benchmarks sweep --engine demo --concurrency 1,2,4,8,16,32,64
-  python -m benchmarks sweep --rates 2,4,8,16,32
+_COMMAND = f"{interpreter.command()} -m benchmarks"
+_EPILOG = f"""examples:
+  {_COMMAND} run --engine demo --concurrency 32
+  {_COMMAND} run --arrivals poisson:5 --input lognormal:200,0.6,800 --output lognormal:100,0.8,400
+  {_COMMAND} sweep --engine demo --concurrency 1,2,4,8,16,32,64
+  {_COMMAND} sweep --rates 2,4,8,16,32
 Without --engine the server is the one at TRIDENT_URL and TRIDENT_METRICS_URL, or on this machine's usual ports.
 """
 
@@ -69,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(
-        prog="python -m benchmarks",
+        prog=_COMMAND,
         description=__doc__,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -273,9 +275,7 @@ def _keep(found: list[Measurement], kind: str, arguments: argparse.Namespace, sa
     """Writes what was found, then says it; the exit code is 0 if the self-checks hold."""
     folder = _folder(arguments, kind)
     paths = [measurement.save(found, folder, kind), *report.write_csv(found, folder, kind)]
-    print(
-        f"{said}\n\n  written: {', '.join(str(path) for path in paths)}\n  plots: python -m benchmarks plot {paths[0]}"
-    )
+    print(f"{said}\n\n  written: {', '.join(str(path) for path in paths)}\n  plots: {_COMMAND} plot {paths[0]}")
     return 0 if all(check.ok is not False for one in found for check in one.checks) else 3
 
 

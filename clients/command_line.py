@@ -13,23 +13,25 @@ from clients import chat, demo, exits, status, terminal
 from clients.async_client import AsyncClient
 from clients.connection import DEFAULT_MODEL, DEFAULT_URL, TLS
 from clients.retries import RetryPolicy
+from contract import interpreter
 from contract.errors import InvalidArgument, PermissionDenied, TridentError
 
 VERBS = ("generate", "chat", "demo", "models", "health", "stop")
 
+_COMMAND = f"{interpreter.command()} -m clients"
 _OVERVIEW = f"""\
 Talk to a Trident server: text in, text out, token by token.
 
-  python -m clients "def fibonacci(n):"                 stream a completion
-  echo "Once upon a time" | python -m clients           the prompt from a pipe
-  python -m clients "Hi" --max-tokens 32 --temperature 0 --stats
-  python -m clients chat                                a conversation; /help inside
-  python -m clients health                              is the server ready?
-  python -m clients models                              what has it loaded?
-  python -m clients stop REQUEST_ID                     end a running request
-  python -m clients demo                                a short tour against a running server
+  {_COMMAND} "def fibonacci(n):"                 stream a completion
+  echo "Once upon a time" | {_COMMAND}           the prompt from a pipe
+  {_COMMAND} "Hi" --max-tokens 32 --temperature 0 --stats
+  {_COMMAND} chat                                a conversation; /help inside
+  {_COMMAND} health                              is the server ready?
+  {_COMMAND} models                              what has it loaded?
+  {_COMMAND} stop REQUEST_ID                     end a running request
+  {_COMMAND} demo                                a short tour against a running server
 
-`python -m clients VERB --help` lists a verb's options. Without a verb it is `generate`.
+`{_COMMAND} VERB --help` lists a verb's options. Without a verb it is `generate`.
 The server is --url, or $TRIDENT_URL, or {DEFAULT_URL} (what `make serve` opens).
 """
 
@@ -39,7 +41,7 @@ _EXIT_CODES = f"exit codes:\n{exits.table()}\n"
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     top = argparse.ArgumentParser(
-        prog="python -m clients",
+        prog=_COMMAND,
         description=_OVERVIEW,
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -216,9 +218,7 @@ def _generate(args: argparse.Namespace) -> int:
     prompt = args.prompt
     if prompt is None or prompt == "-":
         if prompt is None and sys.stdin.isatty():
-            raise InvalidArgument(
-                "prompt", 'there is none; give it in quotes, or pipe it in: python -m clients "Hello"'
-            )
+            raise InvalidArgument("prompt", f'there is none; give it in quotes, or pipe it in: {_COMMAND} "Hello"')
         try:
             prompt = sys.stdin.read()
         except UnicodeDecodeError as exc:

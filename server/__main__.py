@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from contract import interpreter
 from contract.errors import NotFound, TridentError
 from server import ports, status
 from server.health import State
@@ -52,7 +53,7 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m server",
+        prog=f"{interpreter.command()} -m server",
         description="Serves an engine with tritonserver until Ctrl-C, or for one command given after --.",
         epilog="Everything else is set by TRIDENT_* variables; server/settings.py lists them.",
     )

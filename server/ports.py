@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from contract import interpreter
 from contract.errors import InvalidArgument, Unavailable
 
 LISTEN = "0A"  # st of /proc/net/tcp
@@ -43,7 +44,7 @@ def claim(grpc_port: int) -> socket.socket:
     except OSError as error:
         claimed.close()
         raise Unavailable(
-            f"gRPC port {grpc_port} belongs to another supervisor (python -m server status); "
+            f"gRPC port {grpc_port} belongs to another supervisor ({interpreter.command()} -m server status); "
             "set TRIDENT_GRPC_PORT to another port"
         ) from error
     return claimed

@@ -11,8 +11,9 @@ def problem(version):
     if OLDEST <= version <= NEWEST:
         return None
     return (
+        # No f-string: Python 2 must be able to read this file to print it.
         "Trident needs Python 3.10, 3.11 or 3.12, because the server's Python stub needs numpy < 2; this is "
-        f"{version[0]}.{version[1]}. Name another one: make setup PYTHON=python3.11"
+        "{}.{}. Name another one: make setup PYTHON=python3.11".format(*version)  # noqa: UP032
     )
 
 

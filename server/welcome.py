@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contract import interpreter
 from server.repository import ENSEMBLE
 from server.settings import Settings
 
@@ -15,7 +16,7 @@ Trident serves engine {settings.engine}.
   HTTP     {settings.http_url}
   metrics  {settings.metrics_url}
 Try
-  python -m clients{url} "def fibonacci(n):"
+  {interpreter.command()} -m clients{url} "def fibonacci(n):"
   curl -N {settings.http_url}/v2/models/{ENSEMBLE}/generate_stream \\
     -d '{{"text_input": "def fibonacci(n):", "max_tokens": 32, "stream": true}}'
 Ctrl-C stops it.

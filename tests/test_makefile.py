@@ -1,0 +1,115 @@
+"""The Makefile hands its variables to the programs as they were typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import string
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parents[1]
+# What a shell or make could take for its own.
+TRICKY = [
+    "it's",
+    "two words",
+    'say "hi"',
+    "$HOME",
+    "$(BIN)",
+    "$$",
+    "`id`",
+    "a\\b",
+    "100%",
+    "a;b&c|d",
+    "#1",
+    "é ü",
+    "-n",
+]
+
+
+@pytest.fixture(scope="module")
+def environment_folder(tmp_path_factory) -> Path:
+    """A stand-in for .venv whose python writes down what it was started with."""
+    folder = tmp_path_factory.mktemp("venv")
+    (folder / "bin").mkdir()
+    python = folder / "bin" / "python"
+    python.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        f"with open({str(folder / 'calls')!r}, 'a') as file:\n"
+        "    print(json.dumps([sys.argv[1:], dict(os.environ)]), file=file)\n"
+    )
+    python.chmod(0o755)
+    (folder / ".installed").touch()
+    return folder
+
+
+def make(folder: Path, *arguments: str, **environment: str) -> list[tuple[list[str], dict[str, str]]]:
+    """Runs make and returns (arguments, environment) of every program it started."""
+    calls = folder / "calls"
+    calls.unlink(missing_ok=True)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TRIDENT_", "MAKE"))}
+    subprocess.run(
+        ["make", "-s", *arguments, f"VENV={folder}"], cwd=ROOT, env=clean | environment, check=True, timeout=60
+    )
+    return [tuple(json.loads(line)) for line in calls.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("text", TRICKY)
+def test_a_prompt_reaches_the_client_as_it_was_typed(environment_folder, text):
+    [(arguments, _)] = make(environment_folder, "chat", f"PROMPT={text}")
+    assert arguments[-1] == text
+
+
+@pytest.mark.parametrize("text", TRICKY)
+def test_a_model_and_a_reason_reach_the_builder_as_they_were_typed(environment_folder, text):
+    [(arguments, _)] = make(environment_folder, "build-engine", f"MODEL=/x/{text}", f"ACCEPT_QUALITY={text}")
+    assert arguments[arguments.index("--model") + 1] == f"/x/{text}"
+    assert arguments[arguments.index("--accept-quality") + 1] == text
+
+
+@given(st.text(string.printable.translate({ord(c): None for c in "\n\r\x0b\x0c"}) + "éß漢", min_size=1, max_size=20))
+@settings(max_examples=25)
+def test_any_line_of_text_is_one_argument(environment_folder, text):
+    [(arguments, _)] = make(environment_folder, "chat", f"PROMPT=x{text}x")
+    assert arguments[-1] == f"x{text}x"
+
+
+@pytest.mark.parametrize("model", ["/x/it's here/", "org/My Model v1.0", "/x/..odd--", "/x/ü", "/a/b//"])
+def test_an_engine_is_named_after_its_model_as_the_builder_names_it(environment_folder, model):
+    build, serve = make(environment_folder, "serve", f"MODEL={model}")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip(".-_")
+    assert [arguments[arguments.index("--engine") + 1] for arguments, _ in (build, serve)] == [name, name]
+
+
+def test_chat_talks_to_the_port_that_serve_was_given(environment_folder):
+    for arguments, environment in (
+        (["GRPC_PORT=18401"], {}),
+        ([], {"GRPC_PORT": "18401"}),
+        ([], {"TRIDENT_GRPC_PORT": "18401"}),
+        (["HOST=0.0.0.0", "GRPC_PORT=18401"], {}),
+    ):
+        _, (_, served) = make(environment_folder, "serve", *arguments, **environment)
+        [(_, chatted)] = make(environment_folder, "chat", *arguments, **environment)
+        assert served["TRIDENT_GRPC_PORT"] == "18401"
+        assert chatted["TRIDENT_URL"] == "127.0.0.1:18401"
+
+
+def test_a_server_named_by_its_variable_is_the_one_that_chat_talks_to(environment_folder):
+    [(_, environment)] = make(environment_folder, "chat", TRIDENT_URL="10.0.0.7:8001")
+    assert environment["TRIDENT_URL"] == "10.0.0.7:8001"
+
+
+@pytest.mark.parametrize("version", ["python2.7", "python3.6", "python3.9", "python3.13"])
+def test_a_python_that_cannot_serve_is_refused_with_a_sentence(version):
+    found = sorted(Path.home().glob(f".pyenv/versions/{version.removeprefix('python')}*/bin/{version}"))
+    if not found:
+        pytest.skip(f"there is no {version} here")
+    ran = subprocess.run([found[0], ROOT / "server" / "python_version.py"], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    assert "Trident needs Python 3.10, 3.11 or 3.12" in ran.stderr and "Traceback" not in ran.stderr
