@@ -80,7 +80,7 @@ demo: build-engine ## the main job: build, serve, stream one completion, stop
 serve: build-engine ## serve ENGINE until Ctrl-C (gRPC 8001, HTTP 8000, metrics 8002)
 	$(BIN)/python -m server --engine $(call quoted,ENGINE)
 
-gateway: setup ## serve OpenAI HTTP (9000) and KServe gRPC (9001) in front of a running server
+gateway: setup ## serve OpenAI HTTP (9000), KServe gRPC (9001) and metrics (9002) in front of a running server
 	$(BIN)/python -m gateway
 
 # The server gives what runs beside it 6 s to end; the gateway's own drain must fit in.

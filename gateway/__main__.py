@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from contract.errors import InvalidArgument
-from gateway import app, command_line, connection, observability
+from gateway import app, banner, command_line, connection, hangup, logs, monitoring
 from gateway.configuration import Configuration
 from gateway.kserve import KServeDoor
 from gateway.service import Service
@@ -25,6 +25,8 @@ from gateway.settings import Settings, variable
 _LOG = logging.getLogger("gateway")
 OPEN_FILES = 65_536
 BACKLOG = 4096
+SOCKETS_PER_REQUEST = 2  # the caller's, and the upstream's where it overflows
+OTHER_FILES = 256
 
 
 class HttpServer(uvicorn.Server):
@@ -33,6 +35,26 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def monitoring_server(service: Service) -> HttpServer:
+    """The monitoring listener as a server that is ready to ``serve``."""
+    settings = service.settings
+    return HttpServer(
+        uvicorn.Config(
+            monitoring.build(service),
+            host=settings.monitoring_host,
+            port=settings.own_metrics_port,
+            http=connection.bounded(settings.header_timeout_s),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=5,
+        )
+    )
 
 
 def http_server(service: Service) -> HttpServer:
@@ -61,8 +83,8 @@ def http_server(service: Service) -> HttpServer:
 
 
 async def serve(service: Service) -> None:
-    """Both doors until a signal comes, and a drain until it is over or a second one comes; returns when everything is
-    closed."""
+    """All listeners until a signal comes, and a drain until it is over or a second one comes; returns when everything
+    is closed. SIGHUP: see ``gateway.hangup``."""
     settings, stop, hurry = service.settings, asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -71,26 +93,28 @@ async def serve(service: Service) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it; else its terminal was closed
-        loop.add_signal_handler(signal.SIGHUP, on_signal)
-    http, listening = http_server(service), listen(settings.host, settings.http_port)
-    serving = asyncio.create_task(http.serve([listening]))
-    while not http.started and not serving.done():
-        await asyncio.sleep(0.01)
-    if serving.done():
-        await serving
-        raise SystemExit(1)
+    hangup.handle(loop, service.configuration, on_signal)
+    http, listening = http_server(service), listen(settings.host, settings.http_port, "http_port")
+    scraped, scraped_at = monitoring_server(service), None
+    serving = [asyncio.create_task(http.serve([listening]))]
+    await _started(http, serving[0])
     kserve = KServeDoor(service)
     try:
+        scraped_at = listen(settings.monitoring_host, settings.own_metrics_port, "monitoring_port")
+        serving.append(asyncio.create_task(scraped.serve([scraped_at])))
+        await _started(scraped, serving[1])
         await kserve.start()
     except InvalidArgument:
-        http.should_exit = True
-        await serving
+        http.should_exit = scraped.should_exit = True
+        await asyncio.gather(*serving)
         raise
-    http_port = listening.getsockname()[1]
-    print(f"http {settings.host}:{http_port} grpc {settings.host}:{kserve.port}", flush=True)
+    addresses = [f"{settings.host}:{listening.getsockname()[1]}", f"{settings.host}:{kserve.port}"]
+    # The first line is for programs, the rest for people.
+    print(f"http {addresses[0]} grpc {addresses[1]}", flush=True)
+    scraped_url = f"{settings.monitoring_host}:{scraped_at.getsockname()[1]}"
+    print(banner.text(settings, *addresses, scraped_url, keyless=service.configuration.keyless), flush=True)
     stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((stopping, serving[0]), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     _LOG.info("draining for up to %g s", settings.drain_s)
     draining, hurrying = asyncio.create_task(service.drain(settings.drain_s)), asyncio.create_task(hurry.wait())
@@ -101,30 +125,47 @@ async def serve(service: Service) -> None:
     if cut:
         _LOG.warning("%d generations were cut off", cut)
     await kserve.stop()
-    http.should_exit = True
-    await serving
+    http.should_exit = scraped.should_exit = True
+    await asyncio.gather(*serving)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Raises InvalidArgument where that cannot be."""
+async def _started(server: HttpServer, serving: asyncio.Task) -> None:
+    """Raises SystemExit if it ends before it has started."""
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    if serving.done():
+        await serving
+        raise SystemExit(1)
+
+
+def listen(host: str, port: int, name: str) -> socket.socket:
+    """Returns a listening socket. name: of the setting with the port. Raises InvalidArgument where that cannot be."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as exc:
         said = exc.strerror or exc
-        raise InvalidArgument(variable("http_port"), f"cannot listen at {host}:{port}: {said}") from exc
+        raise InvalidArgument(variable(name), f"cannot listen at {host}:{port}: {said}") from exc
 
 
-def raise_open_files() -> None:
-    """Every stream is a socket: as many as the system lets us have."""
+def raise_open_files(max_in_flight: int) -> None:
+    """Raises the limit of open files as far as the system allows; warns if ``max_in_flight`` requests need more."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-        if wanted < OPEN_FILES:
-            _LOG.warning("only %d files may be open at once; `ulimit -Hn` raises it", wanted)
+        limit = max(soft, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        needed = SOCKETS_PER_REQUEST * max_in_flight + OTHER_FILES
+        if limit < needed:
+            _LOG.warning(
+                "too few open files are allowed: %d, and %s=%d may need %d; `ulimit -Hn` raises it",
+                limit,
+                variable("max_in_flight"),
+                max_in_flight,
+                needed,
+            )
 
 
 def run_in_batches() -> None:
@@ -151,8 +192,8 @@ def main() -> int:
     except InvalidArgument as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    observability.log_as_json(settings.log_level)
-    raise_open_files()
+    logs.configure(settings.log_level, settings.log_format)
+    raise_open_files(settings.max_in_flight)
     run_in_batches()
     collect_rarely()
     with contextlib.suppress(ImportError):  # not on Windows

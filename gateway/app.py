@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's endpoints, health and metrics over one Service."""
+"""The HTTP application: OpenAI's endpoints and health over one Service. Metrics: ``gateway.monitoring``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from contract.errors import TridentError
-from gateway import openapi, refusal, semantic_cache
+from gateway import monitoring, openapi, refusal, semantic_cache
 from gateway.batch import Batches
 from gateway.chat import Chat
 from gateway.completions import Completions
@@ -32,27 +32,6 @@ def build(service: Service) -> Starlette:
     semantic = semantic_cache.configured(settings, time.monotonic, service.metrics.registry)
     reuse = Reuse(service, service.configuration.policy.reuse, time.monotonic, semantic)
     batches = Batches(service, vocabulary) if settings.batch_db else None
-
-    async def live(request: Request) -> Response:
-        return Response("live\n", media_type="text/plain")
-
-    async def ready(request: Request) -> Response:
-        if service.ready():
-            return Response("ready\n", media_type="text/plain")
-        said = "the gateway is stopping\n" if service.draining else "no replica is fit to serve\n"
-        return Response(said, 503, {"retry-after": "1"}, media_type="text/plain")
-
-    async def deep(request: Request) -> Response:
-        """What the latest deep probes said; asking does not make another one. 200 if one replica made its token,
-        404 where none is asked to."""
-        digests = {replica.url: replica.deep_digest for replica in service.replicas.all()}
-        said = {url: {"ok": bool(digest), "sha256": digest} for url, digest in digests.items()}
-        status = (200 if any(digests.values()) else 503) if settings.deep_probes else 404
-        body = orjson.dumps({"deep_probes": settings.deep_probes, "replicas": said})
-        return Response(body, status, media_type="application/json")
-
-    async def metrics(request: Request) -> Response:
-        return Response(service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     model = {"id": settings.model, "object": "model", "created": 0, "owned_by": "trident"}
 
@@ -93,10 +72,7 @@ def build(service: Service) -> Starlette:
             Route("/v1/models/{name}", one_model),
             Route("/v1/chat/completions", HttpDoor(service, reuse, Chat, vocabulary), methods=["POST"]),
             Route("/v1/completions", HttpDoor(service, reuse, Completions, vocabulary), methods=["POST"]),
-            Route("/health/live", live),
-            Route("/health/ready", ready),
-            Route("/health/deep", deep),
-            Route("/metrics", metrics),
+            *monitoring.health_routes(service, public=True),
             Route("/openapi.json", schema),
             *(batches.routes() if batches is not None else ()),
         ],

@@ -60,6 +60,12 @@ class Configuration:
         self._reading = read(path, environ, pools)
         self.changed: Callable[[], None] = lambda: None
         self.problem = ""
+        self._reloading = asyncio.Lock()
+
+    @property
+    def path(self) -> Path | None:
+        """The file; None if there is none, and nothing to read again."""
+        return self._path
 
     @property
     def policy(self) -> Policy:
@@ -87,19 +93,29 @@ class Configuration:
 
     async def look(self) -> None:
         """Reads the file if it changed since the last look."""
-        seen = self._signature()
-        if self._path is None or seen == self._seen:
+        if self._path is not None and self._signature() != self._seen:
+            await self.reload()
+
+    async def reload(self) -> None:
+        """Reads the file, changed or not. One that cannot be used changes nothing and is logged once."""
+        if self._path is None:
             return
-        self._seen = seen
-        try:
-            # Thousands of keys take a while to read, and streams must not stand still meanwhile.
-            reading = await asyncio.to_thread(read, self._path, self._environ, self._pools)
-            if not reading.keys and not self.keyless:
-                raise InvalidArgument(str(self._path), "has no keys any more; a restart opens the gateway to everybody")
-        except InvalidArgument as exc:
-            self.problem = str(exc)
-            _LOG.error("the configuration stays as it was: %s", exc)
-            return
+        async with self._reloading:
+            self._seen = self._signature()
+            try:
+                # Thousands of keys take a while to read, and streams must not stand still meanwhile.
+                reading = await asyncio.to_thread(read, self._path, self._environ, self._pools)
+                if not reading.keys and not self.keyless:
+                    problem = "has no keys any more; a restart opens the gateway to everybody"
+                    raise InvalidArgument(str(self._path), problem)
+            except InvalidArgument as exc:
+                if str(exc) != self.problem:
+                    _LOG.error("the configuration stays as it was: %s", exc)
+                self.problem = str(exc)
+                return
+            self._take(reading)
+
+    def _take(self, reading: Reading) -> None:
         old, self._reading, self.problem = self.policy, reading, ""
         for section in ("budgets", "reuse"):
             if getattr(old, section) != getattr(reading.policy, section):

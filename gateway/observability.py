@@ -1,14 +1,11 @@
-"""What can be seen from outside: metrics, spans and log lines. No prompt and no answer appears in any of them."""
+"""What can be seen from outside: metrics and spans. No prompt and no answer appears in any of them."""
 
 from __future__ import annotations
 
-import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from opentelemetry.propagate import extract, inject
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -323,26 +320,3 @@ def end_of(error: TridentError | None) -> str:
 def reason(error: TridentError) -> str:
     """The label of a refusal: the error's name, or the finer one admission gave it."""
     return getattr(error, "reason", "") or type(error).__name__
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and the fields given as ``extra={"fields": {...}}``."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        line |= getattr(record, "fields", {})
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(line, default=str).decode()
-
-
-def log_as_json(level: str) -> None:
-    """Every logger of the process writes JSON lines to standard error."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -60,7 +60,6 @@ def document(settings: Settings) -> dict[str, Any]:
             "/health/live": get("text/plain"),
             "/health/ready": get("text/plain", "503"),
             "/health/deep": get("application/json", "404", "503", schema=any_object),
-            "/metrics": get("text/plain"),
             **(batch_openapi.paths(settings, refusals) if settings.batch_db else {}),
         },
         "components": definitions and {"schemas": definitions["$defs"]},

@@ -4,11 +4,13 @@
 |---|---|---|
 | HOST | 127.0.0.1 | address both doors listen on |
 | HTTP_PORT, GRPC_PORT | 9000, 9001 | the OpenAI door and the KServe door; 0 takes a free port |
+| MONITORING_HOST | 127.0.0.1 | address of the gateway's own /metrics and /health: plain HTTP, no key |
+| MONITORING_PORT | HTTP_PORT + 2 | its port: 9002 unless HTTP_PORT says otherwise; 0 takes a free one |
 | MODEL | demo | the name callers use in `model`; the ensemble's own name is understood too |
 | TRITON_MODEL | ensemble | the model behind it on every replica |
 | REPLICAS | 127.0.0.1:8001 | where they are, see below |
 | POOL_WEIGHTS | | `stable=95,canary=5`: shares of the pools; equal if left out, 0 takes only pinned tenants |
-| METRICS_PORT | 8002 | a replica's metrics page is http://<its host>:<this>/metrics; 0 reads none |
+| METRICS_PORT | 8002 | the replicas', not ours: http://<a replica's host>:<this>/metrics is read; 0: none |
 | METRICS_URLS | | `HOST:PORT=URL,…` for replicas whose page is elsewhere |
 | METRICS_INTERVAL_S | 1 | how often the pages are read |
 | ROUTING | scored | how a replica is picked: scored, or a name of clients/picks.py |
@@ -46,6 +48,7 @@
 | BATCH_WEBHOOK_ORIGINS | | `https://HOST,https://HOST:PORT`: the only ones that are told of a batch's end |
 | BATCH_WEBHOOK_SECRET | | `whsec_…`, what such calls are signed with |
 | LOG_LEVEL | info | debug, info, warning or error |
+| LOG_FORMAT | auto | json, text, or auto: text where standard error is a terminal, else json |
 | OTLP_ENDPOINT | | spans go there, such as http://127.0.0.1:4318/v1/traces |
 | TLS_CERT, TLS_KEY | | PEM files; set both to serve both doors over TLS (docs/tls.md) |
 | TLS_CLIENT_CA | | PEM file; both doors then take only callers with a certificate of this authority |
@@ -73,6 +76,8 @@ from contract.errors import InvalidArgument
 
 PREFIX = "TRIDENT_GATEWAY_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("auto", "json", "text")
+MONITORING_OFFSET = 2  # MONITORING_PORT is so far above HTTP_PORT where it is not set
 SCORED = "scored"
 
 
@@ -87,6 +92,8 @@ class Settings:
     host: str = "127.0.0.1"
     http_port: int = 9000
     grpc_port: int = 9001
+    monitoring_host: str = "127.0.0.1"
+    monitoring_port: int | None = None
     model: str = "demo"
     triton_model: str = "ensemble"
     replicas: str = "127.0.0.1:8001"
@@ -133,6 +140,7 @@ class Settings:
     batch_webhook_origins: str = ""
     batch_webhook_secret: str = ""
     log_level: str = "info"
+    log_format: str = "auto"
     otlp_endpoint: str = ""
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -145,6 +153,8 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("http_port", "grpc_port", "metrics_port"):
             _between(name, getattr(self, name), 0, 65535)
+        if self.monitoring_port is not None:
+            _between("monitoring_port", self.monitoring_port, 0, 65535)
         for name in ("breaker_failures", "max_in_flight", "max_choices", "default_max_tokens"):
             _between(name, getattr(self, name), 1, 2**31 - 1)
         _between("max_body_bytes", self.max_body_bytes, 1024, 2**31 - 1)
@@ -161,7 +171,8 @@ class Settings:
                 _between(declared.name, getattr(self, declared.name), low, 86_400.0)
         _among("routing", self.routing, (SCORED, *picks.BY_NAME))
         _among("log_level", self.log_level, LOG_LEVELS)
-        for name in ("model", "triton_model", "deep_prompt"):
+        _among("log_format", self.log_format, LOG_FORMATS)
+        for name in ("model", "triton_model", "deep_prompt", "monitoring_host"):
             if not getattr(self, name):
                 raise InvalidArgument(variable(name), "is empty; at least one character is needed")
         for cert, key in (("tls_cert", "tls_key"), ("replica_cert", "replica_key")):
@@ -254,6 +265,14 @@ class Settings:
         return weights
 
     @property
+    def own_metrics_port(self) -> int:
+        """The port of the monitoring listener; 0 for a free one."""
+        if self.monitoring_port is not None:
+            return self.monitoring_port
+        beside = self.http_port + MONITORING_OFFSET
+        return beside if self.http_port and beside <= 65535 else 0
+
+    @property
     def replica_tls(self) -> TLS | None:
         """How replicas are reached; None for plain text, which belongs on a network of one's own."""
         if self.replica_ca is None:
@@ -297,7 +316,15 @@ _KINDS: dict[Callable, str] = {
     _path: "a path",
     _table: "NAME=VALUE,NAME=VALUE",
 }
-_BY_TYPE = {"int": int, "float": float, "str": str, "bool": _flag, "Path | None": _path, "Mapping[str, str]": _table}
+_BY_TYPE = {
+    "int": int,
+    "int | None": int,
+    "float": float,
+    "str": str,
+    "bool": _flag,
+    "Path | None": _path,
+    "Mapping[str, str]": _table,
+}
 _READERS = {declared.name: _BY_TYPE[str(declared.type)] for declared in fields(Settings)}
 
 

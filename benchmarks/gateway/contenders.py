@@ -83,9 +83,11 @@ def gateway(
     rules = logs / "gateway.toml"
     rules.parent.mkdir(parents=True, exist_ok=True)
     rules.write_text(_RULES.format(running=running, waiting=max(1, waiting), wait_s=wait_s))
+    monitoring = free_address()
     settings = {
         "HTTP_PORT": "0",
         "GRPC_PORT": "0",
+        "MONITORING_PORT": monitoring.rpartition(":")[2],
         "REPLICAS": replica,
         "METRICS_PORT": "0",
         "CONFIG": str(rules),
@@ -99,7 +101,7 @@ def gateway(
         words = first_line(one, log).split()
         doors = dict(zip(words[::2], words[1::2], strict=True))
         _wait(doors["http"], "/health/ready", one, log)
-        yield Contender(GATEWAY, doors, one.pid, doors["http"])
+        yield Contender(GATEWAY, doors, one.pid, monitoring)
 
 
 @contextmanager

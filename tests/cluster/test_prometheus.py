@@ -124,7 +124,7 @@ async def page(tmp_path: Path) -> tuple[set[str], dict[str, list[dict[str, str]]
         body = {"model": "demo", "prompt": "one two", "max_tokens": 3}
         assert (await running.post("/v1/completions", body))[0] == 200
         assert (await running.post("/v1/completions", {**body, "max_tokens": 0}))[0] == 400
-        _, text = await running.get("/metrics")
+        text = await running.metrics_page()
     names, samples = set(), defaultdict(list)
     for family in text_string_to_metric_families(text):
         endings = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}.get(family.type, ("",))

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.__main__ import HttpServer, http_server
+from gateway.__main__ import HttpServer, http_server, monitoring_server
 from gateway.configuration import Configuration
 from gateway.kserve import KServeDoor
 from gateway.observability import Tracing
@@ -29,14 +29,20 @@ class Running:
     http: HttpServer
     base_url: str
     grpc_url: str
+    monitoring_url: str
 
     @property
     def port(self) -> int:
         return int(self.base_url.rpartition(":")[2])
 
     async def get(self, path: str, **headers: str) -> tuple[int, str]:
-        async with aiohttp.ClientSession() as session, session.get(self.base_url + path, headers=headers) as answer:
-            return answer.status, await answer.text()
+        return await _get(self.base_url + path, headers)
+
+    async def metrics_page(self) -> str:
+        """What Prometheus reads."""
+        status, page = await _get(f"{self.monitoring_url}/metrics", {})
+        assert status == 200, page
+        return page
 
     async def post(
         self, path: str, body: Any = None, data: bytes | None = None, **headers: str
@@ -50,7 +56,7 @@ class Running:
 
     async def metrics(self) -> dict[str, float]:
         """Samples by name with labels, as they are written on the page."""
-        _, page = await self.get("/metrics")
+        page = await self.metrics_page()
         lines = [line.rpartition(" ") for line in page.splitlines() if line and not line.startswith("#")]
         return {name: float(value) for name, _, value in lines}
 
@@ -68,6 +74,7 @@ async def gateway(
     values: dict[str, Any] = {
         "http_port": 0,
         "grpc_port": 0,
+        "monitoring_port": 0,
         "replicas": ",".join(replica.url for replica in replicas) or "127.0.0.1:1",
         "metrics_urls": {replica.url: replica.metrics_url for replica in replicas},
         "metrics_port": 0,
@@ -90,21 +97,37 @@ async def gateway(
 
 @contextlib.asynccontextmanager
 async def _serving(service: Service) -> AsyncIterator[Running]:
-    http = http_server(service)
-    serving = asyncio.create_task(http.serve())
-    while not http.started and not serving.done():
+    async with _served(http_server(service)) as http, _served(monitoring_server(service)) as monitoring:
+        kserve = KServeDoor(service)
+        await kserve.start()
+        base_url, monitoring_url = (f"http://127.0.0.1:{_port(one)}" for one in (http, monitoring))
+        try:
+            yield Running(service, http, base_url, f"127.0.0.1:{kserve.port}", monitoring_url)
+        finally:
+            await kserve.stop()
+
+
+@contextlib.asynccontextmanager
+async def _served(server: HttpServer) -> AsyncIterator[HttpServer]:
+    serving = asyncio.create_task(server.serve())
+    while not server.started and not serving.done():
         await asyncio.sleep(0.005)
     if serving.done():
         await serving
-    kserve = KServeDoor(service)
-    await kserve.start()
-    port = http.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Running(service, http, f"http://127.0.0.1:{port}", f"127.0.0.1:{kserve.port}")
+        yield server
     finally:
-        await kserve.stop()
-        http.should_exit = True
+        server.should_exit = True
         await serving
+
+
+def _port(server: HttpServer) -> int:
+    return server.servers[0].sockets[0].getsockname()[1]
+
+
+async def _get(url: str, headers: Mapping[str, str]) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as answer:
+        return answer.status, await answer.text()
 
 
 async def until(condition: Callable[[], bool], patience_s: float = 60.0) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pty
+import re
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,7 +29,8 @@ ASKED = {"model": "demo", "prompt": "x", "max_tokens": TOKENS, "stream": True}
 @contextlib.asynccontextmanager
 async def process(replica: FakeReplica, **settings: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """The process, and the URL of its HTTP door."""
-    named = {"HTTP_PORT": "0", "GRPC_PORT": "0", "METRICS_PORT": "0", "DEEP_PROBES": "false", "REPLICAS": replica.url}
+    ports = {"HTTP_PORT": "0", "GRPC_PORT": "0", "MONITORING_PORT": "0", "METRICS_PORT": "0"}
+    named = {**ports, "DEEP_PROBES": "false", "REPLICAS": replica.url}
     environ = os.environ | {f"TRIDENT_GATEWAY_{name}": value for name, value in (named | settings).items()}
     started = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "gateway", env=environ, cwd=Path(__file__).parents[2], stdout=-1, stderr=-1
@@ -40,6 +44,7 @@ async def process(replica: FakeReplica, **settings: str) -> AsyncIterator[tuple[
             await started.wait()
 
 
+# Without a configuration file there is nothing to read again, and SIGHUP stops as well.
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_a_signal_ends_it_when_the_streams_have_ended(number: signal.Signals):
     async with FakeReplica(lambda seen: Script((" a",) * TOKENS, gap_s=0.02)) as replica:
@@ -70,7 +75,7 @@ async def ready(session: aiohttp.ClientSession, url: str) -> bool:
         return answer.status == 200
 
 
-@pytest.mark.parametrize("door", ["HTTP_PORT", "GRPC_PORT"])
+@pytest.mark.parametrize("door", ["HTTP_PORT", "GRPC_PORT", "MONITORING_PORT"])
 async def test_a_port_that_is_taken_is_named(door: str):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         async with FakeReplica() as replica:
@@ -78,3 +83,99 @@ async def test_a_port_that_is_taken_is_named(door: str):
                 said = (await asyncio.wait_for(gateway.stderr.read(), 60.0)).decode()
                 assert await gateway.wait() == 2
     assert f"error: TRIDENT_GATEWAY_{door}: cannot listen at 127.0.0.1" in said and "Traceback" not in said
+
+
+async def test_sighup_reads_the_file_again_and_ends_no_stream(tmp_path: Path):
+    config = tmp_path / "gateway.toml"
+    config.write_text("[admission]\n")
+    async with FakeReplica(lambda seen: Script((" a",) * TOKENS, gap_s=0.05)) as replica:
+        async with process(replica, CONFIG=str(config)) as (gateway, url), aiohttp.ClientSession() as session:
+            async with session.post(f"{url}/v1/completions", json=ASKED) as answer:
+                await until(lambda: replica.counts.running == 1, 60.0)
+                gateway.send_signal(signal.SIGHUP)
+                said = await lines_until(gateway, "the configuration was read again")
+                config.write_text("[admission]\nmax_wait_s = -1\n")
+                gateway.send_signal(signal.SIGHUP)
+                said += await lines_until(gateway, "the configuration stays as it was")
+                gateway.send_signal(signal.SIGHUP)
+                gateway.send_signal(signal.SIGHUP)
+                text = await answer.text()
+            assert text.count('"text":" a"') == TOKENS and text.endswith("data: [DONE]\n\n")
+            assert await ready(session, url)
+            config.write_text("[admission]\nmax_wait_s = 5\n")
+            gateway.send_signal(signal.SIGHUP)
+            said += await lines_until(gateway, "the configuration was read again")
+            assert said.count("stays as it was") == 1 and "max_wait_s" in said
+            gateway.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(gateway.wait(), 60.0) == 0
+
+
+async def lines_until(process: asyncio.subprocess.Process, part: str) -> str:
+    """What it logs up to the line with ``part``."""
+    said = ""
+    while part not in said:
+        line = (await asyncio.wait_for(process.stderr.readline(), 60.0)).decode()
+        assert line, f"it ended without saying {part!r}:\n{said}"
+        said += line
+    return said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="how a terminal goes away is Linux's")
+def test_a_closed_terminal_drains_even_with_a_file(tmp_path: Path):
+    config = tmp_path / "gateway.toml"
+    config.write_text("")
+    named = {"HTTP_PORT": "0", "GRPC_PORT": "0", "METRICS_PORT": "0", "CONFIG": str(config), "LOG_LEVEL": "info"}
+    environ = os.environ | {f"TRIDENT_GATEWAY_{name}": value for name, value in named.items()}
+    log = tmp_path / "log"
+    master, slave = pty.openpty()
+    # The session's leader is a shell, as in a terminal; ours is a process of its session.
+    command = f"trap : HUP; {sys.executable} -m gateway 2>{log} & echo pid $!; wait; wait"
+    with subprocess.Popen(
+        [sys.executable, "-c", TERMINAL_LEADER, command], env=environ, cwd=Path(__file__).parents[2], stdin=slave,
+        stdout=slave, stderr=slave, start_new_session=True,
+    ) as shell:  # fmt: skip
+        os.close(slave)
+        try:
+            said = b""
+            while b"Ctrl-C stops it" not in said:
+                said += os.read(master, 4096)
+            pid = int(re.search(rb"pid (\d+)", said)[1])
+            os.kill(pid, signal.SIGHUP)  # the terminal is there: it is read again
+            deadline = 6000
+            while "the configuration was read again" not in log.read_text():
+                deadline -= 1
+                assert deadline and shell.poll() is None, log.read_text()
+                asyncio.run(asyncio.sleep(0.01))
+            os.close(master)  # the terminal closes
+            os.kill(pid, signal.SIGHUP)  # as the shell does with its jobs
+            shell.wait(60)
+            assert "draining" in log.read_text()
+        finally:
+            if shell.poll() is None:
+                os.killpg(shell.pid, signal.SIGKILL)
+
+
+TERMINAL_LEADER = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv("/bin/bash", ["bash", "-c", sys.argv[1]])
+"""
+
+
+async def test_it_says_to_people_where_it_is_and_what_to_try():
+    async with FakeReplica() as replica:
+        async with process(replica) as (gateway, url), aiohttp.ClientSession() as session:
+            text = ""
+            while "Ctrl-C stops it" not in text:
+                text += (await asyncio.wait_for(gateway.stdout.readline(), 60.0)).decode()
+            assert f"{url}/v1" in text and "import openai" in text
+            [metrics] = re.findall(r"http://\S+/metrics", text)
+            async with session.get(metrics) as page:
+                assert "trident_gateway_in_flight" in await page.text()
+            [curl] = re.findall(r"curl -N .*\n.*", text)
+            done = await asyncio.create_subprocess_shell(curl, stdout=-1, stderr=-1)
+            out, _ = await asyncio.wait_for(done.communicate(), 60.0)
+            assert out.endswith(b"data: [DONE]\n\n")
+            gateway.send_signal(signal.SIGTERM)
+            said = (await asyncio.wait_for(gateway.stderr.read(), 60.0)).decode()
+            assert "files" not in said  # 1000 requests at once need no more than are allowed here

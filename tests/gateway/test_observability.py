@@ -12,7 +12,8 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from contract.errors import EngineFailed
-from gateway.observability import MAX_TENANTS, JsonLines, Metrics, Tracing
+from gateway.logs import JsonLines
+from gateway.observability import MAX_TENANTS, Metrics, Tracing
 from gateway.permit import Tenant
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import gateway, until
@@ -120,6 +121,6 @@ async def test_the_documents_metrics_are_those_on_the_page():
     text = (Path(__file__).resolve().parents[2] / "docs" / "gateway.md").read_text("utf-8")
     documented = set(re.findall(r"^\| `((?:trident|gen_ai)_\w+)` \|", text, re.MULTILINE))
     async with FakeReplica() as replica, gateway(replica, config="[prices]\nreplica_hour = 1.0") as running:
-        _, page = await running.get("/metrics")
+        page = await running.metrics_page()
     named = {line.split()[2] for line in page.splitlines() if line.startswith("# HELP") and "_created" not in line}
     assert documented == named

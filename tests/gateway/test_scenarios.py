@@ -210,7 +210,7 @@ async def test_a_key_sees_and_gets_only_the_models_it_may_use():
 
 async def test_what_tokens_cost_is_on_the_page():
     async with FakeReplica() as replica, gateway(replica, config="[prices]\nreplica_hour = 3600.0") as running:
-        assert "trident_gateway_cost_per_1000_tokens{" not in (await running.get("/metrics"))[1]
+        assert "trident_gateway_cost_per_1000_tokens{" not in await running.metrics_page()
         await running.post(COMPLETIONS, asked(max_tokens=8))
         page = await running.metrics()
         spent = page['trident_gateway_cost_total{currency="USD"}']

@@ -1,0 +1,39 @@
+"""What a person at the terminal reads once the gateway listens: addresses, and commands to copy."""
+
+from __future__ import annotations
+
+from contract.interpreter import command
+from gateway.settings import Settings, variable
+
+
+def text(settings: Settings, http: str, grpc: str, monitoring: str, *, keyless: bool) -> str:
+    """Returns the banner.
+
+    http, grpc, monitoring: HOST:PORT of the listeners, each as a client reaches it. keyless: callers need no API key.
+    """
+    python = command()
+    scheme = "https" if settings.tls_cert else "http"
+    curl = "curl" if settings.tls_cert is None else "curl --cacert ca.pem"
+    if settings.tls_client_ca:
+        curl += " --cert client.pem --key client.key"
+    key = "" if keyless else ' -H "authorization: Bearer $KEY"'
+    api_key = '"none"' if keyless else 'os.environ["KEY"]'
+    config = settings.config or f"none ({variable('config')})"
+    who = "needed" if not keyless else f"none needed; `{python} -m gateway new-key` makes one"
+    return f"""
+Trident's gateway serves the model {settings.model}.
+  OpenAI    {scheme}://{http}/v1
+  gRPC      {grpc}   KServe, model {settings.triton_model}{", over TLS" if settings.tls_cert else ""}
+  metrics   http://{monitoring}/metrics
+  replicas  {settings.replicas}
+  config    {config}
+  API keys  {who}
+Try
+  {curl} {scheme}://{http}/v1/models{key}
+  {curl} -N {scheme}://{http}/v1/chat/completions{key} -H "content-type: application/json" \\
+    -d '{{"model": "{settings.model}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
+  {python} -c 'import openai{"" if keyless else ", os"}
+client = openai.OpenAI(base_url="{scheme}://{http}/v1", api_key={api_key})
+print(client.completions.create(model="{settings.model}", prompt="def fibonacci(n):", max_tokens=32).choices[0].text)'
+Ctrl-C stops it{"" if settings.config is None else "; SIGHUP reads the configuration file again"}.
+"""

@@ -1,0 +1,50 @@
+"""The monitoring listener: metrics and health over plain HTTP, on an address of its own (docs/decisions/0020)."""
+
+from __future__ import annotations
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.service import Service
+
+
+def build(service: Service) -> Starlette:
+    """Builds the application of the monitoring listener: ``/metrics``, ``/health/live``, ``/health/ready`` and
+    ``/health/deep`` with the address of every replica."""
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return Starlette(routes=[Route("/metrics", metrics), *health_routes(service, public=False)])
+
+
+def health_routes(service: Service, *, public: bool) -> list[Route]:
+    """Returns the health endpoints.
+
+    public: callers may be anybody; once there are API keys, the addresses of the replicas are left out.
+    """
+
+    async def live(request: Request) -> Response:
+        return Response("live\n", media_type="text/plain")
+
+    async def ready(request: Request) -> Response:
+        if service.ready():
+            return Response("ready\n", media_type="text/plain")
+        said = "the gateway is stopping\n" if service.draining else "no replica is fit to serve\n"
+        return Response(said, 503, {"retry-after": "1"}, media_type="text/plain")
+
+    async def deep(request: Request) -> Response:
+        """What the latest deep probes said; asking does not make another one. 200 if one replica made its token,
+        404 where none is asked to."""
+        on = service.settings.deep_probes
+        digests = {replica.url: replica.deep_digest for replica in service.replicas.all()}
+        said: dict[str, object] = {"deep_probes": on}
+        if not public or service.configuration.keyless:
+            said["replicas"] = {url: {"ok": bool(digest), "sha256": digest} for url, digest in digests.items()}
+        status = (200 if any(digests.values()) else 503) if on else 404
+        return Response(orjson.dumps(said), status, media_type="application/json")
+
+    return [Route("/health/live", live), Route("/health/ready", ready), Route("/health/deep", deep)]
