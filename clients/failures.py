@@ -68,6 +68,11 @@ class RetryHint:
     unsent: bool = False
 
 
+def is_wrong_request(text: str) -> bool:
+    """Whether ``text`` is one of Triton's own complaints about the inputs or outputs of a request."""
+    return bool(_WRONG_REQUEST.match(text[_PREFIX.match(text).end() :]))
+
+
 def from_error_message(text: str) -> TridentError:
     """The error in a response's ``error_message``: ours in its in-band form, or Triton's own words."""
     said = text[_PREFIX.match(text).end() :]

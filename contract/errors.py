@@ -24,11 +24,17 @@ import re
 
 
 class TridentError(Exception):
-    """Base of everything Trident raises on purpose."""
+    """Base of everything Trident raises on purpose.
+
+    internal: the text is for operators, and the gateway tells callers another. attempts: calls made for the request
+    before it was given up, 0 if not counted.
+    """
 
     grpc_status: str = "INTERNAL"
     http_status: int = 500
     retryable: bool = False
+    internal: bool = False
+    attempts: int = 0
 
     @property
     def message(self) -> str:

@@ -11,6 +11,7 @@ import orjson
 from contract.errors import TridentError
 from gateway import refusal
 from gateway.batch_store import Line
+from gateway.caller_errors import for_caller
 
 MAX_CUSTOM_ID = 512
 MAX_COMPLAINTS = 100  # of one file; the first ones are what helps
@@ -118,7 +119,7 @@ def answered(line: Line, answer: Mapping[str, Any]) -> bytes:
 
 def refused(line: Line, error: TridentError) -> bytes:
     """A line of the error file, for a request that was tried."""
-    body = refusal.error_object(error)
+    body = refusal.error_object(for_caller(error, request_id(line)))
     return _result(line, {"status_code": error.http_status, "request_id": request_id(line), "body": body}, None)
 
 

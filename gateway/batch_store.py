@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import secrets
 import sqlite3
 import threading
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from contract.errors import InvalidArgument, NotFound, Overloaded, Unavailable
 
+_LOG = logging.getLogger(__name__)
 PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 _VERSION = 1
@@ -548,7 +550,8 @@ class BatchStore:
             except sqlite3.Error as exc:
                 if self._in_transaction():
                     self._db.execute("ROLLBACK")
-                raise Unavailable(f"the database of batches does not answer: {exc}", 5.0) from exc
+                _LOG.warning("the database of batches does not answer: %s", exc)  # callers need not know where it is
+                raise Unavailable("the database of batches does not answer", 5.0) from exc
 
     def _in_transaction(self) -> bool:
         try:

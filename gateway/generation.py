@@ -16,6 +16,7 @@ from clients.token_stream import TokenStream
 from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, TridentError, Unavailable
 from contract.generation import FinishReason, GenerationRequest, TokenDelta, Usage
 from gateway import observability
+from gateway.caller_errors import from_backend
 from gateway.observability import end_span
 from gateway.replicas import Door
 from gateway.upstream import UpstreamStream
@@ -73,15 +74,18 @@ class Generation:
             if self._cut_error is not None:
                 raise self._cut_error from None
             raise
+        except TridentError as error:
+            raise from_backend(error) from error.__cause__
         except StopAsyncIteration:
             self._waiting_since_s = 0.0
             if self.finish_reason or self._closed:
                 raise
             # cut between two deltas, or by the replica
-            raise self._cut_error or EngineFailed("the replica ended its answer without saying why") from None
+            ended = EngineFailed("the replica ended its answer without saying why")
+            raise self._cut_error or from_backend(ended) from None
         self.saw(delta)
         if delta.finish_reason is FinishReason.CANCELLED:
-            raise Unavailable("the replica ended the generation before it was done")
+            raise from_backend(Unavailable("the replica ended the generation before it was done"))
         if delta.usage is not None and not self._service.tells_cached_tokens:
             return dataclasses.replace(delta, usage=dataclasses.replace(delta.usage, cached_tokens=0))
         return delta

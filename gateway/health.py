@@ -19,7 +19,7 @@ LONGEST_OPEN = 6.0  # times the first pause: how far an open breaker's pauses gr
 
 
 class BreakerState(Enum):
-    """closed: all go through. open: none. half_open: one trial is under way."""
+    """closed: all requests go through. open: none. half_open: one trial may be made, or is under way."""
 
     CLOSED = 0
     HALF_OPEN = 1
@@ -46,6 +46,12 @@ class Breaker:
     def allows(self, now_s: float) -> bool:
         """Whether a request may go there now; in half-open the one trial already has."""
         return self.state is BreakerState.CLOSED or (self.state is BreakerState.OPEN and now_s >= self.until_s)
+
+    def state_at(self, now_s: float) -> BreakerState:
+        """The state as of ``now_s``: an open breaker whose pause is over is half open, whether or not a trial came."""
+        if self.state is BreakerState.OPEN and now_s >= self.until_s:
+            return BreakerState.HALF_OPEN
+        return self.state
 
     def sent(self, now_s: float) -> Breaker:
         """After a request went there: one that goes to an open breaker after its pause is the trial."""

@@ -19,6 +19,7 @@ from clients.request import MAX_REQUEST_ID, can_travel
 from contract.errors import EngineFailed, InvalidArgument, TridentError
 from contract.generation import GenerationRequest, TokenDelta, Usage
 from gateway import refusal, schemas
+from gateway.caller_errors import for_caller
 from gateway.chat import Chat
 from gateway.choices import Piece, together
 from gateway.completions import Completions
@@ -157,6 +158,7 @@ class HttpDoor:
 
     async def _say(self, reader: Reader, error: TridentError, request_id: str) -> None:
         """The error, as a status or, where that is gone already, as the stream's last event."""
+        error = for_caller(error, _printable(request_id))
         if not reader.started:
             status, headers, body = refusal.http(error)
             await reader.respond(status, [*headers, *_headers(_printable(request_id), {})], body)

@@ -44,6 +44,7 @@ from contract.errors import (
 )
 from contract.generation import FinishReason, GenerationRequest, TokenDelta
 from gateway import refusal
+from gateway.caller_errors import for_caller, from_backend
 from gateway.http_door import bearer
 from gateway.permit import Tenant
 from gateway.service import Asking, Generation, Service
@@ -149,8 +150,11 @@ class KServeDoor:
                 for replica in self._service.replicas.fit():
                     try:
                         return await replica.ask(method, request, self._service.settings.probe_timeout_s)
-                    except (Unavailable, DeadlineExceeded) as exc:
-                        error = exc
+                    except TridentError as exc:
+                        _LOG.warning("replica %s did not answer %s: %s", replica.url, method.rpartition("/")[2], exc)
+                        error = from_backend(exc)
+                        if not isinstance(exc, Unavailable | DeadlineExceeded):
+                            break
                 raise error
             except TridentError as error:
                 await context.abort(*refusal.grpc_status(error))
@@ -238,7 +242,7 @@ class KServeDoor:
             if service.tracing.on:
                 hidden |= ask_for_timings(request)
             request.model_name = service.settings.triton_model
-            attempts, error = await self._relay(generation, request.SerializeToString(), hidden, writer, carrier)
+            attempts, error = await self._relay(generation, request.SerializeToString(), hidden, writer, asking)
             return error
         except asyncio.CancelledError as exc:
             error = generation.cut_error or exc
@@ -247,7 +251,7 @@ class KServeDoor:
             raise
         except TridentError as exc:
             error = exc
-            raise
+            raise for_caller(exc, asking.request_id) from exc
         except Exception as exc:
             if context.done():  # gRPC has several words for a caller that left while we wrote
                 error = Cancelled("the caller went away")
@@ -264,7 +268,7 @@ class KServeDoor:
         payload: bytes,
         hidden: Collection[str],
         writer: _Writer,
-        carrier: Mapping[str, str],
+        asking: Asking,
     ) -> tuple[int, TridentError | None]:
         """Responses as they come, without the outputs that are hidden from the caller; tries another replica as long
         as none came. Returns the attempts made, and the error that a relayed response carried."""
@@ -274,8 +278,11 @@ class KServeDoor:
         while True:
             attempts += 1
             if answer.left_s <= 0:
-                raise answer.late()
-            booking = await door.open(asked, answer.left_s)
+                raise from_backend(answer.late())
+            try:
+                booking = await door.open(asked, answer.left_s)
+            except TridentError as exc:
+                raise from_backend(exc) from None
             error: BaseException | None = asyncio.CancelledError()
             held = b""  # an error that another replica may yet save the caller from
             hint = RetryHint()
@@ -305,6 +312,8 @@ class KServeDoor:
                         generation.saw(TokenDelta(finish_reason=FinishReason.STOP))
                     if delta is not None and delta.usage is not None and not self._service.tells_cached_tokens:
                         data = without_cached_tokens(data)
+                    if answer.broken is not None:  # an error behind text, in the same message
+                        data = with_error(data, for_caller(from_backend(answer.broken), asking.request_id))
                     if hidden and delta is not None:
                         data = without_outputs(data, hidden)
                     await writer.write(data)
@@ -324,8 +333,10 @@ class KServeDoor:
             if wait_s is not None:
                 await asyncio.sleep(wait_s)
                 continue
-            if held and not _wants_status(error, carrier):
-                await writer.write(held)
+            error = from_backend(error)
+            if held and not _wants_status(error, asking.carrier):
+                told = for_caller(error, asking.request_id)
+                await writer.write(held if told is error else with_error(held, told))
                 return attempts, error
             raise error
 
@@ -454,6 +465,18 @@ def without_outputs(data: bytes, names: Collection[str]) -> bytes:
         del response.outputs[place]
         if raw:
             del response.raw_output_contents[place]
+    return message.SerializeToString()
+
+
+def with_error(data: bytes, error: TridentError) -> bytes:
+    """A serialised response whose error, in ``error_message`` or in the output of that name, is ``error``."""
+    message = service_pb2.ModelStreamInferResponse.FromString(data)
+    response, said = message.infer_response, to_text(error)
+    if message.error_message:
+        message.error_message = said
+    for place, tensor in enumerate(response.outputs):
+        if tensor.name == "error_message":
+            response.raw_output_contents[place] = struct.pack("<I", len(said.encode())) + said.encode()
     return message.SerializeToString()
 
 

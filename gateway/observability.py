@@ -157,15 +157,16 @@ class StateMetrics:
         kv_usage = GaugeMetricFamily(
             "trident_gateway_replica_kv_usage_ratio", "KV cache in use, by its page", labels=labels
         )
+        now_s = time.monotonic()
         for replica in service.replicas.all():
             values = (replica.url, replica.pool)
             healthy.add_metric(values, float(bool(replica.health.healthy)))
-            breaker.add_metric(values, replica.breaker.state.value)
+            breaker.add_metric(values, replica.breaker.state_at(now_s).value)
             outstanding.add_metric(values, replica.work.outstanding)
             waiting.add_metric(values, replica.page.waiting)
             kv_usage.add_metric(values, replica.page.kv_usage)
         for upstream in service.overflow.upstreams():
-            breaker.add_metric((upstream.url, upstream.name), upstream.breaker.state.value)
+            breaker.add_metric((upstream.url, upstream.name), upstream.breaker.state_at(now_s).value)
             outstanding.add_metric((upstream.url, upstream.name), upstream.outstanding)
         yield from (healthy, breaker, outstanding, waiting, kv_usage)
         depth = GaugeMetricFamily("trident_gateway_queue_depth", "Requests that wait, by class", labels=("priority",))

@@ -18,6 +18,7 @@ from contract.errors import (
     Unauthenticated,
     Unavailable,
 )
+from gateway.caller_errors import for_caller
 
 # error → OpenAI's (type, code), by HTTP status.
 _OPENAI = {
@@ -36,6 +37,7 @@ _JSON = (b"content-type", b"application/json")
 
 def error_object(error: TridentError) -> dict:
     """``{"error": {...}}`` as OpenAI's clients read it."""
+    error = for_caller(error)
     kind, code = _OPENAI[error.http_status]
     param = (error.field or None) if isinstance(error, InvalidArgument) else None
     if isinstance(error, NotFound):
@@ -76,6 +78,7 @@ def retry_after_s(error: TridentError) -> float | None:
 
 def grpc_status(error: TridentError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]:
     """Code, details and trailers, ``google.rpc.RetryInfo`` among them."""
+    error = for_caller(error)
     code, trailers = grpc.StatusCode[error.grpc_status], []
     for key, value in hints(error).items():
         if key not in ("retry-after", "www-authenticate"):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from contract.errors import NotFound, PermissionDenied, TridentError, Unavailable
+from contract.errors import InvalidArgument, NotFound, PermissionDenied, TridentError, Unavailable
 from contract.generation import GenerationRequest
 from gateway import observability
 from gateway.admission import UNKNOWN_CAPACITY, FairAdmission
@@ -256,6 +256,7 @@ class Service:
             "door": asking.door,
             "operation": asking.operation,
             "error_type": type(error).__name__ if error else "",
+            "error": str(error) if error and (error.internal or not isinstance(error, InvalidArgument)) else "",
             "duration_s": round(time.monotonic() - began_s, 6),
             **more,
         }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 import time
 from collections.abc import AsyncIterator
@@ -20,13 +19,13 @@ from contract.errors import (
     EngineFailed,
     InvalidArgument,
     Overloaded,
+    PromptTooLong,
     TridentError,
     Unavailable,
 )
 from contract.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta, Usage
 from gateway.health import Breaker, BreakerPolicy
 
-_LOG = logging.getLogger(__name__)
 CONNECT_S = 5.0
 MAX_CONNECTIONS = 200
 MAX_EVENT_BYTES = 1024 * 1024
@@ -34,6 +33,7 @@ _BYTES_PER_TOKEN = 4  # of a prompt, where an upstream does not count
 # What OpenAI's protocol cannot say, or what an upstream may do otherwise than our engines.
 _NEUTRAL = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "log_probs", "top_log_probs")
 _SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+_PARAMETERS = frozenset({"messages", "prompt", "max_tokens", "stop", "seed", *_SAMPLING})
 _ENDS = {"length": FinishReason.LENGTH}
 
 
@@ -94,21 +94,18 @@ class Upstream:
                         return
                     event = orjson.loads(data)
                     if not isinstance(event, dict) or "error" in event:
-                        _LOG.warning("%s failed midway: %s", self.name, _said(data))
-                        raise EngineFailed(f"{self.name} failed midway")
+                        raise EngineFailed(f"{self.name} failed midway: {_said(data)}")
                     yield event
         except asyncio.TimeoutError as exc:
             raise DeadlineExceeded(f"the deadline passed while {self.name} was answering") from exc
         except (aiohttp.ClientError, OSError, ValueError) as exc:
-            _LOG.warning("%s cannot be reached or read: %s", self.name, exc)
-            raise Unavailable(f"{self.name} cannot be reached or read") from exc
+            raise Unavailable(f"{self.name} cannot be reached or read: {type(exc).__name__}: {exc}") from exc
 
     def _refused(self, answer: aiohttp.ClientResponse, body: bytes) -> TridentError:
-        """What callers are told of a refusal: of their own request everything, of our account there nothing."""
-        status, said = answer.status, f"{self.name} answered {answer.status}"
+        """The error that a status other than 200 means. All of it is internal: it may speak of our account there."""
+        status, said = answer.status, f"{self.name} answered {answer.status}: {_said(body)}"
         if status in (400, 413, 422):
-            return InvalidArgument("", f"{said}: {_said(body)}")
-        _LOG.warning("%s: %s", said, _said(body))
+            return _invalid(said, body)
         if status == 429:
             error = Overloaded(said)
             with contextlib.suppress(ValueError):
@@ -213,6 +210,18 @@ def _body(request: GenerationRequest, model: str) -> dict[str, Any]:
     if sampling.seed is not None:
         body["seed"] = sampling.seed
     return body
+
+
+def _invalid(said: str, body: bytes) -> InvalidArgument:
+    """A refusal that names the request's parameter at fault, if that is one we sent."""
+    error: Any = {}
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        error = orjson.loads(body)["error"]
+    param, code = (error.get("param"), error.get("code")) if isinstance(error, dict) else (None, None)
+    kind = PromptTooLong if code == "context_length_exceeded" else InvalidArgument
+    refused = kind(param if isinstance(param, str) and param in _PARAMETERS else "", said)
+    refused.internal = True
+    return refused
 
 
 def _usage(said: Any) -> Usage | None:

@@ -13,13 +13,15 @@ from aiohttp import web
 
 @dataclass
 class OpenAIUpstream:
-    """texts: the pieces of every answer. status: other than 200 refuses, with ``headers``. gap_s: between pieces.
+    """texts: the pieces of every answer. status: other than 200 refuses, with ``headers`` and ``error``, the body.
+    gap_s: between pieces.
     usage: whether it counts. cut_after: after so many pieces the connection is dropped. broken_after: after so many an
     error event comes."""
 
     texts: tuple[str, ...] = (" from", " afar")
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
+    error: dict | None = None
     gap_s: float = 0.0
     usage: bool = True
     cut_after: int | None = None
@@ -32,7 +34,7 @@ class OpenAIUpstream:
         body = await request.json()
         self.seen.append((request.path, {key.lower(): value for key, value in request.headers.items()}, body))
         if self.status != 200:
-            error = {"error": {"message": "the upstream said no", "type": "x", "code": "y"}}
+            error = self.error or {"error": {"message": "the upstream said no", "type": "x", "code": "y"}}
             return web.json_response(error, status=self.status, headers=self.headers)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         self.running += 1

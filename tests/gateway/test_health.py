@@ -34,6 +34,12 @@ def test_after_its_pause_one_trial_goes_through_and_decides():
     assert again.state is BreakerState.OPEN and not again.allows(30.9) and again.allows(31.0)
 
 
+def test_an_open_breaker_whose_pause_is_over_is_half_open_before_any_trial():
+    opened = failed(3)
+    assert opened.state_at(9.9) is BreakerState.OPEN and opened.state_at(10.0) is BreakerState.HALF_OPEN
+    assert opened.sent(10.0).state_at(10.0) is BreakerState.HALF_OPEN and Breaker().state_at(1e9) is BreakerState.CLOSED
+
+
 def test_a_trial_that_says_nothing_may_be_made_again():
     assert failed(3).sent(10.0).left(12.0).allows(12.0)
 
