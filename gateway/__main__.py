@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from contract.errors import InvalidArgument
-from gateway import app, banner, command_line, connection, hangup, logs, monitoring
+from gateway import app, banner, command_line, connection, hangup, logs, monitoring, pools
 from gateway.configuration import Configuration
 from gateway.kserve import KServeDoor
 from gateway.service import Service
@@ -188,7 +188,7 @@ def main() -> int:
             asked.run(asked)
             return 0
         settings = Settings.from_environment(os.environ)
-        service = Service(settings, Configuration(settings.config, os.environ, settings.pools))
+        service = Service(settings, Configuration(settings.config, os.environ, pools.of(settings)))
     except InvalidArgument as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from contract.errors import InvalidArgument
-from gateway import configuration, tenants
+from gateway import configuration, pools, tenants
 from gateway.settings import PREFIX, Settings, variable
 
 
@@ -52,7 +52,7 @@ def hash_key(asked: argparse.Namespace) -> None:
 
 def check_all(asked: argparse.Namespace) -> None:
     settings = Settings.from_environment(os.environ)
-    reading = configuration.read(settings.config, os.environ, settings.pools)
+    reading = configuration.read(settings.config, os.environ, pools.of(settings))
     print(f"{settings.config or 'the environment'}: good; {len(reading.keys)} keys")
 
 

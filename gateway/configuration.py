@@ -14,6 +14,7 @@ from contract.errors import InvalidArgument
 from gateway import policy, tenants
 from gateway.permit import Tenant
 from gateway.policy import Policy
+from gateway.pools import Pools
 from gateway.tenants import KeyTable
 
 if sys.version_info >= (3, 11):
@@ -31,12 +32,21 @@ class Reading:
 
     keys: KeyTable
     policy: Policy
+    pools: Pools
 
 
-def read(path: Path | None, environ: Mapping[str, str], pools: Mapping[str, Any]) -> Reading:
-    """Raises InvalidArgument that names the file, the place in it and what is allowed there."""
+def read(path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[str, str]) -> Reading:
+    """Reads keys, rules and pools.
+
+    pools: those of the environment, or only where their replicas are.
+    Raises InvalidArgument that names the file, the place in it and what is allowed there.
+    """
+    start = pools if isinstance(pools, Pools) else Pools(pools)
     found = table(path) if path is not None else {}
-    return Reading(tenants.read(str(path), found, environ), policy.read(str(path), found, environ, pools))
+    rules = policy.read(str(path), found, environ)
+    there = start.changed(str(path), rules.pools)
+    policy.check_pools(str(path), rules, there.places)
+    return Reading(tenants.read(str(path), found, environ), rules, there)
 
 
 def table(path: Path) -> dict[str, Any]:
@@ -54,7 +64,7 @@ class Configuration:
     The first one raises it. ``changed`` is called after every good reading but the first.
     """
 
-    def __init__(self, path: Path | None, environ: Mapping[str, str], pools: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[str, str]) -> None:
         self._path, self._environ, self._pools = path, environ, pools
         self._seen = self._signature()
         self._reading = read(path, environ, pools)
@@ -70,6 +80,10 @@ class Configuration:
     @property
     def policy(self) -> Policy:
         return self._reading.policy
+
+    @property
+    def pools(self) -> Pools:
+        return self._reading.pools
 
     @property
     def keyless(self) -> bool:

@@ -35,6 +35,9 @@
     pool = "next"
     fraction = 0.01
     max_running = 8
+    [pools]                            # shares of the replicas' pools; see TRIDENT_GATEWAY_REPLICAS, _POOL_WEIGHTS
+    stable = 95.0
+    canary = { weight = 5.0, replicas = "10.0.0.7:8001" }   # replicas: in place of the variable's, or a new pool's
     [prices]
     replica_hour = 2.5                 # what a replica costs, for the cost of 1,000 tokens
     currency = "USD"
@@ -61,6 +64,7 @@ _Size = Annotated[int, Field(ge=0, lt=2**48)]
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
 _Fullness = Annotated[float, Field(gt=0, le=10)]
 _Name = Annotated[str, Field(min_length=1, max_length=64)]
+_PoolName = Annotated[str, Field(max_length=64, pattern=r"^[^=;,\s]*$")]
 _Priority = Annotated[int, BeforeValidator(lambda key: int(key) if key.isdecimal() else key), Field(ge=0, le=9)]
 
 
@@ -130,6 +134,19 @@ class ShadowRules(BaseModel):
     max_running: _Count = 8
 
 
+class PoolRules(BaseModel):
+    """weight: share of the requests. replicas: as in TRIDENT_GATEWAY_REPLICAS. None leaves the variable's."""
+
+    model_config = _RULES
+    weight: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
+    replicas: Annotated[str, Field(min_length=1)] | None = None
+
+
+def _pool(said: object) -> object:
+    """A number alone is the weight."""
+    return {"weight": said} if isinstance(said, (int, float)) and not isinstance(said, bool) else said
+
+
 class Prices(BaseModel):
     model_config = _RULES
     replica_hour: Annotated[float, Field(ge=0)]
@@ -146,6 +163,7 @@ class Policy(BaseModel):
     budgets: BudgetRules = BudgetRules()
     reuse: ReuseRules = ReuseRules()
     shadow: ShadowRules | None = None
+    pools: Mapping[_PoolName, Annotated[PoolRules, BeforeValidator(_pool)]] = {}
     prices: Prices | None = None
 
     @property
@@ -157,8 +175,8 @@ class Policy(BaseModel):
         return None if self.degradation is None else Ladder(**self.degradation.model_dump())
 
     @property
-    def pools(self) -> list[tuple[str, str]]:
-        """Every (place, pool) that names one."""
+    def pools_used(self) -> list[tuple[str, str]]:
+        """Every (place, pool) where a rule sends requests to a pool."""
         named = [(f"overflow.{name}.pool", target.pool) for name, target in self.overflow.items() if target.pool]
         return named + ([("shadow.pool", self.shadow.pool)] if self.shadow else [])
 
@@ -167,11 +185,8 @@ SECTIONS = tuple(Policy.model_fields)
 _POLICY = TypeAdapter(Policy)
 
 
-def read(path: str, table: Mapping[str, Any], environ: Mapping[str, str], pools: Mapping[str, Any]) -> Policy:
-    """The rules in ``table``. Raises InvalidArgument that names the file, the place, and what is allowed there.
-
-    pools: those there are, which the rules may name.
-    """
+def read(path: str, table: Mapping[str, Any], environ: Mapping[str, str]) -> Policy:
+    """The rules in ``table``. Raises InvalidArgument that names the file, the place, and what is allowed there."""
     sections = {name: table[name] for name in SECTIONS if name in table}
     try:
         policy = _POLICY.validate_python(_from_environment(path, sections, environ))
@@ -182,11 +197,15 @@ def read(path: str, table: Mapping[str, Any], environ: Mapping[str, str], pools:
         allowed = ", ".join(policy.overflow) or "none, there is no [overflow.NAME]"
         problem = f"there is no target {degradation.overflow!r}; allowed is {allowed}"
         raise InvalidArgument(f"{path}: degradation.overflow", problem)
-    for place, pool in policy.pools:
+    return policy
+
+
+def check_pools(path: str, policy: Policy, pools: Mapping[str, Any]) -> None:
+    """Raises InvalidArgument where a rule sends requests to a pool that is not in ``pools``."""
+    for place, pool in policy.pools_used:
         if pool not in pools:
             allowed = ", ".join(name or "''" for name in pools)
             raise InvalidArgument(f"{path}: {place}", f"there is no pool {pool!r}; allowed is {allowed}")
-    return policy
 
 
 def _from_environment(path: str, value: Any, environ: Mapping[str, str], place: str = "") -> Any:
@@ -225,6 +244,7 @@ def _fields(model: type[BaseModel], parts: list[str]) -> list[str]:
         "budgets": BudgetRules,
         "reuse": ReuseRules,
         "shadow": ShadowRules,
+        "pools": PoolRules,
         "prices": Prices,
     }
     return list((by_section[parts[0]] if parts else model).model_fields)

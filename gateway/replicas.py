@@ -12,7 +12,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import aiohttp
 import grpc.aio
@@ -142,7 +142,8 @@ class Replicas:
 
     def __init__(self, settings: Settings, rng: random.Random | None = None, sources: dict | None = None) -> None:
         self._settings = settings
-        self._sources: dict[str, Discovery] = sources or {pool: source(where) for pool, where in settings.pools.items()}
+        self._places: dict[str, str] = dict(settings.pools)
+        self._sources: dict[str, Discovery] = sources or {pool: source(where) for pool, where in self._places.items()}
         self._rng = rng or random.Random()
         self._health = HealthPolicy(interval_s=settings.probe_interval_s, timeout_s=settings.probe_timeout_s)
         self._breaker = BreakerPolicy(settings.breaker_failures, settings.breaker_open_s)
@@ -151,7 +152,7 @@ class Replicas:
         self._budget = RetryBudget(reserve=100.0)  # a replica that dies takes all its requests with it
         self._pools: dict[str, dict[str, Replica]] = {pool: {} for pool in self._sources}
         self._weights = settings.weights
-        self._tasks: list[asyncio.Task] = []
+        self._tasks: dict[str, asyncio.Task] = {}  # that keep looking for the replicas of each pool
         self._leaving: set[asyncio.Task] = set()
         self._http: aiohttp.ClientSession | None = None
         self._turn = 0
@@ -162,12 +163,40 @@ class Replicas:
         """Returns when every pool was looked for once; those that cannot be found now are looked for again."""
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(self._settings.probe_timeout_s))
         await asyncio.gather(*(self._refresh(pool) for pool in self._sources))
-        self._tasks = [asyncio.create_task(self._keep_refreshing(pool)) for pool in self._sources]
+        self._tasks = {pool: asyncio.create_task(self._keep_refreshing(pool)) for pool in self._sources}
+
+    def change(self, places: Mapping[str, str], weights: Mapping[str, float]) -> None:
+        """Takes other pools and shares from now on. Requests under way are not touched; a replica that has left every
+        pool finishes them.
+
+        places: where the replicas of each pool are. weights: share of each.
+        """
+        self._weights = dict(weights)
+        for pool in self._places.keys() - places.keys():
+            del self._sources[pool]
+            self._cancel(self._tasks.pop(pool, None))
+            for replica in self._pools.pop(pool).values():
+                self._let_go(replica)
+        for pool, where in places.items():
+            if self._places.get(pool) == where:
+                continue
+            self._sources[pool] = source(where)
+            self._pools.setdefault(pool, {})
+            if self._http is not None:  # started
+                self._cancel(self._tasks.pop(pool, None))
+                self._tasks[pool] = asyncio.create_task(self._keep_refreshing(pool, at_once=True))
+        self._places = dict(places)
+
+    def _cancel(self, task: asyncio.Task | None) -> None:
+        if task is not None:
+            task.cancel()
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
 
     async def close(self) -> None:
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await asyncio.gather(*(replica.close() for replica in self.all()))
         for task in self._leaving:
             task.cancel()
@@ -227,7 +256,9 @@ class Replicas:
             pause_s = replica.breaker.pause_s
             _LOG.warning("replica %s: the breaker opens for %g s after: %s", replica.url, pause_s, error)
 
-    async def _keep_refreshing(self, pool: str) -> None:
+    async def _keep_refreshing(self, pool: str, at_once: bool = False) -> None:
+        if at_once:
+            await self._refresh(pool)
         while True:
             found = bool(self._pools[pool])
             await asyncio.sleep(self._rng.uniform(0.9, 1.1) * (REFRESH_S if found else 1.0))

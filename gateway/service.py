@@ -116,7 +116,8 @@ class Service:
 
     def apply(self) -> None:
         """The configuration's rules, from now on."""
-        policy = self.configuration.policy
+        policy, pools = self.configuration.policy, self.configuration.pools
+        self.replicas.change(pools.places, pools.shares)
         rules, shares, per_tenant = policy.admission, policy.shares, policy.admission.max_waiting_per_tenant
         if self.configuration.keyless:  # there are no others to keep places for
             shares, per_tenant = dataclasses.replace(shares, tenant_share=1.0), rules.max_waiting_per_class

@@ -9,7 +9,7 @@
 | MODEL | demo | the name callers use in `model`; the ensemble's own name is understood too |
 | TRITON_MODEL | ensemble | the model behind it on every replica |
 | REPLICAS | 127.0.0.1:8001 | where they are, see below |
-| POOL_WEIGHTS | | `stable=95,canary=5`: shares of the pools; equal if left out, 0 takes only pinned tenants |
+| POOL_WEIGHTS | | `stable=95,canary=5`: equal if left out, 0: only pinned tenants; [pools] of the file wins |
 | METRICS_PORT | 8002 | the replicas', not ours: http://<a replica's host>:<this>/metrics is read; 0: none |
 | METRICS_URLS | | `HOST:PORT=URL,…` for replicas whose page is elsewhere |
 | METRICS_INTERVAL_S | 1 | how often the pages are read |

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from gateway import pools
 from gateway.__main__ import HttpServer, http_server, monitoring_server
 from gateway.configuration import Configuration
 from gateway.kserve import KServeDoor
@@ -89,7 +90,7 @@ async def gateway(
             path.write_text(config, encoding="utf-8")
             values["config"] = path
         settings = Settings(**{**values, **overrides})
-        configuration = Configuration(settings.config, environ, settings.pools)
+        configuration = Configuration(settings.config, environ, pools.of(settings))
         service = Service(settings, configuration, keys=keys, tracing=tracing)
         async with _serving(service) as running:
             yield running
