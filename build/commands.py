@@ -54,6 +54,18 @@ def checkpoint_route(recipe: Recipe, shape: Shape) -> str:
     return CONVERT if recipe.convert.get(CONVERT_SWITCH.get(recipe.precision, "")) else QUANTIZE
 
 
+def calibrates(recipe: Recipe, shape: Shape) -> bool:
+    """Whether activations are measured on the recipe's [calibration] texts on the way to its checkpoint."""
+    if recipe.kind == CPU:
+        return recipe.calibration is not None
+    if recipe.kind == LLMAPI:
+        return recipe.precision != "bf16" or recipe.kv_cache_precision != "auto"
+    if checkpoint_route(recipe, shape) == QUANTIZE:
+        return True
+    # The converters load the texts for SmoothQuant and for an INT8 KV cache.
+    return recipe.precision == "int8_sq" or recipe.kv_cache_precision == "int8"
+
+
 def calibration_size(recipe: Recipe) -> int:
     """Texts really used: any AWQ format clamps to 32."""
     return min(recipe.calibration.size, CALIB_SIZE_AWQ) if "awq" in recipe.precision else recipe.calibration.size
@@ -175,6 +187,7 @@ def convert_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
         options |= {"use_weight_only": True, "weight_only_precision": recipe.precision[:4]}
     if recipe.precision == "int8_sq":
         options |= {"smoothquant": 0.5, "per_channel": True, "per_token": True}
+    if recipe.precision == "int8_sq" or recipe.kv_cache_precision == "int8":
         options["calib_dataset"] = recipe.calibration.dataset
     if recipe.precision == "int4_awq":
         options |= {"weight_only_precision": "int4_awq", "group_size": recipe.group_size}

@@ -1,7 +1,7 @@
 """Checks beyond the builder's rules: does the card have the format, does the model fit, do the limits make sense.
 
 H: hardware. M: memory. S: shapes and limits. B: what serving needs of the build. Q: what our own quantise stage can
-make. C: the CPU engine. U: keys of the recipe that would have no effect.
+make. C: the CPU engine (C2: every engine). U: keys of the recipe that would have no effect.
 """
 
 from __future__ import annotations
@@ -230,10 +230,12 @@ def positions_must_be_computed_exactly(case: Case) -> str | None:
 @CHECKS.rule("C2", REFUSE)
 def a_step_must_hold_a_token_of_each(case: Case) -> str | None:
     recipe = case.recipe
-    if recipe.kind != CPU or recipe.max_num_tokens >= recipe.max_batch_size:
+    tokens = commands.max_num_tokens(recipe) if recipe.kind == TRTLLM else recipe.max_num_tokens
+    if tokens >= recipe.max_batch_size * recipe.max_beam_width:
         return None
     running = f"{recipe.max_batch_size} sequences"
-    return f"max_num_tokens {recipe.max_num_tokens} is less than one token for each of {running}"
+    running += f" of {recipe.max_beam_width} beams" if recipe.max_beam_width > 1 else ""
+    return f"max_num_tokens {tokens} is less than one token for each of {running}, so they can never run at once"
 
 
 @CHECKS.rule("C3", REFUSE)

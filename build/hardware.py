@@ -84,6 +84,10 @@ SUPPORT: dict[int, frozenset[str]] = {
     103: frozenset({"bf16", "fp8", "nvfp4"}),
     120: frozenset({"bf16", "fp8", "nvfp4"}),
 }
+# An FP8 KV cache is storage: attention converts what it reads. NVIDIA's hardware matrix for quantization
+# (TensorRT-LLM 1.2 documentation, features/quantization) lists "FP8 KV Cache" for Ampere, which has no FP8 weights, and
+# builder.py keeps it below SM 89 while it switches off paged context attention (R3). The older reference/support-matrix
+# page names no FP8 for Ampere; it lists precisions of computation.
 KV_SUPPORT: dict[int, frozenset[str]] = {
     sm: frozenset({"auto", "fp8", "int8"} if sm < 100 else {"auto", "fp8"}) for sm in SMS
 }

@@ -51,7 +51,6 @@ PBTXT_TYPE = {"BYTES": "TYPE_STRING"}  # every other KServe name is the pbtxt's 
 LOGITS_TYPE = "TYPE_FP32"  # what the engine is built with: --logits_dtype float32 (R24)
 PLACEHOLDER_TYPE = {"${logits_datatype}": LOGITS_TYPE}
 LOGITS_OUTPUT = {"context_logits": "gather_context_logits", "generation_logits": "gather_generation_logits"}
-DRAFT_INPUTS = ("draft_input_ids", "draft_acceptance_threshold")
 DRAFT_OUTPUTS = ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
 DECODING_MODE = {
     "lookahead_decoding": "lookahead",
@@ -68,11 +67,9 @@ def contract() -> dict[str, dict]:
     return {side: {tensor["name"]: tensor for tensor in table[f"{side}s"]} for side in ("input", "output")}
 
 
-def inputs(recipe: Recipe) -> list[str]:
+def inputs() -> list[str]:
     """Input tensors of the engine's configuration, in the contract's order."""
-    names = [t.name for t in tensors.ENGINE_INPUTS if not t.ours]
-    spec = recipe.speculative_decoding
-    return names + (list(DRAFT_INPUTS) if spec is not None and spec.mode == "draft_tokens_external" else [])
+    return [t.name for t in tensors.ENGINE_INPUTS if not t.ours]
 
 
 def outputs(recipe: Recipe) -> list[str]:
@@ -145,7 +142,7 @@ def render(recipe: Recipe) -> str:
         # The engine's own limit: the backend takes it from the engine, Triton's batcher from here.
         max_batch_size: {recipe.max_batch_size}
         """)
-    parts = [head, _tensor_list("input", inputs(recipe)), _tensor_list("output", outputs(recipe)), _scheduling(recipe)]
+    parts = [head, _tensor_list("input", inputs()), _tensor_list("output", outputs(recipe)), _scheduling(recipe)]
     lines = []
     for key, value, why in parameters(recipe):
         lines += textwrap.wrap(f"# {why}", 118, subsequent_indent="# ") if why else []

@@ -59,9 +59,16 @@ def make(recipe: Recipe, shape: Shape) -> Plan:
 
 
 def concurrency(plan: Plan) -> list[dict[str, int]]:
-    """Rows of prompt, output and how many such sequences run at once: bounded by the KV pool and by max_batch_size."""
+    """Rows of prompt, output and how many such sequences run at once.
+
+    Bounded by the KV pool, by max_batch_size and by max_num_tokens, of which a sequence takes one a step and one more
+    for every draft token.
+    """
     recipe, foot = plan.recipe, plan.footprint
     assert foot is not None and recipe.max_seq_len is not None
+    tokens = commands.max_num_tokens(recipe) if recipe.kind == TRTLLM else recipe.max_num_tokens
+    per_step = tokens // (recipe.max_beam_width * (1 + commands.draft_len(recipe)))
+    most = max(1, min(recipe.max_batch_size, per_step))
     pairs = [pair for pair in TYPICAL if sum(pair) < recipe.max_seq_len]
     rows = [(prompt, output, prompt + output) for prompt, output in pairs]
     rows.append((recipe.max_seq_len // 2, recipe.max_seq_len - recipe.max_seq_len // 2, recipe.max_seq_len))
@@ -71,7 +78,7 @@ def concurrency(plan: Plan) -> list[dict[str, int]]:
             "output_tokens": output,
             "total_tokens": total,
             "fit_in_kv_pool": foot.sequences(total + commands.draft_len(recipe)),
-            "run_at_once": min(foot.sequences(total + commands.draft_len(recipe)), recipe.max_batch_size),
+            "run_at_once": min(foot.sequences(total + commands.draft_len(recipe)), most),
         }
         for prompt, output, total in rows
     ]
@@ -83,7 +90,7 @@ def as_json(plan: Plan) -> dict:
     document: dict = {
         "engine": recipe.name,
         "kind": recipe.kind,
-        "recipe": asdict(recipe),
+        "recipe": {key: value for key, value in asdict(recipe).items() if key != "given"},
         "model": {"source": plan.shape.source, "parameters": plan.shape.architecture.num_parameters()},
         "refused": plan.refused,
         "findings": [

@@ -17,7 +17,7 @@ from recipe import CPU, Recipe
 
 def manifest(recipe: Recipe, checkpoint: Checkpoint, versions: Mapping[str, str]) -> EngineManifest:
     """The engine's manifest without ``files``, ``properties``, ``evaluation`` and ``created``, which come last."""
-    content = dataclasses.asdict(recipe)
+    content = {key: value for key, value in dataclasses.asdict(recipe).items() if key != "given"}
     gpu = recipe.kind != CPU
     return EngineManifest(
         name=recipe.name,

@@ -44,7 +44,7 @@ KV_CACHE_PRECISIONS = {
     LLMAPI: ("auto", "fp8"),
 }
 SPECULATIVE_KEYS = {
-    "draft_tokens_external": ("max_draft_len", "draft_model"),
+    "draft_tokens_external": ("max_draft_len",),
     "lookahead_decoding": ("window_size", "ngram_size", "verification_set_size"),
     "medusa": ("max_draft_len", "medusa_model", "num_medusa_heads", "choices"),
     "explicit_draft_tokens": ("max_draft_len",),
@@ -87,7 +87,6 @@ class SpeculativeDecoding:
 
     mode: str
     max_draft_len: int
-    draft_model: str | None = None
     window_size: int | None = None
     ngram_size: int | None = None
     verification_set_size: int | None = None
@@ -139,6 +138,7 @@ class Recipe:
     max_batch_size: sequences running at once. max_num_tokens: tokens of one step over all sequences.
     max_seq_len: prompt plus output of one sequence; None only when a trtllm recipe leaves it out (rule R11 refuses it).
     prefix_reuse: prompts that begin alike share KV blocks. chunked_context: long prompts are prefilled in pieces.
+    given: keys the file sets itself, so that one without effect is refused even where it repeats its default.
     group_size: input columns that share a weight scale (AWQ block size; int4 groups on the CPU).
 
     cpu: with calibration, for int4 only, ``gptq.py`` chooses the weights; without (None) they are rounded to nearest.
@@ -181,6 +181,7 @@ class Recipe:
     quantize: Mapping[str, object] = field(default_factory=dict)
     convert: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    given: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def world_size(self) -> int:
@@ -280,7 +281,6 @@ _QUALITY: dict[str, Check] = {
 _SPECULATIVE: dict[str, Check] = {
     "mode": _one_of(*SPECULATIVE_KEYS),
     "max_draft_len": _integer(1, 1024),
-    "draft_model": _text,
     "window_size": _integer(1, 64),
     "ngram_size": _integer(1, 64),
     "verification_set_size": _integer(1, 64),
@@ -393,6 +393,7 @@ def parse(table: Mapping[str, object], path: Path | str) -> Recipe:
         quantize=_options(path, "quantize", table, ("quantize",)),
         convert=_options(path, "convert", table, ("convert_checkpoint_llama", "convert_checkpoint_qwen")),
         environment=_environment(path, table),
+        given=tuple(table),
     )
 
 

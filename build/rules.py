@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 import commands
+import hardware
 import layout
 import option_table
 from case import Case, RuleBook, Severity
@@ -63,8 +64,9 @@ def fp8_attention_needs_sm_89(case: Case) -> str | None:
         return None
     if case.recipe.kv_cache_precision == "fp8":
         return (
-            f"SM {case.recipe.sm} has no FP8 context attention, and with an FP8 KV cache the builder switches off "
-            "paged context attention too, so the engine has no prefix reuse and no chunked context"
+            f"SM {case.recipe.sm} keeps an FP8 KV cache (NVIDIA's quantization hardware matrix lists it for "
+            f"{hardware.GENERATIONS[case.recipe.sm]}) and has no FP8 context attention, so the builder switches off "
+            "paged context attention too: no prefix reuse and no chunked context"
         )
     asks = case.recipe.build.get("use_fp8_context_fmha") == "enable" or case.recipe.precision.startswith("fp8")
     return (
@@ -330,7 +332,7 @@ def logits_must_be_float32(case: Case) -> str | None:
 def workers_are_cut_to_the_gpus(case: Case) -> str | None:
     workers, gpus = case.options.get("workers", 1), case.gpus_here
     if not isinstance(workers, int) or workers < 1:
-        return f"workers {workers}: the builder's process pool raises with less than one"
+        return None  # O5 refuses it
     if gpus is not None and gpus < workers:
         after = "and its process pool then raises" if gpus == 0 else "so ranks are built one after another"
         return f"the builder cuts workers {workers} to the {gpus} GPUs of this machine, {after}"

@@ -13,13 +13,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import commands
+import effects
 import hardware
 import layout
 import memory
+from builder_options import BUILDER_OPTIONS
 from case import Case, Finding, Severity
 from contract.errors import InvalidArgument
+from drafting import DRAFTING
 from fitness import CHECKS
-from recipe import CPU, IMAGE, KV_CACHE_PRECISIONS, PRECISIONS, TRTLLM, Recipe, RecipeError, load
+from recipe import CPU, IMAGE, KV_CACHE_PRECISIONS, PRECISIONS, TRTLLM, Calibration, Recipe, RecipeError, load
 from rules import EAGLE_BATCH, EAGLE_DRAFT, RULES
 
 MAX_PAIRS = 200
@@ -57,16 +60,19 @@ def require(recipe: Recipe, findings: tuple[Finding, ...]) -> None:
 
 def check(case: Case) -> list[Finding]:
     """Every finding, without alternatives, in the rules' order."""
-    return (RULES.check(case) if case.recipe.kind == TRTLLM else []) + CHECKS.check(case)
+    books = (CHECKS, BUILDER_OPTIONS, DRAFTING, effects.EFFECTS)
+    books = (RULES, *books) if case.recipe.kind == TRTLLM else books
+    return [finding for book in books for finding in book.check(case)]
 
 
 @dataclass(frozen=True)
 class _Edit:
-    """One change of a recipe: its cost, how it reads as TOML, and the fields it sets."""
+    """One change of a recipe: its cost, how it reads as TOML, the fields it sets and the keys it leaves out."""
 
     cost: int
     text: str
     changes: dict[str, object]
+    drops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,9 @@ def _changed(case: Case, edits: tuple[_Edit, ...]) -> Case:
     changes: dict[str, object] = {}
     for edit in edits:
         changes |= edit.changes
-    return replace(case, recipe=replace(case.recipe, **changes))
+    dropped = {key for edit in edits for key in edit.drops}
+    given = tuple(key for key in case.recipe.given if key not in dropped)
+    return replace(case, recipe=replace(case.recipe, **changes, given=given))
 
 
 def _said(edits: tuple[_Edit, ...], changed: Case) -> str:
@@ -176,7 +184,10 @@ def _edits(case: Case) -> Iterator[_Edit]:
         if kv != recipe.kv_cache_precision:
             yield _Edit(OPTION, f'kv_cache_precision = "{kv}"', {"kv_cache_precision": kv})
     yield from _limits(case)
-    yield from _formats(recipe)
+    yield from _formats(case)
+    yield from _without_effect(case, {})
+    if recipe.revision is not None:
+        yield _Edit(OPTION, "without revision", {"revision": None})
     if recipe.speculative_decoding is not None:
         yield _Edit(FEATURE, "without [speculative_decoding]", {"speculative_decoding": None})
     if kind == CPU:
@@ -190,8 +201,9 @@ def _edits(case: Case) -> Iterator[_Edit]:
             yield _Edit(CARD, f'gpu = "{card.name}"', {"gpu": card.name, "sm": card.sm})
 
 
-def _formats(recipe: Recipe) -> Iterator[_Edit]:
+def _formats(case: Case) -> Iterator[_Edit]:
     """Other weights and KV cache: what we ship for this model and card, what the card is best at, then by size."""
+    recipe = case.recipe
     own = memory.WEIGHT_BYTES[recipe.precision]
     pairs = [(r.precision, r.kv_cache_precision) for r in _shipped() if r.model == recipe.model and r.sm == recipe.sm]
     pairs += hardware.OFFERED[recipe.sm] if recipe.kind != CPU else ()
@@ -204,7 +216,21 @@ def _formats(recipe: Recipe) -> Iterator[_Edit]:
         text, changes = f'precision = "{precision}"', {"precision": precision}
         if kv != recipe.kv_cache_precision:
             text, changes = f'{text}, kv_cache_precision = "{kv}"', changes | {"kv_cache_precision": kv}
-        yield _Edit(FORMAT, text, changes)
+        drops: tuple[str, ...] = ()
+        for edit in _without_effect(case, changes):
+            text, changes, drops = f"{text}, {edit.text}", changes | edit.changes, drops + edit.drops
+        yield _Edit(FORMAT, text, changes, drops)
+
+
+def _without_effect(case: Case, changes: dict[str, object]) -> Iterator[_Edit]:
+    """What goes with another format: keys that have no effect on it."""
+    changed = replace(case, recipe=replace(case.recipe, **changes))
+    if effects.group_size_is_for_grouped_weights(changed):
+        yield _Edit(LIMIT, "without group_size", {"group_size": 128}, ("group_size",))
+    if effects.calibration_is_for_what_is_measured(changed):
+        yield _Edit(OPTION, "without [calibration]", {"calibration": Calibration()}, ("calibration",))
+    if effects.latency_is_for_fp8_below_sm_100(changed):
+        yield _Edit(OPTION, 'optimize_for = "balanced"', {"optimize_for": "balanced"})
 
 
 def _limits(case: Case) -> Iterator[_Edit]:
@@ -220,14 +246,14 @@ def _limits(case: Case) -> Iterator[_Edit]:
         recipe.max_seq_len or 8192,
         8192,
         2048,
+        recipe.max_batch_size * recipe.max_beam_width,
     }
-    tokens |= {recipe.max_batch_size} if recipe.kind == CPU else set()
     for count in sorted(tokens - {recipe.max_num_tokens}, key=lambda n: abs(n - recipe.max_num_tokens)):
         yield _Edit(LIMIT, f"max_num_tokens = {count}", {"max_num_tokens": count})
     for batch in (512, 256, 128, 64, 32, 16, 8):
         if batch < recipe.max_batch_size:
             yield _Edit(LIMIT, f"max_batch_size = {batch}", {"max_batch_size": batch})
-    for size in sorted({32, 64, 128} - {recipe.group_size}):
+    for size in sorted({32, 64, 128} - {recipe.group_size}) if recipe.precision in effects.GROUPED else ():
         yield _Edit(LIMIT, f"group_size = {size}", {"group_size": size})
     if recipe.kind == CPU and recipe.max_seq_len and recipe.max_seq_len > (recipe.kv_cache_tokens or 0):
         needed = -(-recipe.max_seq_len // memory.BLOCK_TOKENS) * memory.BLOCK_TOKENS
@@ -247,6 +273,10 @@ def _engine_limits(recipe: Recipe) -> Iterator[_Edit]:
         if recipe.max_batch_size > EAGLE_BATCH:
             changes = changes | {"max_batch_size": EAGLE_BATCH}
             yield _Edit(2 * LIMIT, f"max_batch_size = {EAGLE_BATCH}, {text}", changes)
+    for key in ("choices", "medusa_model"):
+        if spec is not None and getattr(spec, key) is not None:
+            changes = {"speculative_decoding": replace(spec, **{key: None})}
+            yield _Edit(OPTION, f"without speculative_decoding.{key}", changes)
     if recipe.image != IMAGE:
         yield _Edit(LIMIT, f'image = "{IMAGE}"', {"image": IMAGE})
     if recipe.max_beam_width > 1:

@@ -7,7 +7,7 @@ import recipe as recipes
 import shape as shapes
 from case import Case
 from fitness import CHECKS
-from verdict import check, judge
+from verdict import check, judge, refused
 
 
 def reason(rule: str, **changes: object) -> str | None:
@@ -95,6 +95,19 @@ def test_s5_the_network_must_have_a_place_for_every_bias(tmp_path):
         found = reason("S5", model=str(tmp_path))
         assert said in found if said else found is None
     assert reason("S5", model=QWEN_7B) is None
+
+
+def test_c2_a_step_holds_a_token_of_each_running_sequence_of_a_gpu_engine_too():
+    found = judge(case(max_batch_size=2048, max_num_tokens=64))
+    assert found[0].rule == "C2" and "one token for each of 2048 sequences" in found[0].reason
+    assert "64 sequences of 4 beams" in reason("C2", max_num_tokens=255, max_beam_width=4)
+    assert reason("C2", max_num_tokens=256, max_beam_width=4) is None and reason("C2", max_num_tokens=64) is None
+
+
+def test_an_fp8_kv_cache_on_ampere_is_allowed_by_the_matrix_the_warning_cites():
+    found = judge(case(gpu="a100", precision="bf16", kv_cache_precision="fp8"))
+    assert not refused(found)
+    assert "NVIDIA's quantization hardware matrix lists it for Ampere" in " ".join(f.message for f in found)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_the_signature_is_the_cpu_engines_without_what_is_ours():
 
 def test_one_tensor_stands_on_a_line_with_its_shape_behind():
     rows = [row for row in package.render(make()).splitlines() if "data_type" in row]
-    assert len(rows) == len(package.inputs(make())) + len(package.outputs(make()))
+    assert len(rows) == len(package.inputs()) + len(package.outputs(make()))
     assert all(re.search(r"# \[batch(, (n|\d))+\]$", row) for row in rows)
     assert any('name: "stop_words_list"' in row and row.endswith("# [batch, 2, n]") for row in rows)
 
@@ -144,12 +144,6 @@ def test_speculative_decoding_sets_its_mode(spec, expected):
     values = parameters(make(speculative_decoding=spec))
     assert {key: values[key] for key in expected} == expected
     assert "acceptance_rate" in package.outputs(make(speculative_decoding=spec))
-
-
-def test_external_drafts_have_an_input():
-    recipe = make(speculative_decoding={"mode": "draft_tokens_external", "max_draft_len": 4})
-    assert "draft_input_ids" in package.inputs(recipe) and "decoding_mode" not in parameters(recipe)
-    check(recipe)
 
 
 def test_quotes_in_a_value_do_not_break_the_file():

@@ -122,6 +122,12 @@ def test_memory_and_concurrency_are_the_formulas():
     assert "here 2 x 80 x 2 x 128 x 1 = 40960 bytes per token" in text
 
 
+def test_drafts_take_their_tokens_of_a_step():
+    spec = {"mode": "lookahead_decoding", "window_size": 7, "ngram_size": 7, "verification_set_size": 7}
+    rows = plans.concurrency(plan_of(speculative_decoding=spec, max_num_tokens=4096))
+    assert {row["run_at_once"] for row in rows} == {4096 // 84}
+
+
 def test_lengths_beyond_the_recipe_are_left_out():
     assert {row["total_tokens"] for row in plans.concurrency(plan_of(max_seq_len=1000))} == {256, 1000}
 

@@ -87,6 +87,11 @@ def test_an_unknown_key_in_a_table_is_refused_the_same_way(changes, key, nearest
         ({"kv_cache_fraction": float("nan")}, "kv_cache_fraction", "a number from 0.01 to 1"),
         ({"optimize_for": "speed"}, "optimize_for", "one of balanced, latency, throughput"),
         ({"group_size": 100}, "group_size", "one of 32, 64, 128, 256"),
+        (
+            {"speculative_decoding": {"mode": "draft_tokens_external", "max_draft_len": 4, "draft_model": "no/such"}},
+            "speculative_decoding.draft_model",
+            "unknown key",
+        ),
         ({"gpu": "h1000"}, "gpu", "nearest is 'h100'"),
         ({"gpu": None, "sm": 91}, "sm", "one of 80, 86, 89, 90, 100, 103, 120"),
         ({"calibration": 5}, "calibration", "a table"),

@@ -263,7 +263,7 @@ def test_r24_logits_must_be_float32():
 
 def test_r25_workers_are_cut_to_the_gpus():
     assert "more than the 1 ranks" in reason("R25", build={"workers": 2})
-    assert "pool raises" in reason("R25", build={"workers": 0})
+    assert reason("R25", build={"workers": 0}) is None  # O5 refuses it
     assert "the 1 GPUs of this machine" in reason("R25", gpus_here=1, model=LLAMA_70B, tp=4)
     assert "pool then raises" in reason("R25", gpus_here=0)
     assert reason("R25", gpus_here=4, model=LLAMA_70B, tp=4) is None

@@ -27,6 +27,14 @@ def applied(drawn: Case, instead: str) -> Case:
     for part in re.split(r", (?=without |[a-z_.]+ = )", instead.split(" (as build/")[0]):
         if part.startswith("without "):
             table, _, key = part.removeprefix("without ").strip("[]").partition(".")
+            if not key and table in ("group_size", "calibration", "revision"):
+                default = {"group_size": 128, "calibration": recipes.Calibration(), "revision": None}[table]
+                left = tuple(given for given in recipe.given if given != table)
+                recipe = replace(recipe, **{table: default, "given": left})
+                continue
+            if table == "speculative_decoding" and key:
+                recipe = replace(recipe, speculative_decoding=replace(recipe.speculative_decoding, **{key: None}))
+                continue
             left = {k: v for k, v in getattr(recipe, table).items() if k != key} if key else {}
             recipe = replace(recipe, **{table: None if table == "speculative_decoding" else left})
             continue

@@ -118,9 +118,22 @@ def tables(draw: st.DrawFn) -> dict[str, object]:
 
 
 @st.composite
+def without_idle_keys(draw: st.DrawFn) -> dict[str, object]:
+    """As ``tables``, without the keys that would be refused for having no effect or no way to be served."""
+    given = draw(tables())
+    recipe = recipes.parse(given, "drawn.toml")
+    drawn = Case(recipe, shapes.find(recipe.model))
+    idle = {"U3": "group_size", "U4": "calibration", "U5": "optimize_for", "D1": "max_beam_width"}
+    idle |= {"D2": "speculative_decoding", "D3": "speculative_decoding"}
+    given = {key: value for key, value in given.items() if key not in {idle.get(f.rule) for f in verdict.check(drawn)}}
+    served = {key: value for key, value in given["build"].items() if key not in ("lora_dir", "strip_plan")}
+    return given | {"build": served}
+
+
+@st.composite
 def accepted(draw: st.DrawFn) -> Case:
     """A case nothing refuses."""
-    recipe = recipes.parse(draw(tables()), "drawn.toml")
+    recipe = recipes.parse(draw(without_idle_keys()), "drawn.toml")
     drawn = Case(recipe, shapes.find(recipe.model))
     assume(not verdict.refused(tuple(verdict.check(drawn))))
     return drawn
