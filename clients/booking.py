@@ -7,17 +7,18 @@ import asyncio
 
 from clients import costs
 from clients.answer import Answer
-from clients.costs import Costs, Observation
+from clients.costs import Costs, Observation, Pace
 from contract.generation import GenerationRequest
 
 
 class Work:
-    """What one replica has under way. outstanding: requests. pending_tokens: in tokens of decoding. idle: set while
-    there is nothing."""
+    """What one replica has under way, and its pace. outstanding: requests. pending_tokens: in tokens of decoding. idle:
+    set while there is nothing."""
 
     def __init__(self) -> None:
         self.outstanding = 0
         self.pending_tokens = 0.0
+        self.pace = Pace()
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -73,4 +74,6 @@ class Booking:
         prefill_s = (timings.first_token_ns - timings.first_scheduled_ns) / 1e9
         decode_s = (timings.last_token_ns - timings.first_token_ns) / 1e9
         uncached = usage.input_tokens - usage.cached_tokens
-        self._costs.observe(Observation(prefill_s, uncached, decode_s, usage.output_tokens, self._running))
+        seen = Observation(prefill_s, uncached, decode_s, usage.output_tokens, self._running)
+        self._costs.observe(seen)
+        self._work.pace.observe(seen)

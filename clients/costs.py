@@ -13,7 +13,7 @@ from contract.generation import GenerationRequest
 
 # How many of the latest observations an average is made of. Times change with the load; lengths vary more, so
 # that a mean of few of them would only add noise to the bookings.
-_TIMES, _LENGTHS = 32, 512
+_TIMES, _LENGTHS, _PACES = 32, 512, 128
 # Beyond these a measurement is an accident, and a booking made with it would blind the picks.
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.0001, 1000.0
 
@@ -90,6 +90,37 @@ class Costs:
             self._bytes_per_token.observe(prompt_bytes / input_tokens)
 
 
+class Pace:
+    """How fast one replica decodes, learned from its answers.
+
+    A step decodes one token of every running request and takes a fixed time and a part for each of them: a straight
+    line, so that what was seen under light load says what a full replica would do.
+    """
+
+    LEAST_SEEN = 16  # answers; before that chance decides
+
+    def __init__(self) -> None:
+        self._steps, self._running_mean = _Line(_PACES), _Mean(_PACES)
+        self._step_s = _Mean(_PACES)
+
+    def observe(self, seen: Observation) -> None:
+        """Learns from an answer of two tokens or more."""
+        if seen.output_tokens > 1 and seen.decode_s > 0:
+            running, step_s = max(1.0, seen.running), seen.decode_s / (seen.output_tokens - 1)
+            self._steps.observe(running, step_s)
+            self._running_mean.observe(running)
+            self._step_s.observe(step_s)
+
+    def tokens_per_s(self, slots: int) -> float:
+        """The rate with all slots taken; 0 where slots or pace are unknown."""
+        if slots <= 0 or self._step_s.count < self.LEAST_SEEN:
+            return 0.0
+        step_s, running = self._step_s.value, self._running_mean.value
+        slope = self._steps.slope_if_known
+        slope = min(max(0.0, slope), step_s / running)  # neither part of a step takes less than no time
+        return slots / (step_s + slope * (slots - running))
+
+
 @dataclass
 class _Mean:
     """The mean of about the last ``memory`` values; of all of them as long as they are fewer."""
@@ -126,10 +157,17 @@ class _Line:
         tokens, seconds = self._tokens.value, self._seconds.value
         if not tokens:
             return 0.0
+        found = self.slope_if_known
+        return found if found > 0 else seconds / tokens
+
+    @property
+    def slope_if_known(self) -> float:
+        """The slope by least squares; 0 while the values differ too little to tell."""
+        tokens = self._tokens.value
         variance = self._squares.value - tokens * tokens
-        covariance = self._products.value - tokens * seconds
-        differ = variance > (0.2 * tokens) ** 2
-        return covariance / variance if differ and covariance > 0 else seconds / tokens
+        if variance <= (0.2 * tokens) ** 2:
+            return 0.0
+        return (self._products.value - tokens * self._seconds.value) / variance
 
 
 def prompt_bytes(asked: GenerationRequest) -> int:

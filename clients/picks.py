@@ -1,15 +1,19 @@
 """Which replica gets a request. Pure functions of a snapshot: ``pick(loads, ask, rng) -> ReplicaLoad``.
 
 All of them choose among the healthy replicas, or among all if none is healthy: then the probes are as likely to
-be wrong as every replica to be dead. Ties are broken by chance, so that equal replicas get equal shares.
+be wrong as every replica to be dead. Load is relative to capacity: requests to ``max_running``, tokens to the measured
+``tokens_per_s``, so that replicas get work in proportion. A replica of unknown capacity counts as the mean of the
+others. Ties are broken by chance, in proportion to capacity.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from contract.errors import InvalidArgument, Unavailable
@@ -33,27 +37,35 @@ Pick = Callable[[Sequence[ReplicaLoad], Ask, random.Random], ReplicaLoad]
 
 
 def round_robin(loads: Sequence[ReplicaLoad], ask: Ask, rng: random.Random) -> ReplicaLoad:
-    """Each in turn, by name. Blind to load: the baseline."""
+    """Each in turn, by name, as often as it has slots. Blind to load: the baseline."""
     candidates = sorted(eligible(loads), key=lambda load: load.name)
-    return candidates[ask.turn % len(candidates)]
+    counts = [max(1, round(slots)) for slots in slot_capacities(candidates)]
+    divisor = math.gcd(*counts)
+    ends = list(itertools.accumulate(count // divisor for count in counts))
+    # A golden-ratio step visits every position of the cycle once and spreads a replica's turns evenly over it.
+    step = 1 if ends[-1] == len(ends) else _coprime_near(ends[-1] * 0.618, ends[-1])
+    return candidates[bisect.bisect_right(ends, ask.turn * step % ends[-1])]
 
 
 def least_outstanding(loads: Sequence[ReplicaLoad], ask: Ask, rng: random.Random) -> ReplicaLoad:
-    """The one with the fewest requests under way."""
-    return _lowest(eligible(loads), occupancy, rng)
+    """The one with the fewest requests under way for its slots."""
+    candidates = eligible(loads)
+    return _drawn(candidates, least_occupied(candidates), rng)
 
 
 def power_of_two_choices(loads: Sequence[ReplicaLoad], ask: Ask, rng: random.Random) -> ReplicaLoad:
-    """The less busy of two drawn at random. With many callers that see old loads, this avoids the herd."""
+    """The less busy of two drawn by capacity. With many callers that see old loads, this avoids the herd."""
     candidates = eligible(loads)
-    if len(candidates) > 2:
-        candidates = rng.sample(candidates, 2)
-    return _lowest(candidates, occupancy, rng)
+    if len(candidates) <= 2:
+        return least_outstanding(candidates, ask, rng)
+    pair = _two_of(candidates, rng)
+    return pair[rng.choice(list(least_occupied(pair)))]  # capacity had its part in who was drawn
 
 
 def token_aware(loads: Sequence[ReplicaLoad], ask: Ask, rng: random.Random) -> ReplicaLoad:
-    """The one with the least work booked, in tokens of decoding, prompts that wait to be computed included."""
-    return _lowest(eligible(loads), lambda load: load.pending_tokens, rng)
+    """The one that is done first with the work booked, in tokens of decoding, uncomputed prompts included."""
+    candidates = eligible(loads)
+    return _drawn(candidates, least_pending(candidates), rng)
 
 
 def session_affinity(bound: float = 1.25, otherwise: Pick = power_of_two_choices) -> Pick:
@@ -70,8 +82,8 @@ def _affinity(key_of: Callable[[Ask], str], bound: float, otherwise: Pick) -> Pi
     """Rendezvous hashing with bounded load.
 
     Every replica has a rank for every key; the key's requests go to the highest, and when one leaves, only its
-    own keys move. A replica that already has ``bound`` times the mean load is passed over for the next rank, so
-    that a popular key spreads instead of drowning one replica.
+    own keys move. A replica that already has ``bound`` times its share of the load, which is in proportion to its
+    slots, is passed over for the next rank, so that a popular key spreads instead of drowning one replica.
     """
     if not bound > 1.0:
         raise InvalidArgument("bound", f"got {bound}; allowed is more than 1, as a multiple of the mean load")
@@ -80,21 +92,32 @@ def _affinity(key_of: Callable[[Ask], str], bound: float, otherwise: Pick) -> Pi
         key = key_of(ask)
         if not key:
             return otherwise(loads, ask, rng)
-        candidates = eligible(loads)
-        limit = math.ceil(bound * (sum(map(occupancy, candidates)) + 1) / len(candidates))
-        ranked = rendezvous(key, candidates)
-        return next((load for load in ranked if occupancy(load) < limit), ranked[0])
+        return home(key, eligible(loads), bound)
 
     return pick
 
 
+def home(key: str, loads: Sequence[ReplicaLoad], bound: float) -> ReplicaLoad:
+    """The highest ranked replica for ``key`` with less than ``bound`` times its share of all requests."""
+    slots = slot_capacities(loads)
+    per_slot = bound * (sum(map(occupancy, loads)) + 1) / sum(slots)
+    below = {load.name: occupancy(load) < math.ceil(per_slot * own) for load, own in zip(loads, slots, strict=True)}
+    ranked = rendezvous(key, loads)
+    return next((load for load in ranked if below[load.name]), ranked[0])
+
+
 def rendezvous(key: str, loads: Sequence[ReplicaLoad]) -> list[ReplicaLoad]:
-    """``loads`` by the rank that ``key`` gives each, highest first; the same on every machine."""
+    """``loads`` by the rank that ``key`` gives each, highest first; the same on every machine. A replica is first for
+    as many keys as it has slots."""
+    slots = slot_capacities(loads)
+    alike = min(slots) == max(slots)
 
-    def rank(load: ReplicaLoad) -> bytes:
-        return hashlib.blake2b(f"{load.name}\0{key}".encode(), digest_size=8).digest()
+    def rank(place: int) -> float:
+        drawn = hashlib.blake2b(f"{loads[place].name}\0{key}".encode(), digest_size=8).digest()
+        number = int.from_bytes(drawn, "big")
+        return number if alike else -slots[place] / math.log((number + 0.5) / 2**64)
 
-    return sorted(loads, key=rank, reverse=True)
+    return [loads[place] for place in sorted(range(len(loads)), key=rank, reverse=True)]
 
 
 def eligible(loads: Sequence[ReplicaLoad]) -> list[ReplicaLoad]:
@@ -109,10 +132,81 @@ def occupancy(load: ReplicaLoad) -> int:
     return max(load.outstanding, load.running + load.waiting)
 
 
-def _lowest(loads: Sequence[ReplicaLoad], score: Callable[[ReplicaLoad], float], rng: random.Random) -> ReplicaLoad:
-    scores = [score(load) for load in loads]
-    least = min(scores)
-    return rng.choice([load for load, one in zip(loads, scores, strict=True) if one == least])
+def slot_capacities(loads: Sequence[ReplicaLoad]) -> list[float]:
+    """``max_running`` of each; where it is unknown the mean of the known ones, 1 if none is."""
+    known = [load.max_running for load in loads if load.max_running > 0]
+    mean = sum(known) / len(known) if known else 1.0
+    return [float(load.max_running) if load.max_running > 0 else mean for load in loads]
+
+
+def token_capacities(loads: Sequence[ReplicaLoad]) -> list[float]:
+    """``tokens_per_s`` of each, or their slots as long as any was not measured."""
+    if all(load.tokens_per_s > 0 for load in loads):
+        return [load.tokens_per_s for load in loads]
+    return slot_capacities(loads)
+
+
+def has_room(load: ReplicaLoad) -> bool:
+    """Whether a slot is free there, or nobody knows how many there are."""
+    return load.max_running <= 0 or occupancy(load) < load.max_running
+
+
+def least_occupied(loads: Sequence[ReplicaLoad]) -> dict[int, float]:
+    """Indices of the replicas whose turn it is by requests under way, with the weights to draw among them."""
+    return _next_in_proportion([occupancy(load) for load in loads], slot_capacities(loads), 1.0)
+
+
+def least_pending(loads: Sequence[ReplicaLoad]) -> dict[int, float]:
+    """Indices of the replicas whose turn it is by pending tokens, with the weights to draw among them."""
+    work, requests = [load.pending_tokens for load in loads], sum(load.outstanding for load in loads)
+    return _next_in_proportion(work, token_capacities(loads), sum(work) / max(1, requests))
+
+
+def _next_in_proportion(work: Sequence[float], capacities: Sequence[float], size: float) -> dict[int, float]:
+    """Indices that may take the next request of ``size`` so that work stays in proportion to capacity, with weights.
+
+    The ceiling is the least relative load that any replica would have with the request. What each has left below it is
+    its weight: nothing for the busier of equal replicas; of a small and a large one that are both idle, the small one
+    gets the request as seldom as it is small, so that light load, too, is in proportion. Of replicas of about one size
+    only the least loaded stays.
+    """
+    relative = [amount / capacity for amount, capacity in zip(work, capacities, strict=True)]
+    lowest, ceiling = min(relative), min((one + size) / own for one, own in zip(work, capacities, strict=True))
+    left = {place: ceiling * capacities[place] - amount for place, amount in enumerate(work)}
+    left = {place: units for place, units in left.items() if units > 1e-9 * size}
+    if not left:  # nothing is booked anywhere
+        left = {place: capacities[place] for place, load in enumerate(relative) if load == lowest}
+    return {
+        place: units
+        for place, units in left.items()
+        if not any(relative[other] < relative[place] and capacities[other] >= 0.9 * capacities[place] for other in left)
+    }
+
+
+def _drawn(loads: Sequence[ReplicaLoad], weights: Mapping[int, float], rng: random.Random) -> ReplicaLoad:
+    return loads[draw(weights, rng)]
+
+
+def draw(weights: Mapping[int, float], rng: random.Random) -> int:
+    """A key, by chance in proportion to its weight."""
+    places = list(weights)
+    if min(weights.values()) == max(weights.values()):
+        return rng.choice(places)
+    return rng.choices(places, list(weights.values()))[0]
+
+
+def _two_of(loads: Sequence[ReplicaLoad], rng: random.Random) -> list[ReplicaLoad]:
+    """Two replicas of one capacity, or two draws by capacity, which may be the same: a large one among many small ones
+    would else be in every pair and still get no more than each pair's one request."""
+    slots = slot_capacities(loads)
+    if min(slots) == max(slots):
+        return rng.sample(loads, 2)
+    first, second = rng.choices(loads, slots, k=2)
+    return [first] if first is second else [first, second]
+
+
+def _coprime_near(wanted: float, total: int) -> int:
+    return next(step for step in range(max(1, round(wanted)), total) if math.gcd(step, total) == 1)
 
 
 BY_NAME: dict[str, Pick] = {

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry.trace import Span, SpanKind
 
@@ -103,12 +103,15 @@ class Generation:
         pool = service.overflow.pool(self._target) or asking.tenant.pool
         self._door = service.replicas.door(self.request, pool, asking.session, handed, payload)
         if route_span is not None:
+            self._door.explain = route_span.is_recording()
             self._door.picked = lambda: self._routed(route_span)
         return self._door
 
     def _routed(self, span: Span) -> None:
         """A replica is picked: the first ends the span, later ones are attempts after a failure."""
-        place = {"server.address": self._door.replica, "trident.pool": self._door.pool}
+        place: dict[str, Any] = {"server.address": self._door.replica, "trident.pool": self._door.pool}
+        if self._door.explanation is not None:
+            place |= self._door.explanation.attributes()
         if span.is_recording():
             end_span(span, **place)
         else:

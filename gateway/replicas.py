@@ -8,6 +8,7 @@ under way, and the metrics pages tell what everybody else has.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import math
 import random
@@ -34,7 +35,7 @@ from contract.load import ReplicaLoad
 from gateway import load_page, routing
 from gateway.health import SILENCE_S, Breaker, BreakerPolicy, BreakerState, token_digest
 from gateway.load_page import PageLoad
-from gateway.routing import Candidate, Question, Router
+from gateway.routing import Candidate, Explanation, Question, Router
 from gateway.settings import SCORED, Settings
 
 _LOG = logging.getLogger(__name__)
@@ -68,11 +69,12 @@ class Replica:
             self.url,
             running=self.page.running,
             waiting=self.page.waiting,
-            max_running=max(1, self.page.max_running),
+            max_running=self.page.max_running,
             kv_usage=self.page.kv_usage,
             pending_tokens=round(self.work.pending_tokens),
             healthy=bool(self.health.healthy),
             outstanding=self.work.outstanding,
+            tokens_per_s=self.work.pace.tokens_per_s(self.page.max_running),
         )
         return Candidate(load, not self.breaker.allows(now_s), now_s - self.since_s)
 
@@ -235,13 +237,19 @@ class Replicas:
         """The retries of one request, under the budget that all requests share."""
         return Failover(FAILOVER, self._budget, self._rng)
 
-    def choose(self, ask: Ask, pinned: str, tried: frozenset[str]) -> Replica:
-        """Raises Unavailable if no replica may be asked."""
+    def choose(self, ask: Ask, pinned: str, tried: frozenset[str], explanation: Explanation | None = None) -> Replica:
+        """Fills in ``explanation`` if there is one. Raises Unavailable if no replica may be asked."""
+        if explanation is None and _LOG.isEnabledFor(logging.DEBUG):
+            explanation = Explanation()
         now_s = time.monotonic()
         available = {name: any(one.fit(now_s) for one in pool.values()) for name, pool in self._pools.items()}
         pool = self._pools[routing.choose_pool(self._weights, pinned, available, self._rng, ask.session)]
         candidates = [replica.candidate(now_s) for replica in pool.values()]
-        return pool[self._router.choose(candidates, Question(ask, tried), self._rng).name]
+        chosen = pool[self._router.choose(candidates, Question(ask, tried), self._rng, explanation).name]
+        if explanation is not None:
+            explanation.pool = chosen.pool
+            _LOG.debug("replica picked", extra={"fields": dataclasses.asdict(explanation)})
+        return chosen
 
     def has_untried(self, pinned: str, tried: frozenset[str]) -> bool:
         return any(one.url not in tried and (not pinned or one.pool == pinned) for one in self.fit())
@@ -357,9 +365,12 @@ class Door:
         self._latest: Replica | None = None
         self.replica = self.pool = ""  # where the latest attempt went
         self.picked: Callable[[], None] = lambda: None  # called when that is known
+        self.explain = False  # whether ``explanation`` says of each pick why
+        self.explanation: Explanation | None = None
 
     async def open(self, asked: GenerationRequest, left_s: float) -> Call:
-        replica = self._replicas.choose(self._ask, self._pinned, self._tried)
+        self.explanation = Explanation() if self.explain else None
+        replica = self._replicas.choose(self._ask, self._pinned, self._tried, self.explanation)
         self._tried |= {replica.url}
         self._latest, self.replica, self.pool = replica, replica.url, replica.pool
         self.picked()

@@ -99,6 +99,7 @@ class _Replica:
             self.name,
             pending_tokens=round(sum(sequence.booked for sequence in itertools.chain(self.waiting, self.running))),
             outstanding=self.outstanding,
+            max_running=self.engine.slots,
         )
 
     def cached(self, job: Job) -> int:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clients import costs
-from clients.costs import Costs, Observation
+from clients.costs import Costs, Observation, Pace
 from contract.generation import GenerationRequest
 
 
@@ -82,3 +82,42 @@ def test_the_size_and_the_beginning_of_a_prompt() -> None:
     assert turn_one == costs.prefix(GenerationRequest(messages=(system, first, *later))) != ""
     assert turn_one != costs.prefix(GenerationRequest(messages=(system, later[1])))
     assert costs.prefix(GenerationRequest("x" * 5000), 100) == "x" * 100
+
+
+def seen_at(running: float, step_s: float, tokens: int = 101) -> Observation:
+    return Observation(0.01, 10, step_s * (tokens - 1), tokens, running)
+
+
+def test_the_pace_of_a_full_replica_is_learned_from_one_that_is_not_full() -> None:
+    pace, rng = Pace(), random.Random(0)
+    for _ in range(200):
+        running = rng.randint(1, 20)
+        pace.observe(seen_at(running, 0.01 + 0.002 * running))
+    assert pace.tokens_per_s(64) == pytest.approx(64 / (0.01 + 0.002 * 64), rel=0.05)
+    assert pace.tokens_per_s(0) == 0.0
+
+
+def test_half_the_step_time_is_twice_the_pace_whatever_ran_beside() -> None:
+    slow, fast = Pace(), Pace()
+    for _ in range(50):
+        slow.observe(seen_at(8, 0.02))
+        fast.observe(seen_at(8, 0.01))
+    assert fast.tokens_per_s(16) == pytest.approx(2 * slow.tokens_per_s(16))
+
+
+def test_a_few_answers_say_nothing_about_the_pace() -> None:
+    pace = Pace()
+    for _ in range(Pace.LEAST_SEEN - 1):
+        pace.observe(seen_at(1, 0.01))
+    pace.observe(seen_at(1, 0.01, tokens=1))  # has no second token
+    assert pace.tokens_per_s(8) == 0.0
+    pace.observe(seen_at(1, 0.01))
+    assert pace.tokens_per_s(8) > 0.0
+
+
+@given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-4, 1.0)), min_size=16, max_size=60), st.integers(1, 256))
+def test_a_pace_is_a_positive_number_whatever_was_seen(seen: list[tuple[int, float]], slots: int) -> None:
+    pace = Pace()
+    for running, step_s in seen:
+        pace.observe(seen_at(running, step_s))
+    assert 0 < pace.tokens_per_s(slots) < float("inf")

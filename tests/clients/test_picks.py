@@ -149,3 +149,99 @@ def test_without_a_session_or_prefix_load_decides() -> None:
 def test_a_bound_that_leaves_no_room_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="bound: got 1.0; allowed is more than 1"):
         picks.session_affinity(1.0)
+
+
+def sized(slots: list[int], outstanding: list[int], tokens: list[int] | None = None) -> list[ReplicaLoad]:
+    return [
+        ReplicaLoad(f"r{n}", max_running=own, outstanding=count, pending_tokens=(tokens or [0] * len(slots))[n])
+        for n, (own, count) in enumerate(zip(slots, outstanding, strict=True))
+    ]
+
+
+def placed(
+    pick: picks.Pick, slots: list[int], requests: int, lasting: int, seed: int = 0
+) -> tuple[list[int], list[int]]:
+    """(requests that each replica got, most it had at once) of ``requests`` of 100 tokens, of which ``lasting`` are
+    under way at once; which one ends next is chance."""
+    rng, counts, total = random.Random(seed), [0] * len(slots), [0] * len(slots)
+    most, under_way = [0] * len(slots), []
+    for turn in range(requests):
+        if len(under_way) >= lasting:
+            counts[under_way.pop(rng.randrange(len(under_way)))] -= 1
+        loads = sized(slots, counts, [100 * count for count in counts])
+        place = int(pick(loads, Ask(turn, f"s{turn}", f"p{turn}"), rng).name[1:])
+        under_way.append(place)
+        counts[place] += 1
+        total[place] += 1
+        most[place] = max(most[place], counts[place])
+    return total, most
+
+
+IN_PROPORTION = ("round_robin", "least_outstanding", "power_of_two_choices", "token_aware", "session_affinity")
+
+
+@pytest.mark.parametrize("name", IN_PROPORTION)
+@pytest.mark.parametrize("slots", [[8, 64], [4, 8, 16], [1, 1, 1, 30], [16, 16, 20]], ids=str)
+@pytest.mark.parametrize("fill", [0.0, 0.1, 0.5, 0.9], ids=str)
+def test_shares_are_in_proportion_to_capacity_under_any_load(name: str, slots: list[int], fill: float) -> None:
+    lasting = max(1, round(fill * sum(slots)))
+    total, _ = placed(picks.BY_NAME[name], slots, 4000, lasting)
+    half_a_request = 0.5 / lasting if lasting > 1 else 0.0  # requests under way are whole ones
+    for got, own in zip(total, slots, strict=True):
+        assert got / 4000 == pytest.approx(own / sum(slots), rel=0.3, abs=max(0.03, half_a_request))
+
+
+@given(st.lists(st.integers(1, 64), min_size=2, max_size=6), st.floats(0.1, 1.0), st.integers(0, 99))
+def test_nobody_waits_where_another_has_a_free_slot(slots: list[int], fill: float, seed: int) -> None:
+    burst = max(1, int(fill * sum(slots)))
+    for name in ("least_outstanding", "token_aware"):
+        _, most = placed(picks.BY_NAME[name], slots, burst, burst, seed)
+        assert all(count <= own for count, own in zip(most, slots, strict=True))
+
+
+def test_a_burst_of_sixty_is_shared_by_eight_and_sixty_four_slots_as_they_are() -> None:
+    for name in ("least_outstanding", "token_aware"):
+        total, _ = placed(picks.BY_NAME[name], [8, 64], 60, 60)
+        assert total[0] in (6, 7)
+
+
+def test_unknown_capacity_counts_as_the_mean_of_the_known() -> None:
+    assert picks.slot_capacities(sized([0, 0], [3, 3])) == [1.0, 1.0]
+    assert picks.slot_capacities(sized([8, 0, 16], [0, 0, 0])) == [8.0, 12.0, 16.0]
+    total, _ = placed(picks.least_outstanding, [0, 0, 0], 999, 30)
+    assert max(total) - min(total) < 60
+
+
+def test_a_replica_that_is_twice_as_fast_has_twice_the_tokens_pending() -> None:
+    pending, rng = {"slow": 0, "fast": 0}, random.Random(0)
+    for _ in range(300):
+        loads = [
+            ReplicaLoad(
+                name, max_running=64, tokens_per_s=rate, pending_tokens=pending[name], outstanding=pending[name]
+            )
+            for name, rate in (("slow", 500.0), ("fast", 1000.0))
+        ]
+        pending[picks.token_aware(loads, Ask(), rng).name] += 1
+    assert pending == {"slow": 100, "fast": 200}
+    loads[0] = dataclasses.replace(loads[0], tokens_per_s=0.0)  # as long as one is not measured slots decide
+    assert picks.token_capacities(loads) == [64.0, 64.0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 64), st.integers(0, 64)), min_size=2, max_size=8),
+    st.floats(1.05, 3),
+    st.text(min_size=1, max_size=5),
+)
+def test_the_affinity_bound_is_on_the_share_that_capacity_gives(replicas, bound: float, key: str) -> None:
+    slots, outstanding = map(list, zip(*replicas, strict=True))
+    picked = picks.session_affinity(bound)(sized(slots, outstanding), Ask(session=key), random.Random(0))
+    share = picked.max_running / sum(slots)
+    assert picked.outstanding + 1 <= math.ceil(bound * (sum(outstanding) + 1) * share + 1e-9)
+
+
+def test_keys_are_spread_by_capacity_and_round_robin_takes_turns_evenly() -> None:
+    loads = sized([8, 24], [0, 0])
+    homes = Counter(picks.rendezvous(f"conversation-{n}", loads)[0].name for n in range(4000))
+    assert homes["r0"] == pytest.approx(1000, rel=0.1)
+    turns = [picks.round_robin(loads, Ask(turn), random.Random(0)).name for turn in range(400)]
+    assert turns.count("r0") == 100 and "r0" in turns[:4] and turns[:8].count("r0") == 2

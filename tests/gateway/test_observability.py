@@ -93,6 +93,9 @@ async def test_spans_join_the_callers_trace_and_the_engine_joins_theirs():
     assert f"{root.parent.span_id:016x}" == TRACE.split("-")[2]
     assert root.attributes["gen_ai.usage.output_tokens"] == 3
     assert root.attributes["gen_ai.response.finish_reasons"] == ("length",)
+    route = spans["route"].attributes
+    assert route["trident.route.policy"] == "scored" and route["server.address"] == replica.url
+    assert route["trident.route.loads"] == (f"{replica.url}: 0/10000 requests, 0 tokens, KV 0.00",)
     handed = replica.seen[-1].metadata["traceparent"].split("-")
     assert handed[1] == TRACE.split("-")[1] and handed[2] == f"{spans['replica'].context.span_id:016x}"
 

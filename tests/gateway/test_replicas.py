@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 
 import aiohttp
 import grpc
@@ -91,6 +92,35 @@ async def test_loads_are_read_from_the_replicas_pages():
     script = Script((" a",), stall_after=0)
     async with FakeReplica(lambda seen: script, slots=2) as replica, gateway(replica) as running:
         await until(lambda: running.service.replicas.all()[0].page.max_running == 2)
+
+
+@pytest.mark.parametrize("policy", ["scored", "least_outstanding", "token_aware", "session_affinity"])
+async def test_a_burst_is_shared_by_slots_and_nobody_waits_while_there_is_room(policy: str):
+    script = Script((" a",), stall_after=0)
+    async with FakeReplica(lambda seen: script, slots=8) as small, FakeReplica(lambda seen: script, slots=64) as large:
+        async with gateway(small, large, routing=policy) as running:
+            pages = running.service.replicas.all()
+            await until(lambda: all(replica.page.max_running for replica in pages))
+            calls = [asyncio.ensure_future(running.post("/v1/completions", ASKED)) for _ in range(60)]
+            try:
+                await until(lambda: small.counts.started + large.counts.started == 60)
+                assert small.counts.running in (6, 7) and large.counts.running in (53, 54)
+            finally:
+                for call in calls:
+                    call.cancel()
+                await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_a_pick_is_explained_in_the_debug_log_and_only_there(caplog: pytest.LogCaptureFixture):
+    async with FakeReplica(slots=3) as one, FakeReplica(slots=5) as two, gateway(one, two) as running:
+        await until(lambda: all(replica.page.max_running for replica in running.service.replicas.all()))
+        for level, picks in ((logging.INFO, 0), (logging.DEBUG, 1)):
+            caplog.set_level(level, "gateway.replicas")
+            await running.post("/v1/completions", ASKED)
+            said = [record.fields for record in caplog.records if record.getMessage() == "replica picked"]
+            assert len(said) == picks
+        assert said[0]["chosen"] in (one.url, two.url) and set(said[0]["scores"]) == {one.url, two.url}
+        assert said[0]["loads"][two.url].startswith("0/5 requests")
 
 
 async def test_a_session_stays_at_one_replica():

@@ -13,7 +13,7 @@ from clients import picks
 from clients.picks import Ask
 from contract.errors import Unavailable
 from contract.load import ReplicaLoad
-from gateway.routing import Candidate, Question, Router, choose_pool
+from gateway.routing import Candidate, Explanation, Question, Router, choose_pool
 
 
 def candidate(name: str, *, open_breaker: bool = False, age_s: float = 1e9, **load: object) -> Candidate:
@@ -107,3 +107,58 @@ def test_pools_are_drawn_by_weight_and_a_pool_that_is_down_is_not_drawn():
     assert moved and set(moved) == {("stable", "canary")}
     with pytest.raises(Unavailable, match="other is not configured"):
         choose_pool(weights, "other", up, rng)
+
+
+def under_load(slots: dict[str, int], requests: int, lasting: int) -> tuple[Counter, Counter]:
+    """(requests that each replica got, most it had at once), with books that are up to date and pages that are not."""
+    router, rng, under_way, total, most = Router(), random.Random(3), [], Counter(), Counter()
+    for _ in range(requests):
+        if len(under_way) >= lasting:
+            under_way.pop(rng.randrange(len(under_way)))
+        counts = Counter(under_way)
+        found = [
+            candidate(name, max_running=own, outstanding=counts[name], pending_tokens=100 * counts[name])
+            for name, own in slots.items()
+        ]
+        name = router.choose(found, Question(), rng).name
+        under_way.append(name)
+        total[name] += 1
+        most[name] = max(most[name], counts[name] + 1)
+    return total, most
+
+
+@pytest.mark.parametrize("lasting", [1, 4, 20, 60, 72])
+def test_replicas_get_work_in_proportion_to_their_slots(lasting: int):
+    total, most = under_load({"small": 8, "large": 64}, 3000, lasting)
+    assert total["small"] / 3000 == pytest.approx(8 / 72, abs=0.05)
+    assert most["small"] <= 8 and most["large"] <= 64
+
+
+def test_a_burst_finds_a_free_slot_as_long_as_there_is_one_anywhere():
+    for pick in (None, *picks.BY_NAME.values()):
+        router, rng, counts = Router(pick=pick), random.Random(4), {"small": 8, "large": 0}
+        for turn in range(64):
+            found = [candidate(name, max_running=own, outstanding=counts[name]) for name, own in SLOTS.items()]
+            counts[router.choose(found, Question(Ask(turn, "s", "p")), rng).name] += 1
+        assert counts == {"small": 8, "large": 64}
+
+
+SLOTS = {"small": 8, "large": 64}
+
+
+def test_a_pick_says_why_if_it_is_asked():
+    found = [
+        candidate("a", max_running=8, outstanding=2, pending_tokens=90),
+        candidate("b", max_running=8),
+        candidate("c", waiting=3),
+        candidate("d", healthy=False),
+    ]
+    why = Explanation()
+    assert Router().choose(found, Question(Ask(session="s")), random.Random(0), why).name == why.chosen
+    assert why.passed_over == {"d": "not healthy", "c": "requests waiting"}
+    assert set(why.scores) == {"a", "b"} and why.scores["b"]["least_outstanding"] == 1.0
+    said = why.attributes()
+    assert said["trident.route.policy"] == "scored"
+    assert "a: 2/8 requests, 90 tokens, KV 0.00" in said["trident.route.loads"]
+    assert "c: requests waiting" in said["trident.route.passed_over"]
+    assert any(text.startswith("b: affinity=") for text in said["trident.route.scores"])
