@@ -21,6 +21,7 @@ from pathlib import Path
 import layout  # noqa: F401  makes `contract` importable when a script is run by path
 from lint_engine import engine_faults, is_engine, is_tensorrtllm
 from lint_ensemble import ensemble_faults
+from lint_python import python_faults
 from repository import ERROR, WARNING, Fault, Model, Repository, config_names, read
 
 
@@ -31,6 +32,7 @@ def lint(repository: Repository) -> list[Fault]:
         faults += _tensor_names(model)
         faults += _queues(model)
         faults += _scripting(model)
+        faults += python_faults(model)
         if model.is_ensemble:
             faults += ensemble_faults(repository, model)
         elif is_engine(model):

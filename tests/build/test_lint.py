@@ -1,6 +1,7 @@
 """The lint on a small right repository with one thing made wrong at a time, and on the classic 1.x layout."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,9 @@ ensemble_scheduling { step [
 """
 
 
+PROGRAM = "class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
+
+
 def engine_text() -> str:
     """A Python engine with exactly the contract's tensors."""
     rows = {}
@@ -91,6 +95,8 @@ def put(folder: Path, configs: dict[str, str]) -> Path:
     for name, text in configs.items():
         (folder / name / "1").mkdir(parents=True)
         (folder / name / "config.pbtxt").write_text(text)
+        if 'backend: "python"' in text:
+            (folder / name / "1" / "model.py").write_text(PROGRAM)
     return folder
 
 
@@ -344,7 +350,7 @@ def test_a_step_that_mixes_a_decoupled_origin_with_another_is_named(tmp_path):
 def test_a_folder_without_a_configuration_or_a_version_is_named(tmp_path):
     put(tmp_path, texts())
     (tmp_path / "extra").mkdir()
-    (tmp_path / "tokenizer" / "1").rmdir()
+    shutil.rmtree(tmp_path / "tokenizer" / "1")
     messages = [message for *_, message in faults(tmp_path)]
     assert "extra has no config.pbtxt, so Triton would guess one" in messages
     assert any("no version folder (1/)" in message for message in messages)
@@ -542,3 +548,61 @@ def test_a_bls_model_is_warned_of(tmp_path):
     parameter = 'parameters { key: "tensorrt_llm_model_name" value { string_value: "x" } }'
     text = f'name: "tensorrt_llm_bls" backend: "python" {parameter}'
     assert any(row[2] == "bls" for row in faults(put(tmp_path, {"tensorrt_llm_bls": text})))
+
+
+def program_faults(folder: Path) -> list[tuple[str, str]]:
+    return [
+        (model, message) for severity, model, rule, message in faults(folder) if (severity, rule) == (ERROR, "program")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (None, "1/model.py is missing"),
+        ("class TritonPythonModel\n    pass\n", "does not compile: expected ':' (line 1)"),
+        ("x = (\n", "does not compile"),
+        ("\0", "1/model.py "),
+        ("", "defines no class TritonPythonModel"),
+        ("class Model:\n    def execute(self, requests):\n        return []\n", "defines no class TritonPythonModel"),
+        ("def f():\n    class TritonPythonModel: ...\n", "defines no class TritonPythonModel"),
+        ("class TritonPythonModel:\n    def initialize(self, args): ...\n", "without execute()"),
+    ],
+)
+def test_a_python_model_needs_a_program_that_triton_can_load(tmp_path, program, said):
+    file = put(tmp_path, texts()) / "detokenizer" / "1" / "model.py"
+    file.unlink() if program is None else file.write_text(program)
+    (found,) = program_faults(tmp_path)
+    assert found[0] == "detokenizer" and said in found[1]
+    assert run(str(tmp_path)).returncode == 1
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from package.model import TritonPythonModel\n",
+        "from package.model import Model as TritonPythonModel\n",
+        "from package.model import *\n",
+        "import package\nTritonPythonModel = package.Model\n",
+        "class TritonPythonModel(Base): ...\n",
+        "try:\n    from a import TritonPythonModel\nexcept ImportError:\n    from b import TritonPythonModel\n",
+    ],
+)
+def test_a_program_may_take_its_class_from_elsewhere(tmp_path, program):
+    (put(tmp_path, texts()) / "detokenizer" / "1" / "model.py").write_text(program)
+    assert program_faults(tmp_path) == []
+
+
+def test_a_program_of_another_name_is_the_one_that_is_looked_at(tmp_path):
+    put(tmp_path, texts())
+    config = tmp_path / "detokenizer" / "config.pbtxt"
+    config.write_text(config.read_text() + 'default_model_filename: "other.py"\n')
+    assert program_faults(tmp_path) == [
+        ("detokenizer", "1/other.py is missing: the Python backend has no program to load")
+    ]
+
+
+def test_every_version_needs_its_program(tmp_path):
+    (put(tmp_path, texts()) / "detokenizer" / "2").mkdir()
+    ((model, message),) = program_faults(tmp_path)
+    assert (model, message.split()[0]) == ("detokenizer", "2/model.py")

@@ -63,6 +63,11 @@ ENGINE_TO_POST = {
     "output_ids": ("_TOKENS_BATCH", "TOKENS_BATCH"),
     "sequence_length": ("_SEQUENCE_LENGTH", "SEQUENCE_LENGTH"),
 }
+PREPROCESSING_SOURCE = """\
+class TritonPythonModel:
+    def execute(self, requests):
+        raise NotImplementedError
+"""
 POSTPROCESSING_SOURCE = """\
 class TritonPythonModel:
     def execute(self, requests):
@@ -82,6 +87,7 @@ def write(folder: Path, values: dict[str, str] | None = None) -> Path:
     for name, text in texts.items():
         (folder / name / "1").mkdir(parents=True)
         (folder / name / "config.pbtxt").write_text(_filled(text, values or {}))
+    (folder / "preprocessing" / "1" / "model.py").write_text(PREPROCESSING_SOURCE)
     (folder / "postprocessing" / "1" / "model.py").write_text(POSTPROCESSING_SOURCE)
     return folder
 
