@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from gateway.batch_pace import Signals
+from gateway.observability import ENGINE
 from gateway.service import Service
 
 OPERATION = "batch"  # the label of batch work in every metric, which keeps it out of interactive objectives
@@ -50,11 +51,14 @@ class InteractiveSignals:
         self._history = deque([self._history[-1]])
 
     def _first_tokens(self) -> tuple[int, int]:
-        """Interactive ones so far: all, and those that came after the objective."""
+        """Interactive ones of engines so far: all, and those that came after the objective."""
         total = in_time = 0.0
         for family in self._service.metrics.first_token.collect():
             for sample in family.samples:
-                if sample.name.endswith("_bucket") and sample.labels["operation"] != OPERATION:
+                labels = sample.labels
+                if not sample.name.endswith("_bucket") or labels["source"] != ENGINE:
+                    continue
+                if labels["operation"] != OPERATION:
                     bound = float(sample.labels["le"])
                     total += sample.value if bound == float("inf") else 0
                     in_time += sample.value if bound == TTFT_OBJECTIVE_S else 0

@@ -19,6 +19,7 @@ from contract.generation import Timings, Usage
 
 if TYPE_CHECKING:
     from gateway.generation import Generation
+    from gateway.reused_answer import ReusedAnswer
     from gateway.service import Asking, Service
 
 # The buckets OpenTelemetry advises for gen_ai.server.*, in seconds.
@@ -26,6 +27,7 @@ DURATION_S = tuple(0.01 * 2**n for n in range(14))
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 LAG_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+ENGINE = "engine"  # the source of an answer that was made for its request, by a replica or an upstream
 REUSE = ("hit", "semantic", "coalesced", "replayed", "miss", "bypass")
 MAX_TENANTS = 100  # that have a label of their own; later ones share "other"
 
@@ -37,25 +39,26 @@ class Metrics:
         self._model = model
         self.tokens_made = 0
         registry = self.registry = CollectorRegistry()
-        generation = ("operation", "model", "error_type")
+        # source: ENGINE, or where an answer came from that needed none; pool: of replicas, or the overflow target.
+        generation = ("operation", "model", "source", "pool")
         self.duration = Histogram(
             "gen_ai_server_request_duration_seconds",
             "Arrival to the last token, queueing included",
-            generation,
+            (*generation, "error_type"),
             buckets=DURATION_S,
             registry=registry,
         )
         self.first_token = Histogram(
             "gen_ai_server_time_to_first_token_seconds",
             "Arrival to the first token, queueing included",
-            generation[:2],
+            generation,
             buckets=FIRST_TOKEN_S,
             registry=registry,
         )
         self.per_token = Histogram(
             "gen_ai_server_time_per_output_token_seconds",
-            "Per generation, mean of the tokens after the first",
-            generation[:2],
+            "Per generation of an engine, mean of the tokens after the first",
+            generation,
             buckets=PER_TOKEN_S,
             registry=registry,
         )
@@ -76,12 +79,15 @@ class Metrics:
         )
         self.ends = Counter(
             "trident_gateway_generations",
-            "Ended generations by how they ended, and the pool or target that had them",
-            ("end", "pool"),
+            "Ended answers by how they ended, the pool or target that made them, and their source",
+            ("end", "pool", "source"),
             registry=registry,
         )
         self.tokens = Counter(
-            "trident_gateway_tokens", "Tokens by tenant and direction", ("tenant", "direction"), registry=registry
+            "trident_gateway_tokens",
+            "Tokens by tenant, direction and source of the answer",
+            ("tenant", "direction", "source"),
+            registry=registry,
         )
         self.retries = Counter(
             "trident_gateway_retries", "Calls to replicas beyond a generation's first", registry=registry
@@ -95,7 +101,7 @@ class Metrics:
         self.shadow = Counter(
             "trident_gateway_shadow", "Copies of requests by what came of them", ("result",), registry=registry
         )
-        self.in_flight = Gauge("trident_gateway_in_flight", "Admitted generations under way", registry=registry)
+        self.in_flight = Gauge("trident_gateway_in_flight", "Admitted answers under way", registry=registry)
         self.waiting = Gauge("trident_gateway_waiting", "Generations waiting in admission", registry=registry)
         self.lag = Histogram(
             "trident_gateway_event_loop_lag_seconds", "How late timers fire", buckets=LAG_S, registry=registry
@@ -115,22 +121,32 @@ class Metrics:
 
     def ended(self, generation: Generation, asking: Asking, pool: str, attempts: int) -> None:
         """A generation is over."""
-        now_s, labels = time.monotonic(), (asking.operation, self._model)
+        now_s, labels = time.monotonic(), (asking.operation, self._model, ENGINE, pool)
         error, usage, first_s = generation.error, generation.usage, generation.first_s
-        self.duration.labels(*labels, type(error).__name__ if error else "").observe(now_s - generation.began_s)
-        self.ends.labels(generation.finish_reason or end_of(error), pool).inc()
+        self.duration.labels(*labels, end_of(error)).observe(now_s - generation.began_s)
+        self.ends.labels(generation.finish_reason or end_of(error), pool, ENGINE).inc()
         self.retries.inc(max(0, attempts - 1))
         if first_s:
             self.first_token.labels(*labels).observe(first_s - generation.began_s)
         if usage is not None and first_s and usage.output_tokens > 1:
             self.per_token.labels(*labels).observe((now_s - first_s) / (usage.output_tokens - 1))
 
-    def used(self, tenant: str, usage: Usage) -> None:
-        """What a caller is charged with: a prompt once, however many choices were made of it."""
+    def reused(self, answer: ReusedAnswer, asking: Asking, end: str, error: TridentError | None) -> None:
+        """An answer that needed no engine is over."""
+        labels = (asking.operation, self._model, answer.source, "")
+        self.duration.labels(*labels, end_of(error)).observe(time.monotonic() - answer.began_s)
+        self.ends.labels(end, "", answer.source).inc()
+        if answer.first_s:
+            self.first_token.labels(*labels).observe(answer.first_s - answer.began_s)
+
+    def used(self, tenant: str, usage: Usage, source: str = ENGINE) -> None:
+        """Tokens of one caller's answer: a prompt once, however many choices were made of it. Those of an engine are
+        what the caller is charged with, and what replicas cost."""
         tenant = self.tenant(tenant)
-        self.tokens.labels(tenant, "input").inc(usage.input_tokens)
-        self.tokens.labels(tenant, "output").inc(usage.output_tokens)
-        self.tokens_made += usage.input_tokens + usage.output_tokens
+        self.tokens.labels(tenant, "input", source).inc(usage.input_tokens)
+        self.tokens.labels(tenant, "output", source).inc(usage.output_tokens)
+        if source == ENGINE:
+            self.tokens_made += usage.input_tokens + usage.output_tokens
 
     def page(self) -> bytes:
         return generate_latest(self.registry)

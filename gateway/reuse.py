@@ -17,15 +17,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from contract.errors import DeadlineExceeded, InvalidArgument, TridentError
+from contract.errors import DeadlineExceeded, InvalidArgument
 from contract.generation import GenerationRequest, TokenDelta
 from gateway.choices import Piece
 from gateway.coalescing import Coalescer, SharedReader, size_bytes
 from gateway.idempotency import HEADER, RESUME_HEADER, Idempotency
-from gateway.observability import end_span
 from gateway.policy import ReuseRules
 from gateway.request_key import deterministic, request_key
 from gateway.response_cache import Answer, ResponseCache
+from gateway.reused_answer import ReusedAnswer
 from gateway.semantic_cache import SemanticCache, Wishes
 from gateway.service import Asking, Service
 
@@ -86,7 +86,7 @@ class Reuse:
         what = hashlib.sha256("".join(request_key(one, tenant, asking.operation) for one in wanted).encode())
         making = _Making(lambda: self._made(self._lasting(wanted), asking, wishes))
         reader = self._idempotency.follow(tenant, key, what.hexdigest(), lambda: making, start)
-        served = await self._read(reader, making, wanted[0].timeout_s, asking, "replayed")
+        served = await self._read(reader, making, wanted, asking, "replayed")
         return dataclasses.replace(served, first_event=start, before=reader.stream.deltas()[:start])
 
     def close(self) -> None:
@@ -102,11 +102,11 @@ class Reuse:
         key = request_key(asked, tenant, engine)
         if engine and not anew:
             if self._cache is not None and (found := self._cache.get(key, wishes.read_age_s)) is not None:
-                return await self._given(found, asking, {SAID: "hit"})
+                return await self._given(found, wanted, asking, {SAID: "hit"})
             if self._semantic is not None:
                 hit = await self._semantic.get(asked, tenant, engine, asking.carrier)
                 if hit is not None:
-                    return await self._given(hit.answer, asking, hit.headers)
+                    return await self._given(hit.answer, wanted, asking, hit.headers)
 
         def keep(answer: Answer) -> None:
             self._keep(key, answer, asked, asking, engine)
@@ -115,7 +115,7 @@ class Reuse:
             return await self._fresh(wanted, asking, "miss", keep)
         making = _Making(lambda: self._fresh(self._lasting(wanted), asking, "miss", keep))
         reader = self._coalescer.follow(key, lambda: making)
-        return await self._read(reader, making, asked.timeout_s, asking, "coalesced")
+        return await self._read(reader, making, wanted, asking, "coalesced")
 
     async def _fresh(
         self,
@@ -133,18 +133,26 @@ class Reuse:
         headers = {**choices.headers, SAID: result} if result == "miss" else choices.headers
         return Served(pieces, headers, choices.close, asking.request_id, int(time.time()))
 
-    async def _given(self, answer: Answer, asking: Asking, headers: Mapping[str, str]) -> Served:
+    async def _given(
+        self, answer: Answer, wanted: Sequence[GenerationRequest], asking: Asking, headers: Mapping[str, str]
+    ) -> Served:
         """An answer that is there."""
-        result = headers[SAID]
-        paid, close = await self._paid(asking, result)
-        self._count(result)
-        return Served(_each(answer), {**paid, **headers}, close, asking.request_id, int(time.time()))
+        reused = ReusedAnswer(self._service, asking, wanted, headers[SAID])
+        paid = await reused.admitted()
+        self._count(headers[SAID])
+        pieces = reused.read(_each(answer))
+        return Served(pieces, {**paid, **headers}, reused.close, asking.request_id, int(time.time()))
 
     async def _read(
-        self, reader: SharedReader, making: _Making, timeout_s: float | None, asking: Asking, joined: str
+        self,
+        reader: SharedReader,
+        making: _Making,
+        wanted: Sequence[GenerationRequest],
+        asking: Asking,
+        joined: str,
     ) -> Served:
         """What ``reader`` reads: ``making`` if it is the first, else what is being made already, or was."""
-        first, making = reader.stream.source is making, reader.stream.source
+        first, making, timeout_s = reader.stream.source is making, reader.stream.source, wanted[0].timeout_s
         late = DeadlineExceeded("the request's time was up")
         alarm = asyncio.get_running_loop().call_later(timeout_s or 86_400.0, reader.fail, late)
         paid: Mapping[str, str] = {}
@@ -153,9 +161,12 @@ class Reuse:
             """The first reader's permit is settled by what it reads."""
 
         settle: Callable[[BaseException | None], None] = nothing
+        pieces: AsyncIterator[Piece] = reader
         try:
             if not first:
-                paid, settle = await self._paid(asking, joined)
+                reused = ReusedAnswer(self._service, asking, wanted, joined)
+                paid = await reused.admitted()
+                settle, pieces = reused.close, reused.read(reader)
             await asyncio.wait_for(making.decided.wait(), timeout_s)
         except BaseException as exc:
             alarm.cancel()
@@ -177,35 +188,12 @@ class Reuse:
 
         names = original if original and joined == "replayed" else None
         return Served(
-            reader,
+            pieces,
             headers,
             close,
             names.request_id if names else asking.request_id,
             names.created_s if names else int(time.time()),
         )
-
-    async def _paid(
-        self, asking: Asking, result: str
-    ) -> tuple[Mapping[str, str], Callable[[BaseException | None], None]]:
-        """(headers, what ends it) of an answer that costs no tokens. Raises what admission raises."""
-        began_s, service = time.monotonic(), self._service
-        attributes = {"gen_ai.operation.name": asking.operation, "trident.cache": result}
-        span = service.tracing.start(f"{asking.operation} {service.settings.model}", asking.carrier, attributes)
-        try:
-            service.check_open()
-            permit = await service.admission.admit_reader(asking.tenant)
-        except BaseException as exc:
-            end_span(span, exc)
-            if isinstance(exc, TridentError):
-                service.refused(asking, exc, began_s)
-            raise
-
-        def settle(error: BaseException | None) -> None:
-            permit.settle(None)
-            end_span(span, error)
-            service.log(asking, error if isinstance(error, TridentError) else None, began_s, reuse=result)
-
-        return permit.headers, settle
 
     def _lasting(self, wanted: Sequence[GenerationRequest]) -> list[GenerationRequest]:
         """The same for many readers: the time of one is not that of all."""

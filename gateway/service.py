@@ -193,6 +193,7 @@ class Service:
             "gen_ai.request.max_tokens": asked.max_tokens,
             "gen_ai.request.stream": asked.stream,
             "gen_ai.request.choice.count": len(wanted),
+            "trident.source": observability.ENGINE,
         }
         span = self.tracing.start(f"{asking.operation} {self.settings.model}", asking.carrier, attributes)
         queue_span = self.tracing.child(span, "queue")

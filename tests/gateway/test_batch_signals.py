@@ -23,7 +23,7 @@ async def ask(running: Running) -> None:
 async def test_late_first_tokens_are_seen_until_they_are_forgotten(clock):
     async with FakeReplica() as replica, gateway(replica) as running:
         signals = InteractiveSignals(running.service, clock)
-        first_token_s = running.service.metrics.first_token.labels("text_completion", "demo")
+        first_token_s = running.service.metrics.first_token.labels("text_completion", "demo", "engine", "")
         assert (signals().first_tokens, signals().late) == (0, 0)
         await ask(running)  # however long it takes here
         assert signals().first_tokens == 1
@@ -44,7 +44,7 @@ async def test_late_first_tokens_are_seen_until_they_are_forgotten(clock):
 async def test_batch_work_does_not_count_as_interactive(clock):
     async with FakeReplica() as replica, gateway(replica) as running:
         signals = InteractiveSignals(running.service, clock)
-        running.service.metrics.first_token.labels(OPERATION, "demo").observe(30.0)
+        running.service.metrics.first_token.labels(OPERATION, "demo", "engine", "").observe(30.0)
         assert (signals().first_tokens, signals().late) == (0, 0)
 
 

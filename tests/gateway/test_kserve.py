@@ -427,8 +427,8 @@ async def test_whoever_asks_for_the_text_alone_pays_for_every_token_and_gets_the
                 names.append({output.name for output in result.get_response().outputs})
         assert len(names) == 2 and not any(kserve.COUNTS & seen for seen in names)
         page = await running.metrics()
-        assert page['trident_gateway_tokens_total{direction="output",tenant="anonymous"}'] == 50
-        assert page['trident_gateway_generations_total{end="stop",pool=""}'] == 1
+        assert page['trident_gateway_tokens_total{direction="output",source="engine",tenant="anonymous"}'] == 50
+        assert page['trident_gateway_generations_total{end="stop",pool="",source="engine"}'] == 1
 
 
 def test_outputs_can_be_taken_out_of_a_response():

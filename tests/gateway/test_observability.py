@@ -27,15 +27,15 @@ async def test_a_request_shows_in_every_metric_it_should():
         await running.post("/v1/completions", ASKED)
         await running.post("/v1/completions", {"model": "demo"})
         found = await running.metrics()
-        where = 'model="demo",operation="text_completion"'
+        where = 'model="demo",operation="text_completion",pool="",source="engine"'
         assert found[f"gen_ai_server_time_to_first_token_seconds_count{{{where}}}"] == 1
         assert found[f"gen_ai_server_time_per_output_token_seconds_count{{{where}}}"] == 1
         assert found['gen_ai_server_request_duration_seconds_count{error_type="",' + where + "}"] == 1
-        assert found['trident_gateway_tokens_total{direction="input",tenant="anonymous"}'] == 3
-        assert found['trident_gateway_tokens_total{direction="output",tenant="anonymous"}'] == 3
+        assert found['trident_gateway_tokens_total{direction="input",source="engine",tenant="anonymous"}'] == 3
+        assert found['trident_gateway_tokens_total{direction="output",source="engine",tenant="anonymous"}'] == 3
         assert found['trident_gateway_requests_total{code="200",door="http",operation="text_completion"}'] == 1
         assert found['trident_gateway_requests_total{code="400",door="http",operation="text_completion"}'] == 1
-        assert found['trident_gateway_generations_total{end="length",pool=""}'] == 1
+        assert found['trident_gateway_generations_total{end="length",pool="",source="engine"}'] == 1
         assert found["trident_gateway_in_flight"] == 0
 
 
@@ -52,7 +52,7 @@ async def test_refusals_and_failures_are_counted_by_reason():
             stalled.cancel()
             found = await running.metrics()
             assert found['trident_gateway_rejections_total{reason="pressure"}'] == 1
-            assert found['trident_gateway_generations_total{end="EngineFailed",pool=""}'] == 1
+            assert found['trident_gateway_generations_total{end="EngineFailed",pool="",source="engine"}'] == 1
             await until(lambda: not running.service._live)
             found = await running.metrics()
             assert found["trident_gateway_in_flight"] == 0

@@ -125,7 +125,10 @@ async def test_a_prompt_that_is_sent_twice_is_paid_as_it_is_counted():
             assert first.usage.total_tokens == 3 * 3 + 6 * 2
             page = await running.metrics()
             for direction, tokens in (("input", 3 * 3), ("output", 6 * 2)):
-                assert page[f'trident_gateway_tokens_total{{direction="{direction}",tenant="o0/t"}}'] == tokens
+                assert (
+                    page[f'trident_gateway_tokens_total{{direction="{direction}",source="engine",tenant="o0/t"}}']
+                    == tokens
+                )
             raw = await ask.completions.with_raw_response.create(model="demo", prompt="x", max_tokens=1)
             reserved = 1 + 16 + 1
             assert int(raw.headers["x-ratelimit-remaining-tokens"]) == 1000 - first.usage.total_tokens - reserved

@@ -62,7 +62,7 @@ async def test_an_upstream_serves_what_finds_no_room_and_the_response_says_so():
             assert body["choices"][0]["message"]["content"] == " from afar" and there.seen[-1][0] == CHAT
             page = await running.metrics()
             assert page['trident_gateway_degraded_total{stage="overflow"}'] == 2
-            assert page['trident_gateway_generations_total{end="stop",pool="afar"}'] == 2
+            assert page['trident_gateway_generations_total{end="stop",pool="afar",source="engine"}'] == 2
             assert page[f'trident_gateway_breaker_state{{pool="afar",replica="{there.url}"}}'] == 0
             held.cancel()
 

@@ -128,7 +128,9 @@ async def test_pools_come_and_go_with_the_file_and_what_runs_there_ends_well():
                     assert old.counts.started == started and new.counts.started == 1
                     text = await answer.text()
             assert text.count('"text":" a"') == 20 and text.endswith("[DONE]\n\n")
-            assert (await running.metrics())['trident_gateway_generations_total{end="stop",pool="blue"}'] == 1
+            assert (await running.metrics())[
+                'trident_gateway_generations_total{end="stop",pool="blue",source="engine"}'
+            ] == 1
             # A file that names a pool nobody has changes nothing.
             running.service.configuration.path.write_text("[pools]\nred = 1\n")
             await running.service.configuration.reload()

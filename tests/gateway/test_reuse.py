@@ -80,7 +80,7 @@ async def test_the_same_deterministic_request_is_answered_from_the_cache_streame
         assert replica.counts.started == 1
         page = await running.metrics()
         assert page['trident_gateway_reuse_total{result="hit"}'] == 2
-        assert page['trident_gateway_tokens_total{direction="output",tenant="anonymous"}'] == 3
+        assert page['trident_gateway_tokens_total{direction="output",source="engine",tenant="anonymous"}'] == 3
 
 
 @pytest.mark.parametrize(

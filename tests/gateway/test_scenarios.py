@@ -65,7 +65,10 @@ async def test_floods_of_several_tenants_are_counted_to_the_token():
         for tenant, number in (("o0/t", 0), ("o1/t", 1)):
             # 10 of each by gRPC, 20 by HTTP, of which the odd tenant's have two choices each.
             choices = 10 + 20 * (1 + number)
-            assert page[f'trident_gateway_tokens_total{{direction="output",tenant="{tenant}"}}'] == 4 * choices
+            assert (
+                page[f'trident_gateway_tokens_total{{direction="output",source="engine",tenant="{tenant}"}}']
+                == 4 * choices
+            )
         assert page["trident_gateway_in_flight"] == 0 and page["trident_gateway_places_taken"] == 0
         # A prompt counts once for all its choices: 30 prompts of 2 tokens each, and what was generated.
         for level, choices in (("o0", 30), ("o1", 50)):
