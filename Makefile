@@ -83,8 +83,8 @@ serve: build-engine ## serve ENGINE until Ctrl-C (gRPC 8001, HTTP 8000, metrics 
 gateway: setup ## serve OpenAI HTTP (9000), KServe gRPC (9001) and metrics (9002) in front of a running server
 	$(BIN)/python -m gateway
 
-# The server gives what runs beside it 6 s to end; the gateway's own drain must fit in.
-up: export TRIDENT_GATEWAY_DRAIN_S ?= 4
+# The server gives what runs beside it TRIDENT_DRAIN_S + 6 s to end; the gateway's own drain must fit in.
+up: export TRIDENT_GATEWAY_DRAIN_S ?= $(or $(TRIDENT_DRAIN_S),20)
 up: build-engine ## serve ENGINE and the gateway in front of it until Ctrl-C
 	$(BIN)/python -m server --engine $(call quoted,ENGINE) -- $(BIN)/python -m gateway
 

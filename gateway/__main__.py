@@ -12,6 +12,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 
@@ -88,12 +89,16 @@ async def serve(service: Service) -> None:
     settings, stop, hurry = service.settings, asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
+    seen: set[signal.Signals] = set()
+
+    def on_signal(number: signal.Signals) -> None:
+        # A Ctrl-C and the SIGTERM of the program that started us, which heard it too, are one wish to stop.
+        (hurry if number in seen else stop).set()
+        seen.add(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    hangup.handle(loop, service.configuration, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
+    hangup.handle(loop, service.configuration, partial(on_signal, signal.SIGHUP))
     http, listening = http_server(service), listen(settings.host, settings.http_port, "http_port")
     scraped, scraped_at = monitoring_server(service), None
     serving = [asyncio.create_task(http.serve([listening]))]

@@ -39,7 +39,7 @@
 | STALL_TIMEOUT_S | 30 | a reader that takes nothing for so long is cut off |
 | HEARTBEAT_S | 15 | a silent stream says `: keep-alive` so often |
 | HEADER_TIMEOUT_S, BODY_TIMEOUT_S | 10, 30 | a caller that has not sent its headers, its body by then is cut off |
-| DRAIN_S | 30 | how long streams may go on after SIGTERM; a second one ends them at once, with an error |
+| DRAIN_S | 30 | how long streams may go on after SIGTERM or Ctrl-C; the same signal again ends them at once |
 | BATCH_DB | | SQLite file of /v1/files and /v1/batches, made where there is none; empty: no batches |
 | BATCH_MAX_RUNNING | 64 | lines of batches at once, at best; the pace is usually lower (gateway/batch_pace.py) |
 | BATCH_MAX_LINES | 50000 | lines of one batch |

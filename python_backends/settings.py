@@ -15,7 +15,7 @@ class Settings:
     on which the engine hears of streams to end. max_waiting: requests that may wait for a slot.
     sender_threads: threads that hand responses to Triton. max_coalesce_s: upper bound of the coalescing window; 0
     gives every token a response of its own.
-    max_prompt_bytes: longest text_input or messages accepted."""
+    max_prompt_bytes: longest text_input or messages accepted. drain_file: while it exists, requests are refused."""
 
     engine_dir: Path
     control_socket: str
@@ -23,6 +23,7 @@ class Settings:
     sender_threads: int = 4
     max_coalesce_s: float = 0.05
     max_prompt_bytes: int = 4 * 1024 * 1024
+    drain_file: Path | None = None
 
     @property
     def mailbox_socket(self) -> str:
@@ -41,6 +42,7 @@ class Settings:
             sender_threads=_count("TRIDENT_SENDER_THREADS", 4),
             max_coalesce_s=_count("TRIDENT_MAX_COALESCE_MS", 50, least=0) / 1e3,
             max_prompt_bytes=_count("TRIDENT_MAX_PROMPT_BYTES", 4 * 1024 * 1024),
+            drain_file=Path(path) if (path := os.environ.get("TRIDENT_DRAIN_FILE")) else None,
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import http.client
 import json
 from dataclasses import dataclass
@@ -39,25 +41,49 @@ class Admin:
     async def unload(self, model: str) -> None:
         await self._call("POST", f"/v2/repository/models/{model}/unload")
 
-    async def _call(self, method: str, path: str, timeout_s: float | None = None) -> bytes:
+    async def fail_readiness(self, model: str) -> None:
+        """Makes /v2/health/ready and ServerReady say no until the server ends; loaded models go on as before.
+
+        Triton is not ready while a model it was told to load has failed. ``model`` names one that cannot load: its
+        files come with the call, and its backend does not exist.
+        """
+        empty = {"data_type": "TYPE_INT32", "dims": [1]}
+        config = {
+            "name": model,
+            "backend": "none",
+            "input": [empty | {"name": "in"}],
+            "output": [empty | {"name": "out"}],
+        }
+        files = {"config": json.dumps(config), "file:1/none": base64.b64encode(b"none").decode()}
+        body = json.dumps({"parameters": files}).encode()
+        with contextlib.suppress(EngineFailed):  # it says that the model failed to load
+            await self._call("POST", f"/v2/repository/models/{model}/load", body=body)
+
+    async def _call(self, method: str, path: str, timeout_s: float | None = None, body: bytes | None = None) -> bytes:
         return await asyncio.to_thread(
-            fetch, self.http_url + path, method, {ADMIN_HEADER: self.key}, timeout_s or self.timeout_s
+            fetch, self.http_url + path, method, {ADMIN_HEADER: self.key}, timeout_s or self.timeout_s, body
         )
 
 
-def fetch(url: str, method: str = "GET", headers: dict[str, str] | None = None, timeout_s: float = 5.0) -> bytes:
+def fetch(
+    url: str,
+    method: str = "GET",
+    headers: dict[str, str] | None = None,
+    timeout_s: float = 5.0,
+    body: bytes | None = None,
+) -> bytes:
     """Body of a 200 answer. Unavailable if there is none, EngineFailed with the server's words for another status."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
     try:
-        connection.request(method, parts.path, headers=headers or {})
+        connection.request(method, parts.path, body, headers or {})
         response = connection.getresponse()
-        body = response.read()
+        answer = response.read()
     except (OSError, http.client.HTTPException) as error:
         raise Unavailable(f"{method} {url}: no answer ({error or type(error).__name__})") from error
     finally:
         connection.close()
     if response.status != 200:
-        words = body.decode(errors="replace")
+        words = answer.decode(errors="replace")
         raise from_text(words) or EngineFailed(f"{method} {url}: {response.status} {words}".strip())
-    return body
+    return answer

@@ -86,6 +86,7 @@ def environment(
         variables["LD_LIBRARY_PATH"] = _prepended(installation.libraries, environ.get("LD_LIBRARY_PATH", ""))
     variables["TRIDENT_ENGINE_DIR"] = str(engine_folder)
     variables["TRIDENT_CONTROL_SOCKET"] = control_socket(shm_prefix)
+    variables["TRIDENT_DRAIN_FILE"] = str(settings.drain_file)
     return variables
 
 

@@ -1,7 +1,9 @@
-"""Stopping without cutting anybody off: admit nothing new, let streams end, then end what is left in band.
+"""Stopping without cutting anybody off: refuse new requests, let streams end, then end what is left in band.
 
 SIGTERM alone would not do: Triton 2.51 then refuses the detokenizer its next step and every stream of the
-ensemble hangs until its client gives up. Unloading the ensemble keeps what is in flight going.
+ensemble hangs until its client gives up. Nor is unloading the ensemble enough: new requests then get Triton's words
+for a model it does not know (HTTP 404), which no client takes for a reason to try elsewhere. So the tokenizers refuse
+while the drain file exists, and a model that cannot load makes the server's readiness false.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from enum import Enum
+from pathlib import Path
 
 from contract.errors import TridentError
 from server import traffic
@@ -22,6 +25,7 @@ Metrics = Callable[[], Awaitable[traffic.Traffic]]
 LOOK_EVERY_S = 0.05
 QUIET_S = 0.25
 ABORT_EVERY_S = 0.2
+NOT_READY = "draining"  # name of the model that fails to load
 
 
 class Drained(Enum):
@@ -33,11 +37,21 @@ class Drained(Enum):
 
 
 async def drain(
-    admin: Admin, metrics: Metrics, control_socket: str, drain_s: float, abort_s: float, reason: str
+    admin: Admin,
+    metrics: Metrics,
+    control_socket: str,
+    drain_file: Path,
+    drain_s: float,
+    abort_s: float,
+    reason: str,
 ) -> Drained:
-    """Takes at most about ``drain_s + abort_s``. ``reason`` is what the streams ended by force are told."""
+    """Takes at most about ``drain_s + abort_s`` seconds.
+
+    drain_file: created here; the tokenizers refuse requests while it exists. reason: what the streams that are ended
+    by force are told.
+    """
     try:
-        await admin.unload(ENSEMBLE)
+        await _refuse_new_requests(admin, metrics, drain_file)
     except TridentError:
         return Drained.CUT_OFF
     quiet = traffic.Quiet(QUIET_S)
@@ -48,6 +62,18 @@ async def drain(
         return Drained.BY_ABORT if await _empty(admin, metrics, quiet, abort_s) else Drained.CUT_OFF
     finally:
         aborts.cancel()
+
+
+async def _refuse_new_requests(admin: Admin, metrics: Metrics, drain_file: Path) -> None:
+    """Raises a TridentError if the server does not answer."""
+    await admin.fail_readiness(NOT_READY)
+    try:
+        drain_file.touch()
+        countable = (await metrics()).live is not None
+    except OSError:  # a full disk
+        countable = False
+    if not countable:  # without the engine's gauges only the index says when it is empty, once it is unloaded
+        await admin.unload(ENSEMBLE)
 
 
 def abort(control_socket: str, reason: str) -> bool:
@@ -78,8 +104,7 @@ async def _empty(admin: Admin, metrics: Metrics, quiet: traffic.Quiet, limit_s: 
 
 
 async def _until_empty(admin: Admin, metrics: Metrics, quiet: traffic.Quiet) -> None:
-    # The index tells it at once, but only if no client keeps a stream open that once carried a request: such a
-    # stream, however idle, holds the ensemble. Then the metrics must do.
+    # An unloaded ensemble is empty for certain, but a client that keeps a stream open, however idle, holds it.
     while (await admin.states()).get(ENSEMBLE) != "UNAVAILABLE":
         if quiet(await metrics(), time.monotonic()):
             return

@@ -118,6 +118,8 @@ def running(
     for name, port in zip(PORT_FIELDS, listen or ports.free(3), strict=True):
         overrides[name] = port
     overrides.setdefault("admin_key", secrets.token_hex(16))
+    if not environ.get(variable("drain_s")):
+        overrides.setdefault("drain_s", 2.0)  # who leaves streams open here is not waiting for their text
     settings = Settings.from_environment(environ, engine=engine, **overrides)
     settings.state_dir.mkdir(parents=True, exist_ok=True)
     output = settings.state_dir / f"supervisor-{settings.grpc_port}.out"

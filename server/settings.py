@@ -10,7 +10,7 @@
 | TRIDENT_TRITONSERVER | /opt/tritonserver, else the wheel | folder with bin/tritonserver, as in NVIDIA's images |
 | TRIDENT_STATE_DIR | .triton | backend links, logs and status files |
 | TRIDENT_START_TIMEOUT_S | 120 | longest time from launch to the first token |
-| TRIDENT_DRAIN_S | 2 | how long streams in flight may go on after a stop is asked for |
+| TRIDENT_DRAIN_S | 20 | longest time streams may go on after a stop is asked for; what is left ends with an error |
 | TRIDENT_CANARY_INTERVAL_S | 10 | pause between two canary requests while serving |
 | TRIDENT_CANARY_TIMEOUT_S | 10 | a canary without an end by then has failed |
 | TRIDENT_LOG_LEVEL | info | tritonserver's log: error, warning, info or verbose |
@@ -53,7 +53,7 @@ class Settings:
     tritonserver: Path | None = None
     state_dir: Path = ROOT / ".triton"
     start_timeout_s: float = 120.0
-    drain_s: float = 2.0
+    drain_s: float = 20.0
     canary_interval_s: float = 10.0
     canary_timeout_s: float = 10.0
     log_level: str = "info"
@@ -115,6 +115,11 @@ class Settings:
     @property
     def metrics_url(self) -> str:
         return f"http://{self.reachable_host}:{self.metrics_port}/metrics"
+
+    @property
+    def drain_file(self) -> Path:
+        """While it exists, the tokenizers of this server refuse requests."""
+        return self.state_dir / f"draining-{self.grpc_port}"
 
     @property
     def ports(self) -> dict[str, int]:

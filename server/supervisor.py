@@ -73,6 +73,7 @@ class Supervisor:
                 if self._life is not None:
                     await self._life.end()
                 shared_memory.clean(self._shm_prefix)
+                self._settings.drain_file.unlink(missing_ok=True)
                 if self._record.state is not State.FAILED:
                     status.remove(self._status_file)
 
@@ -87,6 +88,7 @@ class Supervisor:
         claimed = ports.claim(settings.grpc_port)
         # The port is free and ours, so whoever left these is gone.
         shared_memory.clean(shared_memory.port_prefix(settings.grpc_port))
+        settings.drain_file.unlink(missing_ok=True)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.write_bytes(b"")
         return claimed
@@ -181,12 +183,15 @@ class Supervisor:
         code = await self._tenant.evict() if self._tenant is not None else 0
         if self._life is None or not self._life.serving:
             return code
-        async with progress.shown("draining", self._err):
+        settings = self._settings
+        label = f"draining for up to {settings.drain_s:g} s; a second signal stops at once"
+        async with progress.shown(label, self._err):
             drained = await drain(
                 self._life.admin,
                 self._life.traffic,
                 flags.control_socket(self._shm_prefix),
-                self._settings.drain_s,
+                settings.drain_file,
+                settings.drain_s,
                 ABORT_S,
                 "the server is shutting down",
             )
@@ -208,7 +213,7 @@ class Supervisor:
             "TRIDENT_STATUS_FILE": str(self._status_file),
         }
         on_end = partial(self._post, health.StopAsked("its command has ended"))
-        self._tenant = Tenant(command, offered, on_end)
+        self._tenant = Tenant(command, offered, on_end, self._settings.drain_s)
 
     def _post(self, event: health.Event | BaseException, life: int = ANY_LIFE) -> None:
         self._events.put_nowait((life, event))

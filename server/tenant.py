@@ -26,9 +26,15 @@ def leashed(command: Sequence[str]) -> list[str]:
 
 
 class Tenant:
-    """``command`` with ``offered`` added to our environment. Calls ``on_end`` once, when it has ended."""
+    """``command`` with ``offered`` added to our environment. Calls ``on_end`` once, when it has ended.
 
-    def __init__(self, command: Sequence[str], offered: Mapping[str, str], on_end: Callable[[], None]) -> None:
+    drain_s: how long it may take to end once it was told to, beyond OBEY_S.
+    """
+
+    def __init__(
+        self, command: Sequence[str], offered: Mapping[str, str], on_end: Callable[[], None], drain_s: float = 0.0
+    ) -> None:
+        self._drain_s = drain_s
         self._process = subprocess.Popen(leashed(command), env={**os.environ, **offered})
         self._loop = asyncio.get_running_loop()
         self._on_end = on_end
@@ -38,7 +44,7 @@ class Tenant:
 
     async def evict(self) -> int:
         """Its exit code; if it still runs, after a moment to notice Ctrl-C by itself, SIGTERM and SIGKILL."""
-        for patience_s, signal_number in ((NOTICE_S, signal.SIGTERM), (OBEY_S, signal.SIGKILL)):
+        for patience_s, signal_number in ((NOTICE_S, signal.SIGTERM), (OBEY_S + self._drain_s, signal.SIGKILL)):
             await asyncio.wait({self._ended}, timeout=patience_s)
             if not self._ended.done():
                 self._process.send_signal(signal_number)

@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-SAMPLE = re.compile(r"^(nv_inference_request_\w+|nv_trt_llm_request_metrics)\{(.*)\} (\S+)$", re.MULTILINE)
+SAMPLE = re.compile(
+    r"^(nv_inference_request_\w+|nv_inference_pending_request_count|nv_trt_llm_request_metrics|trident_open_streams)"
+    r"\{(.*)\} (\S+)$",
+    re.MULTILINE,
+)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 ANSWERS = ("nv_inference_request_success", "nv_inference_request_failure")
 # TensorRT-LLM's gauge of the engine, in both engines: what runs and what waits.
 LIVE = ("active", "waiting", "scheduled", "context")
+# Requests in a model's queue, and streams whose last text the detokenizer has not made.
+BESIDE_ENGINE = ("nv_inference_pending_request_count", "trident_open_streams")
 
 
 @dataclass(frozen=True)
@@ -17,15 +23,17 @@ class Traffic:
     """answered: responses and failures of the model that answers last; grows while any stream moves.
 
     live: requests inside the engine by its own gauges, None if it has none.
+    beside: requests in the queues of the ensemble's models, and streams still in the detokenizer.
     """
 
     answered: float
     live: float | None
+    beside: float = 0.0
 
 
 def read(metrics: str, last_model: str) -> Traffic:
     """``metrics``: the page in Prometheus text format. ``last_model``: the ensemble's last step."""
-    answered = 0.0
+    answered = beside = 0.0
     live = None
     for name, text, value in SAMPLE.findall(metrics):
         labels = dict(LABEL.findall(text))
@@ -33,14 +41,16 @@ def read(metrics: str, last_model: str) -> Traffic:
             answered += float(value)
         elif name == "nv_trt_llm_request_metrics" and labels.get("request_type") in LIVE:
             live = (live or 0.0) + float(value)
-    return Traffic(answered, live)
+        elif name in BESIDE_ENGINE:
+            beside += float(value)
+    return Traffic(answered, live, beside)
 
 
 class Quiet:
     """Whether a server that admits nothing new has nothing left to do: call it with successive snapshots.
 
-    True once the engine was empty and no answer was given for ``for_s``. That must be longer than the engine's
-    gauges lag (100 ms in both engines) and the detokenizer needs for what left the engine last.
+    True once the engine, the queues and the detokenizer were empty and no answer was given for ``for_s``. That must
+    be longer than the engine's gauges lag (100 ms in both engines).
     """
 
     def __init__(self, for_s: float) -> None:
@@ -52,4 +62,4 @@ class Quiet:
         """``now_s`` is any monotonic clock."""
         if now != self._last:
             self._last, self._since_s = now, now_s
-        return now.live == 0 and now_s - self._since_s >= self._for_s
+        return now.live == 0 and now.beside == 0 and now_s - self._since_s >= self._for_s

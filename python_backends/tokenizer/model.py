@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from contract import manifest as manifests
-from contract.errors import BY_NAME, EngineFailed, InvalidArgument, TridentError
+from contract.errors import BY_NAME, EngineFailed, InvalidArgument, TridentError, Unavailable
 from python_backends import priority
 from python_backends.limits import EngineLimits, check_fits
 from python_backends.mailbox import Letter, MailboxSender
@@ -26,6 +26,7 @@ class TritonPythonModel:
         manifest = manifests.load(settings.engine_dir)
         self._limits = EngineLimits.from_manifest(manifest)
         self._max_prompt_bytes = settings.max_prompt_bytes
+        self._drain_file = settings.drain_file
         self._eos_token_ids = tuple(manifest.eos_token_ids)
         self._on_cpu = manifest.kind == "cpu"
         # Only a Python engine carries options through; for the others they go to the detokenizer by mailbox.
@@ -42,7 +43,10 @@ class TritonPythonModel:
 
     def execute(self, requests: list) -> list:
         arrival_ns = time.monotonic_ns()
-        parsed = [self._parse(request) for request in requests]
+        if self._drain_file is not None and self._drain_file.exists():
+            parsed = [Unavailable("the server is shutting down") for _ in requests]
+        else:
+            parsed = [self._parse(request) for request in requests]
         ids = iter(self._encode([item for item in parsed if isinstance(item, tuple)]))
         responses = []
         for request, item in zip(requests, parsed, strict=True):

@@ -24,6 +24,7 @@ def test_only_the_engine_folder_has_no_default(monkeypatch):
     ("variable", "text", "field", "value"),
     [
         ("TRIDENT_CONTROL_SOCKET", "other", "control_socket", "other"),
+        ("TRIDENT_DRAIN_FILE", "/state/draining", "drain_file", Path("/state/draining")),
         ("TRIDENT_MAX_WAITING", "7", "max_waiting", 7),
         ("TRIDENT_SENDER_THREADS", "2", "sender_threads", 2),
         ("TRIDENT_MAX_COALESCE_MS", "20", "max_coalesce_s", 0.02),

@@ -11,7 +11,7 @@ from server.settings import ROOT, Settings
 def test_nothing_set_means_the_defaults():
     settings = Settings.from_environment({})
     assert settings.ports == {"TRIDENT_GRPC_PORT": 8001, "TRIDENT_HTTP_PORT": 8000, "TRIDENT_METRICS_PORT": 8002}
-    assert (settings.host, settings.engine, settings.drain_s) == ("127.0.0.1", "demo", 2.0)
+    assert (settings.host, settings.engine, settings.drain_s) == ("127.0.0.1", "demo", 20.0)
     assert settings.model_repository == ROOT / "model_repository"
 
 

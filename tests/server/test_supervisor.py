@@ -208,8 +208,34 @@ def test_a_stop_lets_short_streams_end_and_tells_long_ones_why(serve, open_strea
     assert {(stream.finish_reason, stream.error_message) for stream in long} == {
         ("error", "Unavailable: the server is shutting down")
     }
-    assert "no available versions" in late.failure or late.failure == "UNAVAILABLE"
+    assert "Unavailable: the fixture drains" in late.failure
     assert gone(everything) and files_of(replica) == []
+
+
+def test_a_stop_waits_for_text_that_is_still_in_the_detokenizer(serve, open_stream):
+    with serve(drain_s=30.0, env={"TRIDENT_FIXTURE_DETOKENIZE_S": "0.4"}) as replica:
+        # Far longer for each piece of text than an empty engine without answers must stay so to be called quiet.
+        stream = open_stream(replica, max_tokens=8, step_ms=1)
+        assert stream.started.wait(60)
+        assert replica.stop() == 0
+    assert stream.ended.wait(60) and (stream.finish_reason, stream.failure) == ("length", "")
+    assert "".join(stream.texts) == "pingping"
+
+
+def test_what_a_killed_supervisor_left_of_its_drain_does_not_keep_the_next_one_from_serving(serve, open_stream):
+    with serve(drain_s=600) as replica:
+        stream = open_stream(replica, max_tokens=100_000)
+        assert stream.started.wait(60)
+        replica.process.send_signal(signal.SIGTERM)
+        assert wait_until(replica.settings.drain_file.exists)
+        replica.process.kill()
+    settings = replica.settings
+    listen = (settings.grpc_port, settings.http_port, settings.metrics_port)
+    with serve(listen=listen, state_dir=settings.state_dir) as again:
+        assert not settings.drain_file.exists()
+        stream = open_stream(again, max_tokens=4)
+        assert stream.ended.wait(60) and "".join(stream.texts) == "ping"
+    assert not settings.drain_file.exists()
 
 
 def test_a_stop_cuts_off_streams_of_an_engine_that_does_not_listen(serve, open_stream):

@@ -17,12 +17,12 @@ from server.tenant import Tenant
 pytestmark = pytest.mark.slow
 
 
-def run(command, evict_once=None, **offered):
+def run(command, evict_once=None, drain_s=0.0, **offered):
     """The exit code of ``command``, which ends by itself or is evicted once there is the file ``evict_once``."""
 
     async def live():
         ended = asyncio.Event()
-        tenant = Tenant(command, offered, ended.set)
+        tenant = Tenant(command, offered, ended.set, drain_s)
         while not (ended.is_set() if evict_once is None else evict_once.exists()):
             await asyncio.sleep(0.01)
         return await tenant.evict()
@@ -41,6 +41,12 @@ def test_an_evicted_command_is_asked_and_then_killed(on_term, obey_s, code, tmp_
     monkeypatch.setattr(tenant, "OBEY_S", obey_s)
     script = f"trap '{on_term}' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
     assert run(["sh", "-c", script], tmp_path / "ready") == code
+
+
+def test_a_command_that_drains_has_the_drains_time_on_top(tmp_path, monkeypatch):
+    monkeypatch.setattr(tenant, "OBEY_S", 0.0)
+    script = f"trap 'sleep 0.5; exit 5' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
+    assert run(["sh", "-c", script], tmp_path / "ready", drain_s=60.0) == 5
 
 
 def test_a_signal_is_told_as_shells_do():

@@ -19,6 +19,23 @@ def test_answers_are_those_of_the_last_model_and_live_is_all_but_the_maximum():
     assert read(PAGE, "detokenizer") == Traffic(answered=43, live=5)
 
 
+def test_what_waits_in_queues_and_what_the_detokenizer_has_is_counted():
+    page = PAGE + (
+        'nv_inference_pending_request_count{model="detokenizer",version="1"} 4\n'
+        'nv_inference_pending_request_count{model="tokenizer",version="1"} 1\n'
+        'trident_open_streams{model="detokenizer"} 2\n'
+    )
+    assert read(page, "detokenizer") == Traffic(answered=43, live=5, beside=7)
+
+
+def test_a_server_whose_engine_is_empty_is_not_quiet_while_text_is_still_to_come():
+    quiet = Quiet(0.5)
+    history = [
+        quiet(Traffic(5, 0, beside), now_s) for now_s, beside in ((0, 1), (9, 1), (10, 0), (10.25, 0), (10.5, 0))
+    ]
+    assert history == [False] * 4 + [True]
+
+
 def test_an_engine_without_gauges_has_no_live_count():
     assert read("", "detokenizer") == Traffic(answered=0, live=None)
 

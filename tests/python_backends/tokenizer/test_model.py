@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from contract import manifest as manifests
-from contract.errors import from_text
+from contract.errors import InvalidArgument, Unavailable, from_text
 from contract.tensors import ENGINE_INPUTS, ENSEMBLE_INPUTS
 from python_backends.mailbox import Mailbox
 from python_backends.settings import Settings
@@ -63,6 +63,27 @@ def test_a_prompt_becomes_the_engines_tensors(ask, library):
     assert found.keys() <= {tensor.name for tensor in ENGINE_INPUTS}
     for absent in ("seed", "min_tokens", "bad_words_list", "embedding_bias"):
         assert absent not in found  # the engine's own default is taken
+
+
+def test_while_the_server_drains_every_request_is_refused_as_unavailable(triton, tiny_engine, monkeypatch, tmp_path):
+    drain_file = tmp_path / "draining"
+    monkeypatch.setenv("TRIDENT_ENGINE_DIR", str(tiny_engine))
+    monkeypatch.setenv("TRIDENT_DRAIN_FILE", str(drain_file))
+    model = TritonPythonModel()
+    model.initialize({})
+
+    def errors_of_a_batch():
+        answers = model.execute([request(triton, text_input="Hello"), request(triton, text_input="")])
+        return [from_text(answer.error().message()) if answer.has_error() else None for answer in answers]
+
+    served, wrong = errors_of_a_batch()
+    assert served is None and isinstance(wrong, InvalidArgument)
+    drain_file.touch()
+    refused = errors_of_a_batch()
+    assert [str(error) for error in refused] == ["the server is shutting down"] * 2
+    assert {type(error) for error in refused} == {Unavailable}
+    drain_file.unlink()
+    assert errors_of_a_batch()[0] is None
 
 
 def test_times_are_those_of_arrival_and_of_the_ids(ask):
