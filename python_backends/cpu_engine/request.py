@@ -133,7 +133,7 @@ def _sampling(inputs: Inputs) -> SamplingParams:
             # TensorRT-LLM samples greedily unless told otherwise: its default runtime_top_k is 1.
             top_k=inputs.scalar("runtime_top_k", 1 if _greedy_by_default(inputs) else 0),
             # TensorRT-LLM's clients send 0 for "not set".
-            top_p=inputs.scalar("runtime_top_p", neutral.top_p) or neutral.top_p,
+            top_p=_top_p(inputs) or neutral.top_p,
             min_p=inputs.scalar("min_p", neutral.min_p),
             repetition_penalty=inputs.scalar("repetition_penalty", neutral.repetition_penalty),
             presence_penalty=inputs.scalar("presence_penalty", neutral.presence_penalty),
@@ -144,16 +144,23 @@ def _sampling(inputs: Inputs) -> SamplingParams:
             top_log_probs=inputs.scalar("num_top_log_probs", 0),
         ).validate()
     except InvalidArgument as exc:
+        if exc.field == "top_p":
+            problem = f"got {_top_p(inputs)!r}; allowed is a finite number in [0, 1], where 0 means not set"
+            raise InvalidArgument("runtime_top_p (top_p)", problem) from exc
         names = {
             "top_k": "runtime_top_k (top_k)",
-            "top_p": "runtime_top_p (top_p)",
             "top_log_probs": "num_top_log_probs",
         }
         raise InvalidArgument(names.get(exc.field, exc.field), exc.problem) from exc
 
 
+def _top_p(inputs: Inputs) -> float:
+    return inputs.scalar("runtime_top_p", 0.0)
+
+
 def _greedy_by_default(inputs: Inputs) -> bool:
-    return all(inputs.scalar(name) is None for name in ("temperature", "runtime_top_p", "min_p"))
+    """Whether nothing asks for sampling. A top_p or min_p of 0 is as good as none."""
+    return inputs.scalar("temperature") is None and not _top_p(inputs) and not inputs.scalar("min_p", 0.0)
 
 
 def _stops(inputs: Inputs, limits: EngineLimits) -> tuple[frozenset[int], tuple[tuple[int, ...], ...]]:

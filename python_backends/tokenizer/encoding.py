@@ -42,5 +42,9 @@ class Encoding:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
+    def token(self, token_id: int) -> str:
+        """How the vocabulary writes the token ``token_id``."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
     def encode_word(self, word: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(word, add_special_tokens=False).ids)

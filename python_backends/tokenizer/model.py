@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -103,12 +104,14 @@ class TritonPythonModel:
     def _outputs(
         self, request_id: str, prompt: PromptRequest, ids: list[int], arrival_ns: int
     ) -> dict[str, np.ndarray]:
+        name = "text_input" if prompt.messages is None else "messages"
         if not ids:
-            raise InvalidArgument("text_input", "the prompt encodes to no tokens; send some text")
+            raise InvalidArgument(name, "the prompt encodes to no tokens; send some text")
+        self._check_vocabulary(name, ids)
         max_tokens = prompt.max_tokens
         if max_tokens is None:
             max_tokens = max(1, min(DEFAULT_MAX_TOKENS, self._limits.max_seq_len - len(ids)))
-        check_fits(len(ids), max_tokens, self._limits)
+        check_fits(len(ids), max_tokens, self._limits, name)
         end_ids = self._end_ids(prompt)
         outputs = {
             "input_ids": row(ids),
@@ -156,4 +159,15 @@ class TritonPythonModel:
         ids = self._encoding.encode_word(word)
         if not ids:
             raise InvalidArgument(name, f"holds {word!r}, of which this model's tokenizer makes no token; leave it out")
+        self._check_vocabulary(name, ids)
         return ids
+
+    def _check_vocabulary(self, name: str, ids: Sequence[int]) -> None:
+        """A tokenizer may have added tokens for which the model has no row: raises InvalidArgument naming the input."""
+        highest = max(ids)
+        if highest >= self._limits.vocab_size:
+            raise InvalidArgument(
+                name,
+                f"holds {self._encoding.token(highest)!r}, which is token {highest}; this model knows tokens 0 to "
+                f"{self._limits.vocab_size - 1}",
+            )

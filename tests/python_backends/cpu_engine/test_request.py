@@ -86,6 +86,11 @@ def test_every_sampling_value_arrives_under_its_name(ask):
         ({"min_p": 0.1}, False),
         ({"temperature": 1.0, "runtime_top_k": 1}, True),
         ({"runtime_top_k": 0}, False),
+        ({"runtime_top_p": 0.0}, True),
+        ({"min_p": 0.0}, True),
+        ({"runtime_top_p": 0.0, "min_p": 0.0, "seed": 1}, True),
+        ({"runtime_top_p": 0.0, "min_p": 0.1}, False),
+        ({"runtime_top_p": 0.0, "temperature": 1.0}, False),
     ],
 )
 def test_sampling_is_greedy_until_a_value_that_asks_for_chance_is_sent(ask, sent, greedy):
@@ -150,7 +155,7 @@ NAN, INFINITY = float("nan"), float("inf")
     ("name", "values", "allowed"),
     [
         ("temperature", [-0.1, 101.0, NAN, INFINITY], r"a finite number in \[0, 100\]"),
-        ("runtime_top_p", [-0.1, 1.1, NAN, -INFINITY], r"a finite number in \(0, 1\]"),
+        ("runtime_top_p", [-0.1, 1.1, NAN, -INFINITY], r"a finite number in \[0, 1\], where 0 means not set"),
         ("runtime_top_k", [-1, -(2**31)], "an integer from 0 to 2147483647"),
         ("min_p", [-0.1, 1.0, NAN], r"a finite number in \[0, 1\)"),
         ("repetition_penalty", [0.0, -1.0, 101.0, NAN, INFINITY], r"a finite number in \(0, 100\]"),

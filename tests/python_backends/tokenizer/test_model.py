@@ -112,6 +112,58 @@ def test_a_chat_is_rendered_and_gets_no_second_set_of_special_tokens(
     assert chat == library.encode("<|begin|>user\nHi<|end|><|begin|>assistant", add_special_tokens=False).ids
 
 
+@pytest.fixture
+def beyond(tiny_engine, tmp_path, monkeypatch, triton):
+    """``beyond(kind)``: a tokenizer with a token for which its engine, of that kind, has no row, and how to ask it."""
+    models = []
+
+    def make(kind):
+        manifest = dataclasses.replace(manifests.load(tiny_engine), kind=kind)
+        library = tokenizers.Tokenizer.from_file(str(tiny_engine / "tokenizer.json"))
+        while library.token_to_id("<extra>") is None:
+            at_limit = library.get_vocab_size() == manifest.vocab_size
+            library.add_tokens(["<extra>" if at_limit else f"<filler{library.get_vocab_size()}>"])
+        assert library.token_to_id("<extra>") == manifest.vocab_size
+        folder = tmp_path / "engine"
+        shutil.copytree(tiny_engine, folder)
+        manifest.save(folder)
+        library.save(str(folder / "tokenizer.json"))
+        monkeypatch.setenv("TRIDENT_ENGINE_DIR", str(folder))
+        monkeypatch.setenv("TRIDENT_CONTROL_SOCKET", f"trident-test-{uuid.uuid4()}")
+        model = TritonPythonModel()
+        model.initialize({})
+        models.append(model)
+        known = manifest.vocab_size - 1
+        return lambda **inputs: (from_text(model.execute([request(triton, **inputs)])[0].error().message()), known)
+
+    yield make
+    for model in models:
+        if model._mailbox is not None:
+            model._mailbox.close()
+
+
+def test_a_token_beyond_the_models_vocabulary_is_refused_under_the_name_it_was_sent_by(beyond):
+    ask = beyond("cpu")
+    chat = json.dumps([{"role": "user", "content": "say <extra>"}])
+    for name, inputs in (("text_input", {"text_input": "a<extra>b"}), ("messages", {"messages": chat})):
+        refusal, known = ask(**inputs)
+        assert str(refusal) == (
+            f"{name}: holds '<extra>', which is token {known + 1}; this model knows tokens 0 to {known}"
+        )
+
+
+def test_a_word_beyond_the_models_vocabulary_is_refused_under_its_own_name(beyond):
+    ask = beyond("trtllm")
+    for words in ({"bad_words": ["<extra>"]}, {"embedding_bias_words": ["<extra>"], "embedding_bias_weights": [1.0]}):
+        refusal, _ = ask(request_id="r1", text_input="a", **words)
+        assert str(refusal).startswith(f"{next(iter(words))}: holds '<extra>'")
+
+
+def test_a_chat_that_is_too_long_is_refused_under_its_own_name(ask):
+    chat = json.dumps([{"role": "user", "content": "a b c d " * 200}])
+    assert str(ask(messages=chat)).startswith("messages: ")
+
+
 def test_without_max_tokens_there_is_room_for_128_or_for_what_is_left(ask):
     assert ask(text_input="a")["request_output_len"].tolist() == [[128]]
     assert ask(text_input="a" * 200)["request_output_len"].tolist() == [[56]]
@@ -278,7 +330,9 @@ def test_behind_a_bare_engine_words_become_ids(bare, library):
 
 
 def test_a_word_of_which_the_tokenizer_makes_nothing_is_refused_by_name(gpu_engine, request):
-    tokenizer_families.word_piece().save(str(gpu_engine / "tokenizer.json"))
+    library = tokenizer_families.word_piece()
+    library.save(str(gpu_engine / "tokenizer.json"))
+    dataclasses.replace(manifests.load(gpu_engine), vocab_size=library.get_vocab_size()).save(gpu_engine)
     bare = request.getfixturevalue("bare")
     for words in ({"bad_words": ["fox", " "]}, {"embedding_bias_words": [" "], "embedding_bias_weights": [1.0]}):
         refusal = bare(request_id="r1", text_input="fox", **words)
