@@ -41,6 +41,8 @@ CONVERT_SWITCH = {
 }
 CALIB_SIZE_AWQ = 32  # rule R20
 MOUNT = "/trident"
+# From the repository root: serving has one environment, torch and ModelOpt another (build/environment.py).
+PYTHON, BUILD_PYTHON = ".venv/bin/python", ".venv-build/bin/python"
 IMAGE_PATH = "/opt/venv-tritonserver/bin"  # where the 26.04–26.07 images keep tensorrt_llm and trtllm-build
 
 
@@ -209,7 +211,7 @@ def fetch(recipe: Recipe) -> list[str] | None:
     """
     if not is_hub_id(recipe.model):
         return None
-    argv = ["python", "build/fetch.py", recipe.model, *(["--revision", recipe.revision] if recipe.revision else [])]
+    argv = [PYTHON, "build/fetch.py", recipe.model, *(["--revision", recipe.revision] if recipe.revision else [])]
     return argv if recipe.kind == CPU else [*argv, "--into", model_dir(recipe.model)]
 
 
@@ -275,7 +277,7 @@ def checkpoint_on_cpu(recipe: Recipe) -> list[str]:
     options |= {"checkpoint_format": HF} if recipe.kind == LLMAPI else {"tp_size": recipe.tp}
     options |= {"output_dir": _path(layout.checkpoint(recipe.name))} | _own_options(recipe)
     return [
-        "python",
+        BUILD_PYTHON,
         "build/quantize.py",
         *(part for key, value in options.items() for part in (f"--{key}", str(value))),
     ]
@@ -288,17 +290,17 @@ def compile_engine(recipe: Recipe, shape: Shape) -> list[str]:
 
 
 def package(recipe: Recipe) -> list[str]:
-    return ["python", "build/package.py", "--engine", recipe.name]
+    return [PYTHON, "build/package.py", "--engine", recipe.name]
 
 
 def verify(recipe: Recipe) -> list[str]:
     """Scores the quantised checkpoint against the bf16 model, on held-out text, in simulated numerics."""
-    return ["python", "build/evaluation.py", "--engine", recipe.name]
+    return [PYTHON, "build/evaluation.py", "--engine", recipe.name]
 
 
 def build_engine(recipe: Recipe) -> list[str]:
     """Every stage from fetch to the manifest, by the driver; all there is for kinds without programs of their own."""
-    return ["python", "build/engine.py", "--engine", recipe.name]
+    return [PYTHON, "build/engine.py", "--engine", recipe.name]
 
 
 def in_docker(argv: Sequence[str], recipe: Recipe, root: str | Path = layout.ROOT) -> list[str]:

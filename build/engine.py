@@ -226,6 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"of a CPU engine's weights (default: the recipe's; with --model, {DEFAULT_PRECISION})",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and do nothing; needs no GPU")
+    parser.add_argument("--verbose", action="store_true", help="with --dry-run: limits, formulas and estimates too")
     parser.add_argument("--accept-quality", metavar="REASON", help="publish it beyond its quality budget; recorded")
     options = parser.parse_args(arguments)
     try:
@@ -255,7 +256,7 @@ def _plan(recipe: Recipe, options: argparse.Namespace) -> int:
         for stage in made.stages
     ]
     made = dataclasses.replace(made, stages=tuple(stages))
-    print(plans.as_text(made), end="")
+    print(plans.as_text(made, options.verbose), end="")
     return STATUS["Refused"] if made.refused else 0
 
 

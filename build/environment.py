@@ -7,19 +7,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import commands
 import layout
 from contract.errors import Unavailable
 
 BUILD_PYTHON = layout.ROOT / ".venv-build" / "bin" / "python"
 NEEDS_TORCH = ("build/quantize.py",)
+PYTHONS = ("python", commands.PYTHON, commands.BUILD_PYTHON)
 
 
 def run_by(argv: Sequence[str]) -> list[str]:
-    """``python …`` of a plan as the command line that runs here.
+    """A plan's Python command as the command line that runs here, with this interpreter or the build environment's.
 
     Raises Unavailable where it needs torch and ModelOpt and there are none.
     """
-    if argv[0] != "python":
+    if argv[0] not in PYTHONS:
         return list(argv)
     return [_shown(build_python() if argv[1] in NEEDS_TORCH else Path(sys.executable)), *argv[1:]]
 

@@ -16,9 +16,14 @@ from layout import OPTION_TABLES
 PROGRAMS = ("trtllm_build", "quantize", "convert_checkpoint_llama", "convert_checkpoint_qwen")
 
 
+def closest(word: str, allowed: list[str] | tuple[str, ...], count: int) -> list[str]:
+    """Up to ``count`` entries of ``allowed`` that look most like ``word``, the best first."""
+    return difflib.get_close_matches(word, allowed, n=count, cutoff=0.0)
+
+
 def nearest(word: str, allowed: list[str] | tuple[str, ...]) -> str:
     """The entry of ``allowed`` that looks most like ``word`` (there is always one)."""
-    return difflib.get_close_matches(word, allowed, n=1, cutoff=0.0)[0]
+    return closest(word, allowed, 1)[0]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import layout
 import memory
 import recipe as recipes
 import shape as shapes
-from case import Case, Finding
+from case import Case, Finding, Severity
 from contract.errors import InvalidArgument
 from recipe import CPU, TRTLLM, Recipe
 from shape import Shape
@@ -146,17 +146,43 @@ def _stage_json(recipe: Recipe, stage: Stage) -> dict:
     return document
 
 
-def as_text(plan: Plan) -> str:
-    """The plan for people."""
+def as_text(plan: Plan, verbose: bool = False) -> str:
+    """The plan for people: verdict, warnings, sequences at once and commands; verbose adds limits and formulas."""
     parts = [_head(plan), _findings(plan)]
     if not plan.refused:
-        parts += [_limits(plan), _memory(plan), _concurrency(plan), _stages(plan), _by_hand(plan)]
+        parts += [_limits(plan), _memory(plan)] if verbose else []
+        parts += [_concurrency(plan), _stages(plan, verbose)]
+        parts += [] if verbose else ["Limits, memory formulas and how the estimates come about: --verbose"]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _verdict(plan: Plan) -> list[str]:
+    """Does it fit, how many sequences at once, how long does the build take."""
+    if plan.footprint is None:
+        count = sum(finding.severity is Severity.REFUSE for finding in plan.findings)
+        return [f"  verdict    refused by {count} rule{'s' if count > 1 else ''}, see below"]
+    foot, rows = plan.footprint, concurrency(plan)
+    if plan.recipe.kind == CPU:
+        needs = f"needs {_binary(foot.fixed_bytes + foot.pool_bytes).strip()} of memory"
+    else:
+        needs = (
+            f"fits: {_binary(foot.fixed_bytes).strip()} of {foot.available_bytes / GIB:g} GiB per GPU, "
+            f"{_binary(foot.pool_bytes).strip()} for the KV cache"
+        )
+    shortest, longest = rows[0], rows[-1]
+    most = f"{shortest['run_at_once']} sequences of {shortest['total_tokens']} tokens"
+    most += f", {longest['run_at_once']} of {longest['total_tokens']}" if longest is not shortest else ""
+    disk, seconds = sum(s.disk_bytes for s in plan.stages), sum(s.seconds for s in plan.stages)
+    return [
+        f"  verdict    {needs}",
+        f"  at once    {most}",
+        f"  build      about {_time(seconds)} and {_size(disk)} of disk",
+    ]
 
 
 def _head(plan: Plan) -> str:
     recipe, parameters = plan.recipe, plan.shape.architecture.num_parameters()
-    lines = [f"{recipe.name}: {recipe.description or recipe.model}"]
+    lines = [f"{recipe.name}: {recipe.description or recipe.model}", *_verdict(plan)]
     size = f"{parameters / 1e9:.2f} billion" if parameters >= 1e8 else f"{parameters / 1e6:.1f} million"
     lines.append(f"  model      {recipe.model}, {size} parameters ({plan.shape.source})")
     lines.append(f"  precision  {recipe.precision} weights, {recipe.kv_cache_precision} KV cache")
@@ -216,28 +242,22 @@ def _concurrency(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _stages(plan: Plan) -> str:
+def _stages(plan: Plan, verbose: bool) -> str:
     disk, seconds = sum(s.disk_bytes for s in plan.stages), sum(s.seconds for s in plan.stages)
     lines = [f"Stages (about {_size(disk)} of disk and {_time(seconds)}; estimates, not measured)"]
     for number, stage in enumerate(plan.stages, start=1):
         where = "in the container" if stage.where == CONTAINER else "here"
         gpu = ", needs a GPU" if stage.needs_gpu else ""
         lines.append(f"  {number}. {stage.name} ({where}{gpu}): {_size(stage.disk_bytes)}, {_time(stage.seconds)}")
-        lines.append(f"     $ {commands.line(stage.argv)}")
+        inside = stage.where == CONTAINER
+        argv = commands.in_docker(stage.argv, plan.recipe) if inside else stage.argv
+        lines.append(f"     $ {commands.line(argv)}")
         if stage.instead:
             lines.append(f"     or without a GPU: $ {commands.line(stage.instead)}")
-        lines.append(f"     writes {stage.writes}")
-        lines += textwrap.wrap(f"     estimate: {stage.basis}", 116, subsequent_indent="       ")
-    return "\n".join(lines)
-
-
-def _by_hand(plan: Plan) -> str:
-    inside = [stage for stage in plan.stages if stage.where == CONTAINER]
-    if not inside:
-        return ""
-    lines = ["By hand, on the GPU machine, from the repository root"]
-    for stage in inside:
-        lines.append(f"  $ {commands.line(commands.in_docker(stage.argv, plan.recipe))}")
+        if verbose:
+            lines += [f"     inside the image: $ {commands.line(stage.argv)}"] if inside else []
+            lines.append(f"     writes {stage.writes}")
+            lines += textwrap.wrap(f"     estimate: {stage.basis}", 116, subsequent_indent="       ")
     return "\n".join(lines)
 
 
@@ -265,6 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
     which.add_argument("--engine", help="name of a recipe in build/recipes")
     which.add_argument("--recipe", type=Path, help="path of a recipe anywhere")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--verbose", action="store_true", help="print limits, memory formulas and estimates too")
     options = parser.parse_args(arguments)
     try:
         recipe = recipes.load(options.recipe or layout.RECIPES / f"{options.engine}.toml")
@@ -272,7 +293,10 @@ def main(arguments: list[str] | None = None) -> int:
     except InvalidArgument as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(as_json(plan), indent=2) if options.json else as_text(plan), end="\n" if options.json else "")
+    print(
+        json.dumps(as_json(plan), indent=2) if options.json else as_text(plan, options.verbose),
+        end="\n" if options.json else "",
+    )
     return 2 if plan.refused else 0
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import hardware
-import layout  # noqa: F401  makes `contract` importable when a script is run by path
+import layout
 from contract.errors import InvalidArgument
-from option_table import nearest
+from option_table import closest, nearest
 from option_table import read as read_option_table
 
 if sys.version_info >= (3, 11):
@@ -24,6 +25,7 @@ if sys.version_info >= (3, 11):
 else:  # the same parser under its older name
     import tomli as tomllib
 
+MAX_NEAREST = 3  # names offered for one that is not there
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 CPU, TRTLLM, LLMAPI = "cpu", "trtllm", "llmapi"
 KINDS = (CPU, TRTLLM, LLMAPI)
@@ -59,7 +61,8 @@ class RecipeError(InvalidArgument):
     def __init__(self, path: Path | str, key: str, problem: str) -> None:
         self.path = str(path)
         self.key = key
-        super().__init__(f"{path}: {key}" if key else str(path), problem)
+        shown = str(layout.relative(Path(path)))
+        super().__init__(f"{shown}: {key}" if key else shown, problem)
 
 
 @dataclass(frozen=True)
@@ -334,8 +337,10 @@ def load(path: Path | str) -> Recipe:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as exc:
         known = [p.stem for p in sorted(path.parent.glob("*.toml"))]
-        near = f"; nearest is {nearest(path.stem, known)!r} of {', '.join(known)}" if known else ""
-        raise RecipeError(path, "", f"there is no such recipe{near}") from exc
+        near = ", ".join(repr(name) for name in closest(path.stem, known, MAX_NEAREST))
+        where = f"`ls {shlex.quote(str(layout.relative(path.parent)))}` lists all {len(known)}"
+        listed = f"nearest is {near}; {where}" if known else "the folder has none"
+        raise RecipeError(path, "", f"there is no such recipe; {listed}") from exc
     except (OSError, UnicodeDecodeError) as exc:
         raise RecipeError(path, "", f"the recipe cannot be read: {exc}") from exc
     try:

@@ -74,7 +74,7 @@ def find(model: str) -> Shape:
     wanted = layout.relative(layout.fetched_model(model))
     raise UnknownShape(
         "model",
-        f"the shape of {model!r} is not known here: run `hf download {model} config.json --local-dir {wanted}`, "
+        f"the shape of {model!r} is not known here: run `.venv/bin/hf download {model} config.json --local-dir {wanted}`, "
         f"or use a model that is known, e.g. {nearest(model, tuple(table))!r}",
     )
 

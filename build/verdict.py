@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 import commands
@@ -25,6 +25,17 @@ from fitness import CHECKS
 from recipe import CPU, IMAGE, KV_CACHE_PRECISIONS, PRECISIONS, TRTLLM, Calibration, Recipe, RecipeError, load
 from rules import EAGLE_BATCH, EAGLE_DRAFT, RULES
 
+# Keys in which a recipe may differ from the one that is named as an alternative.
+NAMING = frozenset({"name", "description"})
+NOT_THE_ENGINE = NAMING | {
+    "max_batch_size",
+    "max_num_tokens",
+    "max_seq_len",
+    "kv_cache_tokens",
+    "kv_cache_fraction",
+    "calibration",
+    "quality",
+}
 MAX_PAIRS = 200
 MAX_MENDED = 8
 OPTION, LIMIT, FORMAT, RANKS, FEATURE, CARD = 1, 1, 2, 3, 4, 6  # costs
@@ -164,7 +175,7 @@ def _changed(case: Case, edits: tuple[_Edit, ...]) -> Case:
 
 def _said(edits: tuple[_Edit, ...], changed: Case) -> str:
     text, shipped = ", ".join(edit.text for edit in edits), _shipped_like(changed.recipe)
-    return f"{text} (as build/recipes/{shipped}.toml)" if shipped else text
+    return f"{text} (as {shipped})" if shipped else text
 
 
 def _edits(case: Case) -> Iterator[_Edit]:
@@ -286,12 +297,16 @@ def _engine_limits(recipe: Recipe) -> Iterator[_Edit]:
 
 
 def _shipped_like(recipe: Recipe) -> str:
-    """A shipped recipe of the same model, formats, card and ranks; "" if there is none."""
-    keys = ("kind", "model", "precision", "kv_cache_precision", "sm", "tp", "pp", "speculative_decoding")
-    for other in _shipped():
-        if other.name != recipe.name and all(getattr(other, key) == getattr(recipe, key) for key in keys):
-            return other.name
-    return ""
+    """The shipped recipe that is this one, or differs from it in limits alone; "" if there is none."""
+    same = [other for other in _shipped() if other.name != recipe.name and _same(other, recipe, NOT_THE_ENGINE)]
+    for other in same:
+        if _same(other, recipe, NAMING):
+            return f"build/recipes/{other.name}.toml"
+    return f"build/recipes/{same[0].name}.toml, limits aside" if same else ""
+
+
+def _same(a: Recipe, b: Recipe, but: frozenset[str]) -> bool:
+    return all(getattr(a, f.name) == getattr(b, f.name) for f in fields(Recipe) if f.compare and f.name not in but)
 
 
 @lru_cache

@@ -6,10 +6,12 @@ Every folder under ``engines/`` has one, written last; a folder without it is ha
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -136,7 +138,9 @@ def _how_to_build(folder: Path) -> str:
 
 def _others(folder: Path) -> str:
     built = sorted(p.parent.name for p in folder.parent.glob(f"*/{FILE_NAME}") if ".partial-" not in p.parent.name)
-    return f"; built are: {', '.join(built)}" if built else ""
+    near = ", ".join(difflib.get_close_matches(folder.name, built, n=3, cutoff=0.0))
+    more = f"; `ls {shlex.quote(str(folder.parent))}` lists all {len(built)}" if len(built) > 3 else ""
+    return f"; built are: {near}{more}" if built else ""
 
 
 def _problem(table: object) -> str:

@@ -148,7 +148,7 @@ def test_speculative_decoding_reaches_both_programs():
 
 def test_a_hub_model_is_fetched_and_a_folder_is_not(tmp_path):
     argv = commands.fetch(make(revision="abc123"))
-    assert argv[:3] == ["python", "build/fetch.py", "meta-llama/Llama-3.1-8B-Instruct"]
+    assert argv[:3] == [".venv/bin/python", "build/fetch.py", "meta-llama/Llama-3.1-8B-Instruct"]
     assert argv[argv.index("--revision") + 1] == "abc123"
     assert argv[-1] == commands.model_dir("meta-llama/Llama-3.1-8B-Instruct")
     assert commands.fetch(make(model=str(tmp_path))) is None
@@ -182,7 +182,7 @@ def test_no_cpu_recipe_has_an_image_line():
 def test_what_calibrates_on_the_standard_library_is_our_own_stages_work(name):
     recipe = load(layout.RECIPES / f"{name}.toml")
     argv = commands.checkpoint(recipe, shapes.find(recipe.model))
-    assert argv == commands.checkpoint_on_cpu(recipe) and argv[:2] == ["python", "build/quantize.py"]
+    assert argv == commands.checkpoint_on_cpu(recipe) and argv[:2] == [".venv-build/bin/python", "build/quantize.py"]
     asked = parse(["python3", "/app/examples/quantization/quantize.py", *argv[2:]])  # in that script's own words
     assert (asked.qformat, asked.calib_dataset, asked.tp_size) == (recipe.precision, "cpython", recipe.tp)
     built(recipe)

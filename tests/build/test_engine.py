@@ -291,16 +291,16 @@ def test_a_recipe_that_the_rules_refuse_is_not_built_and_the_nearest_that_works_
 
 def test_the_command_of_a_plan_builds_what_was_planned(checkpoint, capsys):
     assert engine.main(["--engine", "mine", "--model", str(checkpoint), "--precision", "int4", "--dry-run"]) == 0
-    line = f"$ python build/engine.py --engine mine --model {checkpoint} --precision int4"
+    line = f"$ .venv/bin/python build/engine.py --engine mine --model {checkpoint} --precision int4"
     assert line in capsys.readouterr().out.replace("\n", " ")
     assert engine.main(["--engine", "demo", "--precision", "int8", "--dry-run"]) == 0
-    assert "$ python build/engine.py --engine demo --precision int8" in capsys.readouterr().out
+    assert "$ .venv/bin/python build/engine.py --engine demo --precision int8" in capsys.readouterr().out
 
 
 def test_a_dry_run_of_a_hub_model_downloads_nothing(monkeypatch, capsys):
     monkeypatch.setattr(engine, "fetch", lambda *_: pytest.fail("a dry run downloads"))
     assert engine.main(["--model", "Qwen/Qwen3-0.6B", "--dry-run"]) == 0
-    assert "$ python build/fetch.py Qwen/Qwen3-0.6B" in capsys.readouterr().out
+    assert "$ .venv/bin/python build/fetch.py Qwen/Qwen3-0.6B" in capsys.readouterr().out
     assert engine.main(["--model", "nobody/nothing", "--dry-run"]) == 1
     assert "the shape of 'nobody/nothing' is not known here" in capsys.readouterr().err
 

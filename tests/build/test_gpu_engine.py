@@ -235,8 +235,8 @@ def test_without_the_build_environment_it_says_how_to_make_it(monkeypatch, tmp_p
     monkeypatch.setattr(environment, "BUILD_PYTHON", tmp_path / "python")
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Unavailable, match="run `make setup-build` once"):
-        environment.run_by(["python", "build/quantize.py"])
-    shown = environment.run_by(["python", "build/evaluation.py"])[0]  # from the root, where it lies below it
+        environment.run_by([commands.BUILD_PYTHON, "build/quantize.py"])
+    shown = environment.run_by([commands.PYTHON, "build/evaluation.py"])[0]  # from the root, where it lies below it
     assert layout.ROOT / shown == Path(sys.executable)
 
 

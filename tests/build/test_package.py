@@ -151,6 +151,12 @@ def test_quotes_in_a_value_do_not_break_the_file():
     assert parameters(make(speculative_decoding=spec))["medusa_choices"] == 'a "quoted" \\ choice'
 
 
+@pytest.mark.parametrize("model", ["engine", "ensemble", "detokenizer"])
+def test_what_packaging_writes_is_not_shown_by_git(model):
+    path = f"model_repository/{model}/configs/any-engine.pbtxt"
+    assert subprocess.run(["git", "check-ignore", "-q", path], cwd=layout.ROOT).returncode == 0
+
+
 def test_a_cpu_recipe_needs_no_configuration_of_its_own():
     with pytest.raises(InvalidArgument, match="is of kind 'cpu'; engine/config.pbtxt is its own"):
         package.render(recipes.load(layout.RECIPES / "demo.toml"))
@@ -191,7 +197,7 @@ def test_what_the_gate_did_not_let_pass_is_not_packaged(compiled):
         return str(caught.value)
 
     gpu_machine.verified(make(), "")
-    assert "beyond its quality budget: KL is 3 nats; run `python build/evaluation.py --engine" in refused()
+    assert "beyond its quality budget: KL is 3 nats; run `.venv/bin/python build/evaluation.py --engine" in refused()
     path.write_text(good)
     rank.write_bytes(b"another")
     assert "verified with another checkpoint or another budget" in refused()

@@ -38,7 +38,7 @@ def test_every_shipped_recipe_has_a_plan_without_a_warning(recipe):
     plan = plans.make(recipe, shapes.find(recipe.model))
     assert not plan.refused
     assert [f.message for f in plan.findings if f.severity.value == "warn"] == []
-    text = plans.as_text(plan)
+    text = plans.as_text(plan, verbose=True)
     assert recipe.image in text and "Memory per GPU" in text and "= max_seq_len" in text
 
 
@@ -49,7 +49,7 @@ def test_the_stages_come_in_order_and_their_commands_are_accepted_by_the_program
     assert parse(list(by_name["compile"].argv)).max_batch_size == 64
     assert parse(list(by_name["quantise"].argv)).qformat == "fp8"
     assert by_name["quantise"].needs_gpu and by_name["compile"].needs_gpu and not by_name["package"].needs_gpu
-    assert by_name["quantise"].instead[:2] == ("python", "build/quantize.py")
+    assert by_name["quantise"].instead[:2] == (".venv-build/bin/python", "build/quantize.py")
 
 
 def test_a_local_model_is_not_fetched_and_a_plain_one_is_converted(tmp_path):
@@ -83,9 +83,9 @@ def test_a_cpu_recipe_is_planned_without_a_gpu_or_an_image(tmp_path):
     recipe = recipes.parse(recipe_table("demo") | {"model": str(tmp_path)}, "demo.toml")
     plan = plans.make(recipe, shapes.find(recipe.model))
     assert [stage.name for stage in plan.stages] == ["compile"]
-    assert commands.line(plan.stages[0].argv) == "python build/engine.py --engine demo"
+    assert commands.line(plan.stages[0].argv) == ".venv/bin/python build/engine.py --engine demo"
     assert "image" not in plans.as_json(plan) and not any(stage.needs_gpu for stage in plan.stages)
-    assert "on the CPU" in plans.as_text(plan) and "Memory of the process" in plans.as_text(plan)
+    assert "on the CPU" in plans.as_text(plan) and "Memory of the process" in plans.as_text(plan, verbose=True)
 
 
 def test_calibrating_a_cpu_engine_is_in_the_estimate():
@@ -106,7 +106,7 @@ def test_limits_are_those_the_engine_will_have():
     plan = plan_of(precision="int4_awq", max_seq_len=256, max_batch_size=2)
     limits = plans.limits(plan.recipe)
     assert limits["max_num_tokens"] == 512 and limits["prefix_reuse"] is False and limits["chunked_context"] is False
-    assert "prefix_reuse     no" in plans.as_text(plan)
+    assert "prefix_reuse     no" in plans.as_text(plan, verbose=True)
     spec = {"mode": "eagle", "max_draft_len": 5}
     assert plans.limits(make(speculative_decoding=spec))["max_seq_len"] == 4096 + 5
 
@@ -117,7 +117,7 @@ def test_memory_and_concurrency_are_the_formulas():
     rows = {row["total_tokens"]: row for row in plans.concurrency(plan)}
     assert rows[8192]["fit_in_kv_pool"] == foot.pool_tokens // 32 // 256
     assert rows[256]["run_at_once"] == 100 < rows[256]["fit_in_kv_pool"]
-    text = plans.as_text(plan)
+    text = plans.as_text(plan, verbose=True)
     assert f"{foot.weight_bytes / memory.GIB:7.2f} GiB" in text
     assert "here 2 x 80 x 2 x 128 x 1 = 40960 bytes per token" in text
 
@@ -126,6 +126,36 @@ def test_drafts_take_their_tokens_of_a_step():
     spec = {"mode": "lookahead_decoding", "window_size": 7, "ngram_size": 7, "verification_set_size": 7}
     rows = plans.concurrency(plan_of(speculative_decoding=spec, max_num_tokens=4096))
     assert {row["run_at_once"] for row in rows} == {4096 // 84}
+
+
+def test_the_verdict_stands_first_and_formulas_only_where_asked():
+    text = plans.as_text(plan_of())
+    assert text.splitlines()[1].startswith("  verdict    fits: ") and " of 79.1 GiB per GPU" in text.splitlines()[1]
+    assert text.splitlines()[2].startswith("  at once    64 sequences of 256 tokens, ")
+    assert text.splitlines()[3].startswith("  build      about ")
+    assert "kv_pool =" not in text and "estimate:" not in text and len(text.splitlines()) < 40
+    assert "kv_pool =" in plans.as_text(plan_of(), verbose=True)
+    refused = plans.as_text(plan_of(gpu="b200", precision="int4_awq", kv_cache_precision="auto"))
+    assert refused.splitlines()[1] == "  verdict    refused by 1 rule, see below"
+
+
+@pytest.mark.parametrize("recipe", GPU_RECIPES, ids=lambda recipe: recipe.name)
+def test_every_printed_command_starts_with_a_program_that_is_there(recipe):
+    """What runs here names the environment that has what it needs; the rest runs in the image, through docker."""
+    text = plans.as_text(plans.make(recipe, shapes.find(recipe.model)))
+    printed = [shlex.split(line.partition("$ ")[2]) for line in text.splitlines() if "$ " in line]
+    assert printed
+    for argv in printed:
+        torch = argv[1] == "build/quantize.py"
+        assert argv[0] == "docker" or argv[0] == (".venv-build/bin/python" if torch else ".venv/bin/python")
+        assert argv[0] == "docker" or (layout.ROOT / argv[1]).is_file()
+
+
+def test_a_printed_command_runs_as_it_is_printed():
+    recipe = recipes.load(layout.RECIPES / "demo.toml")
+    line = commands.line(plans.make(recipe, shapes.find(recipe.model)).stages[-1].argv)
+    done = subprocess.run(f"{line} --dry-run", shell=True, cwd=layout.ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("demo: ")
 
 
 def test_lengths_beyond_the_recipe_are_left_out():
@@ -137,7 +167,7 @@ def test_lengths_beyond_the_recipe_are_left_out():
 @given(accepted())
 def test_json_and_text_say_the_same_for_every_accepted_recipe(drawn):
     plan = plans.make(drawn.recipe, drawn.shape)
-    document, text = json.loads(json.dumps(plans.as_json(plan))), plans.as_text(plan)
+    document, text = json.loads(json.dumps(plans.as_json(plan))), plans.as_text(plan, verbose=True)
     assert document["refused"] is False and document["image"] == drawn.recipe.image
     for stage in document["stages"]:
         assert shlex.split(stage["command"]) == stage["argv"]

@@ -80,7 +80,8 @@ def test_a_hub_model_is_looked_for_where_it_was_fetched_to(recipes, tmp_path, mo
     monkeypatch.setattr(layout, "FETCHED", tmp_path / "fetched")
     recipes("hub", TRTLLM_RECIPE.replace("{model}", "meta-llama/Llama-3.1-8B"))
     with pytest.raises(
-        InvalidArgument, match="model: meta-llama/Llama-3.1-8B is not here yet; fetch it with `python build/fetch.py"
+        InvalidArgument,
+        match="model: meta-llama/Llama-3.1-8B is not here yet; fetch it with `.venv/bin/python build/fetch.py",
     ):
         quantize.from_recipe("hub")
     (tmp_path / "fetched" / "meta-llama--Llama-3.1-8B").mkdir(parents=True)

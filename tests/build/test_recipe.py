@@ -187,12 +187,22 @@ def test_quality_budgets_follow_the_precision_and_can_be_set_one_by_one():
     assert set(recipes.DEFAULT_QUALITY) == {p for allowed in recipes.PRECISIONS.values() for p in allowed}
 
 
+def test_a_wrong_name_gets_the_three_nearest_and_where_all_are_listed():
+    with pytest.raises(RecipeError) as raised:
+        load(layout.RECIPES / "demo-fp9.toml")
+    said = str(raised.value)
+    assert "build/recipes/demo-fp9.toml" in said and str(layout.ROOT) not in said
+    assert "nearest is 'demo-fp8', " in said and said.count("'demo") == 3
+    count = len(list(layout.RECIPES.glob("*.toml")))
+    assert said.endswith(f"`ls build/recipes` lists all {count}") and len(said) < 200
+
+
 def test_a_file_that_is_not_toml_or_not_there_is_named(tmp_path):
     broken = tmp_path / "broken.toml"
     broken.write_text("kind = \n")
     with pytest.raises(RecipeError, match=r"broken.toml: not valid TOML: .*line 1"):
         load(broken)
-    with pytest.raises(RecipeError, match="there is no such recipe; nearest is 'broken'"):
+    with pytest.raises(RecipeError, match="there is no such recipe; nearest is 'broken'; `ls "):
         load(tmp_path / "brokn.toml")
     broken.write_bytes(b"\xff\xfe")
     with pytest.raises(RecipeError, match="cannot be read"):

@@ -52,7 +52,7 @@ def applied(drawn: Case, instead: str) -> Case:
 
 def test_int4_awq_with_an_fp8_kv_cache_is_told_to_leave_the_kv_cache():
     said = alternative("R1", precision="int4_awq")
-    assert said == 'kv_cache_precision = "auto" (as build/recipes/llama-3.1-8b-int4-awq-hopper.toml)'
+    assert said == 'kv_cache_precision = "auto" (as build/recipes/llama-3.1-8b-int4-awq-hopper.toml, limits aside)'
     assert alternative("R1", precision="int8_wo") == 'kv_cache_precision = "auto"'
 
 
@@ -67,7 +67,23 @@ def test_int4_awq_on_sm_100_is_told_to_take_fp8():
 
 def test_a_shipped_recipe_is_named_where_it_is_the_answer():
     said = alternative("H1", gpu="a100", max_seq_len=2048)
-    assert "(as build/recipes/llama-3.1-8b-int4-awq-ampere.toml)" in said
+    assert "(as build/recipes/llama-3.1-8b-int4-awq-ampere.toml, limits aside)" in said
+
+
+def test_a_recipe_is_named_as_the_alternative_only_if_it_is(monkeypatch):
+    right = gpu_recipes.make("shipped", precision="int4_awq", kv_cache_precision="auto")
+    given = {"precision": "int4_awq", "kv_cache_precision": "fp8"}
+    for changes, named in (
+        ({}, " (as build/recipes/shipped.toml)"),
+        ({"max_seq_len": 2048}, " (as build/recipes/shipped.toml, limits aside)"),
+        ({"build": {"tokens_per_block": 64}}, ""),
+        ({"max_beam_width": 2}, ""),
+        ({"prefix_reuse": False}, ""),
+        ({"image": "another"}, ""),
+    ):
+        shipped = (replace(right, **changes),)
+        monkeypatch.setattr(verdict, "_shipped", lambda there=shipped: there)
+        assert alternative("R1", **given) == f'kv_cache_precision = "auto"{named}'
 
 
 def test_too_large_a_model_is_told_what_fits_a_smaller_format_before_more_cards():

@@ -155,3 +155,10 @@ def test_it_needs_nothing_but_the_standard_library():
     code = "import sys; import contract.manifest; print([m for m in ('numpy', 'openvino') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_of_many_engines_the_nearest_are_named_first(tmp_path):
+    for name in ("demo", *(f"engine-{number}" for number in range(6))):
+        engine(tmp_path / name)
+    with pytest.raises(NotFound, match=r"; built are: engine-3, [\w.-]+, [\w.-]+; `ls .*` lists all 7$"):
+        load(tmp_path / "engine-33")
