@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import rope as rotary
+from json_fields import BadField, Fields, shown
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Far beyond any published model: a config.json with a stray zero must not make the reader allocate gigabytes.
+MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM, MOST_WIDE = 10_000, 2**16, 2**14, 2**26
 
 
 class UnsupportedModel(ValueError):
@@ -20,7 +23,9 @@ class Architecture:
     """A pre-norm decoder: RMSNorm, rotary GQA attention, gated SiLU MLP.
 
     qkv_bias, output_bias, mlp_bias: linear layers with a bias. qk_norm: RMSNorm on every query and key head
-    (Qwen3). tied: lm_head is the embedding matrix. max_positions: the length the model was made for.
+    (Qwen3). tied: lm_head is the embedding matrix. max_positions: the longest sequence this graph computes
+    exactly: what the model was made for, or its attention window where that is shorter (None: no window), because
+    a sequence within the window is never cut.
     """
 
     name: str
@@ -39,6 +44,7 @@ class Architecture:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    window: int | None = None
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the graph reads, by its Hugging Face name, with its shape ([out, in] for a matrix)."""
@@ -75,83 +81,84 @@ class Architecture:
 
 def from_config(config: Mapping[str, object]) -> Architecture:
     """Raises UnsupportedModel with a sentence that names the key and what is supported."""
+    try:
+        return _read(Fields(config, "config.json"))
+    except BadField as exc:
+        raise UnsupportedModel(str(exc)) from exc
+    except rotary.UnsupportedRope as exc:
+        raise UnsupportedModel(f"config.json: {exc}") from exc
+
+
+def _read(config: Fields) -> Architecture:
     name = _name(config)
-    _refuse_what_the_graph_lacks(name, config)
-    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-    kv_heads = _size(config, "num_key_value_heads", heads)
+    _refuse_what_the_graph_lacks(config)
+    hidden, heads = (
+        config.integer("hidden_size", high=MOST_WIDE),
+        config.integer("num_attention_heads", high=MOST_HEADS),
+    )
+    kv_heads = config.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise UnsupportedModel(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if config.get("head_dim") is None and hidden % heads:
         raise UnsupportedModel(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}; set head_dim")
-    head_dim = _size(config, "head_dim", 128 if name == "Qwen3ForCausalLM" else hidden // heads)
+    default = 128 if name == "Qwen3ForCausalLM" else hidden // heads
+    head_dim = config.integer("head_dim", default, high=MOST_HEAD_DIM)
     if head_dim % 2:
         raise UnsupportedModel(f"head_dim {head_dim} is odd; rotary embedding needs an even one")
     # Llama's attention_bias covers o_proj, Qwen3's too; Qwen2 has q, k, v biases always and no key for it.
-    attention_bias = bool(config.get("attention_bias", False)) and name in ("LlamaForCausalLM", "Qwen3ForCausalLM")
-    try:
-        rope = rotary.from_config(config)
-        rotary.inverse_frequencies(rope, head_dim)
-    except rotary.UnsupportedRope as exc:
-        raise UnsupportedModel(f"config.json: {exc}") from exc
+    biased = config.boolean("attention_bias", False) and name in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+    rope = rotary.from_config(config.values)
+    rotary.inverse_frequencies(rope, head_dim)
+    positions, window = config.integer("max_position_embeddings", 2048), _window(name, config)
     return Architecture(
         name=name,
-        vocab_size=_size(config, "vocab_size"),
+        vocab_size=config.integer("vocab_size", high=MOST_WIDE),
         hidden_size=hidden,
-        intermediate_size=_size(config, "intermediate_size"),
-        num_layers=_size(config, "num_hidden_layers"),
+        intermediate_size=config.integer("intermediate_size", high=MOST_WIDE),
+        num_layers=config.integer("num_hidden_layers", high=MOST_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=_positive(config, "rms_norm_eps", 1e-6),
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0),
         rope=rope,
-        max_positions=_size(config, "max_position_embeddings", 2048),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=True if name == "Qwen2ForCausalLM" else attention_bias,
-        output_bias=False if name == "Qwen2ForCausalLM" else attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)) and name == "LlamaForCausalLM",
+        max_positions=positions if window is None else min(positions, window),
+        tied=config.boolean("tie_word_embeddings", False),
+        qkv_bias=True if name == "Qwen2ForCausalLM" else biased,
+        output_bias=False if name == "Qwen2ForCausalLM" else biased,
+        mlp_bias=config.boolean("mlp_bias", False) and name == "LlamaForCausalLM",
         qk_norm=name == "Qwen3ForCausalLM",
+        window=window,
     )
 
 
-def _name(config: Mapping[str, object]) -> str:
-    names = config.get("architectures") or []
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in SUPPORTED:
-        said = ", ".join(map(str, names)) if isinstance(names, list) and names else "none"
+def _name(config: Fields) -> str:
+    names = config.texts("architectures")
+    if len(names) != 1 or names[0] not in SUPPORTED:
+        said = shown(", ".join(names))[1:-1] or "none"
         raise UnsupportedModel(f"config.json: architectures is {said}; supported are {', '.join(SUPPORTED)}")
     return names[0]
 
 
-def _refuse_what_the_graph_lacks(name: str, config: Mapping[str, object]) -> None:
-    if config.get("quantization_config"):
-        method = dict(config["quantization_config"]).get("quant_method", "unknown")  # type: ignore[call-overload]
+def _refuse_what_the_graph_lacks(config: Fields) -> None:
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+        said = shown(method) if not isinstance(method, str) else shown(method)[1:-1]
         raise UnsupportedModel(
-            f"config.json: the checkpoint is already quantised ({method}); give the bf16, fp16 or f32 one"
+            f"config.json: the checkpoint is already quantised ({said}); give the bf16, fp16 or f32 one"
         )
-    activation = config.get("hidden_act", "silu")
+    activation = config.text("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
-        raise UnsupportedModel(f"config.json: hidden_act {activation!r} is not supported; supported is silu")
-    window = config.get("sliding_window")
-    # Qwen writes a window and switches it off; Mistral has no switch, only null. A window as long as the
-    # model never cuts anything.
-    uses_window = window is not None and config.get("use_sliding_window", name == "MistralForCausalLM")
-    if uses_window and int(window) < _size(config, "max_position_embeddings", 2048):  # type: ignore[call-overload]
-        raise UnsupportedModel(f"config.json: sliding_window {window} is not supported; only full attention is")
-    layer_types = set(config.get("layer_types") or [])  # type: ignore[call-overload]
-    if layer_types - {"full_attention"} and uses_window:
-        said = ", ".join(sorted(layer_types))
+        raise UnsupportedModel(f"config.json: hidden_act {shown(activation)} is not supported; supported is silu")
+    unknown = set(config.texts("layer_types")) - {"full_attention", "sliding_attention"}
+    if unknown:
+        said = shown(", ".join(sorted(unknown)))[1:-1]
         raise UnsupportedModel(f"config.json: layer_types {said} are not supported; only full_attention is")
 
 
-def _size(config: Mapping[str, object], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UnsupportedModel(f"config.json: {key} is {value!r}; allowed is a positive integer")
-    return value
-
-
-def _positive(config: Mapping[str, object], key: str, default: float) -> float:
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise UnsupportedModel(f"config.json: {key} is {value!r}; allowed is a positive number")
-    return float(value)
+def _window(name: str, config: Fields) -> int | None:
+    """The window in use, if any: Qwen writes one and switches it off; Mistral has no switch, only null."""
+    if config.get("sliding_window") is None:
+        return None
+    window = config.integer("sliding_window")
+    return window if config.boolean("use_sliding_window", name == "MistralForCausalLM") else None

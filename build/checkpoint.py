@@ -14,6 +14,7 @@ import layout  # noqa: F401  makes `contract` importable when a script is run by
 import shards
 from architecture import Architecture
 from contract.errors import InvalidArgument
+from json_fields import BadField, read_object, shown
 from shards import StoredTensor
 
 TOKENIZER_FILES = (
@@ -82,9 +83,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     config = _json(folder, "config.json")
     try:
         arch = architectures.from_config(config)
-        tensors = _tensors(folder, arch)
-    except (architectures.UnsupportedModel, shards.BadShard) as exc:
+    except architectures.UnsupportedModel as exc:
         raise CheckpointError(f"{folder}: {exc}") from exc
+    try:
+        tensors = _tensors(folder, arch)
+    except shards.BadShard as exc:
+        raise CheckpointError(str(exc)) from exc  # names the file, and so the folder
     generation = _json(folder, "generation_config.json") if (folder / "generation_config.json").exists() else {}
     _check_tokenizer(folder, arch)
     return Checkpoint(
@@ -99,23 +103,23 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     )
 
 
-def _json(folder: Path, name: str) -> dict:
-    path = folder / name
+def _json(folder: Path, name: str) -> dict[str, object]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(folder / name)
     except FileNotFoundError as exc:
         raise CheckpointError(f"{folder} has no {name}; is it a Hugging Face checkpoint?") from exc
-    except (OSError, ValueError) as exc:
-        raise CheckpointError(f"{path} is not valid JSON: {exc}") from exc
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return value
+    except BadField as exc:
+        raise CheckpointError(str(exc)) from exc
 
 
 def _tensors(folder: Path, arch: Architecture) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     for path in _weight_files(folder):
-        stored |= shards.read_header(path)
+        found = shards.read_header(path)
+        if twice := sorted(stored.keys() & found.keys()):
+            where = f"{stored[twice[0]].path.name} and in {path.name}"
+            raise CheckpointError(f"{folder}: {twice[0]} is stored twice, in {where}; which is meant cannot be told")
+        stored |= found
     expected = arch.expected_tensors()
     for name, shape in expected.items():
         tensor = stored.get(name)
@@ -137,16 +141,19 @@ def _tensors(folder: Path, arch: Architecture) -> dict[str, StoredTensor]:
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
+    if (folder / "model.safetensors").is_dir():
+        raise CheckpointError(f"{folder / 'model.safetensors'} is a folder; it must be a file")
     if (folder / _INDEX).is_file():
         names = _json(folder, _INDEX).get("weight_map")
         if not isinstance(names, dict) or not names or not all(isinstance(n, str) for n in names.values()):
             raise CheckpointError(f"{folder / _INDEX} has no weight_map of tensor names to file names")
         paths = [folder / name for name in sorted(set(names.values()))]
         for path in paths:
-            if path.parent != folder or not path.is_file():
-                raise CheckpointError(f"{folder}: {path.name} is missing; {_INDEX} names it")
+            if path.parent != folder or not _is_file(path):
+                raise CheckpointError(f"{folder}: {shown(path.name)[1:-1]} is missing; {_INDEX} names it")
         return paths
-    lone = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
+    there = (p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
+    lone = sorted(p for p in there if p.is_file())
     if len(lone) == 1:
         return lone
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
@@ -154,13 +161,37 @@ def _weight_files(folder: Path) -> list[Path]:
     raise CheckpointError(f"{folder} has no model.safetensors and no {_INDEX}")
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False  # a name that no file can have
+
+
 def _check_tokenizer(folder: Path, arch: Architecture) -> None:
     if not (folder / "tokenizer.json").is_file():
         slow = " (only a SentencePiece tokenizer.model)" if (folder / "tokenizer.model").is_file() else ""
         remedy = "load it with transformers' AutoTokenizer and save it as a fast tokenizer"
         raise CheckpointError(f"{folder} has no tokenizer.json{slow}; {remedy}")
-    vocab = _json(folder, "tokenizer.json").get("model", {}).get("vocab", {})
-    largest = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
+    path = folder / "tokenizer.json"
+    tokenizer = _json(folder, "tokenizer.json")
+    model = tokenizer.get("model")
+    if not isinstance(model, dict):
+        raise CheckpointError(f"{path}: model is {shown(model)}; allowed is an object with type and vocab")
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        for token, number in vocab.items():
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise CheckpointError(
+                    f"{path}: model.vocab gives {shown(token)} the id {shown(number)}; allowed are ids"
+                )
+        largest = max(vocab.values(), default=-1)
+    elif isinstance(vocab, list):
+        largest = len(vocab) - 1
+    else:
+        raise CheckpointError(f"{path}: model.vocab is {shown(vocab)}; allowed is an object or a list")
+    if largest < 0:
+        raise CheckpointError(f"{path}: model.vocab is empty")
     # Added tokens beyond the matrix are common (an unused <pad>) and refused as ids later; the base vocabulary
     # reaching beyond it means the tokenizer belongs to another model.
     if largest >= arch.vocab_size:
@@ -174,5 +205,5 @@ def _token_ids(key: str, generation: Mapping, config: Mapping, arch: Architectur
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not -1 <= token < arch.vocab_size:
-            raise CheckpointError(f"{key} is {value!r}; allowed are token ids below vocab_size {arch.vocab_size}")
+            raise CheckpointError(f"{key} is {shown(value)}; allowed are token ids below vocab_size {arch.vocab_size}")
     return tuple(dict.fromkeys(token for token in ids if token >= 0))

@@ -99,12 +99,15 @@ def git_blob_sha1(content: bytes) -> str:
 
 def local_folder(model: str) -> Path | None:
     """The folder ``model`` names on this machine, or None if it names none."""
-    given = Path(model).expanduser()
-    for candidate in (given,) if given.is_absolute() else (layout.ROOT / given, Path.cwd() / given):
-        if candidate.is_dir():
-            return candidate.resolve()
-        if candidate.exists():
-            raise InvalidArgument("model", f"{candidate} is a file; give the folder that holds config.json")
+    try:
+        given = Path(model).expanduser()
+        for candidate in (given,) if given.is_absolute() else (layout.ROOT / given, Path.cwd() / given):
+            if candidate.is_dir():
+                return candidate.resolve()
+            if candidate.exists():
+                raise InvalidArgument("model", f"{candidate} is a file; give the folder that holds config.json")
+    except (OSError, RuntimeError, ValueError) as exc:  # too long, no permission, ~nobody, a NUL byte
+        raise InvalidArgument("model", f"{model!r} cannot be looked at: {exc}") from exc
     return None
 
 

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from json_fields import Fields, shown
+
+DEFAULT_THETA = 10_000.0
+LEAST, MOST = 1e-6, 1e15  # of every number of a scaling block: beyond, frequencies are zero or infinite
+_NOT_SCALING = ("rope_type", "type", "partial_rotary_factor", "rope_theta")
 SUPPORTED_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -30,7 +35,10 @@ class Rope:
     def need(self, key: str) -> float:
         value = self.scaling.get(key)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise UnsupportedRope(f"rope type {self.kind!r} needs a positive number {key!r}; config.json has {value!r}")
+            problem = f"rope type {self.kind!r} needs a positive number {key!r}; config.json has {shown(value)}"
+            raise UnsupportedRope(problem)
+        if not LEAST <= value <= MOST:
+            raise UnsupportedRope(f"rope {key!r} is {shown(value)}; allowed is {LEAST:g} to {MOST:g}")
         return float(value)
 
     def option(self, key: str, default: float) -> float:
@@ -38,19 +46,26 @@ class Rope:
 
 
 def from_config(config: Mapping[str, object]) -> Rope:
-    """Reads both spellings: ``rope_theta`` + ``rope_scaling`` (transformers 4) and ``rope_parameters`` (5)."""
-    block = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = str(block.pop("rope_type", None) or block.pop("type", None) or "default")
-    block.pop("type", None)
+    """Reads both spellings: ``rope_theta`` + ``rope_scaling`` (transformers 4) and ``rope_parameters`` (5).
+
+    Raises UnsupportedRope, or BadField for a value of the wrong type.
+    """
+    top = Fields(config, "config.json")
+    fields = top.table("rope_parameters" if top.get("rope_parameters") else "rope_scaling")
+    kind = fields.text("rope_type") or fields.text("type") or "default"
     if kind not in SUPPORTED_TYPES:
-        raise UnsupportedRope(f"rope type {kind!r} is not supported; supported are {', '.join(SUPPORTED_TYPES)}")
-    partial = block.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial not in (None, 1, 1.0):
-        raise UnsupportedRope(f"partial_rotary_factor {partial} is not supported; only 1.0 (the whole head) is")
-    theta = block.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
+        supported = ", ".join(SUPPORTED_TYPES)
+        raise UnsupportedRope(f"rope type {shown(kind)} is not supported; supported are {supported}")
+    for partial in (fields.get("partial_rotary_factor"), config.get("partial_rotary_factor")):
+        if partial is not None and partial != 1:
+            problem = f"partial_rotary_factor {shown(partial)} is not supported; only 1.0 (the whole head) is"
+            raise UnsupportedRope(problem)
+    source = fields if fields.get("rope_theta") is not None else top
+    theta = source.number("rope_theta", DEFAULT_THETA, above=1.0, high=MOST)
+    block = {key: value for key, value in fields.values.items() if key not in _NOT_SCALING}
     # transformers reads the pre-training length from the block and falls back to the model's own length.
     block.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-    return Rope(float(theta), kind, block)
+    return Rope(theta, kind, block)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import architecture
 import layout
 from contract.errors import InvalidArgument
+from json_fields import BadField, read_object
 from option_table import nearest
 
 TABLE = layout.OPTION_TABLES / "model_shapes.json"
@@ -51,8 +52,11 @@ def is_hub_id(model: str) -> bool:
 
 def local_folder(model: str) -> Path | None:
     """The folder ``model`` names, absolute or from the repository root; None if there is none."""
-    folder = (layout.ROOT / Path(model).expanduser()).resolve()
-    return folder if folder.is_dir() else None
+    try:
+        folder = (layout.ROOT / Path(model).expanduser()).resolve()
+        return folder if folder.is_dir() else None
+    except (OSError, RuntimeError, ValueError):
+        return None  # no path at all: too long, a NUL byte, a circle of links, ~nobody
 
 
 def find(model: str) -> Shape:
@@ -90,11 +94,9 @@ def _hub_folders(model: str) -> list[Path]:
 
 def _read(model: str, path: Path) -> Shape:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise UnknownShape("model", f"{path} is not a readable JSON file: {exc}") from exc
-    if not isinstance(config, dict):
-        raise UnknownShape("model", f"{path} holds {type(config).__name__}, not an object")
+        config = read_object(path)
+    except (OSError, BadField) as exc:
+        raise UnknownShape("model", str(exc)) from exc
     return from_config(model, config, str(layout.relative(path)))
 
 
@@ -109,10 +111,15 @@ def from_config(model: str, config: dict, source: str) -> Shape:
 
 
 def _positions(arch: architecture.Architecture) -> int:
-    factor = float(arch.rope.scaling.get("factor") or 1.0)
+    length = _stretched(arch)
+    return length if arch.window is None else min(length, arch.window)
+
+
+def _stretched(arch: architecture.Architecture) -> int:
+    """The model's length with its rope scaling. The factor is a checked number by now wherever it is used."""
     if arch.rope.kind == "yarn":  # the factor counts from the pre-training length, which may be the written one
-        original = float(arch.rope.scaling.get("original_max_position_embeddings") or arch.max_positions)
-        return max(arch.max_positions, int(original * factor))
+        original = arch.rope.need("original_max_position_embeddings")
+        return max(arch.max_positions, int(original * arch.rope.need("factor")))
     if arch.rope.kind == "linear":
-        return int(arch.max_positions * factor)
+        return int(arch.max_positions * arch.rope.need("factor"))
     return arch.max_positions  # llama3 writes the stretched length

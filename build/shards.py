@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from json_fields import shown
+
 DTYPES = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 MAX_HEADER_BYTES = 100_000_000
 
@@ -44,27 +46,46 @@ class StoredTensor:
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Tensors of one file by name. Raises BadShard naming the file and what is wrong with it."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise BadShard(f"{path} is truncated or is no safetensors file ({size} bytes)")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as exc:
-            raise BadShard(f"{path} has a header that is not JSON; is it a safetensors file?") from exc
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise BadShard(f"{path} is truncated or is no safetensors file ({size} bytes)")
+            text = file.read(length)
+    except OSError as exc:
+        raise BadShard(f"{path} cannot be read: {exc.strerror or exc}") from exc
+    try:
+        header = json.loads(text, object_pairs_hook=lambda pairs: _without_repeats(path, pairs))
+    except (ValueError, RecursionError) as exc:
+        if isinstance(exc, BadShard):
+            raise
+        raise BadShard(f"{path} has a header that is not JSON; is it a safetensors file?") from exc
     if not isinstance(header, dict):
         raise BadShard(f"{path} has a header that is not a JSON object")
     header.pop("__metadata__", None)
     return {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
 
 
+def _without_repeats(path: Path, pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Raises BadShard for a name that stands twice: which of the two is meant cannot be told."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadShard(f"{path}: the header has {shown(twice)} twice")
+    return table
+
+
 def _stored(path: Path, name: str, entry: object, data_start: int, size: int) -> StoredTensor:
     try:
-        dtype, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])  # type: ignore[index]
-        begin, end = (int(n) for n in entry["data_offsets"])  # type: ignore[index]
+        dtype, shape = entry["dtype"], tuple(entry["shape"])  # type: ignore[index]
+        begin, end = entry["data_offsets"]  # type: ignore[index]
     except (KeyError, TypeError, ValueError) as exc:
-        raise BadShard(f"{path}: the header entry of {name} is malformed") from exc
+        raise BadShard(f"{path}: the header entry of {shown(name)[1:-1]} is malformed") from exc
+    counts = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape)
+    if not isinstance(dtype, str) or not counts or not (isinstance(begin, int) and isinstance(end, int)):
+        raise BadShard(f"{path}: the header entry of {shown(name)[1:-1]} is malformed")
     if not 0 <= begin <= end <= size - data_start:
         raise BadShard(f"{path} is truncated: {name} should end at byte {data_start + end}, the file has {size}")
     if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:

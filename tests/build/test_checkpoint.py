@@ -5,8 +5,12 @@ import shutil
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import shape
 from checkpoint import CheckpointError, open_checkpoint
+from rope import inverse_frequencies
 from tests.fakes import checkpoints
 
 LLAMA = checkpoints.CONFIGS["llama_gqa"]
@@ -169,3 +173,108 @@ def test_a_tokenizer_of_another_model_is_refused(folder):
 def test_an_end_id_outside_the_vocabulary_is_refused(folder, value):
     edit(folder / "generation_config.json", eos_token_id=value)
     assert f"eos_token_id is {value!r}; allowed are token ids below vocab_size 331" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "says"),
+    [
+        ({"model": None}, "tokenizer.json: model is None; allowed is an object"),
+        ({"model": {"vocab": {"a": "b"}}}, "tokenizer.json: model.vocab gives 'a' the id 'b'"),
+        ({"model": {"vocab": {"a": -1}}}, "tokenizer.json: model.vocab gives 'a' the id -1"),
+        ({"model": {"vocab": 3}}, "tokenizer.json: model.vocab is 3; allowed is an object or a list"),
+        ({"model": {"vocab": {}}}, "tokenizer.json: model.vocab is empty"),
+    ],
+)
+def test_a_tokenizer_with_a_vocabulary_that_is_none_is_refused(folder, tokenizer, says):
+    edit(folder / "tokenizer.json", **tokenizer)
+    assert says in refusal(folder)
+
+
+def test_a_folder_in_place_of_the_weights_is_named(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    assert "model.safetensors is a folder; it must be a file" in refusal(folder)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    checkpoints.write(tmp_path, LLAMA, shards=2)
+    first, second = sorted(tmp_path.glob("model-*.safetensors"))
+    second.write_bytes(first.read_bytes())
+    assert "is stored twice, in model-00001-of-00002.safetensors and in model-00002-of-00002" in refusal(tmp_path)
+
+
+def test_a_broken_weight_file_is_named_once(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert refusal(folder).count(str(folder)) == 1
+
+
+def test_the_name_of_a_shard_may_be_anything(tmp_path):
+    checkpoints.write(tmp_path, LLAMA, shards=2)
+    for name in ("x" * 5000, "a\0b", "", ".", "..", "model-00001-of-00002.safetensors/"):
+        edit(tmp_path / "model.safetensors.index.json", weight_map={"a": name})
+        assert "model" in refusal(tmp_path)
+
+
+# What files from the internet, edited by hand, may hold in place of a value.
+_ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.integers(-2, 700),
+    st.floats(),
+    st.sampled_from([1e-320, 1e308, 10**400, 1.0, 0, -1]),
+    st.text(max_size=20),
+    st.sampled_from(["yarn", "linear", "llama3", "default", "dynamic", "true", "64", "full_attention"]),
+    st.lists(st.one_of(st.integers(), st.text(max_size=5), st.none()), max_size=3),
+    st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.none()), max_size=3),
+    st.fixed_dictionaries(
+        {"rope_type": st.sampled_from(["yarn", "linear", "llama3", "default"])},
+        optional={
+            key: st.one_of(st.floats(), st.integers(-5, 600), st.none(), st.just("x"))
+            for key in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale")
+        }
+        | {"original_max_position_embeddings": st.one_of(st.floats(), st.integers(-1, 600)), "rope_theta": st.floats()},
+    ),
+)
+_FIELDS = {
+    "config.json": (*LLAMA, "head_dim", "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window")
+    + ("layer_types", "quantization_config", "attention_bias", "mlp_bias", "partial_rotary_factor", "pad_token_id"),
+    "generation_config.json": ("eos_token_id", "bos_token_id", "pad_token_id"),
+    "tokenizer.json": ("model", "added_tokens", "version"),
+}
+
+
+@st.composite
+def _changes(draw) -> list[tuple[str, str, object]]:
+    """Up to three (file, field, value)."""
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        name = draw(st.sampled_from(sorted(_FIELDS)))
+        found.append((name, draw(st.sampled_from(_FIELDS[name])), draw(_ODD)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pristine")
+    checkpoints.write(folder, checkpoints.CONFIGS["mistral_mqa"])
+    return folder
+
+
+@given(changes=_changes())
+@settings(max_examples=300, deadline=None)
+def test_whatever_the_fields_hold_it_is_opened_or_refused_in_one_sentence(pristine, changes):
+    before = {name: (pristine / name).read_bytes() for name in _FIELDS}
+    try:
+        for name, key, value in changes:
+            edit(pristine / name, **{key: value})
+        opened = open_checkpoint(pristine)
+    except CheckpointError as error:
+        assert "\n" not in str(error) and len(str(error)) < 1000
+    else:
+        assert np.isfinite(inverse_frequencies(opened.architecture.rope, opened.architecture.head_dim)[0]).all()
+        shape.from_config("m", dict(opened.config), "here")  # what the plan reads is no more easily surprised
+    finally:
+        for name, content in before.items():
+            (pristine / name).write_bytes(content)

@@ -102,8 +102,8 @@ def test_a_model_we_cannot_build_says_why(tmp_path):
     with pytest.raises(UnknownShape, match="MixtralForCausalLM"):
         shapes.find(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UnknownShape, match="not a readable JSON"):
+    with pytest.raises(UnknownShape, match="config.json is not valid JSON"):
         shapes.find(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(UnknownShape, match="not an object"):
+    with pytest.raises(UnknownShape, match="config.json is not a JSON object"):
         shapes.find(str(tmp_path))
