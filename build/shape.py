@@ -78,8 +78,8 @@ def find(model: str) -> Shape:
     wanted = layout.relative(layout.fetched_model(model))
     raise UnknownShape(
         "model",
-        f"the shape of {model!r} is not known here: run `.venv/bin/hf download {model} config.json --local-dir {wanted}`, "
-        f"or use a model that is known, e.g. {nearest(model, tuple(table))!r}",
+        f"the shape of {model!r} is not known here: run `.venv/bin/hf download {model} config.json "
+        f"--local-dir {wanted}`, or use a model that is known, e.g. {nearest(model, tuple(table))!r}",
     )
 
 
