@@ -28,11 +28,11 @@ _SLOTS = {
         ["text_output", "output_ids", "output_log_probs", "top_log_probs_ids", "top_log_probs", "finish_reason"]
         + ["stop_reason", "error_message"]
         + ["num_input_tokens", "num_output_tokens", "num_cached_tokens", "arrival_time_ns", "first_scheduled_time_ns"]
-        + ["first_token_time_ns", "last_token_time_ns"]
+        + ["first_token_time_ns", "last_token_time_ns", "stage_time_ns"]
     )
 }
 _FRACTIONS = ("output_log_probs", "top_log_probs")
-_NOTHING: tuple = ("", (), (), (), (), "", "", "", (), (), (), (), (), (), ())
+_NOTHING: tuple = ("", (), (), (), (), "", "", "", (), (), (), (), (), (), (), ())
 _TEXT, _REASON = _SLOTS["text_output"], _SLOTS["finish_reason"]
 _REASONS = {reason.value: reason for reason in FinishReason}
 
@@ -264,14 +264,14 @@ def _delta(values: list) -> TokenDelta:
     if reason is None:
         allowed = ", ".join(_REASONS)
         raise WireError(f"finish_reason: got {reason_text!r}; allowed is {allowed} or empty")
-    stop_reason, error, inputs, outputs, cached, arrival, scheduled, first, last = values[_REASON + 1 :]
+    stop_reason, error, inputs, outputs, cached, arrival, scheduled, first, last, stages = values[_REASON + 1 :]
     usage = timings = None
     if inputs and outputs:
         if min(inputs[0], outputs[0], *cached[:1]) < 0:
             raise WireError(f"usage: got {inputs[0]} and {outputs[0]} tokens; allowed is 0 or more")
         usage = Usage(inputs[0], outputs[0], cached[0] if cached else 0)
     if arrival and scheduled and first and last and first[0]:
-        timings = Timings(arrival[0], scheduled[0], first[0], last[0])
+        timings = Timings(arrival[0], scheduled[0], first[0], last[0], *(stages if len(stages) == 3 else ()))
     return TokenDelta(text_output, ids, log_probs, reason, stop_reason, usage, timings, error, top)
 
 

@@ -115,12 +115,20 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Engine-side instants of one request in nanoseconds on the engine's own monotonic clock."""
+    """Instants of one request in a replica, in nanoseconds of the replica's monotonic clock.
+
+    arrival_ns: the tokenizer starts. first_scheduled_ns to last_token_ns: the engine's. tokenized_ns: ids ready.
+    received_ns: the detokenizer has the last ids. detokenized_ns: their text is ready. The last three are 0 where the
+    replica does not say them.
+    """
 
     arrival_ns: int
     first_scheduled_ns: int
     first_token_ns: int
     last_token_ns: int
+    tokenized_ns: int = 0
+    received_ns: int = 0
+    detokenized_ns: int = 0
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,7 @@ ENSEMBLE_OUTPUTS = (
     _t("first_scheduled_time_ns", "INT64"),
     _t("first_token_time_ns", "INT64"),
     _t("last_token_time_ns", "INT64"),
+    _t("stage_time_ns", "INT64", 3, ours=True),  # ids ready; last ids at the detokenizer; its text ready
 )
 
 ENGINE_INPUTS = (

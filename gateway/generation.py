@@ -15,7 +15,7 @@ from clients.connection import new_request_id
 from clients.token_stream import TokenStream
 from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, TridentError, Unavailable
 from contract.generation import FinishReason, GenerationRequest, TokenDelta, Usage
-from gateway import observability
+from gateway import observability, replica_spans
 from gateway.caller_errors import from_backend
 from gateway.observability import end_span
 from gateway.replicas import Door
@@ -54,6 +54,7 @@ class Generation:
         self._waiting_since_s = 0.0
         self._cut_error: TridentError | None = None
         self._replica_span: Span | None = None
+        self._answered_ns: int | None = None  # when the replica's last response came, wall clock
         self._door: Door | None = None
         self._stream: TokenStream | UpstreamStream | None = None
         self._task: asyncio.Task | None = None
@@ -128,7 +129,8 @@ class Generation:
         if delta.finish_reason:
             self.finish_reason, self.usage = delta.finish_reason.value, delta.usage
             if self._replica_span is not None:
-                observability.engine_spans(self._service.tracing, self._replica_span, delta.timings)
+                self._answered_ns = time.time_ns()
+                replica_spans.record(self._service.tracing, self._replica_span, delta.timings, self._answered_ns)
         if self._shadow is not None:
             self._shadow.saw(delta)
 
@@ -182,7 +184,8 @@ class Generation:
         self._service.metrics.ended(self, self._asking, pool, attempts)
         if self._shadow is not None:
             self._shadow.ended(error)
-        end_span(self._replica_span, error, **{"server.address": replica, "trident.attempts": attempts})
+        place = {"server.address": replica, "trident.attempts": attempts}
+        end_span(self._replica_span, error, end_ns=self._answered_ns, **place)
         usage = self.usage
         self._service.log(
             self._asking,

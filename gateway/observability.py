@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from contract.errors import TridentError
-from contract.generation import Timings, Usage
+from contract.generation import Usage
 
 if TYPE_CHECKING:
     from gateway.generation import Generation
@@ -286,7 +286,10 @@ def traceparent(span: Span | None, carrier: Mapping[str, str]) -> str:
     return handed.get("traceparent", "")
 
 
-def end_span(span: Span | None, error: BaseException | None = None, **attributes: Any) -> None:
+def end_span(
+    span: Span | None, error: BaseException | None = None, *, end_ns: int | None = None, **attributes: Any
+) -> None:
+    """Ends a span. end_ns: when it ended, wall clock; None for now."""
     if span is None:
         return
     for key, value in attributes.items():
@@ -294,7 +297,7 @@ def end_span(span: Span | None, error: BaseException | None = None, **attributes
     if error is not None:
         span.set_attribute("error.type", type(error).__name__)
         span.set_status(Status(StatusCode.ERROR))
-    span.end()
+    span.end(end_ns)
 
 
 def generation_attributes(usage: Usage | None, finish_reasons: Sequence[str]) -> dict[str, Any]:
@@ -305,28 +308,6 @@ def generation_attributes(usage: Usage | None, finish_reasons: Sequence[str]) ->
         found["gen_ai.usage.output_tokens"] = usage.output_tokens
         found["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
     return found
-
-
-def engine_spans(tracing: Tracing, replica: Span, timings: Timings | None) -> None:
-    """The replica's span in its parts, as the engine itself timed them: tokenizer, engine with queue, prefill and
-    decode, detokenizer.
-
-    The engine's clock is another one. Its last token is put where the last response arrived, so that what lies before
-    its arrival, the way there included, is the tokenizer's; the detokenizer's part is the little that is left.
-    """
-    began_ns, now_ns = getattr(replica, "start_time", None), time.time_ns()
-    if timings is None or not began_ns:
-        return
-    shift_ns = now_ns - timings.last_token_ns
-    arrival_ns = max(began_ns, timings.arrival_ns + shift_ns)
-    instants = [max(arrival_ns, at_ns + shift_ns) for at_ns in (timings.first_scheduled_ns, timings.first_token_ns)]
-    tracing.past(replica, "tokenizer", began_ns, arrival_ns)
-    engine = tracing.past(replica, "engine", arrival_ns, now_ns)
-    for name, start_ns, end_ns in zip(
-        ("queue", "prefill", "decode"), (arrival_ns, *instants), (*instants, now_ns), strict=True
-    ):
-        tracing.past(engine, f"engine.{name}", start_ns, end_ns)
-    tracing.past(replica, "detokenizer", now_ns, time.time_ns())
 
 
 def end_of(error: TridentError | None) -> str:

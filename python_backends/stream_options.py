@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 class StreamOptions:
     """stream: a response per piece of text, else one with all of it. echo: the prompt's ids come first in the stream.
     stop: strings to match on text. include_stop: leave the match in the text. hidden_ids: stop ids that end the stream
-    and are not part of the output. min_tokens: no stop string counts before so many ids. timings: report the engine's
-    instants with the end."""
+    and are not part of the output. min_tokens: no stop string counts before so many ids. timings: report the
+    instants of tokenizer, engine and detokenizer with the end. tokenized_ns: when the ids were ready on the monotonic
+    clock, 0 if unknown."""
 
     stream: bool = False
     echo: bool = False
@@ -22,6 +23,7 @@ class StreamOptions:
     skip_special_tokens: bool = True
     min_tokens: int = 0
     timings: bool = False
+    tokenized_ns: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -52,6 +52,7 @@ class TritonPythonModel:
         )
 
     def execute(self, requests: list) -> None:
+        received_ns = time.monotonic_ns()
         for request in requests:
             sender = request.get_response_sender()
             try:
@@ -61,7 +62,7 @@ class TritonPythonModel:
                 if piece is None:
                     sender.send(flags=FINAL)
                 else:
-                    sender.send(response(_outputs(chunk.state, piece)), flags=FINAL)
+                    sender.send(response(_outputs(chunk.state, piece, received_ns)), flags=FINAL)
             except Exception as exc:  # the outer edge: an error here would leak the whole ensemble request
                 log_error(f"detokenizer: {exc!r}")
                 sender.send(response(_outputs(None, failed_piece(_failure(exc)))), flags=FINAL)
@@ -104,7 +105,8 @@ def _failure(exc: Exception) -> str:
     return f"the detokenizer failed: {exc!r}"
 
 
-def _outputs(state: StreamState | None, piece: Piece) -> dict[str, np.ndarray]:
+def _outputs(state: StreamState | None, piece: Piece, received_ns: int = 0) -> dict[str, np.ndarray]:
+    """received_ns: when this model got what the piece was made of."""
     outputs = {"text_output": texts(piece.text), "output_ids": row(piece.token_ids)}
     if piece.log_probs:
         outputs["output_log_probs"] = np.array([[piece.log_probs]], dtype=np.float32)
@@ -128,4 +130,5 @@ def _outputs(state: StreamState | None, piece: Piece) -> dict[str, np.ndarray]:
             outputs["first_scheduled_time_ns"] = row([state.first_scheduled_ns], np.int64)
             outputs["first_token_time_ns"] = row([state.first_token_ns], np.int64)
             outputs["last_token_time_ns"] = row([state.last_token_ns], np.int64)
+            outputs["stage_time_ns"] = row([piece.tokenized_ns, received_ns, time.monotonic_ns()], np.int64)
     return outputs

@@ -55,6 +55,7 @@ class Piece(NamedTuple):
     error: str = ""
     num_output_tokens: int = 0
     timings: bool = False
+    tokenized_ns: int = 0
 
 
 @dataclass
@@ -189,6 +190,7 @@ class Streams:
             chunk.error if finish_reason is FinishReason.ERROR else "",
             max(0, stream.ids - echoed) + self._hidden(stream, chunk),
             stream.options.timings,
+            stream.options.tokenized_ns,
         )
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -121,7 +122,6 @@ class TritonPythonModel:
             "end_id": row([end_ids[0] if end_ids else -1]),
             "stop_words_list": encode_word_list([(token,) for token in (*end_ids[1:], *prompt.stop_token_ids)]),
             "streaming": row([self._engine_streams(prompt)], np.bool_),
-            "stream_options": texts(prompt.options.to_json()),
         }
         if prompt.bad_words:
             outputs["bad_words_list"] = encode_word_list([self._ids("bad_words", word) for word in prompt.bad_words])
@@ -131,10 +131,14 @@ class TritonPythonModel:
             outputs["seed"] = row([prompt.seed], np.uint64)
         if prompt.min_tokens is not None:
             outputs["min_tokens"] = row([prompt.min_tokens])
-        outputs["tokenizer_time_ns"] = row([arrival_ns, time.monotonic_ns()], np.int64)
+        tokenized_ns = time.monotonic_ns()
+        outputs["tokenizer_time_ns"] = row([arrival_ns, tokenized_ns], np.int64)
+        told = prompt.options
+        options = (dataclasses.replace(told, tokenized_ns=tokenized_ns) if told.timings else told).to_json()
+        outputs["stream_options"] = texts(options)
         if self._mailbox is not None:  # last, because the id is taken from here on
             ends = (*end_ids, *prompt.stop_token_ids)
-            self._mailbox.post(Letter(request_id, prompt.options.to_json(), max_tokens, len(ids), ends))
+            self._mailbox.post(Letter(request_id, options, max_tokens, len(ids), ends))
         return outputs
 
     def _end_ids(self, prompt: PromptRequest) -> tuple[int, ...]:

@@ -387,6 +387,7 @@ def content(request_id, model, sent, texts, reason, script, order, prompt_tokens
         "first_scheduled_time_ns": [2_000],
         "first_token_time_ns": [3_000],
         "last_token_time_ns": [3_000 + sent],
+        "stage_time_ns": [1_500, 4_000 + sent, 5_000 + sent],
     }
     if script.sparse and not ended:
         values = {name: values[name] for name in ("text_output", "output_ids")}

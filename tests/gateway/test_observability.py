@@ -86,8 +86,15 @@ async def test_spans_join_the_callers_trace_and_the_engine_joins_theirs():
     async with FakeReplica() as replica, gateway(replica, tracing=Tracing(exporter=exporter)) as running:
         await running.post("/v1/completions", ASKED, traceparent=TRACE)
     spans = {span.name: span for span in exporter.get_finished_spans()}
-    parts = {"tokenizer", "engine", "engine.queue", "engine.prefill", "engine.decode", "detokenizer"}
-    assert set(spans) == {"text_completion demo", "queue", "route", "replica", *parts}
+    in_order = ("tokenizer.queue", "tokenizer", "engine", "detokenizer.queue", "detokenizer", "response")
+    in_engine = ("engine.queue", "engine.prefill", "engine.decode")
+    assert set(spans) == {"text_completion demo", "queue", "route", "replica", *in_order, *in_engine}
+    for outer, names in (("replica", in_order), ("engine", in_engine)):
+        at_ns = spans[outer].start_time
+        for name in names:
+            assert spans[name].start_time == at_ns and spans[name].parent.span_id == spans[outer].context.span_id
+            at_ns = spans[name].end_time
+        assert at_ns == spans[outer].end_time
     assert all(f"{span.context.trace_id:032x}" == TRACE.split("-")[1] for span in spans.values())
     root = spans["text_completion demo"]
     assert f"{root.parent.span_id:016x}" == TRACE.split("-")[2]
