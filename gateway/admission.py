@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from clients.costs import prompt_bytes
 from contract.errors import DeadlineExceeded, Overloaded
 from contract.generation import GenerationRequest, Usage
 from gateway import drain_rate
@@ -24,32 +23,12 @@ from gateway.concurrency import Concurrency, Slot
 from gateway.degradation import Ladder, Stage, degrade
 from gateway.fairness import Entry, FairQueue
 from gateway.permit import Tenant
-
-# What a chat template may add to a message, and to the whole, in tokens.
-_TEMPLATE_TOKENS = 16
-
+from gateway.prompt_tokens import PromptCount, PromptTokens
 
 # Where nobody says how much can run at once.
 UNKNOWN_CAPACITY = 256
 _Refusal = TypeVar("_Refusal", Overloaded, DeadlineExceeded)
 Takes = Callable[[str, Sequence[GenerationRequest]], bool]  # whether an overflow target can have these requests now
-
-
-def most_prompt_tokens(request: GenerationRequest) -> int:
-    """A bound on the prompt's tokens without a tokenizer: none is shorter than a byte. The rest is refunded."""
-    return prompt_bytes(request) + _TEMPLATE_TOKENS * (1 + len(request.messages or ()))
-
-
-def prompt_of(request: GenerationRequest) -> object:
-    """What all choices of one prompt have in common: the very same object."""
-    return request.text_input if request.messages is None else request.messages
-
-
-def most_tokens(requests: Sequence[GenerationRequest]) -> int:
-    """A bound on what the choices of one caller may use together; a prompt counts once, however many are made of it,
-    and twice if it was sent twice."""
-    prompts = {id(prompt_of(one)): one for one in requests}
-    return sum(map(most_prompt_tokens, prompts.values())) + sum(one.max_tokens for one in requests)
 
 
 @dataclass(frozen=True)
@@ -85,10 +64,12 @@ class FairAdmission:
         ladder: Ladder | None = None,
         capacity: Callable[[], int] = lambda: UNKNOWN_CAPACITY,
         ahead: float = 1.0,
+        prompt_tokens: PromptTokens | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self._budgets, self._concurrency, self._queue, self._clock = budgets, concurrency, queue, clock
         self._shares, self._ladder, self._capacity, self._ahead = shares, ladder, capacity, ahead
+        self.prompt_tokens = prompt_tokens or PromptTokens()
         self._rng = rng or random.Random()
         self._drain = drain_rate.DrainRate()
         self._crowded, self._crowded_s, self._looked_s = False, 0.0, 0.0
@@ -139,25 +120,25 @@ class FairAdmission:
         """
         now_s = self._clock()
         requests, target, headers = self._lowered(tuple(requests), tenant, takes)
-        tokens = most_tokens(requests)
         ticket = _Ticket(self, self._acquire(tenant, len(requests)))
         try:
             if not target:
                 self._check_room(tenant)
-            ticket.reservation = await self._reserve(tenant.levels, tokens)
+            need = await self.prompt_tokens.need(requests, tenant.name)
+            ticket.reservation = await self._reserve(tenant.levels, need.tokens, need.least)
             headers |= ticket.reservation.headers
             if not target:  # the overflow target has its own capacity, and no place here is used
                 until_s = now_s + min(self._shares.max_wait_s, requests[0].timeout_s or math.inf)
                 turn = asyncio.get_running_loop().create_future()
                 ticket.entry = Entry(
-                    tenant.name, tokens, tenant.priority, tenant.weight, until_s, len(requests), work=turn
+                    tenant.name, need.tokens, tenant.priority, tenant.weight, until_s, len(requests), work=turn
                 )
                 self._push(ticket.entry)
                 await turn
         except BaseException:
             ticket.close(0)
             raise
-        return QueuedPermit(requests, headers, target, ticket)
+        return QueuedPermit(requests, headers, target, ticket, need.counts)
 
     async def admit_reader(self, tenant: Tenant) -> QueuedPermit:
         """For an answer that exists already or is being made for somebody else: a request of the tenant's budget and
@@ -165,7 +146,7 @@ class FairAdmission:
         ticket = _Ticket(self, self._acquire(tenant, 1))
         try:
             requests_only = [replace(one, limits=replace(one.limits, tokens_per_minute=None)) for one in tenant.levels]
-            ticket.reservation = await self._reserve(tuple(requests_only), 0)
+            ticket.reservation = await self._reserve(tuple(requests_only), 0, 0)
         except BaseException:
             ticket.close(0)
             raise
@@ -202,8 +183,8 @@ class FairAdmission:
         except Overloaded as exc:
             raise self._refusal("queue", exc) from None
 
-    async def _reserve(self, levels: tuple[Level, ...], tokens: int) -> Reservation:
-        reservation = await self._budgets.reserve(levels, tokens)
+    async def _reserve(self, levels: tuple[Level, ...], tokens: int, least: int) -> Reservation:
+        reservation = await self._budgets.reserve(levels, tokens, least)
         short = reservation.refused_by
         if short is None:
             return reservation
@@ -339,6 +320,7 @@ class QueuedPermit:
     headers: Mapping[str, str]
     target: str
     ticket: _Ticket = field(repr=False)
+    counts: tuple[PromptCount, ...] = ()
 
     def settle(self, usage: Usage | None) -> None:
         self.ticket.close(0 if usage is None else usage.input_tokens + usage.output_tokens)

@@ -29,8 +29,9 @@ _log = logging.getLogger(__name__)
 class BudgetStore(Protocol):
     """Reserve, then settle."""
 
-    async def reserve(self, levels: Sequence[Level], tokens: int) -> Reservation:
-        """Granted on every level, or on none. Raises InvalidArgument if ``tokens`` could never fit."""
+    async def reserve(self, levels: Sequence[Level], tokens: int, least: int | None = None) -> Reservation:
+        """Granted on every level, or on none. least: of what ``tokens`` estimates, as in ``budgets.demands``. Raises
+        InvalidArgument if that could never fit."""
 
     def settle(self, reservation: Reservation, used: int) -> None:
         """``used`` tokens are charged and the rest comes back."""
@@ -52,10 +53,10 @@ class MemoryStore:
     def __len__(self) -> int:
         return len(self._buckets)
 
-    async def reserve(self, levels: Sequence[Level], tokens: int) -> Reservation:
+    async def reserve(self, levels: Sequence[Level], tokens: int, least: int | None = None) -> Reservation:
         # Nothing is awaited from the first look to the last booking: that is what makes it atomic.
         now_s = self._clock()
-        wanted = demands(levels, tokens)
+        wanted = demands(levels, tokens, least)
         self._forget_idle(now_s)
         for demand in wanted:
             bucket = self._buckets.setdefault(demand.bucket, Bucket(demand.capacity, demand.capacity, now_s))
@@ -181,11 +182,11 @@ class RedisStore:
         self._writing: set[asyncio.Task[None]] = set()
         self._unsettled: set[str] = set()  # two settlements of one reservation might overtake each other on the way
 
-    async def reserve(self, levels: Sequence[Level], tokens: int) -> Reservation:
+    async def reserve(self, levels: Sequence[Level], tokens: int, least: int | None = None) -> Reservation:
         """As the protocol says; raises Unavailable if the store cannot be reached."""
         from redis.exceptions import RedisError
 
-        wanted = demands(levels, tokens)
+        wanted = demands(levels, tokens, least)
         reservation_id = secrets.token_hex(8)
         if not wanted:
             return Reservation(reservation_id, True)

@@ -2,7 +2,8 @@
 
 A budget is a token bucket. It is reserved before the work and settled after it, and what is reserved stays in the
 bucket's account until then: ``balance + held <= capacity``, refilling included. So in any span of time, and whether
-a token is counted when it was reserved, generated or settled, no more than ``capacity + rate * span`` are spent. A
+a token is counted when it was reserved, generated or settled, no more than ``capacity + rate * span`` are spent, and
+what prompts that run had in tokens beyond their estimate: that is charged when they are settled, below 0 if need be. A
 bucket that forgot its reservations would refill while they run and then take their refund on top, which doubles it.
 The price: large reservations that are hardly used slow the refilling; a larger burst makes up for it.
 """
@@ -60,22 +61,24 @@ class Demand:
         return self.bucket.partition(":")[2]
 
 
-def demands(levels: Sequence[Level], tokens: int) -> tuple[Demand, ...]:
-    """What a request that may use ``tokens`` wants from each bucket of ``levels``.
+def demands(levels: Sequence[Level], tokens: int, least: int | None = None) -> tuple[Demand, ...]:
+    """What a request that may use ``tokens`` wants from each bucket of ``levels``; of a smaller bucket it wants all.
 
     The request itself is spent at once and stays spent: one that is cancelled was one all the same. Raises
-    InvalidArgument if it could never fit.
+    InvalidArgument if it could never fit, as it may use no less than ``least``: ``tokens`` if left out, where they are
+    no estimate.
     """
+    least = tokens if least is None else least
     wanted = []
     for level in levels:
         limits = level.limits
         if limits.tokens_per_minute is not None:
             capacity = limits.burst_tokens or limits.tokens_per_minute
-            if tokens > capacity:
-                problem = f"prompt and answer may need {tokens} tokens, more than {level.name} may ever use at once"
+            if least > capacity:
+                problem = f"prompt and answer may need {least} tokens, more than {level.name} may ever use at once"
                 raise InvalidArgument("max_tokens", f"{problem}; allowed are {capacity} together")
             rate_per_s = limits.tokens_per_minute / 60
-            wanted.append(Demand(f"tokens:{level.name}", rate_per_s, capacity, tokens, held=True))
+            wanted.append(Demand(f"tokens:{level.name}", rate_per_s, capacity, min(tokens, capacity), held=True))
         if limits.requests_per_minute is not None:
             capacity = limits.burst_requests or limits.requests_per_minute
             rate_per_s = limits.requests_per_minute / 60

@@ -14,10 +14,10 @@ from clients.completion import Completion
 from contract.errors import TridentError
 from contract.generation import TokenDelta, Usage
 from gateway import observability
-from gateway.admission import prompt_of
 from gateway.generation import Generation
 from gateway.observability import end_span
 from gateway.permit import Permit
+from gateway.prompt_tokens import prompt_of
 
 if TYPE_CHECKING:
     from gateway.service import Asking, Service
@@ -46,6 +46,8 @@ class Choices:
             Generation(service, request, permit.target, asking, began_s, span, self._ended)
             for request in permit.requests
         ]
+        for generation, count in zip(self.generations, permit.counts, strict=True):
+            generation.prompt_count = count
         self._pieces: AsyncIterator[Piece] | None = None
 
     def __aiter__(self) -> AsyncIterator[Piece]:
@@ -56,7 +58,10 @@ class Choices:
         for generation in self.generations:
             generation.close(error)
 
-    def _ended(self, _one: Generation) -> None:
+    def _ended(self, one: Generation) -> None:
+        # Of an upstream's tokens and of what was cut the engine's count is not known.
+        if one.finish_reason and one.usage is not None and one.prompt_count is not None and not self._permit.target:
+            self._service.admission.prompt_tokens.learn(self._tenant, one.prompt_count, one.usage.input_tokens)
         self._open -= 1
         if self._open:
             return

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.trace import Span, SpanKind
 
-from clients import costs
 from clients.connection import new_request_id
 from clients.token_stream import TokenStream
 from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, TridentError, Unavailable
@@ -18,6 +17,7 @@ from contract.generation import FinishReason, GenerationRequest, TokenDelta, Usa
 from gateway import observability, replica_spans
 from gateway.caller_errors import from_backend
 from gateway.observability import end_span
+from gateway.prompt_tokens import PromptCount
 from gateway.replicas import Door
 from gateway.upstream import UpstreamStream
 
@@ -51,6 +51,7 @@ class Generation:
         self.finish_reason = ""
         self.tokens = 0
         self.error: TridentError | None = None
+        self.prompt_count: PromptCount | None = None
         self._waiting_since_s = 0.0
         self._cut_error: TridentError | None = None
         self._replica_span: Span | None = None
@@ -208,12 +209,11 @@ class Generation:
         return (self._door.pool, self._door.replica) if self._door else ("", "")
 
     def _usage_so_far(self) -> Usage | None:
-        """Of a generation that was cut: what it produced, and its prompt by size. None if nothing was produced."""
+        """Of a generation that was cut: what it produced, and its prompt as counted or estimated when it was admitted.
+        None if nothing was produced."""
         if not self.tokens:
             return None
-        known = self._service.replicas.costs
-        cost = known.estimate(costs.prompt_bytes(self.request), 1)
-        return Usage(round(cost.prefill / known.prefill_weight), self.tokens)
+        return Usage(self.prompt_count.likely if self.prompt_count else 0, self.tokens)
 
     def _opened(self) -> TokenStream | UpstreamStream:
         upstream = self._service.overflow.upstream(self._target)

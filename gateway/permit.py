@@ -20,6 +20,7 @@ from typing import Protocol
 
 from contract.generation import GenerationRequest, Usage
 from gateway.budgets import Level
+from gateway.prompt_tokens import PromptCount
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,13 @@ class Permit(Protocol):
 
     requests: what may be served, in the order asked: the asked ones, or less of each. headers: what the response says
     about it, in lower case: ``x-ratelimit-*``, and ``x-trident-degraded`` where something was lowered. target: the
-    overflow target that shall serve it, empty for the usual replicas.
+    overflow target that shall serve it, empty for the usual replicas. counts: of each request's prompt, in tokens.
     """
 
     requests: tuple[GenerationRequest, ...]
     headers: Mapping[str, str]
     target: str
+    counts: tuple[PromptCount, ...]
 
     def settle(self, usage: Usage | None) -> None:
         """The last stream is over: what was used is charged, the rest of the reservation comes back.

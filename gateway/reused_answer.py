@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from contract.errors import Cancelled, TridentError
 from contract.generation import GenerationRequest, Usage
 from gateway import observability
-from gateway.admission import prompt_of
 from gateway.choices import Piece, total
 from gateway.observability import end_span
+from gateway.prompt_tokens import prompt_of
 
 if TYPE_CHECKING:
     from gateway.service import Asking, Service

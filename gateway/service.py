@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from contract.errors import InvalidArgument, NotFound, PermissionDenied, TridentError, Unavailable
 from contract.generation import GenerationRequest
-from gateway import observability
+from gateway import observability, vocabulary
 from gateway.admission import UNKNOWN_CAPACITY, FairAdmission
 from gateway.budget_store import BudgetStore, MemoryStore, RedisStore, connect
 from gateway.choices import Choices
@@ -29,6 +29,7 @@ from gateway.health import BreakerPolicy
 from gateway.observability import Metrics, ReplicaSeconds, StateMetrics, Tracing, end_span
 from gateway.overflow import Overflow
 from gateway.permit import Keys, Tenant
+from gateway.prompt_tokens import PromptTokens
 from gateway.replicas import Replicas
 from gateway.settings import Settings
 from gateway.shadow import Shadow
@@ -91,6 +92,7 @@ class Service:
             time.monotonic,
             capacity=self._capacity,
             ahead=AHEAD,
+            prompt_tokens=PromptTokens(vocabulary.load(settings.tokenizer) if settings.tokenizer else None),
         )
         self.replica_seconds = ReplicaSeconds(lambda: len(self.replicas.fit()))
         self.shadow: Shadow | None = None
@@ -157,6 +159,7 @@ class Service:
             await self.shadow.close()
         await self.replicas.close()
         await self.overflow.close()
+        self.admission.prompt_tokens.close()
         await self.budgets.aclose()
         if self._redis is not None:
             await self._redis.aclose()

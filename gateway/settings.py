@@ -26,7 +26,7 @@
 | MAX_CHOICES | 16 | `n` times the prompts of one request |
 | DEFAULT_MAX_TOKENS | 256 | where a chat asks for no limit |
 | GUIDED_DECODING | false | the engine can hold its output to a JSON schema |
-| TOKENIZER | | tokenizer.json, to name tokens in `logprobs`; without it they are `token_id:N` |
+| TOKENIZER | | the model's tokenizer.json: counts prompts (else estimated), names `logprobs` (else `token_id:N`) |
 | SEMANTIC_MODEL | | sentence-embedding model, a folder or a hub id, for the semantic cache; empty: none is kept |
 | SEMANTIC_THRESHOLD | 0.85 | cosine from which two prompts may ask the same (docs/decisions/0014) |
 | SEMANTIC_TTL_S | 3600 | how old an answer may be |

@@ -11,16 +11,17 @@ import pytest
 
 from contract.errors import DeadlineExceeded, InvalidArgument, Overloaded
 from contract.generation import GenerationRequest, Usage
-from gateway.admission import FairAdmission, Shares, most_prompt_tokens
+from gateway.admission import FairAdmission, Shares
 from gateway.budget_store import MemoryStore
 from gateway.budgets import Level, Limits
 from gateway.concurrency import Concurrency
 from gateway.degradation import Ladder
 from gateway.fairness import FairQueue
 from gateway.permit import Tenant
+from gateway.prompt_tokens import PromptTokens
 
 ASKED = GenerationRequest("Hello there", max_tokens=100)
-COST = most_prompt_tokens(ASKED) + 100
+COST = PromptTokens().estimate(ASKED).tokens + 100
 
 
 class Door:

@@ -107,6 +107,19 @@ async def test_a_budget_is_never_overrun_whatever_ends_come_between():
         assert 0 <= bucket.balance <= 600 and bucket.held == 0 and not bucket.leases
 
 
+async def test_a_long_prompt_is_reserved_in_tokens_and_settled_with_what_the_engine_counted():
+    """2,500 words of 14,600 bytes fit a budget of 8,000 tokens, and four prompts of 1,000 words at once, too."""
+    words = ("lorem ipsum dolor sit amet consectetur adipiscing elit sed " * 400).split()
+    limits = "tokens_per_minute = 8000"
+    async with FakeReplica(exact) as replica, gateway(replica, config=keys(ALICE, BOB, limits=limits)) as running:
+        running.service.budgets._clock = lambda: 0.0  # nothing flows in
+        status, _, _ = await running.post(COMPLETIONS, asked(" ".join(words[:2500]), 100), **as_(ALICE))
+        assert status == 200 and free(running, "o0") == 8000 - 2600
+        chat = {"model": "demo", "max_tokens": 100, "messages": [{"role": "user", "content": " ".join(words[:1000])}]}
+        four = await asyncio.gather(*(running.post("/v1/chat/completions", chat, **as_(BOB)) for _ in range(4)))
+        assert [status for status, _, _ in four] == [200] * 4
+
+
 @pytest.mark.slow
 async def test_a_long_flood_does_not_keep_a_short_request_waiting():
     config = keys(ALICE, BOB) + "[admission]\nmax_running = 4\ntenant_share = 0.75\nmax_waiting_per_tenant = 30"
