@@ -18,7 +18,8 @@ from clients.connection import new_request_id
 from clients.request import MAX_REQUEST_ID, can_travel
 from contract.errors import EngineFailed, InvalidArgument, TridentError
 from contract.generation import GenerationRequest, TokenDelta, Usage
-from gateway import refusal, schemas
+from gateway import observability, refusal, schemas
+from gateway.body_budget import Lease
 from gateway.caller_errors import for_caller
 from gateway.chat import Chat
 from gateway.choices import Piece, together
@@ -65,38 +66,48 @@ class HttpDoor:
     async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
         request = Request(scope, receive)
         request_id = request.headers.get("x-request-id") or new_request_id()
-        service, code = self._service, 499
+        service = self._service
         try:
             tenant = service.tenant(bearer(request.headers.get("authorization", "")))
-            body = await _body(request, service.settings.max_body_bytes, service.settings.body_timeout_s)
-            error: TridentError | None = None
-        except ClientDisconnect:
-            return
         except TridentError as exc:  # whoever has no key cannot make us hold a body
             await self._refuse(receive, send, refusal.http(exc), request_id)
             return
-        except TooLarge:
-            said = f"the body is larger than {service.settings.max_body_bytes} bytes, the most allowed"
-            await self._refuse(receive, send, refusal.plain(413, said, "request_too_large"), request_id)
-            return
-        except asyncio.TimeoutError:
-            await self._refuse(
-                receive, send, refusal.plain(408, "the body did not arrive in time", "timeout"), request_id
-            )
-            return
-        async with Reader(scope, receive, send, service.settings, service.sweeper) as reader:
-            try:
-                await self._answer(reader, request, tenant, body, request_id)
-                code = 200
-            except TridentError as exc:
-                error = exc
-            except Exception:
-                _LOG.exception("request %s met a defect", request_id.replace("%", "%%"), extra={"fields": {}})
-                error = EngineFailed(f"the gateway failed; quote {request_id} when you report it")
-            if error is not None:
-                code = error.http_status
-                await self._say(reader, error, request_id)
+        with service.bodies.lease(tenant.name, alone=service.configuration.keyless) as held:
+            body = await self._read(request, held, receive, send, request_id)
+            if body is None:
+                return
+            code, error = 499, None
+            async with Reader(scope, receive, send, service.settings, service.sweeper) as reader:
+                try:
+                    await self._answer(reader, request, tenant, body, request_id)
+                    code = 200
+                except TridentError as exc:
+                    error = exc
+                except Exception:
+                    _LOG.exception("request %s met a defect", request_id.replace("%", "%%"), extra={"fields": {}})
+                    error = EngineFailed(f"the gateway failed; quote {request_id} when you report it")
+                if error is not None:
+                    code = error.http_status
+                    await self._say(reader, error, request_id)
         service.metrics.requests.labels("http", self._form.operation, code).inc()
+
+    async def _read(self, request: Request, held: Lease, receive: Any, send: Any, request_id: str) -> bytes | None:
+        """The body, counted in ``held``; None if there is none to answer, because it was refused or the caller left."""
+        settings = self._service.settings
+        try:
+            return await _body(request, held, settings.max_body_bytes, settings.body_timeout_s)
+        except ClientDisconnect:
+            return None
+        except TridentError as exc:
+            self._service.metrics.rejections.labels(observability.reason(exc)).inc()
+            said = refusal.http(exc)
+        except TooLarge:
+            problem = f"the body is larger than {settings.max_body_bytes} bytes, the most allowed"
+            said = refusal.plain(413, problem, "request_too_large")
+        except asyncio.TimeoutError:
+            said = refusal.plain(408, "the body did not arrive in time", "timeout")
+        await self._refuse(receive, send, said, request_id)
+        return None
 
     async def _answer(self, reader: Reader, request: Request, tenant: Tenant, body: bytes, request_id: str) -> None:
         service, settings = self._service, self._service.settings
@@ -185,8 +196,8 @@ async def _discarded(receive: Any) -> None:
         pass
 
 
-async def _body(request: Request, most: int, patience_s: float) -> bytes:
-    """Raises TooLarge, asyncio.TimeoutError, ClientDisconnect."""
+async def _body(request: Request, held: Lease, most: int, patience_s: float) -> bytes:
+    """Raises TooLarge, asyncio.TimeoutError, ClientDisconnect, and Overloaded if ``held`` cannot hold it."""
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > most:
         raise TooLarge
@@ -197,6 +208,7 @@ async def _body(request: Request, most: int, patience_s: float) -> bytes:
             size += len(part)
             if size > most:
                 raise TooLarge
+            held.take(len(part))
             parts.append(part)
         return b"".join(parts)
 

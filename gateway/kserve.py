@@ -43,7 +43,7 @@ from contract.errors import (
     to_text,
 )
 from contract.generation import FinishReason, GenerationRequest, TokenDelta
-from gateway import refusal
+from gateway import observability, refusal
 from gateway.caller_errors import for_caller, from_backend
 from gateway.http_door import bearer
 from gateway.permit import Tenant
@@ -173,10 +173,10 @@ class KServeDoor:
         slots = asyncio.Semaphore(MOST_ON_A_STREAM)
         handler = asyncio.current_task()
 
-        async def serve(request: service_pb2.ModelInferRequest) -> None:
+        async def serve(request: service_pb2.ModelInferRequest, size: int) -> None:
             code = "CANCELLED"
             try:
-                error = await self._serve(request, carrier, context, writer)
+                error = await self._serve(request, size, carrier, context, writer)
                 code = error.grpc_status if error else "OK"
             except TridentError as error:
                 code = error.grpc_status
@@ -198,7 +198,7 @@ class KServeDoor:
                     refused.append(InvalidArgument("", "the message is not a ModelInferRequest"))
                     break
                 await slots.acquire()
-                task = asyncio.ensure_future(serve(request))
+                task = asyncio.ensure_future(serve(request, len(data)))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
             while tasks:
@@ -219,13 +219,32 @@ class KServeDoor:
     async def _serve(
         self,
         request: service_pb2.ModelInferRequest,
+        size: int,
         carrier: dict[str, str],
         context: grpc.aio.ServicerContext,
         writer: _Writer,
     ) -> TridentError | None:
-        """One request to its end. Raises what the caller has not been told yet, returns what it was told in band."""
+        """One request of ``size`` bytes to its end. Raises what the caller has not been told yet, returns what it was
+        told in band."""
         service = self._service
         tenant = service.tenant(bearer(carrier.get("authorization", "")))
+        with service.bodies.lease(tenant.name, alone=service.configuration.keyless) as held:
+            try:
+                held.take(size)
+            except Overloaded as error:
+                service.metrics.rejections.labels(observability.reason(error)).inc()
+                raise
+            return await self._generate(request, tenant, carrier, context, writer)
+
+    async def _generate(
+        self,
+        request: service_pb2.ModelInferRequest,
+        tenant: Tenant,
+        carrier: dict[str, str],
+        context: grpc.aio.ServicerContext,
+        writer: _Writer,
+    ) -> TridentError | None:
+        service = self._service
         service.check_model(request.model_name, tenant)
         asked = read(request, _left_s(request, context, service.settings.request_timeout_s))
         asking = _asking(tenant, request, carrier)

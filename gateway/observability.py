@@ -185,6 +185,7 @@ class StateMetrics:
             breaker.add_metric((upstream.url, upstream.name), upstream.breaker.state_at(now_s).value)
             outstanding.add_metric((upstream.url, upstream.name), upstream.outstanding)
         yield from (healthy, breaker, outstanding, waiting, kv_usage)
+        yield GaugeMetricFamily("trident_gateway_body_bytes", "Bytes of requests under way", service.bodies.held)
         depth = GaugeMetricFamily("trident_gateway_queue_depth", "Requests that wait, by class", labels=("priority",))
         for priority, count in sorted(admission.queued().items()):
             depth.add_metric((str(priority),), count)

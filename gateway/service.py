@@ -19,6 +19,7 @@ from contract.errors import InvalidArgument, NotFound, PermissionDenied, Trident
 from contract.generation import GenerationRequest
 from gateway import observability, vocabulary
 from gateway.admission import UNKNOWN_CAPACITY, FairAdmission
+from gateway.body_budget import BodyBudget
 from gateway.budget_store import BudgetStore, MemoryStore, RedisStore, connect
 from gateway.choices import Choices
 from gateway.concurrency import Concurrency
@@ -73,6 +74,7 @@ class Service:
         self.metrics = Metrics(settings.model)
         self.tracing = tracing or Tracing(settings.otlp_endpoint)
         self.sweeper = Sweeper(settings, self.metrics.lag.observe)
+        self.bodies = BodyBudget(settings.own_max_bodies_bytes, settings.max_body_bytes)
         self.draining = self._cutting = False
         self._replicas = replicas
         self.overflow = Overflow(

@@ -23,6 +23,7 @@
 | API_KEYS | | `ORG/TEAM/KEY=<the API key>,…` beside those of the file; without any key everybody is one tenant |
 | MAX_IN_FLIGHT | 1000 | requests at once, those that wait included; the next is refused |
 | MAX_BODY_BYTES | 4194304 | of an HTTP request and of a gRPC message |
+| MAX_BODIES_BYTES | 256 MiB | of all requests under way together, half of it of one tenant; at least 2 bodies |
 | MAX_CHOICES | 16 | `n` times the prompts of one request |
 | DEFAULT_MAX_TOKENS | 256 | where a chat asks for no limit |
 | GUIDED_DECODING | false | the engine can hold its output to a JSON schema |
@@ -76,6 +77,7 @@ from contract.errors import InvalidArgument
 
 PREFIX = "TRIDENT_GATEWAY_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_BODIES_BYTES = 256 * 1024 * 1024
 LOG_FORMATS = ("auto", "json", "text")
 MONITORING_OFFSET = 2  # MONITORING_PORT is so far above HTTP_PORT where it is not set
 SCORED = "scored"
@@ -113,6 +115,7 @@ class Settings:
     config: Path | None = None
     max_in_flight: int = 1000
     max_body_bytes: int = 4 * 1024 * 1024
+    max_bodies_bytes: int | None = None
     max_choices: int = 16
     default_max_tokens: int = 256
     guided_decoding: bool = False
@@ -158,6 +161,8 @@ class Settings:
         for name in ("breaker_failures", "max_in_flight", "max_choices", "default_max_tokens"):
             _between(name, getattr(self, name), 1, 2**31 - 1)
         _between("max_body_bytes", self.max_body_bytes, 1024, 2**31 - 1)
+        if self.max_bodies_bytes is not None:
+            _between("max_bodies_bytes", self.max_bodies_bytes, 2 * self.max_body_bytes, 2**48)
         _between("semantic_threshold", self.semantic_threshold, 0.5, 1.0)
         _between("semantic_max_entries", self.semantic_max_entries, 1, 100_000)
         _between("semantic_max_bytes", self.semantic_max_bytes, 1, 2**40)
@@ -271,6 +276,13 @@ class Settings:
             return self.monitoring_port
         beside = self.http_port + MONITORING_OFFSET
         return beside if self.http_port and beside <= 65535 else 0
+
+    @property
+    def own_max_bodies_bytes(self) -> int:
+        """Bytes that the bodies of all requests under way may take together."""
+        if self.max_bodies_bytes is not None:
+            return self.max_bodies_bytes
+        return max(MAX_BODIES_BYTES, 2 * self.max_body_bytes)
 
     @property
     def replica_tls(self) -> TLS | None:
