@@ -28,6 +28,7 @@ GEMM_FORMATS = {"fp8": ("fp8",), "nvfp4": ("nvfp4",)}
 FORMAT_OPTIONS = {
     "use_weight_only": ("int8_wo", "int4_wo", "int4_awq"),
     "smoothquant": ("int8_sq",),
+    "sq": ("int8_sq",),
     "per_channel": ("int8_sq",),
     "per_token": ("int8_sq",),
     "use_fp8": ("fp8",),
@@ -37,7 +38,43 @@ FORMAT_OPTIONS = {
     "use_qserve": (),
 }
 WEIGHT_ONLY = {"int8_wo": "int8", "int4_wo": "int4", "int4_awq": "int4_awq"}
-AT_LEAST_ONE = ("opt_num_tokens", "max_input_len", "workers")
+AT_LEAST_ONE = (
+    "opt_num_tokens",
+    "max_input_len",
+    "workers",
+    "calib_tp_size",
+    "calib_pp_size",
+    "tokenizer_max_seq_length",
+)
+# Above 0 and at most this.
+SHARES = {"smoothquant": 1, "sq": 1, "auto_quantize_bits": 16}
+# Options that describe a model which has no config.json, or take weights from elsewhere than the recipe's model.
+OF_THE_MODEL = {
+    "quantize": ("nemo_ckpt_path", "decoder_type"),
+    "convert": (
+        "meta_ckpt_dir",
+        "quant_ckpt_path",
+        "save_config_only",
+        "vocab_size",
+        "n_positions",
+        "n_layer",
+        "n_head",
+        "n_kv_head",
+        "n_embd",
+        "inter_size",
+        "multiple_of",
+        "ffn_dim_multiplier",
+        "rms_norm_eps",
+        "hidden_act",
+        "rotary_base",
+        "moe_num_experts",
+        "moe_top_k",
+        "moe_renorm_mode",
+        "moe_tp_size",
+        "moe_ep_size",
+    ),
+}
+OF_MEDUSA = ("num_medusa_layers", "medusa_hidden_act", "quant_medusa_head")
 
 
 @BUILDER_OPTIONS.rule("O1", REFUSE)
@@ -57,7 +94,17 @@ def the_ensemble_has_no_adapter_inputs(case: Case) -> str | None:
 @BUILDER_OPTIONS.rule("O2", REFUSE)
 def the_plan_is_the_only_source(case: Case) -> str | None:
     given = [key for key in OTHER_SOURCES if key in case.recipe.build]
-    return f"{given[0]} must be left out: {OTHER_SOURCES[given[0]]}" if given else None
+    if given:
+        return f"{given[0]} must be left out: {OTHER_SOURCES[given[0]]}"
+    for table, keys in OF_THE_MODEL.items():
+        given = [key for key in keys if key in getattr(case.recipe, table)]
+        if given:
+            return f"{table}.{given[0]} must be left out: the recipe's model and its config.json decide it"
+    spec = case.recipe.speculative_decoding
+    given = [key for key in OF_MEDUSA if key in case.recipe.quantize]
+    if given and (spec is None or spec.mode != "medusa"):
+        return f"quantize.{given[0]} must be left out: it belongs to speculative_decoding.mode medusa"
+    return None
 
 
 @BUILDER_OPTIONS.rule("O3", REFUSE)
@@ -91,8 +138,11 @@ def fp8_plugins_need_fp8_weights(case: Case) -> str | None:
 
 @BUILDER_OPTIONS.rule("O5", REFUSE)
 def counts_are_at_least_one(case: Case) -> str | None:
-    for table in ("build", "convert"):
+    for table in ("build", "quantize", "convert"):
         given = getattr(case.recipe, table)
+        for key, most in SHARES.items():
+            if key in given and not 0 < given[key] <= most:
+                return f"{table}.{key} must be above 0 and at most {most}, got {given[key]}"
         for key in AT_LEAST_ONE:
             if isinstance(given.get(key), int) and given[key] < 1:
                 return f"{table}.{key} must be at least 1, got {given[key]}"

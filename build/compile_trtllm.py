@@ -164,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the command lines only; needs no GPU")
     options = parser.parse_args(arguments)
     try:
-        recipe = recipes.load(options.recipe or layout.RECIPES / f"{options.engine}.toml")
+        recipe = recipes.load(options.recipe) if options.recipe else recipes.named(options.engine)
         shape = shapes.find(recipe.model)
         if options.dry_run:
             _check_recipe(recipe, shape)

@@ -69,6 +69,8 @@ def options_are_of_this_network(case: Case) -> str | None:
     for key, ranks in (("gemm_allreduce_plugin", recipe.tp), ("pp_reduce_scatter", recipe.pp)):
         if recipe.build.get(key, "disable") != "disable" and ranks == 1:
             return f"{key} has no effect on one {'tensor' if key[0] == 'g' else 'pipeline'}-parallel rank"
+    if recipe.build.get("weight_streaming") is True:
+        return "weight_streaming has no effect: gpu_weights_percent is not set, so all weights stay on the GPU"
     if recipe.build.get("fuse_fp4_quant") == "enable" and recipe.precision != "nvfp4":
         return f"fuse_fp4_quant has no effect on {recipe.precision} weights: it belongs to nvfp4"
     return None

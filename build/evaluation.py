@@ -241,7 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--accept-quality", metavar="REASON", help="accept it beyond its budget; recorded")
     options = parser.parse_args(arguments)
     try:
-        recipe = recipes.load(layout.RECIPES / f"{options.engine}.toml")
+        recipe = recipes.named(options.engine)
         if recipe.kind == recipes.CPU:
             raise InvalidArgument("engine", f"{recipe.name} is of kind 'cpu', which is verified while it is built")
         path = evaluate_checkpoint(recipe, lambda line: print(line, flush=True), options.accept_quality)

@@ -6,6 +6,7 @@ make. C: the CPU engine (C2: every engine). U: keys of the recipe that would hav
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -145,7 +146,8 @@ def requests_must_batch_in_flight(case: Case) -> str | None:
         return None
     given = {key: str(value).lower() for key, value in case.recipe.build.items()}
     wrong = [f"{key} {given[key]}" for key, needed in IN_FLIGHT.items() if given.get(key, needed) != needed]
-    wrong += [f"{key} disable" for key in ("gpt_attention_plugin", "paged_kv_cache") if given.get(key) == "disable"]
+    wrong += ["gpt_attention_plugin disable"] if given.get("gpt_attention_plugin") == "disable" else []
+    wrong += [f"paged_kv_cache {given['paged_kv_cache']}"] if given.get("paged_kv_cache", "enable") != "enable" else []
     if not wrong:
         return None
     return (
@@ -198,7 +200,7 @@ def its_calibration_texts_must_be_there(case: Case) -> str | None:
     if recipe.kind != LLMAPI or recipe.precision == "bf16":
         return None
     name = recipe.calibration.dataset
-    if name == CPYTHON or Path(name).name == CNN_DAILYMAIL or (layout.ROOT / Path(name).expanduser()).exists():
+    if name == CPYTHON or Path(name).name == CNN_DAILYMAIL or os.path.exists(layout.ROOT / Path(name).expanduser()):
         return None
     return f"calibration.dataset {name!r} is neither a local file or folder nor {CPYTHON} nor {CNN_DAILYMAIL}"
 

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 from layout import OPTION_TABLES
 
 PROGRAMS = ("trtllm_build", "quantize", "convert_checkpoint_llama", "convert_checkpoint_qwen")
+
+
+MOST = 2**31 - 1  # the programs pass their numbers on to 32-bit integers
+
+
+def _is_text(value: str) -> bool:
+    return bool(value.strip()) and value.isprintable()
 
 
 def closest(word: str, allowed: list[str] | tuple[str, ...], count: int) -> list[str]:
@@ -56,8 +64,12 @@ class Option:
         allowed_types = {"int": (int,), "float": (int, float), "str": (str, int), "enum": (str,)}[self.type]
         if isinstance(value, bool) or not isinstance(value, allowed_types):
             return f"got {value!r}; allowed is a value of type {self.type}"
-        if self.type == "int" and value < 0:
-            return f"got {value!r}; allowed is an integer from 0"
+        if self.type == "int" and not 0 <= value <= MOST:
+            return f"got {value!r}; allowed is an integer from 0" + (f" to {MOST}" if value > MOST else "")
+        if self.type == "float" and not math.isfinite(value):
+            return f"got {value!r}; allowed is a finite number"
+        if self.type == "str" and not self.choices and not (isinstance(value, str) and _is_text(value)):
+            return f"got {value!r}; allowed is a non-empty string on one line"
         text = str(value).lower() if self.type == "enum" else str(value)
         if self.choices and text not in self.choices:
             near = nearest(text, self.choices)

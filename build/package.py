@@ -294,7 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--print", action="store_true", help="print the configuration; needs no compiled engine")
     options = parser.parse_args(arguments)
     try:
-        recipe = recipes.load(options.recipe or layout.RECIPES / f"{options.engine}.toml")
+        recipe = recipes.load(options.recipe) if options.recipe else recipes.named(options.engine)
         shape = shapes.find(recipe.model)
         if recipe.kind != CPU:
             require(recipe, judge(Case(recipe, shape)))

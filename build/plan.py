@@ -17,7 +17,6 @@ from pathlib import Path
 
 import commands
 import hardware
-import layout
 import memory
 import recipe as recipes
 import shape as shapes
@@ -288,7 +287,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="print limits, memory formulas and estimates too")
     options = parser.parse_args(arguments)
     try:
-        recipe = recipes.load(options.recipe or layout.RECIPES / f"{options.engine}.toml")
+        recipe = recipes.load(options.recipe) if options.recipe else recipes.named(options.engine)
         plan = make(recipe, shapes.find(recipe.model))
     except InvalidArgument as error:
         print(f"error: {error}", file=sys.stderr)

@@ -226,7 +226,7 @@ def _move_into_place(partial: Path, output: Path) -> None:
 
 def from_recipe(name: str, model_dir: Path | None = None, output_dir: Path | None = None) -> Quantization:
     """The job of ``build/recipes/<name>.toml``. Raises RecipeError or InvalidArgument."""
-    recipe = recipes.load(layout.RECIPES / f"{name}.toml")
+    recipe = recipes.named(name)
     if recipe.kind not in recipes.GPU_KINDS:
         problem = f"{name} is of kind {recipe.kind!r}; this stage is for {' and '.join(recipes.GPU_KINDS)}"
         raise InvalidArgument("engine", problem)

@@ -217,7 +217,16 @@ def _boolean(value: object) -> str | None:
 
 
 def _text(value: object) -> str | None:
-    return None if isinstance(value, str) and value.strip() else "allowed is a non-empty string"
+    ok = isinstance(value, str) and value.strip() and value.isprintable()
+    return None if ok else "allowed is a non-empty string on one line"
+
+
+def _matching(pattern: str, what: str) -> Check:
+    def check(value: object) -> str | None:
+        ok = isinstance(value, str) and re.fullmatch(pattern, value) and ".." not in value
+        return None if ok else f"allowed is {what}"
+
+    return check
 
 
 def _one_of(*allowed: object) -> Check:
@@ -243,7 +252,7 @@ KEYS: dict[str, _Key] = {
     "kind": _Key(_one_of(*KINDS), required_for=KINDS),
     "description": _Key(_text),
     "model": _Key(_text, required_for=KINDS),
-    "revision": _Key(_text),
+    "revision": _Key(_matching(r"[A-Za-z0-9][A-Za-z0-9._/-]*", "a branch, tag or commit of the hub")),
     "precision": _Key(required_for=KINDS),
     "kv_cache_precision": _Key(),
     "max_batch_size": _Key(_integer(1, 4096), required_for=KINDS),
@@ -261,7 +270,7 @@ KEYS: dict[str, _Key] = {
     "max_beam_width": _Key(_integer(1, 64), (TRTLLM,)),
     "multiple_profiles": _Key(_boolean, (TRTLLM,)),
     "optimize_for": _Key(_one_of(*OPTIMIZE_FOR), (TRTLLM,)),
-    "image": _Key(_text, GPU_KINDS),
+    "image": _Key(_matching(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "a container image, e.g. registry/name:tag"), GPU_KINDS),
     "calibration": _Key(),
     "speculative_decoding": _Key(kinds=(TRTLLM,)),
     "quality": _Key(),
@@ -312,6 +321,9 @@ _OWN_KEY = {
         "batch_size": "calibration.batch_size",
         "calib_max_seq_length": "calibration.max_seq_length",
         "awq_block_size": "group_size",
+        "max_draft_len": "speculative_decoding.max_draft_len",
+        "num_medusa_heads": "speculative_decoding.num_medusa_heads",
+        "medusa_model_dir": "speculative_decoding.medusa_model",
     },
     "convert": {
         "tp_size": "tp",
@@ -324,6 +336,13 @@ _OWN_KEY = {
 }
 _PATHS = ("checkpoint_dir", "model_dir", "output_dir")  # the plan's own
 _TABLES = {"calibration", "speculative_decoding", "quality", "build", "quantize", "convert", "environment"}
+
+
+def named(engine: str) -> Recipe:
+    """The recipe ``build/recipes/<engine>.toml``; RecipeError as ``load``, InvalidArgument for what is no name."""
+    if not NAME.fullmatch(engine):
+        raise InvalidArgument("engine", f"must be a name of letters, digits, '.', '_' and '-', got {engine!r}")
+    return load(layout.RECIPES / f"{engine}.toml")
 
 
 def load(path: Path | str) -> Recipe:
@@ -498,6 +517,8 @@ def _options(path: Path, name: str, table: Mapping, programs: tuple[str, ...]) -
 def _environment(path: Path, table: Mapping) -> dict[str, str]:
     values = dict(table.get("environment", {}))
     for key, value in values.items():
-        if not isinstance(value, str):
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
+            raise RecipeError(path, f"environment.{key}", "allowed is a name of letters, digits and '_'")
+        if not isinstance(value, str) or "\0" in value:
             raise RecipeError(path, f"environment.{key}", f"got {value!r}; allowed is a string")
     return values

@@ -48,6 +48,26 @@ def test_o2_the_plan_is_the_only_source(option, said):
     assert reason("O2") is None
 
 
+@pytest.mark.parametrize(
+    ("table", "option", "value"),
+    [
+        ("quantize", "nemo_ckpt_path", "other.nemo"),
+        ("convert", "quant_ckpt_path", "other.safetensors"),
+        ("convert", "n_layer", 4),
+        ("convert", "rotary_base", 1.0),
+        ("convert", "save_config_only", True),
+    ],
+)
+def test_o2_the_model_is_the_recipes(table, option, value):
+    assert f"{table}.{option} must be left out: the recipe's model" in reason("O2", **{table: {option: value}})
+
+
+def test_o2_options_of_medusa_heads_belong_to_medusa():
+    assert "speculative_decoding.mode medusa" in reason("O2", quantize={"num_medusa_layers": 1})
+    spec = {"mode": "medusa", "max_draft_len": 4}
+    assert reason("O2", quantize={"num_medusa_layers": 1}, speculative_decoding=spec) is None
+
+
 @pytest.mark.parametrize("option", ["gpt_attention_plugin", "gemm_plugin"])
 @pytest.mark.parametrize("value", ["int32", "float32", "float16"])
 def test_o3_plugins_compute_in_the_models_type(option, value):
@@ -83,6 +103,12 @@ def test_o4_the_rowwise_plugin_needs_rowwise_weights():
 def test_o5_counts_are_at_least_one(option):
     assert f"build.{option} must be at least 1, got 0" in reason("O5", build={option: 0})
     assert refused(judge(case(build={option: 0}))) and reason("O5", build={option: 1}) is None
+
+
+@pytest.mark.parametrize("value", [-0.5, 0.0, 1.5])
+def test_o5_smoothquant_is_a_share(value):
+    assert "convert.smoothquant must be above 0 and at most 1" in reason("O5", convert={"smoothquant": value})
+    assert "convert.sq belongs to precision int8_sq" in reason("O7", convert={"sq": 0.5}, **BF16)
 
 
 def test_o6_the_engine_must_hold_its_weights():

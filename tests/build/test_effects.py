@@ -62,6 +62,7 @@ def test_u6_a_revision_is_of_a_hub_model(tmp_path):
         ({"gemm_allreduce_plugin": "bfloat16"}, {}),
         ({"pp_reduce_scatter": "enable"}, {"tp": 2}),
         ({"fuse_fp4_quant": "enable"}, {}),
+        ({"weight_streaming": True}, {}),
     ],
 )
 def test_u7_options_are_of_this_network(build, changes):

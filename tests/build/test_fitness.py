@@ -116,6 +116,7 @@ def test_an_fp8_kv_cache_on_ampere_is_allowed_by_the_matrix_the_warning_cites():
         ("kv_cache_type", "continuous"),
         ("kv_cache_type", "DISABLED"),
         ("paged_kv_cache", "disable"),
+        ("paged_kv_cache", "a/b"),
         ("remove_input_padding", "disable"),
         ("gpt_attention_plugin", "disable"),
     ],

@@ -3,6 +3,7 @@ import shlex
 import subprocess
 import sys
 
+import gpu_recipes
 import pytest
 from gpu_recipes import LLAMA_70B, QWEN3_8B, accepted, case, make
 from hypothesis import given, settings
@@ -11,9 +12,12 @@ from program_parser import parse
 import commands
 import layout
 import memory
+import option_table
 import plan as plans
 import recipe as recipes
 import shape as shapes
+import verdict
+from contract.errors import InvalidArgument
 
 GPU_RECIPES = [r for path in sorted(layout.RECIPES.glob("*.toml")) if (r := recipes.load(path)).kind != recipes.CPU]
 
@@ -156,6 +160,49 @@ def test_a_printed_command_runs_as_it_is_printed():
     line = commands.line(plans.make(recipe, shapes.find(recipe.model)).stages[-1].argv)
     done = subprocess.run(f"{line} --dry-run", shell=True, cwd=layout.ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith("demo: ")
+
+
+ODD = (
+    float("nan"),
+    float("-inf"),
+    -1,
+    10**30,
+    True,
+    "",
+    "a/b",
+    "x\0y",
+    "é" * 300,
+    "~nobody/x",
+    [float("nan")],
+    {"a": 1},
+)
+
+
+@pytest.mark.parametrize("kind", recipes.KINDS)
+def test_an_odd_value_anywhere_is_an_error_of_ours_or_a_plan_in_whole(kind, monkeypatch):
+    monkeypatch.setattr(verdict._Search, "nearest", lambda self, rule: "")  # what is nearest has its own tests
+    cpu = {"kind": "cpu", "model": "build/demo_model/checkpoint", "precision": "int4", "max_seq_len": 512}
+    cpu |= {"max_batch_size": 8, "max_num_tokens": 256, "kv_cache_tokens": 4096}
+    base = cpu if kind == recipes.CPU else gpu_recipes.table(kind=kind)
+    tables = {"calibration": recipes._CALIBRATION, "quality": recipes._QUALITY, "environment": {"A": None}}
+    tables["speculative_decoding"] = recipes._SPECULATIVE
+    programs = {"build": "trtllm_build", "quantize": "quantize", "convert": "convert_checkpoint_llama"}
+    tables |= {name: option_table.read(program).options for name, program in programs.items()}
+    drawn = [base | {key: value} for key in recipes.KEYS for value in ODD]
+    for name, keys in tables.items():
+        mode = {"mode": "medusa", "max_draft_len": 4} if name == "speculative_decoding" else {}
+        plain = {"precision": "bf16", "kv_cache_precision": "auto"} if name == "convert" else {}
+        drawn += [base | plain | {name: mode | {key: value}} for key in keys for value in ODD]
+    refusals = 0
+    for table in drawn:
+        try:
+            recipe = recipes.parse(table, "mine.toml")
+            plan = plans.make(recipe, shapes.find(recipe.model))
+        except InvalidArgument:
+            refusals += 1
+            continue
+        assert plans.as_text(plan, verbose=True) and json.dumps(plans.as_json(plan), allow_nan=False)
+    assert refusals > len(drawn) / 2
 
 
 def test_lengths_beyond_the_recipe_are_left_out():

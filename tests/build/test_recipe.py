@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 import hardware
 import layout
 import recipe as recipes
+from contract.errors import InvalidArgument
 from recipe import RecipeError, load, lookahead_draft_len, parse
 
 CPU_TABLE = {
@@ -103,6 +104,17 @@ def test_an_unknown_key_in_a_table_is_refused_the_same_way(changes, key, nearest
         ({"build": {"multiple_profiles": True}}, "build.multiple_profiles", "one of enable, disable"),
         ({"build": {"strip_plan": "enable"}}, "build.strip_plan", "true or false"),
         ({"build": {"lora_dir": []}}, "build.lora_dir", "a list with at least one entry"),
+        ({"build": {"workers": 10**30}}, "build.workers", "an integer from 0 to 2147483647"),
+        ({"build": {"input_timing_cache": ""}}, "build.input_timing_cache", "a non-empty string on one line"),
+        ({"build": {"input_timing_cache": 7}}, "build.input_timing_cache", "a non-empty string on one line"),
+        ({"convert": {"smoothquant": float("nan")}}, "convert.smoothquant", "a finite number"),
+        ({"quantize": {"auto_quantize_bits": float("inf")}}, "quantize.auto_quantize_bits", "a finite number"),
+        ({"quantize": {"num_medusa_heads": 4}}, "quantize.num_medusa_heads", "speculative_decoding.num_medusa_heads"),
+        ({"model": "a\nb"}, "model", "a non-empty string on one line"),
+        ({"revision": "../../etc"}, "revision", "a branch, tag or commit"),
+        ({"image": "tag with blanks"}, "image", "a container image"),
+        ({"environment": {"A B": "1"}}, "environment.A B", "a name of letters"),
+        ({"environment": {"A": "\0"}}, "environment.A", "a string"),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_is_allowed(changes, key, allowed):
@@ -185,6 +197,12 @@ def test_quality_budgets_follow_the_precision_and_can_be_set_one_by_one():
     changed = make(quality={"kl": 0.5}).quality
     assert (changed.kl, changed.top1_agreement) == (0.5, default.top1_agreement)
     assert set(recipes.DEFAULT_QUALITY) == {p for allowed in recipes.PRECISIONS.values() for p in allowed}
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../../x", "x y", "é", "-x", "a\n"])
+def test_an_engine_is_named_by_a_name_and_not_a_path(name):
+    with pytest.raises(InvalidArgument, match=r"^engine: must be a name of letters, digits, '\.', '_' and '-', got "):
+        recipes.named(name)
 
 
 def test_a_wrong_name_gets_the_three_nearest_and_where_all_are_listed():
