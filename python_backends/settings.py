@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from contract.errors import InvalidArgument
+from contract.watchdog import LIMIT_S, STALL_S
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,8 @@ class Settings:
     """engine_dir: the engine folder being served. control_socket: name of the abstract unix datagram socket
     on which the engine hears of streams to end. max_waiting: requests that may wait for a slot.
     sender_threads: threads that hand responses to Triton. max_coalesce_s: upper bound of the coalescing window; 0
-    gives every token a response of its own.
+    gives every token a response of its own. stall_s, step_limit_s: seconds without an engine step,
+    with work to do, after which the engine process counts as hung, when it uses no CPU and when it does.
     max_prompt_bytes: longest text_input or messages accepted. drain_file: while it exists, requests are refused."""
 
     engine_dir: Path
@@ -24,11 +27,18 @@ class Settings:
     max_coalesce_s: float = 0.05
     max_prompt_bytes: int = 4 * 1024 * 1024
     drain_file: Path | None = None
+    stall_s: float = STALL_S
+    step_limit_s: float = LIMIT_S
 
     @property
     def mailbox_socket(self) -> str:
         """Name of the abstract unix datagram socket on which the detokenizer hears of requests (mailbox.py)."""
         return f"{self.control_socket}-mailbox"
+
+    @property
+    def supervisor_socket(self) -> str:
+        """Name of the abstract unix datagram socket on which the supervisor hears of its stubs (heartbeat.py)."""
+        return f"{self.control_socket}-supervisor"
 
     @classmethod
     def from_env(cls) -> Settings:
@@ -43,6 +53,8 @@ class Settings:
             max_coalesce_s=_count("TRIDENT_MAX_COALESCE_MS", 50, least=0) / 1e3,
             max_prompt_bytes=_count("TRIDENT_MAX_PROMPT_BYTES", 4 * 1024 * 1024),
             drain_file=Path(path) if (path := os.environ.get("TRIDENT_DRAIN_FILE")) else None,
+            stall_s=_seconds("TRIDENT_STALL_S", STALL_S),
+            step_limit_s=_seconds("TRIDENT_STEP_LIMIT_S", LIMIT_S),
         )
 
 
@@ -51,3 +63,14 @@ def _count(name: str, default: int, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
         raise InvalidArgument(name, f"got {text!r}; allowed is a whole number from {least}")
     return int(text)
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name) or str(default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value <= 86_400:
+        raise InvalidArgument(name, f"must be a number of seconds from 1 to 86400, got {text!r}")
+    return value

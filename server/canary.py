@@ -14,6 +14,7 @@ from contract.errors import Overloaded, from_text
 from contract.generation import FinishReason
 from server.repository import ENSEMBLE
 from server.settings import Settings
+from server.traffic import Traffic
 
 PROMPT = b"ping"
 # Triton's own words for a full queue; ours come as an Overloaded error.
@@ -59,15 +60,18 @@ async def ask(settings: Settings, timeout_s: float) -> Finding:
     return Finding(Health.ILL, "the stream closed before its final response")
 
 
-def is_well(finding: Finding, answered_before: float | None, answered_now: float | None) -> bool:
-    """Whether the server is well, given how many answers all clients had got before and after; None if it cannot say.
+def is_well(finding: Finding, before: Traffic | None, now: Traffic | None) -> bool:
+    """Whether the server is well, given its traffic before the canary and after it; None if the metrics did not answer.
 
-    A full server refuses canaries or lets them wait, and is well as long as it answers others; a canary's own answer
-    is at most one.
+    A full server refuses canaries or lets them wait, and is well as long as the engine makes steps and answers reach
+    other clients. Answers alone prove nothing: the engine's probes of silent streams count among them. A canary's own
+    steps and answers are at most one each.
     """
-    if finding.health in (Health.BUSY, Health.SLOW):
-        return answered_before is not None and answered_now is not None and answered_now > answered_before + 1
-    return finding.health is Health.WELL
+    if finding.health not in (Health.BUSY, Health.SLOW):
+        return finding.health is Health.WELL
+    if before is None or now is None or before.steps is None or now.steps is None:
+        return False
+    return now.steps > before.steps + 1 and now.answered > before.answered + 1
 
 
 def judge_error(message: str) -> Finding:

@@ -73,6 +73,29 @@ class StubDied:
 
 
 @dataclass(frozen=True)
+class StubHung:
+    """A stub process of ``model`` exists but does nothing any more. ``streams``: as for StubDied."""
+
+    model: str
+    streams: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class EngineHung:
+    """The engine process made no step although it had work, and its stub killed it and ended its streams."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class ServerHung:
+    """tritonserver exists but does not answer any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class RevivalFailed:
     model: str
     reason: str
@@ -95,7 +118,19 @@ class StopAsked:
     reason: str
 
 
-Event = BecameReady | StartFailed | ServerExited | StubDied | RevivalFailed | CanaryPassed | CanaryFailed | StopAsked
+Event = (
+    BecameReady
+    | StartFailed
+    | ServerExited
+    | StubDied
+    | StubHung
+    | EngineHung
+    | ServerHung
+    | RevivalFailed
+    | CanaryPassed
+    | CanaryFailed
+    | StopAsked
+)
 
 
 @dataclass(frozen=True)
@@ -105,9 +140,13 @@ class Nothing:
 
 @dataclass(frozen=True)
 class Restart:
-    """Kill whatever is left of the server now, start a new one after ``delay_s``."""
+    """Kill whatever is left of the server, start a new one after ``delay_s``.
+
+    farewell: what streams still in flight are told in band before; "" if nobody is left who could tell them.
+    """
 
     delay_s: float
+    farewell: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,6 +183,13 @@ def decide(record: Record, event: Event, now_s: float) -> tuple[Record, Action]:
         return _strike(record, event, now_s)
     if isinstance(event, StubDied):
         return _bury_stub(record, event, now_s)
+    if isinstance(event, StubHung):
+        return _replace_stub(record, event, now_s)
+    if isinstance(event, EngineHung):
+        record, action = _restart(record, f"{event.reason}; restarting the server", now_s)
+        return record, replace(action, farewell=event.reason) if isinstance(action, Restart) else action
+    if isinstance(event, ServerHung):
+        return _restart(record, f"tritonserver hangs ({event.reason}); restarting it", now_s)
     if isinstance(event, StartFailed):
         return _retry_start(record, event, now_s)
     if isinstance(event, RevivalFailed):
@@ -162,6 +208,8 @@ def backoff_s(failures: int) -> float:
 
 
 def _strike(record: Record, event: CanaryFailed, now_s: float) -> tuple[Record, Action]:
+    if record.state is not State.READY:
+        return record, Nothing()  # a repair is under way, which asks a canary of its own
     record = replace(record, strikes=record.strikes + 1)
     if record.strikes < STRIKES:
         return record, Nothing()
@@ -175,6 +223,15 @@ def _bury_stub(record: Record, event: StubDied, now_s: float) -> tuple[Record, A
     if record.state is not State.READY:
         return _restart(record, f"the {event.model}'s process died again; restarting the server", now_s)
     reason = f"the {event.model}'s process died; loading the {event.model} anew, streams in flight go on"
+    return replace(record, state=State.RESTARTING, since_s=now_s, reason=reason, revivals=record.revivals + 1), Revive(
+        event.model
+    )
+
+
+def _replace_stub(record: Record, event: StubHung, now_s: float) -> tuple[Record, Action]:
+    if event.streams or record.state is not State.READY:
+        return _restart(record, f"the {event.model}'s process hangs ({event.reason}); restarting the server", now_s)
+    reason = f"the {event.model}'s process hangs ({event.reason}); loading the {event.model} anew, streams go on"
     return replace(record, state=State.RESTARTING, since_s=now_s, reason=reason, revivals=record.revivals + 1), Revive(
         event.model
     )

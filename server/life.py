@@ -12,16 +12,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from contract.errors import EngineFailed, TridentError
-from server import canary, command, log, process, stubs, traffic
+from server import canary, command, liveness, log, process, stubs, traffic
 from server.admin import Admin, fetch
 from server.health import (
     BecameReady,
     CanaryFailed,
     CanaryPassed,
+    EngineHung,
     Event,
     ServerExited,
+    ServerHung,
     StartFailed,
     StubDied,
+    StubHung,
     ending,
 )
 from server.installation import Installation
@@ -59,10 +62,13 @@ class Life:
         self._environ = command.environment(settings, installation, engine_folder, shm_prefix, os.environ)
         self._server: Server | None = None
         self._watch = stubs.Watch(self._on_stub_death)
-        self._canary: asyncio.Task[None] | None = None
+        self._heartbeats: liveness.Heartbeats | None = None
+        self._tasks: list[asyncio.Task[None]] = []  # canary and watchers, from ready to the end
         self._doomed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why it will not become ready
         self._ready = False
-        self._answers: float | None = None  # of the ensemble's last step, when it was last examined
+        self._traffic: traffic.Traffic | None = None  # when the server was last examined
+        self._hung: set[int] = set()  # pids of stubs that hang
+        self._mending: set[str] = set()  # models with a stub that hangs; each is reported once until it is revived
         self._dead: set[str] = set()  # models whose stub died; each is reported once until it is revived
 
     @property
@@ -82,6 +88,10 @@ class Life:
     async def begin(self) -> BecameReady | StartFailed:
         """Starts tritonserver and waits until a canary came through, or for what keeps that from happening."""
         log_start = self._log.stat().st_size
+        settings = self._settings
+        self._heartbeats = liveness.Heartbeats(
+            command.control_socket(self._shm_prefix), settings.stall_s, settings.step_limit_s, self._on_engine_hung
+        )
         self._server = Server.start(self._command, self._environ, self._log, self._shm_prefix)
         self._server.exited.add_done_callback(self._on_exit)
         birth = asyncio.create_task(self._become_ready())
@@ -94,9 +104,10 @@ class Life:
         if birth.done() and not self._doomed.done():
             birth.result()
             self._ready = True
-            self._answers = await self._answered()
-            self._canary = asyncio.create_task(self._keep_asking())
-            self._canary.add_done_callback(self._on_canary_end)
+            self._traffic = await self._traffic_if_known()
+            for work in (self._keep_asking(), self._keep_watching()):
+                self._tasks.append(asyncio.create_task(work))
+                self._tasks[-1].add_done_callback(self._on_task_end)
             return BecameReady()
         reason = self._doomed.result() if self._doomed.done() else f"no token in {self._settings.start_timeout_s:g} s"
         crashed = self._server.exited.done() and self._server.exited.result() > 128
@@ -105,11 +116,15 @@ class Life:
     async def revive(self, model: str) -> None:
         """Loads ``model`` anew after its stub died; streams in flight go on. TridentError if it does not come back."""
         self._watch.forget([stub for stub in self._watch.watched if stub.model == model])
+        for stub in stubs.find(self.pid):
+            if stub.pid in self._hung:  # Triton would wait for it to finalize
+                process.kill(stub.pid)
         # Loading alone does nothing: in Triton's eyes the model is loaded and its files have not changed.
         # Until the load is done the ensemble is gone and readiness says so.
         await self.admin.unload(model)
         await self.admin.load(model, self._settings.start_timeout_s)
         self._dead.discard(model)
+        self._mending.discard(model)
         self._watch_stubs()
         illness = await self._examine()
         if illness:
@@ -117,8 +132,10 @@ class Life:
 
     async def end(self, terminate: bool = False) -> None:
         """Nothing of this life is left on return. ``terminate``: let an idle server finalize its models first."""
-        if self._canary is not None:
-            self._canary.cancel()
+        for task in self._tasks:
+            task.cancel()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
         self._watch.close()
         if self._server is None:
             return
@@ -153,15 +170,46 @@ class Life:
     async def _examine(self) -> str:
         """Asks one canary; returns what is wrong with the server, "" if nothing is."""
         finding = await canary.ask(self._settings, self._settings.canary_timeout_s)
-        before, self._answers = self._answers, await self._answered()
-        return "" if canary.is_well(finding, before, self._answers) else finding.reason
+        before, self._traffic = self._traffic, await self._traffic_if_known()
+        return "" if canary.is_well(finding, before, self._traffic) else finding.reason
 
-    async def _answered(self) -> float | None:
-        """Answers given so far by the ensemble's last step, None if the metrics page does not answer."""
+    async def _traffic_if_known(self) -> traffic.Traffic | None:
         try:
-            return (await self.traffic()).answered
+            return await self.traffic()
         except TridentError:
             return None
+
+    async def _keep_watching(self) -> None:
+        """Reports a server or a stub that hangs, once each."""
+        settings = self._settings
+        server = liveness.Responding(settings.http_url, self.pid, settings.stall_s, settings.step_limit_s)
+        asking = asyncio.create_task(server.watch())
+        try:
+            while True:
+                problem = server.problem()
+                if problem:
+                    self._report(ServerHung(problem))
+                    return
+                for stub, reason in self._heartbeats.hung(stubs.find(self.pid)):
+                    if stub.pid not in self._hung:
+                        self._hung.add(stub.pid)
+                        self._on_stub_hang(stub, reason)
+                await asyncio.sleep(liveness.LOOK_EVERY_S)
+        finally:
+            asking.cancel()
+
+    def _on_stub_hang(self, stub: stubs.Stub, reason: str) -> None:
+        if stub.model in self._mending:
+            # Its model is being loaded anew, and that waits for every stub of the old one to end.
+            self._watch.forget([stub])
+            process.kill(stub.pid)
+            return
+        self._mending.add(stub.model)
+        self._report(StubHung(stub.model, self._pipeline[stub.model].streams, f"{stub.instance}: {reason}"))
+
+    def _on_engine_hung(self, pid: int, reason: str) -> None:
+        if self._ready and pid in {stub.pid for stub in self._watch.watched}:
+            self._report(EngineHung(reason))
 
     def _watch_stubs(self) -> None:
         """Watches all stubs there are now; one that should be there and is not has died unseen."""
@@ -196,9 +244,9 @@ class Life:
         else:
             self._doom(f"tritonserver ended with {ending(exited.result())}")
 
-    def _on_canary_end(self, canary: asyncio.Task[None]) -> None:
-        if not canary.cancelled():
-            self._report(canary.exception())  # a mistake of ours; unseen it would leave nobody watching
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._report(task.exception())  # a mistake of ours; unseen it would leave nobody watching
 
     def _doom(self, reason: str) -> None:
         if not self._doomed.done():

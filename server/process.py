@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -22,6 +23,12 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, which ends a stopped process too; nothing if it is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 class Server:
@@ -69,6 +76,8 @@ class Server:
     async def kill(self) -> int:
         """Ends tritonserver and all that descends from it, now; returns its exit code when nothing is left."""
         self._keeper.stdin.close()  # the keeper's sign; it knows every descendant, whatever its process group
+        if not self.exited.done():
+            self._keeper.send_signal(signal.SIGCONT)  # should it have been stopped
         return await asyncio.shield(self.exited)
 
     def _on_keeper_exit(self) -> None:

@@ -13,6 +13,8 @@
 | TRIDENT_DRAIN_S | 20 | longest time streams may go on after a stop is asked for; what is left ends with an error |
 | TRIDENT_CANARY_INTERVAL_S | 10 | pause between two canary requests while serving |
 | TRIDENT_CANARY_TIMEOUT_S | 10 | a canary without an end by then has failed |
+| TRIDENT_STALL_S | 7 | engine, stubs and tritonserver: no progress and no CPU use for so long is a hang |
+| TRIDENT_STEP_LIMIT_S | 120 | the same while CPU is used: longest engine step or call of a Python model |
 | TRIDENT_LOG_LEVEL | info | tritonserver's log: error, warning, info or verbose |
 | TRIDENT_KEEPALIVE_S | 10 | silence after which a gRPC peer is pinged, so that a vanished one is noticed |
 | TRIDENT_OTLP_ENDPOINT | | OTLP/HTTP traces go here, e.g. http://127.0.0.1:4318/v1/traces |
@@ -34,6 +36,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from contract.errors import InvalidArgument
+from contract.watchdog import LIMIT_S, STALL_S
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG_LEVELS = ("error", "warning", "info", "verbose")
@@ -56,6 +59,8 @@ class Settings:
     drain_s: float = 20.0
     canary_interval_s: float = 10.0
     canary_timeout_s: float = 10.0
+    stall_s: float = STALL_S
+    step_limit_s: float = LIMIT_S
     log_level: str = "info"
     keepalive_s: float = 10.0
     otlp_endpoint: str = ""
@@ -73,6 +78,8 @@ class Settings:
             _between(name, getattr(self, name), 1, 65535)
         for name in ("start_timeout_s", "canary_interval_s", "canary_timeout_s", "keepalive_s"):
             _between(name, getattr(self, name), 0.1, 86_400)
+        for name in ("stall_s", "step_limit_s"):
+            _between(name, getattr(self, name), 1, 86_400)
         _between("drain_s", self.drain_s, 0, 86_400)
         _between("trace_every", self.trace_every, 1, 2**31 - 1)
         if self.log_level not in LOG_LEVELS:

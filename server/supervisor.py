@@ -138,11 +138,18 @@ class Supervisor:
         if isinstance(action, health.Revive):
             return self._revive(action.model)
         self._lives += 1
-        return self._restart(action.delay_s)
+        return self._restart(action)
 
-    async def _restart(self, delay_s: float) -> None:
+    async def _restart(self, action: health.Restart) -> None:
+        if action.farewell and self._life.serving:
+            life, socket_name = self._life, flags.control_socket(self._shm_prefix)
+            drain_file = self._settings.drain_file
+            await drain(life.admin, life.traffic, socket_name, drain_file, 0, ABORT_S, action.farewell)
         await self._life.end()
-        await self._start(delay_s)
+        self._settings.drain_file.unlink(missing_ok=True)  # a drain's that was cut short included
+        # The keeper does so too, unless it was killed itself; a crash loop must not fill /dev/shm.
+        shared_memory.clean(self._shm_prefix)
+        await self._start(action.delay_s)
 
     async def _start(self, delay_s: float) -> None:
         await asyncio.sleep(delay_s)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 SAMPLE = re.compile(
-    r"^(nv_inference_request_\w+|nv_inference_pending_request_count|nv_trt_llm_request_metrics|trident_open_streams)"
+    r"^(nv_inference_request_\w+|nv_inference_pending_request_count|nv_trt_llm_\w+_metrics|trident_open_streams)"
     r"\{(.*)\} (\S+)$",
     re.MULTILINE,
 )
@@ -20,8 +20,10 @@ BESIDE_ENGINE = ("nv_inference_pending_request_count", "trident_open_streams")
 
 @dataclass(frozen=True)
 class Traffic:
-    """answered: responses and failures of the model that answers last; grows while any stream moves.
+    """answered: responses and failures of the model that answers last; grows while any stream moves, and with the
+    engine's probes of silent ones.
 
+    steps: of the engine so far, None if it does not count them.
     live: requests inside the engine by its own gauges, None if it has none.
     beside: requests in the queues of the ensemble's models, and streams still in the detokenizer.
     """
@@ -29,12 +31,13 @@ class Traffic:
     answered: float
     live: float | None
     beside: float = 0.0
+    steps: float | None = None
 
 
 def read(metrics: str, last_model: str) -> Traffic:
     """``metrics``: the page in Prometheus text format. ``last_model``: the ensemble's last step."""
     answered = beside = 0.0
-    live = None
+    live = steps = None
     for name, text, value in SAMPLE.findall(metrics):
         labels = dict(LABEL.findall(text))
         if name in ANSWERS and labels.get("model") == last_model:
@@ -43,7 +46,9 @@ def read(metrics: str, last_model: str) -> Traffic:
             live = (live or 0.0) + float(value)
         elif name in BESIDE_ENGINE:
             beside += float(value)
-    return Traffic(answered, live, beside)
+        elif name == "nv_trt_llm_general_metrics" and labels.get("general_type") == "iteration_counter":
+            steps = float(value)
+    return Traffic(answered, live, beside, steps)
 
 
 class Quiet:

@@ -6,14 +6,18 @@ import queue
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
 from typing import Protocol
 
+from contract.watchdog import Watchdog, cpu_s
 from python_backends.cpu_engine.messages import Add, End, Failed, Ready, StepReport
 
 _EXIT_TIMEOUT_S = 5  # for a worker that has closed its connection
+_LOOK_EVERY_S = 0.25
 
 
 class Listener(Protocol):
@@ -27,9 +31,19 @@ class Listener(Protocol):
 
 
 class WorkerLink:
-    """One life of the worker, which ends when the link is closed or its owner's process dies."""
+    """One life of the worker, which ends when the link is closed, its owner's process dies, or it hangs.
 
-    def __init__(self, engine_dir: Path, listener: Listener) -> None:
+    A worker with sequences to compute owes a report per step. One that sends none is killed once ``watchdog`` takes it
+    for hung; ``on_hang`` is then called with the reason, after the listener's ``on_death``.
+    """
+
+    def __init__(
+        self,
+        engine_dir: Path,
+        listener: Listener,
+        watchdog: Watchdog | None = None,
+        on_hang: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         ours, theirs = socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -40,12 +54,33 @@ class WorkerLink:
         self._connection = Connection(ours.detach())
         self._listener = listener
         self._commands: queue.SimpleQueue[Add | End | None] = queue.SimpleQueue()
+        self._live: set[int] = set()  # sequences the worker was given and has not ended
+        self._reports = 0
+        self._ready = False
+        self._hung = ""  # why the worker was killed as hung
+        self._over = threading.Event()
+        self._watchdog = watchdog or Watchdog()
+        self._on_hang = on_hang
+        threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
         threading.Thread(target=self._send, name="engine-commands", daemon=True).start()
         threading.Thread(target=self._receive, name="engine-reports", daemon=True).start()
 
     def send(self, command: Add | End) -> None:
         """Never blocks, also while the worker is in a step; silent when it is dead, because on_death tells."""
+        if isinstance(command, Add):
+            self._live.add(command.id)
         self._commands.put(command)
+
+    def _watch(self) -> None:
+        """Looks whether the worker steps while it has sequences. Ends with the worker."""
+        while not self._over.wait(_LOOK_EVERY_S):
+            working = self._ready and bool(self._live)
+            used_s = cpu_s(self._process.pid) if working else None
+            problem = self._watchdog.look(self._reports, working, used_s, time.monotonic())
+            if problem:
+                self._hung = f"the engine process hung with {len(self._live)} requests ({problem}) and was killed"
+                self._process.kill()
+                return
 
     def _send(self) -> None:
         while (command := self._commands.get()) is not None:
@@ -60,8 +95,11 @@ class WorkerLink:
             while True:
                 message = self._connection.recv()
                 if isinstance(message, StepReport):
+                    self._reports += 1
+                    self._live.difference_update(output.id for output in message.outputs if output.event.last)
                     self._listener.on_report(message)
                 elif isinstance(message, Ready):
+                    self._ready = True
                     self._listener.on_ready()
                 elif isinstance(message, Failed):
                     reason = message.reason
@@ -70,8 +108,13 @@ class WorkerLink:
         except Exception as exc:  # the thread's outer edge: a worker that nobody hears must not go on
             reason = f"its report could not be dealt with: {exc!r}"
             self._process.kill()
+        self._over.set()
         self._commands.put(None)
         code = self._exit_code()
+        if self._hung:
+            self._listener.on_death(self._hung)
+            self._on_hang(self._hung)
+            return
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         self._listener.on_death(f"the engine process {how}" + (f": {reason}" if reason else ""))
 

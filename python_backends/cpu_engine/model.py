@@ -10,6 +10,7 @@ import numpy as np
 
 from contract import manifest as manifests
 from contract.errors import EngineFailed, InvalidArgument, TridentError, to_text
+from contract.watchdog import Watchdog
 from python_backends import priority
 from python_backends.control import ControlListener
 from python_backends.cpu_engine.engine import Engine, Link
@@ -17,6 +18,7 @@ from python_backends.cpu_engine.link import Listener, WorkerLink
 from python_backends.cpu_engine.metrics import EngineMetrics
 from python_backends.cpu_engine.request import EngineRequest, parse
 from python_backends.cpu_engine.stream import Chunk
+from python_backends.heartbeat import Heartbeat
 from python_backends.limits import EngineLimits
 from python_backends.metrics import Metrics
 from python_backends.settings import Settings
@@ -76,10 +78,12 @@ class TritonPythonModel:
 
     def open_link(self, engine_dir: Path, listener: Listener) -> Link:
         """A life of what computes the ids; the one thing in which engines of this contract differ."""
-        return WorkerLink(engine_dir, listener)
+        watchdog = Watchdog(self._settings.stall_s, self._settings.step_limit_s)
+        return WorkerLink(engine_dir, listener, watchdog, self._heartbeat.engine_hung)
 
     def initialize(self, args: dict) -> None:
-        settings = Settings.from_env()
+        settings = self._settings = Settings.from_env()
+        self._heartbeat = Heartbeat(settings.supervisor_socket)
         manifest = manifests.load(settings.engine_dir)
         self._limits = EngineLimits.from_manifest(manifest)
         self._metrics = EngineMetrics(Metrics(metric_family), args["model_name"], args["model_version"])
@@ -94,10 +98,15 @@ class TritonPythonModel:
         )
         if not self._engine.wait_until_ready(self.load_timeout_s):
             self._engine.close()
+            self._heartbeat.close()
             raise EngineFailed(f"the engine process does not load {settings.engine_dir}; see the lines above")
         self._control = ControlListener(settings.control_socket, self._engine.on_control)
 
     def execute(self, requests: list) -> None:
+        with self._heartbeat:
+            self._execute(requests)
+
+    def _execute(self, requests: list) -> None:
         for request in requests:
             sender = request.get_response_sender()
             try:
@@ -134,3 +143,4 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._control.close()
         self._engine.close()
+        self._heartbeat.close()

@@ -15,6 +15,7 @@ from python_backends.detokenizer.bare_engine import BareEngine
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.in_band_engine import InBandEngine
 from python_backends.detokenizer.streams import EngineChunk, Piece, Streams, failed_piece
+from python_backends.heartbeat import Heartbeat
 from python_backends.metrics import PHASES, PHASES_HELP, TTFT_BUCKETS, Metrics
 from python_backends.settings import Settings
 from python_backends.stream_state import StreamState
@@ -50,8 +51,13 @@ class TritonPythonModel:
         self._open_streams = self._metrics.gauge(
             "trident_open_streams", "Streams whose text is under way", model="detokenizer"
         )
+        self._heartbeat = Heartbeat(settings.supervisor_socket)
 
     def execute(self, requests: list) -> None:
+        with self._heartbeat:
+            self._execute(requests)
+
+    def _execute(self, requests: list) -> None:
         received_ns = time.monotonic_ns()
         for request in requests:
             sender = request.get_response_sender()
@@ -98,6 +104,7 @@ class TritonPythonModel:
             self._metrics.flush()
 
     def finalize(self) -> None:
+        self._heartbeat.close()
         self._engine.close()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from contract import manifest as manifests
 from contract.errors import BY_NAME, EngineFailed, InvalidArgument, TridentError, Unavailable
 from python_backends import priority
+from python_backends.heartbeat import Heartbeat
 from python_backends.limits import EngineLimits, check_fits
 from python_backends.mailbox import Letter, MailboxSender
 from python_backends.metrics import Metrics
@@ -42,8 +43,13 @@ class TritonPythonModel:
             )
             for name in BY_NAME
         }
+        self._heartbeat = Heartbeat(settings.supervisor_socket)
 
     def execute(self, requests: list) -> list:
+        with self._heartbeat:
+            return self._execute(requests)
+
+    def _execute(self, requests: list) -> list:
         arrival_ns = time.monotonic_ns()
         if self._drain_file is not None and self._drain_file.exists():
             parsed = [Unavailable("the server is shutting down") for _ in requests]
@@ -175,3 +181,6 @@ class TritonPythonModel:
                 f"holds {self._encoding.token(highest)!r}, which is token {highest}; this model knows tokens 0 to "
                 f"{self._limits.vocab_size - 1}",
             )
+
+    def finalize(self) -> None:
+        self._heartbeat.close()

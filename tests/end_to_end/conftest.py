@@ -31,9 +31,9 @@ def engine_dir() -> Path:
 def replica(engine_dir: Path) -> Iterator[Replica]:
     """One server per test file: what one file does to it, another does not see.
 
-    It asks no canaries once it is ready: they would be among what is counted, and a halted worker is no fault here.
+    It asks no canaries once it is ready: they would be among what is counted. A halted worker is no fault here.
     """
-    with running("demo", canary_interval_s=3600) as server:
+    with running("demo", canary_interval_s=3600, stall_s=3600) as server:
         yield server
 
 

@@ -1,11 +1,13 @@
 """The canary's request and how its answers are judged."""
 
 import struct
+from dataclasses import replace
 
 from tritonclient.grpc import service_pb2
 
 from server import canary
 from server.canary import Finding, Health
+from server.traffic import Traffic
 
 
 def test_the_request_asks_the_ensemble_for_one_token():
@@ -34,12 +36,22 @@ def test_a_full_server_is_busy_and_any_other_error_is_ill():
 
 
 def test_a_full_or_slow_server_is_well_only_while_it_answers_others():
+    before = Traffic(answered=100, live=4, steps=50)
+    moved = Traffic(answered=102, live=4, steps=52)
     for health in (Health.BUSY, Health.SLOW):
-        assert canary.is_well(Finding(health), 100, 102)
-        assert not canary.is_well(Finding(health), 100, 101)  # the canary's own
-        assert not canary.is_well(Finding(health), None, 102) and not canary.is_well(Finding(health), 100, None)
+        assert canary.is_well(Finding(health), before, moved)
+        assert not canary.is_well(Finding(health), before, replace(moved, answered=101))  # the canary's own
+        assert not canary.is_well(Finding(health), None, moved) and not canary.is_well(Finding(health), before, None)
     assert canary.is_well(Finding(Health.WELL), None, None)
-    assert not canary.is_well(Finding(Health.ILL), 100, 200)
+    assert not canary.is_well(Finding(Health.ILL), before, moved)
+
+
+def test_answers_without_engine_steps_are_probes_and_prove_nothing():
+    before = Traffic(answered=100, live=4, steps=50)
+    for health in (Health.BUSY, Health.SLOW):
+        assert not canary.is_well(Finding(health), before, Traffic(answered=900, live=4, steps=50))
+        assert not canary.is_well(Finding(health), before, Traffic(answered=900, live=4, steps=51))
+        assert not canary.is_well(Finding(health), before, Traffic(answered=900, live=4))
 
 
 def test_texts_are_the_first_elements_of_the_byte_outputs():

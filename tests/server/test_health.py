@@ -1,5 +1,7 @@
 """What is decided when something happens, without a server."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from server.health import (
     CanaryFailed,
     CanaryPassed,
     Drain,
+    EngineHung,
     GiveUp,
     Nothing,
     Record,
@@ -17,10 +20,12 @@ from server.health import (
     RevivalFailed,
     Revive,
     ServerExited,
+    ServerHung,
     StartFailed,
     State,
     StopAsked,
     StubDied,
+    StubHung,
     decide,
 )
 
@@ -146,3 +151,29 @@ def test_laws_of_every_history(history):
         if isinstance(action, Restart):
             assert 0.0 <= action.delay_s <= health.LONGEST_BACKOFF_S
         assert isinstance(action, GiveUp) == (record.state is State.FAILED and was.state is not State.FAILED)
+
+
+def test_a_hung_engine_restarts_the_server_after_its_streams_were_told_why():
+    record, action = decide(replace(READY, strikes=2), EngineHung("the engine process hung and was killed"), 60.0)
+    assert action == Restart(0.0, farewell="the engine process hung and was killed")
+    assert record.state is State.RESTARTING and record.restarts == 1 and record.strikes == 0
+    assert record.reason == "the engine process hung and was killed; restarting the server"
+
+
+def test_a_hung_server_and_a_hung_stub_of_running_streams_restart_the_server_at_once():
+    for event in (ServerHung("no answer"), StubHung("detokenizer", True, "no heartbeat")):
+        record, action = decide(READY, event, 60.0)
+        assert action == Restart(0.0) and record.state is State.RESTARTING and event.reason in record.reason
+
+
+def test_a_hung_tokenizer_is_revived_and_during_a_repair_the_server_is_restarted():
+    hung = StubHung("tokenizer", False, "no heartbeat")
+    record, action = decide(READY, hung, 60.0)
+    assert action == Revive("tokenizer") and (record.state, record.revivals) == (State.RESTARTING, 1)
+    assert "hangs (no heartbeat)" in record.reason
+    assert decide(record, hung, 61.0)[1] == Restart(0.0)
+
+
+def test_a_canary_that_fails_during_a_repair_is_no_strike():
+    repairing = replace(READY, state=State.RESTARTING, strikes=2)
+    assert decide(repairing, CanaryFailed("no such model"), 60.0) == (repairing, Nothing())

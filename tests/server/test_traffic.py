@@ -36,6 +36,14 @@ def test_a_server_whose_engine_is_empty_is_not_quiet_while_text_is_still_to_come
     assert history == [False] * 4 + [True]
 
 
+def test_steps_are_the_engines_iteration_counter():
+    page = (
+        'nv_trt_llm_general_metrics{general_type="iteration_counter",model="engine",version="1"} 321\n'
+        'nv_trt_llm_general_metrics{general_type="timestamp",model="engine",version="1"} 99\n'
+    )
+    assert read(PAGE + page, "detokenizer") == Traffic(answered=43, live=5, steps=321)
+
+
 def test_an_engine_without_gauges_has_no_live_count():
     assert read("", "detokenizer") == Traffic(answered=0, live=None)
 

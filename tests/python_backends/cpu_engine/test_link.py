@@ -1,5 +1,6 @@
 import os
 import pickle
+import re
 import shutil
 import signal
 import struct
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from contract.generation import SamplingParams
+from contract.watchdog import Watchdog
 from python_backends.cpu_engine.link import WorkerLink
 from python_backends.cpu_engine.messages import Add, Ready, StepReport
 
@@ -165,3 +167,64 @@ def test_a_worker_whose_owner_left_before_it_was_loaded_ends_too(tiny_engine):
     process, connection = start_worker(tiny_engine)
     connection.close()
     assert process.wait(timeout=60) == 0
+
+
+@pytest.fixture
+def watched(triton, tiny_engine):
+    """A link that takes a worker for hung after a second, and what it said of hangs."""
+    links = []
+
+    def make(stall_s=1.0, limit_s=60.0):
+        listener, hangs = Listener(), []
+        links.append((WorkerLink(tiny_engine, listener, Watchdog(stall_s, limit_s), hangs.append), listener))
+        return *links[-1], hangs
+
+    yield make
+    for link, listener in links:
+        link.close()
+        listener.wait_for("death")
+
+
+def test_a_worker_that_stands_still_with_work_to_do_is_killed_and_the_hang_is_told(watched):
+    link, listener, hangs = watched()
+    listener.wait_for("ready")
+    link.send(endless())
+    listener.wait_for("report")
+    os.kill(pid(link), signal.SIGSTOP)
+    link.send(endless(2))
+    listener.wait_for("death")
+    [death] = listener.deaths
+    assert re.fullmatch(
+        r"the engine process hung with [12] requests \(no progress and no CPU use.*\) and was killed", death
+    )
+    deadline_s = time.monotonic() + 60
+    while not hangs:  # told after the listener has dealt with the death
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert hangs == [death]
+
+
+def test_a_worker_without_work_is_not_expected_to_step(watched):
+    link, listener, hangs = watched()
+    listener.wait_for("ready")
+    os.kill(pid(link), signal.SIGSTOP)
+    time.sleep(2.5)
+    os.kill(pid(link), signal.SIGCONT)
+    link.send(endless())
+    listener.wait_for("report")
+    assert not listener.deaths and not hangs
+
+
+def test_a_worker_in_one_long_step_that_computes_is_left_alone_until_the_limit(watched, stand_in):
+    ready, message = pickle.dumps(Ready()), pickle.dumps(StepReport(0, 0))
+    send = "os.write(fd, {!r})"
+    frames = [struct.pack("!i", len(text)) + text for text in (ready, message)]
+    compute = "end = time.process_time() + 3\nwhile time.process_time() < end: pass\n"
+    stand_in(f"\n{send.format(frames[0])}\n{compute}{send.format(frames[1])}\nwhile True: pass")
+    link, listener, hangs = watched(stall_s=1.0, limit_s=8.0)
+    listener.wait_for("ready")
+    link.send(endless())
+    listener.wait_for("report")  # 3 s of CPU in a step: three times the stall time
+    assert not listener.deaths and not hangs
+    listener.wait_for("death")  # the next step never ends
+    assert "although it uses CPU" in listener.deaths[0]

@@ -1,0 +1,66 @@
+"""What a stub tells the supervisor about itself: once a second that it runs, and how far its calls have got.
+
+A supervisor that hears no heartbeat, or always the same call, takes the stub for hung (server/liveness.py). Without a
+supervisor nobody listens and nothing is sent. One datagram is ``beat <calls> <0|1, whether one is under way>``,
+``engine_hung <reason>``, or ``end`` when the model is unloaded; the kernel adds the sender's pid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from types import TracebackType
+
+PERIOD_S = 1.0
+
+
+class Heartbeat:
+    """Beats from construction to ``close``; use it as a context manager around every call of the model."""
+
+    def __init__(self, name: str, period_s: float = PERIOD_S) -> None:
+        """name: of the supervisor's abstract unix datagram socket."""
+        self._address = "\0" + name
+        self._period_s = period_s
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._calls = 0
+        self._calling = False
+        self._hung = ""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> None:
+        self._calls += 1
+        self._calling = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._calling = False
+
+    def engine_hung(self, reason: str) -> None:
+        """Asks the supervisor for a restart of the server; streams that still run are told ``reason``.
+
+        Said again with every beat: one datagram can be lost, and the restart ends this process.
+        """
+        self._hung = f"engine_hung {reason}"
+        self._send(self._hung)
+
+    def close(self) -> None:
+        """Stops the beats and says so, because a stub may take long to end."""
+        self._closed.set()
+        self._thread.join(timeout=1)
+        self._send("end")
+        self._socket.close()
+
+    def _beat(self) -> None:
+        while True:
+            self._send(self._hung or f"beat {self._calls} {int(self._calling)}")
+            if self._closed.wait(self._period_s):
+                return
+
+    def _send(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # no supervisor, or one that is far behind
+            self._socket.sendto(text.encode(), self._address)
