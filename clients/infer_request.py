@@ -83,7 +83,7 @@ def infer_request(
     """
     head = [text(1, model), text(3, request_id)]
     for key, value in parameters.items():
-        head.append(chunk(4, text(1, key) + chunk(2, _parameter(value))))
+        head.append(_named_parameter(key, value))
     raw = []
     for name, datatype, values in inputs:
         head.append(_described(name, datatype, len(values)))
@@ -102,11 +102,22 @@ def _described(name: str, datatype: str, count: int) -> bytes:
     return chunk(5, text(1, name) + text(2, datatype) + chunk(3, b"\x01" + varint(count)))
 
 
-def _parameter(value: bool | int | str) -> bytes:
+def with_parameter(payload: bytes, name: str, value: bool | int | float | str) -> bytes:
+    """A serialised ModelInferRequest with one more parameter; an earlier one of the same name counts no longer."""
+    return payload + _named_parameter(name, value)
+
+
+def _named_parameter(name: str, value: bool | int | float | str) -> bytes:
+    return chunk(4, text(1, name) + chunk(2, _parameter(value)))
+
+
+def _parameter(value: bool | int | float | str) -> bytes:
     if isinstance(value, bool):
         return b"\x08" + bytes([value])
     if isinstance(value, int):
         return b"\x10" + varint(value)
+    if isinstance(value, float):
+        return b"\x21" + struct.pack("<d", value)
     return chunk(3, value.encode())
 
 

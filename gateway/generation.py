@@ -16,6 +16,7 @@ from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, TridentEr
 from contract.generation import FinishReason, GenerationRequest, TokenDelta, Usage
 from gateway import observability, replica_spans
 from gateway.caller_errors import from_backend
+from gateway.engine_priority import engine_priority
 from gateway.observability import end_span
 from gateway.prompt_tokens import PromptCount
 from gateway.replicas import Door
@@ -104,6 +105,7 @@ class Generation:
         handed = observability.traceparent(self._replica_span, asking.carrier)
         pool = service.overflow.pool(self._target) or asking.tenant.pool
         self._door = service.replicas.door(self.request, pool, asking.session, handed, payload)
+        self._door.priority = engine_priority(asking.tenant.priority, asking.own_priority)
         if route_span is not None:
             self._door.explain = route_span.is_recording()
             self._door.picked = lambda: self._routed(route_span)

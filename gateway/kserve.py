@@ -29,6 +29,7 @@ from clients.connection import new_request_id
 from clients.failures import RetryHint
 from clients.protobuf import WireError
 from clients.request import MAX_REQUEST_ID, can_travel
+from contract import priority
 from contract.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -425,6 +426,16 @@ def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> Generation
     )
 
 
+def take_priority(request: service_pb2.ModelInferRequest) -> float:
+    """The caller's ``request_priority``, out of the request: what an engine gets is the gateway's to say. Raises
+    InvalidArgument."""
+    given: dict[str, object] = {}
+    if priority.PARAMETER in request.parameters:
+        parameter = request.parameters.pop(priority.PARAMETER)
+        given[priority.PARAMETER] = getattr(parameter, parameter.WhichOneof("parameter_choice") or "", None)
+    return priority.read(given)
+
+
 def lower(request: service_pb2.ModelInferRequest, max_tokens: int) -> None:
     """Writes another ``max_tokens`` into the request."""
     found = _find(request, "max_tokens")
@@ -573,7 +584,7 @@ def _left_s(request: service_pb2.ModelInferRequest, context: grpc.aio.ServicerCo
 def _asking(tenant: Tenant, request: service_pb2.ModelInferRequest, carrier: dict[str, str]) -> Asking:
     quoted = _quotable(carrier.get("x-request-id") or request.id) or new_request_id()
     session = carrier.get("x-session-id", "")[:MAX_REQUEST_ID]
-    return Asking(tenant, "grpc", "text_completion", quoted, carrier, session)
+    return Asking(tenant, "grpc", "text_completion", quoted, carrier, session, take_priority(request))
 
 
 def _quotable(request_id: str) -> str:

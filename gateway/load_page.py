@@ -16,13 +16,14 @@ MOST = 2**31
 @dataclass(frozen=True)
 class PageLoad:
     """running, waiting, max_running: requests; the last is 0 where the page does not say it. kv_usage: fraction of the
-    KV blocks in use. engine: the hash of its manifest, "" if unsaid."""
+    KV blocks in use. engine: the hash of its manifest, kind: cpu, llmapi or trtllm; "" if unsaid."""
 
     running: int = 0
     waiting: int = 0
     max_running: int = 0
     kv_usage: float = 0.0
     engine: str = ""
+    kind: str = ""
 
 
 def read(page: str) -> PageLoad:
@@ -31,12 +32,14 @@ def read(page: str) -> PageLoad:
     # The page is large and nearly all of it is about something else: the parser sees these families only.
     lines = [line for line in page.splitlines() if line.startswith((_REQUESTS, _KV_CACHE, _ENGINE))]
     values: dict[tuple[str, str], float] = defaultdict(float)
-    engine = ""
+    engine = engine_kind = ""
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
         for sample in family.samples:
             kind = sample.labels.get("request_type") or sample.labels.get("kv_cache_block_type") or ""
             values[sample.name, kind] += sample.value
             engine = sample.labels.get("manifest_sha256", engine)
+            if sample.name == _ENGINE:
+                engine_kind = sample.labels.get("kind", "")
     for (name, kind), value in values.items():
         if not 0 <= value < MOST:  # as NaN is not
             raise ValueError(f"{name}, {kind}: got {value}; allowed is 0 or more, below {MOST}")
@@ -46,4 +49,5 @@ def read(page: str) -> PageLoad:
         max_running=int(values[_REQUESTS, "max"]),
         kv_usage=min(1.0, values[_KV_CACHE, "fraction"]),
         engine=engine,
+        kind=engine_kind,
     )

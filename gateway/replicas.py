@@ -32,6 +32,7 @@ from clients.token_stream import TokenStream
 from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavailable
 from contract.generation import GenerationRequest, SamplingParams
 from contract.load import ReplicaLoad
+from contract.priority import HIGHEST, PARAMETER
 from gateway import load_page, routing
 from gateway.health import SILENCE_S, Breaker, BreakerPolicy, BreakerState, token_digest
 from gateway.load_page import PageLoad
@@ -57,6 +58,7 @@ class Replica:
         self.breaker = Breaker()
         self.since_s = time.monotonic()
         self.page = PageLoad()
+        self.takes_priority = False  # whether the engine orders its queue by request_priority; its page says so
         self.deep_digest = ""  # of the latest deep probe, empty if it failed
         self.work = Work()
         self._connection = Connection(url, tls)
@@ -99,6 +101,12 @@ class Replica:
         if self._generate is None:
             self._generate = self.channel().unary_stream(infer_request.GENERATE)
         return self._generate(payload, timeout=left_s, metadata=metadata)
+
+    def prioritised(self, payload: bytes, priority: float | None) -> bytes:
+        """A ModelInferRequest that says how urgent it is, where the engine understands that."""
+        if priority is None or not self.takes_priority:
+            return payload
+        return infer_request.with_parameter(payload, PARAMETER, priority)
 
     async def ask(self, method: str, payload: bytes, timeout_s: float, metadata: Metadata = ()) -> bytes:
         """One unary call. Raises what the status means."""
@@ -349,7 +357,11 @@ class Replicas:
                     page += part
                     if len(page) > MAX_PAGE_BYTES:
                         raise ValueError(f"it is larger than {MAX_PAGE_BYTES} bytes")
-                replica.page = load_page.read(page.decode()) if answer.status == 200 else PageLoad()
+                if answer.status == 200:
+                    replica.page = load_page.read(page.decode())
+                    replica.takes_priority = replica.page.kind != "trtllm"  # whose backend refuses the parameter
+                else:
+                    replica.page = PageLoad()
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as exc:
             _LOG.debug("replica %s: its metrics cannot be read: %s", replica.url, exc)
             replica.page = PageLoad()
@@ -365,6 +377,7 @@ class Door:
         self._latest: Replica | None = None
         self.replica = self.pool = ""  # where the latest attempt went
         self.picked: Callable[[], None] = lambda: None  # called when that is known
+        self.priority: float | None = None  # in the engine's queue; None is the engine's default
         self.explain = False  # whether ``explanation`` says of each pick why
         self.explanation: Explanation | None = None
 
@@ -374,7 +387,7 @@ class Door:
         self._tried |= {replica.url}
         self._latest, self.replica, self.pool = replica, replica.url, replica.pool
         self.picked()
-        return Call(self._replicas, replica, asked, left_s, self._traceparent, self._payload)
+        return Call(self._replicas, replica, asked, left_s, self._traceparent, self._payload, self.priority)
 
     def has_alternative(self) -> bool:
         return self._replicas.has_untried(self._pinned, self._tried)
@@ -396,11 +409,14 @@ class Call:
         left_s: float,
         traceparent: str,
         payload: bytes,
+        priority: float | None,
     ) -> None:
         self._replicas, self._replica = replicas, replica
         self.url = replica.url
         metadata = replica.metadata(asked.request_id, traceparent)
-        data = payload or infer_request.generation(asked, replicas.model, left_s, timings=True)
+        data = replica.prioritised(
+            payload or infer_request.generation(asked, replicas.model, left_s, timings=True), priority
+        )
         self.call = replica.generate(data, left_s, metadata)
         self._sent_s = time.monotonic()
         replica.breaker = replica.breaker.sent(self._sent_s)
@@ -424,7 +440,8 @@ class _Fixed:
         self.url = replica.url
 
     async def open(self, asked: GenerationRequest, left_s: float) -> _Fixed:
-        payload = infer_request.generation(asked, self._model, left_s)
+        # Behind all classes it would find a busy replica ill.
+        payload = self._replica.prioritised(infer_request.generation(asked, self._model, left_s), HIGHEST)
         self.call = self._replica.generate(payload, left_s, self._replica.metadata(asked.request_id))
         return self
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from contract.errors import InvalidArgument, NotFound, PermissionDenied, TridentError, Unavailable
 from contract.generation import GenerationRequest
+from contract.priority import NORMAL
 from gateway import observability, vocabulary
 from gateway.admission import UNKNOWN_CAPACITY, FairAdmission
 from gateway.body_budget import BodyBudget
@@ -46,7 +47,8 @@ class Asking:
     """Who asks and how. carrier: the caller's headers or metadata, keys in lower case.
 
     request_id: what the caller may quote; the engine's own ids are never a caller's, so that nobody can stop or
-    attach to another's request by guessing. session: the conversation that affinity keeps together.
+    attach to another's request by guessing. session: the conversation that affinity keeps together. own_priority: the
+    ``request_priority`` that the caller sent.
     """
 
     tenant: Tenant
@@ -55,6 +57,7 @@ class Asking:
     request_id: str
     carrier: Mapping[str, str] = field(default_factory=dict)
     session: str = ""
+    own_priority: float = NORMAL
 
 
 class Service:

@@ -79,6 +79,7 @@ class Shadow:
         """The digest of what the shadow answers, "" if it fails."""
         asked = dataclasses.replace(request, request_id=new_request_id(), stream=False)
         door = self._replicas.door(asked, self.rules.pool)
+        door.priority = 0.0  # behind everybody who waits for an answer
         schedule = RetrySchedule(NO_RETRY, RetryBudget(), self._rng)
         try:
             done = await TokenStream(door, asked, schedule).complete()

@@ -42,7 +42,11 @@ class TritonPythonModel:
         # Which engine answers here: caches in front of the server key what they keep by it.
         digest = manifests.sha256_file(settings.engine_dir / manifests.FILE_NAME)
         self._metrics.gauge(
-            "trident_engine_info", "1, and which engine it is", engine=manifest.name, manifest_sha256=digest
+            "trident_engine_info",
+            "1, and which engine it is",
+            engine=manifest.name,
+            kind=manifest.kind,
+            manifest_sha256=digest,
         )(1)
         self._metrics.flush()
         self._detokenize_phase = self._metrics.histogram(
