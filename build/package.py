@@ -19,6 +19,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ from verdict import judge, require
 
 BARE_ENGINE_STEPS = ("ensemble", "detokenizer")  # their variants around an engine that sends bare ids
 SOURCES = ("package.py", "compile_trtllm.py", "commands.py", "quantize.py")
+IN_FLIGHT_PER_SEQUENCE = 4
 CONTRACT = layout.OPTION_TABLES / "triton_contract_1.x.json"
 PBTXT_TYPE = {"BYTES": "TYPE_STRING"}  # every other KServe name is the pbtxt's after TYPE_
 LOGITS_TYPE = "TYPE_FP32"  # what the engine is built with: --logits_dtype float32 (R24)
@@ -261,7 +263,20 @@ def write(recipe: Recipe, repository: Path = layout.MODEL_REPOSITORY) -> Path:
 def write_steps(recipe: Recipe, repository: Path = layout.MODEL_REPOSITORY) -> list[Path]:
     """Writes the ensemble's and the detokenizer's variants around a compiled engine, under the engine's name."""
     texts = {step: (layout.OPTION_TABLES / f"{step}.pbtxt").read_text(encoding="utf-8") for step in BARE_ENGINE_STEPS}
+    texts["ensemble"] = with_inflight_limit(texts["ensemble"], recipe.max_batch_size)
     return [_write_config(repository, step, recipe.name, text) for step, text in texts.items()]
+
+
+def with_inflight_limit(ensemble: str, max_batch_size: int) -> str:
+    """The ensemble's configuration with max_inflight_requests set for an engine of that batch size.
+
+    The limit is shared by all requests and counts them at every step, so it must not be lower than what the engine may
+    hold: one batch running and one waiting (its queue). Twice that leaves the detokenizer two responses for each.
+    """
+    limit = IN_FLIGHT_PER_SEQUENCE * max_batch_size
+    changed, count = re.subn(r"(?m)^( *max_inflight_requests: )\d+$", rf"\g<1>{limit}", ensemble)
+    assert count == 1, "build/trtllm/ensemble.pbtxt must set max_inflight_requests once"
+    return changed
 
 
 def _write_config(repository: Path, model: str, engine: str, text: str) -> Path:

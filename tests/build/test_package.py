@@ -151,6 +151,16 @@ def test_quotes_in_a_value_do_not_break_the_file():
     assert parameters(make(speculative_decoding=spec))["medusa_choices"] == 'a "quoted" \\ choice'
 
 
+@pytest.mark.parametrize("batch", [1, 64, 2048])
+def test_the_inflight_limit_is_above_what_the_engine_holds_and_queues(tmp_path, batch):
+    recipe = make(max_batch_size=batch)
+    written = {path.parts[-3]: path for path in package.write_steps(recipe, tmp_path)}
+    ensemble = text_format.Parse(written["ensemble"].read_text(), ModelConfig())
+    engine = text_format.Parse(package.render(recipe), ModelConfig())
+    held = engine.max_batch_size + engine.dynamic_batching.default_queue_policy.max_queue_size
+    assert ensemble.ensemble_scheduling.max_inflight_requests == 4 * batch >= 2 * held
+
+
 @pytest.mark.parametrize("model", ["engine", "ensemble", "detokenizer"])
 def test_what_packaging_writes_is_not_shown_by_git(model):
     path = f"model_repository/{model}/configs/any-engine.pbtxt"
