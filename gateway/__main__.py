@@ -17,11 +17,11 @@ from functools import partial
 import uvicorn
 
 from contract.errors import InvalidArgument
-from gateway import app, banner, command_line, connection, hangup, logs, monitoring, pools
+from gateway import app, banner, command_line, connection, hangup, logs, monitoring, pools, tenants
 from gateway.configuration import Configuration
 from gateway.kserve import KServeDoor
 from gateway.service import Service
-from gateway.settings import Settings, variable
+from gateway.settings import Settings, unknown, variable
 
 _LOG = logging.getLogger("gateway")
 OPEN_FILES = 65_536
@@ -198,6 +198,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     logs.configure(settings.log_level, settings.log_format)
+    for problem in unknown(os.environ, also=(tenants.API_KEYS,)):
+        _LOG.warning("%s", problem)
     raise_open_files(settings.max_in_flight)
     run_in_batches()
     collect_rarely()

@@ -6,17 +6,19 @@ import argparse
 import getpass
 import os
 import secrets
+import shlex
 import sys
 from pathlib import Path
 
+from contract import interpreter
 from contract.errors import InvalidArgument
 from gateway import configuration, pools, tenants
-from gateway.settings import PREFIX, Settings, variable
+from gateway.settings import PREFIX, Settings, unknown, variable
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m gateway",
+        prog=f"{interpreter.command()} -m gateway",
         description="Serves OpenAI's protocol and Triton's own in front of any number of servers.",
         epilog=f"{PREFIX}* variables set everything: gateway/settings.py lists them, docs/gateway.md shows the file.",
     )
@@ -29,7 +31,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     ):
         command = commands.add_parser(name, help=said)
         command.add_argument(
-            "--config", type=Path, help=f"whose salt to use; else {variable('config')}, else a new one"
+            "--config",
+            type=Path,
+            help=f"whose salt to use, a file that may not exist yet; else {variable('config')}, else a new one",
         )
         command.set_defaults(run=run)
     check = commands.add_parser("check", help="read the settings and the file, and say what is wrong")
@@ -53,22 +57,56 @@ def hash_key(asked: argparse.Namespace) -> None:
 def check_all(asked: argparse.Namespace) -> None:
     settings = Settings.from_environment(os.environ)
     reading = configuration.read(settings.config, os.environ, pools.of(settings))
+    for problem in unknown(os.environ, also=(tenants.API_KEYS,)):
+        print(f"warning: {problem}", file=sys.stderr)
     print(f"{settings.config or 'the environment'}: good; {len(reading.keys)} keys")
 
 
 def _print_hash(asked: argparse.Namespace, api_key: str, *, shown: bool) -> None:
-    salt = _salt(asked.config or _path(os.environ.get(variable("config"), "")))
-    if salt is None:
-        salt = secrets.token_bytes(16)
+    path = asked.config or _path(os.environ.get(variable("config"), ""))
+    salt = _salt(path)
+    new = salt is None
+    salt = salt or secrets.token_bytes(16)
+    hashed = tenants.digest(salt, api_key).hex()
+    if new:
         print(f'salt = "{salt.hex()}"')
     if shown:
         print(f"key    {api_key}")
-    print(f'hash = "{tenants.digest(salt, api_key).hex()}"')
+    print(f'hash = "{hashed}"', flush=True)
+    print(_what_next(path, salt.hex() if new else "", hashed), file=sys.stderr)
+
+
+def _what_next(path: Path | None, salt: str, hashed: str) -> str:
+    """What a person does with a hash. salt: a new one, "" if the file has it."""
+    python = interpreter.command()
+    entry = (
+        f'[orgs.acme.teams.research.keys.alice]   # organisation, team and key: names of your choice\nhash = "{hashed}"'
+    )
+    if not salt:
+        said = f"Add to {path}, which a running gateway reads again by itself:\n\n{entry}"
+    elif path is not None and path.exists():
+        said = (
+            f'{path} has no salt yet. Put this above its first table:\n\nsalt = "{salt}"\n\nand this below:\n\n{entry}'
+        )
+    else:
+        name = path or "gateway.toml"
+        quoted = shlex.quote(str(name))
+        there = f"{name} does not exist yet. " if path is not None else ""
+        said = f"""{there}Save these lines as {name}:
+
+salt = "{salt}"
+{entry}
+
+then serve with it, and make further keys with its salt:
+
+{variable("config")}={quoted} {python} -m gateway
+{python} -m gateway new-key --config {quoted}"""
+    return f"\n{said}\n\nThe key itself goes to its owner and into no file."
 
 
 def _salt(path: Path | None) -> bytes | None:
-    """The file's, None if there is no file or no salt in it."""
-    table = configuration.table(path) if path is not None else {}
+    """The file's, None if there is no file, or not yet, or no salt in it."""
+    table = configuration.table(path) if path is not None and path.exists() else {}
     return tenants.salt(str(path), table) if "salt" in table else None
 
 

@@ -53,7 +53,9 @@ def table(path: Path) -> dict[str, Any]:
     """The file as TOML has it. Raises InvalidArgument."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+    except OSError as exc:
+        raise InvalidArgument(str(path), f"cannot be read: {exc.strerror or exc}") from exc
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
         raise InvalidArgument(str(path), f"cannot be read as TOML: {exc}") from exc
 
 

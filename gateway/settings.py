@@ -63,10 +63,11 @@ REPLICAS is one pool, `HOST:PORT,HOST:PORT`, `dns:///NAME:PORT` or `file:///PATH
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -296,6 +297,28 @@ class Settings:
         if replica in self.metrics_urls:
             return self.metrics_urls[replica]
         return f"http://{replica.rpartition(':')[0]}:{self.metrics_port}/metrics" if self.metrics_port else ""
+
+
+# What Kubernetes puts into every container of a namespace with a service called trident-gateway, or trident-gateway-…
+_SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://\S+")
+
+
+def unknown(environ: Mapping[str, str], also: Iterable[str] = ()) -> list[str]:
+    """Returns a sentence for each TRIDENT_GATEWAY_* variable that is none of ours, with the nearest that is.
+
+    They are no error, since Kubernetes sets such names by itself; those are left out. also: further names that count.
+    """
+    known = [*map(variable, _READERS), *also]
+    found = []
+    for name, value in sorted(environ.items()):
+        if not name.startswith(PREFIX) or name in known:
+            continue
+        if _SERVICE_LINK.fullmatch(name.removeprefix(PREFIX)) or _SERVICE_URL.fullmatch(value):
+            continue
+        near = difflib.get_close_matches(name.upper(), known, 1, 0.8)
+        found.append(f"{name}: is not known and has no effect" + (f"; did you mean {near[0]}?" if near else ""))
+    return found
 
 
 def variable(name: str) -> str:

@@ -195,3 +195,28 @@ def test_the_commands_make_keys_that_the_gateway_lets_in_and_say_what_is_wrong(t
     assert wrong.returncode == 2 and "admission.max_running" in wrong.stderr and "Traceback" not in wrong.stderr
     served = command(environ={"TRIDENT_GATEWAY_CONFIG": str(path)})
     assert served.returncode == 2 and json.dumps(served.stderr) == json.dumps(wrong.stderr)
+
+
+@pytest.mark.slow
+def test_the_first_key_comes_before_the_file_and_the_words_on_the_way_are_commands_that_work(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.toml"
+    first = command("new-key", "--config", str(path))
+    assert first.returncode == 0 and f"{path} does not exist yet" in first.stderr and "Errno" not in first.stderr
+    [key] = [line.split()[1] for line in first.stdout.splitlines() if line.startswith("key")]
+    # The lines that it says to save are the file.
+    path.write_text(first.stderr.partition(f"as {path}:\n")[2].partition("then serve")[0])
+    assert Configuration(path, {}, {}).tenant(key).name == "acme/research"
+    assert key not in path.read_text()
+    second = command("new-key", "--config", str(path))
+    assert [line.split()[0] for line in second.stdout.splitlines()] == ["key", "hash"]
+    assert f"Add to {path}" in second.stderr
+    path.write_text("[admission]\n")
+    third = command("new-key", "--config", str(path))
+    assert "has no salt yet" in third.stderr and third.stdout.startswith("salt = ")
+    misspelt = command("check", environ={"TRIDENT_GATEWAY_CONFIG": str(path), "TRIDENT_GATEWAY_HTP_PORT": "9000"})
+    assert misspelt.returncode == 0 and "did you mean TRIDENT_GATEWAY_HTTP_PORT?" in misspelt.stderr
+
+
+def test_a_file_that_is_not_there_is_not_called_bad_toml(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="cannot be read: No such file or directory"):
+        Configuration(tmp_path / "nowhere.toml", {}, {})

@@ -9,7 +9,7 @@ import pytest
 
 from contract.errors import InvalidArgument
 from gateway import settings as module
-from gateway.settings import Settings, variable
+from gateway.settings import Settings, unknown, variable
 
 
 def test_every_setting_is_in_the_table_and_has_a_variable():
@@ -71,3 +71,39 @@ def test_a_certificate_that_is_none_is_refused_before_anything_starts():
         own = {cert: Path(__file__), key: Path(__file__)}
         with pytest.raises(InvalidArgument, match=f"{variable(cert)}: .*in PEM and without a password|REPLICA_CA"):
             Settings(**own)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "near"),
+    [
+        ("HTP_PORT", "9000", "HTTP_PORT"),
+        ("REPLICA", "x:1", "REPLICAS"),
+        ("METRIC_PORT", "0", "METRICS_PORT"),
+        ("MAX_BODY_BYTE", "1", "MAX_BODY_BYTES"),
+        ("API_KEY", "secret", "API_KEYS"),
+        ("http_port", "1", "HTTP_PORT"),
+        ("COMPLETELY_ELSE", "1", ""),
+    ],
+)
+def test_a_misspelt_variable_is_named_with_the_nearest(name: str, value: str, near: str):
+    [said] = unknown({f"TRIDENT_GATEWAY_{name}": value, "HOME": "/"}, also=("TRIDENT_GATEWAY_API_KEYS",))
+    assert said.startswith(f"TRIDENT_GATEWAY_{name}: is not known")
+    assert (f"did you mean TRIDENT_GATEWAY_{near}?" in said) == bool(near) and "secret" not in said
+
+
+def test_what_is_ours_and_what_kubernetes_sets_is_not_complained_about():
+    ours = {variable(name): "1" for name in Settings.__dataclass_fields__}
+    links = {
+        "SERVICE_HOST": "10.0.0.1",
+        "SERVICE_PORT": "9000",
+        "SERVICE_PORT_HTTP": "9000",
+        "PORT": "tcp://10.0.0.1:9000",
+        "PORT_9000_TCP": "tcp://10.0.0.1:9000",
+        "PORT_9000_TCP_PROTO": "tcp",
+        "PORT_9000_TCP_PORT": "9000",
+        "PORT_9000_TCP_ADDR": "10.0.0.1",
+        "ADMIN_SERVICE_HOST": "10.0.0.2",
+        "ADMIN_PORT": "tcp://10.0.0.2:9002",
+    }
+    environ = {**ours, **{f"TRIDENT_GATEWAY_{name}": value for name, value in links.items()}}
+    assert unknown(environ) == []
