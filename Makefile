@@ -80,8 +80,8 @@ demo: build-engine ## the main job: build, serve, stream one completion, stop
 serve: build-engine ## serve ENGINE until Ctrl-C (gRPC 8001, HTTP 8000, metrics 8002)
 	$(BIN)/python -m server --engine $(call quoted,ENGINE)
 
-gateway: setup ## serve OpenAI HTTP (9000), KServe gRPC (9001) and metrics (9002) in front of a running server
-	$(BIN)/python -m gateway
+gateway: setup ## serve OpenAI HTTP (9000), KServe gRPC (9001) and metrics (9002) in front of a running server, whose ENGINE= counts tokens
+	$(if $(or $(value MODEL),$(filter command environment,$(firstword $(origin ENGINE)))),TRIDENT_TOKENIZER=$${TRIDENT_ENGINES_DIR:-engines}/$(call quoted,ENGINE)/tokenizer.json )$(BIN)/python -m gateway
 
 # The server gives what runs beside it TRIDENT_DRAIN_S + 6 s to end; the gateway's own drain must fit in.
 up: export TRIDENT_GATEWAY_DRAIN_S ?= $(or $(TRIDENT_DRAIN_S),20)

@@ -232,8 +232,15 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], **overrides: object) -> Settings:
-        """Settings from TRIDENT_GATEWAY_* of ``environ``; an override that is not None wins over its variable."""
+        """Settings from TRIDENT_GATEWAY_* of ``environ``; an override that is not None wins over its variable.
+
+        TRIDENT_TOKENIZER, which a server sets for the gateway it starts, stands in for TRIDENT_GATEWAY_TOKENIZER where
+        there is such a file.
+        """
         values: dict[str, object] = {}
+        served = environ.get("TRIDENT_TOKENIZER", "")
+        if served and _path(served).is_file():
+            values["tokenizer"] = _path(served)
         for name, read in _READERS.items():
             text = environ.get(variable(name), "")
             if text != "":

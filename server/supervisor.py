@@ -218,6 +218,7 @@ class Supervisor:
             "TRIDENT_METRICS_URL": self._settings.metrics_url,
             "TRIDENT_ADMIN_KEY": self._settings.admin_key,
             "TRIDENT_STATUS_FILE": str(self._status_file),
+            "TRIDENT_TOKENIZER": str(self._engine_folder / "tokenizer.json"),
         }
         on_end = partial(self._post, health.StopAsked("its command has ended"))
         self._tenant = Tenant(command, offered, on_end, self._settings.drain_s)

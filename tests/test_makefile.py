@@ -105,6 +105,14 @@ def test_a_server_named_by_its_variable_is_the_one_that_chat_talks_to(environmen
     assert environment["TRIDENT_URL"] == "10.0.0.7:8001"
 
 
+def test_the_gateway_counts_with_the_tokenizer_of_the_engine_that_is_named(environment_folder):
+    [(_, environment)] = make(environment_folder, "gateway")
+    assert "TRIDENT_TOKENIZER" not in environment  # what runs behind it need not be the default engine
+    for engine in ("smol", "it's here"):
+        [(_, environment)] = make(environment_folder, "gateway", f"ENGINE={engine}")
+        assert environment["TRIDENT_TOKENIZER"] == f"engines/{engine}/tokenizer.json"
+
+
 @pytest.mark.parametrize("version", ["python2.7", "python3.6", "python3.9", "python3.13"])
 def test_a_python_that_cannot_serve_is_refused_with_a_sentence(version):
     found = sorted(Path.home().glob(f".pyenv/versions/{version.removeprefix('python')}*/bin/{version}"))

@@ -107,3 +107,13 @@ def test_what_is_ours_and_what_kubernetes_sets_is_not_complained_about():
     }
     environ = {**ours, **{f"TRIDENT_GATEWAY_{name}": value for name, value in links.items()}}
     assert unknown(environ) == []
+
+
+def test_the_tokenizer_of_the_server_that_started_it_is_used_where_there_is_one(tmp_path: Path):
+    served, own = tmp_path / "tokenizer.json", tmp_path / "own.json"
+    assert Settings.from_environment({"TRIDENT_TOKENIZER": str(served)}).tokenizer is None
+    served.touch()
+    own.touch()
+    assert Settings.from_environment({"TRIDENT_TOKENIZER": str(served)}).tokenizer == served
+    both = {"TRIDENT_TOKENIZER": str(served), "TRIDENT_GATEWAY_TOKENIZER": str(own)}
+    assert Settings.from_environment(both).tokenizer == own
