@@ -36,6 +36,7 @@ FORMAT_OPTIONS = {
     "use_fp8_rowwise": ("fp8_pc_pt",),
     "use_meta_fp8_rowwise_recipe": ("fp8_pc_pt",),
     "use_qserve": (),
+    "quant_ckpt_path": ("int4_awq",),
 }
 WEIGHT_ONLY = {"int8_wo": "int8", "int4_wo": "int4", "int4_awq": "int4_awq"}
 AT_LEAST_ONE = (
@@ -53,7 +54,6 @@ OF_THE_MODEL = {
     "quantize": ("nemo_ckpt_path", "decoder_type"),
     "convert": (
         "meta_ckpt_dir",
-        "quant_ckpt_path",
         "save_config_only",
         "vocab_size",
         "n_positions",

@@ -62,6 +62,8 @@ def a_revision_is_of_a_hub_model(case: Case) -> str | None:
 
 @EFFECTS.rule("U7", Severity.REFUSE)
 def options_are_of_this_network(case: Case) -> str | None:
+    if case.recipe.kind != TRTLLM:
+        return None
     given = [key for key in OTHER_NETWORKS if key in case.recipe.build]
     if given:
         return f"{' and '.join(given)} has no effect on {case.shape.architecture.name}, a decoder without experts"
@@ -69,6 +71,12 @@ def options_are_of_this_network(case: Case) -> str | None:
     for key, ranks in (("gemm_allreduce_plugin", recipe.tp), ("pp_reduce_scatter", recipe.pp)):
         if recipe.build.get(key, "disable") != "disable" and ranks == 1:
             return f"{key} has no effect on one {'tensor' if key[0] == 'g' else 'pipeline'}-parallel rank"
+    asks = recipe.build.get("use_fp8_context_fmha") == "enable"
+    if asks and not commands.fp8_context_fmha(recipe) and recipe.precision != "fp8" and recipe.sm >= 89:  # R2, R3
+        return (
+            f"use_fp8_context_fmha has no effect on {recipe.precision} weights with a {recipe.kv_cache_precision} KV "
+            "cache: it needs fp8, w4a8_awq or nvfp4 weights and an fp8 KV cache"
+        )
     if recipe.build.get("weight_streaming") is True:
         return "weight_streaming has no effect: gpu_weights_percent is not set, so all weights stay on the GPU"
     if recipe.build.get("fuse_fp4_quant") == "enable" and recipe.precision != "nvfp4":

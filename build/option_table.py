@@ -17,11 +17,21 @@ from layout import OPTION_TABLES
 PROGRAMS = ("trtllm_build", "quantize", "convert_checkpoint_llama", "convert_checkpoint_qwen")
 
 
+SHOWN = 80
 MOST = 2**31 - 1  # the programs pass their numbers on to 32-bit integers
 
 
 def _is_text(value: str) -> bool:
     return bool(value.strip()) and value.isprintable()
+
+
+def shown(value: object) -> str:
+    """``value`` as it stands in an error message, cut to SHOWN characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python prints no integer of more than 4300 digits
+        return f"a value of type {type(value).__name__} too large to print"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 def closest(word: str, allowed: list[str] | tuple[str, ...], count: int) -> list[str]:
@@ -48,32 +58,34 @@ class Option:
         """Why the program would reject ``value``, or None if it would not."""
         if self.type == "flag":
             return (
-                None if isinstance(value, bool) else f"got {value!r}; {self.flag} is a switch: allowed is true or false"
+                None
+                if isinstance(value, bool)
+                else f"got {shown(value)}; {self.flag} is a switch: allowed is true or false"
             )
         if isinstance(value, bool):
             hint = f"one of {', '.join(self.choices)}" if self.choices else f"a value of type {self.type}"
-            return f"got {value!r}; {self.flag} takes a value, a bare flag is an argument error: allowed is {hint}"
+            return f"got {shown(value)}; {self.flag} takes a value, a bare flag is an argument error: allowed is {hint}"
         if self.many:
             values = value if isinstance(value, (list, tuple)) else ()
             if not values:
-                return f"got {value!r}; allowed is a list with at least one entry"
+                return f"got {shown(value)}; allowed is a list with at least one entry"
             return next((p for v in values if (p := self._one(v))), None)
         return self._one(value)
 
     def _one(self, value: object) -> str | None:
         allowed_types = {"int": (int,), "float": (int, float), "str": (str, int), "enum": (str,)}[self.type]
         if isinstance(value, bool) or not isinstance(value, allowed_types):
-            return f"got {value!r}; allowed is a value of type {self.type}"
+            return f"got {shown(value)}; allowed is a value of type {self.type}"
         if self.type == "int" and not 0 <= value <= MOST:
-            return f"got {value!r}; allowed is an integer from 0" + (f" to {MOST}" if value > MOST else "")
+            return f"got {shown(value)}; allowed is an integer from 0" + (f" to {MOST}" if value > MOST else "")
         if self.type == "float" and not math.isfinite(value):
-            return f"got {value!r}; allowed is a finite number"
+            return f"got {shown(value)}; allowed is a finite number"
         if self.type == "str" and not self.choices and not (isinstance(value, str) and _is_text(value)):
-            return f"got {value!r}; allowed is a non-empty string on one line"
+            return f"got {shown(value)}; allowed is a non-empty string on one line"
         text = str(value).lower() if self.type == "enum" else str(value)
         if self.choices and text not in self.choices:
             near = nearest(text, self.choices)
-            return f"got {value!r}; allowed is one of {', '.join(self.choices)}; nearest is {near!r}"
+            return f"got {shown(value)}; allowed is one of {', '.join(self.choices)}; nearest is {near!r}"
         return None
 
 

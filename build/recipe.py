@@ -17,7 +17,7 @@ from pathlib import Path
 import hardware
 import layout
 from contract.errors import InvalidArgument
-from option_table import closest, nearest
+from option_table import closest, nearest, shown
 from option_table import read as read_option_table
 
 if sys.version_info >= (3, 11):
@@ -26,7 +26,7 @@ else:  # the same parser under its older name
     import tomli as tomllib
 
 MAX_NEAREST = 3  # names offered for one that is not there
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 CPU, TRTLLM, LLMAPI = "cpu", "trtllm", "llmapi"
 KINDS = (CPU, TRTLLM, LLMAPI)
 GPU_KINDS = (TRTLLM, LLMAPI)
@@ -61,8 +61,8 @@ class RecipeError(InvalidArgument):
     def __init__(self, path: Path | str, key: str, problem: str) -> None:
         self.path = str(path)
         self.key = key
-        shown = str(layout.relative(Path(path)))
-        super().__init__(f"{shown}: {key}" if key else shown, problem)
+        file = str(layout.relative(Path(path)))
+        super().__init__(f"{file}: {key[:128]}" if key else file, problem)
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ _TABLES = {"calibration", "speculative_decoding", "quality", "build", "quantize"
 def named(engine: str) -> Recipe:
     """The recipe ``build/recipes/<engine>.toml``; RecipeError as ``load``, InvalidArgument for what is no name."""
     if not NAME.fullmatch(engine):
-        raise InvalidArgument("engine", f"must be a name of letters, digits, '.', '_' and '-', got {engine!r}")
+        raise InvalidArgument("engine", f"must be a name of letters, digits, '.', '_' and '-', got {shown(engine)}")
     return load(layout.RECIPES / f"{engine}.toml")
 
 
@@ -364,7 +364,9 @@ def load(path: Path | str) -> Recipe:
         raise RecipeError(path, "", f"the recipe cannot be read: {exc}") from exc
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as exc:
+    except RecursionError as exc:
+        raise RecipeError(path, "", "not valid TOML: too deeply nested") from exc
+    except ValueError as exc:  # TOMLDecodeError, and Python's own for an integer of thousands of digits
         raise RecipeError(path, "", f"not valid TOML: {exc}") from exc
     return parse(table, path)
 
@@ -387,7 +389,7 @@ def parse(table: Mapping[str, object], path: Path | str) -> Recipe:
             raise RecipeError(path, key, f"is missing; every recipe of kind {kind!r} must set it")
         if key in table and key in _TABLES:
             if not isinstance(table[key], Mapping):
-                raise RecipeError(path, key, f"got {table[key]!r}; allowed is a table: [{key}]")
+                raise RecipeError(path, key, f"got {shown(table[key])}; allowed is a table: [{key}]")
         elif key in table and rule.check is not None:
             _require(path, key, table[key], rule.check)
     _require(path, "precision", table["precision"], _one_of(*PRECISIONS[kind]))
@@ -436,7 +438,7 @@ def _unknown(key: str, allowed: tuple[str, ...]) -> str:
 
 def _require(path: Path, key: str, value: object, check: Check) -> None:
     if (allowed := check(value)) is not None:
-        raise RecipeError(path, key, f"got {value!r}; {allowed}")
+        raise RecipeError(path, key, f"got {shown(value)}; {allowed}")
 
 
 def _checked(path: Path, name: str, table: Mapping, checks: Mapping[str, Check]) -> dict:
@@ -503,7 +505,9 @@ def _options(path: Path, name: str, table: Mapping, programs: tuple[str, ...]) -
         if key in _OWN_KEY[name]:
             raise RecipeError(path, f"{name}.{key}", f"is set by the recipe's own key: {_OWN_KEY[name][key]}")
         if key == "cp_size" and value != 1:
-            raise RecipeError(path, f"{name}.{key}", f"got {value!r}; allowed is 1: context parallelism is not offered")
+            raise RecipeError(
+                path, f"{name}.{key}", f"got {shown(value)}; allowed is 1: context parallelism is not offered"
+            )
         if name == "build" and key in ("tp_size", "pp_size", "tp", "pp"):
             raise RecipeError(
                 path, f"{name}.{key}", "trtllm-build has no such option (R33): set tp and pp on the recipe"
@@ -520,5 +524,5 @@ def _environment(path: Path, table: Mapping) -> dict[str, str]:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
             raise RecipeError(path, f"environment.{key}", "allowed is a name of letters, digits and '_'")
         if not isinstance(value, str) or "\0" in value:
-            raise RecipeError(path, f"environment.{key}", f"got {value!r}; allowed is a string")
+            raise RecipeError(path, f"environment.{key}", f"got {shown(value)}; allowed is a string")
     return values

@@ -52,7 +52,7 @@ def test_o2_the_plan_is_the_only_source(option, said):
     ("table", "option", "value"),
     [
         ("quantize", "nemo_ckpt_path", "other.nemo"),
-        ("convert", "quant_ckpt_path", "other.safetensors"),
+        ("convert", "meta_ckpt_dir", "other"),
         ("convert", "n_layer", 4),
         ("convert", "rotary_base", 1.0),
         ("convert", "save_config_only", True),
@@ -123,6 +123,7 @@ def test_o6_the_engine_must_hold_its_weights():
         ({"smoothquant": 0.5}, {}),
         ({"use_fp8": True}, {}),
         ({"use_qserve": True}, {}),
+        ({"quant_ckpt_path": "awq.safetensors"}, {}),
         ({"weight_only_precision": "int4"}, {"precision": "int8_wo"}),
         ({"int8_kv_cache": True}, {}),
         ({"fp8_kv_cache": True}, {"kv_cache_precision": "int8"}),

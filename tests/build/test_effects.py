@@ -63,6 +63,8 @@ def test_u6_a_revision_is_of_a_hub_model(tmp_path):
         ({"pp_reduce_scatter": "enable"}, {"tp": 2}),
         ({"fuse_fp4_quant": "enable"}, {}),
         ({"weight_streaming": True}, {}),
+        ({"use_fp8_context_fmha": "enable"}, {"precision": "bf16", "kv_cache_precision": "auto"}),
+        ({"use_fp8_context_fmha": "enable"}, {"precision": "w4a8_awq", "kv_cache_precision": "auto"}),
     ],
 )
 def test_u7_options_are_of_this_network(build, changes):
@@ -71,6 +73,7 @@ def test_u7_options_are_of_this_network(build, changes):
 
 def test_u7_options_with_an_effect_are_let_through():
     assert reason("U7", tp=2, build={"gemm_allreduce_plugin": "bfloat16"}) is None
+    assert reason("U7", precision="w4a8_awq", build={"use_fp8_context_fmha": "enable"}) is None
     assert reason("U7", pp=2, build={"pp_reduce_scatter": "enable"}) is None
     assert reason("U7", gpu="b200", precision="nvfp4", build={"fuse_fp4_quant": "enable"}) is None
 

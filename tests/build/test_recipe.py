@@ -199,7 +199,29 @@ def test_quality_budgets_follow_the_precision_and_can_be_set_one_by_one():
     assert set(recipes.DEFAULT_QUALITY) == {p for allowed in recipes.PRECISIONS.values() for p in allowed}
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../../x", "x y", "é", "-x", "a\n"])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = " + "[" * 5000, "not valid TOML: too deeply nested"),
+        ("x = " + "9" * 5000, "not valid TOML: Exceeds the limit"),
+        (
+            'kind = "cpu"\nmax_batch_size = 0x' + "f" * 8000,
+            "max_batch_size: got a value of type int too large to print",
+        ),
+        ('kind = "cpu"\nmax_batch_size = "' + "a" * 8000 + '"', "...; allowed is an integer"),
+        ("a" * 8000 + " = 1", "unknown key"),
+    ],
+)
+def test_a_huge_value_makes_a_short_error(tmp_path, text, said):
+    file = tmp_path / "mine.toml"
+    extra = '\nmodel = "x"\nprecision = "int8"\nmax_num_tokens = 8\nmax_seq_len = 8\nkv_cache_tokens = 64\n'
+    file.write_text(text + extra)
+    with pytest.raises(RecipeError) as raised:
+        load(file)
+    assert said in str(raised.value) and len(str(raised.value)) < 1200
+
+
+@pytest.mark.parametrize("name", ["a" * 129, "", ".", "..", "a/b", "../../x", "x y", "é", "-x", "a\n"])
 def test_an_engine_is_named_by_a_name_and_not_a_path(name):
     with pytest.raises(InvalidArgument, match=r"^engine: must be a name of letters, digits, '\.', '_' and '-', got "):
         recipes.named(name)
