@@ -33,7 +33,8 @@ def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, say: Calla
     check(checkpoint, recipe)
     arch = checkpoint.architecture
     say(f"{arch.name}, {arch.num_parameters() / 1e6:,.1f} M parameters: weights to {recipe.precision}")
-    weights = Weights(checkpoint, recipe.precision, recipe.group_size, _calibrated(checkpoint, recipe, say))
+    calibrated = _calibrated(checkpoint, recipe, say)
+    weights = Weights(checkpoint, recipe.precision, recipe.group_size, calibrated, recipe.head_precision)
     model = graph.decoder(arch, _announced(weights.matrix, checkpoint, say), weights.vector)
     say("writing openvino_model.xml and openvino_model.bin")
     ov.save_model(model, str(folder / "openvino_model.xml"), compress_to_fp16=False)

@@ -19,7 +19,9 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import choice
 import digest
 import engine_folder
 import layout
@@ -29,13 +31,16 @@ import shape as shapes
 from architecture import Architecture
 from checkpoint import Checkpoint, open_checkpoint
 from contract.errors import InvalidArgument, TridentError
-from contract.manifest import EngineManifest, hash_files, load, verify
+from contract.manifest import hash_files, load, verify
 from fetch import fetch, local_folder
 from recipe import Recipe
 
+if TYPE_CHECKING:
+    import evaluation
+
 Say = Callable[[str], None]
 
-DEFAULT_PRECISION = "int8"  # of a model given by --model
+EXACT = "exact"  # on the command line: weights as stored, f32 keys and values, f32 arithmetic
 DEFAULT_SEQ_LEN = 4096  # at most; a recipe asks for more
 DEFAULT_SEQUENCES = 8  # of that length, that the KV pool holds
 CALIBRATED_PARAMETERS = (
@@ -47,6 +52,7 @@ STATUS = {"Refused": 2, "WrongMachine": 3, "Unavailable": 3}  # by error; any ot
 _BUILDER = (
     "architecture.py",
     "calibration.py",
+    "choice.py",
     "compile_cpu.py",
     "decoder.py",
     "gptq.py",
@@ -74,41 +80,92 @@ def build(recipe: Recipe, into: Path, say: Say, accept: str | None = None) -> Pa
     if size > _LARGE_BYTES:
         say(f"checking {size / 1e9:.1f} GB of {recipe.model} (read once, then remembered)")
     with engine_folder.only_builder(folder, say):
-        wanted = provenance.manifest(recipe, checkpoint, _versions(recipe))
-        if _is_up_to_date(folder, wanted):
-            say(f"{_shown(folder)} is up to date ({recipe.precision} from {recipe.model})")
+        found = _up_to_date(folder, recipe, checkpoint)
+        if found is not None:
+            how = f"{choice.words(found)}, chosen by measuring," if found.automatic else found.precision
+            say(f"{_shown(folder)} is up to date ({how} from {recipe.model})")
             return folder
-        _build(recipe, checkpoint, wanted, folder, say, accept)
+        _build(recipe, checkpoint, folder, say, accept)
     return folder
 
 
-def _build(
-    recipe: Recipe, checkpoint: Checkpoint, wanted: EngineManifest, folder: Path, say: Say, accept: str | None
-) -> None:
-    import compile_cpu  # OpenVINO takes longer to import than to find out that nothing changed
-    import evaluation
+def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, say: Say, accept: str | None) -> None:
+    import evaluation  # OpenVINO takes longer to import than to find out that nothing changed
     from case import Case
-    from openvino_engine import OpenVinoEngine
+    from quality import BeyondBudget
     from verdict import judge, require
 
     shape = shapes.from_config(recipe.model, checkpoint.config, str(checkpoint.folder))
     require(recipe, judge(Case(recipe, shape)))
     started_s = time.monotonic()
-    say(f"building {_shown(folder)}: {recipe.precision} weights, {recipe.kv_cache_precision} KV, from {recipe.model}")
+    candidates = choice.candidates(recipe)
+    against = evaluation.Yardstick(checkpoint, say, recipe.max_seq_len)
+    tried: list[dict[str, str]] = []
+    for candidate in candidates:
+        settings = choice.words(candidate)
+        say(f"building {_shown(folder)}: {settings}, from {recipe.model}")
+        try:
+            _try(candidate, checkpoint, folder, say, accept, against, tried, len(candidates))
+            break
+        except BeyondBudget as error:
+            if len(candidates) == 1:
+                raise
+            tried.append({"settings": settings, "refused": "; ".join(error.verdict.problems)})
+            say(f"{settings}: refused, {tried[-1]['refused']}")
+            if candidate is candidates[-1]:
+                raise BeyondBudget(
+                    f"none of {len(candidates)} settings passed; the last: {error}", error.verdict
+                ) from error
+    if len(candidates) > 1:
+        say(f"chose {settings}: {_why(tried, len(candidates))}")
+    megabytes = sum(p.stat().st_size for p in folder.iterdir()) / 1e6
+    say(f"{_shown(folder)} is ready: {megabytes:,.1f} MB in {time.monotonic() - started_s:.1f} s")
+
+
+def _try(
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    folder: Path,
+    say: Say,
+    accept: str | None,
+    against: evaluation.Yardstick,
+    tried: list[dict[str, str]],
+    settings: int,
+) -> None:
+    """Builds and measures one setting; ``folder`` is the engine if it passes, and untouched if not (BeyondBudget)."""
+    import compile_cpu
+    import evaluation
+    from openvino_engine import OpenVinoEngine
+
+    is_last = len(tried) + 1 == settings
     with engine_folder.replacement(folder) as partial:
         compile_cpu.compile_cpu(checkpoint, recipe, partial, say)
         properties = compile_cpu.properties(recipe)
-        compiled = OpenVinoEngine(partial, properties)
         scores = evaluation.evaluate(
-            recipe.name, checkpoint, compiled, recipe.quality, say, longest=recipe.max_seq_len, accept=accept
+            recipe.name,
+            checkpoint,
+            OpenVinoEngine(partial, properties),
+            recipe.quality,
+            say,
+            longest=recipe.max_seq_len,
+            accept=accept,
+            against=against,
+            spare=not is_last,
         )
-        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        if settings > 1:
+            scores["choice"] = {"chosen": choice.words(recipe), "why": _why(tried, settings), "tried_before": tried}
         finished = dataclasses.replace(
-            wanted, created=created, files=hash_files(partial), properties=properties, evaluation=scores
+            provenance.manifest(recipe, checkpoint, _versions(recipe)),
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            files=hash_files(partial),
+            properties=properties,
+            evaluation=scores,
         )
         finished.save(partial)
-    megabytes = sum(p.stat().st_size for p in folder.iterdir()) / 1e6
-    say(f"{_shown(folder)} is ready: {megabytes:,.1f} MB in {time.monotonic() - started_s:.1f} s")
+
+
+def _why(tried: list[dict[str, str]], settings: int) -> str:
+    return f"the fastest of {settings} settings that passes the quality gate; faster ones that did not: {len(tried)}"
 
 
 def _versions(recipe: Recipe) -> dict[str, str]:
@@ -124,20 +181,29 @@ def _versions(recipe: Recipe) -> dict[str, str]:
     )
 
 
-def _is_up_to_date(folder: Path, wanted: EngineManifest) -> bool:
+def _up_to_date(folder: Path, recipe: Recipe, checkpoint: Checkpoint) -> Recipe | None:
+    """The candidate of ``recipe`` that is there, built from all that it would be built from now; None if none is."""
     try:
         found = verify(folder, digest.sha256_file)
     except TridentError:
-        return False  # absent, half-built, damaged or older: build it
+        return None  # absent, half-built, damaged or older: build it
+    if found.evaluation is None:
+        return None
     last = {"files": {}, "properties": {}, "evaluation": None, "created": ""}  # what `provenance.manifest` leaves out
-    return found.evaluation is not None and dataclasses.replace(found, **last) == wanted
+    there = dataclasses.replace(found, **last)
+    for candidate in choice.candidates(recipe):
+        same = (found.precision, found.kv_cache_precision) == (candidate.precision, candidate.kv_cache_precision)
+        if same and there == provenance.manifest(candidate, checkpoint, _versions(candidate)):
+            return candidate
+    return None
 
 
 def recipe_for(engine: str | None, model: str | None, precision: str | None, *, download: bool = True) -> Recipe:
     """The recipe named ``engine`` (demo), or, given ``model``, one made for it; ``precision`` replaces its own.
 
-    A recipe's limits are about its own model, so another model gets limits of its own and int8 weights. An engine
-    that was made from a given model has no recipe file; later calls find what was wanted in its manifest.
+    A recipe's limits are about its own model, so another model gets limits of its own, and the fastest setting that
+    passes the quality gate (``choice.py``) unless ``precision`` names one. An engine that was made from a given model
+    has no recipe file; later calls find what was wanted in its manifest.
     download: whether a hub model whose shape is not known here may be fetched to learn it.
     """
     if model is None:
@@ -160,7 +226,7 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
         "kind": recipes.CPU,
         "description": "made by build-engine for a given model",
         "model": model if folder is None else str(layout.relative(folder)),
-        "precision": DEFAULT_PRECISION,
+        "precision": recipes.AUTO,
         "max_batch_size": 64,
         "max_num_tokens": 512,
         "max_seq_len": length,
@@ -185,9 +251,25 @@ def _in_precision(table: dict[str, object], precision: str | None) -> dict[str, 
     precision, and without calibration where that has no effect."""
     if precision in (None, table.get("precision")):
         return table
-    calibrated = table.get("kind") != recipes.CPU or precision == "int4"
-    left = {"quality"} if calibrated else {"quality", "calibration"}
-    return {key: value for key, value in table.items() if key not in left} | {"precision": precision}
+    left = {"quality", "head_precision"}
+    if table.get("kind") == recipes.CPU and precision != "int4":
+        left |= {"calibration"}
+    if precision == recipes.AUTO:
+        left |= {"kv_cache_precision", "group_size"}
+    changes = {"precision": precision}
+    if precision == EXACT:
+        changes = {"precision": _stored_precision(str(table["model"])), "kv_cache_precision": choice.EXACT_KV}
+    return {key: value for key, value in table.items() if key not in left} | changes
+
+
+def _stored_precision(model: str) -> str:
+    """The narrowest precision that holds every stored weight of a model exactly; bf16 where it is not here yet."""
+    folder = local_folder(model)
+    if folder is None:
+        dtype = shapes.find(model).source_dtype
+        return {"float32": "fp32", "float16": "fp16"}.get(str(dtype), "bf16")
+    stored = {tensor.dtype for tensor in open_checkpoint(folder).tensors.values()}
+    return {("BF16",): "bf16", ("F16",): "fp16"}.get(tuple(stored), "fp32")
 
 
 def _kept_recipe(name: str) -> dict[str, object] | None:
@@ -198,8 +280,10 @@ def _kept_recipe(name: str) -> dict[str, object] | None:
     keys = ("kind", "description", "model", "precision", "max_batch_size", "max_num_tokens", "max_seq_len")
     if kept.get("kind") != recipes.CPU:
         return None
+    if kept.get("automatic"):
+        return {key: kept[key] for key in (*keys, "kv_cache_tokens")} | {"precision": recipes.AUTO}
     calibration = {"calibration": kept["calibration"]} if kept.get("calibration") else {}
-    return {key: kept[key] for key in (*keys, "kv_cache_tokens")} | calibration
+    return {key: kept[key] for key in (*keys, "kv_cache_tokens", "kv_cache_precision")} | calibration
 
 
 def _checked(name: str) -> str:
@@ -222,8 +306,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", metavar="FOLDER_OR_HUB_ID", help="build from this checkpoint, with default limits")
     parser.add_argument(
         "--precision",
-        choices=recipes.PRECISIONS[recipes.CPU],
-        help=f"of a CPU engine's weights (default: the recipe's; with --model, {DEFAULT_PRECISION})",
+        choices=(*recipes.PRECISIONS[recipes.CPU], EXACT, recipes.AUTO),
+        help="of a CPU engine's weights; exact: as stored, with f32 arithmetic and KV cache; auto: the fastest that "
+        "passes the quality gate (default: the recipe's; with --model, auto)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and do nothing; needs no GPU")
     parser.add_argument("--verbose", action="store_true", help="with --dry-run: limits, formulas and estimates too")

@@ -16,10 +16,12 @@ import argparse
 import json
 import math
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -34,7 +36,7 @@ import recipe as recipes
 import sanity
 from architecture import Architecture
 from calibration import CPYTHON, open_tokenizer
-from checkpoint import Checkpoint, open_checkpoint
+from checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from contract.errors import EngineFailed, InvalidArgument, TridentError
 from recipe import DEFAULT_QUALITY, QualityBudget, Recipe
 from shape import local_folder
@@ -43,6 +45,7 @@ BLOCK_TOKENS = 256
 MOST_BLOCKS, FEWEST_BLOCKS = 8, 2
 REFERENCE_FLOPS = 8e12  # two minutes of a laptop's numpy: how much text a large model is measured on
 KEPT_PARAMETERS = 250_000_000  # a model up to this size stays in memory between the tokens of the sanity prompt
+KEPT_LOGITS_BYTES = 1_000_000_000
 PROGRESS_S = 2.0
 # A model that predicts the text hardly better than guessing (random weights): its perplexity is at least this share of
 # its vocabulary. A trained one is far below; random ones lie around 1, a little above or below by chance, or far above.
@@ -113,6 +116,41 @@ def reference(checkpoint: Checkpoint, say: Say) -> Simulated:
     return Simulated.of(model, checkpoint.architecture.vocab_size, "reference", say)
 
 
+class Yardstick:
+    """What the checkpoint itself says of the held-out text, computed once for however many engines are measured.
+
+    Logits up to KEPT_LOGITS_BYTES stay in memory; of a larger model they are computed again for every engine.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, say: Say, longest: int | None = None) -> None:
+        self.blocks = held_out(checkpoint, longest)
+        self._checkpoint, self._longest = checkpoint, longest
+        self._speaker = reference(checkpoint, say)
+        self._kept: list[np.ndarray] = []
+
+    def logits(self) -> Iterator[np.ndarray]:
+        """f32[t, vocab] of one block after the other. Raises CheckpointError where one is not a number."""
+        if len(self._kept) == len(self.blocks):
+            yield from self._kept
+            return
+        self._kept = []
+        keeps = 4 * self.blocks.size * self._checkpoint.architecture.vocab_size <= KEPT_LOGITS_BYTES
+        with np.errstate(all="ignore"):  # a damaged model may overflow; its logits are then not finite
+            for number, logits in enumerate(self._speaker.logits(self.blocks), 1):
+                if not np.isfinite(logits).all():
+                    where = f"in sequence {number} of {len(self.blocks)} of the held-out text"
+                    problem = f"{self._checkpoint.folder}: its own logits are not finite {where}; it is damaged"
+                    raise CheckpointError(problem)
+                if keeps:
+                    self._kept.append(logits)
+                yield logits
+
+    @cached_property
+    def reply(self) -> sanity.Reply:
+        """What the checkpoint says to the sanity prompt."""
+        return _spoken(self._checkpoint, self._speaker, self._longest)
+
+
 def held_out(checkpoint: Checkpoint, longest: int | None = None) -> np.ndarray:
     """i64[n, t] tokens of held-out text; fewer of them for a larger model. longest: what the engine takes at most."""
     arch = checkpoint.architecture
@@ -139,16 +177,20 @@ def evaluate(
     *,
     longest: int | None = None,
     accept: str | None = None,
+    against: Yardstick | None = None,
+    spare: bool = False,
 ) -> dict:
     """The scores of ``engine``, for the manifest.
 
-    accept: why it is used even beyond its budget; recorded. Raises quality.BeyondBudget without one, and
-    InvalidArgument for an empty one.
+    accept: why it is used even beyond its budget; recorded. against: the checkpoint's own numbers, where several
+    engines are measured against it. spare: as ``quality.judge`` has it, but for random weights. Raises
+    quality.BeyondBudget without ``accept``, InvalidArgument for an empty one, and CheckpointError for a checkpoint
+    whose own logits are not numbers.
     """
     started_s = time.monotonic()
-    blocks = held_out(checkpoint, longest)
-    theirs = reference(checkpoint, say)
-    scores = quality.compare(theirs.logits(blocks), {name: engine.logits(blocks)}, blocks)[name]
+    theirs = against or Yardstick(checkpoint, say, longest)
+    blocks = theirs.blocks
+    scores = quality.compare(theirs.logits(), {name: engine.logits(blocks)}, blocks)[name]
     notes = []
     noise = is_noise(scores.reference_perplexity, checkpoint.architecture)
     if noise and budget in DEFAULT_QUALITY.values():
@@ -156,16 +198,19 @@ def evaluate(
         why = "random weights, or a tokenizer of another model"
         notes.append(f"the model itself predicts the text hardly better than chance ({why}): only damage is looked for")
         say(f"verify: {notes[0]}")
-    expected, reply = (_spoken(checkpoint, speaker, longest) for speaker in (theirs, engine))
+    expected, reply = theirs.reply, _spoken(checkpoint, engine, longest)
     # What noise says is chance too, so a reply that repeats itself tells nothing there.
-    verdict = quality.gate(name, scores, budget, accept, reply.failure if noise else sanity.problem(reply, expected))
+    problem = reply.failure if noise else sanity.problem(reply, expected)
+    verdict = quality.gate(name, scores, budget, accept, problem, spare=spare and not noise)
     say(
         f"verify: perplexity {scores.perplexity:.5g} ({scores.perplexity_ratio:.4f} of the reference's), "
-        f"top-1 agreement {scores.top1_agreement:.2%}, KL {scores.kl:.5f} nats, {time.monotonic() - started_s:.1f} s: "
+        f"top-1 agreement {scores.top1_agreement:.2%}, KL {scores.kl:.5f} nats on {scores.tokens} tokens of "
+        f"Python {platform.python_version()}'s library, {time.monotonic() - started_s:.1f} s: "
         f"{'passed' if verdict.passed else f'beyond the budget, accepted because {verdict.override}'}"
     )
     _, decode, _ = open_tokenizer(checkpoint)
     text = {"dataset": CPYTHON, "sequences": int(blocks.shape[0]), "tokens_per_sequence": int(blocks.shape[1])}
+    text["python"] = platform.python_version()
     spoken = {"prompt": sanity.PROMPT, "reply": decode(reply.ids), "reference": decode(expected.ids)}
     return quality.record(scores, budget, verdict) | {"text": text, "sanity": spoken, "notes": notes}
 

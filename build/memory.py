@@ -221,8 +221,10 @@ def _matrix_bytes(recipe: Recipe, rows: int, columns: int) -> float:
 
 
 def _embedding_bytes(recipe: Recipe, elements: int, hidden: int) -> float:
-    """16 bits on a GPU; the CPU's int8 and int4 keep embedding and head in 8 bits with a scale per row."""
+    """16 bits on a GPU; the CPU's int8 and int4 keep embedding and head in 8 bits with a scale per row, or in 16."""
     if recipe.kind != CPU:
         return 2 * elements
     width = WEIGHT_BYTES[recipe.precision]
+    if width < 2 and recipe.head_precision == "bf16":
+        return 2 * elements
     return elements * width if width >= 2 else elements + 4 * elements / hidden

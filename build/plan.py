@@ -15,6 +15,7 @@ import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import choice
 import commands
 import hardware
 import memory
@@ -185,6 +186,10 @@ def _head(plan: Plan) -> str:
     size = f"{parameters / 1e9:.2f} billion" if parameters >= 1e8 else f"{parameters / 1e6:.1f} million"
     lines.append(f"  model      {recipe.model}, {size} parameters ({plan.shape.source})")
     lines.append(f"  precision  {recipe.precision} weights, {recipe.kv_cache_precision} KV cache")
+    if recipe.automatic:
+        settings = "; ".join(choice.words(candidate) for candidate in choice.candidates(recipe))
+        said = f"  chosen     by the build: the first to pass the quality gate of {settings}. This plan is of the first"
+        lines += textwrap.wrap(said, 116, subsequent_indent="             ")
     if recipe.kind == CPU:
         lines.append("  runs on    the CPU, OpenVINO GenAI")
     else:

@@ -177,27 +177,48 @@ def compare(
 
 
 def judge(
-    quality: Quality, budget: QualityBudget, override: str | None = None, sanity_problem: str | None = None
+    quality: Quality,
+    budget: QualityBudget,
+    override: str | None = None,
+    sanity_problem: str | None = None,
+    *,
+    spare: bool = False,
 ) -> Verdict:
-    """Never raises; a quality that is not a number is beyond every budget. sanity_problem: ``sanity.problem``'s."""
+    """Never raises; a quality that is not a number is beyond every budget. sanity_problem: ``sanity.problem``'s.
+
+    spare: top-1 agreement must be one standard error above the budget, so that it would pass on other text as well.
+    """
     problems = []
     if sanity_problem is not None:
         problems.append(f"on the sanity prompt {sanity_problem}")
     if quality.non_finite:
         problems.append(f"logits are not finite at {quality.non_finite} of {quality.tokens} positions")
-    if not quality.perplexity_ratio <= budget.perplexity_ratio:
-        problems.append(
-            f"perplexity {quality.perplexity:.4g} is {quality.perplexity_ratio:.4g} times the reference's "
-            f"{quality.reference_perplexity:.4g} (at most {budget.perplexity_ratio:g} times)"
-        )
-    if not quality.top1_agreement >= budget.top1_agreement:
-        problems.append(
-            f"the most likely token agrees at {quality.top1_agreement:.2%} of positions "
-            f"(at least {budget.top1_agreement:.2%})"
-        )
-    if not quality.kl <= budget.kl:
-        problems.append(f"KL divergence is {quality.kl:.4g} nats per token (at most {budget.kl:g})")
+    problems += [said for passed, said in _bounds(quality, budget, spare) if not passed]
     return Verdict(not problems, tuple(problems), override if problems else None)
+
+
+def _bounds(quality: Quality, budget: QualityBudget, spare: bool) -> list[tuple[bool, str]]:
+    """Whether each bound is kept, and its sentence with measurement and budget."""
+    agreement = quality.top1_agreement
+    error = math.sqrt(agreement * (1 - agreement) / quality.tokens) if spare else 0.0
+    more = f" and a standard error of {error:.2%} to spare" if spare else ""
+    uniform = ": the reference itself takes all tokens for equally likely" if budget.kl < 1e-9 else ""
+    return [
+        (
+            quality.perplexity_ratio <= budget.perplexity_ratio,
+            f"perplexity {quality.perplexity:.4g} is {quality.perplexity_ratio:.4g} times the reference's "
+            f"{quality.reference_perplexity:.4g} (at most {budget.perplexity_ratio:g} times)",
+        ),
+        (
+            agreement >= budget.top1_agreement + error,
+            f"the most likely token agrees at {agreement:.2%} of positions "
+            f"(at least {budget.top1_agreement:.2%}{more})",
+        ),
+        (
+            quality.kl <= budget.kl,
+            f"KL divergence is {quality.kl:.4g} nats per token (at most {budget.kl:.4g}{uniform})",
+        ),
+    ]
 
 
 def gate(
@@ -206,19 +227,24 @@ def gate(
     budget: QualityBudget,
     override: str | None = None,
     sanity_problem: str | None = None,
+    *,
+    spare: bool = False,
 ) -> Verdict:
     """The verdict for the manifest. Raises BeyondBudget for an engine beyond its budget.
 
     override: the reason for packaging it all the same, a sentence that somebody signs; it is recorded in the verdict.
-    An empty reason is refused with InvalidArgument.
+    An empty reason is refused with InvalidArgument. spare: as ``judge`` has it.
     """
     if override is not None and not override.strip():
         raise InvalidArgument("override", "got an empty reason; say why an engine beyond its budget is acceptable")
-    verdict = judge(quality, budget, override, sanity_problem)
+    verdict = judge(quality, budget, override, sanity_problem, spare=spare)
     if not verdict.accepted:
+        kept = [said for passed, said in _bounds(quality, budget, spare) if passed]
+        within = f" Within budget, over {quality.tokens} tokens: {'; '.join(kept)}." if kept else ""
         raise BeyondBudget(
-            f"engine {engine} is not packaged: {'; '.join(verdict.problems)}. Quantise with more calibration text or "
-            "more bits, widen [quality] in the recipe, or override with a reason, which the manifest then records.",
+            f"engine {engine} is not packaged: {'; '.join(verdict.problems)}.{within} Use more bits or more "
+            "calibration text, or set [quality] in a recipe. To publish it all the same, with the reason in its "
+            'manifest: make build-engine ... ACCEPT_QUALITY="reason", or --accept-quality "reason".',
             verdict,
         )
     return verdict

@@ -133,6 +133,8 @@ def document(table: str, replies: dict[str, str], tokens: int) -> str:
 
 Written by `make quality`, which is `python build/quality_table.py`, on {machine}: the demo model
 over {tokens} predicted tokens of library modules that it never saw. The reference: its bf16 weights in f32 arithmetic.
+The text is the running Python's own library, so another version of Python gives other perplexities; every build says
+and records which it was.
 
 {table}
 

@@ -40,6 +40,9 @@ PRECISIONS = {
     TRTLLM: ("bf16", "fp8", "fp8_pc_pt", "int4_awq", "w4a8_awq", "int8_sq", "int8_wo", "int4_wo", "nvfp4"),
     LLMAPI: ("bf16", "fp8", "fp8_pc_pt", "int4_awq", "w4a8_awq", "nvfp4"),
 }
+AUTO = "auto"  # precision of a CPU recipe: the fastest setting of choice.py that passes the quality gate
+FIRST_TRIED = "int8"
+HEAD_PRECISIONS = ("int8", "bf16")
 KV_CACHE_PRECISIONS = {
     CPU: ("u8", "f16", "bf16", "f32"),  # OpenVINO's KV_CACHE_PRECISION
     TRTLLM: ("auto", "fp8", "int8"),  # auto = the model's own dtype
@@ -144,9 +147,11 @@ class Recipe:
     given: keys the file sets itself, so that one without effect is refused even where it repeats its default.
     group_size: input columns that share a weight scale (AWQ block size; int4 groups on the CPU).
 
-    cpu: with calibration, for int4 only, ``gptq.py`` chooses the weights; without (None) they are rounded to nearest.
-    kv_cache_tokens is the size of the KV pool. On a GPU it is an upper bound of the pool, None for
-    kv_cache_fraction of the memory left after load alone.
+    cpu: head_precision is that of the embedding and lm_head under int8 or int4 weights: int8, or bf16, which costs a
+    byte per entry and gives back a third of int8's loss. automatic: the build chooses precision, head_precision and
+    kv_cache_precision by measuring (precision "auto" in the file). With calibration, for int4 only, ``gptq.py``
+    chooses the weights; without (None) they are rounded to nearest. kv_cache_tokens is the size of the KV pool. On a
+    GPU it is an upper bound of the pool, None for kv_cache_fraction of the memory left after load alone.
     trtllm, llmapi: gpu names a card of ``hardware.py`` and sm its compute capability times ten (90 for 9.0); a recipe
     gives either, ``load`` fills in the other (the reference card of an sm); tp and pp are tensor- and
     pipeline-parallel ranks; image is the container that builds and serves.
@@ -167,6 +172,8 @@ class Recipe:
     description: str = ""
     revision: str | None = None
     group_size: int = 128
+    head_precision: str = "int8"
+    automatic: bool = False
     kv_cache_tokens: int | None = None
     kv_cache_fraction: float = 0.9
     gpu: str | None = None
@@ -255,6 +262,7 @@ KEYS: dict[str, _Key] = {
     "revision": _Key(_matching(r"[A-Za-z0-9][A-Za-z0-9._/-]*", "a branch, tag or commit of the hub")),
     "precision": _Key(required_for=KINDS),
     "kv_cache_precision": _Key(),
+    "head_precision": _Key(_one_of(*HEAD_PRECISIONS), (CPU,)),
     "max_batch_size": _Key(_integer(1, 4096), required_for=KINDS),
     "max_num_tokens": _Key(_integer(1, 1_048_576), required_for=KINDS),
     "max_seq_len": _Key(_integer(2, 10_485_760), required_for=(CPU, LLMAPI)),
@@ -392,7 +400,7 @@ def parse(table: Mapping[str, object], path: Path | str) -> Recipe:
                 raise RecipeError(path, key, f"got {shown(table[key])}; allowed is a table: [{key}]")
         elif key in table and rule.check is not None:
             _require(path, key, table[key], rule.check)
-    _require(path, "precision", table["precision"], _one_of(*PRECISIONS[kind]))
+    _require(path, "precision", table["precision"], _one_of(*PRECISIONS[kind], *((AUTO,) if kind == CPU else ())))
     kv_default = KV_CACHE_PRECISIONS[kind][0]
     _require(
         path, "kv_cache_precision", table.get("kv_cache_precision", kv_default), _one_of(*KV_CACHE_PRECISIONS[kind])
@@ -409,7 +417,15 @@ def parse(table: Mapping[str, object], path: Path | str) -> Recipe:
         values |= _card(path, table)
     values |= {"name": path.stem, "kv_cache_precision": table.get("kv_cache_precision", kv_default)}
     values.setdefault("max_seq_len", None)
-    precision = str(table["precision"])
+    if table["precision"] == AUTO:
+        for key in ("kv_cache_precision", "head_precision", "calibration", "group_size"):
+            if key in table:
+                raise RecipeError(path, key, f"does not go with precision {AUTO!r}, which chooses it; leave it out")
+        values |= {"precision": FIRST_TRIED, "automatic": True}
+    precision = str(values["precision"])
+    if values.get("head_precision", "int8") != "int8" and precision not in ("int8", "int4"):
+        problem = f"has no effect on {precision} weights, whose embedding and lm_head are {precision} too; leave it out"
+        raise RecipeError(path, "head_precision", problem)
     return Recipe(
         **values,
         calibration=_calibration(path, table),

@@ -7,10 +7,10 @@
     int4   u4[N, K/g, g] -> (Convert - zero) * f16[N, K/g, 1] -> [N, K]   groups of g columns, asymmetric
 
 These chains are the ones the plugin fuses into the matrix product (and into Gather for the embedding), so no
-widened copy exists at run time. Every matrix is compressed, with two exceptions. With int4 the embedding and lm_head
+widened copy exists at run time. Every matrix is compressed, with three exceptions. With int4 the embedding and lm_head
 stay int8: they read out single rows and the final logits, are a quarter of a small model, and four bits cost most
-there. A matrix whose rows do not divide into groups of at least 16 stays int8 as well. Norms and biases are f32
-always. A tied lm_head is the embedding's own node.
+there. With ``head_precision`` bf16 they are bf16, under int8 weights too. A matrix whose rows do not divide into groups
+of at least 16 stays int8. Norms and biases are f32 always. A tied lm_head is the embedding's own node.
 
 Scales come from the weights alone. Values are rounded to nearest, or, with int4 and calibration texts, as ``gptq.py``
 finds them.
@@ -104,12 +104,19 @@ class Weights:
     keep it until the model is saved."""
 
     def __init__(
-        self, checkpoint: Checkpoint, precision: str, group_size: int, calibrated: Mapping[str, Int4] | None = None
+        self,
+        checkpoint: Checkpoint,
+        precision: str,
+        group_size: int,
+        calibrated: Mapping[str, Int4] | None = None,
+        head_precision: str = "int8",
     ) -> None:
-        """calibrated: matrices that ``gptq.py`` has rounded already, by name; the others are rounded to nearest."""
+        """calibrated: matrices that ``gptq.py`` has rounded already, by name; the others are rounded to nearest.
+        head_precision: int8 or bf16, of embedding and lm_head where precision is int8 or int4."""
         self._checkpoint = checkpoint
         self._calibrated = calibrated or {}
         self._precision = precision
+        self._head = head_precision if precision in ("int8", "int4") else precision
         self._group_size = group_size
         self._shared: list[object] = []
         self._nodes: dict[str, Node] = {}
@@ -128,8 +135,9 @@ class Weights:
     def _compressed(self, name: str) -> Node:
         if name in self._calibrated:
             return self._int4(self._calibrated[name], self._checkpoint.tensors[name].shape)
-        if self._precision in ("bf16", "fp16", "fp32"):
-            return self._float(name)
+        stored = self._head if name in _READ_OUT else self._precision
+        if stored in ("bf16", "fp16", "fp32"):
+            return self._float(name, stored)
         weight = self._values(name)
         group = fitting_group(weight.shape[1], self._group_size)
         if self._precision == "int4" and name not in _READ_OUT and group is not None:
@@ -138,11 +146,11 @@ class Weights:
         wide = ops.convert(self._constant(quantized.values, ov.Type.i8, quantized.values.shape), ov.Type.f32)
         return ops.multiply(wide, ops.constant(quantized.scales))
 
-    def _float(self, name: str) -> Node:
+    def _float(self, name: str, stored: str) -> Node:
         tensor = self._checkpoint.tensors[name]
-        if self._precision == "fp32":
+        if stored == "fp32":
             return ops.constant(self._values(name))
-        if self._precision == "bf16":
+        if stored == "bf16":
             # The file's own bytes where it is bf16 already: mapped, not copied.
             bits = tensor.raw() if tensor.dtype == "BF16" else f32_to_bf16(self._values(name))
             require_finite(name, not ((bits & 0x7F80) == 0x7F80).any())  # all exponent bits set: NaN or infinity

@@ -2,6 +2,7 @@
 
 import json
 import math
+import platform
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,8 @@ def test_the_scores_of_a_good_engine_are_in_its_manifest(tmp_path):
     scores = load(tmp_path / "tiny").evaluation
     assert scores["verdict"] == {"passed": True, "problems": [], "override": None}
     assert scores["quality"]["top1_agreement"] > 0.97 and scores["quality"]["tokens"] == 2 * 255
-    assert scores["text"] == {"dataset": "cpython", "sequences": 2, "tokens_per_sequence": 256}
+    python = platform.python_version()
+    assert scores["text"] == {"dataset": "cpython", "sequences": 2, "tokens_per_sequence": 256, "python": python}
     assert scores["sanity"]["reply"] == scores["sanity"]["reference"] != ""
 
 
@@ -116,7 +118,7 @@ def test_an_engine_that_lost_all_that_nearly_uniform_random_weights_say_is_notic
     model, damaged = (evaluation.reference(checkpoint, said.append) for checkpoint in opened)
     found = evaluation.evaluate("good", opened[0], model, budget, said.append)
     assert found["quality"]["kl"] == 0 and 0 < found["quality"]["conviction"] < 0.2
-    assert "hardly better than chance" in said[0]
+    assert any("hardly better than chance" in line for line in said)
     with pytest.raises(quality.BeyondBudget, match="KL divergence is"):
         evaluation.evaluate("damaged", opened[0], damaged, budget, said.append)
 
