@@ -113,11 +113,15 @@ async def serve(service: Service) -> None:
         http.should_exit = scraped.should_exit = True
         await asyncio.gather(*serving)
         raise
-    addresses = [f"{settings.host}:{listening.getsockname()[1]}", f"{settings.host}:{kserve.port}"]
+    http_port, monitoring_port = listening.getsockname()[1], scraped_at.getsockname()[1]
     # The first line is for programs, the rest for people.
-    print(f"http {addresses[0]} grpc {addresses[1]}", flush=True)
-    scraped_url = f"{settings.monitoring_host}:{scraped_at.getsockname()[1]}"
-    print(banner.text(settings, *addresses, scraped_url, keyless=service.configuration.keyless), flush=True)
+    print(f"http {settings.host}:{http_port} grpc {settings.host}:{kserve.port}", flush=True)
+    addresses = (
+        banner.reachable(settings.host, http_port),
+        banner.reachable(settings.host, kserve.port),
+        banner.reachable(settings.monitoring_host, monitoring_port),
+    )
+    print(banner.text(settings, *addresses, keyless=service.configuration.keyless), flush=True)
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((stopping, serving[0]), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()

@@ -1,0 +1,34 @@
+"""What the gateway says to a person at its start."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gateway import banner
+from gateway.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", "127.0.0.1:1"),
+        ("0.0.0.0", "127.0.0.1:1"),
+        ("::", "[::1]:1"),
+        ("::1", "[::1]:1"),
+        ("10.0.0.1", "10.0.0.1:1"),
+    ],
+)
+def test_addresses_are_those_that_a_client_can_use(host: str, expected: str):
+    assert banner.reachable(host, 1) == expected
+
+
+@pytest.mark.parametrize("keyless", [True, False])
+def test_what_it_offers_is_shell_and_python(keyless: bool, tmp_path: Path):
+    said = banner.text(Settings(), "127.0.0.1:9000", "127.0.0.1:9001", "127.0.0.1:9002", keyless=keyless)
+    commands = said.partition("\nTry\n")[2].rpartition("Ctrl-C")[0]
+    assert ("$KEY" in commands) != keyless and "http://127.0.0.1:9002/metrics" in said
+    subprocess.run(["bash", "-nc", commands], check=True, timeout=60)
+    compile(commands.partition("-c '")[2].rpartition("'")[0], "banner", "exec")
