@@ -26,6 +26,7 @@ COUNTED_AT_ONCE = 512  # bytes that are tokenized on the event loop; longer prom
 MOST_COUNTED = 256 * 1024  # bytes; a longer prompt is estimated
 COUNTING_S = 0.5  # a count that is not there by then is an estimate
 _THREADS = 2
+_PART = 16 * 1024
 _START = 1.15  # the factor before anything was settled
 _MARGIN = 1.1
 _LEAST_LEARNED = 64.0  # estimated tokens; of shorter prompts the chat template is too large a part
@@ -76,10 +77,11 @@ def texts_of(request: GenerationRequest) -> list[str]:
 def size_by_bytes(texts: Sequence[str]) -> tuple[float, int]:
     """(tokens by the kinds of bytes, bytes)."""
     size, length = 0.0, 0
-    for text in texts:
-        data = text.encode(errors="surrogatepass")
+    # In parts, so that another thread gets its turn in between.
+    for part in (text[start : start + _PART] for text in texts for start in range(0, len(text), _PART)):
+        data = part.encode(errors="surrogatepass")
         length += len(data)
-        high = 0 if text.isascii() else len(data) - len(data.translate(None, _HIGH))
+        high = 0 if part.isascii() else len(data) - len(data.translate(None, _HIGH))
         lower = len(data) - len(data.translate(None, _LOWER))
         upper = len(data) - len(data.translate(None, _UPPER))
         spaces = len(data) - len(data.translate(None, _SPACES))
@@ -158,7 +160,9 @@ class PromptTokens:
     async def _count(self, request: GenerationRequest, tenant: str) -> PromptCount:
         texts = texts_of(request)
         length = sum(map(len, texts))
-        if self._threads is None or self._mismatches >= _MISMATCHES or length > MOST_COUNTED:
+        if length > MOST_COUNTED:
+            return await asyncio.to_thread(self.estimate, request, tenant)
+        if self._threads is None or self._mismatches >= _MISMATCHES:
             return self.estimate(request, tenant)
         if length <= COUNTED_AT_ONCE:
             size = self._tokens(texts)
@@ -180,7 +184,8 @@ class PromptTokens:
         assert self._tokenizer is not None
         # Half a character, as JSON can hold one, is none to a tokenizer; the replica refuses it.
         whole = (text.encode(errors="replace").decode() for text in texts)
-        return sum(len(self._tokenizer.encode(text, add_special_tokens=False)) for text in whole)
+        # Of all its methods only those for batches let other threads run meanwhile.
+        return sum(len(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]) for text in whole)
 
     def _factor(self, tenant: str) -> float:
         return self._factors.get(tenant) or (self._mean * _MARGIN or _START)

@@ -172,9 +172,9 @@ async def test_choices_of_one_prompt_count_it_once(tokenizer) -> None:
 
 async def test_long_prompts_are_counted_beside_the_event_loop(tokenizer) -> None:
     class Watched:
-        def encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
             threads.add(threading.current_thread())
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
     threads: set[threading.Thread] = set()
     counted = PromptTokens(Watched())
@@ -186,14 +186,23 @@ async def test_long_prompts_are_counted_beside_the_event_loop(tokenizer) -> None
     )
 
 
+async def test_the_event_loop_turns_while_a_long_prompt_is_counted(tokenizer) -> None:
+    counting = asyncio.ensure_future(PromptTokens(tokenizer).need([asked(ENGLISH * 1000)], "a"))
+    turns = 0
+    while not counting.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert (await counting).counts[0].size > 20_000 and turns > 3
+
+
 async def test_a_count_that_takes_too_long_is_an_estimate_and_holds_nobody_up(monkeypatch) -> None:
     monkeypatch.setattr(prompt_tokens, "COUNTING_S", 0.02)
     gate = threading.Event()
 
     class Slow:
-        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
             gate.wait(60)
-            return [1]
+            return [[1]]
 
     counted = PromptTokens(Slow())
     try:
