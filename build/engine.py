@@ -247,15 +247,17 @@ def _hub_architecture(model: str, download: bool) -> Architecture:
 
 
 def _in_precision(table: dict[str, object], precision: str | None) -> dict[str, object]:
-    """A recipe's table with another precision of the weights, if one is given: without its budget, which is of its own
-    precision, and without calibration where that has no effect."""
+    """A recipe's table with another precision of the weights, if one is given.
+
+    Left out are its budget, which is of its own precision, and calibration and group_size where they have no effect.
+    """
     if precision in (None, table.get("precision")):
         return table
     left = {"quality", "head_precision"}
     if table.get("kind") == recipes.CPU and precision != "int4":
-        left |= {"calibration"}
+        left |= {"calibration", "group_size"}
     if precision == recipes.AUTO:
-        left |= {"kv_cache_precision", "group_size"}
+        left |= {"kv_cache_precision"}
     changes = {"precision": precision}
     if precision == EXACT:
         changes = {"precision": _stored_precision(str(table["model"])), "kv_cache_precision": choice.EXACT_KV}

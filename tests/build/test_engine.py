@@ -297,6 +297,15 @@ def test_the_command_of_a_plan_builds_what_was_planned(checkpoint, capsys):
     assert "$ .venv/bin/python build/engine.py --engine demo --precision int8" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", [path.stem for path in sorted(layout.RECIPES.glob("demo*.toml"))])
+@pytest.mark.parametrize("precision", recipes.PRECISIONS[recipes.CPU])
+def test_every_cpu_recipe_can_be_planned_in_every_precision(name, precision, capsys):
+    if recipes.named(name).kind != recipes.CPU:
+        pytest.skip("the precision of a GPU recipe is its own")
+    assert engine.main(["--engine", name, "--precision", precision, "--dry-run"]) == 0
+    assert "verdict    needs " in capsys.readouterr().out
+
+
 def test_a_dry_run_of_a_hub_model_downloads_nothing(monkeypatch, capsys):
     monkeypatch.setattr(engine, "fetch", lambda *_: pytest.fail("a dry run downloads"))
     assert engine.main(["--model", "Qwen/Qwen3-0.6B", "--dry-run"]) == 0
