@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from server import shared_memory
 from server.installation import Installation
 from server.repository import ENSEMBLE
 from server.settings import ROOT, Settings
@@ -17,16 +18,21 @@ RESTRICTED = "model-repository,shared-memory,trace,logging"
 FORWARDED_HEADERS = "(?i)(traceparent|tracestate|x-.*)"
 # Four sender threads of the engine, the detokenizer's relay, and room; the default of 32 per instance is idle weight.
 BACKEND_THREADS = 8
-# Per stub. The default of 1 MiB grows while messages are under way, and servers died in that on a loaded machine
-# (boost lock_exception, benchmarks/LOG.md); this is more than ten thousand open streams took. Only what is used
-# is taken.
-SHM_BYTES = 32 * 1024 * 1024
 # Only reached when the supervisor's own, shorter patience fails.
 EXIT_TIMEOUT_S = 10
 
 
-def tritonserver(settings: Settings, installation: Installation, backends: Path, shm_prefix: str) -> list[str]:
-    """argv of a tritonserver that serves the ensemble of ``settings`` and nothing else."""
+def tritonserver(
+    settings: Settings,
+    installation: Installation,
+    backends: Path,
+    shm_prefix: str,
+    shm_bytes: int = shared_memory.MOST_BYTES,
+) -> list[str]:
+    """argv of a tritonserver that serves the ensemble of ``settings`` and nothing else.
+
+    shm_bytes: size of each stub's file in /dev/shm.
+    """
     keepalive_ms = round(settings.keepalive_s * 1000)
     return [
         str(installation.tritonserver),
@@ -60,7 +66,7 @@ def tritonserver(settings: Settings, installation: Installation, backends: Path,
         f"--allow-gpu-metrics={str(Path('/dev/nvidiactl').exists()).lower()}",
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
         f"--backend-config=python,thread-pool-size={BACKEND_THREADS}",
-        f"--backend-config=python,shm-default-byte-size={SHM_BYTES}",
+        f"--backend-config=python,shm-default-byte-size={shm_bytes}",
         *_log_flags(settings.log_level),
         *_tls_flags(settings),
         *_trace_flags(settings),

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from contract.errors import EngineFailed, TridentError
-from server import canary, command, liveness, log, process, stubs, traffic
+from server import canary, command, liveness, log, process, shared_memory, shell_paths, stubs, traffic
 from server.admin import Admin, fetch
 from server.health import (
     BecameReady,
@@ -33,6 +35,10 @@ from server.repository import Model, Pipeline
 from server.settings import Settings
 
 LOOK_EVERY_S = 0.05
+LAUNCH_LOOK_EVERY_S = 0.5
+# A stub that ended and that tritonserver has not buried for so long: it waits for it. Where a model's own code failed
+# tritonserver says so itself and buries it within milliseconds.
+FAILED_LAUNCH_S = 2.0
 # After a failed canary the next one follows sooner, but not before an engine could have recovered by itself.
 RETRY_CANARY_S = 3.0
 # Models finalize within a moment of SIGTERM; the server then takes seconds over its own exit, which nobody needs.
@@ -57,8 +63,12 @@ class Life:
         self._report = report
         self._shm_prefix = shm_prefix
         self._log = log.path(settings.state_dir, settings.grpc_port)
-        backends = installation.link_backends(settings.state_dir)
-        self._command = command.tritonserver(settings, installation, backends, shm_prefix)
+        backends = shell_paths.plain(installation.link_backends(settings.state_dir), "backends", shm_prefix)
+        models = shell_paths.plain(settings.model_repository, "models", shm_prefix)
+        shm_bytes = shared_memory.region_bytes(sum(m.stubs for m in pipeline.models), shared_memory.free_bytes())
+        self._command = command.tritonserver(
+            replace(settings, model_repository=models), installation, backends, shm_prefix, shm_bytes
+        )
         self._environ = command.environment(settings, installation, engine_folder, shm_prefix, os.environ)
         self._server: Server | None = None
         self._watch = stubs.Watch(self._on_stub_death)
@@ -66,6 +76,8 @@ class Life:
         self._tasks: list[asyncio.Task[None]] = []  # canary and watchers, from ready to the end
         self._doomed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why it will not become ready
         self._ready = False
+        self._launches_looked_s = 0.0
+        self._launches_failed: dict[int, float] = {}  # pid of an ended stub → when it was first seen
         self._traffic: traffic.Traffic | None = None  # when the server was last examined
         self._hung: set[int] = set()  # pids of stubs that hang
         self._mending: set[str] = set()  # models with a stub that hangs; each is reported once until it is revived
@@ -148,6 +160,7 @@ class Life:
 
     async def _become_ready(self) -> None:
         while not await self.admin.is_ready():
+            self._look_for_failed_launches()
             await asyncio.sleep(LOOK_EVERY_S)
         self._watch_stubs()
         while True:
@@ -210,6 +223,17 @@ class Life:
     def _on_engine_hung(self, pid: int, reason: str) -> None:
         if self._ready and pid in {stub.pid for stub in self._watch.watched}:
             self._report(EngineHung(reason))
+
+    def _look_for_failed_launches(self) -> None:
+        """Triton does not notice a stub that ends before it speaks: it waits for it, and leaves it a zombie."""
+        now_s = time.monotonic()
+        if now_s - self._launches_looked_s < LAUNCH_LOOK_EVERY_S:
+            return
+        self._launches_looked_s = now_s
+        ended = process.zombies_of(self.pid)
+        self._launches_failed = {pid: self._launches_failed.get(pid, now_s) for pid in ended}
+        if any(now_s - since_s >= FAILED_LAUNCH_S for since_s in self._launches_failed.values()):
+            self._doom("the process of a Python model ended before it could load the model")
 
     def _watch_stubs(self) -> None:
         """Watches all stubs there are now; one that should be there and is not has died unseen."""

@@ -11,7 +11,7 @@ NOISE = re.compile(
 )
 ERROR = re.compile(
     r"^E\d{4} |^error: |^Traceback|Error: |not found|cannot open shared object|Failed to initialize|Signal \("
-    r"|terminate called|what\(\):"
+    r"|terminate called|what\(\):|^bash: |error while loading shared libraries|cannot execute"
 )
 # Head of a log line: level, date, time, process, source file.
 HEAD = re.compile(r"^[EWI]\d{4} [\d:.]+ \d+ \S+:\d+\] ")

@@ -25,6 +25,19 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def zombies_of(parent: int) -> list[int]:
+    """Pids of the children of ``parent`` that have ended and that it has not waited for."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_bytes().rpartition(b")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if fields[0] == b"Z" and int(fields[1]) == parent:
+            found.append(int(stat.parent.name))
+    return found
+
+
 def kill(pid: int) -> None:
     """SIGKILL, which ends a stopped process too; nothing if it is gone."""
     with contextlib.suppress(ProcessLookupError):

@@ -88,6 +88,8 @@ class Supervisor:
         claimed = ports.claim(settings.grpc_port)
         # The port is free and ours, so whoever left these is gone.
         shared_memory.clean(shared_memory.port_prefix(settings.grpc_port))
+        stubs = sum(model.stubs for model in self._pipeline.models)
+        shared_memory.region_bytes(stubs, shared_memory.free_bytes())
         settings.drain_file.unlink(missing_ok=True)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.write_bytes(b"")
@@ -154,9 +156,13 @@ class Supervisor:
     async def _start(self, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
         report = partial(self._post, life=self._lives)
-        self._life = Life(
-            self._settings, self._installation, self._pipeline, self._engine_folder, self._shm_prefix, report
-        )
+        try:
+            self._life = Life(
+                self._settings, self._installation, self._pipeline, self._engine_folder, self._shm_prefix, report
+            )
+        except TridentError as error:  # somebody else has filled /dev/shm
+            report(health.StartFailed(str(error)))
+            return
         async with progress.shown(f"starting tritonserver with engine {self._settings.engine}", self._err):
             event = await self._life.begin()
         if isinstance(event, health.StartFailed):

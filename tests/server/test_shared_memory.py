@@ -1,7 +1,10 @@
 """Which files in /dev/shm are ours."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from contract.errors import Unavailable
 from server import shared_memory
 
 
@@ -16,3 +19,24 @@ def test_only_files_of_the_prefix_go(tmp_path):
 def test_a_foreign_prefix_is_refused(tmp_path):
     with pytest.raises(AssertionError, match="not ours"):
         shared_memory.clean("", tmp_path)
+
+
+@given(st.integers(1, 64), st.integers(0, 1 << 40))
+def test_all_regions_together_leave_room_and_each_is_large_enough_or_the_size_is_refused(stubs, free):
+    try:
+        each = shared_memory.region_bytes(stubs, free)
+    except Unavailable as error:
+        assert free * 7 // 8 < stubs * shared_memory.LEAST_BYTES
+        assert f"/dev/shm has {free // shared_memory.MIB} MiB free" in str(error) and "--shm-size" in str(error)
+        return
+    assert shared_memory.LEAST_BYTES <= each <= shared_memory.MOST_BYTES
+    assert stubs * each <= free * 7 // 8
+
+
+def test_a_container_with_64_mib_is_enough_for_the_ensembles_four_stubs():
+    assert shared_memory.region_bytes(4, 64 * shared_memory.MIB) == 14 * shared_memory.MIB
+    assert shared_memory.region_bytes(4, 1 << 34) == shared_memory.MOST_BYTES
+
+
+def test_a_folder_that_is_missing_has_no_room(tmp_path):
+    assert shared_memory.free_bytes(tmp_path / "none") == 0 < shared_memory.free_bytes(tmp_path)

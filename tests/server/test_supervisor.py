@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import EngineFailed, Unavailable
-from server import ports, shared_memory, status, stubs, traffic
+from server import installation, ports, shared_memory, status, stubs, traffic
 from server.admin import fetch
 from server.settings import ROOT
 
@@ -364,6 +364,53 @@ def test_a_model_that_does_not_load_is_one_clear_error_with_the_logs_own_words(p
     (found,) = status.read_all(place["state_dir"])
     assert found.state == "failed" and "weights are missing" in found.reason
     assert not list(Path("/dev/shm").glob(f"{shared_memory.port_prefix(place['grpc_port'])}*"))
+
+
+def test_a_stub_that_cannot_start_ends_the_start_with_its_own_words(place, tmp_path):
+    """As where its library is missing: it ends before it speaks, and Triton goes on waiting for it."""
+    wheel = installation.find()
+    image = tmp_path / "image"
+    (image / "bin").mkdir(parents=True)
+    (image / "bin" / "tritonserver").symlink_to(wheel.tritonserver)
+    (image / "caches").symlink_to(wheel.caches)
+    python = image / "backends" / "python"
+    python.mkdir(parents=True)
+    for file in wheel.backend_files.iterdir():
+        (python / file.name).symlink_to(file)
+    stub = python / installation.STUB
+    stub.write_text("#!/bin/sh\nexec /no/such/program\n")
+    stub.chmod(0o755)
+    ended = run(tritonserver=image, start_timeout_s=3600, **place)
+    assert ended.returncode == 1 and "ended before it could load the model" in ended.stderr
+    assert "/no/such/program: not found" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_paths_that_a_shell_would_split_or_expand_are_served_all_the_same(place, tmp_path):
+    awkward = tmp_path / "a b's $HOME & (c); *"
+    shutil.copytree(REPOSITORY, awkward / "model_repository")
+    (awkward / "state").mkdir()
+    ended = run(
+        "--",
+        sys.executable,
+        "-c",
+        ASK_READY,
+        **place | {"model_repository": awkward / "model_repository", "state_dir": awkward / "state"},
+    )
+    assert ended.returncode == 7, ended.stderr
+    assert not list(Path("/dev/shm").glob(f"{shared_memory.port_prefix(place['grpc_port'])}*"))
+
+
+def test_crashes_leave_nothing_in_shared_memory_while_the_supervisor_lives(serve):
+    with serve() as replica:
+        names = {file.name for file in files_of(replica)}
+        for restarts, of_keeper in ((1, False), (2, True), (3, True)):
+            server = replica.server_pid
+            keeper = int(Path(f"/proc/{server}/stat").read_bytes().rpartition(b")")[2].split()[1])
+            os.kill(keeper if of_keeper else server, signal.SIGKILL)
+            replica.wait_until_ready(restarts=restarts)
+            found = {file.name for file in files_of(replica)}
+            assert len(found) == 4 and not found & names
+            names |= found
 
 
 def test_a_server_that_fails_to_start_again_and_again_is_given_up(serve, tmp_path):

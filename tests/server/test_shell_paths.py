@@ -1,0 +1,63 @@
+"""Paths as a shell gets them: one word, unchanged, and no other file."""
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.errors import Unavailable
+from server import shared_memory
+from server.shell_paths import is_plain, plain
+
+AWKWARD = [
+    "a b",
+    "it's",
+    'say "x"',
+    "$HOME",
+    "(x)",
+    "a&b",
+    "a;b",
+    "a|b",
+    "*",
+    "~x",
+    "`id`",
+    "a\nb",
+    "ä",
+    "#x",
+    "a\\b",
+    "!x",
+]
+
+
+def test_a_plain_path_is_taken_as_it_is(tmp_path):
+    assert plain(Path("/opt/trident-1.0/model_repository"), "models", "trident_1_2_", tmp_path) == Path(
+        "/opt/trident-1.0/model_repository"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_an_awkward_one_is_reached_by_a_link_that_goes_with_the_shared_memory(tmp_path, name):
+    target = tmp_path / "home" / name
+    target.mkdir(parents=True)
+    (target / "model.py").write_text("found")
+    links = tmp_path / "shm"
+    links.mkdir()
+    link = plain(target, "models", "trident_1_2_", links)
+    said = subprocess.run(["bash", "-c", f" exec cat {link}/model.py"], capture_output=True, text=True, check=False)
+    assert said.stdout == "found", said.stderr
+    assert plain(target, "models", "trident_1_2_", links) == link  # a restart makes it again
+    assert shared_memory.clean("trident_1_2_", links) == ["trident_1_2_models"] and target.is_dir()
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1))
+def test_what_counts_as_plain_needs_no_quotes(text):
+    assert not is_plain(Path(text)) or shlex.quote(str(Path(text))) == str(Path(text))
+
+
+def test_a_link_that_cannot_be_made_is_a_sentence_that_names_the_path(tmp_path):
+    with pytest.raises(Unavailable, match="a b holds characters .* move the folder"):
+        plain(tmp_path / "a b", "models", "trident_1_2_", tmp_path / "no such folder")
