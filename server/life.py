@@ -163,9 +163,11 @@ class Life:
             self._look_for_failed_launches()
             await asyncio.sleep(LOOK_EVERY_S)
         self._watch_stubs()
+        # Clients that come back at once may fill every slot before the canary: a server that serves them is ready.
+        before = await self._traffic_if_known()
         while True:
             finding = await canary.ask(self._settings, self._settings.canary_timeout_s)
-            if finding.health is canary.Health.WELL:
+            if canary.is_well(finding, before, await self._traffic_if_known()):
                 return
             if finding.health is canary.Health.ILL:
                 self._doom(f"the models loaded, but the first request failed: {finding.reason}")

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -411,6 +412,31 @@ def test_crashes_leave_nothing_in_shared_memory_while_the_supervisor_lives(serve
             found = {file.name for file in files_of(replica)}
             assert len(found) == 4 and not found & names
             names |= found
+
+
+def test_a_server_filled_by_clients_that_came_back_is_ready_although_the_canary_finds_no_slot(
+    serve, open_stream, tmp_path
+):
+    crowded = tmp_path / "crowded"
+    with serve(start_timeout_s=30, env={"TRIDENT_FIXTURE_CROWDED": str(crowded)}) as replica:
+        crowded.touch()
+        stop = threading.Event()
+
+        def come_back():
+            while not stop.is_set():
+                stream = open_stream(replica, max_tokens=20)
+                stream.ended.wait(60)
+                stream.close()
+
+        client = threading.Thread(target=come_back)
+        client.start()
+        try:
+            os.kill(replica.server_pid, signal.SIGKILL)
+            found = replica.wait_until_ready(restarts=1)
+            assert found.restarts == 1
+        finally:
+            stop.set()
+            client.join(60)
 
 
 def test_a_server_that_fails_to_start_again_and_again_is_given_up(serve, tmp_path):
