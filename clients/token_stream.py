@@ -65,6 +65,7 @@ class TokenStream:
         self._schedule = schedule
         self._attempt: Attempt | None = None
         self._pause: asyncio.Task | None = None  # the wait before another attempt
+        self._abandoned: TridentError | None = None
         self._read: Callable | None = None
         self._next: Callable | None = None  # self._read, or None where something else than reading comes next
         self._began = False
@@ -98,12 +99,23 @@ class TokenStream:
             if self._pause is not None:
                 self._pause.cancel()
 
+    def abandon(self, error: TridentError) -> None:
+        """Gives up the attempt under way if it has no token yet. Its reader goes on with the next attempt, or gets
+        ``error`` if the schedule allows none. The attempt itself is released as cancelled."""
+        if self._attempt is not None and not self._answer.started and not self._ended:
+            self._abandoned = error
+            self._attempt.call.cancel()
+
     async def __anext__(self) -> TokenDelta:
         while True:
             if self._next is None:
                 await self._advance()
             try:
-                delta = self._answer.take(await self._next())
+                data = await self._next()
+                if self._abandoned is not None:
+                    await self._next_attempt()
+                    continue
+                delta = self._answer.take(data)
             except StopAsyncIteration:
                 await self._failed(self._answer.cut(self._attempt.url), RetryHint())
             except grpc.aio.AioRpcError as exc:
@@ -113,8 +125,10 @@ class TokenStream:
             except asyncio.CancelledError:
                 if self._ended:  # closed by another task: this one was not cancelled
                     raise Cancelled(f"request {self.request_id} was closed while it was being read") from None
-                self.cancel()
-                raise
+                if self._abandoned is None or is_cancelled():
+                    self.cancel()
+                    raise
+                await self._next_attempt()
             except BaseException:
                 self.cancel()
                 raise
@@ -164,6 +178,12 @@ class TokenStream:
             self._attempt = attempt
             self._next = self._read = attempt.call.__aiter__().__anext__
 
+    async def _next_attempt(self) -> None:
+        """As ``_failed``, for an attempt that was abandoned, which says nothing more about its replica."""
+        error, self._abandoned = self._abandoned, None
+        self._release(Cancelled("the attempt was given up"))
+        await self._failed(error, RetryHint())
+
     async def _failed(self, error: TridentError, hint: RetryHint, cause: BaseException | None = None) -> None:
         """Ends the attempt. Returns if there shall be another one, raises otherwise."""
         self._release(error)
@@ -209,6 +229,12 @@ class TokenStream:
             with contextlib.suppress(RuntimeError):  # the event loop is gone, and the call with it
                 attempt.call.cancel()
             attempt.release(error, self._answer)
+
+
+def is_cancelled() -> bool:
+    """Whether the running task itself was cancelled, not only the call it waited for. Python 3.10 cannot tell: no."""
+    cancelling = getattr(asyncio.current_task(), "cancelling", None)
+    return cancelling is not None and cancelling() > 0
 
 
 class _Loop:

@@ -22,7 +22,7 @@ from gateway.budgets import Level, Reservation
 from gateway.concurrency import Concurrency, Slot
 from gateway.degradation import Ladder, Stage, degrade
 from gateway.fairness import Entry, FairQueue
-from gateway.permit import Tenant
+from gateway.permit import Release, Tenant
 from gateway.prompt_tokens import PromptCount, PromptTokens
 
 # Where nobody says how much can run at once.
@@ -109,22 +109,28 @@ class FairAdmission:
         )
 
     async def admit(
-        self, requests: Sequence[GenerationRequest], tenant: Tenant, takes: Takes = lambda target, requests: True
+        self,
+        requests: Sequence[GenerationRequest],
+        tenant: Tenant,
+        takes: Takes = lambda target, requests: True,
+        down: bool = False,
     ) -> QueuedPermit:
-        """The permit, as soon as it is the turn of all ``requests`` together; see permit.py. Where the overflow target
-        does not take them, answers are shortened instead.
+        """The permit, as soon as it is the turn of all ``requests`` together; see permit.py. Where no overflow target
+        takes them, answers are shortened instead. down: the tenant's pool has no healthy replica, so that a target
+        serves them whatever the pressure.
 
         Raises Overloaded with ``reason``, ``retry_after_s`` and ``headers`` (pressure, a cap, the queue or a budget is
         full), DeadlineExceeded (their time was up in the queue), InvalidArgument (they can never fit a budget or a
         cap), Unavailable (the budget store does not answer).
         """
         now_s = self._clock()
-        requests, target, headers = self._lowered(tuple(requests), tenant, takes)
-        ticket = _Ticket(self, self._acquire(tenant, len(requests)))
+        requests, target, headers = self._lowered(tuple(requests), tenant, takes, down)
+        ticket = _Ticket(self, tenant, self._acquire(tenant, len(requests)))
         try:
             if not target:
                 self._check_room(tenant)
             need = await self.prompt_tokens.need(requests, tenant.name)
+            ticket.tokens_each = max(1, need.tokens // len(requests))
             ticket.reservation = await self._reserve(tenant.levels, need.tokens, need.least)
             headers |= ticket.reservation.headers
             if not target:  # the overflow target has its own capacity, and no place here is used
@@ -140,10 +146,31 @@ class FairAdmission:
             raise
         return QueuedPermit(requests, headers, target, ticket, need.counts)
 
+    async def queue_for_replicas(self, ticket: _Ticket, left_s: float) -> Release:
+        """Waits for the turn of one request that was admitted to an overflow target and comes back from there. Its
+        budget stays as reserved. Returns what gives the slot back, told the tokens used; closing the ticket does so
+        too. Raises Overloaded, DeadlineExceeded.
+        """
+        tenant = ticket.tenant
+        self._check_room(tenant)
+        until_s = self._clock() + min(self._shares.max_wait_s, left_s)
+        turn = asyncio.get_running_loop().create_future()
+        entry = Entry(tenant.name, ticket.tokens_each, tenant.priority, tenant.weight, until_s, 1, work=turn)
+        ticket.returned.append(entry)
+        self._push(entry)
+        await turn
+        return lambda used_tokens: self._release_returned(ticket, entry, used_tokens)
+
+    def _release_returned(self, ticket: _Ticket, entry: Entry, used_tokens: int) -> None:
+        if entry in ticket.returned:
+            ticket.returned.remove(entry)
+            self._leave(entry, used_tokens)
+            self._dispatch()
+
     async def admit_reader(self, tenant: Tenant) -> QueuedPermit:
         """For an answer that exists already or is being made for somebody else: a request of the tenant's budget and
         a place in its caps, no tokens and no turn. Raises what ``admit`` raises."""
-        ticket = _Ticket(self, self._acquire(tenant, 1))
+        ticket = _Ticket(self, tenant, self._acquire(tenant, 1))
         try:
             requests_only = [replace(one, limits=replace(one.limits, tokens_per_minute=None)) for one in tenant.levels]
             ticket.reservation = await self._reserve(tuple(requests_only), 0, 0)
@@ -153,7 +180,7 @@ class FairAdmission:
         return QueuedPermit((), dict(ticket.reservation.headers), "", ticket)
 
     def _lowered(
-        self, requests: tuple[GenerationRequest, ...], tenant: Tenant, takes: Takes
+        self, requests: tuple[GenerationRequest, ...], tenant: Tenant, takes: Takes, down: bool
     ) -> tuple[tuple[GenerationRequest, ...], str, dict[str, str]]:
         """The requests as they may be served under the pressure there is, where, and what is said about it."""
         ladder = self._ladder
@@ -162,9 +189,11 @@ class FairAdmission:
         stage = ladder.stage(self.pressure(tenant))
         if stage is Stage.REFUSE:
             raise self._refusal("pressure", Overloaded("there is more work than can be done"))
-        if stage is Stage.OVERFLOW and not takes(ladder.overflow, requests):
-            stage = Stage.SHORTER
-        lowered = [degrade(one, stage, ladder) for one in requests]
+        target = ""
+        if down or stage is Stage.OVERFLOW:
+            target = next((name for name in ladder.overflow if takes(name, requests)), "")
+            stage = Stage.OVERFLOW if target else Stage.SHORTER if stage is Stage.OVERFLOW else stage
+        lowered = [degrade(one, stage, ladder, target) for one in requests]
         note = next((one.note for one in lowered if one.note), "")
         if not note:
             return requests, "", {}
@@ -275,14 +304,14 @@ class FairAdmission:
         ticket.slot.release()
         if ticket.reservation is not None:
             self._budgets.settle(ticket.reservation, used_tokens)
-        entry = ticket.entry
-        if entry is None:
-            return
-        self._queue.remove(entry)
-        let_in = entry.work.done() and not entry.work.cancelled() and entry.work.exception() is None
-        if let_in:
-            self._leave(entry, used_tokens)
-        self._dispatch()
+        entries = ([ticket.entry] if ticket.entry is not None else []) + ticket.returned
+        for entry in entries:
+            self._queue.remove(entry)
+            let_in = entry.work.done() and not entry.work.cancelled() and entry.work.exception() is None
+            if let_in:
+                self._leave(entry, used_tokens)
+        if entries:
+            self._dispatch()
 
     def _leave(self, entry: Entry, used_tokens: int) -> None:
         self.running -= entry.places
@@ -301,9 +330,12 @@ class _Ticket:
     """What a request has taken so far."""
 
     admission: FairAdmission
+    tenant: Tenant
     slot: Slot
     reservation: Reservation | None = None
     entry: Entry | None = None
+    tokens_each: int = 1  # reserved for each of its requests
+    returned: list[Entry] = field(default_factory=list)  # of requests that came back from an overflow target
     open: bool = True
 
     def close(self, used_tokens: int) -> None:
@@ -317,10 +349,13 @@ class QueuedPermit:
     """See permit.Permit."""
 
     requests: tuple[GenerationRequest, ...]
-    headers: Mapping[str, str]
+    headers: dict[str, str]
     target: str
     ticket: _Ticket = field(repr=False)
     counts: tuple[PromptCount, ...] = ()
+
+    async def queue_for_replicas(self, left_s: float) -> Release:
+        return await self.ticket.admission.queue_for_replicas(self.ticket, left_s)
 
     def settle(self, usage: Usage | None) -> None:
         self.ticket.close(0 if usage is None else usage.input_tokens + usage.output_tokens)

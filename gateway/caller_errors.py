@@ -30,7 +30,7 @@ _SENTENCES: dict[type[TridentError], str] = {
     NotFound: "the model, or the version asked for, is not there",
     Cancelled: "the request was cancelled",
     Overloaded: "the engines have more requests than they take",
-    Unavailable: "the engine is not available, or was lost while it answered",
+    Unavailable: "no engine is fit to serve the request, or the one that served it was lost",
     DeadlineExceeded: "the request's time was up before its answer was complete",
     EngineFailed: "the engine failed while it served the request",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from opentelemetry.trace import Span
@@ -40,11 +40,10 @@ class Choices:
 
     def __init__(self, service: Service, permit: Permit, asking: Asking, began_s: float, span: Span | None) -> None:
         self._service, self._tenant, self._permit, self._span = service, asking.tenant.name, permit, span
-        self.headers: Mapping[str, str] = permit.headers
+        self.headers: dict[str, str] = permit.headers  # one that goes elsewhere changes what it says
         self._open = len(permit.requests)
         self.generations = [
-            Generation(service, request, permit.target, asking, began_s, span, self._ended)
-            for request in permit.requests
+            Generation(service, request, permit, asking, began_s, span, self._ended) for request in permit.requests
         ]
         for generation, count in zip(self.generations, permit.counts, strict=True):
             generation.prompt_count = count
@@ -53,6 +52,11 @@ class Choices:
     def __aiter__(self) -> AsyncIterator[Piece]:
         self._pieces = _merged(self.generations)
         return self._pieces
+
+    @property
+    def made_elsewhere(self) -> bool:
+        """Whether an overflow target served any of them."""
+        return any(generation.target for generation in self.generations)
 
     def close(self, error: BaseException | None = None) -> None:
         for generation in self.generations:

@@ -25,17 +25,20 @@ class Stage(str, Enum):
 class Ladder:
     """At which pressure each stage begins. Pressure: the fullest bound as a fraction, 1 is full.
 
-    max_tokens: what answers are cut to in the first stage. overflow: the name of the target that takes requests in
-    the second, empty if there is none; then that stage is the first one's.
+    max_tokens: what answers are cut to in the first stage. overflow: the names of the targets that take requests in
+    the second, in order of preference; without any that stage is the first one's. They also take the requests of a pool
+    without a healthy replica, and those that fail elsewhere before their first token.
     """
 
     shorter_at: float = 0.7
     overflow_at: float = 0.85
     refuse_at: float = 1.0
     max_tokens: int = 128
-    overflow: str = ""
+    overflow: tuple[str, ...] | str = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.overflow, str):  # one name stands for a tuple of it
+            object.__setattr__(self, "overflow", (self.overflow,) if self.overflow else ())
         if not 0 < self.shorter_at <= self.overflow_at <= self.refuse_at:
             steps = f"{self.shorter_at}, {self.overflow_at}, {self.refuse_at}"
             raise InvalidArgument("shorter_at", f"got the steps {steps}; allowed are rising ones above 0")
@@ -60,10 +63,17 @@ class Degraded:
     note: str = ""
 
 
-def degrade(request: GenerationRequest, stage: Stage, ladder: Ladder) -> Degraded:
-    """``request`` under ``stage``; REFUSE is the caller's to raise, and is treated as the stage below it."""
+def overflow_note(target: str) -> str:
+    """What the response says of a request that ``target`` serves."""
+    return f"overflow={target}"
+
+
+def degrade(request: GenerationRequest, stage: Stage, ladder: Ladder, target: str = "") -> Degraded:
+    """``request`` under ``stage``; REFUSE is the caller's to raise, and is treated as the stage below it. target: the
+    one that takes it in the stage OVERFLOW, the first of the ladder if it is not said."""
     if stage is Stage.OVERFLOW and ladder.overflow:
-        return Degraded(request, ladder.overflow, f"overflow={ladder.overflow}")
+        target = target or ladder.overflow[0]
+        return Degraded(request, target, overflow_note(target))
     limit = max(ladder.max_tokens, request.sampling.min_tokens)  # a promised minimum is kept
     if stage is Stage.NONE or request.max_tokens <= limit:
         return Degraded(request)

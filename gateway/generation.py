@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,39 +13,57 @@ from opentelemetry.trace import Span, SpanKind
 
 from clients.connection import new_request_id
 from clients.token_stream import TokenStream
-from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, TridentError, Unavailable
+from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, Overloaded, TridentError, Unavailable
 from contract.generation import FinishReason, GenerationRequest, TokenDelta, Usage
 from gateway import observability, replica_spans
 from gateway.caller_errors import from_backend
+from gateway.degradation import overflow_note
 from gateway.engine_priority import engine_priority
 from gateway.observability import end_span
 from gateway.prompt_tokens import PromptCount
 from gateway.replicas import Door
-from gateway.upstream import UpstreamStream
+from gateway.upstream import Upstream, UpstreamStream
 
 if TYPE_CHECKING:
+    import grpc.aio
+
+    from gateway.permit import Permit, Release
     from gateway.service import Asking, Service
+
+UNHEALTHY_S = 1.0  # a replica that was taken out and has made nothing for so long keeps no request without a token
 
 
 class Generation:
     """An asynchronous iterator of TokenDelta that ends or raises TridentError. ``request`` is what is served.
 
     target: the overflow target that serves it, "" for the usual replicas. ended: called once, at the end. The KServe
-    door reads raw messages instead of iterating, and reports them by ``saw``.
+    endpoint reads raw messages instead of iterating, and reports them by ``saw``.
+
+    Before its first token a request may change places: to another replica when its own makes nothing or is taken for
+    unhealthy, at most ``hang_retries`` times, and to the next overflow target or back to the replicas when a place
+    fails, each place once (docs/decisions/0018).
     """
 
     def __init__(
         self,
         service: Service,
         request: GenerationRequest,
-        target: str,
+        permit: Permit,
         asking: Asking,
         began_s: float,
         span: Span | None,
         ended: Callable[[Generation], None],
     ) -> None:
-        self._service, self._target, self._asking, self._span, self._ended = service, target, asking, span, ended
+        self._service, self._permit, self._asking, self._span, self._ended = service, permit, asking, span, ended
         self.request = request
+        self.target = permit.target
+        self._tried = {permit.target}  # places, "" for the usual replicas
+        self._hang_retries = 0
+        self._earlier_attempts = 0  # at places before this one
+        self._deadline_s = math.inf
+        self._started = False  # anything arrived: from then on nothing is tried elsewhere
+        self._abandoned: TridentError | None = None
+        self._release: Release | None = None  # of the slot it got when it came back from an overflow target
         self.id = new_request_id()
         self.began_s = began_s
         self.first_s = 0.0
@@ -59,6 +78,8 @@ class Generation:
         self._answered_ns: int | None = None  # when the replica's last response came, wall clock
         self._door: Door | None = None
         self._stream: TokenStream | UpstreamStream | None = None
+        self._call: grpc.aio.Call | None = None
+        self.attempts = 0  # calls at this place, of what is read as raw messages
         self._task: asyncio.Task | None = None
         self._shadow = service.shadow.begin(request) if service.shadow else None
         self._closed = False
@@ -68,6 +89,15 @@ class Generation:
         return self
 
     async def __anext__(self) -> TokenDelta:
+        while True:
+            try:
+                return await self._next()
+            except TridentError as error:
+                if not await self.goes_on(error):
+                    raise
+                self._stream = None
+
+    async def _next(self) -> TokenDelta:
         if self._stream is None:
             self._stream = self._opened()
         self.awaits()
@@ -78,7 +108,9 @@ class Generation:
                 raise self._cut_error from None
             raise
         except TridentError as error:
-            raise from_backend(error) from error.__cause__
+            if error is self._cut_error:
+                raise
+            raise self.failed(error, self._stream.attempts) from error.__cause__
         except StopAsyncIteration:
             self._waiting_since_s = 0.0
             if self.finish_reason or self._closed:
@@ -97,13 +129,67 @@ class Generation:
         """It is the replica's turn now, and its silence counts."""
         self._waiting_since_s = time.monotonic()
 
+    def failed(self, error: TridentError, attempts: int) -> TridentError:
+        """``error`` of the place under way after ``attempts`` calls there, as the caller may be told it."""
+        self._waiting_since_s = 0.0
+        error = from_backend(error)
+        error.attempts = self._earlier_attempts + attempts
+        return error
+
+    async def goes_on(self, error: TridentError) -> bool:
+        """Whether the request is to be tried at another place after ``error``, which is then ``target``, with its slot
+        at the replicas where it needs one. Raises the refusal of the queue."""
+        going_on = (Unavailable, Overloaded, EngineFailed) if self.upstream is not None else (Unavailable, Overloaded)
+        left_s = self._deadline_s - time.monotonic()
+        if self._started or self._closed or error is self._cut_error or not isinstance(error, going_on) or left_s <= 0:
+            return False
+        service, asking = self._service, self._asking
+        place = service.next_place(asking, self.request, self._tried)
+        if place is None:
+            if isinstance(error, Overloaded | Unavailable):
+                error.retry_after_s = service.retry_after_s(asking, self.request, error)
+            return False
+        if place == "":
+            try:
+                self._release = await self._permit.queue_for_replicas(left_s)
+            except TridentError as refused:
+                refused.__cause__ = error
+                raise
+            if self._closed or self._cut_error is not None:
+                self._release(0)
+                raise self._cut_error or Cancelled("the caller went away")
+        self._earlier_attempts = error.attempts
+        self._tried.add(place)
+        self._service.moved(asking, self.id, self.target or "replicas", place or "replicas", error)
+        end_span(self._replica_span, error)
+        self._replica_span = self._door = None
+        self.target = place
+        if place:
+            self._permit.headers["x-trident-degraded"] = overflow_note(place)
+        elif self._permit.headers.get("x-trident-degraded", "").startswith("overflow="):
+            del self._permit.headers["x-trident-degraded"]
+        return True
+
+    @property
+    def upstream(self) -> Upstream | None:
+        """The upstream that serves the request, if one does."""
+        return self._service.overflow.upstream(self.target)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the request's own deadline, which begins with its first call and goes on elsewhere."""
+        if self._deadline_s == math.inf:
+            most_s = self._service.settings.request_timeout_s
+            self._deadline_s = time.monotonic() + (self.request.timeout_s or most_s)
+        return max(0.001, self._deadline_s - time.monotonic())
+
     def door(self, payload: bytes = b"") -> Door:
         """Where the generation may go; its span begins."""
         service, asking = self._service, self._asking
         route_span = service.tracing.child(self._span, "route")
         self._replica_span = service.tracing.child(self._span, "replica", SpanKind.CLIENT)
         handed = observability.traceparent(self._replica_span, asking.carrier)
-        pool = service.overflow.pool(self._target) or asking.tenant.pool
+        pool = service.overflow.pool(self.target) or asking.tenant.pool
         self._door = service.replicas.door(self.request, pool, asking.session, handed, payload)
         self._door.priority = engine_priority(asking.tenant.priority, asking.own_priority)
         if route_span is not None:
@@ -124,6 +210,9 @@ class Generation:
     def saw(self, delta: TokenDelta) -> None:
         """Something arrived from the replica."""
         self._waiting_since_s = 0.0
+        self._started = True
+        if self._door is not None:
+            self._door.made_tokens()
         # An upstream names no ids; a chunk of it is a token or a little more.
         tokens = len(delta.token_ids) or bool(delta.text)
         self.tokens += tokens
@@ -131,6 +220,7 @@ class Generation:
             self.first_s = time.monotonic()
         if delta.finish_reason:
             self.finish_reason, self.usage = delta.finish_reason.value, delta.usage
+            self._give_slot_back()  # now: another choice of the same caller may be waiting for it
             if self._replica_span is not None:
                 self._answered_ns = time.time_ns()
                 replica_spans.record(self._service.tracing, self._replica_span, delta.timings, self._answered_ns)
@@ -141,13 +231,63 @@ class Generation:
         """The task that reads raw messages; ``cut`` cancels it."""
         self._task = task
 
+    def reads(self, call: grpc.aio.Call) -> None:
+        """The call whose raw messages are read; it is cancelled when the request is to be tried elsewhere."""
+        self._call = call
+
+    def taken_away(self) -> TridentError | None:
+        """Why the call that was read has been cancelled here, or None. Says it once."""
+        error, self._abandoned = self._abandoned, None
+        return error
+
     def sweep(self, now_s: float) -> None:
-        patience_s = self._service.settings.idle_timeout_s
-        if self._waiting_since_s and now_s - self._waiting_since_s > patience_s:
-            silent = DeadlineExceeded(f"the engine was silent for {patience_s:g} s")
-            if self._door is not None:
-                self._door.was_silent(silent)
-            self.cut(silent)
+        """Ends what has waited for too long, or has it tried elsewhere. Time that a request without a token spends at
+        a replica which works for others is no silence: it is queueing, and ends with the request's own deadline."""
+        if not self._waiting_since_s:
+            return
+        settings, door = self._service.settings, self._door
+        progress_s = door.progress_s if door is not None else 0.0
+        silent_s = now_s - (self._waiting_since_s if self._started else max(self._waiting_since_s, progress_s))
+        first_s, idle_s = settings.first_token_timeout_s, settings.idle_timeout_s
+        if silent_s <= min(UNHEALTHY_S, first_s, idle_s):
+            return
+        moves = not self._started and self._hang_retries < settings.hang_retries and self._has_elsewhere()
+        patience_s = min(first_s, idle_s) if moves else idle_s
+        if silent_s > patience_s:
+            silent = DeadlineExceeded(f"silent for {patience_s:g} s")
+            if door is not None and now_s - progress_s > patience_s:
+                door.was_silent(silent)
+            if moves:
+                self._abandon(Unavailable(f"{self._place()[1]} made nothing for {patience_s:g} s"))
+            else:
+                self._cut_silent(patience_s)
+        elif moves and door is not None and door.is_down():
+            self._abandon(Unavailable(f"{door.replica} was taken out before it made a token"))
+
+    def _has_elsewhere(self) -> bool:
+        if self.upstream is None and self._door is not None and self._door.has_alternative():
+            return True
+        return self._service.next_place(self._asking, self.request, self._tried) is not None
+
+    def _abandon(self, error: TridentError) -> None:
+        """Has the request tried elsewhere. An upstream's silence is booked there with it."""
+        self._hang_retries += 1
+        self.awaits()
+        if self._stream is not None:
+            self._stream.abandon(error)
+        elif self._call is not None:
+            self._abandoned = error
+            self._call.cancel()
+
+    def _cut_silent(self, patience_s: float) -> None:
+        attempts = self._earlier_attempts + (self._stream.attempts if self._stream is not None else self.attempts)
+        tried = f"; it was tried {attempts} times" if attempts > 1 else ""
+        error = DeadlineExceeded(f"the engine was silent for {patience_s:g} s{tried}")
+        if isinstance(self._stream, UpstreamStream):
+            self._cut_error = error
+            self._stream.abandon(error)
+        else:
+            self.cut(error)
 
     def cut(self, error: TridentError) -> None:
         """Ends it with ``error``, for its reader to see; the engine is freed at once."""
@@ -170,16 +310,23 @@ class Generation:
         if self._stream is not None:
             attempts = self._stream.attempts
             self._stream.cancel()
+        attempts += self._earlier_attempts
         if error is None and not self.finish_reason:
             error = Cancelled("the caller went away")
         if error is not None and not isinstance(error, TridentError):
             error = Cancelled("the caller went away")
         self.error, self.usage = error, self.usage or self._usage_so_far()
         self._service.closed(self)
+        self._give_slot_back()
         try:
             self._tell(error, attempts)
         finally:
             self._ended(self)  # what was reserved comes back, whatever becomes of what is said
+
+    def _give_slot_back(self) -> None:
+        if self._release is not None:
+            self._release(self.usage.input_tokens + self.usage.output_tokens if self.usage is not None else 0)
+            self._release = None
 
     def _tell(self, error: TridentError | None, attempts: int) -> None:
         """Metrics, spans and the log hear of the end."""
@@ -207,7 +354,7 @@ class Generation:
     def _place(self) -> tuple[str, str]:
         """(pool or target, replica or upstream), empty if nothing was asked."""
         if isinstance(self._stream, UpstreamStream):
-            return self._target, self._stream.url
+            return self.target, self._stream.url
         return (self._door.pool, self._door.replica) if self._door else ("", "")
 
     def _usage_so_far(self) -> Usage | None:
@@ -218,9 +365,10 @@ class Generation:
         return Usage(self.prompt_count.likely if self.prompt_count else 0, self.tokens)
 
     def _opened(self) -> TokenStream | UpstreamStream:
-        upstream = self._service.overflow.upstream(self._target)
+        upstream, left_s = self.upstream, self.left_s
         if upstream is None:
-            asked = dataclasses.replace(self.request, request_id=self.id)
+            asked = dataclasses.replace(self.request, request_id=self.id, timeout_s=left_s)
             return TokenStream(self.door(), asked, self._service.replicas.schedule())
         self._replica_span = self._service.tracing.child(self._span, "upstream", SpanKind.CLIENT)
-        return upstream.stream(self.request, observability.traceparent(self._replica_span, self._asking.carrier))
+        asked = dataclasses.replace(self.request, timeout_s=left_s)
+        return upstream.stream(asked, observability.traceparent(self._replica_span, self._asking.carrier))

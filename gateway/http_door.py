@@ -118,16 +118,16 @@ class HttpDoor:
         session = request.headers.get("x-session-id", "")[:MAX_REQUEST_ID]
         asking = Asking(tenant, "http", self._form.operation, request_id, _carrier(request), session)
         async with _served(service, asked, asking, timeout_s, self._reuse.served) as served:
-            headers = _headers(request_id, served.headers)
             form = self._form(asked, served.request_id, served.created_s, self._vocabulary)
             if asked.stream:
-                await self._stream(reader, form, served, asked, headers)
+                await self._stream(reader, form, served, asked, request_id)
             else:
                 answer = await _whole(form, served.pieces, asked, request_id)
+                headers = _headers(request_id, served.headers)
                 await reader.respond(200, [*headers, _JSON], orjson.dumps(answer))
 
     async def _stream(
-        self, reader: Reader, form: Form, served: Served, asked: ChatRequest | CompletionRequest, headers: Headers
+        self, reader: Reader, form: Form, served: Served, asked: ChatRequest | CompletionRequest, request_id: str
     ) -> None:
         """Events as they come. Nothing is sent before there is something to say, so that an error that comes first
         is a status; but a caller that waits long hears heartbeats."""
@@ -139,9 +139,9 @@ class HttpDoor:
             done, _ = await asyncio.wait((first,), timeout=self._service.settings.heartbeat_s)
             if done:
                 item = first.result()
-                await reader.start_events(headers)
+                await reader.start_events(_headers(request_id, served.headers))
             else:
-                await reader.start_events(headers)
+                await reader.start_events(_headers(request_id, served.headers))
                 await reader.write(b": waiting\n\n")
                 item = await first
             for choice, delta in served.before:  # what a reader that comes back has had already

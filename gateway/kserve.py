@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import math
@@ -29,6 +30,7 @@ from clients.connection import new_request_id
 from clients.failures import RetryHint
 from clients.protobuf import WireError
 from clients.request import MAX_REQUEST_ID, can_travel
+from clients.token_stream import is_cancelled
 from contract import priority
 from contract.errors import (
     Cancelled,
@@ -254,7 +256,6 @@ class KServeDoor:
         generation.watched_by(asyncio.current_task())
         await writer.say(choices.headers)
         error: BaseException | None = None
-        attempts = 0
         try:
             if generation.request.max_tokens != asked.max_tokens:
                 lower(request, generation.request.max_tokens)
@@ -262,7 +263,7 @@ class KServeDoor:
             if service.tracing.on:
                 hidden |= ask_for_timings(request)
             request.model_name = service.settings.triton_model
-            attempts, error = await self._relay(generation, request.SerializeToString(), hidden, writer, asking)
+            error = await self._relay(generation, request.SerializeToString(), hidden, writer, asking)
             return error
         except asyncio.CancelledError as exc:
             error = generation.cut_error or exc
@@ -280,7 +281,7 @@ class KServeDoor:
             error = EngineFailed(f"the gateway failed; quote {asking.request_id} when you report it")
             raise error from exc
         finally:
-            generation.close(error, attempts)
+            generation.close(error, generation.attempts)
 
     async def _relay(
         self,
@@ -289,21 +290,40 @@ class KServeDoor:
         hidden: Collection[str],
         writer: _Writer,
         asking: Asking,
-    ) -> tuple[int, TridentError | None]:
-        """Responses as they come, without the outputs that are hidden from the caller; tries another replica as long
-        as none came. Returns the attempts made, and the error that a relayed response carried."""
-        asked = generation.request
-        door, schedule, answer = generation.door(payload), self._service.replicas.schedule(), Answer(asked)
-        attempts = 0
+    ) -> TridentError | None:
+        """Responses as they come, without the outputs that are hidden from the caller; tries another replica, then
+        another pool, as long as none came. Returns the error that a relayed response carried."""
+        answer = Answer(generation.request)
         while True:
-            attempts += 1
+            try:
+                return await self._relay_from_pool(generation, answer, payload, hidden, writer, asking)
+            except TridentError as error:
+                if not await generation.goes_on(error):
+                    raise
+                generation.attempts = 0
+
+    async def _relay_from_pool(
+        self,
+        generation: Generation,
+        answer: Answer,
+        payload: bytes,
+        hidden: Collection[str],
+        writer: _Writer,
+        asking: Asking,
+    ) -> TridentError | None:
+        asked = dataclasses.replace(generation.request, timeout_s=generation.left_s)
+        door, schedule = generation.door(payload), self._service.replicas.schedule()
+        while True:
+            generation.attempts += 1
             if answer.left_s <= 0:
-                raise from_backend(answer.late())
+                raise generation.failed(answer.late(), generation.attempts)
             try:
                 booking = await door.open(asked, answer.left_s)
             except TridentError as exc:
-                raise from_backend(exc) from None
+                raise generation.failed(exc, generation.attempts) from None
+            generation.reads(booking.call)
             error: BaseException | None = asyncio.CancelledError()
+            taken: TridentError | None = None
             held = b""  # an error that another replica may yet save the caller from
             hint = RetryHint()
             try:
@@ -311,6 +331,9 @@ class KServeDoor:
                 while True:
                     generation.awaits()
                     data = await anext(reader, None)
+                    if data is not None and (taken := generation.taken_away()) is not None:
+                        error = taken
+                        break
                     if data is None:
                         error = answer.broken or (None if answer.whole else answer.cut(booking.url))
                         break
@@ -337,27 +360,32 @@ class KServeDoor:
                     if hidden and delta is not None:
                         data = without_outputs(data, hidden)
                     await writer.write(data)
+            except asyncio.CancelledError:
+                taken = generation.taken_away()
+                if taken is None or is_cancelled():
+                    raise
+                error = taken
             except grpc.aio.AioRpcError as exc:
                 # Whatever breaks behind the end does not take the answer back.
                 error, hint = (answer.broken, hint) if answer.over else answer.broke(exc, booking.url)
             finally:
                 booking.call.cancel()
-                # A caller that left says nothing about the replica, neither good nor bad.
-                left = isinstance(error, asyncio.CancelledError)
+                # A caller that left, or was taken away, says nothing about the replica.
+                left = isinstance(error, asyncio.CancelledError) or (taken is not None and error is taken)
                 booking.release(Cancelled("the caller went away") if left else error, answer)
             if error is None or (error is answer.broken and not hidden):
-                return attempts, error
+                return error
             wait_s = None
             if not answer.started:
                 wait_s = schedule.wait_s(error, hint, answer.left_s, door.has_alternative())
             if wait_s is not None:
                 await asyncio.sleep(wait_s)
                 continue
-            error = from_backend(error)
+            error = generation.failed(error, generation.attempts)
             if held and not _wants_status(error, asking.carrier):
                 told = for_caller(error, asking.request_id)
                 await writer.write(held if told is error else with_error(held, told))
-                return attempts, error
+                return error
             raise error
 
 

@@ -41,6 +41,11 @@ class Overflow:
         upstream = self._upstreams.get(target)
         return all(upstream.takes(one) for one in requests) if upstream is not None else self.has_pool(target, requests)
 
+    def wait_s(self, targets: Sequence[str], request: GenerationRequest) -> float | None:
+        """Seconds until an upstream of ``targets`` that understands ``request`` may be asked; None without one."""
+        named = [self._upstreams[name] for name in targets if name in self._upstreams]
+        return min((max(0.0, one.wait_s()) for one in named if one.understands(request)), default=None)
+
     def has_pool(self, target: str, requests: Sequence[GenerationRequest]) -> bool:
         """The same for requests that only replicas understand."""
         pool = self.pool(target)

@@ -14,7 +14,7 @@ while it holds another's is how two callers would wait for each other for ever.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +41,9 @@ class Tenant:
     levels: tuple[Level, ...] = ()
 
 
+Release = Callable[[int], None]
+
+
 class Permit(Protocol):
     """An admitted request.
 
@@ -50,9 +53,14 @@ class Permit(Protocol):
     """
 
     requests: tuple[GenerationRequest, ...]
-    headers: Mapping[str, str]
+    headers: dict[str, str]
     target: str
     counts: tuple[PromptCount, ...]
+
+    async def queue_for_replicas(self, left_s: float) -> Release:
+        """For a permit with a target that could not serve one of the requests: waits in the queue for a slot at the
+        replicas, at most ``left_s`` seconds. Nothing is charged again. Returns what gives the slot back, told the
+        tokens used. Raises Overloaded, DeadlineExceeded."""
 
     def settle(self, usage: Usage | None) -> None:
         """The last stream is over: what was used is charged, the rest of the reservation comes back.

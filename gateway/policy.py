@@ -13,7 +13,8 @@
     shorter_at = 0.7
     max_tokens = 128                   # of every answer, first
     overflow_at = 0.85
-    overflow = "small"                 # then another target, if one is named
+    overflow = "small"                 # then another target; or several in order: ["small", "elsewhere"]. They also
+                                       # serve while no replica is healthy
     refuse_at = 1.0                    # then the request
     [overflow.small]                   # a pool of replicas, whose weight may be 0 ...
     pool = "draft"
@@ -68,6 +69,13 @@ _PoolName = Annotated[str, Field(max_length=64, pattern=r"^[^=;,\s]*$")]
 _Priority = Annotated[int, BeforeValidator(lambda key: int(key) if key.isdecimal() else key), Field(ge=0, le=9)]
 
 
+def _names(value: Any) -> Any:
+    """One name or several as a tuple."""
+    if isinstance(value, str):
+        return (value,) if value else ()
+    return tuple(value) if isinstance(value, list) else value
+
+
 class AdmissionRules(BaseModel):
     model_config = _RULES
     max_running: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -86,7 +94,7 @@ class DegradationRules(BaseModel):
     overflow_at: _Fullness = 0.85
     refuse_at: _Fullness = 1.0
     max_tokens: _Count = 128
-    overflow: str = ""
+    overflow: Annotated[tuple[_Name, ...], BeforeValidator(_names), Field(max_length=16)] = ()
 
     @model_validator(mode="after")
     def _rising(self) -> DegradationRules:
@@ -193,10 +201,11 @@ def read(path: str, table: Mapping[str, Any], environ: Mapping[str, str]) -> Pol
     except ValidationError as exc:
         raise _named(path, exc) from None
     degradation = policy.degradation
-    if degradation is not None and degradation.overflow and degradation.overflow not in policy.overflow:
-        allowed = ", ".join(policy.overflow) or "none, there is no [overflow.NAME]"
-        problem = f"there is no target {degradation.overflow!r}; allowed is {allowed}"
-        raise InvalidArgument(f"{path}: degradation.overflow", problem)
+    for target in degradation.overflow if degradation is not None else ():
+        if target not in policy.overflow:
+            allowed = ", ".join(policy.overflow) or "none, there is no [overflow.NAME]"
+            problem = f"there is no target {target!r}; allowed is {allowed}"
+            raise InvalidArgument(f"{path}: degradation.overflow", problem)
     return policy
 
 

@@ -59,6 +59,8 @@ class Replica:
         self.since_s = time.monotonic()
         self.page = PageLoad()
         self.takes_priority = False  # whether the engine orders its queue by request_priority; its page says so
+        self.progress_s = 0.0  # when it was last seen to make something, for whomever
+        self._steps = 0.0
         self.deep_digest = ""  # of the latest deep probe, empty if it failed
         self.work = Work()
         self._connection = Connection(url, tls)
@@ -122,6 +124,14 @@ class Replica:
             _LOG.info("replica %s is %s", self.url, "healthy" if self.health.healthy else "not healthy")
             if self.health.healthy and before is False:
                 self.since_s = time.monotonic()
+
+    def read_page(self, page: PageLoad) -> None:
+        """Takes over a page. An engine whose step counter has moved since the last one makes something."""
+        self.page = page
+        if page.steps:
+            if self._steps and page.steps != self._steps:
+                self.progress_s = time.monotonic()
+            self._steps = page.steps
 
     def stop_watching(self) -> None:
         for task in self.tasks:
@@ -249,8 +259,11 @@ class Replicas:
         """Fills in ``explanation`` if there is one. Raises Unavailable if no replica may be asked."""
         if explanation is None and _LOG.isEnabledFor(logging.DEBUG):
             explanation = Explanation()
-        now_s = time.monotonic()
-        available = {name: any(one.fit(now_s) for one in pool.values()) for name, pool in self._pools.items()}
+        now_s, untried = time.monotonic(), self.has_untried(pinned, tried)
+        available = {
+            name: any(one.fit(now_s) and (one.url not in tried or not untried) for one in pool.values())
+            for name, pool in self._pools.items()
+        }
         pool = self._pools[routing.choose_pool(self._weights, pinned, available, self._rng, ask.session)]
         candidates = [replica.candidate(now_s) for replica in pool.values()]
         chosen = pool[self._router.choose(candidates, Question(ask, tried), self._rng, explanation).name]
@@ -260,7 +273,14 @@ class Replicas:
         return chosen
 
     def has_untried(self, pinned: str, tried: frozenset[str]) -> bool:
-        return any(one.url not in tried and (not pinned or one.pool == pinned) for one in self.fit())
+        return any(one.url not in tried for one in self.fit() if self._may_serve(one, pinned))
+
+    def serves(self, pinned: str) -> bool:
+        """Whether a healthy replica could take a request of the pool ``pinned``, or of any with a weight."""
+        return any(self._may_serve(one, pinned) for one in self.fit())
+
+    def _may_serve(self, replica: Replica, pinned: str) -> bool:
+        return replica.pool == pinned if pinned else self._weights.get(replica.pool, 0.0) > 0
 
     def observe(self, replica: Replica, error: TridentError | None, silent_s: float) -> None:
         """What the end of a request says about its replica, which had been silent for so long."""
@@ -312,14 +332,16 @@ class Replicas:
 
     async def _probe(self, replica: Replica) -> None:
         question = status.model_ready(self._settings.triton_model)
-        digest = ""
+        digest, began_s = "", time.monotonic()
         try:
             ok = status.read_flag(await replica.ask(question.method, question.payload, self._health.timeout_s))
             if ok and self._settings.deep_probes:
                 digest = await self.deep_probe(replica)
         except TridentError as error:
-            _LOG.warning("replica %s failed its probe: %s", replica.url, error)
-            ok = False
+            # A probe that waits behind real requests at a replica which serves them says nothing.
+            ok = isinstance(error, DeadlineExceeded) and replica.progress_s > began_s
+            if not ok:
+                _LOG.warning("replica %s failed its probe: %s", replica.url, error)
         replica.deep_digest = digest
         replica.observe(ok, self._health)
 
@@ -358,7 +380,7 @@ class Replicas:
                     if len(page) > MAX_PAGE_BYTES:
                         raise ValueError(f"it is larger than {MAX_PAGE_BYTES} bytes")
                 if answer.status == 200:
-                    replica.page = load_page.read(page.decode())
+                    replica.read_page(load_page.read(page.decode()))
                     replica.takes_priority = replica.page.kind != "trtllm"  # whose backend refuses the parameter
                 else:
                     replica.page = PageLoad()
@@ -392,8 +414,25 @@ class Door:
     def has_alternative(self) -> bool:
         return self._replicas.has_untried(self._pinned, self._tried)
 
-    def was_silent(self, error: DeadlineExceeded) -> None:
-        """The latest replica said nothing for longer than any may, and is left for it."""
+    @property
+    def progress_s(self) -> float:
+        """When the latest replica was last seen to make something; 0 if never."""
+        return self._latest.progress_s if self._latest is not None else 0.0
+
+    def made_tokens(self) -> None:
+        """Tokens of this request arrived from the latest replica."""
+        if self._latest is not None:
+            self._latest.progress_s = time.monotonic()
+
+    def is_down(self) -> bool:
+        """Whether probes or the breaker have taken the latest replica out."""
+        latest = self._latest
+        return latest is not None and (
+            latest.health.healthy is False or latest.breaker.state_at(time.monotonic()) is BreakerState.OPEN
+        )
+
+    def was_silent(self, error: TridentError) -> None:
+        """Books at the latest replica that it made nothing for too long."""
         if self._latest is not None:
             self._replicas.observe(self._latest, error, math.inf)
 
@@ -427,7 +466,9 @@ class Call:
 
     def release(self, error: TridentError | None, answer: Answer) -> None:
         self._booking.release()
-        self._replicas.observe(self._replica, error, 0.0 if answer.started else time.monotonic() - self._sent_s)
+        # Time in the queue of a replica that works for others is not its silence.
+        heard_s = max(self._sent_s, self._replica.progress_s)
+        self._replicas.observe(self._replica, error, 0.0 if answer.started else time.monotonic() - heard_s)
         if error is None:
             self._booking.learn(answer)
 

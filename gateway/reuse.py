@@ -14,7 +14,7 @@ import asyncio
 import dataclasses
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from contract.errors import DeadlineExceeded, InvalidArgument
@@ -129,9 +129,10 @@ class Reuse:
         self._count(result)
         pieces = aiter(choices)
         if keep is not None and DEGRADED not in choices.headers:
-            pieces = _kept(pieces, keep)
-        headers = {**choices.headers, SAID: result} if result == "miss" else choices.headers
-        return Served(pieces, headers, choices.close, asking.request_id, int(time.time()))
+            pieces = _kept(pieces, lambda answer: None if choices.made_elsewhere else keep(answer))
+        if result == "miss":
+            choices.headers[SAID] = result
+        return Served(pieces, choices.headers, choices.close, asking.request_id, int(time.time()))
 
     async def _given(
         self, answer: Answer, wanted: Sequence[GenerationRequest], asking: Asking, headers: Mapping[str, str]
@@ -176,10 +177,10 @@ class Reuse:
                 raise late from None
             raise
         original = making.served
-        headers: dict[str, str] = dict(original.headers) if original else {}
+        headers: Mapping[str, str] = original.headers if original else {}
         if not first:
             self._count(joined)
-            headers = {name: value for name, value in headers.items() if name == DEGRADED} | {**paid, SAID: joined}
+            headers = _Joined({**paid, SAID: joined}, headers)
 
         def close(error: BaseException | None) -> None:
             alarm.cancel()
@@ -217,6 +218,26 @@ class Reuse:
 
     def _count(self, result: str) -> None:
         self._service.metrics.reuse.labels(result).inc()
+
+
+class _Joined(Mapping[str, str]):
+    """The headers of one that joined an answer: its own, and what was given up in the answer, which may change until
+    its first token."""
+
+    def __init__(self, own: Mapping[str, str], original: Mapping[str, str]) -> None:
+        self._own, self._original = own, original
+
+    def _now(self) -> dict[str, str]:
+        return {name: value for name, value in self._original.items() if name == DEGRADED} | dict(self._own)
+
+    def __getitem__(self, name: str) -> str:
+        return self._now()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
 
 
 class _Making:

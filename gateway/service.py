@@ -12,19 +12,20 @@ import logging
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from contract.errors import InvalidArgument, NotFound, PermissionDenied, TridentError, Unavailable
 from contract.generation import GenerationRequest
 from contract.priority import NORMAL
 from gateway import observability, vocabulary
-from gateway.admission import UNKNOWN_CAPACITY, FairAdmission
+from gateway.admission import UNKNOWN_CAPACITY, FairAdmission, Takes
 from gateway.body_budget import BodyBudget
 from gateway.budget_store import BudgetStore, MemoryStore, RedisStore, connect
 from gateway.choices import Choices
 from gateway.concurrency import Concurrency
 from gateway.configuration import Configuration
+from gateway.degradation import Stage
 from gateway.fairness import FairQueue
 from gateway.generation import Generation
 from gateway.health import BreakerPolicy
@@ -209,9 +210,8 @@ class Service:
         try:
             with self.metrics.waiting.track_inprogress(), self.metrics.queue.time():
                 self.check_open()
-                # What came as tensors goes on as tensors, which no upstream understands.
-                takes = self.overflow.takes if asking.door == "http" else self.overflow.has_pool
-                permit = await self.admission.admit(wanted, asking.tenant, takes)
+                down = not self.replicas.serves(asking.tenant.pool)
+                permit = await self.admission.admit(wanted, asking.tenant, self.takes(asking), down)
                 if self._cutting:
                     permit.settle(None)
                     self.check_open()
@@ -226,6 +226,37 @@ class Service:
         finally:
             self._entering -= 1
             self._tell_if_idle()
+
+    def takes(self, asking: Asking) -> Takes:
+        """What says whether an overflow target takes requests. What came as tensors goes on as tensors, which no
+        upstream understands."""
+        return self.overflow.takes if asking.door == "http" else self.overflow.has_pool
+
+    def next_place(self, asking: Asking, request: GenerationRequest, tried: Collection[str]) -> str | None:
+        """Where a request may go that could not be served in ``tried``: the first overflow target that takes it, then
+        "", the usual replicas, then None."""
+        ladder, takes = self.configuration.policy.ladder, self.takes(asking)
+        for target in ladder.overflow if ladder is not None else ():
+            if target not in tried and takes(target, (request,)):
+                return target
+        return "" if "" not in tried and self.replicas.serves(asking.tenant.pool) else None
+
+    def retry_after_s(self, asking: Asking, request: GenerationRequest, error: TridentError) -> float | None:
+        """What a refusal says of the time to come back, when every place has failed: with the tenant's pool down, when
+        the first upstream may be asked again."""
+        said = getattr(error, "retry_after_s", None)
+        ladder = self.configuration.policy.ladder
+        if ladder is None or asking.door != "http" or self.replicas.serves(asking.tenant.pool):
+            return said
+        wait_s = self.overflow.wait_s(ladder.overflow, request)
+        return said if wait_s is None else max(1.0, wait_s)
+
+    def moved(self, asking: Asking, generation_id: str, before: str, after: str, error: TridentError) -> None:
+        """A request goes on elsewhere before its first token. after: an overflow target, or "replicas"."""
+        if after != "replicas":
+            self.admission.degraded[Stage.OVERFLOW.value] += 1
+        fields = {"request_id": asking.request_id, "generation_id": generation_id, "from": before, "to": after}
+        _LOG.warning("request is tried elsewhere", extra={"fields": {**fields, "error": str(error)}})
 
     @property
     def tells_cached_tokens(self) -> bool:

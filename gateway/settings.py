@@ -36,7 +36,9 @@
 | SEMANTIC_TIMEOUT_S | 0.05 | a lookup that takes longer is a miss |
 | SEMANTIC_EXCLUDE | | regular expression; prompts in which it is found take no part |
 | REQUEST_TIMEOUT_S | 600 | longest time from arrival to the last token |
-| IDLE_TIMEOUT_S | 60 | longest silence of an engine between two tokens, or before the first |
+| IDLE_TIMEOUT_S | 60 | longest silence of an engine; waiting in the queue of a replica that works for others is none |
+| FIRST_TOKEN_TIMEOUT_S | 20 | a request without a token at a replica that made nothing for so long is tried elsewhere |
+| HANG_RETRIES | 1 | how often at most, so that a prompt that hangs engines hangs few; 0: never |
 | STALL_TIMEOUT_S | 30 | a reader that takes nothing for so long is cut off |
 | HEARTBEAT_S | 15 | a silent stream says `: keep-alive` so often |
 | HEADER_TIMEOUT_S, BODY_TIMEOUT_S | 10, 30 | a caller that has not sent its headers, its body by then is cut off |
@@ -130,6 +132,8 @@ class Settings:
     semantic_exclude: str = ""
     request_timeout_s: float = 600.0
     idle_timeout_s: float = 60.0
+    first_token_timeout_s: float = 20.0
+    hang_retries: int = 1
     stall_timeout_s: float = 30.0
     heartbeat_s: float = 15.0
     header_timeout_s: float = 10.0
@@ -161,6 +165,7 @@ class Settings:
             _between("monitoring_port", self.monitoring_port, 0, 65535)
         for name in ("breaker_failures", "max_in_flight", "max_choices", "default_max_tokens"):
             _between(name, getattr(self, name), 1, 2**31 - 1)
+        _between("hang_retries", self.hang_retries, 0, 10)
         _between("max_body_bytes", self.max_body_bytes, 1024, 2**31 - 1)
         if self.max_bodies_bytes is not None:
             _between("max_bodies_bytes", self.max_bodies_bytes, 2 * self.max_body_bytes, 2**48)

@@ -33,6 +33,7 @@ class Sweeper:
 
     def __init__(self, settings: Settings, on_lag: Callable[[float], object] = lambda late_s: None) -> None:
         shortest_s = min(settings.heartbeat_s, settings.stall_timeout_s, settings.idle_timeout_s)
+        shortest_s = min(shortest_s, settings.first_token_timeout_s)
         self.period_s = min(1.0, max(0.01, shortest_s / 4))
         self._on_lag = on_lag
         self._alive: set[Swept] = set()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
@@ -24,9 +26,11 @@ from contract.errors import (
     Unavailable,
 )
 from contract.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta, Usage
-from gateway.health import Breaker, BreakerPolicy
+from gateway.health import Breaker, BreakerPolicy, BreakerState
 
+_LOG = logging.getLogger(__name__)
 CONNECT_S = 5.0
+COOL_S = 1.0  # how long one that answered 429 without a Retry-After is left alone
 MAX_CONNECTIONS = 200
 MAX_EVENT_BYTES = 1024 * 1024
 _BYTES_PER_TOKEN = 4  # of a prompt, where an upstream does not count
@@ -53,12 +57,26 @@ class Upstream:
         self.name, self.url = name, url.rstrip("/")
         self.breaker = Breaker()
         self.outstanding = 0
+        self._cool_until_s = 0.0
 
     def takes(self, request: GenerationRequest) -> bool:
-        """Whether it is fit, and the request asks for nothing that is lost on the way."""
+        """Whether it may be asked now, and the request asks for nothing that is lost on the way."""
+        return self.understands(request) and self.wait_s() <= 0
+
+    def understands(self, request: GenerationRequest) -> bool:
+        """Whether OpenAI's protocol can say all that the request asks for."""
         plain = all(getattr(request.sampling, name) == getattr(SamplingParams(), name) for name in _NEUTRAL)
         lost = request.stop_token_ids or request.json_schema or request.echo or not request.skip_special_tokens
-        return plain and not lost and self.breaker.allows(time.monotonic())
+        return plain and not lost
+
+    def wait_s(self) -> float:
+        """Seconds until it may be asked: its Retry-After and the pause of its breaker; 0 or less for now."""
+        now_s = time.monotonic()
+        pause_s = 0.0
+        if not self.breaker.allows(now_s):
+            # Half open, the trial under way decides; it is unknown when.
+            pause_s = max(self.breaker.until_s - now_s, 1.0)
+        return max(self._cool_until_s - now_s, pause_s)
 
     def stream(self, request: GenerationRequest, traceparent: str = "") -> UpstreamStream:
         """Sent at once. Made inside a running event loop."""
@@ -68,7 +86,10 @@ class Upstream:
 
     def over(self, error: TridentError | None, silent_s: float) -> None:
         self.outstanding -= 1
-        self.breaker = self.breaker.over(error, silent_s, time.monotonic(), self._policy)
+        now_s = time.monotonic()
+        before, self.breaker = self.breaker, self.breaker.over(error, silent_s, now_s, self._policy)
+        if self.breaker.state is BreakerState.OPEN and before.state is not BreakerState.OPEN:
+            _LOG.warning("upstream %s: the breaker opens for %g s after: %s", self.name, self.breaker.pause_s, error)
 
     async def _events(self, request: GenerationRequest, traceparent: str) -> AsyncIterator[dict[str, Any]]:
         """The stream's events as tables. Raises what went wrong as TridentError."""
@@ -107,14 +128,13 @@ class Upstream:
         if status in (400, 413, 422):
             return _invalid(said, body)
         if status == 429:
-            error = Overloaded(said)
-            with contextlib.suppress(ValueError):
-                wait_s = float(answer.headers.get("retry-after-ms", "nan")) / 1e3
-                wait_s = wait_s if math.isfinite(wait_s) else float(answer.headers.get("retry-after", "nan"))
-                error.retry_after_s = min(max(wait_s, 0.0), 3600.0) if math.isfinite(wait_s) else None
-            return error
-        # Its keys and models are our configuration, so a wrong one is no fault of the caller's.
-        return Unavailable(said)
+            error: Overloaded | Unavailable = Overloaded(said, retry_after_s(answer.headers))
+        else:  # its keys and models are our configuration, so a wrong one is no fault of the caller's
+            error = Unavailable(said, retry_after_s(answer.headers))
+        if error.retry_after_s is not None or status == 429:
+            cool_s = COOL_S if error.retry_after_s is None else error.retry_after_s
+            self._cool_until_s = max(self._cool_until_s, time.monotonic() + cool_s)
+        return error
 
 
 class UpstreamStream:
@@ -132,6 +152,7 @@ class UpstreamStream:
         self._sent_s = time.monotonic()
         self._tokens = 0
         self._over = False
+        self._failure: TridentError | None = None
         self._reading = asyncio.ensure_future(self._read(events))
         self._reading.add_done_callback(self._ended)
 
@@ -150,6 +171,11 @@ class UpstreamStream:
         if not self._reading.done():
             self._reading.cancel()
 
+    def abandon(self, error: TridentError) -> None:
+        """Ends it with ``error``, which its reader sees, as a failure of the upstream: it was silent."""
+        self._failure = error
+        self.cancel()
+
     async def _read(self, events: AsyncIterator[dict[str, Any]]) -> TridentError | None:
         """Returns how it ended."""
         end: TridentError | None = None
@@ -167,11 +193,11 @@ class UpstreamStream:
         if not reading.cancelled():
             self._upstream.over(reading.result(), 0.0 if self._tokens else time.monotonic() - self._sent_s)
             return
-        left = Cancelled("the stream was left")
+        end = self._failure or Cancelled("the stream was left")
         while not self._arrived.empty():
             self._arrived.get_nowait()
-        self._arrived.put_nowait(left)
-        self._upstream.over(left, 0.0)
+        self._arrived.put_nowait(end)
+        self._upstream.over(end, math.inf if self._failure else 0.0)
 
     async def _deltas(self, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[TokenDelta]:
         """Its text as it comes; the end is held back until the tokens have been counted, behind it."""
@@ -222,6 +248,22 @@ def _invalid(said: str, body: bytes) -> InvalidArgument:
     refused = kind(param if isinstance(param, str) and param in _PARAMETERS else "", said)
     refused.internal = True
     return refused
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Seconds that ``retry-after-ms`` or ``retry-after`` (seconds or a date) ask to wait, at most an hour."""
+    for name, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        text = headers.get(name, "")
+        try:
+            wait_s = float(text) * scale
+        except ValueError:
+            try:
+                wait_s = parsedate_to_datetime(text).timestamp() - time.time()
+            except (ValueError, TypeError):
+                continue
+        if math.isfinite(wait_s):
+            return min(max(wait_s, 0.0), 3600.0)
+    return None
 
 
 def _usage(said: Any) -> Usage | None:

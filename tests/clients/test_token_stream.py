@@ -164,6 +164,37 @@ async def test_leaving_before_the_first_token_cancels_as_well(replica, playlist)
     assert replica.counts.cancelled == 1
 
 
+async def test_an_attempt_without_a_token_can_be_given_up_for_another(replica, playlist) -> None:
+    playlist.set(Script(ABC, stall_after=0), Script(ABC))
+    async with AsyncClient(replica.url, retry=QUICK) as client:
+        stream = client.generate("x")
+        reading = asyncio.ensure_future(stream.complete())
+        while not replica.counts.running:
+            await asyncio.sleep(0.005)
+        stream.abandon(Unavailable("it hangs"))
+        assert (await reading).text == "abc" and stream.attempts == 2
+    await settled(replica)
+
+
+async def test_giving_up_is_an_error_where_nothing_may_be_tried_again_and_nothing_once_a_token_came(
+    replica, playlist
+) -> None:
+    playlist.set(Script(ABC, stall_after=0), Script(ABC, stall_after=1))
+    async with AsyncClient(replica.url, retry=NO_RETRY) as client:
+        stream = client.generate("x")
+        reading = asyncio.ensure_future(stream.complete())
+        while not replica.counts.running:
+            await asyncio.sleep(0.005)
+        stream.abandon(Unavailable("it hangs"))
+        with pytest.raises(Unavailable, match="it hangs"):
+            await reading
+        async with client.generate("x") as begun:
+            await begun.__anext__()
+            begun.abandon(Unavailable("too late"))
+            assert replica.counts.running == 1 and begun.attempts == 1
+    await settled(replica)
+
+
 async def test_a_reader_learns_that_another_task_closed_its_stream(replica, playlist) -> None:
     playlist.set(Script(ABC, stall_after=1))
     async with AsyncClient(replica.url) as client:

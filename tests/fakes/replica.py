@@ -125,6 +125,7 @@ class FakeReplica:
         self.model = model
         self.engine = engine
         self.ready = True
+        self.steps = 0  # what its page says of the engine's iterations; 0: nothing
         self.seen: list[SeenRequest] = []
         self.counts = Counts()
         self.url = ""
@@ -179,6 +180,10 @@ class FakeReplica:
             f'nv_trt_llm_request_metrics{{model="engine",request_type="{k}",version="1"}} {v}'
             for k, v in request.items()
         ]
+        if self.steps:
+            lines += ["# TYPE nv_trt_llm_general_metrics gauge"]
+            label = 'general_type="iteration_counter"'
+            lines += [f'nv_trt_llm_general_metrics{{{label},model="engine",version="1"}} {self.steps}']
         lines += ["# TYPE nv_trt_llm_inflight_batcher_metrics gauge"]
         label = "inflight_batcher_specific_metric"
         lines += [

@@ -14,7 +14,7 @@ from aiohttp import web
 @dataclass
 class OpenAIUpstream:
     """texts: the pieces of every answer. status: other than 200 refuses, with ``headers`` and ``error``, the body.
-    gap_s: between pieces.
+    hangs: nothing is ever answered. gap_s: between pieces.
     usage: whether it counts. cut_after: after so many pieces the connection is dropped. broken_after: after so many an
     error event comes."""
 
@@ -22,6 +22,7 @@ class OpenAIUpstream:
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     error: dict | None = None
+    hangs: bool = False
     gap_s: float = 0.0
     usage: bool = True
     cut_after: int | None = None
@@ -33,6 +34,8 @@ class OpenAIUpstream:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.seen.append((request.path, {key.lower(): value for key, value in request.headers.items()}, body))
+        if self.hangs:
+            await asyncio.Event().wait()
         if self.status != 200:
             error = self.error or {"error": {"message": "the upstream said no", "type": "x", "code": "y"}}
             return web.json_response(error, status=self.status, headers=self.headers)

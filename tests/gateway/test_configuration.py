@@ -65,7 +65,7 @@ def test_rules_are_read_and_names_with_a_dollar_come_from_the_environment(tmp_pa
     """
     policy = read(tmp_path, text, {"SECRET": "hush"}).policy
     assert policy.shares.max_running == 12 and policy.admission.max_in_flight_of_class == {2: 5}
-    assert policy.ladder == Ladder(max_tokens=9, overflow="there")
+    assert policy.ladder == Ladder(max_tokens=9, overflow="there") == Ladder(max_tokens=9, overflow=("there",))
     assert policy.overflow["there"].api_key == "hush" and "hush" not in repr(policy)
 
 
@@ -82,6 +82,11 @@ def test_rules_are_read_and_names_with_a_dollar_come_from_the_environment(tmp_pa
         ("admission = 3", "admission: input should be"),
         ("[degradation]\nshorter_at = 0.9", "degradation: allowed are steps that rise"),
         ("[degradation]\noverflow = 'x'", "degradation.overflow: there is no target 'x'; allowed is none"),
+        (
+            "[degradation]\noverflow = ['a', 'b']\n[overflow.a]\npool = 'draft'",
+            "degradation.overflow: there is no target 'b'; allowed is a",
+        ),
+        ("[degradation]\noverflow = 3", "degradation.overflow: input should be a valid"),
         ("[overflow.x]\nurl = 'http://x'", "overflow.x: allowed is either pool, or url and model together"),
         ("[overflow.x]\nurl = 'ftp://x'\nmodel = 'm'", "overflow.x.url: string should match"),
         ("[overflow.x]\npool = 'nowhere'", "overflow.x.pool: there is no pool 'nowhere'; allowed is stable, draft"),

@@ -21,6 +21,17 @@ def test_the_families_of_tensorrt_llm_are_read():
     assert read(FakeReplica(slots=7).metrics_page()) == PageLoad(max_running=7)
 
 
+def test_the_engines_steps_are_read_and_no_other_general_metric():
+    page = (
+        'nv_trt_llm_general_metrics{general_type="timestamp",model="engine",version="1"} 9e15\n'
+        'nv_trt_llm_general_metrics{general_type="iteration_counter",model="engine",version="1"} 1234567\n'
+    )
+    assert read(PAGE + page).steps == 1_234_567 and read(PAGE).steps == 0
+    for value in ("NaN", "-1", "+Inf"):
+        with pytest.raises(ValueError, match="iteration_counter"):
+            read(page.replace("1234567", value))
+
+
 def test_a_page_without_them_says_nothing_and_a_broken_one_is_no_page():
     assert read("") == PageLoad() and read("a_metric 1\n") == PageLoad()
     with pytest.raises(ValueError):

@@ -188,7 +188,7 @@ async def test_a_replica_that_answers_nonsense_or_nothing_is_an_error_and_is_tak
         for _ in range(3):
             assert (await running.post(COMPLETIONS, asked()))[0] == 500
         status, _, body = await running.post(COMPLETIONS, asked())
-        assert status == 503 and "not available" in body["error"]["message"] and nothing_left(running)
+        assert status == 503 and "fit to serve" in body["error"]["message"] and nothing_left(running)
     silent = Script((" a", " b"), stall_after=0)
     async with FakeReplica(lambda seen: silent) as stalled, gateway(stalled, idle_timeout_s=0.1) as running:
         status, _, body = await running.post(COMPLETIONS, asked())
