@@ -18,7 +18,9 @@ class Settings:
     sender_threads: threads that hand responses to Triton. max_coalesce_s: upper bound of the coalescing window; 0
     gives every token a response of its own. stall_s, step_limit_s: seconds without an engine step,
     with work to do, after which the engine process counts as hung, when it uses no CPU and when it does.
-    max_prompt_bytes: longest text_input or messages accepted. drain_file: while it exists, requests are refused."""
+    max_prompt_bytes: longest text_input or messages accepted. drain_file: while it exists, requests are refused.
+    http_port: of Triton's HTTP endpoint, 0 if it is not known. whole_answer_timeout_s: longest time for a request with
+    stream=false, waiting included; 0 for no bound."""
 
     engine_dir: Path
     control_socket: str
@@ -29,6 +31,8 @@ class Settings:
     drain_file: Path | None = None
     stall_s: float = STALL_S
     step_limit_s: float = LIMIT_S
+    http_port: int = 0
+    whole_answer_timeout_s: int = 0
 
     @property
     def mailbox_socket(self) -> str:
@@ -52,6 +56,8 @@ class Settings:
             sender_threads=_count("TRIDENT_SENDER_THREADS", 4),
             max_coalesce_s=_count("TRIDENT_MAX_COALESCE_MS", 50, least=0) / 1e3,
             max_prompt_bytes=_count("TRIDENT_MAX_PROMPT_BYTES", 4 * 1024 * 1024),
+            http_port=_count("TRIDENT_HTTP_PORT", 0, least=0),
+            whole_answer_timeout_s=_count("TRIDENT_WHOLE_ANSWER_TIMEOUT_S", 0, least=0),
             drain_file=Path(path) if (path := os.environ.get("TRIDENT_DRAIN_FILE")) else None,
             stall_s=_seconds("TRIDENT_STALL_S", STALL_S),
             step_limit_s=_seconds("TRIDENT_STEP_LIMIT_S", LIMIT_S),

@@ -92,6 +92,7 @@ def environment(
         variables["LD_LIBRARY_PATH"] = _prepended(installation.libraries, environ.get("LD_LIBRARY_PATH", ""))
     variables["TRIDENT_ENGINE_DIR"] = str(engine_folder)
     variables["TRIDENT_CONTROL_SOCKET"] = control_socket(shm_prefix)
+    variables["TRIDENT_HTTP_PORT"] = str(settings.http_port)
     variables["TRIDENT_DRAIN_FILE"] = str(settings.drain_file)
     variables["TRIDENT_STALL_S"] = str(settings.stall_s)
     variables["TRIDENT_STEP_LIMIT_S"] = str(settings.step_limit_s)

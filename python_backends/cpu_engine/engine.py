@@ -15,6 +15,7 @@ from typing import Protocol
 from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavailable
 from python_backends.control import ControlMessage, Verb
 from python_backends.cpu_engine.admission import Admission
+from python_backends.cpu_engine.departures import Departures
 from python_backends.cpu_engine.messages import Add, End, StepReport
 from python_backends.cpu_engine.metrics import EngineLoad, EngineMetrics
 from python_backends.cpu_engine.outbox import Outbox
@@ -58,6 +59,7 @@ class Engine:
         sender_threads: int,
         max_coalesce_ns: int,
         prefix_reuse: bool,
+        half_closed: Callable[[], int] = lambda: 0,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._limits = limits
@@ -70,6 +72,7 @@ class Engine:
         self._streams: dict[int, Stream] = {}  # every stream that has not ended
         self._by_request_id: dict[str, set[int]] = {}
         self._admission = Admission(limits.max_batch_size, limits.kv_cache_blocks, max_waiting)
+        self._departures = Departures(half_closed)
         self._prefixes = PrefixShadow(limits.kv_cache_blocks if prefix_reuse else 0, limits.block_tokens)
         self._last_step = StepReport(0, 0)
         self._steps = 0
@@ -297,6 +300,7 @@ class Engine:
         unshown_s = 0.0
         while not self._closed:
             self._work.wait()
+            self._end_departed()
             with self._lock:
                 self._tick(self._clock_ns())
                 idle = not self._streams and not self._admission.running
@@ -310,6 +314,18 @@ class Engine:
             unshown_s += pause_s
             time.sleep(pause_s)
         self._metrics.show(self._load())
+
+    def _end_departed(self) -> None:
+        """Ends the requests whose HTTP callers have left. The kernel is asked outside the lock: it takes its time."""
+        now_ns = self._clock_ns()
+        if not self._departures.due(now_ns):
+            return
+        with self._lock:
+            live = frozenset(self._streams)
+        departed = self._departures.look(live, now_ns)
+        with self._lock:
+            for key in departed:
+                self._end(key, StreamEvent.CANCELLED, cancelled_by="client")
 
     def _until_next_look_s(self) -> float:
         """A tick, or less where a step that takes long, such as a prompt's, must not keep other streams' tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from contract.errors import EngineFailed, InvalidArgument, TridentError, to_text
 from contract.watchdog import Watchdog
 from python_backends import priority
 from python_backends.control import ControlListener
+from python_backends.cpu_engine import departures
 from python_backends.cpu_engine.engine import Engine, Link
 from python_backends.cpu_engine.link import Listener, WorkerLink
 from python_backends.cpu_engine.metrics import EngineMetrics
@@ -22,6 +24,7 @@ from python_backends.heartbeat import Heartbeat
 from python_backends.limits import EngineLimits
 from python_backends.metrics import Metrics
 from python_backends.settings import Settings
+from python_backends.stream_options import StreamOptions
 from python_backends.triton_io import FINAL, Inputs, error_response, metric_family, parameters, response, row, texts
 
 
@@ -73,6 +76,14 @@ class ResponseSink:
         self._sender.send(flags=FINAL)
 
 
+def _answers_whole(inputs: Inputs) -> bool:
+    """Whether the caller gets one response. The engine may stream all the same, for the detokenizer's stop strings."""
+    try:
+        return not StreamOptions.from_json(inputs.text("stream_options") or "-").stream
+    except (ValueError, TypeError, AttributeError):  # not our tokenizer's
+        return not inputs.scalar("streaming", False)
+
+
 class TritonPythonModel:
     load_timeout_s = 300
 
@@ -86,6 +97,7 @@ class TritonPythonModel:
         self._heartbeat = Heartbeat(settings.supervisor_socket)
         manifest = manifests.load(settings.engine_dir)
         self._limits = EngineLimits.from_manifest(manifest)
+        self._whole_answer_timeout_ns = settings.whole_answer_timeout_s * 1_000_000_000
         self._metrics = EngineMetrics(Metrics(metric_family), args["model_name"], args["model_version"])
         self._engine = Engine(
             self._limits,
@@ -95,6 +107,7 @@ class TritonPythonModel:
             sender_threads=settings.sender_threads,
             max_coalesce_ns=int(settings.max_coalesce_s * 1e9),
             prefix_reuse=bool(manifest.recipe["prefix_reuse"]),
+            half_closed=partial(departures.half_closed, settings.http_port),
         )
         if not self._engine.wait_until_ready(self.load_timeout_s):
             self._engine.close()
@@ -129,6 +142,9 @@ class TritonPythonModel:
             return
         urgency = priority.read(parameters(request))
         timeout_ns = request.timeout() * 1000
+        limit_ns = self._whole_answer_timeout_ns
+        if limit_ns and _answers_whole(inputs):
+            timeout_ns = min(timeout_ns or limit_ns, limit_ns)
         parsed = parse(inputs, self._limits, request.request_id(), timeout_ns, time.monotonic_ns(), urgency)
         self._engine.submit(parsed, ResponseSink(sender, set(request.requested_output_names()), inputs))
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
 
 import pytest
 
-from tests.end_to_end.watching import TRIES, left_in_time
+from tests.end_to_end.watching import TRIES, ended, halted, left_in_time, requests, until, until_idle
 
 pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 
 
-def curl(replica, max_tokens: int) -> subprocess.Popen:
-    body = {"text_input": "def fibonacci(n):\n", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
-    url = f"{replica.http_url}/v2/models/ensemble/generate_stream"
+def curl(replica, max_tokens: int, path: str = "generate_stream", stream: bool = True) -> subprocess.Popen:
+    body = {"text_input": "def fibonacci(n):\n", "max_tokens": max_tokens, "stream": stream, "ignore_eos": True}
+    url = f"{replica.http_url}/v2/models/ensemble/{path}"
     return subprocess.Popen(["curl", "-sN", url, "-d", json.dumps(body)], stdout=subprocess.PIPE, text=True)
 
 
@@ -41,3 +42,30 @@ async def test_curl_hangs_up_at_the_first_event_and_the_engine_is_free(replica):
             process.terminate()
 
     await left_in_time(replica, leave)
+
+
+@pytest.mark.parametrize("path", ["generate", "generate_stream"])
+async def test_callers_for_an_answer_in_one_piece_hang_up_and_the_engine_is_free(replica, path):
+    """Triton does not notice; the engine finds that all of its requests were left."""
+
+    before = ended(await until_idle(replica), "cancelled")
+    with halted(replica):  # nothing ends by itself
+        callers = [curl(replica, 900, path, stream=False) for _ in range(5)]
+        await until(replica, lambda page: requests(page, "active") >= 5)
+        for caller in callers:
+            caller.kill()
+            caller.communicate()
+        await until(replica, lambda page: ended(page, "cancelled") == before + 5)
+    await until_idle(replica)
+
+
+async def test_a_caller_who_still_waits_gets_the_whole_answer_though_others_have_left(replica):
+    await until_idle(replica)
+    with halted(replica):
+        stays, leaves = (curl(replica, 100, "generate", stream=False) for _ in range(2))
+        await until(replica, lambda page: requests(page, "active") >= 2)
+        leaves.kill()
+        leaves.communicate()
+        await asyncio.sleep(3)  # three looks of the engine
+    said, _ = await asyncio.to_thread(stays.communicate)
+    assert json.loads(said)["num_output_tokens"] == 100

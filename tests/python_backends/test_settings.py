@@ -24,6 +24,9 @@ def test_only_the_engine_folder_has_no_default(monkeypatch):
     ("variable", "text", "field", "value"),
     [
         ("TRIDENT_CONTROL_SOCKET", "other", "control_socket", "other"),
+        ("TRIDENT_HTTP_PORT", "8000", "http_port", 8000),
+        ("TRIDENT_WHOLE_ANSWER_TIMEOUT_S", "60", "whole_answer_timeout_s", 60),
+        ("TRIDENT_WHOLE_ANSWER_TIMEOUT_S", "0", "whole_answer_timeout_s", 0),
         ("TRIDENT_DRAIN_FILE", "/state/draining", "drain_file", Path("/state/draining")),
         ("TRIDENT_MAX_WAITING", "7", "max_waiting", 7),
         ("TRIDENT_SENDER_THREADS", "2", "sender_threads", 2),

@@ -56,6 +56,7 @@ def test_children_find_this_environment_our_sources_the_engine_and_the_control_s
     found = command.environment(Settings(), INSTALLATION, Path("/engines/demo"), "trident_8001_7_", environ)
     assert found["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
     assert found["PYTHONPATH"] == f"{ROOT}:/theirs" and found["LD_LIBRARY_PATH"] == "/python/lib"
+    assert found["TRIDENT_HTTP_PORT"] == "8000" and found["TRIDENT_DRAIN_FILE"] == str(Settings().drain_file)
     assert found["TRIDENT_ENGINE_DIR"] == "/engines/demo" and found["HOME"] == "/root"
     assert (
         found["TRIDENT_CONTROL_SOCKET"] == command.control_socket("trident_8001_7_") == "trident-trident_8001_7_-engine"

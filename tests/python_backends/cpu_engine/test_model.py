@@ -14,6 +14,7 @@ from contract.tensors import ENGINE_INPUTS, ENGINE_OUTPUTS
 from python_backends.control import ControlMessage, ControlSender, Verb
 from python_backends.cpu_engine.model import TritonPythonModel
 from python_backends.settings import Settings
+from python_backends.stream_options import StreamOptions
 from python_backends.stream_state import StreamEvent, StreamState
 
 DATATYPES = {tensor.name: tensor.datatype for tensor in ENGINE_INPUTS}
@@ -98,6 +99,29 @@ def test_a_requests_priority_reaches_admission(send, model, monkeypatch):
     assert offered == [0.5, 0.9]
     refused = send(parameters={"request_priority": 2})
     assert "request_priority: got 2; allowed is" in refused.responses[0].error().message()
+
+
+@pytest.mark.parametrize(
+    ("sent", "bounded"),
+    [
+        ({"streaming": False, "stream_options": StreamOptions().to_json()}, True),
+        ({"streaming": True, "stream_options": StreamOptions(stop=("x",)).to_json()}, True),
+        ({"streaming": True, "stream_options": StreamOptions(stream=True).to_json()}, False),
+        ({"streaming": False}, True),
+        ({"streaming": False, "stream_options": "not ours"}, True),
+        ({"streaming": True, "stream_options": "[]"}, False),
+    ],
+)
+def test_an_answer_in_one_piece_has_the_operators_longest_time(send, model, monkeypatch, sent, bounded):
+    submitted = []
+    monkeypatch.setattr(model._engine, "submit", lambda request, sink: submitted.append(request.timeout_ns))
+    monkeypatch.setattr(model, "_whole_answer_timeout_ns", 5_000_000)
+    send(**sent)
+    send(**sent, timeout_us=1000)
+    send(**sent, timeout_us=9000)
+    monkeypatch.setattr(model, "_whole_answer_timeout_ns", 0)
+    send(**sent)
+    assert submitted == ([5_000_000, 1_000_000, 5_000_000, 0] if bounded else [0, 1_000_000, 9_000_000, 0])
 
 
 def test_a_stream_is_well_formed_from_its_first_response_to_its_last(send, answers):
