@@ -47,7 +47,7 @@ from verdict import judge, require
 
 BARE_ENGINE_STEPS = ("ensemble", "detokenizer")  # their variants around an engine that sends bare ids
 SOURCES = ("package.py", "compile_trtllm.py", "commands.py", "quantize.py")
-IN_FLIGHT_PER_SEQUENCE = 4
+LEAST_IN_FLIGHT, IN_FLIGHT_PER_SEQUENCE = 64, 4
 CONTRACT = layout.OPTION_TABLES / "triton_contract_1.x.json"
 PBTXT_TYPE = {"BYTES": "TYPE_STRING"}  # every other KServe name is the pbtxt's after TYPE_
 LOGITS_TYPE = "TYPE_FP32"  # what the engine is built with: --logits_dtype float32 (R24)
@@ -273,7 +273,7 @@ def with_inflight_limit(ensemble: str, max_batch_size: int) -> str:
     The limit is shared by all requests and counts them at every step, so it must not be lower than what the engine may
     hold: one batch running and one waiting (its queue). Twice that leaves the detokenizer two responses for each.
     """
-    limit = IN_FLIGHT_PER_SEQUENCE * max_batch_size
+    limit = max(LEAST_IN_FLIGHT, IN_FLIGHT_PER_SEQUENCE * max_batch_size)
     changed, count = re.subn(r"(?m)^( *max_inflight_requests: )\d+$", rf"\g<1>{limit}", ensemble)
     assert count == 1, "build/trtllm/ensemble.pbtxt must set max_inflight_requests once"
     return changed
