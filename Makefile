@@ -4,6 +4,7 @@ MODEL      ?=
 PRECISION  ?=
 ACCEPT_QUALITY ?=
 PROMPT     ?=
+VERBOSE    ?=
 HOST       ?= $(or $(TRIDENT_HOST),127.0.0.1)
 GRPC_PORT  ?= $(or $(TRIDENT_GRPC_PORT),8001)
 HTTP_PORT  ?= $(or $(TRIDENT_HTTP_PORT),8000)
@@ -64,8 +65,8 @@ WANTED = --engine $(call quoted,ENGINE) $(if $(value MODEL),--model $(call quote
 build-engine: setup ## make engines/$(ENGINE) from its recipe, or from MODEL=<hub id or folder>
 	$(BIN)/python build/engine.py $(WANTED) $(if $(value ACCEPT_QUALITY),--accept-quality $(call quoted,ACCEPT_QUALITY))
 
-plan-engine: setup ## say what build-engine would do, and what will fit
-	$(BIN)/python build/engine.py $(WANTED) --dry-run
+plan-engine: setup ## say what build-engine would do, and what will fit (VERBOSE=1: every formula)
+	$(BIN)/python build/engine.py $(WANTED) --dry-run $(if $(VERBOSE),--verbose)
 
 quality: setup setup-build ## measure the demo model in every precision: docs/quality.md
 	$(BIN)/python build/quality_table.py
@@ -140,5 +141,5 @@ $(VENV)/.bench-installed: $(VENV)/.installed requirements/bench.txt
 	@touch $@
 
 clean: ## remove what was built: .venv, engines, server state and caches
-	rm -rf $(VENV) $(BUILD_VENV) .venv-perf engines .triton .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BUILD_VENV) .venv-perf engines .triton .cache .pytest_cache .ruff_cache .hypothesis model_repository/*/configs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

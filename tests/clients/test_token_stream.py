@@ -43,7 +43,7 @@ async def test_tokens_arrive_one_by_one_and_the_last_delta_says_why_it_ended(rep
     assert [delta.finish_reason for delta in deltas] == [None, None, FinishReason.STOP]
     assert deltas[-1].stop_reason == "c"
     assert deltas[-1].usage == Usage(2, 3)
-    assert deltas[-1].timings == Timings(1_000, 2_000, 3_000, 3_002)
+    assert deltas[-1].timings == Timings(1_000, 2_000, 3_000, 3_002, 1_500, 4_002, 5_002)
 
 
 @pytest.mark.parametrize("empty_final", [False, True])

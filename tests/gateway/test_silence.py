@@ -36,7 +36,7 @@ LIMITS = "[admission]\nmax_running = 100"
 
 @pytest.mark.parametrize("pages", [True, False])
 async def test_time_in_the_queue_of_a_replica_that_serves_others_is_no_silence(pages: bool):
-    """40 requests of a quarter of a second at a replica with two slots, and silence ends what it finds after one and a half."""
+    """40 requests of 0.25 s at a replica with two slots wait longer than the idle timeout of 1.5 s, and none is cut."""
     script = Script((" a",) * 6, gap_s=0.05)
     more = {"idle_timeout_s": 1.5, "breaker_failures": 1, "config": LIMITS} | ({} if pages else {"metrics_urls": {}})
     async with FakeReplica(lambda seen: script, slots=2) as replica, gateway(replica, **more) as running:
