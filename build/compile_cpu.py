@@ -11,6 +11,7 @@ Neither torch nor nncf is needed, then or later.
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ import openvino as ov
 import graph
 from calibration import open_tokenizer, read_texts, token_blocks
 from checkpoint import Checkpoint, CheckpointError
-from contract.errors import InvalidArgument
+from contract.errors import EngineFailed, InvalidArgument
 from recipe import Recipe
 from weights import PRECISIONS, Int4, Weights
 
@@ -37,7 +38,12 @@ def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, say: Calla
     weights = Weights(checkpoint, recipe.precision, recipe.group_size, calibrated, recipe.head_precision)
     model = graph.decoder(arch, _announced(weights.matrix, checkpoint, say), weights.vector)
     say("writing openvino_model.xml and openvino_model.bin")
-    ov.save_model(model, str(folder / "openvino_model.xml"), compress_to_fp16=False)
+    try:
+        ov.save_model(model, str(folder / "openvino_model.xml"), compress_to_fp16=False)
+    except RuntimeError as exc:  # iostream's words for a disk that is full are no help
+        free = shutil.disk_usage(folder).free
+        problem = f"{folder}: the model could not be written ({exc}); {free / 1e6:,.1f} MB of disk are free there"
+        raise EngineFailed(problem) from exc
     checkpoint.copy_side_files(folder)
 
 

@@ -23,6 +23,7 @@ import container
 import hardware
 import layout
 import option_table
+import program
 import recipe as recipes
 import shape as shapes
 from case import Case
@@ -186,4 +187,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program.run(main, "compile"))

@@ -66,10 +66,14 @@ def run(argv: Sequence[str], recipe: Recipe, log: Path) -> int:
             preexec_fn=_end_with_the_driver,
         ) as process:
             assert process.stdout is not None
-            for text in process.stdout:
-                sys.stdout.write(text)
-                sys.stdout.flush()
-                file.write(text)
+            try:
+                for text in process.stdout:
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
+                    file.write(text)
+            except BaseException:  # Ctrl-C: it reaches the program too, unless only the driver was told
+                process.terminate()
+                raise
     return process.returncode
 
 

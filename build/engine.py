@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 import sys
 import time
@@ -25,12 +26,15 @@ import choice
 import digest
 import engine_folder
 import layout
+import memory
+import program
 import provenance
 import recipe as recipes
 import shape as shapes
+import side_files
 from architecture import Architecture
 from checkpoint import Checkpoint, open_checkpoint
-from contract.errors import InvalidArgument, TridentError
+from contract.errors import EngineFailed, InvalidArgument, TridentError
 from contract.manifest import hash_files, load, verify
 from fetch import fetch, local_folder
 from recipe import Recipe
@@ -46,6 +50,7 @@ DEFAULT_SEQUENCES = 8  # of that length, that the KV pool holds
 CALIBRATED_PARAMETERS = (
     700_000_000  # beyond this calibrating takes a laptop more than five minutes: a recipe asks for it
 )
+GRAPH_LAYER_BYTES = 80_000  # openvino_model.xml, per layer (measured)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LARGE_BYTES = 1_000_000_000  # takes longer than two seconds to hash
 STATUS = {"Refused": 2, "WrongMachine": 3, "Unavailable": 3}  # by error; any other is 1
@@ -75,18 +80,32 @@ def build(recipe: Recipe, into: Path, say: Say, accept: str | None = None) -> Pa
         raise InvalidArgument("engine", f"{recipe.name} is of kind {recipe.kind!r}; this builds kind 'cpu'")
     checkpoint = open_checkpoint(fetch(recipe.model, recipe.revision))
     folder = into / recipe.name
-    into.mkdir(parents=True, exist_ok=True)
+    _make_folder(into)
     size = sum(path.stat().st_size for path in checkpoint.files())
     if size > _LARGE_BYTES:
         say(f"checking {size / 1e9:.1f} GB of {recipe.model} (read once, then remembered)")
+    if not os.access(into, os.W_OK) and _is_there(folder, recipe, checkpoint, say):
+        return folder  # a read-only checkout serves what was built into it
     with engine_folder.only_builder(folder, say):
-        found = _up_to_date(folder, recipe, checkpoint)
-        if found is not None:
-            how = f"{choice.words(found)}, chosen by measuring," if found.automatic else found.precision
-            say(f"{_shown(folder)} is up to date ({how} from {recipe.model})")
+        if _is_there(folder, recipe, checkpoint, say):
             return folder
         _build(recipe, checkpoint, folder, say, accept)
     return folder
+
+
+def _make_folder(into: Path) -> None:
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise EngineFailed(f"{into}: must be a folder that can be made, got: {exc.strerror}") from exc
+
+
+def _is_there(folder: Path, recipe: Recipe, checkpoint: Checkpoint, say: Say) -> bool:
+    found = _up_to_date(folder, recipe, checkpoint)
+    if found is not None:
+        how = f"{choice.words(found)}, chosen by measuring," if found.automatic else found.precision
+        say(f"{_shown(folder)} is up to date ({how} from {recipe.model})")
+    return found is not None
 
 
 def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, say: Say, accept: str | None) -> None:
@@ -97,6 +116,7 @@ def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, say: Say, accep
 
     shape = shapes.from_config(recipe.model, checkpoint.config, str(checkpoint.folder))
     require(recipe, judge(Case(recipe, shape)))
+    side_files.check(checkpoint.folder, say)
     started_s = time.monotonic()
     candidates = choice.candidates(recipe)
     against = evaluation.Yardstick(checkpoint, say, recipe.max_seq_len)
@@ -138,6 +158,7 @@ def _try(
     from openvino_engine import OpenVinoEngine
 
     is_last = len(tried) + 1 == settings
+    engine_folder.require_room(folder.parent, _engine_bytes(recipe, checkpoint))
     with engine_folder.replacement(folder) as partial:
         compile_cpu.compile_cpu(checkpoint, recipe, partial, say)
         properties = compile_cpu.properties(recipe)
@@ -162,6 +183,13 @@ def _try(
             evaluation=scores,
         )
         finished.save(partial)
+
+
+def _engine_bytes(recipe: Recipe, checkpoint: Checkpoint) -> int:
+    """Of the engine's folder: weights, the graph's text, tokenizer and configuration."""
+    arch = checkpoint.architecture
+    beside = sum(path.stat().st_size for path in checkpoint.files() if path.suffix != ".safetensors")
+    return memory.checkpoint_bytes(recipe, arch) + GRAPH_LAYER_BYTES * (arch.num_layers + 1) + beside
 
 
 def _why(tried: list[dict[str, str]], settings: int) -> str:
@@ -352,4 +380,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program.run(main, "build-engine"))

@@ -13,12 +13,16 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
+
+import layout  # noqa: F401  makes `contract` importable when a script is run by path
+from contract.errors import EngineFailed
 
 
 @contextlib.contextmanager
 def only_builder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Holds the engine's lock, waiting for another builder to finish; the kernel drops it with the process."""
-    with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
+    with _opened(folder.with_name(f".{folder.name}.lock")) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -26,6 +30,21 @@ def only_builder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         _clean_up(folder)
         yield
+
+
+def _opened(path: Path) -> TextIO:
+    try:
+        return path.open("w")
+    except OSError as exc:
+        raise EngineFailed(f"{path.parent}: must be a folder that can be written to, got: {exc.strerror}") from exc
+
+
+def require_room(folder: Path, needed: int) -> None:
+    """Raises EngineFailed where the disk of ``folder``, which exists, has less free than ``needed`` bytes."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        where = f"{folder}: must have {needed / 1e6:,.1f} MB of disk free for the engine"
+        raise EngineFailed(f"{where}, got {free / 1e6:,.1f} MB; free some, or take fewer bits")
 
 
 @contextlib.contextmanager

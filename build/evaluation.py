@@ -30,6 +30,7 @@ import numpy as np
 import commands
 import decoder
 import layout
+import program
 import provenance
 import quality
 import recipe as recipes
@@ -298,4 +299,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program.run(main, "evaluation"))

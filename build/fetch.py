@@ -16,6 +16,7 @@ from pathlib import Path
 
 import digest
 import layout
+import program
 from contract.errors import InvalidArgument
 
 # Of the repository's top folder only; `original/` and `consolidated*` hold the same weights a second time.
@@ -167,4 +168,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program.run(main, "fetch"))

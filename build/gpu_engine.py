@@ -26,6 +26,7 @@ import package
 import plan as plans
 import provenance
 import shape as shapes
+import side_files
 from checkpoint import Checkpoint, open_checkpoint
 from contract.errors import EngineFailed, Unavailable
 from fetch import fetch
@@ -54,7 +55,10 @@ def build(recipe: Recipe, say: Say, accept: str | None = None) -> Path:
     machine (what is finished stays finished), EngineFailed where a program failed: always one sentence.
     """
     folder = layout.ENGINES / recipe.name
-    layout.ENGINES.mkdir(parents=True, exist_ok=True)
+    try:
+        layout.ENGINES.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise EngineFailed(f"{layout.ENGINES}: must be a folder that can be made, got: {exc.strerror}") from exc
     with engine_folder.only_builder(folder, say):
         return _Build(recipe, folder, say, accept).run()
 
@@ -93,10 +97,15 @@ class _Build:
     def _fetch(self) -> Checkpoint:
         argv = commands.fetch(self._recipe)
         if argv is None:
-            return open_checkpoint(fetch(self._recipe.model))
+            return self._opened(fetch(self._recipe.model))
         self._say(f"fetch: $ {commands.line(environment.run_by(argv))}")
         into = layout.fetched_model(self._recipe.model)
-        return open_checkpoint(fetch(self._recipe.model, self._recipe.revision, into))
+        return self._opened(fetch(self._recipe.model, self._recipe.revision, into))
+
+    def _opened(self, folder: Path) -> Checkpoint:
+        checkpoint = open_checkpoint(folder)
+        side_files.check(folder, self._say)
+        return checkpoint
 
     def _stage(self, stage: Stage, inputs: str, run: Callable[[Stage], Sequence[Path]]) -> str:
         """Runs the stage unless it is done; the digest of what it made and of what that was made from.
@@ -111,6 +120,7 @@ class _Build:
             started_s = time.monotonic()
             self._say(f"{stage.name}: {problem}")
             self._records.forget(stage.name)
+            engine_folder.require_room(self._folder.parent, stage.disk_bytes)
             (self._folder / "manifest.json").unlink(missing_ok=True)  # half-built: not to be served
             self._records.write(stage.name, key, run(stage))
             self._ran += 1

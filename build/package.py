@@ -31,6 +31,7 @@ import commands
 import digest
 import evaluation
 import layout
+import program
 import provenance
 import recipe as recipes
 import shape as shapes
@@ -329,4 +330,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program.run(main, "package"))

@@ -19,6 +19,7 @@ import choice
 import commands
 import hardware
 import memory
+import program
 import recipe as recipes
 import shape as shapes
 from case import Case, Finding, Severity
@@ -305,4 +306,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program.run(main, "plan"))

@@ -25,6 +25,7 @@ import numpy as np
 import decoder
 import hf_quantised
 import layout
+import program
 import sanity
 import trtllm_checkpoint
 from calibration import CPYTHON, open_tokenizer, read_texts, token_blocks
@@ -399,4 +400,4 @@ def _budget(engine: str | None, precision: str) -> QualityBudget:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program.run(main, "quality"))

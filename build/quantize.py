@@ -25,6 +25,7 @@ from typing import Any
 import commands
 import hf_quantised
 import layout
+import program
 import recipe as recipes
 import trtllm_checkpoint
 from calibration import TokenBlocks, open_tokenizer, read_texts, token_blocks
@@ -307,4 +308,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program.run(main, "quantize"))

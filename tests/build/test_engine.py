@@ -15,7 +15,7 @@ import pytest
 import engine
 import layout
 import recipe as recipes
-from contract.errors import InvalidArgument, TridentError
+from contract.errors import EngineFailed, InvalidArgument, TridentError
 from contract.manifest import load, verify
 from tests.fakes import checkpoints
 from verdict import Refused
@@ -281,6 +281,82 @@ def test_the_command_builds_into_engines_and_is_idle_the_second_time(checkpoint)
     finally:
         shutil.rmtree(layout.ENGINES / name, ignore_errors=True)
         (layout.ENGINES / f".{name}.lock").unlink(missing_ok=True)
+
+
+def test_ctrl_c_is_one_line_and_leaves_nothing_half_built(checkpoint, tmp_path):
+    code = (
+        "import signal, program\n"
+        "stop = lambda line: line.startswith('writing') and signal.raise_signal(signal.SIGINT)\n"
+        "sys.exit(program.run(lambda: engine.build(made, into, stop), 'build-engine'))"
+    )
+    done = in_a_process(code, checkpoint, tmp_path / "engines")
+    assert (done.returncode, done.stderr) == (130, "build-engine: interrupted\n")
+    assert [p.name for p in (tmp_path / "engines").iterdir()] == [".tiny.lock"]
+
+
+def test_an_engines_folder_that_cannot_be_written_is_one_sentence(checkpoint, tmp_path):
+    (tmp_path / "engines").write_text("a file")
+    with pytest.raises(EngineFailed, match="engines: must be a folder that can be made, got: "):
+        engine.build(recipe(checkpoint), tmp_path / "engines", lambda line: None)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_read_only_checkout_serves_what_was_built_and_builds_nothing(checkpoint, tmp_path):
+    into = tmp_path / "engines"
+    build(recipe(checkpoint), into)
+    (into / ".tiny.lock").unlink()
+    if subprocess.run(["mount", "--bind", into, into], capture_output=True).returncode:
+        pytest.skip("this machine may not mount")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", into], check=True)
+        assert len(build(recipe(checkpoint), into)) == 1
+        with pytest.raises(EngineFailed, match="engines: must be a folder that can be written to, got: Read-only file"):
+            build(recipe(checkpoint, max_seq_len=128), into)
+    finally:
+        subprocess.run(["umount", into], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+@pytest.mark.parametrize("kilobytes", [40, 200])
+def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_built(checkpoint, tmp_path, monkeypatch, kilobytes):
+    into = tmp_path / "engines"
+    into.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "none", into], capture_output=True
+    ).returncode:
+        pytest.skip("this machine may not mount")
+    try:
+        with pytest.raises(EngineFailed, match="disk free for the engine, got .* MB; free some"):
+            build(recipe(checkpoint), into)
+        monkeypatch.setattr(engine.engine_folder, "require_room", lambda folder, needed: None)  # too low an estimate
+        with pytest.raises((EngineFailed, OSError)) as caught:
+            build(recipe(checkpoint), into)
+        assert "disk" in str(caught.value) or "No space left" in str(caught.value)
+        assert [p.name for p in into.iterdir()] == [".tiny.lock"]
+    finally:
+        subprocess.run(["umount", into], check=True)
+
+
+def test_a_chat_template_that_does_not_compile_is_refused_before_anything_is_built(checkpoint, tmp_path):
+    (checkpoint / "tokenizer_config.json").write_text('{"chat_template": "{% for m in %}"}')
+    with pytest.raises(InvalidArgument, match="chat_template does not compile: line 1: "):
+        build(recipe(checkpoint), tmp_path / "engines")
+
+
+def test_a_window_is_allowed_where_no_sequence_outgrows_it(tmp_path):
+    checkpoints.write(tmp_path / "m", checkpoints.CONFIGS["mistral_mqa"] | {"sliding_window": 64})
+    assert engine.recipe_for("mine", str(tmp_path / "m"), None).max_seq_len == 64
+    build(recipe(tmp_path / "m", max_seq_len=64), tmp_path / "engines")
+    with pytest.raises(InvalidArgument, match="max_seq_len"):
+        build(recipe(tmp_path / "m", max_seq_len=65), tmp_path / "engines")
+
+
+def test_weights_that_overflow_are_refused_not_measured(checkpoint, tmp_path):
+    values = checkpoints.tensors(LLAMA)
+    values["model.layers.0.mlp.down_proj.weight"][:] = 3e38
+    checkpoints.write_weights(checkpoint, values)
+    with pytest.raises(TridentError, match="its own logits are not finite"):
+        build(recipe(checkpoint), tmp_path / "engines")
 
 
 def test_a_recipe_that_the_rules_refuse_is_not_built_and_the_nearest_that_works_is_named(checkpoint, tmp_path):
