@@ -6,7 +6,6 @@ sentence that says what to do.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -16,11 +15,11 @@ from contract import manifest as manifests
 from contract.errors import EngineFailed, Unavailable
 from contract.manifest import EngineManifest
 from server import machine as machines
+from server.footprint import footprint
 from server.machine import Card, Machine
 
 GIB = 1024**3
 CPU_PACKAGES = {"openvino": "openvino", "openvino_genai": "openvino-genai"}  # by their name in the manifest
-KV_BYTES = {"u8": 1, "f16": 2, "bf16": 2, "f32": 4}
 SPARE_BYTES = 256 * 1024**2  # the server's own processes beside weights and KV pool
 
 
@@ -77,17 +76,10 @@ def _problem_on_cpu(
 
 
 def _cpu_bytes(manifest: EngineManifest, folder: Path) -> int:
-    """Weights, KV pool (keys and values of every layer and KV head) and what the server takes beside them."""
+    """Weights, KV pool, activations and what the server takes beside them."""
     weights = sum(path.stat().st_size for path in folder.glob("*.bin"))
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        heads = config["num_attention_heads"]
-        size = config.get("head_dim") or config["hidden_size"] // heads
-        per_token = 2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * size
-    except (OSError, ValueError, KeyError, TypeError):
-        per_token = 0  # an engine without a config.json of that kind: its weights alone are a lower bound
-    pool = (manifest.kv_cache_tokens or 0) * per_token * KV_BYTES.get(manifest.kv_cache_precision, 1)
-    return weights + pool + SPARE_BYTES
+    beside = footprint(manifest, folder)
+    return weights + beside.pool_bytes + beside.workspace_bytes + SPARE_BYTES
 
 
 def _problem_on_gpu(manifest: EngineManifest, folder: Path, machine: Machine) -> str | None:
@@ -145,11 +137,14 @@ def _memory_problem(manifest: EngineManifest, folder: Path, machine: Machine, ra
     weights = sum(path.stat().st_size for path in folder.glob(pattern)) // ranks
     roomiest = sorted(_fitting(manifest, machine), key=lambda card: card.free_bytes, reverse=True)[:ranks]
     tightest = roomiest[-1]
-    if weights <= tightest.free_bytes:
+    beside = footprint(manifest, folder)
+    need = weights + beside.pool_bytes + beside.workspace_bytes
+    if need <= tightest.free_bytes:
         return None
     return (
-        f"its weights take {weights / GIB:.1f} GiB of each GPU, and {tightest.name} has "
-        f"{tightest.free_bytes / GIB:.1f} GiB free of {tightest.total_bytes / GIB:.1f}"
+        f"it takes {need / GIB:.1f} GiB of each GPU ({weights / GIB:.1f} weights, {beside.workspace_bytes / GIB:.1f} "
+        f"workspace, {beside.pool_bytes / GIB:.1f} for {beside.pool_tokens} tokens of KV cache), and {tightest.name} "
+        f"has {tightest.free_bytes / GIB:.1f} GiB free of {tightest.total_bytes / GIB:.1f}"
     )
 
 

@@ -143,6 +143,22 @@ def test_a_gpu_machine_that_differs_is_named_with_the_image_to_use(folder, chang
     assert said in sentence and sentence.endswith(f"; serve it in {IMAGE} on 1 x SM 90")
 
 
+def test_a_gpu_must_hold_weights_workspace_and_kv_pool_together(folder):
+    # 4 KiB of KV cache a token; 0.8 GiB are the CUDA context and libraries
+    made = gpu_manifest(folder, kv_cache_tokens=4 * 1024**2)
+    said = problem(check_gpu, folder, made, replace(GPU, cards=(replace(H100, free_bytes=16 * GIB),)))
+    assert "it takes 16.8 GiB of each GPU (0.0 weights, 0.8 workspace, 16.0 for 4194304 tokens of KV cache)" in said
+    check_gpu(folder, made, replace(GPU, cards=(replace(H100, free_bytes=17 * GIB),)))
+    split = replace(made, recipe={"tp": 2, "pp": 1})
+    check_gpu(folder, split, replace(GPU, cards=(replace(H100, free_bytes=9 * GIB),) * 2))
+
+
+def test_an_engine_that_sizes_its_pool_needs_one_sequence_of_it(folder):
+    made = gpu_manifest(folder, kv_cache_tokens=None, max_seq_len=1024**2)
+    said = problem(check_gpu, folder, made, replace(GPU, cards=(replace(H100, free_bytes=4 * GIB),)))
+    assert "4.0 for 1048576 tokens of KV cache" in said
+
+
 def test_ranks_need_as_many_cards(folder):
     said = problem(check_gpu, folder, gpu_manifest(folder, recipe={"tp": 4, "pp": 1}))
     assert "split over 4 GPUs of SM 90, and this machine has 2" in said and said.endswith("on 4 x SM 90")
