@@ -77,6 +77,6 @@ def _seconds(name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 1 <= value <= 86_400:
-        raise InvalidArgument(name, f"must be a number of seconds from 1 to 86400, got {text!r}")
+    if not 3 <= value <= 86_400:  # the supervisor allows the same
+        raise InvalidArgument(name, f"must be a number of seconds from 3 to 86400, got {text!r}")
     return value

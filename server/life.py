@@ -205,17 +205,18 @@ class Life:
                 if problem:
                     self._report(ServerHung(problem))
                     return
-                for stub, reason in self._heartbeats.hung(stubs.find(self.pid)):
+                living = stubs.find(self.pid)
+                for stub, reason in self._heartbeats.hung(living):
                     if stub.pid not in self._hung:
                         self._hung.add(stub.pid)
-                        self._on_stub_hang(stub, reason)
+                        self._on_stub_hang(stub, reason, living)
                 await asyncio.sleep(liveness.LOOK_EVERY_S)
         finally:
             asking.cancel()
 
-    def _on_stub_hang(self, stub: stubs.Stub, reason: str) -> None:
-        if stub.model in self._mending:
-            # Its model is being loaded anew, and that waits for every stub of the old one to end.
+    def _on_stub_hang(self, stub: stubs.Stub, reason: str, living: list[stubs.Stub]) -> None:
+        if stub.model in self._mending or stubs.replaced(stub, living):
+            # Its model is being loaded anew, or has been, and only the end of this process is still waited for.
             self._watch.forget([stub])
             process.kill(stub.pid)
             return

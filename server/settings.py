@@ -79,7 +79,7 @@ class Settings:
         for name in ("start_timeout_s", "canary_interval_s", "canary_timeout_s", "keepalive_s"):
             _between(name, getattr(self, name), 0.1, 86_400)
         for name in ("stall_s", "step_limit_s"):
-            _between(name, getattr(self, name), 1, 86_400)
+            _between(name, getattr(self, name), 3, 86_400)  # heartbeats come once a second
         _between("drain_s", self.drain_s, 0, 86_400)
         _between("trace_every", self.trace_every, 1, 2**31 - 1)
         if self.log_level not in LOG_LEVELS:

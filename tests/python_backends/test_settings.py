@@ -33,6 +33,8 @@ def test_only_the_engine_folder_has_no_default(monkeypatch):
         ("TRIDENT_MAX_COALESCE_MS", "20", "max_coalesce_s", 0.02),
         ("TRIDENT_MAX_COALESCE_MS", "0", "max_coalesce_s", 0.0),
         ("TRIDENT_MAX_PROMPT_BYTES", "1000", "max_prompt_bytes", 1000),
+        ("TRIDENT_STALL_S", "20.5", "stall_s", 20.5),
+        ("TRIDENT_STEP_LIMIT_S", "300", "step_limit_s", 300.0),
     ],
 )
 def test_every_setting_comes_from_its_variable(monkeypatch, variable, text, field, value):
@@ -44,6 +46,13 @@ def test_every_setting_comes_from_its_variable(monkeypatch, variable, text, fiel
 def test_a_count_that_is_none_is_refused_by_the_variables_name(monkeypatch, text):
     monkeypatch.setenv("TRIDENT_SENDER_THREADS", text)
     with pytest.raises(InvalidArgument, match="TRIDENT_SENDER_THREADS: got .*; allowed is a whole number from 1"):
+        Settings.from_env()
+
+
+@pytest.mark.parametrize("text", ["2", "nan", "inf", "soon"])
+def test_a_time_outside_its_range_is_refused_by_the_variables_name(monkeypatch, text):
+    monkeypatch.setenv("TRIDENT_STALL_S", text)
+    with pytest.raises(InvalidArgument, match="TRIDENT_STALL_S: must be a number of seconds from 3 to 86400, got"):
         Settings.from_env()
 
 

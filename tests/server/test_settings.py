@@ -39,6 +39,8 @@ def test_an_override_wins_over_its_variable_and_none_is_no_override():
         ("TRIDENT_DRAIN_S", "-1", "0 to 86400"),
         ("TRIDENT_DRAIN_S", "nan", "0 to 86400"),
         ("TRIDENT_CANARY_INTERVAL_S", "0", "0.1 to 86400"),
+        ("TRIDENT_STALL_S", "2", "3 to 86400"),
+        ("TRIDENT_STEP_LIMIT_S", "inf", "3 to 86400"),
         ("TRIDENT_LOG_LEVEL", "debug", "error, warning, info, verbose"),
         ("TRIDENT_ADMIN_KEY", "a key", "letters, digits"),
         ("TRIDENT_OTLP_ENDPOINT", "127.0.0.1:4318", "http(s) URL"),
