@@ -1,7 +1,8 @@
-"""The door: caps, budgets and the fair queue in one place, behind the protocol of permit.py.
+"""Admission: caps, budgets and each pool's fair queue in one place, behind the protocol of permit.py.
 
-The order: shorten under pressure → cap → room in the queue → reserve the budget → wait for the turn → Permit. What
-is taken on the way is given back in one place, ``_Ticket.close``, once, whichever way the request ends.
+The order: choose the pool → shorten under pressure → cap → room in the pool's queue → reserve the budget → wait for a
+slot of the pool → Permit. Every pool has slots, a queue and a pressure of its own; what happens at one delays nobody at
+another. What is taken on the way is given back in one place, ``_Ticket.close``, once, whichever way the request ends.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from contract.errors import DeadlineExceeded, Overloaded
+from contract.errors import DeadlineExceeded, Overloaded, TridentError
 from contract.generation import GenerationRequest, Usage
 from gateway import drain_rate
 from gateway.budget_store import BudgetStore
@@ -22,88 +23,124 @@ from gateway.budgets import Level, Reservation
 from gateway.concurrency import Concurrency, Slot
 from gateway.degradation import Ladder, Stage, degrade
 from gateway.fairness import Entry, FairQueue
-from gateway.permit import Release, Tenant
+from gateway.permit import Tenant
+from gateway.pool_slots import Claim, PoolSlots, Shares
 from gateway.prompt_tokens import PromptCount, PromptTokens
+from gateway.sharing import UNKNOWN, Capacity
 
-# Where nobody says how much can run at once.
-UNKNOWN_CAPACITY = 256
 _Refusal = TypeVar("_Refusal", Overloaded, DeadlineExceeded)
 Takes = Callable[[str, Sequence[GenerationRequest]], bool]  # whether an overflow target can have these requests now
 
 
-@dataclass(frozen=True)
-class Shares:
-    """How many requests are on the replicas at once, and how many of those one tenant may have.
+class Pools(Protocol):
+    """The pools of replicas, as admission needs them."""
 
-    max_running: 0 for as many as the replicas say they can run. tenant_share: below 1, the rest is free for others'
-    requests at any time, so that long answers of one tenant do not hold all places when short ones of another come.
-    max_wait_s: longest time in the queue, whatever the request's own deadline.
-    """
+    def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
+        """The pool of a request: ``pinned``, or one drawn by weight among those that can serve, ``without`` that one
+        if there is another. Raises Unavailable if ``pinned`` is not configured."""
 
-    max_running: int = 0
-    tenant_share: float = 0.8
-    max_wait_s: float = 30.0
+    def capacity(self, pool: str) -> Capacity:
+        """What its replicas can run now."""
+
+
+class OnePool:
+    """A single pool without a name, that can run ``capacity``."""
+
+    def __init__(self, capacity: Callable[[], Capacity] = lambda: UNKNOWN) -> None:
+        self._capacity = capacity
+
+    def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
+        return pinned
+
+    def capacity(self, pool: str) -> Capacity:
+        return self._capacity()
 
 
 class FairAdmission:
     """Admission for one gateway process: ``await admit(requests, tenant)``.
 
-    clock: seconds, the one the budget store counts with if that is in memory. capacity: how many requests the replicas
-    can run at once, for shares that leave it to them, times ``ahead``, which is what they are sent early. ``rejected``
-    and ``degraded`` count what was refused and lowered, by reason and stage.
+    clock: seconds, the one the budget store counts with if that is in memory. pools: where requests can go.
+    target_pool: the pool of an overflow target, empty if it is an upstream. ``rejected`` and ``degraded`` count what
+    was refused and lowered, by reason and stage.
     """
 
     def __init__(
         self,
         budgets: BudgetStore,
         concurrency: Concurrency,
-        queue: FairQueue,
         clock: Callable[[], float],
         *,
-        shares: Shares = Shares(),
+        pools: Pools | None = None,
+        target_pool: Callable[[str], str] = lambda target: "",
+        shares: Shares | None = None,
         ladder: Ladder | None = None,
-        capacity: Callable[[], int] = lambda: UNKNOWN_CAPACITY,
-        ahead: float = 1.0,
+        queue_bounds: Mapping[str, float] | None = None,
         prompt_tokens: PromptTokens | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        self._budgets, self._concurrency, self._queue, self._clock = budgets, concurrency, queue, clock
-        self._shares, self._ladder, self._capacity, self._ahead = shares, ladder, capacity, ahead
+        self._budgets, self._concurrency, self._clock = budgets, concurrency, clock
+        self.pools: Pools = pools or OnePool()
+        self.target_pool = target_pool
+        self._shares, self._ladder, self._queue_bounds = shares or Shares(), ladder, dict(queue_bounds or {})
         self.prompt_tokens = prompt_tokens or PromptTokens()
         self._rng = rng or random.Random()
-        self._drain = drain_rate.DrainRate()
-        self._crowded, self._crowded_s, self._looked_s = False, 0.0, 0.0
-        self.running = 0  # places on the replicas that permits have
-        self._running: Counter[str] = Counter()
-        self._running_tokens = 0.0
-        self._wake: asyncio.TimerHandle | None = None
+        self._slots: dict[str, PoolSlots] = {}
         self.rejected: Counter[str] = Counter()
         self.degraded: Counter[str] = Counter()
 
     @property
-    def waiting(self) -> int:
-        return len(self._queue)
+    def running(self) -> int:
+        """Slots that permits hold, in all pools."""
+        return sum(slots.running for slots in self._slots.values())
 
     @property
-    def max_running(self) -> int:
-        """Places on the replicas."""
-        return self._shares.max_running or self._capacity()
+    def waiting(self) -> int:
+        """Requests that wait for a slot, in all pools."""
+        return sum(slots.waiting for slots in self._slots.values())
 
-    def queued(self) -> dict[int, int]:
-        """How many wait, by the class they came in."""
-        return self._queue.depths()
+    def slots(self, pool: str = "") -> PoolSlots:
+        """The slots of a pool and the queue for them."""
+        found = self._slots.get(pool)
+        if found is None:
+            found = self._slots[pool] = PoolSlots(
+                FairQueue(**self._queue_bounds),
+                self._clock,
+                lambda: self.pools.capacity(pool),
+                self._shares,
+                expired=lambda error: self._refusal("deadline", error, pool),
+                full=lambda: self._concurrency.fullness(pool) >= 1,
+            )
+        return found
 
-    def change(self, shares: Shares, ladder: Ladder | None, class_limits: Mapping[int, int]) -> None:
-        """Other rules from now on. What runs and waits stays."""
+    def change(
+        self,
+        shares: Shares,
+        ladder: Ladder | None,
+        class_limits: Mapping[int, int],
+        queue_bounds: Mapping[str, float] | None = None,
+    ) -> None:
+        """Other rules from now on. What runs and waits stays. queue_bounds: all of FairQueue's; None: as before."""
         self._shares, self._ladder = shares, ladder
+        self._queue_bounds = self._queue_bounds if queue_bounds is None else dict(queue_bounds)
         self._concurrency.class_limits = class_limits
-        self._dispatch()
+        for slots in self._slots.values():
+            slots.shares = shares
+            if queue_bounds is not None:
+                slots.queue.bound(**queue_bounds)
+            slots.dispatch()
 
-    def pressure(self, tenant: Tenant) -> float:
-        """How full the fullest bound is that this tenant can meet: 0 is empty, 1 is full."""
-        queue = self._queue
+    def sweep(self, now_s: float) -> None:
+        """Looks whether pools that requests wait for can run more than before: nothing else tells when a replica comes
+        or another gateway leaves it."""
+        for slots in self._slots.values():
+            if slots.waiting:
+                slots.dispatch()
+
+    def pressure(self, tenant: Tenant, pool: str = "") -> float:
+        """How full the fullest bound is that this tenant can meet at the pool: 0 is empty, 1 is full."""
+        queue = self.slots(pool).queue
         return max(
-            self._concurrency.in_flight / self._concurrency.limit,
+            self._concurrency.fullness(pool),
             queue.depth(tenant.priority) / queue.max_per_class,
             queue.waiting_of(tenant.name) / queue.max_per_tenant,
         )
@@ -114,84 +151,68 @@ class FairAdmission:
         tenant: Tenant,
         takes: Takes = lambda target, requests: True,
         down: bool = False,
+        session: str = "",
     ) -> QueuedPermit:
-        """The permit, as soon as it is the turn of all ``requests`` together; see permit.py. Where no overflow target
-        takes them, answers are shortened instead. down: the tenant's pool has no healthy replica, so that a target
-        serves them whatever the pressure.
+        """The permit, as soon as the first of ``requests`` has a slot; see permit.py. Where no overflow target takes
+        them, answers are shortened instead. down: the tenant's pool has no healthy replica, so that a target serves
+        them whatever the pressure. session: of a conversation, which stays in one pool.
 
         Raises Overloaded with ``reason``, ``retry_after_s`` and ``headers`` (pressure, a cap, the queue or a budget is
         full), DeadlineExceeded (their time was up in the queue), InvalidArgument (they can never fit a budget or a
-        cap), Unavailable (the budget store does not answer).
+        cap), Unavailable (the budget store does not answer, or the tenant's pool is not configured).
         """
-        now_s = self._clock()
-        requests, target, headers = self._lowered(tuple(requests), tenant, takes, down)
-        ticket = _Ticket(self, tenant, self._acquire(tenant, len(requests)))
+        pool = self.pools.draw(tenant.pool, session)
+        requests, target, headers = self._lowered(tuple(requests), tenant, pool, takes, down)
+        if target:
+            pool = self.target_pool(target)
+        ticket = _Ticket(self, tenant, session, self._clock(), requests)
+        ticket.slot = self._acquire(tenant, len(requests), pool)
         try:
-            if not target:
-                self._check_room(tenant)
+            if pool or not target:
+                self._check_room(tenant, pool)
             need = await self.prompt_tokens.need(requests, tenant.name)
-            ticket.tokens_each = max(1, need.tokens // len(requests))
-            ticket.reservation = await self._reserve(tenant.levels, need.tokens, need.least)
+            ticket.tokens = need.tokens
+            ticket.reservation = await self._reserve(tenant.levels, need.tokens, need.least, pool)
             headers |= ticket.reservation.headers
-            if not target:  # the overflow target has its own capacity, and no place here is used
-                until_s = now_s + min(self._shares.max_wait_s, requests[0].timeout_s or math.inf)
-                turn = asyncio.get_running_loop().create_future()
-                ticket.entry = Entry(
-                    tenant.name, need.tokens, tenant.priority, tenant.weight, until_s, len(requests), work=turn
-                )
-                self._push(ticket.entry)
-                await turn
+            if pool or not target:  # an upstream has its own capacity, and no slot here is used
+                claim = ticket.claim(pool, ticket.tokens, len(requests))
+                drawn = not target and not tenant.pool
+                ticket.turns = tuple(Turn(ticket, pool, claim, number, drawn) for number in range(len(requests)))
+                await claim.turn(0)
+            else:
+                ticket.turns = tuple(Turn(ticket) for _ in requests)
         except BaseException:
             ticket.close(0)
             raise
-        return QueuedPermit(requests, headers, target, ticket, need.counts)
-
-    async def queue_for_replicas(self, ticket: _Ticket, left_s: float) -> Release:
-        """Waits for the turn of one request that was admitted to an overflow target and comes back from there. Its
-        budget stays as reserved. Returns what gives the slot back, told the tokens used; closing the ticket does so
-        too. Raises Overloaded, DeadlineExceeded.
-        """
-        tenant = ticket.tenant
-        self._check_room(tenant)
-        until_s = self._clock() + min(self._shares.max_wait_s, left_s)
-        turn = asyncio.get_running_loop().create_future()
-        entry = Entry(tenant.name, ticket.tokens_each, tenant.priority, tenant.weight, until_s, 1, work=turn)
-        ticket.returned.append(entry)
-        self._push(entry)
-        await turn
-        return lambda used_tokens: self._release_returned(ticket, entry, used_tokens)
-
-    def _release_returned(self, ticket: _Ticket, entry: Entry, used_tokens: int) -> None:
-        if entry in ticket.returned:
-            ticket.returned.remove(entry)
-            self._leave(entry, used_tokens)
-            self._dispatch()
+        return QueuedPermit(ticket.requests, headers, target, ticket.turns, ticket, need.counts)
 
     async def admit_reader(self, tenant: Tenant) -> QueuedPermit:
         """For an answer that exists already or is being made for somebody else: a request of the tenant's budget and
-        a place in its caps, no tokens and no turn. Raises what ``admit`` raises."""
-        ticket = _Ticket(self, tenant, self._acquire(tenant, 1))
+        a place in its caps, no tokens and no slot. Raises what ``admit`` raises."""
+        ticket = _Ticket(self, tenant, "", self._clock())
+        ticket.slot = self._acquire(tenant, 1, tenant.pool)
         try:
             requests_only = [replace(one, limits=replace(one.limits, tokens_per_minute=None)) for one in tenant.levels]
-            ticket.reservation = await self._reserve(tuple(requests_only), 0, 0)
+            ticket.reservation = await self._reserve(tuple(requests_only), 0, 0, tenant.pool)
         except BaseException:
             ticket.close(0)
             raise
-        return QueuedPermit((), dict(ticket.reservation.headers), "", ticket)
+        return QueuedPermit((), dict(ticket.reservation.headers), "", (), ticket)
 
     def _lowered(
-        self, requests: tuple[GenerationRequest, ...], tenant: Tenant, takes: Takes, down: bool
+        self, requests: tuple[GenerationRequest, ...], tenant: Tenant, pool: str, takes: Takes, down: bool
     ) -> tuple[tuple[GenerationRequest, ...], str, dict[str, str]]:
         """The requests as they may be served under the pressure there is, where, and what is said about it."""
         ladder = self._ladder
         if ladder is None:
             return requests, "", {}
-        stage = ladder.stage(self.pressure(tenant))
+        stage = ladder.stage(self.pressure(tenant, pool))
         if stage is Stage.REFUSE:
-            raise self._refusal("pressure", Overloaded("there is more work than can be done"))
+            raise self._refusal("pressure", Overloaded("there is more work than can be done"), pool)
         target = ""
         if down or stage is Stage.OVERFLOW:
-            target = next((name for name in ladder.overflow if takes(name, requests)), "")
+            takers = (name for name in ladder.overflow if takes(name, requests))
+            target = next((name for name in takers if down or self._has_room(name, requests, tenant)), "")
             stage = Stage.OVERFLOW if target else Stage.SHORTER if stage is Stage.OVERFLOW else stage
         lowered = [degrade(one, stage, ladder, target) for one in requests]
         note = next((one.note for one in lowered if one.note), "")
@@ -200,19 +221,24 @@ class FairAdmission:
         self.degraded[stage.value] += 1
         return tuple(one.request for one in lowered), lowered[0].target, {"x-trident-degraded": note}
 
-    def _acquire(self, tenant: Tenant, places: int) -> Slot:
-        try:
-            return self._concurrency.try_acquire(tenant.levels, tenant.priority, places)
-        except Overloaded as exc:
-            raise self._refusal("concurrency", exc) from None
+    def _has_room(self, target: str, requests: tuple[GenerationRequest, ...], tenant: Tenant) -> bool:
+        """Whether requests sent to this target would be served soon."""
+        pool = self.target_pool(target)
+        return not pool or self.slots(pool).is_short_wait(tenant.name, _longest(requests))
 
-    def _check_room(self, tenant: Tenant) -> None:
+    def _acquire(self, tenant: Tenant, places: int, pool: str) -> Slot:
         try:
-            self._queue.check_room(tenant.name, tenant.priority)
+            return self._concurrency.try_acquire(tenant.levels, tenant.priority, places, pool)
         except Overloaded as exc:
-            raise self._refusal("queue", exc) from None
+            raise self._refusal("concurrency", exc, pool) from None
 
-    async def _reserve(self, levels: tuple[Level, ...], tokens: int, least: int) -> Reservation:
+    def _check_room(self, tenant: Tenant, pool: str) -> None:
+        try:
+            self.slots(pool).queue.check_room(tenant.name, tenant.priority)
+        except Overloaded as exc:
+            raise self._refusal("queue", exc, pool) from None
+
+    async def _reserve(self, levels: tuple[Level, ...], tokens: int, least: int, pool: str) -> Reservation:
         reservation = await self._budgets.reserve(levels, tokens, least)
         short = reservation.refused_by
         if short is None:
@@ -222,126 +248,126 @@ class FairAdmission:
         error = Overloaded(f"{level} has {left} {unit} left and the request may need {short.demand.amount:.0f}")
         # The bucket's own pace, not the queue's: nothing else brings its tokens back.
         wait_s = drain_rate.retry_after_s(short.short, short.demand.rate_per_s, self._rng, most_s=3600.0)
-        raise self._refusal("budget", error, wait_s, reservation.headers)
-
-    def _push(self, entry: Entry) -> None:
-        try:
-            self._queue.push(entry, self._clock())
-        except Overloaded as exc:
-            raise self._refusal("queue", exc) from None
-        self._dispatch()
+        raise self._refusal("budget", error, pool, wait_s, reservation.headers)
 
     def _refusal(
-        self, reason: str, error: _Refusal, wait_s: float | None = None, headers: Mapping[str, str] | None = None
+        self,
+        reason: str,
+        error: _Refusal,
+        pool: str,
+        wait_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> _Refusal:
         """``error`` with the reason that metrics name and what the caller is told about when to come back."""
         self.rejected[reason] += 1
         if wait_s is None:
-            self._look()
-            backlog = self._queue.backlog_tokens + self._running_tokens
-            wait_s = drain_rate.retry_after_s(backlog, self._drain.tokens_per_s(self._crowded_s), self._rng)
+            wait_s = self.slots(pool).retry_after_s(self._rng)
         error.reason, error.retry_after_s = reason, wait_s
         error.headers = {**(headers or {}), **drain_rate.headers(wait_s)}
         return error
 
-    def _may_run(self, entry: Entry) -> bool:
-        """Within its tenant's share; what is wider than that runs when the tenant has nothing else."""
-        share = self._share()
-        return self._running[entry.tenant] + min(entry.places, share) <= share
 
-    def _share(self) -> int:
-        """Places that one tenant may have. A share is one of what runs: a place that only waits at a replica is no room
-        for others."""
-        of_all, running = self._shares.tenant_share, self.max_running
-        if of_all < 1 and not self._shares.max_running:
-            of_all /= self._ahead
-        return max(1, math.floor(running * of_all))
-
-    def _fits(self, entry: Entry) -> bool:
-        most = self.max_running
-        return self.running + min(entry.places, most) <= most
-
-    def _dispatch(self) -> None:
-        """Lets in whoever's turn it is, refuses whoever's time is up, and looks again at the next deadline."""
-        now_s = self._clock()
-        for entry in self._queue.expire(now_s):
-            self._expire(entry)
-        while len(self._queue) and self.running < self.max_running:
-            entry = self._queue.pop(now_s, self._may_run, self._fits)
-            if entry is None:
-                break
-            if entry.work.done():
-                continue  # its caller has just left and will close its ticket in a moment
-            self.running += entry.places
-            self._running[entry.tenant] += entry.places
-            self._running_tokens += entry.cost_tokens
-            entry.work.set_result(None)
-        self._look()
-        if self._wake is not None:
-            self._wake.cancel()
-            self._wake = None
-        next_s = self._queue.next_deadline_s()
-        if next_s < math.inf:
-            self._wake = asyncio.get_running_loop().call_later(max(0.0, next_s - now_s) + 0.001, self._dispatch)
-
-    def _look(self) -> bool:
-        """Whether others were kept waiting or out until now. Only such time counts for the pace at which a backlog
-        shrinks: what is settled in a quiet hour says how little was asked."""
-        now_s, crowded = self._clock(), self._crowded
-        if crowded:
-            self._crowded_s += now_s - self._looked_s
-        self._looked_s = now_s
-        self._crowded = len(self._queue) > 0 or self._concurrency.in_flight >= self._concurrency.limit
-        return crowded
-
-    def _expire(self, entry: Entry) -> None:
-        error = DeadlineExceeded("the request waited in the gateway's queue until its time was up")
-        error = self._refusal("deadline", error)
-        if not entry.work.done():
-            entry.work.set_exception(error)
-
-    def _closed(self, ticket: _Ticket, used_tokens: int) -> None:
-        ticket.slot.release()
-        if ticket.reservation is not None:
-            self._budgets.settle(ticket.reservation, used_tokens)
-        entries = ([ticket.entry] if ticket.entry is not None else []) + ticket.returned
-        for entry in entries:
-            self._queue.remove(entry)
-            let_in = entry.work.done() and not entry.work.cancelled() and entry.work.exception() is None
-            if let_in:
-                self._leave(entry, used_tokens)
-        if entries:
-            self._dispatch()
-
-    def _leave(self, entry: Entry, used_tokens: int) -> None:
-        self.running -= entry.places
-        self._running[entry.tenant] -= entry.places
-        if not self._running[entry.tenant]:
-            del self._running[entry.tenant]
-        self._running_tokens -= entry.cost_tokens
-        # The whole reservation is off the backlog, used or not; that is the pace at which the backlog shrinks.
-        if self._look():
-            self._drain.observe(entry.cost_tokens, self._crowded_s)
-        self._queue.give_back(entry, entry.cost_tokens - used_tokens)
+def _longest(requests: Sequence[GenerationRequest]) -> int:
+    """The most tokens that one of them may generate."""
+    return max(one.max_tokens for one in requests)
 
 
 @dataclass(eq=False)
 class _Ticket:
-    """What a request has taken so far."""
+    """What a request has taken so far. drawn: its pool was drawn by weight, so that another one may take its place."""
 
     admission: FairAdmission
     tenant: Tenant
-    slot: Slot
+    session: str
+    began_s: float
+    requests: tuple[GenerationRequest, ...] = ()
+    tokens: int = 0
+    slot: Slot | None = None
     reservation: Reservation | None = None
-    entry: Entry | None = None
-    tokens_each: int = 1  # reserved for each of its requests
-    returned: list[Entry] = field(default_factory=list)  # of requests that came back from an overflow target
+    turns: tuple[Turn, ...] = ()
+    claims: list[Claim] = field(default_factory=list)
     open: bool = True
 
+    @property
+    def ends_s(self) -> float:
+        """When the caller's own time is up."""
+        return self.began_s + min((one.timeout_s or math.inf for one in self.requests), default=math.inf)
+
+    def claim(self, pool: str, tokens: int, count: int, left_s: float = math.inf) -> Claim:
+        """Queues for ``count`` slots of a pool. left_s: what is left of the request's time. Raises Overloaded."""
+        admission, tenant = self.admission, self.tenant
+        until_s = min(admission._clock() + min(admission._shares.max_wait_s, left_s), self.ends_s)
+        longest_tokens = _longest(self.requests)
+        entry = Entry(tenant.name, max(1, tokens), tenant.priority, tenant.weight, until_s, count, longest_tokens)
+        try:
+            claim = admission.slots(pool).claim(entry, self.ends_s)
+        except Overloaded as exc:
+            raise admission._refusal("queue", exc, pool) from None
+        self.claims.append(claim)
+        return claim
+
     def close(self, used_tokens: int) -> None:
-        if self.open:
-            self.open = False
-            self.admission._closed(self, used_tokens)
+        if not self.open:
+            return
+        self.open = False
+        if self.slot is not None:
+            self.slot.release()
+        if self.reservation is not None:
+            self.admission._budgets.settle(self.reservation, used_tokens)
+        for claim in self.claims:  # more than one only if its pool died: then each is charged its part
+            claim.close(used_tokens * claim.entry.cost_tokens / max(1, self.tokens))
+
+
+@dataclass(eq=False)
+class Turn:
+    """One choice's turn; see permit.Turn. claim: None at an upstream, where no slot is used. may_move: its pool was
+    drawn by weight, so that another one may take its place."""
+
+    ticket: _Ticket
+    pool: str = ""
+    claim: Claim | None = None
+    number: int = 0
+    may_move: bool = False
+
+    def begin(self) -> asyncio.Future[None]:
+        if self.claim is not None:
+            return self.claim.turn(self.number)
+        begun = asyncio.get_running_loop().create_future()
+        begun.set_result(None)
+        return begun
+
+    async def move(self) -> str:
+        ticket = self.ticket
+        await self._wait_in(ticket.admission.pools.draw("", ticket.session, self.pool))
+        return self.pool
+
+    async def go(self, target: str, left_s: float) -> None:
+        ticket, admission = self.ticket, self.ticket.admission
+        self.release()
+        self.may_move = not target and not ticket.tenant.pool
+        pool = admission.target_pool(target) if target else admission.pools.draw(ticket.tenant.pool, ticket.session)
+        if pool or not target:
+            await self._wait_in(pool, left_s)
+        else:
+            self.pool, self.claim = "", None
+
+    async def _wait_in(self, pool: str, left_s: float = math.inf) -> None:
+        """Leaves the slot there is and waits for one of ``pool``."""
+        self.release()
+        ticket = self.ticket
+        self.claim = ticket.claim(pool, ticket.tokens // len(ticket.requests), 1, left_s)
+        self.pool, self.number = pool, 0
+        await self.claim.turn(0)
+
+    def fail(self, error: TridentError) -> None:
+        if self.claim is not None:
+            turn = self.claim.turn(self.number)
+            if not turn.done():
+                turn.set_exception(error)
+
+    def release(self) -> None:
+        if self.claim is not None:
+            self.claim.release(self.number)
 
 
 @dataclass(eq=False)
@@ -351,11 +377,9 @@ class QueuedPermit:
     requests: tuple[GenerationRequest, ...]
     headers: dict[str, str]
     target: str
+    turns: tuple[Turn, ...]
     ticket: _Ticket = field(repr=False)
     counts: tuple[PromptCount, ...] = ()
-
-    async def queue_for_replicas(self, left_s: float) -> Release:
-        return await self.ticket.admission.queue_for_replicas(self.ticket, left_s)
 
     def settle(self, usage: Usage | None) -> None:
         self.ticket.close(0 if usage is None else usage.input_tokens + usage.output_tokens)

@@ -33,7 +33,7 @@ class InteractiveSignals:
         self._history.append((now_s, total, late))
         given_up = self._refusals()
         degraded, self._given_up = given_up > self._given_up, given_up
-        fit = self._service.replicas.fit()
+        fit = [one for pool in self._service.serving_pools() for one in self._service.replicas.fit_in(pool)]
         slots = sum(replica.page.max_running for replica in fit)
         running = sum(replica.page.running for replica in fit)
         kv_usage = sum(replica.page.kv_usage for replica in fit) / max(1, len(fit))

@@ -43,7 +43,8 @@ class Choices:
         self.headers: dict[str, str] = permit.headers  # one that goes elsewhere changes what it says
         self._open = len(permit.requests)
         self.generations = [
-            Generation(service, request, permit, asking, began_s, span, self._ended) for request in permit.requests
+            Generation(service, request, permit, turn, asking, began_s, span, self._ended)
+            for request, turn in zip(permit.requests, permit.turns, strict=True)
         ]
         for generation, count in zip(self.generations, permit.counts, strict=True):
             generation.prompt_count = count
@@ -112,8 +113,10 @@ async def _merged(generations: list[Generation]) -> AsyncIterator[Piece]:
         try:
             async for delta in generation:
                 await arrived.put((choice, delta))
+            generation.close()  # its slot is free for one that waits
             await arrived.put((choice, None))
         except TridentError as error:
+            generation.close(error)
             await arrived.put((choice, error))
 
     tasks = [asyncio.ensure_future(read(*one)) for one in enumerate(generations)]

@@ -96,6 +96,10 @@ class Configuration:
         """The tenant of the key, "" if none was sent. Raises Unauthenticated."""
         return Tenant() if self.keyless else self._reading.keys.tenant(api_key)
 
+    def pinned_pools(self) -> set[str]:
+        """The pools that tenants have of their own."""
+        return self._reading.keys.pools()
+
     def named(self, tenant: str, key: str) -> Tenant | None:
         """See permit.Keys."""
         found = Tenant() if self.keyless and not key else self._reading.keys.named(key)

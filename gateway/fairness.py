@@ -28,9 +28,9 @@ QUANTUM_TOKENS = 128
 class Entry:
     """One request that waits.
 
-    cost_tokens: what it may use, at least 1. places: how many of the replicas' places it takes. priority: 0 is the most
-    urgent. deadline_s: on the caller's clock, or infinity. work: the caller's own. A weight is that of the tenant's
-    latest entry.
+    cost_tokens: what it may use, at least 1. slots: how many it needs, one for each choice; it is given one at a time,
+    and has ``begun`` so many. longest_tokens: what one of its choices may generate. priority: 0 is the most urgent.
+    deadline_s: on the caller's clock, or infinity. work: the caller's own. A weight is that of the tenant's latest.
     """
 
     tenant: str
@@ -38,10 +38,27 @@ class Entry:
     priority: int = 1
     weight: float = 1.0
     deadline_s: float = math.inf
-    places: int = 1
+    slots: int = 1
+    longest_tokens: int = 0
     work: Any = None
+    begun: int = 0
     sequence: int = -1
     waiting: bool = False
+
+    def part(self, number: int) -> float:
+        """Tokens of one of its slots: an equal part of the whole; the last one has what is left over."""
+        each = self.cost_tokens // self.slots
+        return each if number < self.slots - 1 else self.cost_tokens - each * (self.slots - 1)
+
+    @property
+    def next_cost(self) -> float:
+        """Tokens of the next slot it is given."""
+        return self.part(self.begun)
+
+    @property
+    def cost_left(self) -> float:
+        """Tokens of the slots it was not given yet."""
+        return self.cost_tokens - self.cost_tokens // self.slots * self.begun if self.begun < self.slots else 0
 
 
 @dataclass(eq=False)
@@ -74,6 +91,7 @@ class FairQueue:
         self._flows: OrderedDict[tuple[int, str], _Flow] = OrderedDict()  # by class and tenant, in the order of turns
         self._came: dict[int, deque[tuple[float, Entry]]] = {}  # by class, in the order they came
         self._deadlines: list[tuple[float, int, Entry]] = []
+        self._shortest: list[tuple[int, int, Entry]] = []
         self._by_class: Counter[int] = Counter()
         self._by_tenant: Counter[str] = Counter()
         self._expired: list[Entry] = []
@@ -124,8 +142,21 @@ class FairQueue:
         flow.weight = entry.weight
         heapq.heappush(flow.heap, (entry.deadline_s, entry.sequence, entry))
         self._came.setdefault(entry.priority, deque()).append((now_s, entry))
+        heapq.heappush(self._shortest, (entry.longest_tokens, entry.sequence, entry))
         if entry.deadline_s < math.inf:
             heapq.heappush(self._deadlines, (entry.deadline_s, entry.sequence, entry))
+
+    def extend(self, entry: Entry, deadline_s: float) -> None:
+        """Gives an entry that waits a later deadline; it keeps its place among those of its tenant."""
+        entry.deadline_s = deadline_s
+        if deadline_s < math.inf:
+            heapq.heappush(self._deadlines, (deadline_s, entry.sequence, entry))
+
+    def shortest_tokens(self) -> float:
+        """The smallest ``longest_tokens`` of all that wait; infinity if nothing does."""
+        while self._shortest and not self._shortest[0][2].waiting:
+            heapq.heappop(self._shortest)
+        return self._shortest[0][0] if self._shortest else math.inf
 
     def remove(self, entry: Entry) -> bool:
         """Takes an entry out before its turn; False if it does not wait any more."""
@@ -133,7 +164,7 @@ class FairQueue:
             return False
         entry.waiting = False
         self._count -= 1
-        self.backlog_tokens -= entry.cost_tokens
+        self.backlog_tokens -= entry.cost_left
         for counts, key in ((self._by_class, entry.priority), (self._by_tenant, entry.tenant)):
             counts[key] -= 1
             if not counts[key]:
@@ -149,37 +180,33 @@ class FairQueue:
     def expire(self, now_s: float) -> list[Entry]:
         """Those whose deadline has passed since the last call, out of the queue now."""
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            entry = heapq.heappop(self._deadlines)[2]
-            if self.remove(entry):
+            deadline_s, _, entry = heapq.heappop(self._deadlines)
+            if deadline_s == entry.deadline_s and self.remove(entry):
                 self._expired.append(entry)
         expired, self._expired = self._expired, []
         return expired
 
     def next_deadline_s(self) -> float:
         """When ``expire`` has something to do next; infinity if never."""
-        while self._deadlines and not self._deadlines[0][2].waiting:
+        while self._deadlines and not _holds(self._deadlines[0]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
-    def pop(
-        self,
-        now_s: float,
-        may_run: Callable[[Entry], bool] = lambda entry: True,
-        fits: Callable[[Entry], bool] = lambda entry: True,
-    ) -> Entry | None:
-        """The entry whose turn it is, or None. The expired stay for ``expire``.
+    def pop(self, now_s: float, may_run: Callable[[Entry], bool] = lambda entry: True) -> Entry | None:
+        """The entry whose turn it is to get one slot, or None. It stays in the queue until it was given all it needs.
 
-        A tenant whose next entry may not run is passed over. One whose turn it is and that does not fit yet is not:
-        it is None until there is room, or narrow requests would keep a wide one out for ever.
+        A tenant whose next entry may not run is passed over. The expired stay for ``expire``.
         """
         self._expired = self.expire(now_s)
         for classes in self._by_urgency(now_s):
             entry = self._turn(classes, may_run)
             if entry is not None:
-                if not fits(entry):
-                    return None
-                self._flows[entry.priority, entry.tenant].deficit -= entry.cost_tokens
-                self.remove(entry)
+                cost = entry.next_cost
+                self._flows[entry.priority, entry.tenant].deficit -= cost
+                entry.begun += 1
+                self.backlog_tokens -= cost
+                if entry.begun == entry.slots:
+                    self.remove(entry)
                 return entry
         return None
 
@@ -216,7 +243,7 @@ class FairQueue:
                     heads[place] = head
         while heads:
             for place in [place for place in flows if place in heads]:
-                flow, cost = flows[place], heads[place].cost_tokens
+                flow, cost = flows[place], heads[place].next_cost
                 if not flow.in_turn:
                     flow.deficit += self._quantum * flow.weight
                     flow.in_turn = True
@@ -226,7 +253,7 @@ class FairQueue:
                 flows.move_to_end(place)
             # Nobody had enough: as many rounds at once as pass until somebody has.
             rounds = min(
-                math.ceil((heads[place].cost_tokens - flows[place].deficit) / (self._quantum * flows[place].weight))
+                math.ceil((heads[place].next_cost - flows[place].deficit) / (self._quantum * flows[place].weight))
                 for place in heads
             )
             for place in heads:
@@ -236,10 +263,18 @@ class FairQueue:
     def _forget_those_that_left(self) -> None:
         """Heaps drop entries only at their top; callers that come and leave behind one that stays would fill them."""
         self._left = 0
-        self._deadlines = [item for item in self._deadlines if item[2].waiting]
+        self._deadlines = [item for item in self._deadlines if _holds(item)]
         heapq.heapify(self._deadlines)
+        self._shortest = [item for item in self._shortest if item[2].waiting]
+        heapq.heapify(self._shortest)
         for priority, line in self._came.items():
             self._came[priority] = deque(item for item in line if item[1].waiting)
         for flow in self._flows.values():
             flow.heap = [item for item in flow.heap if item[2].waiting]
             heapq.heapify(flow.heap)
+
+
+def _holds(item: tuple[float, int, Entry]) -> bool:
+    """Whether the entry still waits, and with this deadline."""
+    deadline_s, _, entry = item
+    return entry.waiting and deadline_s == entry.deadline_s

@@ -20,6 +20,7 @@ from gateway.caller_errors import from_backend
 from gateway.degradation import overflow_note
 from gateway.engine_priority import engine_priority
 from gateway.observability import end_span
+from gateway.permit import Turn
 from gateway.prompt_tokens import PromptCount
 from gateway.replicas import Door
 from gateway.upstream import Upstream, UpstreamStream
@@ -27,7 +28,7 @@ from gateway.upstream import Upstream, UpstreamStream
 if TYPE_CHECKING:
     import grpc.aio
 
-    from gateway.permit import Permit, Release
+    from gateway.permit import Permit
     from gateway.service import Asking, Service
 
 UNHEALTHY_S = 1.0  # a replica that was taken out and has made nothing for so long keeps no request without a token
@@ -36,8 +37,9 @@ UNHEALTHY_S = 1.0  # a replica that was taken out and has made nothing for so lo
 class Generation:
     """An asynchronous iterator of TokenDelta that ends or raises TridentError. ``request`` is what is served.
 
-    target: the overflow target that serves it, "" for the usual replicas. ended: called once, at the end. The KServe
-    endpoint reads raw messages instead of iterating, and reports them by ``saw``.
+    target: the overflow target that serves it, "" for the usual replicas. turn: its slot, which it waits for before it
+    is sent and releases at its end. ended: called once, at the end. The KServe endpoint reads raw messages instead of
+    iterating, and reports them by ``saw``.
 
     Before its first token a request may change places: to another replica when its own makes nothing or is taken for
     unhealthy, at most ``hang_retries`` times, and to the next overflow target or back to the replicas when a place
@@ -49,12 +51,14 @@ class Generation:
         service: Service,
         request: GenerationRequest,
         permit: Permit,
+        turn: Turn,
         asking: Asking,
         began_s: float,
         span: Span | None,
         ended: Callable[[Generation], None],
     ) -> None:
         self._service, self._permit, self._asking, self._span, self._ended = service, permit, asking, span, ended
+        self._turn = turn
         self.request = request
         self.target = permit.target
         self._tried = {permit.target}  # places, "" for the usual replicas
@@ -63,7 +67,6 @@ class Generation:
         self._deadline_s = math.inf
         self._started = False  # anything arrived: from then on nothing is tried elsewhere
         self._abandoned: TridentError | None = None
-        self._release: Release | None = None  # of the slot it got when it came back from an overflow target
         self.id = new_request_id()
         self.began_s = began_s
         self.first_s = 0.0
@@ -99,6 +102,10 @@ class Generation:
 
     async def _next(self) -> TokenDelta:
         if self._stream is None:
+            self._begin_deadline()
+            await self._turn.begin()
+            if self._cut_error is not None:
+                raise self._cut_error
             self._stream = self._opened()
         self.awaits()
         try:
@@ -149,15 +156,14 @@ class Generation:
             if isinstance(error, Overloaded | Unavailable):
                 error.retry_after_s = service.retry_after_s(asking, self.request, error)
             return False
-        if place == "":
-            try:
-                self._release = await self._permit.queue_for_replicas(left_s)
-            except TridentError as refused:
-                refused.__cause__ = error
-                raise
-            if self._closed or self._cut_error is not None:
-                self._release(0)
-                raise self._cut_error or Cancelled("the caller went away")
+        try:
+            await self._turn.go(place, left_s)
+        except TridentError as refused:
+            refused.__cause__ = error
+            raise
+        if self._closed or self._cut_error is not None:
+            self._turn.release()
+            raise self._cut_error or Cancelled("the caller went away")
         self._earlier_attempts = error.attempts
         self._tried.add(place)
         self._service.moved(asking, self.id, self.target or "replicas", place or "replicas", error)
@@ -177,11 +183,15 @@ class Generation:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the request's own deadline, which begins with its first call and goes on elsewhere."""
+        """Seconds until the request's own deadline, which begins when it first waits for its slot and goes on
+        elsewhere."""
+        self._begin_deadline()
+        return max(0.001, self._deadline_s - time.monotonic())
+
+    def _begin_deadline(self) -> None:
         if self._deadline_s == math.inf:
             most_s = self._service.settings.request_timeout_s
             self._deadline_s = time.monotonic() + (self.request.timeout_s or most_s)
-        return max(0.001, self._deadline_s - time.monotonic())
 
     def door(self, payload: bytes = b"") -> Door:
         """Where the generation may go; its span begins."""
@@ -189,13 +199,21 @@ class Generation:
         route_span = service.tracing.child(self._span, "route")
         self._replica_span = service.tracing.child(self._span, "replica", SpanKind.CLIENT)
         handed = observability.traceparent(self._replica_span, asking.carrier)
-        pool = service.overflow.pool(self.target) or asking.tenant.pool
-        self._door = service.replicas.door(self.request, pool, asking.session, handed, payload)
+        self._door = service.replicas.door(self.request, self._turn.pool, asking.session, handed, payload)
         self._door.priority = engine_priority(asking.tenant.priority, asking.own_priority)
+        if self._turn.may_move:
+            self._door.move = self._moved
         if route_span is not None:
             self._door.explain = route_span.is_recording()
             self._door.picked = lambda: self._routed(route_span)
         return self._door
+
+    async def _moved(self) -> str:
+        """Waits for a slot in another pool, which is no silence of a replica, and names the pool."""
+        self._waiting_since_s = 0.0
+        pool = await self._turn.move()
+        self.awaits()
+        return pool
 
     def _routed(self, span: Span) -> None:
         """A replica is picked: the first ends the span, later ones are attempts after a failure."""
@@ -220,7 +238,7 @@ class Generation:
             self.first_s = time.monotonic()
         if delta.finish_reason:
             self.finish_reason, self.usage = delta.finish_reason.value, delta.usage
-            self._give_slot_back()  # now: another choice of the same caller may be waiting for it
+            self._turn.release()  # now: another choice of the same caller may be waiting for it
             if self._replica_span is not None:
                 self._answered_ns = time.time_ns()
                 replica_spans.record(self._service.tracing, self._replica_span, delta.timings, self._answered_ns)
@@ -293,6 +311,7 @@ class Generation:
         """Ends it with ``error``, for its reader to see; the engine is freed at once."""
         if self._cut_error is None and not self._closed:
             self._cut_error = error
+            self._turn.fail(error)
             if self._stream is not None:
                 self._stream.cancel()
             elif self._task is not None:
@@ -316,17 +335,12 @@ class Generation:
         if error is not None and not isinstance(error, TridentError):
             error = Cancelled("the caller went away")
         self.error, self.usage = error, self.usage or self._usage_so_far()
+        self._turn.release()
         self._service.closed(self)
-        self._give_slot_back()
         try:
             self._tell(error, attempts)
         finally:
             self._ended(self)  # what was reserved comes back, whatever becomes of what is said
-
-    def _give_slot_back(self) -> None:
-        if self._release is not None:
-            self._release(self.usage.input_tokens + self.usage.output_tokens if self.usage is not None else 0)
-            self._release = None
 
     def _tell(self, error: TridentError | None, attempts: int) -> None:
         """Metrics, spans and the log hear of the end."""

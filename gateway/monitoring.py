@@ -31,10 +31,13 @@ def health_routes(service: Service, *, public: bool) -> list[Route]:
         return Response("live\n", media_type="text/plain")
 
     async def ready(request: Request) -> Response:
-        if service.ready():
-            return Response("ready\n", media_type="text/plain")
-        said = "the gateway is stopping\n" if service.draining else "no replica is fit to serve\n"
-        return Response(said, 503, {"retry-after": "1"}, media_type="text/plain")
+        """200 while a pool that callers are sent to has a healthy replica; the pools one by one, but not to anybody."""
+        is_ready = service.ready()
+        said: dict[str, object] = {"ready": is_ready, "draining": service.draining}
+        if not public or service.configuration.keyless:
+            said["pools"] = {pool: _standing(service, pool) for pool in service.replicas.pools}
+        headers = {} if is_ready else {"retry-after": "1"}
+        return Response(orjson.dumps(said), 200 if is_ready else 503, headers, media_type="application/json")
 
     async def deep(request: Request) -> Response:
         """What the latest deep probes said; asking does not make another one. 200 if one replica made its token,
@@ -48,3 +51,14 @@ def health_routes(service: Service, *, public: bool) -> list[Route]:
         return Response(orjson.dumps(said), status, media_type="application/json")
 
     return [Route("/health/live", live), Route("/health/ready", ready), Route("/health/deep", deep)]
+
+
+def _standing(service: Service, pool: str) -> dict[str, object]:
+    """A pool's health. serving: callers are sent there; not so for pools of copies and overflow alone."""
+    healthy, replicas = len(service.replicas.fit_in(pool)), service.replicas.all()
+    return {
+        "ready": healthy > 0,
+        "serving": pool in service.serving_pools(),
+        "healthy": healthy,
+        "replicas": sum(replica.pool == pool for replica in replicas),
+    }

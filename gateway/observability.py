@@ -186,17 +186,13 @@ class StateMetrics:
             outstanding.add_metric((upstream.url, upstream.name), upstream.outstanding)
         yield from (healthy, breaker, outstanding, waiting, kv_usage)
         yield GaugeMetricFamily("trident_gateway_body_bytes", "Bytes of requests under way", service.bodies.held)
-        depth = GaugeMetricFamily("trident_gateway_queue_depth", "Requests that wait, by class", labels=("priority",))
-        for priority, count in sorted(admission.queued().items()):
-            depth.add_metric((str(priority),), count)
+        yield from self._pools()
         degraded = CounterMetricFamily(
             "trident_gateway_degraded", "Requests that were given less, by stage", labels=("stage",)
         )
         for stage, count in admission.degraded.items():
             degraded.add_metric((stage,), count)
-        yield from (depth, degraded)
-        yield GaugeMetricFamily("trident_gateway_places", "Requests that may run at once", admission.max_running)
-        yield GaugeMetricFamily("trident_gateway_places_taken", "Of which so many do", admission.running)
+        yield degraded
         yield CounterMetricFamily(
             "trident_gateway_replica_seconds", "Time of fit replicas", service.replica_seconds.total()
         )
@@ -213,6 +209,43 @@ class StateMetrics:
             if service.metrics.tokens_made:
                 per_1000.add_metric((prices.currency,), cost / service.metrics.tokens_made * 1000)
             yield from (spent, per_1000)
+
+    def _pools(self) -> Iterator[Metric]:
+        """Slots, queue and health of each pool."""
+        service = self._service
+        said = {
+            "ready": "1 if it has a fit replica",
+            "slots": "Requests its fit replicas can run at once, without what other gateways use",
+            "limit": "Requests this gateway may have there at once",
+            "running": "Requests that hold a slot",
+            "waiting": "Requests that wait for a slot",
+            "queued_tokens": "Tokens that waiting requests may use",
+            "others": "Requests of other gateways there, by the replicas' metrics",
+        }
+        families = {
+            name: GaugeMetricFamily(f"trident_gateway_pool_{name}", text, labels=("pool",))
+            for name, text in said.items()
+        }
+        depth = GaugeMetricFamily(
+            "trident_gateway_queue_depth", "Requests that wait, by class", labels=("pool", "priority")
+        )
+        for pool in service.replicas.pools:
+            slots, fit = service.admission.slots(pool), service.replicas.fit_in(pool)
+            capacity = slots.capacity
+            values = {
+                "ready": bool(fit),
+                "slots": capacity.slots if fit else 0,
+                "limit": capacity.limit if fit else 0,
+                "running": slots.running,
+                "waiting": slots.waiting,
+                "queued_tokens": slots.queue.backlog_tokens,
+                "others": sum(replica.others.requests for replica in fit),
+            }
+            for name, value in values.items():
+                families[name].add_metric((pool,), float(value))
+            for priority, count in sorted(slots.queue.depths().items()):
+                depth.add_metric((pool, str(priority)), count)
+        yield from (*families.values(), depth)
 
 
 class ReplicaSeconds:

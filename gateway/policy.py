@@ -1,12 +1,14 @@
 """The rules of the configuration file, beside its tenants: a section each, all optional, checked by name.
 
     [admission]                        # who may run, and who waits
-    max_running = 0                    # requests on the replicas at once; 0: as many as their metrics say they can run
+    max_running = 0                    # requests at a pool's replicas; 0: as many as their metrics say they can run
     tenant_share = 0.8                 # of which one tenant may have
+    short_reserve = 0.1                # of a pool's slots, one at least: only for requests whose max_tokens is at most
+                                       # a quarter of the running ones' mean; 0: none, as without keys
     max_wait_s = 30.0                  # in the queue
-    max_waiting_per_class = 1000       # then the next is refused at once
+    max_waiting_per_class = 1000       # at each pool; then the next is refused at once
     max_waiting_per_tenant = 100
-    max_in_flight_of_class = { 2 = 200 }   # by priority; waiting ones included
+    max_in_flight_of_class = { 2 = 200 }   # by priority, at each pool; waiting ones included
     quantum_tokens = 128               # a tenant's turn, times its weight
     aging_s = 10.0                     # a class whose oldest request waits so long moves one class up
     [degradation]                      # what is given up, from which fullness on; without the section nothing is
@@ -80,6 +82,7 @@ class AdmissionRules(BaseModel):
     model_config = _RULES
     max_running: Annotated[int, Field(ge=0, lt=2**31)] = 0
     tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.8
+    short_reserve: Annotated[float, Field(ge=0, le=0.5)] = 0.1
     max_wait_s: _Seconds = 30.0
     max_waiting_per_class: _Count = 1000
     max_waiting_per_tenant: _Count = 100
@@ -176,7 +179,8 @@ class Policy(BaseModel):
 
     @property
     def shares(self) -> Shares:
-        return Shares(self.admission.max_running, self.admission.tenant_share, self.admission.max_wait_s)
+        rules = self.admission
+        return Shares(rules.max_running, rules.tenant_share, rules.max_wait_s, rules.short_reserve)
 
     @property
     def ladder(self) -> Ladder | None:

@@ -13,7 +13,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import aiohttp
 import grpc.aio
@@ -38,6 +38,7 @@ from gateway.health import SILENCE_S, Breaker, BreakerPolicy, BreakerState, toke
 from gateway.load_page import PageLoad
 from gateway.routing import Candidate, Explanation, Question, Router
 from gateway.settings import SCORED, Settings
+from gateway.sharing import UNKNOWN, Capacity, OthersLoad, capacity
 
 _LOG = logging.getLogger(__name__)
 REFRESH_S = 30.0
@@ -63,6 +64,10 @@ class Replica:
         self._steps = 0.0
         self.deep_digest = ""  # of the latest deep probe, empty if it failed
         self.work = Work()
+        self.slots = 0  # requests it can run at once, as its metrics said when they could be read last; 0: never
+        self.others = OthersLoad()
+        self.own_requests = 0  # the most that this process had there since its metrics were read last
+        self.probing = 0  # deep probes under way, which are in no booking
         self._connection = Connection(url, tls)
         self._channel: grpc.aio.Channel | None = None
         self._generate: Callable | None = None
@@ -81,6 +86,15 @@ class Replica:
             tokens_per_s=self.work.pace.tokens_per_s(self.page.max_running),
         )
         return Candidate(load, not self.breaker.allows(now_s), now_s - self.since_s)
+
+    @property
+    def own(self) -> int:
+        """Requests that this process has there now, probes included."""
+        return self.work.outstanding + self.probing
+
+    def sent(self) -> None:
+        """One more request of this process is there."""
+        self.own_requests = max(self.own_requests, self.own)
 
     def fit(self, now_s: float) -> bool:
         return bool(self.health.healthy) and self.breaker.allows(now_s)
@@ -126,8 +140,15 @@ class Replica:
                 self.since_s = time.monotonic()
 
     def read_page(self, page: PageLoad) -> None:
-        """Takes over a page. An engine whose step counter has moved since the last one makes something."""
+        """Takes over a page. An engine whose step counter has moved since the last one makes something. A request that
+        ended since then may still be counted: the most that this process had there meanwhile is taken for its own."""
         self.page = page
+        if page.max_running:
+            self.slots = page.max_running
+            self.others.observe(page.running + page.waiting, max(self.own_requests, self.own))
+        else:
+            self.others.forget()
+        self.own_requests = self.own
         if page.steps:
             if self._steps and page.steps != self._steps:
                 self.progress_s = time.monotonic()
@@ -172,6 +193,7 @@ class Replicas:
         self._budget = RetryBudget(reserve=100.0)  # a replica that dies takes all its requests with it
         self._pools: dict[str, dict[str, Replica]] = {pool: {} for pool in self._sources}
         self._weights = settings.weights
+        self._dither: dict[str, float] = {}
         self._tasks: dict[str, asyncio.Task] = {}  # that keep looking for the replicas of each pool
         self._leaving: set[asyncio.Task] = set()
         self._http: aiohttp.ClientSession | None = None
@@ -232,9 +254,35 @@ class Replicas:
         now_s = time.monotonic()
         return [replica for replica in self.all() if replica.fit(now_s)]
 
-    def slots(self) -> int:
-        """Requests that the fit ones can run at once, by their own pages; 0 where none says it."""
-        return sum(replica.page.max_running for replica in self.fit())
+    @property
+    def pools(self) -> tuple[str, ...]:
+        return tuple(self._pools)
+
+    def public(self) -> list[str]:
+        """The pools that requests of tenants without one of their own are sent to."""
+        return [pool for pool, weight in self._weights.items() if weight > 0]
+
+    def fit_in(self, pool: str) -> list[Replica]:
+        """Those of one pool that may get requests now."""
+        now_s = time.monotonic()
+        return [replica for replica in self._pools.get(pool, {}).values() if replica.fit(now_s)]
+
+    def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
+        """The pool of a request; see ``routing.choose_pool``. without: not that one, if another public one is fit."""
+        available = {} if pinned else {pool: pool != without and bool(self.fit_in(pool)) for pool in self.public()}
+        if without is not None and not any(available.values()):
+            available = {without: True}
+        return routing.choose_pool(self._weights, pinned, available, self._rng, session)
+
+    def capacity(self, pool: str) -> Capacity:
+        """What this process may have at the replicas of a pool. One that does not report its slots counts as the mean
+        of the others. A pool without any fit replica takes everybody, so that routing tells them at once."""
+        fit = self.fit_in(pool)
+        known = [replica for replica in fit if replica.slots]
+        if not known:
+            return UNKNOWN
+        slots = math.ceil(sum(replica.slots for replica in known) * len(fit) / len(known))
+        return capacity(slots, sum(replica.others.requests for replica in known), self._dither.get(pool, 0.0))
 
     def engine(self, pinned: str = "") -> str:
         """The hash of the engine that answers, "" while replicas that might do not all say one and the same."""
@@ -281,6 +329,10 @@ class Replicas:
 
     def _may_serve(self, replica: Replica, pinned: str) -> bool:
         return replica.pool == pinned if pinned else self._weights.get(replica.pool, 0.0) > 0
+
+    def has_other(self, pool: str) -> bool:
+        """Whether another public pool than this one has a fit replica."""
+        return any(other != pool and self.fit_in(other) for other in self.public())
 
     def observe(self, replica: Replica, error: TridentError | None, silent_s: float) -> None:
         """What the end of a request says about its replica, which had been silent for so long."""
@@ -357,7 +409,12 @@ class Replicas:
             request_id=f"probe-{self._rng.getrandbits(64):016x}",
         )
         door = _Fixed(replica, self._settings.triton_model)
-        done = await TokenStream(door, asked, RetrySchedule(NO_RETRY, RetryBudget(), self._rng)).complete()
+        replica.probing += 1
+        replica.sent()
+        try:
+            done = await TokenStream(door, asked, RetrySchedule(NO_RETRY, RetryBudget(), self._rng)).complete()
+        finally:
+            replica.probing -= 1
         digest = token_digest(done.token_ids)
         if self._settings.deep_sha256 and digest != self._settings.deep_sha256:
             raise EngineFailed(f"{replica.url} made another token than it must: {digest}")
@@ -383,10 +440,11 @@ class Replicas:
                     replica.read_page(load_page.read(page.decode()))
                     replica.takes_priority = replica.page.kind != "trtllm"  # whose backend refuses the parameter
                 else:
-                    replica.page = PageLoad()
+                    replica.read_page(PageLoad())
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as exc:
             _LOG.debug("replica %s: its metrics cannot be read: %s", replica.url, exc)
-            replica.page = PageLoad()
+            replica.read_page(PageLoad())
+        self._dither[replica.pool] = self._rng.random()
 
 
 class Door:
@@ -400,10 +458,18 @@ class Door:
         self.replica = self.pool = ""  # where the latest attempt went
         self.picked: Callable[[], None] = lambda: None  # called when that is known
         self.priority: float | None = None  # in the engine's queue; None is the engine's default
+        # Waits for a slot in another pool and names it; None where the request has to stay in its own.
+        self.move: Callable[[], Awaitable[str]] | None = None
         self.explain = False  # whether ``explanation`` says of each pick why
         self.explanation: Explanation | None = None
 
     async def open(self, asked: GenerationRequest, left_s: float) -> Call:
+        if self.move is not None and self._must_move():
+            began_s = time.monotonic()
+            self._pinned = await self.move()
+            left_s -= time.monotonic() - began_s
+            if left_s <= 0:
+                raise DeadlineExceeded("the time of the request was up before another pool had a slot for it")
         self.explanation = Explanation() if self.explain else None
         replica = self._replicas.choose(self._ask, self._pinned, self._tried, self.explanation)
         self._tried |= {replica.url}
@@ -412,7 +478,14 @@ class Door:
         return Call(self._replicas, replica, asked, left_s, self._traceparent, self._payload, self.priority)
 
     def has_alternative(self) -> bool:
-        return self._replicas.has_untried(self._pinned, self._tried)
+        return self._replicas.has_untried(self._pinned, self._tried) or self._must_move()
+
+    def _must_move(self) -> bool:
+        """Whether its pool has nothing left for the request and another one may serve it."""
+        replicas = self._replicas
+        if self.move is None or replicas.has_untried(self._pinned, self._tried):
+            return False
+        return replicas.has_other(self._pinned)
 
     @property
     def progress_s(self) -> float:
@@ -460,6 +533,7 @@ class Call:
         self._sent_s = time.monotonic()
         replica.breaker = replica.breaker.sent(self._sent_s)
         self._booking = Booking(replica.work, replicas.costs, asked)
+        replica.sent()
 
     def began(self) -> None:
         self._booking.began()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import math
 import random
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -19,14 +18,13 @@ from contract.errors import InvalidArgument, NotFound, PermissionDenied, Trident
 from contract.generation import GenerationRequest
 from contract.priority import NORMAL
 from gateway import observability, vocabulary
-from gateway.admission import UNKNOWN_CAPACITY, FairAdmission, Takes
+from gateway.admission import FairAdmission, Takes
 from gateway.body_budget import BodyBudget
 from gateway.budget_store import BudgetStore, MemoryStore, RedisStore, connect
 from gateway.choices import Choices
 from gateway.concurrency import Concurrency
 from gateway.configuration import Configuration
 from gateway.degradation import Stage
-from gateway.fairness import FairQueue
 from gateway.generation import Generation
 from gateway.health import BreakerPolicy
 from gateway.observability import Metrics, ReplicaSeconds, StateMetrics, Tracing, end_span
@@ -40,7 +38,6 @@ from gateway.streaming import Sweeper
 
 _LOG = logging.getLogger("gateway.request")
 SETTLING_S = 60.0  # longer than a settlement takes that is tried again
-AHEAD = 1.25  # times what the replicas can run
 
 
 @dataclass(frozen=True)
@@ -90,14 +87,12 @@ class Service:
         self.budgets: BudgetStore = (
             RedisStore(self._redis, lease_s=lease_s) if self._redis else MemoryStore(time.monotonic, lease_s)
         )
-        self._queue = FairQueue()
+        self._concurrency = Concurrency(settings.max_in_flight)
         self.admission = FairAdmission(
             self.budgets,
-            Concurrency(settings.max_in_flight),
-            self._queue,
+            self._concurrency,
             time.monotonic,
-            capacity=self._capacity,
-            ahead=AHEAD,
+            target_pool=lambda target: self.overflow.pool(target),
             prompt_tokens=PromptTokens(vocabulary.load(settings.tokenizer) if settings.tokenizer else None),
         )
         self.replica_seconds = ReplicaSeconds(lambda: len(self.replicas.fit()))
@@ -114,12 +109,14 @@ class Service:
 
     async def start(self) -> None:
         self._replicas = self._replicas or Replicas(self.settings)
+        self.admission.pools = self._replicas
         self.overflow.start()
         self.apply()
         self.configuration.changed = self.apply
         self.metrics.registry.register(StateMetrics(self))
         await self._replicas.start()
         self.sweeper.add(self.replica_seconds)
+        self.sweeper.add(self.admission)
         self._tasks = [asyncio.create_task(self.sweeper.run()), asyncio.create_task(self.configuration.watch())]
 
     def apply(self) -> None:
@@ -128,20 +125,21 @@ class Service:
         self.replicas.change(pools.places, pools.shares)
         rules, shares, per_tenant = policy.admission, policy.shares, policy.admission.max_waiting_per_tenant
         if self.configuration.keyless:  # there are no others to keep places for
-            shares, per_tenant = dataclasses.replace(shares, tenant_share=1.0), rules.max_waiting_per_class
-        self._queue.bound(rules.max_waiting_per_class, per_tenant, rules.quantum_tokens, rules.aging_s)
+            shares = dataclasses.replace(shares, tenant_share=1.0, short_reserve=0.0)
+            per_tenant = rules.max_waiting_per_class
+        self._concurrency.pools = tuple(pools.places)
         self.overflow.change(policy.overflow)
-        self.admission.change(shares, policy.ladder, rules.max_in_flight_of_class)
+        bounds = {
+            "max_per_class": rules.max_waiting_per_class,
+            "max_per_tenant": per_tenant,
+            "quantum_tokens": rules.quantum_tokens,
+            "aging_s": rules.aging_s,
+        }
+        self.admission.change(shares, policy.ladder, rules.max_in_flight_of_class, bounds)
         if policy.shadow is None:
             self.shadow = None
         elif self.shadow is None or self.shadow.rules != policy.shadow:
             self.shadow = Shadow(policy.shadow, self.replicas, self.metrics, random.Random())
-
-    def _capacity(self) -> int:
-        """What the replicas can run at once by their own metrics, and a quarter more, so that a place which becomes
-        free there is taken at once."""
-        slots = self.replicas.slots()
-        return math.ceil(slots * AHEAD) if slots else UNKNOWN_CAPACITY
 
     async def drain(self, patience_s: float) -> int:
         """Takes nothing new and waits for what is under way; returns how many had to be cut off."""
@@ -172,7 +170,15 @@ class Service:
         self.tracing.close()
 
     def ready(self) -> bool:
-        return not self.draining and bool(self.replicas.fit())
+        """Whether callers can be served: a pool that they are sent to, by weight or because it is their own, has a fit
+        replica. Pools for copies and overflow alone do not count."""
+        return not self.draining and any(self.replicas.fit_in(pool) for pool in self.serving_pools())
+
+    def serving_pools(self) -> list[str]:
+        """The pools that callers are sent to: public ones, and those of tenants."""
+        pinned = self.configuration.pinned_pools()
+        public = self.replicas.public()
+        return [pool for pool in self.replicas.pools if pool in public or pool in pinned]
 
     def tenant(self, api_key: str) -> Tenant:
         """Raises Unauthenticated."""
@@ -211,7 +217,7 @@ class Service:
             with self.metrics.waiting.track_inprogress(), self.metrics.queue.time():
                 self.check_open()
                 down = not self.replicas.serves(asking.tenant.pool)
-                permit = await self.admission.admit(wanted, asking.tenant, self.takes(asking), down)
+                permit = await self.admission.admit(wanted, asking.tenant, self.takes(asking), down, asking.session)
                 if self._cutting:
                     permit.settle(None)
                     self.check_open()

@@ -72,6 +72,10 @@ class KeyTable:
             raise Unauthenticated("this API key is not known here")
         return found
 
+    def pools(self) -> set[str]:
+        """The pools that tenants are pinned to."""
+        return {tenant.pool for _, tenants in self.salted for _, tenant in tenants.values() if tenant.pool}
+
     def _find(self, api_key: str) -> Tenant | None:
         """The tenant of a key. What is looked up is a salted hash, of which a caller can steer no byte; the rest is
         compared in constant time."""

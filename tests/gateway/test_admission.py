@@ -11,14 +11,15 @@ import pytest
 
 from contract.errors import DeadlineExceeded, InvalidArgument, Overloaded
 from contract.generation import GenerationRequest, Usage
-from gateway.admission import FairAdmission, Shares
+from gateway.admission import FairAdmission, OnePool
 from gateway.budget_store import MemoryStore
 from gateway.budgets import Level, Limits
 from gateway.concurrency import Concurrency
 from gateway.degradation import Ladder
-from gateway.fairness import FairQueue
 from gateway.permit import Tenant
+from gateway.pool_slots import Shares
 from gateway.prompt_tokens import PromptTokens
+from gateway.sharing import Capacity
 
 ASKED = GenerationRequest("Hello there", max_tokens=100)
 COST = PromptTokens().estimate(ASKED).tokens + 100
@@ -30,18 +31,14 @@ class Door:
     def __init__(self, clock: Any, *, limit: int = 200, **options: Any) -> None:
         self.budgets = MemoryStore(clock)
         self.concurrency = Concurrency(limit)
-        self.queue = options.pop("queue", FairQueue())
-        self.admission = FairAdmission(
-            self.budgets, self.concurrency, self.queue, clock, rng=random.Random(1), **options
-        )
+        self.admission = FairAdmission(self.budgets, self.concurrency, clock, rng=random.Random(1), **options)
 
     async def left(self, tenant: Tenant) -> dict[str, float]:
         standings = (await self.budgets.reserve(tenant.levels, 0)).standings
         return {one.demand.bucket: one.balance for one in standings if one.demand.unit == "tokens"}
 
     def empty(self) -> bool:
-        held = (self.concurrency.in_flight, self.admission.running, self.admission.waiting, self.queue.backlog_tokens)
-        return held == (0, 0, 0, 0) and self.admission._running_tokens == 0 and not self.admission._running
+        return self.concurrency.in_flight == 0 and all(slots.idle for slots in self.admission._slots.values())
 
 
 def _tenant(name: str = "acme/r", tokens: int | None = 6000, requests: int | None = None, **more: Any) -> Tenant:
@@ -111,7 +108,7 @@ async def test_the_hard_cap_refuses_at_once_with_the_drain_rates_hint(clock: Any
 
 
 async def test_a_full_queue_refuses_and_takes_nothing_from_the_budget(clock: Any) -> None:
-    door = Door(clock, shares=Shares(max_running=1), queue=FairQueue(max_per_tenant=1))
+    door = Door(clock, shares=Shares(max_running=1), queue_bounds={"max_per_tenant": 1})
     tenant = _tenant(requests=60)
     permit = await door.admission.admit([ASKED], tenant)
     waiting = asyncio.ensure_future(door.admission.admit([ASKED], tenant))
@@ -199,7 +196,8 @@ async def test_one_tenant_never_has_all_places(clock: Any) -> None:
 
 
 async def test_places_that_only_wait_at_the_replicas_are_no_room_for_others(clock: Any) -> None:
-    door = Door(clock, capacity=lambda: 10, ahead=1.25, shares=Shares(tenant_share=0.8))  # 8 run, and 2 are sent early
+    pools = OnePool(lambda: Capacity(slots=8, limit=10))  # 8 run, and 2 are sent early
+    door = Door(clock, pools=pools, shares=Shares(tenant_share=0.8))
     flood = [asyncio.ensure_future(door.admission.admit([ASKED], Tenant("flood"))) for _ in range(30)]
     await asyncio.sleep(0)
     assert door.admission.running == 6
@@ -238,7 +236,7 @@ async def test_pressure_shortens_overflows_and_refuses_and_says_so(clock: Any) -
 
 async def test_a_thousand_callers_with_every_end_leave_the_books_balanced(clock: Any) -> None:
     rng = random.Random(9)
-    door = Door(clock, limit=400, shares=Shares(max_running=20), queue=FairQueue(max_per_tenant=60))
+    door = Door(clock, limit=400, shares=Shares(max_running=20), queue_bounds={"max_per_tenant": 60})
     tenants = [_tenant(f"org/{name}", tokens=40_000, priority=name % 3) for name in range(5)]
     used = dict.fromkeys((tenant.name for tenant in tenants), 0)
     most_running = 0
@@ -368,11 +366,11 @@ async def test_an_overflow_target_that_cannot_take_them_leaves_the_stage_below(c
 
 async def test_rules_change_while_requests_run_and_wait(clock: Any) -> None:
     places = 1
-    door = Door(clock, capacity=lambda: places, shares=Shares(tenant_share=1))
+    door = Door(clock, pools=OnePool(lambda: Capacity(places, places)), shares=Shares(tenant_share=1))
     first = await door.admission.admit([ASKED], Tenant())
     waiting = asyncio.ensure_future(door.admission.admit([ASKED], Tenant()))
     await asyncio.sleep(0)
-    assert not waiting.done() and door.admission.queued() == {1: 1}
+    assert not waiting.done() and door.admission.slots().queue.depths() == {1: 1}
     places = 2
     door.admission.change(Shares(tenant_share=1), Ladder(0.001, 0.001, 0.002), {})
     (await waiting).settle(None)

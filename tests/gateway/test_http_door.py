@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from contract.errors import Unauthenticated
 from contract.generation import FinishReason, TokenDelta
-from gateway.admission import Shares
 from gateway.chat import Chat
 from gateway.completions import Completions
 from gateway.http_door import Events
 from gateway.permit import Tenant
+from gateway.pool_slots import Shares
 from gateway.schemas import ChatRequest, CompletionRequest
 from gateway.vocabulary import Vocabulary
 from tests.fakes.replica import FakeReplica, Script, final_only
@@ -375,7 +375,7 @@ async def test_every_end_settles_the_permit_once():
             # The prompt of two words: counted by the engine, then by size where the engine did not come to it.
             assert settled[0] == 2 + 2 and all(1 < used <= 8 for used in settled[1:])
             admission = running.service.admission
-            assert (admission.running, admission.waiting, admission._running_tokens) == (0, 0, 0)
+            assert admission.slots().idle
 
 
 async def test_the_published_schema_describes_what_is_served():

@@ -160,7 +160,7 @@ async def test_what_comes_back_from_an_upstream_waits_for_its_slot_like_others()
             assert [status for status, _, _ in answers] == [200] * 3, answers
             assert replica.counts.most_running == 1
             admission = running.service.admission
-            await until(lambda: (admission.running, admission.waiting, admission._running_tokens) == (0, 0, 0))
+            await until(lambda: admission.slots().idle)
 
 
 async def test_a_caller_that_leaves_while_it_waits_to_come_back_leaves_nothing_behind():

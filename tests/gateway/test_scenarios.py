@@ -69,7 +69,7 @@ async def test_floods_of_several_tenants_are_counted_to_the_token():
                 page[f'trident_gateway_tokens_total{{direction="output",source="engine",tenant="{tenant}"}}']
                 == 4 * choices
             )
-        assert page["trident_gateway_in_flight"] == 0 and page["trident_gateway_places_taken"] == 0
+        assert page["trident_gateway_in_flight"] == 0 and page['trident_gateway_pool_running{pool=""}'] == 0
         # A prompt counts once for all its choices: 30 prompts of 2 tokens each, and what was generated.
         for level, choices in (("o0", 30), ("o1", 50)):
             assert 100_000 - (60 + 4 * choices) <= round(free(running, level)) <= 100_000 - (60 + 4 * choices) + 400
@@ -135,7 +135,7 @@ async def test_a_long_flood_does_not_keep_a_short_request_waiting():
         ]
         await until(lambda: sum(one.done() for one in flood) == 7 and running.service.admission.waiting == 30)
         page = await running.metrics()
-        assert page['trident_gateway_queue_depth{priority="1"}'] == 30
+        assert page['trident_gateway_queue_depth{pool="",priority="1"}'] == 30
         for _ in range(3):
             assert (await running.post(COMPLETIONS, asked(max_tokens=2), **as_(BOB)))[0] == 200
         assert replica.counts.finished == 3  # none of the flood
