@@ -248,3 +248,103 @@ async def test_with_keys_nobody_hears_what_the_shared_prefix_cache_had(keyed):
         told.append(done.usage.cached_tokens)
         assert done.text == " a b" and done.usage.output_tokens == 2
     assert told == ([0, 0] if keyed else [64, 64])
+
+
+def pool_of(tenant: int, pool: str, config: str) -> str:
+    return config.replace(
+        f"[orgs.o{tenant}.teams.t.keys.k]",
+        f'[orgs.o{tenant}.teams.t]\npool = "{pool}"\n[orgs.o{tenant}.teams.t.keys.k]',
+    )
+
+
+@pytest.mark.parametrize("pinned", ["own", "public"])
+async def test_a_flood_at_one_pool_delays_nobody_at_another(pinned: str):
+    """The flood at a private pool of one slot, or at the public one beside an idle private pool of 64."""
+    gate = asyncio.Event()
+
+    def script(seen: SeenRequest) -> Script:
+        return Script((" t",), gate=gate if seen.value("max_tokens") > 100 else None)
+
+    config = keys(ALICE, BOB)
+    if pinned == "own":
+        config = pool_of(0, "own", config)
+    own_slots, public_slots = (1, 4) if pinned == "own" else (64, 4)
+    async with FakeReplica(script, slots=own_slots) as own, FakeReplica(script, slots=public_slots) as public:
+        pools = {"replicas": f"public={public.url};own={own.url}", "pool_weights": {"public": "1"}}
+        async with gateway(own, public, config=config, **pools) as running:
+            flooded, slots = (own, own_slots) if pinned == "own" else (public, public_slots)
+            flood = [
+                asyncio.ensure_future(running.post(COMPLETIONS, asked(max_tokens=900), **as_(ALICE))) for _ in range(60)
+            ]
+            await until(lambda: running.service.admission.waiting > 50)
+            for _ in range(4):
+                assert (await running.post(COMPLETIONS, asked(max_tokens=2), **as_(BOB)))[0] == 200
+            assert flooded.counts.running <= slots * 1.25 + 1
+            page = await running.metrics()
+            name = "own" if pinned == "own" else "public"
+            assert page[f'trident_gateway_pool_waiting{{pool="{name}"}}'] > 50
+            assert page[f'trident_gateway_pool_slots{{pool="{name}"}}'] == slots
+            gate.set()
+            assert {status for status, _, _ in await asyncio.gather(*flood)} == {200}
+            assert flooded.counts.most_running <= slots * 1.25 + 1
+            await until(lambda: nothing_left(running))
+
+
+async def test_many_choices_of_one_request_leave_slots_to_others_and_all_come_to_their_end():
+    gate = asyncio.Event()
+
+    def script(seen: SeenRequest) -> Script:
+        return Script((" t",), gate=gate if seen.value("max_tokens") > 100 else None)
+
+    async with FakeReplica(script, slots=8) as replica, gateway(replica, config=keys(ALICE, BOB)) as running:
+        wide = asyncio.ensure_future(
+            running.post(COMPLETIONS, asked(max_tokens=900, n=16, temperature=1), **as_(ALICE))
+        )
+        await until(lambda: replica.counts.running == 6 and running.service.admission.waiting == 1)
+        for _ in range(5):
+            assert (await running.post(COMPLETIONS, asked(max_tokens=2), **as_(BOB)))[0] == 200
+        gate.set()
+        status, _, body = await wide
+        assert status == 200 and len(body["choices"]) == 16 and body["usage"]["completion_tokens"] == 16
+        await until(lambda: nothing_left(running))
+        assert replica.counts.started == 16 + 5 and running.service.admission.slots().idle
+
+
+async def test_requests_of_a_public_pool_that_dies_are_served_by_another_within_its_slots():
+    async with (
+        FakeReplica(lambda seen: Script((" a",), stall_after=0), slots=4) as dying,
+        FakeReplica(exact, slots=2) as other,
+    ):
+        pools = {"replicas": f"one={dying.url};two={other.url}", "pool_weights": {"one": "1000000", "two": "0.001"}}
+        async with gateway(dying, other, **pools) as running:
+            tasks = [asyncio.ensure_future(running.post(COMPLETIONS, asked(temperature=1))) for _ in range(12)]
+            await until(lambda: dying.counts.running == 5 and running.service.admission.slots("one").waiting == 7)
+            await dying.stop()
+            assert {status for status, _, _ in await asyncio.gather(*tasks)} == {200}
+            assert other.counts.most_running <= 3
+            await until(lambda: nothing_left(running))
+
+
+async def test_ready_means_that_callers_can_be_sent_somewhere():
+    async with FakeReplica() as public, FakeReplica() as side:
+        pools = {"replicas": f"public={public.url};side={side.url}", "pool_weights": {"public": "1"}}
+        async with gateway(public, side, **pools) as running:
+            status, body = await running.get("/health/ready")
+            assert status == 200 and json.loads(body)["pools"]["side"]["ready"]
+            for one in running.service.replicas.all():
+                if one.url == public.url:
+                    one.health = type(one.health)(healthy=False)
+            status, body = await running.get("/health/ready")
+            said = json.loads(body)
+            assert (
+                status == 503
+                and not said["ready"]
+                and said["pools"]["side"]
+                == {
+                    "ready": True,
+                    "serving": False,
+                    "healthy": 1,
+                    "replicas": 1,
+                }
+            )
+            assert (await running.metrics())['trident_gateway_pool_ready{pool="public"}'] == 0
