@@ -29,7 +29,7 @@ _SENTENCES: dict[type[TridentError], str] = {
     InvalidArgument: "the model that was to serve the request does not take it as it is",
     NotFound: "the model, or the version asked for, is not there",
     Cancelled: "the request was cancelled",
-    Overloaded: "the engines have more requests than they take",
+    Overloaded: "the engine's queue is full",
     Unavailable: "no engine is fit to serve the request, or the one that served it was lost",
     DeadlineExceeded: "the request's time was up before its answer was complete",
     EngineFailed: "the engine failed while it served the request",

@@ -8,7 +8,7 @@ import dataclasses
 import aiohttp
 import pytest
 
-from contract.errors import Unavailable
+from contract.errors import Overloaded, Unavailable
 from gateway.health import BreakerState
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.openai_upstream import OpenAIUpstream, upstream
@@ -258,7 +258,7 @@ async def test_while_no_replica_is_healthy_the_upstream_serves_without_any_press
             assert (await running.post(COMPLETIONS, {**ASKED, "top_k": 3}))[0] == 503
 
 
-async def test_requests_of_a_replica_that_dies_under_them_go_to_the_upstream_and_are_not_kept_as_its_own():
+async def test_requests_of_a_replica_that_dies_under_them_go_to_the_upstream():
     async with upstream() as there, FakeReplica(lambda seen: Script((" a",), stall_after=0), engine="e") as replica:
         config = FALLBACK + f"overflow = 'afar'\n[overflow.afar]\nurl = '{there.url}'\nmodel = 'small'"
         async with gateway(replica, config=config) as running:
@@ -270,8 +270,18 @@ async def test_requests_of_a_replica_that_dies_under_them_go_to_the_upstream_and
                 assert (status, body["choices"][0]["text"]) == (200, " from afar")
                 assert headers["x-trident-cache"] == "miss"
             assert len(there.seen) == 4
-            await running.post(COMPLETIONS, {**plain, "prompt": "0"})
-            assert len(there.seen) == 5  # it is made again: an answer from elsewhere is not in the cache
+
+
+async def test_an_answer_of_a_target_is_never_kept_as_the_engines():
+    async with upstream() as there, FakeReplica(lambda seen: Script(refuse=Overloaded("full")), engine="e") as replica:
+        config = FALLBACK + f"overflow = 'afar'\n[overflow.afar]\nurl = '{there.url}'\nmodel = 'small'"
+        async with gateway(replica, config=config) as running:
+            plain = {"model": "demo", "prompt": "one", "max_tokens": 2, "temperature": 0}
+            _, headers, body = await running.post(COMPLETIONS, plain)
+            assert (headers["x-trident-degraded"], body["choices"][0]["text"]) == ("overflow=afar", " from afar")
+            replica.script = lambda seen: Script((" ours",))
+            _, headers, body = await running.post(COMPLETIONS, plain)
+            assert (headers["x-trident-cache"], body["choices"][0]["text"]) == ("miss", " ours")
 
 
 async def test_targets_are_tried_in_their_order_each_once():

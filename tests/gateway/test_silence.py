@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import aiohttp
 import pytest
 
 from contract.errors import DeadlineExceeded
@@ -62,7 +63,10 @@ async def test_a_queue_that_another_gateway_fills_is_no_silence_while_the_engine
             assert (await waiting)[0] == 200
 
 
-async def test_a_request_that_waits_in_such_a_queue_ends_with_its_own_deadline_and_blames_nobody():
+async def test_a_request_that_waits_in_such_a_queue_ends_with_its_own_deadline_and_blames_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("gateway.health.SILENCE_S", 0.5)  # from how much on a deadline would blame a replica
     gate = asyncio.Event()
     script = {"go": Script((" a",) * 10_000, gap_s=0.02), "wait": Script((" a",), gate=gate)}
     async with FakeReplica(lambda seen: script[seen.value("text_input")]) as replica:
@@ -125,8 +129,8 @@ async def test_requests_without_a_token_at_a_stopped_replica_are_served_by_anoth
                     assert (await client.generate(f"p{number}", max_tokens=2).complete()).text == f" p{number}" * 2
                     return
                 body = asked(f"p{number}", stream=protocol == "stream")
-                async with running_session(running, body) as (status, said):
-                    assert status == 200 and f" p{number}" in said and '"error"' not in said
+                status, said = await post_text(running, body)
+                assert status == 200 and f" p{number}" in said and '"error"' not in said
 
             await asyncio.gather(*(one(number) for number in range(6)))
             assert good.counts.started == 6
@@ -137,21 +141,11 @@ async def test_requests_without_a_token_at_a_stopped_replica_are_served_by_anoth
             assert running.service.admission.running == 0
 
 
-class running_session:
-    """One streamed or whole POST: (status, text)."""
-
-    def __init__(self, running: Running, body: dict) -> None:
-        self._running, self._body = running, body
-
-    async def __aenter__(self) -> tuple[int, str]:
-        import aiohttp
-
-        async with aiohttp.ClientSession() as session:
-            async with session.post(self._running.base_url + COMPLETIONS, json=self._body) as answer:
-                return answer.status, await answer.text()
-
-    async def __aexit__(self, *_exc: object) -> None:
-        """Closed already."""
+async def post_text(running: Running, body: dict) -> tuple[int, str]:
+    """(status, the answer's text, an event stream's included)."""
+    async with aiohttp.ClientSession() as session:
+        async with session.post(running.base_url + COMPLETIONS, json=body) as answer:
+            return answer.status, await answer.text()
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
