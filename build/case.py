@@ -40,13 +40,14 @@ class Case:
     """A recipe on a model, with what is known of the machine that will run it.
 
     gpus_here: cards of this machine, None while planning for another one. rank_files: ``rank{N}.safetensors`` in the
-    checkpoint, None before there is one.
+    checkpoint, None before there is one. memory_here: bytes of this machine's memory, None where it does not matter.
     """
 
     recipe: Recipe
     shape: Shape
     gpus_here: int | None = None
     rank_files: int | None = None
+    memory_here: int | None = None
 
     @cached_property
     def algo(self) -> str | None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import choice
 import digest
 import engine_folder
+import host
 import layout
 import memory
 import program
@@ -112,32 +113,36 @@ def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, say: Say, accep
     import evaluation  # OpenVINO takes longer to import than to find out that nothing changed
     from case import Case
     from quality import BeyondBudget
-    from verdict import judge, require
+    from verdict import check, judge, refused, require
 
     shape = shapes.from_config(recipe.model, checkpoint.config, str(checkpoint.folder))
-    require(recipe, judge(Case(recipe, shape)))
+    require(recipe, judge(Case(recipe, shape, memory_here=host.memory_bytes())))
     side_files.check(checkpoint.folder, say)
     started_s = time.monotonic()
     candidates = choice.candidates(recipe)
+    here = host.memory_bytes()
+    fitting = [one for one in candidates if not refused(check(Case(one, shape, memory_here=here)))]
+    if left_out := [choice.words(one) for one in candidates if one not in fitting]:
+        say(f"not tried, because this machine has too little memory: {'; '.join(left_out)}")
     against = evaluation.Yardstick(checkpoint, say, recipe.max_seq_len)
     tried: list[dict[str, str]] = []
-    for candidate in candidates:
-        settings = choice.words(candidate)
+    for candidate in fitting:
+        settings, is_last = choice.words(candidate), candidate is fitting[-1]
         say(f"building {_shown(folder)}: {settings}, from {recipe.model}")
         try:
-            _try(candidate, checkpoint, folder, say, accept, against, tried, len(candidates))
+            _try(candidate, checkpoint, folder, say, accept, against, tried, spare=not is_last)
             break
         except BeyondBudget as error:
-            if len(candidates) == 1:
+            if is_last and tried:
+                raise BeyondBudget(
+                    f"none of {len(fitting)} settings passed; the last: {error}", error.verdict
+                ) from error
+            if is_last:
                 raise
             tried.append({"settings": settings, "refused": "; ".join(error.verdict.problems)})
             say(f"{settings}: refused, {tried[-1]['refused']}")
-            if candidate is candidates[-1]:
-                raise BeyondBudget(
-                    f"none of {len(candidates)} settings passed; the last: {error}", error.verdict
-                ) from error
-    if len(candidates) > 1:
-        say(f"chose {settings}: {_why(tried, len(candidates))}")
+    if recipe.automatic:
+        say(f"chose {settings}: {_why(tried)}")
     megabytes = sum(p.stat().st_size for p in folder.iterdir()) / 1e6
     say(f"{_shown(folder)} is ready: {megabytes:,.1f} MB in {time.monotonic() - started_s:.1f} s")
 
@@ -150,14 +155,14 @@ def _try(
     accept: str | None,
     against: evaluation.Yardstick,
     tried: list[dict[str, str]],
-    settings: int,
+    *,
+    spare: bool,
 ) -> None:
     """Builds and measures one setting; ``folder`` is the engine if it passes, and untouched if not (BeyondBudget)."""
     import compile_cpu
     import evaluation
     from openvino_engine import OpenVinoEngine
 
-    is_last = len(tried) + 1 == settings
     engine_folder.require_room(folder.parent, _engine_bytes(recipe, checkpoint))
     with engine_folder.replacement(folder) as partial:
         compile_cpu.compile_cpu(checkpoint, recipe, partial, say)
@@ -171,12 +176,13 @@ def _try(
             longest=recipe.max_seq_len,
             accept=accept,
             against=against,
-            spare=not is_last,
+            spare=spare,
         )
-        if settings > 1:
-            scores["choice"] = {"chosen": choice.words(recipe), "why": _why(tried, settings), "tried_before": tried}
+        if recipe.automatic:
+            scores["choice"] = {"chosen": choice.words(recipe), "why": _why(tried), "tried_before": tried}
         finished = dataclasses.replace(
             provenance.manifest(recipe, checkpoint, _versions(recipe)),
+            memory_bytes=memory.footprint(recipe, checkpoint.architecture).total_bytes,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             files=hash_files(partial),
             properties=properties,
@@ -192,7 +198,8 @@ def _engine_bytes(recipe: Recipe, checkpoint: Checkpoint) -> int:
     return memory.checkpoint_bytes(recipe, arch) + GRAPH_LAYER_BYTES * (arch.num_layers + 1) + beside
 
 
-def _why(tried: list[dict[str, str]], settings: int) -> str:
+def _why(tried: list[dict[str, str]]) -> str:
+    settings = len(choice.SETTINGS)
     return f"the fastest of {settings} settings that passes the quality gate; faster ones that did not: {len(tried)}"
 
 
@@ -217,7 +224,13 @@ def _up_to_date(folder: Path, recipe: Recipe, checkpoint: Checkpoint) -> Recipe 
         return None  # absent, half-built, damaged or older: build it
     if found.evaluation is None:
         return None
-    last = {"files": {}, "properties": {}, "evaluation": None, "created": ""}  # what `provenance.manifest` leaves out
+    last = {
+        "files": {},
+        "properties": {},
+        "evaluation": None,
+        "created": "",
+        "memory_bytes": None,
+    }  # what `provenance.manifest` leaves out
     there = dataclasses.replace(found, **last)
     for candidate in choice.candidates(recipe):
         same = (found.precision, found.kv_cache_precision) == (candidate.precision, candidate.kv_cache_precision)

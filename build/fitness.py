@@ -258,6 +258,22 @@ def only_four_bits_are_calibrated(case: Case) -> str | None:
     return f"[calibration] has no effect on {recipe.precision} weights of a CPU engine: only int4 is calibrated"
 
 
+@CHECKS.rule("C5", REFUSE)
+def a_cpu_engine_must_fit_this_machine(case: Case) -> str | None:
+    """The engine process allocates its whole KV pool; the kernel kills a process that outgrows the memory there is."""
+    if case.recipe.kind != CPU or case.memory_here is None:
+        return None
+    foot, gib = memory.footprint(case.recipe, case.shape.architecture), memory.GIB
+    if foot.total_bytes <= case.memory_here:
+        return None
+    room = int((case.memory_here - foot.fixed_bytes) / foot.kv_bytes_per_token) // memory.BLOCK_TOKENS
+    fits = f"kv_cache_tokens up to {room * memory.BLOCK_TOKENS} fit" if room > 0 else "its weights alone do not fit"
+    return (
+        f"weights, activations and {foot.pool_tokens} tokens of KV cache take {foot.total_bytes / gib:.1f} GiB, and "
+        f"this machine has {case.memory_here / gib:.1f} GiB (/proc/meminfo and the container's limit): {fits}"
+    )
+
+
 @CHECKS.rule("U1", REFUSE)
 def tables_must_have_an_effect(case: Case) -> str | None:
     if case.recipe.kind != TRTLLM:

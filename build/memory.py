@@ -98,6 +98,11 @@ class Footprint:
     def pool_bytes(self) -> int:
         return int(self.pool_tokens * self.kv_bytes_per_token)
 
+    @property
+    def total_bytes(self) -> int:
+        """With the whole KV cache."""
+        return self.fixed_bytes + self.pool_bytes
+
     def sequences(self, length: int) -> int:
         """Sequences of ``length`` tokens the pool holds at once, each in whole blocks."""
         return self.pool_tokens // BLOCK_TOKENS // max(1, -(-length // BLOCK_TOKENS))

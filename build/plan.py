@@ -18,6 +18,7 @@ from pathlib import Path
 import choice
 import commands
 import hardware
+import host
 import memory
 import program
 import recipe as recipes
@@ -50,8 +51,8 @@ class Plan:
 
 
 def make(recipe: Recipe, shape: Shape) -> Plan:
-    """The plan of a recipe. Pure but for looking at local folders the recipe names."""
-    findings = judge(Case(recipe, shape))
+    """The plan of a recipe. Looks at local folders the recipe names and at this machine's memory."""
+    findings = judge(Case(recipe, shape, memory_here=host.memory_bytes()))
     if refused(findings):
         return Plan(recipe, shape, findings, None, ())
     image = () if recipe.kind == CPU else (image_stage(recipe),)

@@ -40,7 +40,8 @@ class EngineManifest:
     versions: of everything that shaped the files (trident, openvino, tensorrt_llm, tensorrt, cuda, driver, …).
     evaluation: scores of the quality gate, None when it did not run. sm, image: GPU engines only: compute
     capability times ten and the container that built it and must serve it.
-    created: UTC, ISO 8601.
+    memory_bytes: what a CPU engine's process takes with its whole KV pool, as the plan computes it; None for the other
+    kinds and for engines built before it was recorded. created: UTC, ISO 8601.
     """
 
     name: str
@@ -68,6 +69,7 @@ class EngineManifest:
     evaluation: Mapping[str, object] | None = None
     sm: int | None = None
     image: str | None = None
+    memory_bytes: int | None = None
 
     def save(self, folder: Path) -> None:
         """Writes manifest.json whole or not at all, and down to the disk."""
@@ -152,6 +154,7 @@ def _problem(table: object) -> str:
     known = {f.name for f in fields(EngineManifest)} | {"format"}
     if unknown := sorted(table.keys() - known):
         return f"unknown field {unknown[0]}"
+    table.setdefault("memory_bytes", None)
     if missing := sorted(known - table.keys()):
         return f"{missing[0]} is missing"
     for name, is_right, allowed in _CHECKS:
@@ -192,6 +195,7 @@ _CHECKS: tuple[tuple[str, Callable[[object], bool], str], ...] = (
     ("files", _is_files, "a table of sha256 by relative path"),
     *((name, lambda v: isinstance(v, dict), "a table") for name in ("recipe", "versions", "properties")),
     ("evaluation", lambda v: v is None or isinstance(v, dict), "a table or null"),
+    ("memory_bytes", lambda v: v is None or _is_int(v, 1), "a positive integer or null"),
     ("sm", lambda v: v is None or _is_int(v, 1), "a positive integer or null"),
     ("image", lambda v: v is None or _is_text(v), "a non-empty string or null"),
 )

@@ -69,14 +69,16 @@ def _problem_on_cpu(
     need = _cpu_bytes(manifest, folder)
     if available is not None and need > available:
         return (
-            f"weights and {manifest.kv_cache_tokens} tokens of KV cache take {need / GIB:.1f} GiB, and "
+            f"weights, activations and {manifest.kv_cache_tokens} tokens of KV cache take {need / GIB:.1f} GiB, and "
             f"{available / GIB:.1f} GiB of memory are free; lower kv_cache_tokens or the precision in its recipe"
         )
     return None
 
 
 def _cpu_bytes(manifest: EngineManifest, folder: Path) -> int:
-    """Weights, KV pool, activations and what the server takes beside them."""
+    """What the plan computed; of an engine that does not record it, weights, KV pool, activations, server."""
+    if manifest.memory_bytes is not None:
+        return manifest.memory_bytes
     weights = sum(path.stat().st_size for path in folder.glob("*.bin"))
     beside = footprint(manifest, folder)
     return weights + beside.pool_bytes + beside.workspace_bytes + SPARE_BYTES

@@ -13,10 +13,15 @@ import openvino_genai as genai
 import pytest
 
 import engine
+import host
 import layout
+import memory
+import plan
 import recipe as recipes
-from contract.errors import EngineFailed, InvalidArgument, TridentError
+import shape
+from contract.errors import EngineFailed, InvalidArgument, TridentError, Unavailable
 from contract.manifest import load, verify
+from server import preflight
 from tests.fakes import checkpoints
 from verdict import Refused
 
@@ -281,6 +286,27 @@ def test_the_command_builds_into_engines_and_is_idle_the_second_time(checkpoint)
     finally:
         shutil.rmtree(layout.ENGINES / name, ignore_errors=True)
         (layout.ENGINES / f".{name}.lock").unlink(missing_ok=True)
+
+
+def test_plan_manifest_and_preflight_name_the_same_memory(checkpoint, tmp_path, monkeypatch):
+    made = recipe(checkpoint, kv_cache_tokens=4_000_000)
+    need = plan.make(made, shape.find(made.model)).footprint.total_bytes
+    build(made, tmp_path)
+    assert load(tmp_path / "tiny").memory_bytes == need
+    with pytest.raises(Unavailable, match=f"4000000 tokens of KV cache take {need / 2**30:.1f} GiB, and 0.1 GiB"):
+        preflight.check(load(tmp_path / "tiny"), tmp_path / "tiny", available_bytes=lambda: 2**30 // 10)
+    monkeypatch.setattr(host, "memory_bytes", lambda: need - 1)
+    with pytest.raises(Refused, match=f"tiny is refused by C5: .*take {need / 2**30:.1f} GiB, and this machine has"):
+        build(dataclasses.replace(made, max_num_tokens=65), tmp_path)
+
+
+def test_settings_beyond_this_machines_memory_are_not_tried(checkpoint, tmp_path, monkeypatch):
+    made = recipe(checkpoint, precision="auto", kv_cache_tokens=400_000)
+    arch = shape.find(made.model).architecture
+    monkeypatch.setattr(host, "memory_bytes", lambda: memory.footprint(made, arch).total_bytes)
+    said = build(made, tmp_path)
+    assert any(line.startswith("not tried, because this machine has too little memory: int8") for line in said)
+    assert load(tmp_path / "tiny").precision == "int8"
 
 
 def test_ctrl_c_is_one_line_and_leaves_nothing_half_built(checkpoint, tmp_path):
