@@ -19,7 +19,6 @@ MAY_IMPORT = {
     "clients": {"contract"},
     "server": {"contract", "clients"},
     "gateway": {"contract", "clients"},
-    "cluster": {"contract", "clients"},
     # Measures from outside through clients/, and the backends' parts by themselves on tests/fakes' random models.
     "benchmarks": {"contract", "clients", "python_backends", "tests"},
 }

@@ -12,7 +12,7 @@ import heapq
 from collections import OrderedDict
 
 from contract.errors import Overloaded
-from python_backends.priority import NORMAL
+from python_backends.ensemble.priority import NORMAL
 
 
 class Admission:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavailable
-from python_backends.control import ControlMessage, Verb
 from python_backends.cpu_engine.admission import Admission
 from python_backends.cpu_engine.departures import Departures
 from python_backends.cpu_engine.messages import Add, End, StepReport
@@ -23,8 +22,9 @@ from python_backends.cpu_engine.prefix import PrefixShadow
 from python_backends.cpu_engine.request import EngineRequest
 from python_backends.cpu_engine.stream import Chunk, Sink, Stream
 from python_backends.cpu_engine.window import Window
+from python_backends.ensemble.control import ControlMessage, Verb
+from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.limits import EngineLimits
-from python_backends.stream_state import StreamEvent
 from python_backends.triton_io import log_error
 
 TICK_S = 0.02

@@ -8,8 +8,8 @@ import numpy as np
 
 from contract.generation import SamplingParams
 from python_backends.cpu_engine.top_log_probs import TopLogProbs
-from python_backends.priority import NORMAL
-from python_backends.stream_state import StreamEvent
+from python_backends.ensemble.priority import NORMAL
+from python_backends.ensemble.stream_state import StreamEvent
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from contract.errors import BY_NAME
 from python_backends.cpu_engine.messages import StepReport
 from python_backends.cpu_engine.stream import Chunk, Stream
+from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.limits import BLOCK_TOKENS
 from python_backends.metrics import DURATION_BUCKETS, PHASES, PHASES_HELP, TPOT_BUCKETS, TTFT_BUCKETS, Metrics
-from python_backends.stream_state import StreamEvent
 
 _TOKEN_LENGTH_BUCKETS = (10, 50, 100, 500, 1000)
 

@@ -12,19 +12,19 @@ import numpy as np
 from contract import manifest as manifests
 from contract.errors import EngineFailed, InvalidArgument, TridentError, to_text
 from contract.watchdog import Watchdog
-from python_backends import priority
-from python_backends.control import ControlListener
 from python_backends.cpu_engine import departures
 from python_backends.cpu_engine.engine import Engine, Link
 from python_backends.cpu_engine.link import Listener, WorkerLink
 from python_backends.cpu_engine.metrics import EngineMetrics
 from python_backends.cpu_engine.request import EngineRequest, parse
 from python_backends.cpu_engine.stream import Chunk
+from python_backends.ensemble import priority
+from python_backends.ensemble.control import ControlListener
+from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.heartbeat import Heartbeat
 from python_backends.limits import EngineLimits
 from python_backends.metrics import Metrics
 from python_backends.settings import Settings
-from python_backends.stream_options import StreamOptions
 from python_backends.triton_io import FINAL, Inputs, error_response, metric_family, parameters, response, row, texts
 
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from contract.errors import InvalidArgument
 from contract.generation import SamplingParams
+from python_backends.ensemble.priority import NORMAL
+from python_backends.ensemble.word_list import decode_word_list
 from python_backends.limits import EngineLimits, check_fits
-from python_backends.priority import NORMAL
 from python_backends.triton_io import Inputs
-from python_backends.word_list import decode_word_list
 
 # Tensors of the contract that this engine cannot honour. Their neutral values are accepted, because the usual
 # clients always send them; anything else is refused by name.

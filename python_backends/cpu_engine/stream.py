@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from contract.errors import TridentError
 from python_backends.cpu_engine.request import EngineRequest
 from python_backends.cpu_engine.top_log_probs import TopLogProbs
-from python_backends.stream_state import StreamEvent, StreamState
+from python_backends.ensemble.stream_state import StreamEvent, StreamState
 
 
 class Chunk(NamedTuple):

@@ -23,7 +23,7 @@ from contract.generation import SamplingParams
 from python_backends.cpu_engine.messages import Add, End, Failed, Ready, SequenceOutput, StepReport
 from python_backends.cpu_engine.pipeline import open_pipeline
 from python_backends.cpu_engine.top_log_probs import SecondReading
-from python_backends.stream_state import StreamEvent
+from python_backends.ensemble.stream_state import StreamEvent
 
 _NICE = 5
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from contract.errors import EngineFailed
 from python_backends.detokenizer.streams import EngineChunk
-from python_backends.mailbox import Letter, Mailbox
-from python_backends.stream_state import StreamEvent, StreamState
+from python_backends.ensemble.mailbox import Letter, Mailbox
+from python_backends.ensemble.stream_state import StreamEvent, StreamState
 from python_backends.triton_io import Inputs, log_error, stop_request
 
 _FORGET_NS = 600_000_000_000

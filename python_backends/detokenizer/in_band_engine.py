@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from python_backends.control import ControlMessage, ControlSender, Verb
 from python_backends.detokenizer.streams import EngineChunk, TopEntry
-from python_backends.stream_state import StreamState
+from python_backends.ensemble.control import ControlMessage, ControlSender, Verb
+from python_backends.ensemble.stream_state import StreamState
 from python_backends.triton_io import Inputs
 
 

@@ -1,7 +1,7 @@
 """The Triton model ``detokenizer``: one instance, in order, never an error once a stream runs.
 
 It is also where a client's going is noticed: Triton marks only a step's *next* request as cancelled, which is the
-one this model gets, so it looks and sends word to the engine (python_backends/control.py).
+one this model gets, so it looks and sends word to the engine (python_backends/ensemble/control.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from python_backends.detokenizer.bare_engine import BareEngine
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.in_band_engine import InBandEngine
 from python_backends.detokenizer.streams import EngineChunk, Piece, Streams, failed_piece
+from python_backends.ensemble.stream_state import StreamState
 from python_backends.heartbeat import Heartbeat
 from python_backends.metrics import PHASES, PHASES_HELP, TTFT_BUCKETS, Metrics
 from python_backends.settings import Settings
-from python_backends.stream_state import StreamState
 from python_backends.triton_io import FINAL, Inputs, log_error, metric_family, response, row, texts
 
 # Asking Triton whether a request was cancelled is a call to the server process (11-22 µs), so each stream is asked

@@ -15,8 +15,8 @@ from contract.generation import FinishReason
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.stop import StopStrings
 from python_backends.detokenizer.stream import TextStream
-from python_backends.stream_options import StreamOptions
-from python_backends.stream_state import StreamEvent, StreamState
+from python_backends.ensemble.stream_options import StreamOptions
+from python_backends.ensemble.stream_state import StreamEvent, StreamState
 
 _FINISH_REASONS = {
     StreamEvent.STOP: FinishReason.STOP,

@@ -14,7 +14,7 @@ from contract.generation import SamplingParams
 from contract.manifest import EngineManifest
 from python_backends.cpu_engine.messages import Add, SequenceOutput
 from python_backends.cpu_engine.top_log_probs import TopLogProbs
-from python_backends.stream_state import StreamEvent
+from python_backends.ensemble.stream_state import StreamEvent
 
 NO_END_ID = -1
 EVENTS = {"stop": StreamEvent.STOP, "length": StreamEvent.LENGTH, "cancelled": StreamEvent.CANCELLED}

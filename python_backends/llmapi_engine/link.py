@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from python_backends.cpu_engine.link import Listener
 from python_backends.cpu_engine.messages import Add, End, SequenceOutput, StepReport
+from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.llmapi_engine.generation import Reading, cache_usage, generate
-from python_backends.stream_state import StreamEvent
 
 _STATS_TIMEOUT_S = 2
 _STATS_PAUSE_S = 0.5

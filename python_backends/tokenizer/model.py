@@ -10,17 +10,17 @@ import numpy as np
 
 from contract import manifest as manifests
 from contract.errors import BY_NAME, EngineFailed, InvalidArgument, TridentError, Unavailable
-from python_backends import priority
+from python_backends.ensemble import priority
+from python_backends.ensemble.mailbox import Letter, MailboxSender
+from python_backends.ensemble.word_list import encode_word_list
 from python_backends.heartbeat import Heartbeat
 from python_backends.limits import EngineLimits, check_fits
-from python_backends.mailbox import Letter, MailboxSender
 from python_backends.metrics import Metrics
 from python_backends.settings import Settings
 from python_backends.tokenizer.chat_template import ChatTemplate
 from python_backends.tokenizer.encoding import Encoding
 from python_backends.tokenizer.request import DEFAULT_MAX_TOKENS, PromptRequest, parse
 from python_backends.triton_io import Inputs, error_response, metric_family, parameters, response, row, texts
-from python_backends.word_list import encode_word_list
 
 
 class TritonPythonModel:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from contract.errors import InvalidArgument, PromptTooLong
 from contract.tensors import ENSEMBLE_INPUTS
-from python_backends import priority
+from python_backends.ensemble import priority
+from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.limits import EngineLimits
-from python_backends.stream_options import StreamOptions
 from python_backends.triton_io import Inputs
 
 DEFAULT_MAX_TOKENS = 128

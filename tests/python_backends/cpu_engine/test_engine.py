@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from contract.errors import DeadlineExceeded, EngineFailed, Overloaded, Unavailable
 from contract.generation import SamplingParams
-from python_backends.control import ControlMessage, Verb
 from python_backends.cpu_engine import engine as engine_module
 from python_backends.cpu_engine.engine import Engine
 from python_backends.cpu_engine.messages import Add, End, SequenceOutput, StepReport
 from python_backends.cpu_engine.metrics import CANCEL_REASONS, EngineMetrics
 from python_backends.cpu_engine.request import EngineRequest
+from python_backends.ensemble.control import ControlMessage, Verb
+from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.limits import EngineLimits
 from python_backends.metrics import Metrics
-from python_backends.stream_state import StreamEvent
 from python_backends.triton_io import metric_family
 
 LIMITS = EngineLimits(vocab_size=100, max_seq_len=256, max_batch_size=2, kv_cache_blocks=8)

@@ -11,11 +11,11 @@ import pytest
 
 from contract.errors import EngineFailed, from_text
 from contract.tensors import ENGINE_INPUTS, ENGINE_OUTPUTS
-from python_backends.control import ControlMessage, ControlSender, Verb
 from python_backends.cpu_engine.model import TritonPythonModel
+from python_backends.ensemble.control import ControlMessage, ControlSender, Verb
+from python_backends.ensemble.stream_options import StreamOptions
+from python_backends.ensemble.stream_state import StreamEvent, StreamState
 from python_backends.settings import Settings
-from python_backends.stream_options import StreamOptions
-from python_backends.stream_state import StreamEvent, StreamState
 
 DATATYPES = {tensor.name: tensor.datatype for tensor in ENGINE_INPUTS}
 EVERY_OUTPUT = [tensor.name for tensor in ENGINE_OUTPUTS]

@@ -7,9 +7,9 @@ from contract.errors import InvalidArgument, PromptTooLong
 from contract.generation import SamplingParams
 from contract.tensors import ENGINE_INPUTS
 from python_backends.cpu_engine.request import parse
+from python_backends.ensemble.word_list import encode_word_list
 from python_backends.limits import EngineLimits
 from python_backends.triton_io import Inputs
-from python_backends.word_list import encode_word_list
 
 LIMITS = EngineLimits(vocab_size=100, max_seq_len=200, max_batch_size=4, kv_cache_blocks=32)
 DATATYPES = {tensor.name: tensor.datatype for tensor in ENGINE_INPUTS}

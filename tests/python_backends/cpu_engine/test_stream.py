@@ -8,7 +8,7 @@ from contract.generation import SamplingParams
 from python_backends.cpu_engine.request import EngineRequest
 from python_backends.cpu_engine.stream import Stream
 from python_backends.cpu_engine.top_log_probs import TopLogProbs
-from python_backends.stream_state import StreamEvent
+from python_backends.ensemble.stream_state import StreamEvent
 
 MS = 1_000_000
 

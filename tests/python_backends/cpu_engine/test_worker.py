@@ -17,8 +17,8 @@ from python_backends.cpu_engine.link import WorkerLink
 from python_backends.cpu_engine.messages import Add, End
 from python_backends.cpu_engine.pipeline import open_pipeline
 from python_backends.cpu_engine.worker import fold_seed, generation_config
+from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.limits import EngineLimits
-from python_backends.stream_state import StreamEvent
 
 pytestmark = pytest.mark.slow
 

@@ -12,10 +12,10 @@ from contract import manifest as manifests
 from contract.errors import EngineFailed, InvalidArgument
 from python_backends.detokenizer.bare_engine import BareStreams
 from python_backends.detokenizer.model import TritonPythonModel
-from python_backends.mailbox import Letter, MailboxSender
+from python_backends.ensemble.mailbox import Letter, MailboxSender
+from python_backends.ensemble.stream_options import StreamOptions
+from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.settings import Settings
-from python_backends.stream_options import StreamOptions
-from python_backends.stream_state import StreamEvent
 
 SECOND = 1_000_000_000
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import tokenizers
 
-from python_backends.control import ControlListener, ControlMessage, Verb
 from python_backends.detokenizer import model as model_module
 from python_backends.detokenizer.model import TritonPythonModel
-from python_backends.stream_options import StreamOptions
-from python_backends.stream_state import StreamEvent, StreamState
+from python_backends.ensemble.control import ControlListener, ControlMessage, Verb
+from python_backends.ensemble.stream_options import StreamOptions
+from python_backends.ensemble.stream_state import StreamEvent, StreamState
 
 EPOCH = 77
 

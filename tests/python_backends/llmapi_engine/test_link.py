@@ -14,9 +14,9 @@ import pytest
 from contract.generation import SamplingParams
 from contract.manifest import EngineManifest
 from python_backends.cpu_engine.messages import Add, End
+from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.llmapi_engine import generation
 from python_backends.llmapi_engine.link import LlmLink
-from python_backends.stream_state import StreamEvent
 
 ROOT = Path(__file__).resolve().parents[3]
 EQUIVALENTS = json.loads((ROOT / "build" / "trtllm" / "llmapi_equivalents.json").read_text())

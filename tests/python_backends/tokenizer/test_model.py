@@ -10,11 +10,11 @@ import tokenizers
 from contract import manifest as manifests
 from contract.errors import InvalidArgument, Unavailable, from_text
 from contract.tensors import ENGINE_INPUTS, ENSEMBLE_INPUTS
-from python_backends.mailbox import Mailbox
+from python_backends.ensemble.mailbox import Mailbox
+from python_backends.ensemble.stream_options import StreamOptions
+from python_backends.ensemble.word_list import decode_word_list
 from python_backends.settings import Settings
-from python_backends.stream_options import StreamOptions
 from python_backends.tokenizer.model import TritonPythonModel
-from python_backends.word_list import decode_word_list
 from tests.fakes import tokenizer_families
 
 DATATYPES = {tensor.name: tensor.datatype for tensor in ENSEMBLE_INPUTS}

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backends.stream_state import StreamEvent, StreamState
+from python_backends.ensemble.stream_state import StreamEvent, StreamState
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 states = st.builds(StreamState, int64, int64, st.sampled_from(StreamEvent), *[int64] * 8, st.integers(0, 1))

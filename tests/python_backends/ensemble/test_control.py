@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from python_backends.control import ControlListener, ControlMessage, ControlSender, Verb
+from python_backends.ensemble.control import ControlListener, ControlMessage, ControlSender, Verb
 from tests.fakes import other_user
 
 numbers = st.integers(0, 2**63 - 1)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from contract.errors import InvalidArgument, Unavailable
-from python_backends import local_datagram
+from python_backends.ensemble import local_datagram
 
 MAX_REQUEST_ID_BYTES = 256
 _MAX_BYTES = 180_000  # a unix datagram must fit the default socket buffer

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from python_backends import local_datagram
+from python_backends.ensemble import local_datagram
 
 _MAX_BYTES = 4096
 

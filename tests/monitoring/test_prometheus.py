@@ -31,7 +31,7 @@ from tests.fakes.replica import FakeReplica  # noqa: E402
 from tests.gateway.running import gateway  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-PROMETHEUS, DASHBOARD = ROOT / "cluster" / "prometheus", ROOT / "cluster" / "grafana" / "trident.json"
+PROMETHEUS, DASHBOARD = ROOT / "monitoring" / "prometheus", ROOT / "monitoring" / "grafana" / "trident.json"
 RULES = sorted(PROMETHEUS.glob("*.rules.yml"))
 UNIT_TESTS = sorted(Path(__file__).parent.glob("*.test.yml"))
 WORDS = {"by", "and", "or", "on", "bool", "ignoring", "group_left", "unless", "without", "inf"}

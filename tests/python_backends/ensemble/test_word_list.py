@@ -4,7 +4,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument
-from python_backends.word_list import decode_word_list, encode_word_list
+from python_backends.ensemble.word_list import decode_word_list, encode_word_list
 
 ids = st.integers(0, 2**31 - 1)
 words = st.lists(st.lists(ids, min_size=1, max_size=5).map(tuple), max_size=10)

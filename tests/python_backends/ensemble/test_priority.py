@@ -1,7 +1,7 @@
 import pytest
 
 from contract.errors import InvalidArgument
-from python_backends import priority
+from python_backends.ensemble import priority
 
 
 def test_an_engine_without_priorities_refuses_all_but_the_usual_one():

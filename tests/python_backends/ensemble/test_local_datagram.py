@@ -5,7 +5,7 @@ import uuid
 
 import pytest
 
-from python_backends import local_datagram
+from python_backends.ensemble import local_datagram
 from tests.fakes import other_user
 
 

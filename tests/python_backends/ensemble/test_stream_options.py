@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backends.stream_options import StreamOptions
+from python_backends.ensemble.stream_options import StreamOptions
 
 options = st.builds(
     StreamOptions,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument, Unavailable
-from python_backends import mailbox
-from python_backends.mailbox import Letter, Mailbox, MailboxSender
+from python_backends.ensemble import mailbox
+from python_backends.ensemble.mailbox import Letter, Mailbox, MailboxSender
 from tests.fakes import other_user
 
 LETTER = Letter("id-1", '{"stop": ["é"]}', max_tokens=10, num_input_tokens=3, end_ids=(2, 5))
