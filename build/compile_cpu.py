@@ -45,6 +45,18 @@ def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, say: Calla
         problem = f"{folder}: the model could not be written ({exc}); {free / 1e6:,.1f} MB of disk are free there"
         raise EngineFailed(problem) from exc
     checkpoint.copy_side_files(folder)
+    _check_generation_config(checkpoint, folder)
+
+
+def _check_generation_config(checkpoint: Checkpoint, folder: Path) -> None:
+    """The pipeline reads this file when it loads, all of it."""
+    import openvino_genai
+
+    try:
+        openvino_genai.GenerationConfig(str(folder / "generation_config.json"))
+    except RuntimeError as exc:
+        path, said = checkpoint.folder / "generation_config.json", " ".join(str(exc).split())
+        raise CheckpointError(f"{path}: a field has the wrong type: {said[-200:]}") from exc
 
 
 def _calibrated(checkpoint: Checkpoint, recipe: Recipe, say: Callable[[str], None]) -> dict[str, Int4]:

@@ -419,3 +419,39 @@ def test_a_dry_run_of_a_hub_model_downloads_nothing(monkeypatch, capsys):
 def test_the_precision_of_a_gpu_recipe_is_its_own():
     with pytest.raises(InvalidArgument, match="precision: demo-fp8.toml is of kind 'trtllm'"):
         engine.recipe_for("demo-fp8", None, "bf16")
+
+
+ODD = [
+    ("config.json", {"rope_theta": -1}),
+    ("config.json", {"rope_scaling": "yarn"}),
+    ("config.json", {"rms_norm_eps": 1e-300}),
+    ("config.json", {"max_position_embeddings": 2}),
+    ("config.json", {"rope_theta": 1e15}),
+    ("config.json", {"eos_token_id": None, "bos_token_id": None}),
+    ("generation_config.json", {"eos_token_id": []}),
+    ("generation_config.json", {"temperature": "hot", "top_k": -5, "eos_token_id": [1]}),
+    ("tokenizer.json", {"model": None}),
+    ("tokenizer.json", {"added_tokens": 3}),
+    ("tokenizer.json", {"pre_tokenizer": {"type": "nothing"}}),
+    ("tokenizer.json", {"decoder": None, "post_processor": None}),
+    ("tokenizer_config.json", {"chat_template": {"default": "x"}}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), ODD)
+def test_an_odd_checkpoint_is_built_and_loads_or_is_refused_in_one_sentence(checkpoint, tmp_path, name, changes):
+    path = checkpoint / name
+    table = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(table | changes))
+    try:
+        made = engine.recipe_for("tiny", str(checkpoint), "int8")
+        engine.build(made, tmp_path / "engines", lambda line: None)
+    except TridentError as error:
+        assert "\n" not in str(error)
+        assert not (tmp_path / "engines" / "tiny").exists()
+    else:
+        manifest = load(tmp_path / "engines" / "tiny")
+        scheduler = genai.SchedulerConfig()
+        scheduler.num_kv_blocks = 4
+        folder = str(tmp_path / "engines" / "tiny")
+        genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", dict(manifest.properties))

@@ -1,5 +1,6 @@
 """Scores against their definitions, and a gate that refuses."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -341,3 +342,30 @@ def test_the_demo_model_keeps_its_predictions_in_every_format_and_damage_shows(t
         assert measured[qformat].perplexity_ratio < 1.03
     assert measured["int8_sq"].kl < measured["int4_awq"].kl > measured["fp8"].kl
     assert not judge(measured["damaged"], DEFAULT_QUALITY["int4_awq"]).passed
+
+
+def test_a_refusal_names_every_figure_its_budget_and_the_override():
+    bad = dataclasses.replace(GOOD, top1_agreement=0.9461, kl=0.0102, perplexity_ratio=1.011)
+    with pytest.raises(BeyondBudget) as refusal:
+        gate("smol", bad, QualityBudget(1.02, 0.95, 0.02))
+    said = str(refusal.value)
+    assert "agrees at 94.61% of positions (at least 95.00%)" in said
+    assert "Within budget" in said and "1.011 times" in said and "(at most 1.02 times)" in said
+    assert "KL divergence is 0.0102 nats per token (at most 0.02)" in said
+    assert 'ACCEPT_QUALITY="reason"' in said and "--accept-quality" in said
+
+
+def test_a_standard_error_to_spare_is_asked_of_top_1_agreement_only_where_wanted():
+    close = dataclasses.replace(GOOD, tokens=2000, top1_agreement=0.951, kl=0.001, perplexity_ratio=1.0)
+    budget = QualityBudget(1.02, 0.95, 0.02)
+    assert judge(close, budget).passed and not judge(close, budget, spare=True).passed
+    assert "and a standard error of 0.48% to spare" in judge(close, budget, spare=True).problems[0]
+    assert judge(dataclasses.replace(close, top1_agreement=0.956), budget, spare=True).passed
+
+
+def test_a_budget_of_nothing_says_why_it_is_nothing():
+    budget = QualityBudget(2.0, 0.0, 0.0)
+    (said,) = judge(dataclasses.replace(GOOD, perplexity_ratio=1.0, kl=0.0012), budget).problems
+    assert "(at most 0: the reference itself takes all tokens for equally likely)" in said
+    tiny = QualityBudget(2.0, 0.0, 1.25e-5)
+    assert "(at most 1.25e-05)" in judge(dataclasses.replace(GOOD, kl=0.0012), tiny).problems[-1]
