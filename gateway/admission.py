@@ -37,7 +37,7 @@ class Pools(Protocol):
 
     def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
         """The pool of a request: ``pinned``, or one drawn by weight among those that can serve, ``without`` that one
-        if there is another. Raises Unavailable if ``pinned`` is not configured."""
+        if there is another."""
 
     def capacity(self, pool: str) -> Capacity:
         """What its replicas can run now."""
@@ -159,7 +159,7 @@ class FairAdmission:
 
         Raises Overloaded with ``reason``, ``retry_after_s`` and ``headers`` (pressure, a cap, the queue or a budget is
         full), DeadlineExceeded (their time was up in the queue), InvalidArgument (they can never fit a budget or a
-        cap), Unavailable (the budget store does not answer, or the tenant's pool is not configured).
+        cap), Unavailable (the budget store does not answer).
         """
         pool = self.pools.draw(tenant.pool, session)
         requests, target, headers = self._lowered(tuple(requests), tenant, pool, takes, down)

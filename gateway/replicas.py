@@ -268,11 +268,14 @@ class Replicas:
         return [replica for replica in self._pools.get(pool, {}).values() if replica.fit(now_s)]
 
     def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
-        """The pool of a request; see ``routing.choose_pool``. without: not that one, if another public one is fit."""
-        available = {} if pinned else {pool: pool != without and bool(self.fit_in(pool)) for pool in self.public()}
+        """The pool of a request; see ``routing.choose_pool``. One that is pinned but not configured any more is told by
+        the pick, when an overflow target can still take over. without: not that one, if another public one is fit."""
+        if pinned:
+            return pinned
+        available = {pool: pool != without and bool(self.fit_in(pool)) for pool in self.public()}
         if without is not None and not any(available.values()):
             available = {without: True}
-        return routing.choose_pool(self._weights, pinned, available, self._rng, session)
+        return routing.choose_pool(self._weights, "", available, self._rng, session)
 
     def capacity(self, pool: str) -> Capacity:
         """What this process may have at the replicas of a pool. One that does not report its slots counts as the mean

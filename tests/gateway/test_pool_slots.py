@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contract.errors import DeadlineExceeded, Overloaded, Unavailable
+from contract.errors import DeadlineExceeded, Overloaded
 from contract.generation import GenerationRequest, Usage
 from gateway.admission import FairAdmission, QueuedPermit
 from gateway.budget_store import MemoryStore
@@ -325,14 +325,3 @@ async def _anything(data: st.DataObject) -> None:
                 claim.close(0)
                 claims.remove(claim)
     assert not claims and all(slots.idle for slots in pools.values())
-
-
-async def test_a_tenants_pool_that_is_not_configured_is_unavailable(clock: Any) -> None:
-    class Strict(SomePools):
-        def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
-            raise Unavailable(f"the pool {pinned} is not configured")
-
-    admission = made(Strict(main=1), clock)
-    with pytest.raises(Unavailable):
-        await admission.admit(asked(), pinned("a", "gone"))
-    assert admission._concurrency.in_flight == 0
