@@ -187,4 +187,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(program.run(main, "compile"))
+    sys.exit(program.run(main, "error"))

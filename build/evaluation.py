@@ -299,4 +299,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(program.run(main, "evaluation"))
+    sys.exit(program.run(main, "error"))

@@ -168,4 +168,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(program.run(main, "fetch"))
+    sys.exit(program.run(main, "error"))

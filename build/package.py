@@ -330,4 +330,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(program.run(main, "package"))
+    sys.exit(program.run(main, "error"))

@@ -307,4 +307,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(program.run(main, "plan"))
+    sys.exit(program.run(main, "error"))

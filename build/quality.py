@@ -400,4 +400,4 @@ def _budget(engine: str | None, precision: str) -> QualityBudget:
 
 
 if __name__ == "__main__":
-    sys.exit(program.run(main, "quality"))
+    sys.exit(program.run(main, "error"))

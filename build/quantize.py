@@ -308,4 +308,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(program.run(main, "quantize"))
+    sys.exit(program.run(main, "error"))
