@@ -12,6 +12,7 @@ from contract.errors import InvalidArgument, NotFound
 from json_fields import BadField, Fields, read_object, shown
 
 SIMPLEST_CHAT = json.dumps([{"role": "user", "content": "Hello"}])
+SAMPLE = "def read_json(path):\n    return 1  # é 你好"
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -32,7 +33,8 @@ def _load_tokenizer(path: Path) -> None:
     import tokenizers
 
     try:
-        tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer.decode(tokenizer.encode(SAMPLE).ids)
     except Exception as exc:  # the library raises nothing narrower
         raise CheckpointError(f"{path} is not a tokenizer that the tokenizers library reads: {_line(exc)}") from exc
 

@@ -87,3 +87,10 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(folder, content):
 def test_a_template_file_that_is_not_utf8_is_named(folder):
     (folder / "chat_template.jinja").write_bytes(b"\xff\xfe{{")
     assert "chat_template.jinja: chat_template cannot be read" in refusal(folder)
+
+
+def test_a_tokenizer_that_loads_and_cannot_encode_is_refused(folder):
+    path = folder / "tokenizer.json"
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
+    assert "tokenizer.json is not a tokenizer that the tokenizers library reads: WordLevel error" in refusal(folder)
