@@ -23,7 +23,7 @@ from benchmarks.figures import Spread
 from benchmarks.measurement import Where
 from benchmarks.prompts import Prompts
 from clients import NO_RETRY, AsyncClient
-from clients.token_stream import TokenStream
+from clients.wire.token_stream import TokenStream
 from contract.errors import EngineFailed, TridentError
 
 GAUGE_RESOLUTION_S = 0.1

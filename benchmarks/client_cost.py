@@ -34,8 +34,9 @@ import tritonclient.grpc.aio
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from clients import AsyncClient, Client, infer_request  # noqa: E402
-from clients.request import build  # noqa: E402
+from clients import AsyncClient, Client  # noqa: E402
+from clients.wire import infer_request  # noqa: E402
+from clients.wire.request import build  # noqa: E402
 
 PROMPT = "what does a message cost"
 GOAL_US = 50.0

@@ -32,8 +32,8 @@ from benchmarks.gateway import run as gateway_run
 from benchmarks.measurement import Measurement, Where
 from benchmarks.served import ENGINES, served
 from benchmarks.workload import Workload
-from clients.connection import Connection, sendable
 from clients.terminal import forget_stdout
+from clients.wire.connection import Connection, sendable
 from contract import interpreter
 from contract.errors import InvalidArgument, TridentError
 

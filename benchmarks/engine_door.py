@@ -12,8 +12,8 @@ from tritonclient.grpc import service_pb2
 
 from benchmarks.prompts import Prompts
 from benchmarks.workload import PlannedRequest
-from clients import failures, infer_request
-from clients.connection import CHANNEL_OPTIONS
+from clients.wire import failures, infer_request
+from clients.wire.connection import CHANNEL_OPTIONS
 from contract.generation import FinishReason, TokenDelta, Usage
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from benchmarks.workload import PlannedRequest
 from clients import NO_RETRY, AsyncClient
-from clients.request import build
+from clients.wire.request import build
 from contract.generation import TokenDelta
 
 TENANT_HEADER = "x-tenant-id"

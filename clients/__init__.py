@@ -3,13 +3,13 @@
 from clients import quiet  # noqa: F401 - before gRPC
 from clients.async_client import AsyncClient
 from clients.balanced import BalancedClient
-from clients.blocking_stream import BlockingStream
 from clients.client import Client
-from clients.completion import Completion
-from clients.connection import TLS
-from clients.latency import Stopwatch
-from clients.retries import NO_RETRY, RetryBudget, RetryPolicy
-from clients.token_stream import TokenStream
+from clients.wire.blocking_stream import BlockingStream
+from clients.wire.completion import Completion
+from clients.wire.connection import TLS
+from clients.wire.latency import Stopwatch
+from clients.wire.retries import NO_RETRY, RetryBudget, RetryPolicy
+from clients.wire.token_stream import TokenStream
 
 __all__ = [
     "NO_RETRY",

@@ -15,14 +15,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from clients import answer, failures, infer_request, infer_response, request, status
-from clients.answer import Answer
-from clients.completion import Completion
-from clients.connection import DEFAULT_MODEL, TLS, Connection, connection, trace_context
 from clients.generations import Generations
-from clients.retries import RetryBudget, RetryPolicy, RetrySchedule
 from clients.running import Running
-from clients.token_stream import TokenStream
+from clients.wire import answer, failures, infer_request, infer_response, request, status
+from clients.wire.answer import Answer
+from clients.wire.completion import Completion
+from clients.wire.connection import DEFAULT_MODEL, TLS, Connection, connection, trace_context
+from clients.wire.retries import RetryBudget, RetryPolicy, RetrySchedule
+from clients.wire.token_stream import TokenStream
 from contract.errors import TridentError
 from contract.generation import GenerationRequest
 

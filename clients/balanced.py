@@ -18,20 +18,21 @@ from typing import Any
 
 import grpc.aio
 
-from clients import costs, picks, request
-from clients.answer import Answer
 from clients.async_client import AsyncClient
-from clients.booking import Booking, Work
-from clients.completion import Completion
-from clients.connection import DEFAULT_MODEL, TLS, trace_context
-from clients.costs import Costs
-from clients.discovery import Discovery, source
 from clients.generations import Generations
-from clients.health import Health, HealthPolicy
-from clients.picks import Ask, Pick
-from clients.retries import RetryBudget, RetryPolicy, RetrySchedule
+from clients.replica_set import costs, picks
+from clients.replica_set.booking import Booking, Work
+from clients.replica_set.costs import Costs
+from clients.replica_set.discovery import Discovery, source
+from clients.replica_set.health import Health, HealthPolicy
+from clients.replica_set.picks import Ask, Pick
 from clients.running import Running
-from clients.token_stream import TokenStream
+from clients.wire import request
+from clients.wire.answer import Answer
+from clients.wire.completion import Completion
+from clients.wire.connection import DEFAULT_MODEL, TLS, trace_context
+from clients.wire.retries import RetryBudget, RetryPolicy, RetrySchedule
+from clients.wire.token_stream import TokenStream
 from contract.errors import InvalidArgument, TridentError, Unavailable
 from contract.generation import GenerationRequest
 from contract.load import ReplicaLoad
@@ -43,8 +44,8 @@ class BalancedClient(Generations[TokenStream]):
     """Talks to a set of replicas that serve the same model.
 
     replicas: ``"HOST:PORT,HOST:PORT"``, ``"dns:///NAME:PORT"``, ``"file:///PATH"``, a list, or a Discovery; asked
-    again every ``refresh_s``. pick: a policy of ``clients.picks``, or its name. The other arguments are those of
-    AsyncClient and hold for every replica. One event loop uses it; close it there.
+    again every ``refresh_s``. pick: a policy of ``clients.replica_set.picks``, or its name. The other arguments are
+    those of AsyncClient and hold for every replica. One event loop uses it; close it there.
     """
 
     def __init__(

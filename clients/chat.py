@@ -10,7 +10,7 @@ from typing import Any
 
 from clients import exits, terminal
 from clients.async_client import AsyncClient
-from clients.latency import Stopwatch
+from clients.wire.latency import Stopwatch
 from contract.errors import InvalidArgument, TridentError
 from contract.generation import TokenDelta
 

@@ -15,13 +15,13 @@ from typing import Any
 import grpc
 import grpc.experimental
 
-from clients import answer, failures, infer_request, infer_response, request, status
-from clients.blocking_stream import BlockingStream
-from clients.completion import Completion
-from clients.connection import DEFAULT_MODEL, TLS, Connection, connection, trace_context
 from clients.generations import Generations
-from clients.retries import RetryBudget, RetryPolicy, RetrySchedule
 from clients.running import Running
+from clients.wire import answer, failures, infer_request, infer_response, request, status
+from clients.wire.blocking_stream import BlockingStream
+from clients.wire.completion import Completion
+from clients.wire.connection import DEFAULT_MODEL, TLS, Connection, connection, trace_context
+from clients.wire.retries import RetryBudget, RetryPolicy, RetrySchedule
 from contract.errors import TridentError
 from contract.generation import GenerationRequest
 

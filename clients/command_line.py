@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from clients import chat, demo, exits, status, terminal
+from clients import chat, demo, exits, terminal
 from clients.async_client import AsyncClient
-from clients.connection import DEFAULT_MODEL, DEFAULT_URL, TLS
-from clients.retries import RetryPolicy
+from clients.wire import status
+from clients.wire.connection import DEFAULT_MODEL, DEFAULT_URL, TLS
+from clients.wire.retries import RetryPolicy
 from contract import interpreter
 from contract.errors import InvalidArgument, PermissionDenied, TridentError
 

@@ -15,8 +15,8 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 
 from clients.async_client import AsyncClient
-from clients.latency import Stopwatch
 from clients.terminal import ms
+from clients.wire.latency import Stopwatch
 from contract.generation import FinishReason
 
 PROMPT = "def fibonacci(n):"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
-from clients import request
+from clients.wire import request
 from contract.generation import GenerationRequest
 
 Stream = TypeVar("Stream")
@@ -22,7 +22,7 @@ class Generations(Generic[Stream]):
         """The answer as it is made: ``for delta in client.generate(prompt, max_tokens=64)``, or ``async for``.
 
         Instead of ``prompt``, ``messages`` is a chat; the server applies the model's template. The other arguments,
-        see ``clients.request.build``: max_tokens, stop, stop_token_ids, timeout_s (the whole request, queueing and
+        see ``clients.wire.request.build``: max_tokens, stop, stop_token_ids, timeout_s (the whole request, queueing and
         retries included), echo, skip_special_tokens, json_schema, request_id, and the fields of SamplingParams
         (temperature, top_k, top_p, min_p, seed, log_probs, …). ``timings`` asks for the engine's own instants;
         ``traceparent`` joins a trace that the caller has begun. Raises InvalidArgument at once; what goes wrong

@@ -9,8 +9,8 @@ import sys
 from typing import Any
 
 from clients import exits
-from clients.latency import Stopwatch
-from clients.token_stream import TokenStream
+from clients.wire.latency import Stopwatch
+from clients.wire.token_stream import TokenStream
 from contract.errors import Overloaded, TridentError, Unavailable
 from contract.generation import FinishReason, TokenDelta
 

@@ -17,11 +17,15 @@ from functools import partial
 import uvicorn
 
 from contract.errors import InvalidArgument
-from gateway import app, banner, command_line, connection, hangup, logs, monitoring, pools, tenants
-from gateway.configuration import Configuration
-from gateway.kserve import KServeDoor
+from gateway import banner, command_line, sighup
+from gateway.api import app, http_connection
+from gateway.api.kserve import KServeDoor
+from gateway.config import tenants
+from gateway.config.configuration import Configuration
+from gateway.config.settings import Settings, unknown, variable
+from gateway.routing import pools
 from gateway.service import Service
-from gateway.settings import Settings, unknown, variable
+from gateway.telemetry import logs, metrics_server
 
 _LOG = logging.getLogger("gateway")
 OPEN_FILES = 65_536
@@ -43,10 +47,10 @@ def monitoring_server(service: Service) -> HttpServer:
     settings = service.settings
     return HttpServer(
         uvicorn.Config(
-            monitoring.build(service),
+            metrics_server.build(service),
             host=settings.monitoring_host,
             port=settings.own_metrics_port,
-            http=connection.bounded(settings.header_timeout_s),
+            http=http_connection.bounded(settings.header_timeout_s),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -66,7 +70,7 @@ def http_server(service: Service) -> HttpServer:
             app.build(service),
             host=settings.host,
             port=settings.http_port,
-            http=connection.bounded(settings.header_timeout_s),
+            http=http_connection.bounded(settings.header_timeout_s),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -85,7 +89,7 @@ def http_server(service: Service) -> HttpServer:
 
 async def serve(service: Service) -> None:
     """All listeners until a signal comes, and a drain until it is over or a second one comes; returns when everything
-    is closed. SIGHUP: see ``gateway.hangup``."""
+    is closed. SIGHUP: see ``gateway.sighup``."""
     settings, stop, hurry = service.settings, asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -98,7 +102,7 @@ async def serve(service: Service) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
-    hangup.handle(loop, service.configuration, partial(on_signal, signal.SIGHUP))
+    sighup.handle(loop, service.configuration, partial(on_signal, signal.SIGHUP))
     http, listening = http_server(service), listen(settings.host, settings.http_port, "http_port")
     scraped, scraped_at = monitoring_server(service), None
     serving = [asyncio.create_task(http.serve([listening]))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contract.interpreter import command
-from gateway.settings import Settings, variable
+from gateway.config.settings import Settings, variable
 
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from opentelemetry.trace import Span
 
-from clients import completion
-from clients.completion import Completion
+from clients.wire import completion
+from clients.wire.completion import Completion
 from contract.errors import TridentError
 from contract.generation import TokenDelta, Usage
-from gateway import observability
+from gateway.admission.permit import Permit
+from gateway.admission.prompt_tokens import prompt_of
 from gateway.generation import Generation
-from gateway.observability import end_span
-from gateway.permit import Permit
-from gateway.prompt_tokens import prompt_of
+from gateway.telemetry import observability
+from gateway.telemetry.observability import end_span
 
 if TYPE_CHECKING:
     from gateway.service import Asking, Service

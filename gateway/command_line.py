@@ -12,15 +12,16 @@ from pathlib import Path
 
 from contract import interpreter
 from contract.errors import InvalidArgument
-from gateway import configuration, pools, tenants
-from gateway.settings import PREFIX, Settings, unknown, variable
+from gateway.config import configuration, tenants
+from gateway.config.settings import PREFIX, Settings, unknown, variable
+from gateway.routing import pools
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"{interpreter.command()} -m gateway",
         description="Serves OpenAI's protocol and Triton's own in front of any number of servers.",
-        epilog=f"{PREFIX}* variables set everything: gateway/settings.py lists them, docs/gateway.md shows the file.",
+        epilog=f"{PREFIX}* variables set everything: gateway/config/settings.py lists them.",
     )
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")

@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.trace import Span, SpanKind
 
-from clients.connection import new_request_id
-from clients.token_stream import TokenStream
+from clients.wire.connection import new_request_id
+from clients.wire.token_stream import TokenStream
 from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, Overloaded, TridentError, Unavailable
 from contract.generation import FinishReason, GenerationRequest, TokenDelta, Usage
-from gateway import observability, replica_spans
-from gateway.caller_errors import from_backend
-from gateway.degradation import overflow_note
-from gateway.engine_priority import engine_priority
-from gateway.observability import end_span
-from gateway.permit import Turn
-from gateway.prompt_tokens import PromptCount
-from gateway.replicas import Door
-from gateway.upstream import Upstream, UpstreamStream
+from gateway.admission.degradation import overflow_note
+from gateway.admission.engine_priority import engine_priority
+from gateway.admission.permit import Turn
+from gateway.admission.prompt_tokens import PromptCount
+from gateway.api.caller_errors import from_backend
+from gateway.routing.replicas import Door
+from gateway.routing.upstream import Upstream, UpstreamStream
+from gateway.telemetry import observability, replica_spans
+from gateway.telemetry.observability import end_span
 
 if TYPE_CHECKING:
     import grpc.aio
 
-    from gateway.permit import Permit
+    from gateway.admission.permit import Permit
     from gateway.service import Asking, Service
 
 UNHEALTHY_S = 1.0  # a replica that was taken out and has made nothing for so long keeps no request without a token

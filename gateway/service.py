@@ -17,24 +17,25 @@ from dataclasses import dataclass, field
 from contract.errors import InvalidArgument, NotFound, PermissionDenied, TridentError, Unavailable
 from contract.generation import GenerationRequest
 from contract.priority import NORMAL
-from gateway import observability, vocabulary
-from gateway.admission import FairAdmission, Takes
-from gateway.body_budget import BodyBudget
-from gateway.budget_store import BudgetStore, MemoryStore, RedisStore, connect
+from gateway.admission.body_budget import BodyBudget
+from gateway.admission.budget_store import BudgetStore, MemoryStore, RedisStore, connect
+from gateway.admission.concurrency import Concurrency
+from gateway.admission.degradation import Stage
+from gateway.admission.fair_admission import FairAdmission, Takes
+from gateway.admission.permit import Keys, Tenant
+from gateway.admission.prompt_tokens import PromptTokens
+from gateway.api import vocabulary
+from gateway.api.sse import Sweeper
 from gateway.choices import Choices
-from gateway.concurrency import Concurrency
-from gateway.configuration import Configuration
-from gateway.degradation import Stage
+from gateway.config.configuration import Configuration
+from gateway.config.settings import Settings
 from gateway.generation import Generation
-from gateway.health import BreakerPolicy
-from gateway.observability import Metrics, ReplicaSeconds, StateMetrics, Tracing, end_span
-from gateway.overflow import Overflow
-from gateway.permit import Keys, Tenant
-from gateway.prompt_tokens import PromptTokens
-from gateway.replicas import Replicas
-from gateway.settings import Settings
-from gateway.shadow import Shadow
-from gateway.streaming import Sweeper
+from gateway.routing.circuit_breaker import BreakerPolicy
+from gateway.routing.overflow import Overflow
+from gateway.routing.replicas import Replicas
+from gateway.routing.shadow import Shadow
+from gateway.telemetry import observability
+from gateway.telemetry.observability import Metrics, ReplicaSeconds, StateMetrics, Tracing, end_span
 
 _LOG = logging.getLogger("gateway.request")
 SETTLING_S = 60.0  # longer than a settlement takes that is tried again

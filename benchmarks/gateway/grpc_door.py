@@ -9,8 +9,8 @@ import grpc.aio
 
 from benchmarks.gateway.asked import Asked
 from benchmarks.gateway.script import Pace
-from clients import infer_request
-from clients.request import build
+from clients.wire import infer_request
+from clients.wire.request import build
 
 _ERROR_TAG = 0x0A  # ModelStreamInferResponse.error_message
 _OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]

@@ -21,7 +21,7 @@ from tritonclient.grpc import service_pb2
 
 from benchmarks.gateway import script
 from benchmarks.gateway.lifetime import run, serve_until_input_closes
-from clients.protobuf import text, varint
+from clients.wire.protobuf import text, varint
 from contract import tensors
 
 _STRUCT = {"INT32": "i", "INT64": "q", "UINT64": "Q", "FP32": "f", "BOOL": "?"}

@@ -17,9 +17,9 @@ from benchmarks.gateway.asked import Asked
 from benchmarks.gateway.load import Plan
 from benchmarks.gateway.relaying import Relayed
 from benchmarks.gateway.script import Pace
-from clients import infer_request
-from clients.answer import Answer
-from clients.request import build
+from clients.wire import infer_request
+from clients.wire.answer import Answer
+from clients.wire.request import build
 
 PACE = Pace(0.05, 0.01, 0.0)
 

@@ -14,8 +14,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from clients.costs import Cost, Costs, Observation
-from clients.picks import Ask, Pick
+from clients.replica_set.costs import Cost, Costs, Observation
+from clients.replica_set.picks import Ask, Pick
 from contract.load import ReplicaLoad
 
 BYTES_PER_TOKEN = 4

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from clients import AsyncClient
-from clients.status import Model
+from clients.wire.status import Model
 from contract.errors import InvalidArgument, NotFound, Unavailable
 from contract.generation import GenerationRequest
 

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from clients import BalancedClient, RetryPolicy, picks
-from clients.health import HealthPolicy
+from clients import BalancedClient, RetryPolicy
+from clients.replica_set import picks
+from clients.replica_set.health import HealthPolicy
 from contract.errors import Cancelled, EngineFailed, InvalidArgument, Overloaded, Unavailable
 from contract.generation import FinishReason
 from tests.fakes.replica import FakeReplica, Script, SeenRequest, echo

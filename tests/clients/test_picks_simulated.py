@@ -9,8 +9,8 @@ import random
 
 import pytest
 
-from clients import picks
-from clients.costs import Costs
+from clients.replica_set import picks
+from clients.replica_set.costs import Costs
 from tests.clients.fleet import Engine, Job, Outcome, poisson, simulate
 
 pytestmark = pytest.mark.slow

@@ -153,7 +153,8 @@ def test_without_a_key_neither_door_opens(doors: tuple[str, str]):
 
 
 def test_a_gateway_that_the_server_starts_counts_with_the_engines_tokenizer(engine_dir: Path):
-    script = "import os; from gateway.settings import Settings; print(Settings.from_environment(os.environ).tokenizer)"
+    read = "print(Settings.from_environment(os.environ).tokenizer)"
+    script = f"import os; from gateway.config.settings import Settings; {read}"
     command = [sys.executable, "-m", "server", "--engine", "demo", "--free-ports", "--", sys.executable, "-c", script]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert ran.returncode == 0, ran.stderr

@@ -11,7 +11,7 @@ import pytest
 
 from server.replica import Replica, running
 from tests.gateway.running import gateway, until
-from tests.gateway.test_kserve import ours
+from tests.gateway.api.test_kserve import ours
 
 ASKED = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
 

@@ -13,11 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 for needed in ("starlette", "uvicorn", "orjson", "opentelemetry.sdk", "httptools"):
     pytest.importorskip(needed)
 
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from gateway.observability import Tracing  # noqa: E402
-from server.replica import Replica  # noqa: E402
-from tests.gateway.running import gateway, until  # noqa: E402
+from gateway.telemetry.observability import Tracing
+from server.replica import Replica
+from tests.gateway.running import gateway, until
 
 pytestmark = pytest.mark.end_to_end
 PHASES = {"tokenizer": "tokenize", "engine.queue": "queue", "engine.prefill": "prefill"}

@@ -13,14 +13,14 @@ from typing import Any
 
 import aiohttp
 
-from gateway import pools
 from gateway.__main__ import HttpServer, http_server, monitoring_server
-from gateway.configuration import Configuration
-from gateway.kserve import KServeDoor
-from gateway.observability import Tracing
-from gateway.permit import Keys
+from gateway.admission.permit import Keys
+from gateway.api.kserve import KServeDoor
+from gateway.config.configuration import Configuration
+from gateway.config.settings import Settings
+from gateway.routing import pools
 from gateway.service import Service
-from gateway.settings import Settings
+from gateway.telemetry.observability import Tracing
 from tests.fakes.replica import FakeReplica
 
 

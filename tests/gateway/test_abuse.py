@@ -19,10 +19,10 @@ import grpc.aio
 import pytest
 from tritonclient.grpc import service_pb2
 
-from clients import infer_request
-from clients.request import build
+from clients.wire import infer_request
+from clients.wire.request import build
 from contract.errors import Unauthenticated
-from gateway.permit import Tenant
+from gateway.admission.permit import Tenant
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import Running, gateway, until
 

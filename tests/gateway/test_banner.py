@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gateway import banner
-from gateway.settings import Settings
+from gateway.config.settings import Settings
 
 
 @pytest.mark.parametrize(

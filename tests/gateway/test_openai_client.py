@@ -12,7 +12,7 @@ from contract.errors import EngineFailed, Overloaded, PromptTooLong
 from contract.generation import FinishReason
 from tests.fakes.replica import FakeReplica, Script, echo
 from tests.gateway.running import Running, gateway, until
-from tests.gateway.test_configuration import ALICE, BOB, keys
+from tests.gateway.config.test_configuration import ALICE, BOB, keys
 
 pytestmark = pytest.mark.slow
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from contract.errors import EngineFailed
-from gateway.budgets import Limits
+from gateway.admission.budgets import Limits
 from tests.fakes.replica import FakeReplica, Script, SeenRequest
 from tests.gateway.running import Running, gateway, until
-from tests.gateway.test_configuration import ALICE, BOB, keys
-from tests.gateway.test_kserve import ours
-from tests.gateway.test_reuse import as_
+from tests.gateway.config.test_configuration import ALICE, BOB, keys
+from tests.gateway.api.test_kserve import ours
+from tests.gateway.cache.test_reuse import as_
 
 pytestmark = pytest.mark.slow
 

@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 
 pytest.importorskip("cachetools")
-from prometheus_client import CollectorRegistry  # noqa: E402
+from prometheus_client import CollectorRegistry
 
-from contract.generation import GenerationRequest, SamplingParams  # noqa: E402
-from gateway.embedding import EmbeddingThread  # noqa: E402
-from gateway.paraphrase import exchanged, gist  # noqa: E402
-from gateway.semantic_cache import WORD_THRESHOLD, SemanticCache  # noqa: E402
-from gateway.sentence_encoder import SentenceEncoder  # noqa: E402
-from tests.gateway.scripted_source import words  # noqa: E402
+from contract.generation import GenerationRequest, SamplingParams
+from gateway.cache.embedding import EmbeddingThread
+from gateway.cache.paraphrase import exchanged, gist
+from gateway.cache.semantic_cache import WORD_THRESHOLD, SemanticCache
+from gateway.cache.sentence_encoder import SentenceEncoder
+from tests.gateway.scripted_source import words
 
 PAIRS = Path(__file__).parent / "prompt_pairs.tsv"
 SIBLINGS = Path(__file__).parent / "sibling_words.tsv"

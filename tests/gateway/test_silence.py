@@ -14,10 +14,10 @@ import aiohttp
 import pytest
 
 from contract.errors import DeadlineExceeded
-from gateway.health import BreakerState
+from gateway.routing.circuit_breaker import BreakerState
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import Running, gateway, until
-from tests.gateway.test_kserve import ours
+from tests.gateway.api.test_kserve import ours
 
 pytestmark = pytest.mark.slow
 COMPLETIONS = "/v1/completions"
@@ -66,7 +66,9 @@ async def test_a_queue_that_another_gateway_fills_is_no_silence_while_the_engine
 async def test_a_request_that_waits_in_such_a_queue_ends_with_its_own_deadline_and_blames_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("gateway.health.SILENCE_S", 0.5)  # from how much on a deadline would blame a replica
+    monkeypatch.setattr(
+        "gateway.routing.circuit_breaker.SILENCE_S", 0.5
+    )  # from how much on a deadline would blame a replica
     gate = asyncio.Event()
     script = {"go": Script((" a",) * 10_000, gap_s=0.02), "wait": Script((" a",), gate=gate)}
     async with FakeReplica(lambda seen: script[seen.value("text_input")]) as replica:

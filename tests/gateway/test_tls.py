@@ -16,15 +16,15 @@ openai = pytest.importorskip("openai")
 for needed in ("starlette", "uvicorn", "orjson", "pydantic", "prometheus_client", "opentelemetry.sdk", "httptools"):
     pytest.importorskip(needed)
 
-import aiohttp  # noqa: E402
-import grpc  # noqa: E402
-import tritonclient.grpc.aio as triton  # noqa: E402
-from tritonclient.utils import InferenceServerException  # noqa: E402
+import aiohttp
+import grpc
+import tritonclient.grpc.aio as triton
+from tritonclient.utils import InferenceServerException
 
-from contract.errors import InvalidArgument  # noqa: E402
-from gateway.settings import Settings, variable  # noqa: E402
-from tests.fakes.replica import FakeReplica  # noqa: E402
-from tests.gateway.running import Running, gateway, until  # noqa: E402
+from contract.errors import InvalidArgument
+from gateway.config.settings import Settings, variable
+from tests.fakes.replica import FakeReplica
+from tests.gateway.running import Running, gateway, until
 
 DOCS = Path(__file__).parents[2] / "docs" / "tls.md"
 

@@ -24,11 +24,11 @@ for needed in (
 ):
     pytest.importorskip(needed)
 
-import yaml  # noqa: E402
-from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
-from tests.fakes.replica import FakeReplica  # noqa: E402
-from tests.gateway.running import gateway  # noqa: E402
+from tests.fakes.replica import FakeReplica
+from tests.gateway.running import gateway
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS, DASHBOARD = ROOT / "monitoring" / "prometheus", ROOT / "monitoring" / "grafana" / "trident.json"
@@ -169,7 +169,7 @@ def test_every_gateway_metric_is_on_the_dashboard_or_in_a_rule():
     asked = {name for expr in queries() for name, _ in selectors(expr)}
     from prometheus_client import CollectorRegistry
 
-    from gateway.batch_metrics import BatchMetrics
+    from gateway.batch.metrics import BatchMetrics
 
     registry = CollectorRegistry()
     BatchMetrics(registry, lambda: 0.0)

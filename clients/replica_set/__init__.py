@@ -1,0 +1,1 @@
+"""Several replicas: found, probed, picked by load."""

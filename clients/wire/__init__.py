@@ -1,0 +1,1 @@
+"""Triton's gRPC protocol: requests and responses as bytes, calls, errors and retries."""

@@ -1,0 +1,159 @@
+"""What gRPC and Triton say went wrong, translated once into the tree of ``contract.errors``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import grpc
+
+from clients.wire import protobuf
+from contract import errors
+from contract.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    TridentError,
+    Unavailable,
+)
+
+# What Triton 2.51 says before anything else when a request is wrong in itself. Such words hold names that the caller
+# chose, so they are recognised by how they begin, before any phrase is looked for inside.
+_PREFIX = re.compile(r"(in ensemble '[^']*', )?(\[request id: .*\] )?", re.DOTALL)
+_WRONG_REQUEST = re.compile(
+    r"unexpected (inference |explicit )?(input|output|shape|tensor|number of|'content')|incomplete string"
+    r"|input '.*' (already exists|batch size|has no shape)|input byte size mismatch|inference request batch-size"
+    r"|expected \d+ (string|inputs)|unable to find (data for input|shared memory)|contents field must not"
+    r"|'shared_memory_byte_size' must|out of bounds index|failed to get model version|invalid value (type )?for '"
+    r"|parameter keys starting with",
+    re.IGNORECASE | re.DOTALL,
+)
+
+# Triton has no code for most of what it says, and uses UNAVAILABLE for three different things. First match wins.
+_TRITON_PHRASES: tuple[tuple[re.Pattern[str], type[TridentError]], ...] = tuple(
+    (re.compile(pattern, re.IGNORECASE), error)
+    for pattern, error in (
+        (r"exceeds maximum queue size", Overloaded),
+        (r"request timeout expired", DeadlineExceeded),
+        (r"protocol is restricted", PermissionDenied),
+        (r"has no available versions|is not ready|is not healthy|server is (stopping|exiting)", Unavailable),
+        (r"unknown model|model .* (is )?not found|failed to find", NotFound),
+        (r"cancell?ed", Cancelled),
+        (r"unexpected (inference )?(input|output|shape)|data-?type is|expected \d+ inputs", InvalidArgument),
+        (r"missing .*input|input .* (must|dims)|(failed|unable) to parse|invalid argument", InvalidArgument),
+    )
+)
+
+
+# How gRPC says that there was no connection to send anything over.
+_UNCONNECTED = ("failed to connect", "DNS resolution failed", "errors resolving")
+
+
+@dataclass(frozen=True)
+class RetryHint:
+    """What is known about trying again.
+
+    after_s: how long the server asks to wait, None if it says nothing. never: it asks not to. unsent: the request
+    never reached a server, so that trying elsewhere adds no load to anybody.
+    """
+
+    after_s: float | None = None
+    never: bool = False
+    unsent: bool = False
+
+
+def is_wrong_request(text: str) -> bool:
+    """Whether ``text`` is one of Triton's own complaints about the inputs or outputs of a request."""
+    return bool(_WRONG_REQUEST.match(text[_PREFIX.match(text).end() :]))
+
+
+def from_error_message(text: str) -> TridentError:
+    """The error in a response's ``error_message``: ours in its in-band form, or Triton's own words."""
+    said = text[_PREFIX.match(text).end() :]
+    if _WRONG_REQUEST.match(said):
+        return InvalidArgument("", text)
+    return errors.from_text(said) or _from_words(said, EngineFailed)
+
+
+def from_rpc(code: grpc.StatusCode, details: str, url: str = "", hint: RetryHint | None = None) -> TridentError:
+    """The error a gRPC status means. ``url`` is named where the server could not be reached."""
+    ours = errors.from_text(details)
+    if ours is None:
+        fallback = errors.BY_GRPC_STATUS.get(code.name, EngineFailed)
+        if never_reached(code, details):
+            ours = Unavailable(f"cannot reach {url or 'the server'}: {_short(details)}")
+        elif code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):
+            ours = _from_words(details, fallback)
+        else:
+            ours = errors.make(fallback, details or code.name)
+    if hint and hint.after_s is not None and isinstance(ours, Overloaded | Unavailable):
+        ours.retry_after_s = hint.after_s
+    return ours
+
+
+def retry_hint(trailers: Iterable[tuple[str, str | bytes]] | None) -> RetryHint:
+    """The hint in a call's trailers.
+
+    ``retry-after-ms`` and ``grpc-retry-pushback-ms`` (negative: do not retry), and google.rpc.RetryInfo in
+    ``grpc-status-details-bin``. The longest wait wins.
+    """
+    waits_s: list[float] = []
+    for key, value in trailers or ():
+        if key in ("retry-after-ms", "grpc-retry-pushback-ms"):
+            wait_ms = _number(value)
+            if key == "grpc-retry-pushback-ms" and (wait_ms is None or wait_ms < 0):
+                return RetryHint(never=True)  # gRPC's rule: a pushback that is no number means never
+            if wait_ms is not None and wait_ms >= 0:
+                waits_s.append(wait_ms / 1e3)
+        elif key == "grpc-status-details-bin" and isinstance(value, bytes):
+            waits_s += _retry_info_s(value)
+    return RetryHint(max(waits_s, default=None))
+
+
+def _retry_info_s(status: bytes) -> list[float]:
+    """Delays of every RetryInfo in a google.rpc.Status{3: Any{1: type_url, 2: value}}; [] if it is garbled."""
+    waits_s = []
+    try:
+        for detail in (dict(protobuf.fields(value)) for number, value in protobuf.fields(status) if number == 3):
+            if detail.get(1, b"").endswith(b"google.rpc.RetryInfo"):
+                delay = dict(protobuf.fields(dict(protobuf.fields(detail.get(2, b""))).get(1, b"")))
+                waits_s.append(delay.get(1, 0) + delay.get(2, 0) / 1e9)
+    except (protobuf.WireError, TypeError, AttributeError):
+        return []
+    return waits_s
+
+
+def _from_words(text: str, fallback: type[TridentError]) -> TridentError:
+    for pattern, error in _TRITON_PHRASES:
+        if pattern.search(text):
+            return InvalidArgument("", text) if error is InvalidArgument else error(text)
+    return errors.make(fallback, text)
+
+
+def unreadable(problem: Exception) -> EngineFailed:
+    """The error for bytes that are no answer to what was asked; raise it from ``problem``."""
+    return EngineFailed(f"the server sent what we cannot read: {problem}")
+
+
+def never_reached(code: grpc.StatusCode, details: str) -> bool:
+    """Whether a call failed before anything of it was sent."""
+    return code is grpc.StatusCode.UNAVAILABLE and any(words in details for words in _UNCONNECTED)
+
+
+def _short(details: str) -> str:
+    """gRPC's last cause alone: ``Connection refused`` out of two lines of addresses."""
+    return details.rsplit("last error: ", 1)[-1].rsplit("endpoint: ", 1)[-1][:200]
+
+
+def _number(value: str | bytes) -> float | None:
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,128 @@
+"""ModelInferRequest by hand: what a client asks, as the bytes of KServe v2.
+
+The tests hold it to tritonclient's own protobufs. Without them, importing the client costs no protobuf, no numpy
+and no tritonclient.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from functools import lru_cache
+
+from clients.wire.protobuf import chunk, text, varint
+from contract import tensors
+from contract.errors import InvalidArgument
+from contract.generation import GenerationRequest, SamplingParams
+
+GENERATE = "/inference.GRPCInferenceService/ModelStreamInfer"
+STRUCT_CODES = {"BOOL": "?", "INT32": "i", "INT64": "q", "UINT32": "I", "UINT64": "Q", "FP32": "f", "FP64": "d"}
+
+_INPUT_TYPES = {tensor.name: tensor.datatype for tensor in tensors.ENSEMBLE_INPUTS}
+_NO_SAMPLING = SamplingParams()
+
+
+def generation(request: GenerationRequest, model: str, timeout_s: float | None = None, timings: bool = False) -> bytes:
+    """ModelInferRequest for the ensemble. What equals the contract's default is not sent, but for the temperature:
+    an ensemble that is told nothing is greedy (docs/decisions/0006), which is not what a temperature of 1 means.
+
+    The counts of tokens are always asked for; ``timings`` asks for the engine's instants too. ``timeout_s`` is
+    what is left of the deadline and goes as the parameter ``timeout`` in microseconds.
+    """
+    sampling = request.sampling
+    inputs: list[tuple[str, list]] = [("max_tokens", [request.max_tokens]), ("stream", [request.stream])]
+    if request.text_input is not None:
+        inputs.append(("text_input", [request.text_input]))
+    if request.messages is not None:
+        inputs.append(("messages", [json.dumps(list(request.messages), ensure_ascii=False)]))
+    if request.stop:
+        inputs.append(("stop_words", list(request.stop)))
+    if request.stop_token_ids:
+        inputs.append(("stop_token_ids", list(request.stop_token_ids)))
+    if request.echo:
+        inputs.append(("exclude_input_in_output", [False]))
+    if not request.skip_special_tokens:
+        inputs.append(("skip_special_tokens", [False]))
+    if request.json_schema is not None:
+        inputs += [("guided_decoding_guide_type", ["json_schema"]), ("guided_decoding_guide", [request.json_schema])]
+    inputs.append(("temperature", [sampling.temperature]))
+    if sampling != _NO_SAMPLING:
+        for name, tensor in _SAMPLING_TENSORS:
+            value = getattr(sampling, name)
+            if value != getattr(_NO_SAMPLING, name):
+                inputs.append((tensor, [value]))
+    inputs += [("return_num_input_tokens", [True]), ("return_num_output_tokens", [True])]
+    if timings:
+        inputs.append(("return_perf_metrics", [True]))
+    parameters = {"triton_enable_empty_final_response": True}
+    if timeout_s is not None:
+        parameters["timeout"] = max(1, int(timeout_s * 1e6))
+    typed = [(name, _INPUT_TYPES[name], values) for name, values in inputs]
+    return infer_request(model, request.request_id, typed, parameters)
+
+
+_RENAMED = {"log_probs": "return_log_probs", "top_log_probs": "num_top_log_probs"}
+_SAMPLING_TENSORS = tuple(
+    (name, _RENAMED.get(name, name)) for name in SamplingParams.__dataclass_fields__ if name != "temperature"
+)
+
+
+def stop(request_id: str, model: str = "engine") -> bytes:
+    """ModelInferRequest that ends the running request of that id in the engine (TensorRT-LLM's convention)."""
+    zeros = [(name, "INT32", [0]) for name in ("input_ids", "input_lengths", "request_output_len")]
+    inputs = [*zeros, ("stop", "BOOL", [True])]
+    return infer_request(model, request_id, inputs, {"triton_enable_empty_final_response": True})
+
+
+def infer_request(
+    model: str, request_id: str, inputs: list[tuple[str, str, list]], parameters: dict[str, bool | int | str]
+) -> bytes:
+    """ModelInferRequest of tensors ``(name, datatype, values)``, each of shape [1, len(values)].
+
+    Raises InvalidArgument for text that is none.
+    """
+    head = [text(1, model), text(3, request_id)]
+    for key, value in parameters.items():
+        head.append(_named_parameter(key, value))
+    raw = []
+    for name, datatype, values in inputs:
+        head.append(_described(name, datatype, len(values)))
+        try:
+            raw.append(chunk(7, _raw(datatype, values)))
+        except UnicodeEncodeError as exc:
+            raise InvalidArgument(
+                name, f"has half a character at {exc.start}; allowed is text that UTF-8 can hold"
+            ) from exc
+    return b"".join(head + raw)
+
+
+@lru_cache(maxsize=256)
+def _described(name: str, datatype: str, count: int) -> bytes:
+    """An InferInputTensor of shape [1, count], the same from one request to the next."""
+    return chunk(5, text(1, name) + text(2, datatype) + chunk(3, b"\x01" + varint(count)))
+
+
+def with_parameter(payload: bytes, name: str, value: bool | int | float | str) -> bytes:
+    """A serialised ModelInferRequest with one more parameter; an earlier one of the same name counts no longer."""
+    return payload + _named_parameter(name, value)
+
+
+def _named_parameter(name: str, value: bool | int | float | str) -> bytes:
+    return chunk(4, text(1, name) + chunk(2, _parameter(value)))
+
+
+def _parameter(value: bool | int | float | str) -> bytes:
+    if isinstance(value, bool):
+        return b"\x08" + bytes([value])
+    if isinstance(value, int):
+        return b"\x10" + varint(value)
+    if isinstance(value, float):
+        return b"\x21" + struct.pack("<d", value)
+    return chunk(3, value.encode())
+
+
+def _raw(datatype: str, values: list) -> bytes:
+    if datatype == "BYTES":
+        encoded = [value.encode() for value in values]
+        return b"".join(struct.pack("<I", len(data)) + data for data in encoded)
+    return struct.pack(f"<{len(values)}{STRUCT_CODES[datatype]}", *values)

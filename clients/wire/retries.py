@@ -1,0 +1,91 @@
+"""When to try again. Pure: randomness and time come from the caller.
+
+Only errors that ``contract.errors`` marks retryable are tried again, only before the first token, only while
+the deadline leaves time, and only while the budget lasts, so that retries never multiply an outage.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from clients.wire.failures import RetryHint
+from contract.errors import InvalidArgument, TridentError
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Exponential backoff with full jitter: the n-th wait is uniform in [0, min(cap_s, base_s * 2**n)].
+
+    attempts: calls in all, the first included; 1 never retries. A server's hint replaces the lower end of the
+    wait, so that callers told "after 1 s" do not all come back at 1 s sharp.
+    """
+
+    attempts: int = 4
+    base_s: float = 0.05
+    cap_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise InvalidArgument("retry.attempts", f"got {self.attempts}; allowed is 1 (no retry) or more")
+        if not 0 <= self.base_s <= self.cap_s:
+            raise InvalidArgument(
+                "retry.base_s", f"got {self.base_s} and cap_s {self.cap_s}; allowed is 0 <= base_s <= cap_s"
+            )
+
+    def wait_s(self, failures: int, hint: RetryHint, rng: random.Random) -> float:
+        """How long to wait after ``failures`` (1, 2, …) failed attempts."""
+        ceiling_s = min(self.cap_s, self.base_s * 2 ** (failures - 1))
+        return (hint.after_s or 0.0) + rng.uniform(0.0, ceiling_s)
+
+
+NO_RETRY = RetryPolicy(attempts=1)
+
+
+@dataclass
+class RetryBudget:
+    """How many retries a client may still make: every request earns ``ratio``, every retry costs 1.
+
+    It starts full at ``reserve``, so a quiet client may retry; under an outage retries settle at ``ratio`` of
+    the requests. One budget may be shared by several clients.
+    """
+
+    ratio: float = 0.2
+    reserve: float = 10.0
+    tokens: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = self.reserve
+
+    def earn(self) -> None:
+        self.tokens = min(self.reserve, self.tokens + self.ratio)
+
+    def spend(self) -> bool:
+        """True if a retry may be made now; it is then paid for."""
+        if self.tokens < 1.0:
+            return False
+        self.tokens -= 1.0
+        return True
+
+
+class RetrySchedule:
+    """The retries of one request: ``wait_s`` after each failure says how long to wait, or None to give up."""
+
+    def __init__(self, policy: RetryPolicy, budget: RetryBudget, rng: random.Random) -> None:
+        self._policy, self._budget, self._rng = policy, budget, rng
+        self.failures = 0
+        budget.earn()
+
+    def wait_s(self, error: TridentError, hint: RetryHint, left_s: float, alternative: bool = False) -> float | None:
+        """``left_s`` is what the deadline leaves; ``alternative``: another replica is at hand, so do not wait.
+
+        Going to another replica because one could not be reached is free: the budget guards servers from load.
+        """
+        self.failures += 1
+        if not error.retryable or (hint.never and not alternative) or self.failures >= self._policy.attempts:
+            return None
+        wait_s = 0.0 if alternative else self._policy.wait_s(self.failures, hint, self._rng)
+        if wait_s >= left_s:
+            return None
+        free = alternative and hint.unsent
+        return wait_s if free or self._budget.spend() else None

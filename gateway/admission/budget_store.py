@@ -1,0 +1,251 @@
+"""Where the buckets are: in this process, or in Redis or Valkey for many gateways.
+
+Both answer ``await reserve(levels, tokens)`` atomically on all levels or none, and ``settle(reservation, used)`` at
+once: it never blocks, and the second call for a reservation changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from contract.errors import Unavailable
+from gateway.admission.budgets import Bucket, Level, Reservation, Standing, demands, is_idle
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+# Longer than any request may take, queueing included; whoever makes a store says how long that is.
+LEASE_S = 900.0
+_SWEEP_EVERY = 1024  # reservations between two looks for buckets that can be forgotten
+_SETTLE_ATTEMPTS = 5
+_log = logging.getLogger(__name__)
+
+
+class BudgetStore(Protocol):
+    """Reserve, then settle."""
+
+    async def reserve(self, levels: Sequence[Level], tokens: int, least: int | None = None) -> Reservation:
+        """Granted on every level, or on none. least: of what ``tokens`` estimates, as in ``budgets.demands``. Raises
+        InvalidArgument if that could never fit."""
+
+    def settle(self, reservation: Reservation, used: int) -> None:
+        """``used`` tokens are charged and the rest comes back."""
+
+    async def aclose(self) -> None:
+        """Everything that was settled is written."""
+
+
+class MemoryStore:
+    """Buckets of this process. ``clock``: seconds that never go back."""
+
+    def __init__(self, clock: Callable[[], float], lease_s: float = LEASE_S) -> None:
+        self._clock = clock
+        self._lease_s = lease_s
+        self._buckets: dict[str, Bucket] = {}
+        self._rates: dict[str, float] = {}
+        self._reserved = 0
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    async def reserve(self, levels: Sequence[Level], tokens: int, least: int | None = None) -> Reservation:
+        # Nothing is awaited from the first look to the last booking: that is what makes it atomic.
+        now_s = self._clock()
+        wanted = demands(levels, tokens, least)
+        self._forget_idle(now_s)
+        for demand in wanted:
+            bucket = self._buckets.setdefault(demand.bucket, Bucket(demand.capacity, demand.capacity, now_s))
+            bucket.refill(demand, now_s)
+            self._rates[demand.bucket] = demand.rate_per_s
+        granted = all(self._buckets[demand.bucket].balance >= demand.amount for demand in wanted)
+        reservation_id = secrets.token_hex(8)
+        if granted:
+            for demand in wanted:
+                self._buckets[demand.bucket].take(reservation_id, demand, now_s + self._lease_s)
+        standings = tuple(Standing(demand, self._buckets[demand.bucket].balance) for demand in wanted)
+        return Reservation(reservation_id, granted, standings)
+
+    def settle(self, reservation: Reservation, used: int) -> None:
+        now_s = self._clock()
+        for standing in reservation.standings if reservation.granted else ():
+            bucket = self._buckets.get(standing.demand.bucket)
+            if standing.demand.held and bucket is not None:
+                bucket.refill(standing.demand, now_s)
+                bucket.settle(reservation.id, used)
+
+    async def aclose(self) -> None:
+        return None
+
+    def _forget_idle(self, now_s: float) -> None:
+        self._reserved += 1
+        if self._reserved % _SWEEP_EVERY == 0:
+            idle = [name for name, bucket in self._buckets.items() if is_idle(bucket, self._rates[name], now_s)]
+            for name in idle:
+                del self._buckets[name], self._rates[name]
+
+
+# The bucket of budgets.py once more. KEYS: for each bucket a hash (balance, held, at) and a sorted set of its leases
+# ("id:amount" by expiry). ARGV: now ("" for the server's own clock, which all gateways share), lease in seconds, id,
+# tokens used ("" to reserve), then rate, capacity, amount and held (1 or 0) of each bucket.
+_SCRIPT = """
+local now = tonumber(ARGV[1])
+if not now then
+  local time = redis.call('TIME')
+  now = tonumber(time[1]) + tonumber(time[2]) / 1000000
+end
+local lease, id, used = tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
+local function text(number) return string.format('%.17g', number) end
+local buckets, granted = {}, 1
+for i = 1, #KEYS / 2 do
+  local b = {hash = KEYS[2 * i - 1], leases = KEYS[2 * i]}
+  local a = 4 * i
+  b.rate, b.capacity, b.amount = tonumber(ARGV[a + 1]), tonumber(ARGV[a + 2]), tonumber(ARGV[a + 3])
+  b.holds = ARGV[a + 4] == '1'
+  local stored = redis.call('HMGET', b.hash, 'balance', 'held', 'at')
+  b.balance = tonumber(stored[1]) or b.capacity
+  b.held = tonumber(stored[2]) or 0
+  b.at = tonumber(stored[3]) or now
+  local function flow_in(till)
+    b.balance = math.min(b.capacity - b.held, b.balance + b.rate * math.max(0, till - b.at))
+    b.at = math.max(b.at, till)
+  end
+  local over = redis.call('ZRANGEBYSCORE', b.leases, '-inf', text(now), 'WITHSCORES')
+  for j = 1, #over, 2 do
+    flow_in(tonumber(over[j + 1]))
+    b.held = b.held - tonumber(string.match(over[j], ':(.*)$'))
+    redis.call('ZREM', b.leases, over[j])
+  end
+  flow_in(now)
+  if not used and b.balance < b.amount then granted = 0 end
+  buckets[i] = b
+end
+local answer = {granted}
+for i, b in ipairs(buckets) do
+  local member = id .. ':' .. text(b.amount)
+  if used then
+    if b.holds and redis.call('ZREM', b.leases, member) == 1 then
+      b.held = b.held - b.amount
+      b.balance = math.min(b.capacity - b.held, b.balance + b.amount - used)
+    end
+  elseif granted == 1 then
+    b.balance = b.balance - b.amount
+    if b.holds then
+      b.held = b.held + b.amount
+      redis.call('ZADD', b.leases, text(now + lease), member)
+    end
+  end
+  redis.call('HSET', b.hash, 'balance', text(b.balance), 'held', text(b.held), 'at', text(b.at))
+  -- A bucket that is gone is a full one, so it may go when it would be full and no lease is left.
+  local life = math.ceil(math.max(lease, (b.capacity - b.balance) / b.rate)) + 60
+  redis.call('EXPIRE', b.hash, life)
+  redis.call('EXPIRE', b.leases, life)
+  answer[i + 1] = text(b.balance)
+end
+return answer
+"""
+
+
+def connect(url: str, connections: int = 32) -> Redis:
+    """A client for RedisStore: ``redis://HOST:PORT/0``, ``rediss://…`` or ``unix:///PATH``. Callers beyond so many
+    ``connections`` wait for one instead of opening their own."""
+    from redis.asyncio import BlockingConnectionPool, Redis
+
+    pool = BlockingConnectionPool.from_url(
+        url, max_connections=connections, timeout=5, socket_timeout=2, socket_connect_timeout=2
+    )
+    return Redis.from_pool(pool)
+
+
+class RedisStore:
+    """Buckets that many gateways share. One script call, so that Redis runs it as a whole.
+
+    ``clock`` None: the server's own, the only one that all gateways agree on. Settlements are written behind; one
+    that cannot be written is tried again, and at last its lease runs out and all of it counts as used.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        clock: Callable[[], float] | None = None,
+        lease_s: float = LEASE_S,
+        prefix: str = "trident",
+    ) -> None:
+        self._run = redis.register_script(_SCRIPT)
+        self._clock = clock
+        self._lease_s = lease_s
+        self._prefix = prefix
+        self._writing: set[asyncio.Task[None]] = set()
+        self._unsettled: set[str] = set()  # two settlements of one reservation might overtake each other on the way
+
+    async def reserve(self, levels: Sequence[Level], tokens: int, least: int | None = None) -> Reservation:
+        """As the protocol says; raises Unavailable if the store cannot be reached."""
+        from redis.exceptions import RedisError
+
+        wanted = demands(levels, tokens, least)
+        reservation_id = secrets.token_hex(8)
+        if not wanted:
+            return Reservation(reservation_id, True)
+        asked = Reservation(reservation_id, True, tuple(Standing(demand, 0.0) for demand in wanted))
+        call = asyncio.ensure_future(self._call(asked, None))
+        try:
+            # Shielded: a caller that leaves now cannot know whether it was booked.
+            granted, *balances = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            self._behind(self._undo(call, asked))
+            raise
+        except RedisError as exc:
+            _log.warning("the budget store does not answer: %s", exc)  # callers need not know where it is
+            raise Unavailable("the budget store does not answer", 1.0) from exc
+        standings = tuple(Standing(demand, float(left)) for demand, left in zip(wanted, balances, strict=True))
+        if granted == 1 and any(demand.held for demand in wanted):
+            self._unsettled.add(reservation_id)
+        return Reservation(reservation_id, granted == 1, standings)
+
+    def settle(self, reservation: Reservation, used: int) -> None:
+        if reservation.id in self._unsettled:
+            self._unsettled.remove(reservation.id)
+            self._behind(self._settle(reservation, used))
+
+    async def aclose(self) -> None:
+        while self._writing:
+            await asyncio.gather(*self._writing, return_exceptions=True)
+
+    def _behind(self, work) -> None:
+        task = asyncio.ensure_future(work)
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    async def _undo(self, call: asyncio.Future, asked: Reservation) -> None:
+        with contextlib.suppress(Exception):  # whatever became of it: settling what was not booked does nothing
+            await call
+        await self._settle(asked, 0)
+
+    async def _settle(self, reservation: Reservation, used: int) -> None:
+        from redis.exceptions import RedisError
+
+        for attempt in range(_SETTLE_ATTEMPTS):
+            try:
+                await self._call(reservation, used)
+                return
+            except RedisError as exc:
+                _log.warning("a settlement could not be written, attempt %d: %s", attempt + 1, exc)
+                await asyncio.sleep(0.1 * 2**attempt)
+
+    async def _call(self, reservation: Reservation, used: int | None) -> list:
+        wanted = [standing.demand for standing in reservation.standings]
+        keys = [key for demand in wanted for key in self._keys(demand.bucket, demand.level)]
+        now = "" if self._clock is None else repr(self._clock())
+        arguments: list = [now, self._lease_s, reservation.id, "" if used is None else used]
+        for demand in wanted:
+            arguments += [repr(demand.rate_per_s), demand.capacity, demand.amount, int(demand.held)]
+        return await self._run(keys=keys, args=arguments)
+
+    def _keys(self, bucket: str, level: str) -> tuple[str, str]:
+        # The organisation in braces: a cluster then keeps all levels of one on one node, where one script sees them.
+        name = f"{self._prefix}:{{{level.partition('/')[0]}}}:{bucket}"
+        return name, f"{name}:leases"

@@ -1,0 +1,385 @@
+"""Admission: caps, budgets and each pool's fair queue in one place, behind the protocol of permit.py.
+
+The order: choose the pool → shorten under pressure → cap → room in the pool's queue → reserve the budget → wait for a
+slot of the pool → Permit. Every pool has slots, a queue and a pressure of its own; what happens at one delays nobody at
+another. What is taken on the way is given back in one place, ``_Ticket.close``, once, whichever way the request ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+from contract.errors import DeadlineExceeded, Overloaded, TridentError
+from contract.generation import GenerationRequest, Usage
+from gateway.admission import retry_after
+from gateway.admission.budget_store import BudgetStore
+from gateway.admission.budgets import Level, Reservation
+from gateway.admission.concurrency import Concurrency, Slot
+from gateway.admission.degradation import Ladder, Stage, degrade
+from gateway.admission.fair_queue import Entry, FairQueue
+from gateway.admission.permit import Tenant
+from gateway.admission.pool_slots import Claim, PoolSlots, Shares
+from gateway.admission.prompt_tokens import PromptCount, PromptTokens
+from gateway.admission.sharing import UNKNOWN, Capacity
+
+_Refusal = TypeVar("_Refusal", Overloaded, DeadlineExceeded)
+Takes = Callable[[str, Sequence[GenerationRequest]], bool]  # whether an overflow target can have these requests now
+
+
+class Pools(Protocol):
+    """The pools of replicas, as admission needs them."""
+
+    def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
+        """The pool of a request: ``pinned``, or one drawn by weight among those that can serve, ``without`` that one
+        if there is another."""
+
+    def capacity(self, pool: str) -> Capacity:
+        """What its replicas can run now."""
+
+
+class OnePool:
+    """A single pool without a name, that can run ``capacity``."""
+
+    def __init__(self, capacity: Callable[[], Capacity] = lambda: UNKNOWN) -> None:
+        self._capacity = capacity
+
+    def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
+        return pinned
+
+    def capacity(self, pool: str) -> Capacity:
+        return self._capacity()
+
+
+class FairAdmission:
+    """Admission for one gateway process: ``await admit(requests, tenant)``.
+
+    clock: seconds, the one the budget store counts with if that is in memory. pools: where requests can go.
+    target_pool: the pool of an overflow target, empty if it is an upstream. ``rejected`` and ``degraded`` count what
+    was refused and lowered, by reason and stage.
+    """
+
+    def __init__(
+        self,
+        budgets: BudgetStore,
+        concurrency: Concurrency,
+        clock: Callable[[], float],
+        *,
+        pools: Pools | None = None,
+        target_pool: Callable[[str], str] = lambda target: "",
+        shares: Shares | None = None,
+        ladder: Ladder | None = None,
+        queue_bounds: Mapping[str, float] | None = None,
+        prompt_tokens: PromptTokens | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._budgets, self._concurrency, self._clock = budgets, concurrency, clock
+        self.pools: Pools = pools or OnePool()
+        self.target_pool = target_pool
+        self._shares, self._ladder, self._queue_bounds = shares or Shares(), ladder, dict(queue_bounds or {})
+        self.prompt_tokens = prompt_tokens or PromptTokens()
+        self._rng = rng or random.Random()
+        self._slots: dict[str, PoolSlots] = {}
+        self.rejected: Counter[str] = Counter()
+        self.degraded: Counter[str] = Counter()
+
+    @property
+    def running(self) -> int:
+        """Slots that permits hold, in all pools."""
+        return sum(slots.running for slots in self._slots.values())
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot, in all pools."""
+        return sum(slots.waiting for slots in self._slots.values())
+
+    def slots(self, pool: str = "") -> PoolSlots:
+        """The slots of a pool and the queue for them."""
+        found = self._slots.get(pool)
+        if found is None:
+            found = self._slots[pool] = PoolSlots(
+                FairQueue(**self._queue_bounds),
+                self._clock,
+                lambda: self.pools.capacity(pool),
+                self._shares,
+                expired=lambda error: self._refusal("deadline", error, pool),
+                full=lambda: self._concurrency.fullness(pool) >= 1,
+            )
+        return found
+
+    def change(
+        self,
+        shares: Shares,
+        ladder: Ladder | None,
+        class_limits: Mapping[int, int],
+        queue_bounds: Mapping[str, float] | None = None,
+    ) -> None:
+        """Other rules from now on. What runs and waits stays. queue_bounds: all of FairQueue's; None: as before."""
+        self._shares, self._ladder = shares, ladder
+        self._queue_bounds = self._queue_bounds if queue_bounds is None else dict(queue_bounds)
+        self._concurrency.class_limits = class_limits
+        for slots in self._slots.values():
+            slots.shares = shares
+            if queue_bounds is not None:
+                slots.queue.bound(**queue_bounds)
+            slots.dispatch()
+
+    def sweep(self, now_s: float) -> None:
+        """Looks whether pools that requests wait for can run more than before: nothing else tells when a replica comes
+        or another gateway leaves it."""
+        for slots in self._slots.values():
+            if slots.waiting:
+                slots.dispatch()
+
+    def pressure(self, tenant: Tenant, pool: str = "") -> float:
+        """How full the fullest bound is that this tenant can meet at the pool: 0 is empty, 1 is full."""
+        queue = self.slots(pool).queue
+        return max(
+            self._concurrency.fullness(pool),
+            queue.depth(tenant.priority) / queue.max_per_class,
+            queue.waiting_of(tenant.name) / queue.max_per_tenant,
+        )
+
+    async def admit(
+        self,
+        requests: Sequence[GenerationRequest],
+        tenant: Tenant,
+        takes: Takes = lambda target, requests: True,
+        down: bool = False,
+        session: str = "",
+    ) -> QueuedPermit:
+        """The permit, as soon as the first of ``requests`` has a slot; see permit.py. Where no overflow target takes
+        them, answers are shortened instead. down: the tenant's pool has no healthy replica, so that a target serves
+        them whatever the pressure. session: of a conversation, which stays in one pool.
+
+        Raises Overloaded with ``reason``, ``retry_after_s`` and ``headers`` (pressure, a cap, the queue or a budget is
+        full), DeadlineExceeded (their time was up in the queue), InvalidArgument (they can never fit a budget or a
+        cap), Unavailable (the budget store does not answer).
+        """
+        pool = self.pools.draw(tenant.pool, session)
+        requests, target, headers = self._lowered(tuple(requests), tenant, pool, takes, down)
+        if target:
+            pool = self.target_pool(target)
+        ticket = _Ticket(self, tenant, session, self._clock(), requests)
+        ticket.slot = self._acquire(tenant, len(requests), pool)
+        try:
+            if pool or not target:
+                self._check_room(tenant, pool)
+            need = await self.prompt_tokens.need(requests, tenant.name)
+            ticket.tokens = need.tokens
+            ticket.reservation = await self._reserve(tenant.levels, need.tokens, need.least, pool)
+            headers |= ticket.reservation.headers
+            if pool or not target:  # an upstream has its own capacity, and no slot here is used
+                claim = ticket.claim(pool, ticket.tokens, len(requests))
+                drawn = not target and not tenant.pool
+                ticket.turns = tuple(Turn(ticket, pool, claim, number, drawn) for number in range(len(requests)))
+                await claim.turn(0)
+            else:
+                ticket.turns = tuple(Turn(ticket) for _ in requests)
+        except BaseException:
+            ticket.close(0)
+            raise
+        return QueuedPermit(ticket.requests, headers, target, ticket.turns, ticket, need.counts)
+
+    async def admit_reader(self, tenant: Tenant) -> QueuedPermit:
+        """For an answer that exists already or is being made for somebody else: a request of the tenant's budget and
+        a place in its caps, no tokens and no slot. Raises what ``admit`` raises."""
+        ticket = _Ticket(self, tenant, "", self._clock())
+        ticket.slot = self._acquire(tenant, 1, tenant.pool)
+        try:
+            requests_only = [replace(one, limits=replace(one.limits, tokens_per_minute=None)) for one in tenant.levels]
+            ticket.reservation = await self._reserve(tuple(requests_only), 0, 0, tenant.pool)
+        except BaseException:
+            ticket.close(0)
+            raise
+        return QueuedPermit((), dict(ticket.reservation.headers), "", (), ticket)
+
+    def _lowered(
+        self, requests: tuple[GenerationRequest, ...], tenant: Tenant, pool: str, takes: Takes, down: bool
+    ) -> tuple[tuple[GenerationRequest, ...], str, dict[str, str]]:
+        """The requests as they may be served under the pressure there is, where, and what is said about it."""
+        ladder = self._ladder
+        if ladder is None:
+            return requests, "", {}
+        stage = ladder.stage(self.pressure(tenant, pool))
+        if stage is Stage.REFUSE:
+            raise self._refusal("pressure", Overloaded("there is more work than can be done"), pool)
+        target = ""
+        if down or stage is Stage.OVERFLOW:
+            takers = (name for name in ladder.overflow if takes(name, requests))
+            target = next((name for name in takers if down or self._has_room(name, requests, tenant)), "")
+            stage = Stage.OVERFLOW if target else Stage.SHORTER if stage is Stage.OVERFLOW else stage
+        lowered = [degrade(one, stage, ladder, target) for one in requests]
+        note = next((one.note for one in lowered if one.note), "")
+        if not note:
+            return requests, "", {}
+        self.degraded[stage.value] += 1
+        return tuple(one.request for one in lowered), lowered[0].target, {"x-trident-degraded": note}
+
+    def _has_room(self, target: str, requests: tuple[GenerationRequest, ...], tenant: Tenant) -> bool:
+        """Whether requests sent to this target would be served soon."""
+        pool = self.target_pool(target)
+        return not pool or self.slots(pool).is_short_wait(tenant.name, _longest(requests))
+
+    def _acquire(self, tenant: Tenant, places: int, pool: str) -> Slot:
+        try:
+            return self._concurrency.try_acquire(tenant.levels, tenant.priority, places, pool)
+        except Overloaded as exc:
+            raise self._refusal("concurrency", exc, pool) from None
+
+    def _check_room(self, tenant: Tenant, pool: str) -> None:
+        try:
+            self.slots(pool).queue.check_room(tenant.name, tenant.priority)
+        except Overloaded as exc:
+            raise self._refusal("queue", exc, pool) from None
+
+    async def _reserve(self, levels: tuple[Level, ...], tokens: int, least: int, pool: str) -> Reservation:
+        reservation = await self._budgets.reserve(levels, tokens, least)
+        short = reservation.refused_by
+        if short is None:
+            return reservation
+        left = max(0, math.floor(short.balance))
+        unit, level = short.demand.unit, short.demand.level
+        error = Overloaded(f"{level} has {left} {unit} left and the request may need {short.demand.amount:.0f}")
+        # The bucket's own pace, not the queue's: nothing else brings its tokens back.
+        wait_s = retry_after.retry_after_s(short.short, short.demand.rate_per_s, self._rng, most_s=3600.0)
+        raise self._refusal("budget", error, pool, wait_s, reservation.headers)
+
+    def _refusal(
+        self,
+        reason: str,
+        error: _Refusal,
+        pool: str,
+        wait_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> _Refusal:
+        """``error`` with the reason that metrics name and what the caller is told about when to come back."""
+        self.rejected[reason] += 1
+        if wait_s is None:
+            wait_s = self.slots(pool).retry_after_s(self._rng)
+        error.reason, error.retry_after_s = reason, wait_s
+        error.headers = {**(headers or {}), **retry_after.headers(wait_s)}
+        return error
+
+
+def _longest(requests: Sequence[GenerationRequest]) -> int:
+    """The most tokens that one of them may generate."""
+    return max(one.max_tokens for one in requests)
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """What a request has taken so far. drawn: its pool was drawn by weight, so that another one may take its place."""
+
+    admission: FairAdmission
+    tenant: Tenant
+    session: str
+    began_s: float
+    requests: tuple[GenerationRequest, ...] = ()
+    tokens: int = 0
+    slot: Slot | None = None
+    reservation: Reservation | None = None
+    turns: tuple[Turn, ...] = ()
+    claims: list[Claim] = field(default_factory=list)
+    open: bool = True
+
+    @property
+    def ends_s(self) -> float:
+        """When the caller's own time is up."""
+        return self.began_s + min((one.timeout_s or math.inf for one in self.requests), default=math.inf)
+
+    def claim(self, pool: str, tokens: int, count: int, left_s: float = math.inf) -> Claim:
+        """Queues for ``count`` slots of a pool. left_s: what is left of the request's time. Raises Overloaded."""
+        admission, tenant = self.admission, self.tenant
+        until_s = min(admission._clock() + min(admission._shares.max_wait_s, left_s), self.ends_s)
+        longest_tokens = _longest(self.requests)
+        entry = Entry(tenant.name, max(1, tokens), tenant.priority, tenant.weight, until_s, count, longest_tokens)
+        try:
+            claim = admission.slots(pool).claim(entry, self.ends_s)
+        except Overloaded as exc:
+            raise admission._refusal("queue", exc, pool) from None
+        self.claims.append(claim)
+        return claim
+
+    def close(self, used_tokens: int) -> None:
+        if not self.open:
+            return
+        self.open = False
+        if self.slot is not None:
+            self.slot.release()
+        if self.reservation is not None:
+            self.admission._budgets.settle(self.reservation, used_tokens)
+        for claim in self.claims:  # more than one only if its pool died: then each is charged its part
+            claim.close(used_tokens * claim.entry.cost_tokens / max(1, self.tokens))
+
+
+@dataclass(eq=False)
+class Turn:
+    """One choice's turn; see permit.Turn. claim: None at an upstream, where no slot is used. may_move: its pool was
+    drawn by weight, so that another one may take its place."""
+
+    ticket: _Ticket
+    pool: str = ""
+    claim: Claim | None = None
+    number: int = 0
+    may_move: bool = False
+
+    def begin(self) -> asyncio.Future[None]:
+        if self.claim is not None:
+            return self.claim.turn(self.number)
+        begun = asyncio.get_running_loop().create_future()
+        begun.set_result(None)
+        return begun
+
+    async def move(self) -> str:
+        ticket = self.ticket
+        await self._wait_in(ticket.admission.pools.draw("", ticket.session, self.pool))
+        return self.pool
+
+    async def go(self, target: str, left_s: float) -> None:
+        ticket, admission = self.ticket, self.ticket.admission
+        self.release()
+        self.may_move = not target and not ticket.tenant.pool
+        pool = admission.target_pool(target) if target else admission.pools.draw(ticket.tenant.pool, ticket.session)
+        if pool or not target:
+            await self._wait_in(pool, left_s)
+        else:
+            self.pool, self.claim = "", None
+
+    async def _wait_in(self, pool: str, left_s: float = math.inf) -> None:
+        """Leaves the slot there is and waits for one of ``pool``."""
+        self.release()
+        ticket = self.ticket
+        self.claim = ticket.claim(pool, ticket.tokens // len(ticket.requests), 1, left_s)
+        self.pool, self.number = pool, 0
+        await self.claim.turn(0)
+
+    def fail(self, error: TridentError) -> None:
+        if self.claim is not None:
+            turn = self.claim.turn(self.number)
+            if not turn.done():
+                turn.set_exception(error)
+
+    def release(self) -> None:
+        if self.claim is not None:
+            self.claim.release(self.number)
+
+
+@dataclass(eq=False)
+class QueuedPermit:
+    """See permit.Permit."""
+
+    requests: tuple[GenerationRequest, ...]
+    headers: dict[str, str]
+    target: str
+    turns: tuple[Turn, ...]
+    ticket: _Ticket = field(repr=False)
+    counts: tuple[PromptCount, ...] = ()
+
+    def settle(self, usage: Usage | None) -> None:
+        self.ticket.close(0 if usage is None else usage.input_tokens + usage.output_tokens)

@@ -1,0 +1,261 @@
+"""The slots of one pool and the queue for them: who may run, and who waits. Everything on one event loop.
+
+A request needs one slot for each of its choices and gets them one by one, as they come free: each choice begins and
+ends by itself, so that a request with many choices neither waits for many slots at once nor keeps them idle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from contract.errors import DeadlineExceeded, TridentError
+from gateway.admission import retry_after
+from gateway.admission.fair_queue import Entry, FairQueue
+from gateway.admission.sharing import Capacity
+
+# A request is short if it may generate at most this part of what the running ones may on average: then no answer that
+# holds a reserved slot takes longer than this part of the others.
+SHORT = 0.25
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How many requests may be at the replicas of a pool at once, and how many of those one tenant may have.
+
+    max_running: in each pool; 0 for as many as the replicas report. tenant_share: below 1, the rest is free for others'
+    requests at any time, so that long answers of one tenant do not hold all slots when short ones of another come.
+    short_reserve: the part of the slots, one at least, that only short requests may take, whoever sends them; 0: none.
+    max_wait_s: longest time in the queue, whatever the request's own deadline.
+    """
+
+    max_running: int = 0
+    tenant_share: float = 0.8
+    max_wait_s: float = 30.0
+    short_reserve: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Of this moment. limit: requests at the replicas. open: of which so many of any length. share: of one tenant."""
+
+    limit: int
+    open: int
+    share: int
+
+
+class PoolSlots:
+    """One pool's slots.
+
+    capacity: what the pool's replicas can run now. clock: seconds. expired: makes the error of a request whose time is
+    up in the queue. full: whether callers are refused because too many are under way.
+    """
+
+    def __init__(
+        self,
+        queue: FairQueue,
+        clock: Callable[[], float],
+        capacity: Callable[[], Capacity],
+        shares: Shares,
+        *,
+        expired: Callable[[DeadlineExceeded], DeadlineExceeded] = lambda error: error,
+        full: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.queue, self.shares = queue, shares
+        self._clock, self._capacity, self._expired, self._full = clock, capacity, expired, full
+        self.running = 0  # slots that were given and not released
+        self._reserved = 0  # of which so many are kept for short requests, or only wait at a replica
+        self._running_of: Counter[str] = Counter()
+        self._running_tokens: float = 0
+        self._longest_tokens = 0  # of the running ones, added up
+        self._drain = retry_after.DrainRate()
+        self._crowded, self._crowded_s, self._looked_s = False, 0.0, 0.0
+        self._wake: asyncio.TimerHandle | None = None
+
+    @property
+    def capacity(self) -> Capacity:
+        """What this gateway may have running in the pool, and what it may have sent there."""
+        if self.shares.max_running:
+            return Capacity(self.shares.max_running, self.shares.max_running)
+        return self._capacity()
+
+    @property
+    def waiting(self) -> int:
+        return len(self.queue)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, nothing waits, and nothing is left over from what did."""
+        left = (self.running, self._reserved, self._running_tokens, self._longest_tokens, self.queue.backlog_tokens)
+        return not any(left) and not self._running_of and not self.waiting
+
+    def retry_after_s(self, rng: random.Random) -> float:
+        """When a refused request may come back, from the pace at which this pool's backlog shrinks."""
+        self._look()
+        backlog = self.queue.backlog_tokens + self._running_tokens
+        return retry_after.retry_after_s(backlog, self._drain.tokens_per_s(self._crowded_s), rng)
+
+    def is_short_wait(self, tenant: str, longest_tokens: int) -> bool:
+        """Whether a request would get a slot at once, or would be the tenant's only one that waits, with fewer others
+        than can run at once."""
+        limits = self._limits()
+        if self._running_of[tenant] < limits.share and longest_tokens <= self._length_allowed(limits):
+            return True
+        return self.waiting < self.capacity.slots and not self.queue.waiting_of(tenant)
+
+    def claim(self, entry: Entry, lasts_until_s: float) -> Claim:
+        """Lets a request wait for its slots: until ``entry.deadline_s`` for the first, until ``lasts_until_s`` for the
+        others. Raises Overloaded if the queue is full."""
+        claim = entry.work = Claim(self, entry, lasts_until_s)
+        self.queue.push(entry, self._clock())
+        self.dispatch()
+        return claim
+
+    def dispatch(self) -> None:
+        """Gives free slots to those whose turn it is, refuses whose time is up, looks again at the next deadline."""
+        now_s, queue = self._clock(), self.queue
+        for entry in queue.expire(now_s):
+            self._expire(entry)
+        if len(queue):
+            limits = self._limits()
+            while self.running < limits.limit and self._length_allowed(limits) >= queue.shortest_tokens():
+                entry = queue.pop(now_s, lambda entry: self._may_run(entry, limits))
+                if entry is None:
+                    break
+                if entry.work.left:  # and will be closed in a moment
+                    queue.remove(entry)
+                else:
+                    self._give(entry.work, limits)
+        self._look()
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        next_s = queue.next_deadline_s()
+        if next_s < math.inf:
+            self._wake = asyncio.get_running_loop().call_later(max(0.0, next_s - now_s) + 0.001, self.dispatch)
+
+    def _limits(self) -> _Limits:
+        capacity, shares = self.capacity, self.shares
+        # A share is one of what runs: a request that only waits at a replica makes no room for others.
+        share = max(1, math.floor(capacity.slots * shares.tenant_share)) if shares.tenant_share < 1 else capacity.limit
+        if not shares.short_reserve or capacity.slots < 2:
+            return _Limits(capacity.limit, capacity.limit, share)
+        reserved = min(max(1, math.floor(capacity.slots * shares.short_reserve)), capacity.slots - 1)
+        return _Limits(capacity.limit, capacity.slots - reserved, share)
+
+    def _length_allowed(self, limits: _Limits) -> float:
+        """The most tokens that a request may generate to get a slot now."""
+        if self.running - self._reserved < limits.open:
+            return math.inf
+        return SHORT * self._longest_tokens / self.running if self.running < limits.limit else -1.0
+
+    def _may_run(self, entry: Entry, limits: _Limits) -> bool:
+        return self._running_of[entry.tenant] < limits.share and entry.longest_tokens <= self._length_allowed(limits)
+
+    def _give(self, claim: Claim, limits: _Limits) -> None:
+        entry, reserved = claim.entry, self.running - self._reserved >= limits.open
+        self.running += 1
+        self._reserved += reserved
+        self._running_of[entry.tenant] += 1
+        self._running_tokens += entry.part(claim.given)
+        self._longest_tokens += entry.longest_tokens
+        claim._given(reserved)
+
+    def _take_back(self, entry: Entry, number: int, reserved: bool) -> None:
+        """A choice is over: its slot is free."""
+        tokens = entry.part(number)
+        self.running -= 1
+        self._reserved -= reserved
+        self._running_of[entry.tenant] -= 1
+        if not self._running_of[entry.tenant]:
+            del self._running_of[entry.tenant]
+        self._running_tokens -= tokens
+        self._longest_tokens -= entry.longest_tokens
+        # The whole reservation is off the backlog, used or not; that is the pace at which the backlog shrinks.
+        if self._look():
+            self._drain.observe(tokens, self._crowded_s)
+
+    def _look(self) -> bool:
+        """Whether others were kept waiting or out until now. Only such time counts for the pace at which a backlog
+        shrinks: what is settled in a quiet hour says how little was asked."""
+        now_s, crowded = self._clock(), self._crowded
+        if crowded:
+            self._crowded_s += now_s - self._looked_s
+        self._looked_s = now_s
+        self._crowded = len(self.queue) > 0 or self._full()
+        return crowded
+
+    def _expire(self, entry: Entry) -> None:
+        error = DeadlineExceeded("the request waited in the gateway's queue until its time was up")
+        entry.work.fail(self._expired(error))
+
+
+@dataclass(eq=False)
+class Claim:
+    """What one request waits for and holds in a pool: a slot for each of its choices, numbered from 0."""
+
+    pool: PoolSlots
+    entry: Entry
+    lasts_until_s: float
+    given: int = 0
+    _turns: dict[int, asyncio.Future[None]] = field(default_factory=dict)
+    _held: dict[int, bool] = field(default_factory=dict)  # by number, whether it is a reserved one
+    _error: TridentError | None = None
+    _closed: bool = False
+
+    @property
+    def left(self) -> bool:
+        """Whether somebody who waited has left already, and the claim is about to be closed."""
+        return any(turn.cancelled() for turn in self._turns.values())
+
+    def turn(self, number: int) -> asyncio.Future[None]:
+        """Done when the choice has its slot; fails when the request's time is up."""
+        turn = self._turns.get(number)
+        if turn is None:
+            turn = self._turns[number] = asyncio.get_running_loop().create_future()
+            if number < self.given:
+                turn.set_result(None)
+            elif self._error is not None:
+                turn.set_exception(self._error)
+        return turn
+
+    def fail(self, error: TridentError) -> None:
+        """Ends the wait of every choice that waits, with ``error``."""
+        self._error = error
+        for turn in self._turns.values():
+            if not turn.done():
+                turn.set_exception(error)
+
+    def release(self, number: int) -> None:
+        """The choice is over, if it ever began. Safe to call twice."""
+        if number in self._held:
+            self.pool._take_back(self.entry, number, self._held.pop(number))
+            self.pool.dispatch()
+
+    def close(self, used_tokens: float) -> None:
+        """The request is over: what it still holds is free, and of what it was charged the unused part comes back."""
+        if self._closed:
+            return
+        self._closed = True
+        self.pool.queue.remove(self.entry)
+        for number, reserved in self._held.items():
+            self.pool._take_back(self.entry, number, reserved)
+        self._held.clear()
+        if self.given:
+            charged = sum(self.entry.part(number) for number in range(self.given))
+            self.pool.queue.give_back(self.entry, charged - used_tokens)
+        self.pool.dispatch()
+
+    def _given(self, reserved: bool) -> None:
+        number = self.given
+        self.given += 1
+        self._held[number] = reserved
+        turn = self._turns.get(number)
+        if turn is not None and not turn.done():
+            turn.set_result(None)
+        if number == 0 and self.entry.waiting:
+            self.pool.queue.extend(self.entry, self.lasts_until_s)

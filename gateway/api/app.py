@@ -1,0 +1,101 @@
+"""The HTTP application: OpenAI's endpoints and health over one Service."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from contract.errors import TridentError
+from gateway.api import error_responses, openapi
+from gateway.api.chat import Chat
+from gateway.api.completions import Completions
+from gateway.api.openai_http import HttpDoor, bearer
+from gateway.api.vocabulary import Vocabulary
+from gateway.batch.batch import Batches
+from gateway.cache import semantic_cache
+from gateway.cache.reuse import Reuse
+from gateway.service import Service
+from gateway.telemetry import metrics_server
+
+
+def build(service: Service) -> Starlette:
+    """The application; its lifespan starts and closes the service."""
+    settings = service.settings
+    vocabulary = Vocabulary(settings.tokenizer)
+    semantic = semantic_cache.configured(settings, time.monotonic, service.metrics.registry)
+    reuse = Reuse(service, service.configuration.policy.reuse, time.monotonic, semantic)
+    batches = Batches(service, vocabulary) if settings.batch_db else None
+
+    model = {"id": settings.model, "object": "model", "created": 0, "owned_by": "trident"}
+
+    async def models(request: Request) -> Response:
+        try:
+            tenant = service.tenant(bearer(request.headers.get("authorization", "")))
+        except TridentError as error:
+            return _refused(error_responses.http(error))
+        table = {"object": "list", "data": [model] if service.may_use(settings.model, tenant) else []}
+        return Response(orjson.dumps(table), media_type="application/json")
+
+    async def one_model(request: Request) -> Response:
+        try:
+            tenant = service.tenant(bearer(request.headers.get("authorization", "")))
+            service.check_model(request.path_params["name"], tenant)
+        except TridentError as error:
+            return _refused(error_responses.http(error))
+        return Response(orjson.dumps(model), media_type="application/json")
+
+    async def schema(request: Request) -> Response:
+        # Its bounds reach beyond 64 bits, which is where orjson ends.
+        return Response(json.dumps(openapi.document(settings)), media_type="application/json")
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await service.start()
+        if batches is not None:
+            await batches.start()
+        yield
+        if batches is not None:
+            await batches.close()
+        await service.close()
+        reuse.close()
+
+    application = Starlette(
+        routes=[
+            Route("/v1/models", models),
+            Route("/v1/models/{name}", one_model),
+            Route("/v1/chat/completions", HttpDoor(service, reuse, Chat, vocabulary), methods=["POST"]),
+            Route("/v1/completions", HttpDoor(service, reuse, Completions, vocabulary), methods=["POST"]),
+            *metrics_server.health_routes(service, public=True),
+            Route("/openapi.json", schema),
+            *(batches.routes() if batches is not None else ()),
+        ],
+        exception_handlers={HTTPException: _http_exception},
+        lifespan=lifespan,
+    )
+    application.router.redirect_slashes = False  # to wherever the caller's Host says
+    return application
+
+
+async def _http_exception(request: Request, exc: Exception) -> Response:
+    """Starlette's own refusals, unknown paths and methods, as OpenAI's error object."""
+    assert isinstance(exc, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "bad_request")
+    status, headers, body = error_responses.plain(
+        exc.status_code, f"{request.method} {request.url.path}: {exc.detail}", code
+    )
+    allowed = [(key.lower().encode(), value.encode()) for key, value in (exc.headers or {}).items()]
+    return _refused((status, [*headers, *allowed], body))
+
+
+def _refused(said: tuple[int, list[tuple[bytes, bytes]], bytes]) -> Response:
+    status, headers, body = said
+    return Response(body, status, {key.decode(): value.decode() for key, value in headers})

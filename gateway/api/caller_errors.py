@@ -1,0 +1,79 @@
+"""What callers are told of errors that replicas and upstreams cause: a fixed sentence for each kind, an id to quote.
+
+The error's own text may hold paths, addresses, wire errors, signals or an upstream's account, so it goes to the log
+only, under the same request id. What a replica says about the request itself, naming an input, is passed on: only the
+caller can mend it. An upstream's 400 is told with its ``param``, if that is one of OpenAI's, and without its message.
+"""
+
+from __future__ import annotations
+
+import re
+
+from clients.wire.failures import is_wrong_request
+from contract.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    PromptTooLong,
+    TridentError,
+    Unauthenticated,
+    Unavailable,
+)
+
+_SENTENCES: dict[type[TridentError], str] = {
+    PromptTooLong: "the prompt and the tokens asked for do not fit the model that was to serve the request",
+    InvalidArgument: "the model that was to serve the request does not take it as it is",
+    NotFound: "the model, or the version asked for, is not there",
+    Cancelled: "the request was cancelled",
+    Overloaded: "the engine's queue is full",
+    Unavailable: "no engine is fit to serve the request, or the one that served it was lost",
+    DeadlineExceeded: "the request's time was up before its answer was complete",
+    EngineFailed: "the engine failed while it served the request",
+}
+_INPUT_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
+
+
+def from_backend(error: TridentError) -> TridentError:
+    """``error`` as raised by a replica's or an upstream's stream, marked internal unless it is about the request.
+
+    That the gateway itself may not do something there is nothing the caller could mend: it becomes Unavailable.
+    """
+    if error.internal or is_about_the_request(error):
+        return error
+    if isinstance(error, Unauthenticated | PermissionDenied):
+        refused = Unavailable(f"{type(error).__name__}: {error}")
+        refused.__cause__ = error
+        error = refused
+    error.internal = True
+    return error
+
+
+def is_about_the_request(error: TridentError) -> bool:
+    """Whether the text is a replica's complaint about the request's own inputs, in our words or in Triton's."""
+    if not isinstance(error, InvalidArgument):
+        return False
+    return bool(_INPUT_NAME.fullmatch(error.field)) or is_wrong_request(error.problem)
+
+
+def for_caller(error: TridentError, request_id: str = "") -> TridentError:
+    """The error as its caller may read it: itself, or one of the same kind with a fixed sentence if it is internal."""
+    if not error.internal:
+        return error
+    kind = next(kind for kind in type(error).__mro__ if kind in _SENTENCES or kind is TridentError)
+    said = _SENTENCES.get(kind, _SENTENCES[EngineFailed])
+    if error.attempts > 1:
+        said += f"; it was tried {error.attempts} times"
+    if request_id:
+        said += f"; quote request {request_id} when you report it"
+    if isinstance(error, InvalidArgument):
+        return (PromptTooLong if kind is PromptTooLong else InvalidArgument)(
+            error.field if _INPUT_NAME.fullmatch(error.field) else "", said
+        )
+    told = (EngineFailed if kind is TridentError else kind)(said)
+    if isinstance(error, Overloaded | Unavailable) and isinstance(told, Overloaded | Unavailable):
+        told.retry_after_s = error.retry_after_s
+    return told

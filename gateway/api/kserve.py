@@ -1,0 +1,652 @@
+"""The KServe door: Triton's own gRPC protocol, with admission and routing, for Triton's own clients unchanged.
+
+Requests and responses of ModelStreamInfer go through as the bytes they are; what admission needs is read from the
+tensors. A request that is refused (budget, overload, credentials, deadline) ends the RPC with that status while no
+other request runs on the stream; otherwise, and for what is wrong with a request itself, the error rides in
+``error_message`` as Triton's do, unless the caller asked for statuses with ``triton_grpc_error: true``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import struct
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from functools import partial
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2
+
+from clients.wire import protobuf
+from clients.wire.answer import Answer
+from clients.wire.connection import new_request_id
+from clients.wire.failures import RetryHint
+from clients.wire.protobuf import WireError
+from clients.wire.request import MAX_REQUEST_ID, can_travel
+from clients.wire.token_stream import is_cancelled
+from contract import priority
+from contract.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    TridentError,
+    Unauthenticated,
+    Unavailable,
+    to_text,
+)
+from contract.generation import FinishReason, GenerationRequest, TokenDelta
+from gateway.admission.permit import Tenant
+from gateway.api import error_responses
+from gateway.api.caller_errors import for_caller, from_backend
+from gateway.api.openai_http import bearer
+from gateway.config.settings import variable
+from gateway.service import Asking, Generation, Service
+from gateway.telemetry import observability
+
+_LOG = logging.getLogger(__name__)
+_SERVICE = "inference.GRPCInferenceService"
+DEFAULT_MAX_TOKENS = 128  # the tokenizer's, for a request that sends none
+MOST_PENDING = 20_000  # calls that have arrived and not been looked at yet, as in a burst
+MOST_ON_A_STREAM = 256  # requests at once on one stream; more wait until the stream has read them
+COUNTS = frozenset({"output_ids", "finish_reason", "error_message", "num_input_tokens", "num_output_tokens"})
+TIMINGS = frozenset({"arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns"})
+_REFUSALS = (Overloaded, Unavailable, Unauthenticated, PermissionDenied, DeadlineExceeded)
+
+
+class KServeDoor:
+    """``start`` it on the loop that serves; ``port`` is then where it listens."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._server: grpc.aio.Server | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        settings = self._service.settings
+        options = [
+            ("grpc.max_receive_message_length", settings.max_body_bytes),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_metadata_size", 16 * 1024),
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.so_reuseport", 0),
+            # gRPC drops what it has no time to hand over, without a word; admission says why, and when to come back.
+            ("grpc.server.max_pending_requests", MOST_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING),
+            ("grpc.server_max_unrequested_time_in_server", math.ceil(settings.request_timeout_s)),
+        ]
+        self._server = grpc.aio.server(options=options)
+        self._server.add_generic_rpc_handlers((self._handlers(),))
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        address = f"{host}:{settings.grpc_port}"
+        if settings.tls_key is not None and settings.tls_cert is not None:
+            pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
+            client_ca = settings.tls_client_ca
+            credentials = grpc.ssl_server_credentials(
+                [pair], client_ca.read_bytes() if client_ca else None, require_client_auth=client_ca is not None
+            )
+            bind = partial(self._server.add_secure_port, address, credentials)
+        else:
+            bind = partial(self._server.add_insecure_port, address)
+        try:
+            self.port = bind()
+        except RuntimeError as exc:
+            raise InvalidArgument(variable("grpc_port"), f"cannot listen at {address}; is the port in use?") from exc
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(0.5)
+
+    def _handlers(self) -> grpc.GenericRpcHandler:
+        def unary(answer: Callable) -> grpc.RpcMethodHandler:
+            return grpc.unary_unary_rpc_method_handler(answer)
+
+        methods = {
+            "ServerLive": unary(self._server_live),
+            "ServerReady": unary(self._server_ready),
+            "ModelReady": unary(self._model_ready),
+            "ModelInfer": unary(self._model_infer),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._stream),
+        }
+        for name in ("ServerMetadata", "ModelMetadata", "ModelConfig"):
+            methods[name] = unary(self._passed_on(f"/{_SERVICE}/{name}"))
+        return grpc.method_handlers_generic_handler(_SERVICE, methods)
+
+    async def _server_live(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return _flag(True)
+
+    async def _server_ready(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return _flag(self._service.ready())
+
+    async def _model_ready(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return _flag(_name(request) in self._models and self._service.ready())
+
+    async def _model_infer(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        """What Triton itself says of an ensemble with a decoupled step, without asking it."""
+        said = "ModelInfer RPC doesn't support models with decoupled transaction policy; use ModelStreamInfer"
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, said)
+
+    def _passed_on(self, method: str) -> Callable:
+        """A question that any fit replica answers."""
+
+        async def answer(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            try:
+                self._service.tenant(bearer(_carrier(context).get("authorization", "")))
+                if not method.endswith("ServerMetadata"):
+                    if _name(request) not in self._models:
+                        raise NotFound(f"the model {_name(request)!r:.100} does not exist")
+                    version = protobuf.text(2, _field(request, 2))
+                    request = protobuf.text(1, self._service.settings.triton_model) + version
+                error: TridentError = Unavailable("no replica is fit to serve", 1.0)
+                for replica in self._service.replicas.fit():
+                    try:
+                        return await replica.ask(method, request, self._service.settings.probe_timeout_s)
+                    except TridentError as exc:
+                        _LOG.warning("replica %s did not answer %s: %s", replica.url, method.rpartition("/")[2], exc)
+                        error = from_backend(exc)
+                        if not isinstance(exc, Unavailable | DeadlineExceeded):
+                            break
+                raise error
+            except TridentError as error:
+                await context.abort(*error_responses.grpc_status(error))
+
+        return answer
+
+    @property
+    def _models(self) -> tuple[str, str]:
+        return self._service.settings.model, self._service.settings.triton_model
+
+    async def _stream(self, requests: AsyncIterator, context: grpc.aio.ServicerContext) -> None:
+        writer = _Writer(context, self._service)
+        carrier = _carrier(context)
+        tasks: set[asyncio.Task] = set()
+        refused: list[TridentError] = []
+        slots = asyncio.Semaphore(MOST_ON_A_STREAM)
+        handler = asyncio.current_task()
+
+        async def serve(request: service_pb2.ModelInferRequest, size: int) -> None:
+            code = "CANCELLED"
+            try:
+                error = await self._serve(request, size, carrier, context, writer)
+                code = error.grpc_status if error else "OK"
+            except TridentError as error:
+                code = error.grpc_status
+                if _wants_status(error, carrier) and len(tasks) == 1:
+                    refused.append(error)
+                    handler.cancel()  # it may be waiting for another request
+                elif not context.done():
+                    await writer.write(_in_band(error, request.id))
+            finally:
+                slots.release()
+                self._service.metrics.requests.labels("grpc", "text_completion", code).inc()
+
+        self._service.sweeper.add(writer)
+        try:
+            async for data in requests:
+                try:
+                    request = service_pb2.ModelInferRequest.FromString(data)
+                except DecodeError:
+                    refused.append(InvalidArgument("", "the message is not a ModelInferRequest"))
+                    break
+                await slots.acquire()
+                task = asyncio.ensure_future(serve(request, len(data)))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            while tasks:
+                await asyncio.wait(tasks)
+        except asyncio.CancelledError:
+            if writer.stalled:
+                refused.append(Cancelled(f"the reader took nothing for {writer.patience_s:g} s"))
+            elif not refused:
+                raise
+        finally:
+            self._service.sweeper.discard(writer)
+            for task in tuple(tasks):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if refused:
+            await context.abort(*error_responses.grpc_status(refused[0]))
+
+    async def _serve(
+        self,
+        request: service_pb2.ModelInferRequest,
+        size: int,
+        carrier: dict[str, str],
+        context: grpc.aio.ServicerContext,
+        writer: _Writer,
+    ) -> TridentError | None:
+        """One request of ``size`` bytes to its end. Raises what the caller has not been told yet, returns what it was
+        told in band."""
+        service = self._service
+        tenant = service.tenant(bearer(carrier.get("authorization", "")))
+        with service.bodies.lease(tenant.name, alone=service.configuration.keyless) as held:
+            try:
+                held.take(size)
+            except Overloaded as error:
+                service.metrics.rejections.labels(observability.reason(error)).inc()
+                raise
+            return await self._generate(request, tenant, carrier, context, writer)
+
+    async def _generate(
+        self,
+        request: service_pb2.ModelInferRequest,
+        tenant: Tenant,
+        carrier: dict[str, str],
+        context: grpc.aio.ServicerContext,
+        writer: _Writer,
+    ) -> TridentError | None:
+        service = self._service
+        service.check_model(request.model_name, tenant)
+        asked = read(request, _left_s(request, context, service.settings.request_timeout_s))
+        asking = _asking(tenant, request, carrier)
+        choices = await service.choices((asked,), asking)
+        (generation,) = choices.generations
+        generation.watched_by(asyncio.current_task())
+        await writer.say(choices.headers)
+        error: BaseException | None = None
+        try:
+            if generation.request.max_tokens != asked.max_tokens:
+                lower(request, generation.request.max_tokens)
+            hidden = ask_for_counts(request)
+            if service.tracing.on:
+                hidden |= ask_for_timings(request)
+            request.model_name = service.settings.triton_model
+            error = await self._relay(generation, request.SerializeToString(), hidden, writer, asking)
+            return error
+        except asyncio.CancelledError as exc:
+            error = generation.cut_error or exc
+            if generation.cut_error is not None:
+                raise generation.cut_error from None
+            raise
+        except TridentError as exc:
+            error = exc
+            raise for_caller(exc, asking.request_id) from exc
+        except Exception as exc:
+            if context.done():  # gRPC has several words for a caller that left while we wrote
+                error = Cancelled("the caller went away")
+                raise error from exc
+            _LOG.exception("request %s met a defect", asking.request_id.replace("%", "%%"))
+            error = EngineFailed(f"the gateway failed; quote {asking.request_id} when you report it")
+            raise error from exc
+        finally:
+            generation.close(error, generation.attempts)
+
+    async def _relay(
+        self,
+        generation: Generation,
+        payload: bytes,
+        hidden: Collection[str],
+        writer: _Writer,
+        asking: Asking,
+    ) -> TridentError | None:
+        """Responses as they come, without the outputs that are hidden from the caller; tries another replica, then
+        another pool, as long as none came. Returns the error that a relayed response carried."""
+        answer = Answer(generation.request)
+        while True:
+            try:
+                return await self._relay_from_pool(generation, answer, payload, hidden, writer, asking)
+            except TridentError as error:
+                if not await generation.goes_on(error):
+                    raise
+                generation.attempts = 0
+
+    async def _relay_from_pool(
+        self,
+        generation: Generation,
+        answer: Answer,
+        payload: bytes,
+        hidden: Collection[str],
+        writer: _Writer,
+        asking: Asking,
+    ) -> TridentError | None:
+        asked = dataclasses.replace(generation.request, timeout_s=generation.left_s)
+        door, schedule = generation.door(payload), self._service.replicas.schedule()
+        while True:
+            generation.attempts += 1
+            if answer.left_s <= 0:
+                raise generation.failed(answer.late(), generation.attempts)
+            try:
+                booking = await door.open(asked, answer.left_s)
+            except TridentError as exc:
+                raise generation.failed(exc, generation.attempts) from None
+            generation.reads(booking.call)
+            error: BaseException | None = asyncio.CancelledError()
+            taken: TridentError | None = None
+            held = b""  # an error that another replica may yet save the caller from
+            hint = RetryHint()
+            try:
+                reader = booking.call.__aiter__()
+                while True:
+                    generation.awaits()
+                    data = await anext(reader, None)
+                    if data is not None and (taken := generation.taken_away()) is not None:
+                        error = taken
+                        break
+                    if data is None:
+                        error = answer.broken or (None if answer.whole else answer.cut(booking.url))
+                        break
+                    if answer.over:
+                        continue  # nothing belongs behind the end
+                    fresh = not answer.started
+                    try:
+                        delta = answer.take(data)
+                    except TridentError as exc:
+                        # What we cannot read the caller could not read either.
+                        unreadable = isinstance(exc.__cause__, WireError)
+                        error, held = exc, b"" if unreadable or hidden else data
+                        break
+                    if delta is not None:
+                        if fresh:
+                            booking.began()
+                        generation.saw(delta)
+                    if answer.whole and not generation.finish_reason:
+                        generation.saw(TokenDelta(finish_reason=FinishReason.STOP))
+                    if delta is not None and delta.usage is not None and not self._service.tells_cached_tokens:
+                        data = without_cached_tokens(data)
+                    if answer.broken is not None:  # an error behind text, in the same message
+                        data = with_error(data, for_caller(from_backend(answer.broken), asking.request_id))
+                    if hidden and delta is not None:
+                        data = without_outputs(data, hidden)
+                    await writer.write(data)
+            except asyncio.CancelledError:
+                taken = generation.taken_away()
+                if taken is None or is_cancelled():
+                    raise
+                error = taken
+            except grpc.aio.AioRpcError as exc:
+                # Whatever breaks behind the end does not take the answer back.
+                error, hint = (answer.broken, hint) if answer.over else answer.broke(exc, booking.url)
+            finally:
+                booking.call.cancel()
+                # A caller that left, or was taken away, says nothing about the replica.
+                left = isinstance(error, asyncio.CancelledError) or (taken is not None and error is taken)
+                booking.release(Cancelled("the caller went away") if left else error, answer)
+            if error is None or (error is answer.broken and not hidden):
+                return error
+            wait_s = None
+            if not answer.started:
+                wait_s = schedule.wait_s(error, hint, answer.left_s, door.has_alternative())
+            if wait_s is not None:
+                await asyncio.sleep(wait_s)
+                continue
+            error = generation.failed(error, generation.attempts)
+            if held and not _wants_status(error, asking.carrier):
+                told = for_caller(error, asking.request_id)
+                await writer.write(held if told is error else with_error(held, told))
+                return error
+            raise error
+
+
+class _Writer:
+    """The caller's end of one stream: responses of all its requests, one at a time."""
+
+    def __init__(self, context: grpc.aio.ServicerContext, service: Service) -> None:
+        self._context, self.patience_s = context, service.settings.stall_timeout_s
+        self.stalled = False
+        self._handler = asyncio.current_task()
+        self._lock = asyncio.Lock()
+        self._writing_since_s = 0.0
+        self._began = False
+
+    async def say(self, headers: Mapping[str, str]) -> None:
+        """What was said about an admitted request: that of the first as initial metadata, if nothing was written yet,
+        that of the latest as trailers."""
+        if headers:
+            self._context.set_trailing_metadata(tuple(headers.items()))
+            if not self._began:
+                self._began = True
+                await self._context.send_initial_metadata(tuple(headers.items()))
+
+    async def write(self, data: bytes) -> None:
+        async with self._lock:
+            self._began = True
+            self._writing_since_s = time.monotonic()
+            try:
+                await self._context.write(data)
+            finally:
+                self._writing_since_s = 0.0
+
+    def sweep(self, now_s: float) -> None:
+        if self._writing_since_s and now_s - self._writing_since_s > self.patience_s:
+            self._writing_since_s = 0.0
+            self.stalled = True
+            self._handler.cancel()
+
+
+def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> GenerationRequest:
+    """What admission and routing need of a request; the ensemble's own door checks the rest.
+
+    Raises InvalidArgument that names an input which cannot be read, or an output that is asked for in a form which
+    Triton has for others: to classify a text that is streamed ends tritonserver 2.51 as a process.
+    """
+    for output in request.outputs:
+        if output.parameters:
+            raise InvalidArgument(
+                output.name, f"{min(output.parameters)!r:.100} is not allowed; outputs come as they are"
+            )
+    prompt, messages = _texts(request, "text_input"), _texts(request, "messages")
+    chat = None
+    if messages is not None and prompt is None:
+        chat = ({"role": "user", "content": messages},)  # as it is: only its size matters, unless it is well-formed
+        with contextlib.suppress(ValueError, RecursionError):
+            turns = json.loads(messages)
+            if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
+                chat = tuple(turns)
+    max_tokens = _integer(request, "max_tokens")
+    return GenerationRequest(
+        text_input=prompt if chat is None else None,
+        messages=chat,
+        max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max(1, max_tokens),
+        timeout_s=timeout_s,
+        request_id=_quotable(request.id),
+    )
+
+
+def take_priority(request: service_pb2.ModelInferRequest) -> float:
+    """The caller's ``request_priority``, out of the request: what an engine gets is the gateway's to say. Raises
+    InvalidArgument."""
+    given: dict[str, object] = {}
+    if priority.PARAMETER in request.parameters:
+        parameter = request.parameters.pop(priority.PARAMETER)
+        given[priority.PARAMETER] = getattr(parameter, parameter.WhichOneof("parameter_choice") or "", None)
+    return priority.read(given)
+
+
+def lower(request: service_pb2.ModelInferRequest, max_tokens: int) -> None:
+    """Writes another ``max_tokens`` into the request."""
+    found = _find(request, "max_tokens")
+    if found is None:
+        contents = _added(request, "max_tokens", "INT32", struct.pack("<i", max_tokens))
+        if contents is not None:
+            contents.int_contents.append(max_tokens)
+        return
+    place, raw = found
+    if raw is None:
+        request.inputs[place].contents.int_contents[:] = [max_tokens]
+    else:
+        request.raw_input_contents[place] = struct.pack("<i", max_tokens)
+
+
+def ask_for_counts(request: service_pb2.ModelInferRequest) -> frozenset[str]:
+    """Adds to a request that names its outputs those that say what is to be paid and how it ended; which these are."""
+    return _also(request, COUNTS)
+
+
+def ask_for_timings(request: service_pb2.ModelInferRequest) -> frozenset[str]:
+    """Has the engine say when it did what, for the spans. Returns the outputs that the caller has not asked for."""
+    if _find(request, "return_perf_metrics") is None:
+        contents = _added(request, "return_perf_metrics", "BOOL", b"\1")
+        if contents is not None:
+            contents.bool_contents.append(True)
+    return _also(request, TIMINGS)
+
+
+def _also(request: service_pb2.ModelInferRequest, names: frozenset[str]) -> frozenset[str]:
+    """Names these outputs, too, in a request that names any; which ones were not named before."""
+    if not request.outputs:
+        return frozenset()
+    added = names - {output.name for output in request.outputs}
+    for name in sorted(added):
+        request.outputs.add(name=name)
+    return added
+
+
+def _added(
+    request: service_pb2.ModelInferRequest, name: str, datatype: str, raw: bytes
+) -> service_pb2.InferTensorContents | None:
+    """One more input of shape [1, 1]; where its contents go if those of the request are inline."""
+    tensor = request.inputs.add(name=name, datatype=datatype, shape=[1, 1])
+    if request.raw_input_contents or len(request.inputs) == 1:
+        request.raw_input_contents.append(raw)
+        return None
+    return tensor.contents
+
+
+def without_outputs(data: bytes, names: Collection[str]) -> bytes:
+    """A serialised response without some of its outputs."""
+    message = service_pb2.ModelStreamInferResponse.FromString(data)
+    response = message.infer_response
+    raw = len(response.raw_output_contents) == len(response.outputs)
+    for place in reversed([place for place, tensor in enumerate(response.outputs) if tensor.name in names]):
+        del response.outputs[place]
+        if raw:
+            del response.raw_output_contents[place]
+    return message.SerializeToString()
+
+
+def with_error(data: bytes, error: TridentError) -> bytes:
+    """A serialised response whose error, in ``error_message`` or in the output of that name, is ``error``."""
+    message = service_pb2.ModelStreamInferResponse.FromString(data)
+    response, said = message.infer_response, to_text(error)
+    if message.error_message:
+        message.error_message = said
+    for place, tensor in enumerate(response.outputs):
+        if tensor.name == "error_message":
+            response.raw_output_contents[place] = struct.pack("<I", len(said.encode())) + said.encode()
+    return message.SerializeToString()
+
+
+def without_cached_tokens(data: bytes) -> bytes:
+    """A serialised response whose ``num_cached_tokens``, if it has one, says 0."""
+    message = service_pb2.ModelStreamInferResponse.FromString(data)
+    response = message.infer_response
+    for place, tensor in enumerate(response.outputs):
+        if tensor.name == "num_cached_tokens":
+            response.raw_output_contents[place] = bytes(len(response.raw_output_contents[place]))
+    return message.SerializeToString()
+
+
+def _find(request: service_pb2.ModelInferRequest, name: str) -> tuple[int, bytes | None] | None:
+    """(its place, its raw content or None where contents are inline), or None if the input was not sent."""
+    for place, tensor in enumerate(request.inputs):
+        if "shared_memory_region" in tensor.parameters:
+            raise InvalidArgument(
+                tensor.name, "lies in shared memory, which the gateway does not reach; send it inline"
+            )
+        if tensor.name == name:
+            if not request.raw_input_contents:
+                return place, None
+            if place >= len(request.raw_input_contents):
+                raise InvalidArgument(name, "has no content")
+            return place, request.raw_input_contents[place]
+    return None
+
+
+def _texts(request: service_pb2.ModelInferRequest, name: str) -> str | None:
+    found = _find(request, name)
+    if found is None:
+        return None
+    place, raw = found
+    if raw is None:
+        parts = request.inputs[place].contents.bytes_contents
+        data = parts[0] if parts else b""
+    else:
+        if len(raw) < 4 or len(raw) != 4 + struct.unpack_from("<I", raw)[0]:
+            raise InvalidArgument(name, "allowed is one text: its length in four bytes and its UTF-8")
+        data = raw[4:]
+    try:
+        return data.decode()
+    except UnicodeDecodeError as exc:
+        raise InvalidArgument(name, f"is not UTF-8 at byte {exc.start}") from exc
+
+
+def _integer(request: service_pb2.ModelInferRequest, name: str) -> int | None:
+    found = _find(request, name)
+    if found is None:
+        return None
+    place, raw = found
+    if raw is None:
+        values = list(request.inputs[place].contents.int_contents)
+    else:
+        values = list(struct.unpack(f"<{len(raw) // 4}i", raw)) if len(raw) % 4 == 0 else []
+    if len(values) != 1 or request.inputs[place].datatype != "INT32":
+        raise InvalidArgument(name, "allowed is one INT32 of shape [1, 1]")
+    return values[0]
+
+
+def _left_s(request: service_pb2.ModelInferRequest, context: grpc.aio.ServicerContext, most_s: float) -> float:
+    """The shortest of what the gateway, the RPC's deadline and the request's ``timeout`` (µs) allow."""
+    limits = [most_s]
+    remaining_s = context.time_remaining()
+    if remaining_s is not None:
+        limits.append(max(0.001, remaining_s))
+    if "timeout" in request.parameters:
+        timeout_us = request.parameters["timeout"].int64_param
+        if timeout_us > 0:
+            limits.append(timeout_us / 1e6)
+    return min(limits)
+
+
+def _asking(tenant: Tenant, request: service_pb2.ModelInferRequest, carrier: dict[str, str]) -> Asking:
+    quoted = _quotable(carrier.get("x-request-id") or request.id) or new_request_id()
+    session = carrier.get("x-session-id", "")[:MAX_REQUEST_ID]
+    return Asking(tenant, "grpc", "text_completion", quoted, carrier, session, take_priority(request))
+
+
+def _quotable(request_id: str) -> str:
+    """The id, empty if it cannot go into logs and metadata. In the answer it stands as it came, whatever it is."""
+    return request_id if can_travel(request_id) else ""
+
+
+def _carrier(context: grpc.aio.ServicerContext) -> dict[str, str]:
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+
+
+def _in_band(error: TridentError, request_id: str) -> bytes:
+    answer = service_pb2.ModelStreamInferResponse(error_message=to_text(error))
+    answer.infer_response.id = request_id
+    answer.infer_response.parameters["triton_final_response"].bool_param = True
+    return answer.SerializeToString()
+
+
+def _wants_status(error: TridentError, carrier: Mapping[str, str]) -> bool:
+    """Whether the error shall end the RPC, if no other request runs on it."""
+    return isinstance(error, _REFUSALS) or carrier.get("triton_grpc_error") == "true"
+
+
+def _flag(value: bool) -> bytes:
+    return b"\x08\x01" if value else b""
+
+
+def _name(request: bytes) -> str:
+    return _field(request, 1)
+
+
+def _field(request: bytes, number: int) -> str:
+    """Of a Model…Request: 1 is the name, 2 the version."""
+    with contextlib.suppress(protobuf.WireError, UnicodeDecodeError, AttributeError):
+        return dict(protobuf.fields(request)).get(number, b"").decode()
+    return ""

@@ -1,0 +1,1 @@
+"""OpenAI's files and batches: stored in SQLite, run at a pace that leaves interactive requests alone."""

@@ -1,0 +1,319 @@
+"""/v1/files and /v1/batches as OpenAI's clients know them. Whose key it is decides what there is: another tenant's
+file or batch is not found, and nothing tells it from one that never was."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Annotated, Any
+
+import orjson
+from prometheus_client import Counter
+from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from clients.wire.connection import new_request_id
+from clients.wire.request import can_travel
+from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Overloaded, TridentError
+from gateway.admission.permit import Tenant
+from gateway.api import error_responses, schemas
+from gateway.api.openai_http import bearer
+from gateway.batch import multipart
+from gateway.batch.store import OUTPUT_PURPOSE, PURPOSE, Batch, BatchStore, File, FileTooLarge
+from gateway.batch.webhook import Webhooks
+from gateway.batch.worker import FORMS
+
+MAX_BODY_BYTES = 64 * 1024  # of a request that is not an upload
+MAX_UPLOADS = 8  # at once
+MAX_UNREAD_BYTES = 4 * 1024 * 1024
+MAX_WINDOW_HOURS = 168
+_WINDOW = re.compile(r"([1-9][0-9]{0,2})h")
+MAX_LISTED, MAX_FILES_LISTED = 100, 10_000
+_Text = Annotated[StrictStr, Field(max_length=512)]
+
+
+class BatchRequest(BaseModel):
+    """The body of POST /v1/batches. webhook_url is ours: where to say that the batch is over."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+    input_file_id: Annotated[StrictStr, Field(min_length=1, max_length=100)]
+    endpoint: StrictStr = Field(json_schema_extra={"enum": list(FORMS)})
+    completion_window: StrictStr = Field(json_schema_extra={"enum": ["24h"]})
+    metadata: dict[Annotated[StrictStr, Field(max_length=64)], _Text] | None = Field(default=None, max_length=16)
+    webhook_url: StrictStr | None = None
+
+    @property
+    def window_s(self) -> float:
+        found = _WINDOW.fullmatch(self.completion_window)
+        if found is None or int(found[1]) > MAX_WINDOW_HOURS:
+            raise InvalidArgument("completion_window", f"allowed is 24h, or another one from 1h to {MAX_WINDOW_HOURS}h")
+        return int(found[1]) * 3600.0
+
+
+class BatchDoor:
+    """tenant: who a key is. wake: called when there is something new to do. silence_s: of a caller that uploads.
+    requests: counts answers by door, operation (files or batches) and status."""
+
+    def __init__(
+        self,
+        store: BatchStore,
+        tenant: Callable[[str], Tenant],
+        webhooks: Webhooks,
+        wake: Callable[[], None],
+        silence_s: float,
+        requests: Counter,
+    ) -> None:
+        self._store, self._tenant, self._webhooks, self._wake = store, tenant, webhooks, wake
+        self._silence_s, self._requests = silence_s, requests
+        self._uploads = 0
+
+    async def upload(self, request: Request, tenant: Tenant) -> Response:
+        if self._uploads >= MAX_UPLOADS:
+            raise Overloaded(f"{MAX_UPLOADS} files are being uploaded already, the most at once", 5.0)
+        self._uploads += 1
+        try:
+            return _json(_file(await self._uploaded(request, tenant.name)))
+        finally:
+            self._uploads -= 1
+
+    async def _uploaded(self, request: Request, tenant: str) -> File:
+        declared = request.headers.get("content-length", "0")
+        most = self._store.limits.max_file_bytes
+        if declared.isdigit() and int(declared) > most + multipart.MAX_FIELDS * multipart.MAX_FIELD_BYTES:
+            raise FileTooLarge(most)
+        file_id, number, last = "", 0, None
+        try:
+            async for piece in multipart.pieces(request, self._silence_s):
+                if not file_id:
+                    file_id = await asyncio.to_thread(self._store.open_file, tenant, piece.filename[-255:])
+                if piece.data:
+                    await asyncio.to_thread(self._store.append, file_id, number, piece.data)
+                    number += 1
+                last = piece
+            assert last is not None, "pieces() ends with one"
+            keep_s = _asked_of(last.fields)
+            if not number:
+                raise InvalidArgument("file", "is empty; allowed is a file of JSON lines")
+            return await asyncio.to_thread(self._store.close_file, tenant, file_id, keep_s)
+        except BaseException:
+            if file_id:
+                await asyncio.shield(asyncio.to_thread(self._store.abandon_file, file_id))
+            raise
+
+    async def files(self, request: Request, tenant: Tenant) -> Response:
+        order = request.query_params.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise InvalidArgument("order", f"got {order!r:.50}; allowed is asc or desc")
+        purpose = request.query_params.get("purpose", "")
+        if purpose not in ("", PURPOSE, OUTPUT_PURPOSE):
+            raise InvalidArgument("purpose", f"got {purpose!r:.50}; allowed is {PURPOSE} or {OUTPUT_PURPOSE}")
+        found, more = await asyncio.to_thread(
+            self._store.files,
+            tenant.name,
+            _limit(request, MAX_FILES_LISTED, MAX_FILES_LISTED),
+            request.query_params.get("after", ""),
+            purpose=purpose,
+            oldest_first=order == "asc",
+        )
+        return _list([_file(one) for one in found], more)
+
+    async def file(self, request: Request, tenant: Tenant) -> Response:
+        return _json(_file(await asyncio.to_thread(self._store.file, tenant.name, request.path_params["id"])))
+
+    async def delete_file(self, request: Request, tenant: Tenant) -> Response:
+        file_id = request.path_params["id"]
+        await asyncio.to_thread(self._store.delete_file, tenant.name, file_id)
+        return _json({"id": file_id, "object": "file", "deleted": True})
+
+    async def content(self, request: Request, tenant: Tenant) -> Response:
+        file_id = request.path_params["id"]
+        file = await asyncio.to_thread(self._store.file, tenant.name, file_id)
+        parts = self._store.content(tenant.name, file_id)
+
+        async def read() -> AsyncIterator[bytes]:
+            while part := await asyncio.to_thread(next, parts, b""):
+                yield part
+
+        headers = {"content-length": str(file.bytes), "x-content-type-options": "nosniff"}
+        return StreamingResponse(read(), headers=headers, media_type="application/octet-stream")
+
+    async def create(self, request: Request, tenant: Tenant) -> Response:
+        asked = await _body(request, self._silence_s)
+        if asked.endpoint not in FORMS:
+            raise InvalidArgument("endpoint", f"got {asked.endpoint!r:.100}; allowed is {' or '.join(FORMS)}")
+        if asked.webhook_url is not None:
+            self._webhooks.check(asked.webhook_url)
+        levels = getattr(tenant, "levels", ())
+        batch = await asyncio.to_thread(
+            self._store.create_batch,
+            tenant.name,
+            levels[-1].name if levels else "",
+            endpoint=asked.endpoint,
+            input_file_id=asked.input_file_id,
+            completion_window=asked.completion_window,
+            window_s=asked.window_s,
+            metadata=asked.metadata or {},
+            webhook_url=asked.webhook_url or "",
+        )
+        self._wake()
+        return _json(_batch(batch))
+
+    async def batches(self, request: Request, tenant: Tenant) -> Response:
+        after, limit = request.query_params.get("after", ""), _limit(request, 20, MAX_LISTED)
+        found, more = await asyncio.to_thread(self._store.batches, tenant.name, limit, after)
+        return _list([_batch(one) for one in found], more)
+
+    async def batch(self, request: Request, tenant: Tenant) -> Response:
+        return _json(_batch(await asyncio.to_thread(self._store.batch, tenant.name, request.path_params["id"])))
+
+    async def cancel(self, request: Request, tenant: Tenant) -> Response:
+        batch = await asyncio.to_thread(self._store.cancel, tenant.name, request.path_params["id"])
+        self._wake()
+        return _json(_batch(batch))
+
+    def routes(self) -> list[Route]:
+        return [
+            self._route("/v1/files", GET=self.files, POST=self.upload),
+            self._route("/v1/files/{id}", GET=self.file, DELETE=self.delete_file),
+            self._route("/v1/files/{id}/content", GET=self.content),
+            self._route("/v1/batches", GET=self.batches, POST=self.create),
+            self._route("/v1/batches/{id}", GET=self.batch),
+            self._route("/v1/batches/{id}/cancel", POST=self.cancel),
+        ]
+
+    def _route(self, path: str, **answers: Callable[[Request, Tenant], Awaitable[Response]]) -> Route:
+        """One path with what answers each method."""
+
+        async def endpoint(request: Request) -> Response:
+            answer = answers["GET" if request.method == "HEAD" else request.method]
+            try:
+                said = await answer(request, self._tenant(bearer(request.headers.get("authorization", ""))))
+            except TridentError as error:
+                said = _refused(error, close=not await _read_off(request))
+            request_id = request.headers.get("x-request-id", "")
+            said.headers["x-request-id"] = request_id if request_id and can_travel(request_id) else new_request_id()
+            self._requests.labels("http", path.split("/")[2], said.status_code).inc()
+            return said
+
+        return Route(path, endpoint, methods=list(answers))
+
+
+def _asked_of(fields: Mapping[str, str]) -> float | None:
+    """How long the file is to be kept, in seconds, None for the usual time. Raises InvalidArgument."""
+    allowed = {"purpose", "expires_after[anchor]", "expires_after[seconds]"}
+    for name in fields.keys() - allowed:
+        raise InvalidArgument(name, f"is not known; allowed are {', '.join(sorted(allowed))} and file")
+    if fields.get("purpose") != PURPOSE:
+        raise InvalidArgument("purpose", f"got {fields.get('purpose', '')!r:.50}; allowed is {PURPOSE}")
+    seconds, anchor = fields.get("expires_after[seconds]"), fields.get("expires_after[anchor]")
+    if seconds is None and anchor is None:
+        return None
+    if anchor != "created_at":
+        raise InvalidArgument("expires_after[anchor]", "allowed is created_at")
+    if not re.fullmatch(r"[0-9]{4,7}", seconds or "") or not 3600 <= int(seconds) <= 2_592_000:
+        raise InvalidArgument("expires_after[seconds]", "allowed is an integer from 3600 to 2592000")
+    return float(seconds)
+
+
+async def _body(request: Request, silence_s: float) -> BatchRequest:
+    data = b""
+    source = request.stream()
+    try:
+        while len(data) <= MAX_BODY_BYTES:
+            data += await asyncio.wait_for(anext(source), silence_s)
+    except StopAsyncIteration:
+        pass
+    except ClientDisconnect as exc:
+        raise Cancelled("the caller went away") from exc
+    except asyncio.TimeoutError as exc:
+        raise DeadlineExceeded("the body did not arrive in time") from exc
+    if len(data) > MAX_BODY_BYTES:
+        raise InvalidArgument("", f"the body is larger than {MAX_BODY_BYTES} bytes, the most allowed")
+    table = schemas.fields_of(data)
+    try:
+        return BatchRequest.model_validate(table)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
+        known = {"extra_forbidden": "is not supported; leave it out", "missing": "is missing"}
+        said = known.get(first["type"], first["msg"][:1].lower() + first["msg"][1:])
+        raise InvalidArgument(".".join(map(str, first["loc"])), said) from exc
+
+
+def _limit(request: Request, usual: int, most: int) -> int:
+    text = request.query_params.get("limit", str(usual))
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= most:
+        raise InvalidArgument("limit", f"got {text!r:.50}; allowed is an integer from 1 to {most}")
+    return int(text)
+
+
+def _file(file: File) -> dict[str, Any]:
+    shown = ("id", "bytes", "created_at", "expires_at", "filename", "purpose")
+    return {"object": "file", "status": "processed", **{name: getattr(file, name) for name in shown}}
+
+
+def _batch(batch: Batch) -> dict[str, Any]:
+    shown = ("id", "endpoint", "input_file_id", "completion_window", "status", "output_file_id", "error_file_id")
+    times = ("created", "in_progress", "expires", "finalizing", "completed", "failed", "expired")
+    times = (*times, "cancelling", "cancelled")
+    errors = {"object": "list", "data": list(batch.errors)} if batch.errors else None
+    usage = {
+        "input_tokens": batch.input_tokens,
+        "input_tokens_details": {"cached_tokens": batch.cached_tokens},
+        "output_tokens": batch.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": batch.input_tokens + batch.output_tokens,
+    }
+    return {
+        "object": "batch",
+        **{name: getattr(batch, name) for name in shown},
+        **{f"{name}_at": getattr(batch, f"{name}_at") for name in times},
+        "errors": errors,
+        "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
+        "usage": usage,
+        "metadata": dict(batch.metadata),
+        "webhook_url": batch.webhook_url or None,
+    }
+
+
+def _list(data: list[dict[str, Any]], more: bool) -> Response:
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return _json({"object": "list", "data": data, **ends, "has_more": more})
+
+
+def _json(table: Mapping[str, Any]) -> Response:
+    return Response(orjson.dumps(table), media_type="application/json")
+
+
+async def _read_off(request: Request) -> bool:
+    """Reads what is left of a refused request's body, so that its sender gets to hear the refusal; False if that is
+    more than a little, and then the connection has to go."""
+    left = MAX_UNREAD_BYTES
+
+    async def read() -> bool:
+        nonlocal left
+        async for part in request.stream():
+            left -= len(part)
+            if left < 0:
+                return False
+        return True
+
+    try:
+        return await asyncio.wait_for(read(), 1.0)
+    except (ClientDisconnect, asyncio.TimeoutError):
+        return False
+    except RuntimeError:  # starlette's word for a body that was read to its end
+        return True
+
+
+def _refused(error: TridentError, close: bool) -> Response:
+    if isinstance(error, NotFound):
+        status, headers, body = error_responses.plain(404, error.message, "not_found")
+    elif isinstance(error, FileTooLarge):
+        status, headers, body = error_responses.plain(413, error.message, "request_too_large")
+    else:
+        status, headers, body = error_responses.http(error)
+    said = {key.decode(): value.decode() for key, value in headers}
+    return Response(body, status, said | ({"connection": "close"} if close else {}))

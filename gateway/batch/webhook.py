@@ -1,0 +1,113 @@
+"""The call that says a batch is over: signed, tried again a bounded number of times, to configured origins only.
+
+The signature is that of Standard Webhooks, which ``client.webhooks.unwrap`` of OpenAI's clients verifies. A call that
+is tried again has the same ``webhook-id``, so that a receiver can tell. Nobody's URL is called unless its origin
+stands in the configuration: no address is guessed, no redirect is followed, no answer is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+
+from contract.errors import InvalidArgument
+from gateway.batch.store import Batch
+
+MAX_URL = 2000
+TIMEOUT_S = 10.0
+FIRST_WAIT_S, MOST_WAIT_S, ATTEMPTS = 5.0, 3600.0, 8
+_PREFIX = "whsec_"
+_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True)
+class Webhooks:
+    """origins: ``https://hooks.example.org``, with a port where it is not the scheme's own; none turns webhooks off.
+    secret: ``whsec_`` and at least 24 bytes in base64. Raises InvalidArgument without repeating the secret."""
+
+    origins: Sequence[str] = ()
+    secret: str = ""
+
+    def __post_init__(self) -> None:
+        for origin in self.origins:
+            if urlsplit(origin).path not in ("", "/") or _origin(origin) is None:
+                raise InvalidArgument(
+                    "batch_webhook_origins", f"got {origin!r}; allowed is http(s)://HOST or HOST:PORT"
+                )
+        if self.origins:
+            self._key()
+
+    def check(self, url: str) -> None:
+        """Raises InvalidArgument for a URL that may not be called."""
+        if not self.origins:
+            raise InvalidArgument("webhook_url", "webhooks are not configured on this gateway; poll the batch instead")
+        if len(url) > MAX_URL or not url.isascii() or not url.isprintable() or " " in url:
+            raise InvalidArgument("webhook_url", f"allowed is a URL of at most {MAX_URL} printable ASCII characters")
+        found = _origin(url)
+        if found is None or found not in {_origin(allowed) for allowed in self.origins}:
+            raise InvalidArgument("webhook_url", f"allowed are URLs of {', '.join(self.origins)}, without credentials")
+
+    async def call(self, batch: Batch, clock: Callable[[], float] = time.time) -> bool:
+        """Says that the batch is over; True if the receiver took it. An origin that is no longer allowed is not."""
+        try:
+            self.check(batch.webhook_url)
+        except InvalidArgument:
+            return False
+        event_id, now_s = f"evt_{batch.id.removeprefix('batch_')}", int(clock())
+        event = {"id": event_id, "object": "event", "created_at": now_s, "type": f"batch.{batch.status}"}
+        body = orjson.dumps({**event, "data": {"id": batch.id}})
+        headers = {
+            "content-type": "application/json",
+            "webhook-id": event_id,
+            "webhook-timestamp": str(now_s),
+            "webhook-signature": self.signature(event_id, now_s, body),
+        }
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout, trust_env=False) as session,
+                session.post(batch.webhook_url, data=body, headers=headers, allow_redirects=False) as answer,
+            ):
+                return 200 <= answer.status < 300
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError):
+            return False
+
+    def signature(self, event_id: str, at_s: int, body: bytes) -> str:
+        signed = b"%b.%d.%b" % (event_id.encode(), at_s, body)
+        return "v1," + base64.b64encode(hmac.new(self._key(), signed, hashlib.sha256).digest()).decode()
+
+    def _key(self) -> bytes:
+        try:
+            key = base64.b64decode(self.secret.removeprefix(_PREFIX), validate=True)
+        except binascii.Error:
+            key = b""
+        if not self.secret.startswith(_PREFIX) or len(key) < 24:
+            raise InvalidArgument("batch_webhook_secret", f"allowed is {_PREFIX} and 24 random bytes or more in base64")
+        return key
+
+
+def wait_s(attempts: int) -> float | None:
+    """How long after the failed attempt number ``attempts`` the next one is made; None for not at all."""
+    return None if attempts >= ATTEMPTS else min(MOST_WAIT_S, FIRST_WAIT_S * 4.0 ** (attempts - 1))
+
+
+def _origin(url: str) -> tuple[str, str, int] | None:
+    """(scheme, host, port), or None where there is none or where the URL carries credentials."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or _PORTS.get(parts.scheme, 0)
+    except ValueError:
+        return None
+    if parts.scheme not in _PORTS or not parts.hostname or "@" in parts.netloc:
+        return None
+    return parts.scheme, parts.hostname.lower(), port

@@ -1,0 +1,1 @@
+"""Answers that need no engine: idempotent retries, cached responses, one generation shared by equal requests."""

@@ -1,0 +1,1 @@
+"""What the operator sets: environment variables and the configuration file, reloaded while it runs."""

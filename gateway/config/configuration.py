@@ -1,0 +1,151 @@
+"""The configuration file as it stands now: tenants with their keys, and the rules of ``gateway.config.policy``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contract.errors import InvalidArgument
+from gateway.admission.permit import Tenant
+from gateway.config import policy, tenants
+from gateway.config.policy import Policy
+from gateway.config.tenants import KeyTable
+from gateway.routing.pools import Pools
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+LOOK_S = 1.0
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one look at the file and the environment found."""
+
+    keys: KeyTable
+    policy: Policy
+    pools: Pools
+
+
+def read(path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[str, str]) -> Reading:
+    """Reads keys, rules and pools.
+
+    pools: those of the environment, or only where their replicas are.
+    Raises InvalidArgument that names the file, the place in it and what is allowed there.
+    """
+    start = pools if isinstance(pools, Pools) else Pools(pools)
+    found = table(path) if path is not None else {}
+    rules = policy.read(str(path), found, environ)
+    there = start.changed(str(path), rules.pools)
+    policy.check_pools(str(path), rules, there.places)
+    return Reading(tenants.read(str(path), found, environ), rules, there)
+
+
+def table(path: Path) -> dict[str, Any]:
+    """The file as TOML has it. Raises InvalidArgument."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise InvalidArgument(str(path), f"cannot be read: {exc.strerror or exc}") from exc
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        raise InvalidArgument(str(path), f"cannot be read as TOML: {exc}") from exc
+
+
+class Configuration:
+    """Keys and rules, read at once and again whenever the file changes (``watch``).
+
+    A reading that fails changes nothing: the last good one stays, the reason is logged once and stands in ``problem``.
+    The first one raises it. ``changed`` is called after every good reading but the first.
+    """
+
+    def __init__(self, path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[str, str]) -> None:
+        self._path, self._environ, self._pools = path, environ, pools
+        self._seen = self._signature()
+        self._reading = read(path, environ, pools)
+        self.changed: Callable[[], None] = lambda: None
+        self.problem = ""
+        self._reloading = asyncio.Lock()
+
+    @property
+    def path(self) -> Path | None:
+        """The file; None if there is none, and nothing to read again."""
+        return self._path
+
+    @property
+    def policy(self) -> Policy:
+        return self._reading.policy
+
+    @property
+    def pools(self) -> Pools:
+        return self._reading.pools
+
+    @property
+    def keyless(self) -> bool:
+        """Nobody has a key, so that everybody is one and the same tenant: for private networks."""
+        return not self._reading.keys
+
+    def tenant(self, api_key: str) -> Tenant:
+        """The tenant of the key, "" if none was sent. Raises Unauthenticated."""
+        return Tenant() if self.keyless else self._reading.keys.tenant(api_key)
+
+    def pinned_pools(self) -> set[str]:
+        """The pools that tenants have of their own."""
+        return self._reading.keys.pools()
+
+    def named(self, tenant: str, key: str) -> Tenant | None:
+        """See permit.Keys."""
+        found = Tenant() if self.keyless and not key else self._reading.keys.named(key)
+        return found if found is not None and found.name == tenant else None
+
+    async def watch(self) -> None:
+        """Until it is cancelled."""
+        while self._path is not None:
+            await asyncio.sleep(LOOK_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Reads the file if it changed since the last look."""
+        if self._path is not None and self._signature() != self._seen:
+            await self.reload()
+
+    async def reload(self) -> None:
+        """Reads the file, changed or not. One that cannot be used changes nothing and is logged once."""
+        if self._path is None:
+            return
+        async with self._reloading:
+            self._seen = self._signature()
+            try:
+                # Thousands of keys take a while to read, and streams must not stand still meanwhile.
+                reading = await asyncio.to_thread(read, self._path, self._environ, self._pools)
+                if not reading.keys and not self.keyless:
+                    problem = "has no keys any more; a restart opens the gateway to everybody"
+                    raise InvalidArgument(str(self._path), problem)
+            except InvalidArgument as exc:
+                if str(exc) != self.problem:
+                    _LOG.error("the configuration stays as it was: %s", exc)
+                self.problem = str(exc)
+                return
+            self._take(reading)
+
+    def _take(self, reading: Reading) -> None:
+        old, self._reading, self.problem = self.policy, reading, ""
+        for section in ("budgets", "reuse"):
+            if getattr(old, section) != getattr(reading.policy, section):
+                _LOG.warning("%s: [%s] changed and holds from the next start on", self._path, section)
+        _LOG.info("the configuration was read again")
+        self.changed()
+
+    def _signature(self) -> tuple[int, int, int] | None:
+        try:
+            status = self._path.stat() if self._path else None
+        except OSError:
+            return None
+        return (status.st_mtime_ns, status.st_size, status.st_ino) if status else None

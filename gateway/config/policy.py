@@ -1,0 +1,263 @@
+"""The rules of the configuration file, beside its tenants: a section each, all optional, checked by name.
+
+    [admission]                        # who may run, and who waits
+    max_running = 0                    # requests at a pool's replicas; 0: as many as their metrics say they can run
+    tenant_share = 0.8                 # of which one tenant may have
+    short_reserve = 0.1                # of a pool's slots, one at least: only for requests whose max_tokens is at most
+                                       # a quarter of the running ones' mean; 0: none, as without keys
+    max_wait_s = 30.0                  # in the queue
+    max_waiting_per_class = 1000       # at each pool; then the next is refused at once
+    max_waiting_per_tenant = 100
+    max_in_flight_of_class = { 2 = 200 }   # by priority, at each pool; waiting ones included
+    quantum_tokens = 128               # a tenant's turn, times its weight
+    aging_s = 10.0                     # a class whose oldest request waits so long moves one class up
+    [degradation]                      # what is given up, from which fullness on; without the section nothing is
+    shorter_at = 0.7
+    max_tokens = 128                   # of every answer, first
+    overflow_at = 0.85
+    overflow = "small"                 # then another target; or several in order: ["small", "elsewhere"]. They also
+                                       # serve while no replica is healthy
+    refuse_at = 1.0                    # then the request
+    [overflow.small]                   # a pool of replicas, whose weight may be 0 ...
+    pool = "draft"
+    [overflow.elsewhere]               # ... or any server that speaks OpenAI's protocol
+    url = "https://llm.example/v1"
+    model = "small-1"
+    api_key = "$UPSTREAM_KEY"          # a value that begins with $ is that environment variable's
+    [budgets]
+    redis = "redis://127.0.0.1:6379/0" # shared by many gateways; without it each counts for itself
+    [reuse]                            # answers that need no engine
+    coalesce = true                    # identical deterministic requests that are under way share one stream
+    cache_bytes = 67108864             # of finished ones; 0 keeps none
+    cache_ttl_s = 3600.0
+    engine = ""                        # the engine's hash, for replicas whose metrics do not say it
+    idempotency_ttl_s = 600.0          # how long a finished stream can be asked for again by its Idempotency-Key
+    idempotency_linger_s = 30.0        # how long one goes on that nobody reads
+    idempotency_bytes = 268435456      # 0 takes no Idempotency-Key
+    [shadow]                           # the same requests once more, where nobody waits for the answer
+    pool = "next"
+    fraction = 0.01
+    max_running = 8
+    [pools]                            # shares of the replicas' pools; see TRIDENT_GATEWAY_REPLICAS, _POOL_WEIGHTS
+    stable = 95.0
+    canary = { weight = 5.0, replicas = "10.0.0.7:8001" }   # replicas: in place of the variable's, or a new pool's
+    [prices]
+    replica_hour = 2.5                 # what a replica costs, for the cost of 1,000 tokens
+    currency = "USD"
+
+Read again when the file changes, except [budgets] and [reuse], which hold until the next start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from contract.errors import InvalidArgument
+from gateway.admission.degradation import Ladder
+from gateway.admission.fair_admission import Shares
+from gateway.admission.fair_queue import QUANTUM_TOKENS
+
+LOWEST_PRIORITY = 9
+_RULES = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, strict=True)
+_Count = Annotated[int, Field(ge=1, lt=2**31)]
+_Size = Annotated[int, Field(ge=0, lt=2**48)]
+_Seconds = Annotated[float, Field(gt=0, le=86_400)]
+_Fullness = Annotated[float, Field(gt=0, le=10)]
+_Name = Annotated[str, Field(min_length=1, max_length=64)]
+_PoolName = Annotated[str, Field(max_length=64, pattern=r"^[^=;,\s]*$")]
+_Priority = Annotated[int, BeforeValidator(lambda key: int(key) if key.isdecimal() else key), Field(ge=0, le=9)]
+
+
+def _names(value: Any) -> Any:
+    """One name or several as a tuple."""
+    if isinstance(value, str):
+        return (value,) if value else ()
+    return tuple(value) if isinstance(value, list) else value
+
+
+class AdmissionRules(BaseModel):
+    model_config = _RULES
+    max_running: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.8
+    short_reserve: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+    max_wait_s: _Seconds = 30.0
+    max_waiting_per_class: _Count = 1000
+    max_waiting_per_tenant: _Count = 100
+    max_in_flight_of_class: Mapping[_Priority, _Count] = {}
+    quantum_tokens: _Count = QUANTUM_TOKENS
+    aging_s: _Seconds = 10.0
+
+
+class DegradationRules(BaseModel):
+    model_config = _RULES
+    shorter_at: _Fullness = 0.7
+    overflow_at: _Fullness = 0.85
+    refuse_at: _Fullness = 1.0
+    max_tokens: _Count = 128
+    overflow: Annotated[tuple[_Name, ...], BeforeValidator(_names), Field(max_length=16)] = ()
+
+    @model_validator(mode="after")
+    def _rising(self) -> DegradationRules:
+        if not self.shorter_at <= self.overflow_at <= self.refuse_at:
+            raise ValueError("allowed are steps that rise from shorter_at over overflow_at to refuse_at")
+        return self
+
+
+class OverflowTarget(BaseModel):
+    """Where requests go that find no room: a pool, or an upstream."""
+
+    model_config = _RULES
+    pool: str = ""
+    url: Annotated[str, Field(pattern=r"^(https?://\S+)?$")] = ""
+    model: str = ""
+    api_key: Annotated[str, Field(repr=False)] = ""
+
+    @model_validator(mode="after")
+    def _one(self) -> OverflowTarget:
+        if bool(self.pool) == bool(self.url) or bool(self.url) != bool(self.model):
+            raise ValueError("allowed is either pool, or url and model together")
+        return self
+
+
+class BudgetRules(BaseModel):
+    model_config = _RULES
+    redis: Annotated[str, Field(pattern=r"^((redis|rediss|unix)://\S+)?$", repr=False)] = ""
+
+
+class ReuseRules(BaseModel):
+    model_config = _RULES
+    coalesce: bool = True
+    cache_bytes: _Size = 64 * 1024 * 1024
+    cache_ttl_s: _Seconds = 3600.0
+    engine: str = ""
+    idempotency_ttl_s: _Seconds = 600.0
+    idempotency_linger_s: _Seconds = 30.0
+    idempotency_bytes: _Size = 256 * 1024 * 1024
+
+
+class ShadowRules(BaseModel):
+    model_config = _RULES
+    pool: _Name
+    fraction: Annotated[float, Field(ge=0, le=1)]
+    max_running: _Count = 8
+
+
+class PoolRules(BaseModel):
+    """weight: share of the requests. replicas: as in TRIDENT_GATEWAY_REPLICAS. None leaves the variable's."""
+
+    model_config = _RULES
+    weight: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
+    replicas: Annotated[str, Field(min_length=1)] | None = None
+
+
+def _pool(said: object) -> object:
+    """A number alone is the weight."""
+    return {"weight": said} if isinstance(said, (int, float)) and not isinstance(said, bool) else said
+
+
+class Prices(BaseModel):
+    model_config = _RULES
+    replica_hour: Annotated[float, Field(ge=0)]
+    currency: _Name = "USD"
+
+
+class Policy(BaseModel):
+    """All of it."""
+
+    model_config = _RULES
+    admission: AdmissionRules = AdmissionRules()
+    degradation: DegradationRules | None = None
+    overflow: Mapping[_Name, OverflowTarget] = {}
+    budgets: BudgetRules = BudgetRules()
+    reuse: ReuseRules = ReuseRules()
+    shadow: ShadowRules | None = None
+    pools: Mapping[_PoolName, Annotated[PoolRules, BeforeValidator(_pool)]] = {}
+    prices: Prices | None = None
+
+    @property
+    def shares(self) -> Shares:
+        rules = self.admission
+        return Shares(rules.max_running, rules.tenant_share, rules.max_wait_s, rules.short_reserve)
+
+    @property
+    def ladder(self) -> Ladder | None:
+        return None if self.degradation is None else Ladder(**self.degradation.model_dump())
+
+    @property
+    def pools_used(self) -> list[tuple[str, str]]:
+        """Every (place, pool) where a rule sends requests to a pool."""
+        named = [(f"overflow.{name}.pool", target.pool) for name, target in self.overflow.items() if target.pool]
+        return named + ([("shadow.pool", self.shadow.pool)] if self.shadow else [])
+
+
+SECTIONS = tuple(Policy.model_fields)
+_POLICY = TypeAdapter(Policy)
+
+
+def read(path: str, table: Mapping[str, Any], environ: Mapping[str, str]) -> Policy:
+    """The rules in ``table``. Raises InvalidArgument that names the file, the place, and what is allowed there."""
+    sections = {name: table[name] for name in SECTIONS if name in table}
+    try:
+        policy = _POLICY.validate_python(_from_environment(path, sections, environ))
+    except ValidationError as exc:
+        raise _named(path, exc) from None
+    degradation = policy.degradation
+    for target in degradation.overflow if degradation is not None else ():
+        if target not in policy.overflow:
+            allowed = ", ".join(policy.overflow) or "none, there is no [overflow.NAME]"
+            problem = f"there is no target {target!r}; allowed is {allowed}"
+            raise InvalidArgument(f"{path}: degradation.overflow", problem)
+    return policy
+
+
+def check_pools(path: str, policy: Policy, pools: Mapping[str, Any]) -> None:
+    """Raises InvalidArgument where a rule sends requests to a pool that is not in ``pools``."""
+    for place, pool in policy.pools_used:
+        if pool not in pools:
+            allowed = ", ".join(name or "''" for name in pools)
+            raise InvalidArgument(f"{path}: {place}", f"there is no pool {pool!r}; allowed is {allowed}")
+
+
+def _from_environment(path: str, value: Any, environ: Mapping[str, str], place: str = "") -> Any:
+    """``value`` with what begins with $ looked up."""
+    if isinstance(value, Mapping):
+        return {
+            key: _from_environment(path, inner, environ, f"{place}.{key}" if place else key)
+            for key, inner in value.items()
+        }
+    if isinstance(value, str) and value.startswith("$"):
+        if value[1:] not in environ:
+            raise InvalidArgument(f"{path}: {place}", f"the environment has no variable {value[1:]}")
+        return environ[value[1:]]
+    return value
+
+
+def _named(path: str, failed: ValidationError) -> InvalidArgument:
+    error = failed.errors(include_url=False, include_context=True, include_input=False)[0]
+    parts = [str(part) for part in error["loc"] if part != "[key]"]
+    place, said = f"{path}: {'.'.join(parts)}", error["msg"]
+    if error["type"] == "extra_forbidden":
+        allowed = _fields(Policy, parts[:-1])
+        return InvalidArgument(place, f"is not known; allowed are {', '.join(allowed)}")
+    if error["type"] == "missing":
+        return InvalidArgument(place, "is missing")
+    said = said.removeprefix("Value error, ")
+    return InvalidArgument(place, said[:1].lower() + said[1:])
+
+
+def _fields(model: type[BaseModel], parts: list[str]) -> list[str]:
+    """The names allowed in the section at ``parts``."""
+    by_section: dict[str, type[BaseModel]] = {
+        "admission": AdmissionRules,
+        "degradation": DegradationRules,
+        "overflow": OverflowTarget,
+        "budgets": BudgetRules,
+        "reuse": ReuseRules,
+        "shadow": ShadowRules,
+        "pools": PoolRules,
+        "prices": Prices,
+    }
+    return list((by_section[parts[0]] if parts else model).model_fields)

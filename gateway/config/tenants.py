@@ -1,0 +1,234 @@
+"""API keys and whose they are: organisation → team → key, from the configuration file and the environment.
+
+A team is a tenant: its keys share its name, its place in the queue and its caches, and can be exchanged without
+anyone noticing. Limits may stand on every level and all of them hold:
+
+    salt = "9f3c…"                            # of this file; hexadecimal, 16 bytes or more
+    [orgs.acme]
+    tokens_per_minute = 200_000
+    [orgs.acme.teams.research]
+    weight = 2.0                              # also: priority (0 is the most urgent), models, pool
+    requests_per_minute = 600                 # also: burst_tokens, burst_requests, max_in_flight
+    [orgs.acme.teams.research.keys.alice]
+    hash = "…"                                # HMAC-SHA256 of the key under the salt, hexadecimal
+    max_in_flight = 8
+
+``python -m gateway new-key`` prints a new key and its hash. Keys are random and long, so a slow hash would protect
+nothing that is not safe already and would let anybody keep the gateway busy with wrong ones.
+
+From the environment: ``TRIDENT_GATEWAY_API_KEYS=acme/research/bob=<key>,…``; a team that the file does not know
+has no limits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+
+from contract.errors import InvalidArgument, Unauthenticated
+from gateway.admission.budgets import Level, Limits
+from gateway.admission.permit import Tenant
+from gateway.config.policy import LOWEST_PRIORITY, SECTIONS
+
+API_KEYS = "TRIDENT_GATEWAY_API_KEYS"
+LEAST_KEY_LENGTH = 20
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+_LIMITS = tuple(declared.name for declared in fields(Limits))
+_TENANT = ("models", "pool", "priority", "weight")
+
+
+def digest(salt: bytes, api_key: str) -> bytes:
+    """What is kept of a key: HMAC-SHA256, 32 bytes."""
+    return hmac.new(salt, api_key.encode(errors="surrogatepass"), hashlib.sha256).digest()
+
+
+def new_key() -> str:
+    return "tri-" + secrets.token_urlsafe(32)
+
+
+@dataclass(frozen=True)
+class KeyTable:
+    """One reading of the file and the environment. Hashes only; the keys of the environment are hashed as well."""
+
+    # salt, and by the first 8 bytes of the hash the whole hash and the tenant
+    salted: tuple[tuple[bytes, Mapping[bytes, tuple[bytes, Tenant]]], ...] = ()
+
+    def __len__(self) -> int:
+        """Keys."""
+        return sum(len(tenants) for _, tenants in self.salted)
+
+    def tenant(self, api_key: str) -> Tenant:
+        """Raises Unauthenticated; its message says nothing about which keys there are."""
+        if not api_key:
+            raise Unauthenticated("no API key was sent; send it as Authorization: Bearer <key>")
+        found = self._find(api_key)
+        if found is None:
+            raise Unauthenticated("this API key is not known here")
+        return found
+
+    def pools(self) -> set[str]:
+        """The pools that tenants are pinned to."""
+        return {tenant.pool for _, tenants in self.salted for _, tenant in tenants.values() if tenant.pool}
+
+    def _find(self, api_key: str) -> Tenant | None:
+        """The tenant of a key. What is looked up is a salted hash, of which a caller can steer no byte; the rest is
+        compared in constant time."""
+        found = None
+        for salt, tenants in self.salted:
+            hashed = digest(salt, api_key)
+            known, tenant = tenants.get(hashed[:8], (bytes(32), None))
+            if hmac.compare_digest(known, hashed):
+                found = tenant
+        return found
+
+    def named(self, key: str) -> Tenant | None:
+        """The tenant of the key whose whole name is ``key``, such as ``acme/research/alice``."""
+        known = (tenant for _, tenants in self.salted for _, tenant in tenants.values())
+        return next((tenant for tenant in known if tenant.levels[-1].name == key), None)
+
+
+def _indexed(tenants: Mapping[bytes, Tenant]) -> dict[bytes, tuple[bytes, Tenant]]:
+    return {hashed[:8]: (hashed, tenant) for hashed, tenant in tenants.items()}
+
+
+def read(path: str, table: Mapping, environ: Mapping[str, str]) -> KeyTable:
+    """The keys in a file's table and in the environment. Raises InvalidArgument that names the place."""
+    file, from_environment = _File(path, table), environ.get(API_KEYS, "")
+    salted = [(salt(path, table), _indexed(file.tenants()))] if file.orgs else []
+    if from_environment:
+        own = secrets.token_bytes(16)
+        salted.append((own, _indexed(_from_environment(file, from_environment, own))))
+    return KeyTable(tuple(salted))
+
+
+def salt(path: str, table: Mapping) -> bytes:
+    """The file's salt. Raises InvalidArgument if it has none that is one."""
+    text = table.get("salt")
+    try:
+        found = bytes.fromhex(text) if isinstance(text, str) else b""
+    except ValueError:
+        found = b""
+    if len(found) < 16:
+        problem = "allowed are 16 bytes or more in hexadecimal, made once and at random"
+        raise InvalidArgument(f"{path}: salt", problem)
+    return found
+
+
+def _from_environment(file: _File, text: str, salt: bytes) -> dict[bytes, Tenant]:
+    tenants: dict[bytes, Tenant] = {}
+    for number, part in enumerate(filter(None, (part.strip() for part in text.split(","))), 1):
+        name, _, api_key = part.partition("=")
+        names = name.strip().split("/")
+        if len(names) != 3 or not all(_NAME.fullmatch(one) for one in names):
+            raise InvalidArgument(API_KEYS, f"entry {number}: allowed is ORG/TEAM/KEY=<the API key>")
+        if len(api_key) < LEAST_KEY_LENGTH:
+            raise InvalidArgument(API_KEYS, f"{name}: the API key is shorter than {LEAST_KEY_LENGTH} characters")
+        hashed = digest(salt, api_key)
+        if hashed in tenants:
+            raise InvalidArgument(API_KEYS, f"{name}: the same API key stands there twice")
+        tenants[hashed] = file.tenant(*names)
+    return tenants
+
+
+@dataclass(frozen=True)
+class _File:
+    """The TOML table, looked at with names for complaints."""
+
+    path: str
+    table: Mapping
+    orgs: Mapping = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._only(self.table, "", ("salt", "orgs", *SECTIONS))
+        object.__setattr__(self, "orgs", self._child(self.table, "", "orgs"))
+
+    def tenants(self) -> dict[bytes, Tenant]:
+        tenants: dict[bytes, Tenant] = {}
+        for org, team, key, place in self._keys():
+            hashed = place.get("hash")
+            where = f"orgs.{org}.teams.{team}.keys.{key}"
+            if not isinstance(hashed, str) or not _HASH.fullmatch(hashed):
+                raise self._wrong(f"{where}.hash", "allowed is an HMAC-SHA256, 64 lower-case hexadecimal digits")
+            if bytes.fromhex(hashed) in tenants:
+                other = tenants[bytes.fromhex(hashed)].levels[-1].name
+                raise self._wrong(f"{where}.hash", f"is that of {other} too; every key belongs to one")
+            tenants[bytes.fromhex(hashed)] = self.tenant(org, team, key)
+        return tenants
+
+    def tenant(self, org: str, team: str, key: str) -> Tenant:
+        org_table = self._child(self.orgs, "orgs", org)
+        teams = self._child(org_table, f"orgs.{org}", "teams")
+        team_table = self._child(teams, f"orgs.{org}.teams", team)
+        keys = self._child(team_table, f"orgs.{org}.teams.{team}", "keys")
+        key_table = self._child(keys, f"orgs.{org}.teams.{team}.keys", key)
+        levels = (
+            Level(org, self._limits(org_table, f"orgs.{org}", "teams")),
+            Level(f"{org}/{team}", self._limits(team_table, f"orgs.{org}.teams.{team}", "keys", *_TENANT)),
+            Level(f"{org}/{team}/{key}", self._limits(key_table, f"orgs.{org}.teams.{team}.keys.{key}", "hash")),
+        )
+        return Tenant(**self._team(team_table, f"orgs.{org}.teams.{team}"), name=f"{org}/{team}", levels=levels)
+
+    def _keys(self) -> Iterator[tuple[str, str, str, Mapping]]:
+        for org in self.orgs:
+            org_table = self._child(self.orgs, "orgs", org)
+            self._limits(org_table, f"orgs.{org}", "teams")
+            teams = self._child(org_table, f"orgs.{org}", "teams")
+            for team in teams:
+                team_table = self._child(teams, f"orgs.{org}.teams", team)
+                self._limits(team_table, f"orgs.{org}.teams.{team}", "keys", *_TENANT)
+                self._team(team_table, f"orgs.{org}.teams.{team}")
+                keys = self._child(team_table, f"orgs.{org}.teams.{team}", "keys")
+                for key in keys:
+                    yield org, team, key, self._child(keys, f"orgs.{org}.teams.{team}.keys", key)
+
+    def _limits(self, table: Mapping, where: str, *besides: str) -> Limits:
+        self._only(table, where, (*_LIMITS, *besides))
+        for name in _LIMITS:
+            value = table.get(name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise self._wrong(f"{where}.{name}", f"got {value!r}; allowed is an integer from 1")
+        for burst, rate in (("burst_tokens", "tokens_per_minute"), ("burst_requests", "requests_per_minute")):
+            if burst in table and rate not in table:
+                raise self._wrong(f"{where}.{burst}", f"is allowed only together with {rate}")
+        return Limits(**{name: table.get(name) for name in _LIMITS})
+
+    def _team(self, table: Mapping, where: str) -> dict:
+        models, pool = table.get("models", []), table.get("pool", "")
+        priority, weight = table.get("priority", 1), table.get("weight", 1.0)
+        if not isinstance(models, list) or not all(isinstance(model, str) and model for model in models):
+            raise self._wrong(f"{where}.models", f"got {models!r}; allowed is a list of model names")
+        if not isinstance(pool, str):
+            raise self._wrong(f"{where}.pool", f"got {pool!r}; allowed is the name of a pool")
+        if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= LOWEST_PRIORITY:
+            raise self._wrong(
+                f"{where}.priority", f"got {priority!r}; allowed is an integer from 0 to {LOWEST_PRIORITY}"
+            )
+        number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
+        if not number or not 0.001 <= weight <= 1000:
+            raise self._wrong(f"{where}.weight", f"got {weight!r}; allowed is a number from 0.001 to 1000")
+        return {"models": tuple(models), "pool": pool, "priority": priority, "weight": float(weight)}
+
+    def _child(self, table: Mapping, where: str, name: str) -> Mapping:
+        place = f"{where}.{name}" if where else name
+        if where.endswith(("orgs", ".teams", ".keys")) and not _NAME.fullmatch(name):
+            raise self._wrong(place, "allowed in a name are letters, digits, dot, underscore and hyphen, 64 at most")
+        child = table.get(name, {})
+        if not isinstance(child, Mapping):
+            raise self._wrong(place, "is not a table")
+        return child
+
+    def _only(self, table: Mapping, where: str, allowed: tuple[str, ...]) -> None:
+        for name in table:
+            if name not in allowed:
+                raise self._wrong(
+                    f"{where}.{name}" if where else name, f"is not known; allowed are {', '.join(allowed)}"
+                )
+
+    def _wrong(self, where: str, problem: str) -> InvalidArgument:
+        return InvalidArgument(f"{self.path}: {where}", problem)

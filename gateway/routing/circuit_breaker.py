@@ -1,0 +1,105 @@
+"""Whether a replica may get requests: probes, the breaker, and what this process says of itself. Pure.
+
+Probes take a replica out after three failures and bring it back after two successes (``replica_set.health``). A deep
+probe generates one greedy token and compares its digest, so that a replica that answers nonsense is out too. The
+breaker looks at real requests instead, and reacts at once where probes need half a minute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavailable
+
+SILENCE_S = 5.0  # what a replica may need for a first token behind others' requests
+LONGEST_OPEN = 6.0  # times the first pause: how far an open breaker's pauses grow
+
+
+class BreakerState(Enum):
+    """closed: all requests go through. open: none. half_open: one trial may be made, or is under way."""
+
+    CLOSED = 0
+    HALF_OPEN = 1
+    OPEN = 2
+
+
+@dataclass(frozen=True)
+class BreakerPolicy:
+    """failures: in a row, that open it. open_s: the first pause; each failed trial doubles it."""
+
+    failures: int = 5
+    open_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Breaker:
+    """state, and in which pause it is: until ``until_s`` nothing goes there."""
+
+    state: BreakerState = BreakerState.CLOSED
+    failures: int = 0
+    pause_s: float = 0.0
+    until_s: float = 0.0
+
+    def allows(self, now_s: float) -> bool:
+        """Whether a request may go there now; in half-open the one trial already has."""
+        return self.state is BreakerState.CLOSED or (self.state is BreakerState.OPEN and now_s >= self.until_s)
+
+    def state_at(self, now_s: float) -> BreakerState:
+        """The state as of ``now_s``: an open breaker whose pause is over is half open, whether or not a trial came."""
+        if self.state is BreakerState.OPEN and now_s >= self.until_s:
+            return BreakerState.HALF_OPEN
+        return self.state
+
+    def sent(self, now_s: float) -> Breaker:
+        """After a request went there: one that goes to an open breaker after its pause is the trial."""
+        if self.state is BreakerState.OPEN and now_s >= self.until_s:
+            return Breaker(BreakerState.HALF_OPEN, self.failures, self.pause_s, now_s)
+        return self
+
+    def left(self, now_s: float) -> Breaker:
+        """After a request ended that says nothing about the replica: a trial may be made again."""
+        if self.state is BreakerState.HALF_OPEN:
+            return Breaker(BreakerState.OPEN, self.failures, self.pause_s, now_s)
+        return self
+
+    def over(self, error: TridentError | None, silent_s: float, now_s: float, policy: BreakerPolicy) -> Breaker:
+        """After a request ended; see blames_replica."""
+        bad = blames_replica(error, silent_s)
+        return self.left(now_s) if bad is None else self.after(not bad, now_s, policy)
+
+    def after(self, ok: bool, now_s: float, policy: BreakerPolicy) -> Breaker:
+        """After a request went well or badly."""
+        if ok:
+            # A request that began before the breaker opened is no trial.
+            return self if self.state is BreakerState.OPEN else Breaker()
+        failures = self.failures + 1
+        if self.state is BreakerState.HALF_OPEN:
+            pause_s = min(self.pause_s * 2, policy.open_s * LONGEST_OPEN)
+            return Breaker(BreakerState.OPEN, failures, pause_s, now_s + pause_s)
+        if self.state is BreakerState.OPEN:
+            return self
+        if failures >= policy.failures:
+            return Breaker(BreakerState.OPEN, failures, policy.open_s, now_s + policy.open_s)
+        return Breaker(BreakerState.CLOSED, failures)
+
+
+def blames_replica(error: TridentError | None, silent_s: float) -> bool | None:
+    """What the end of a request says about its replica: True for bad, False for good, None for nothing.
+
+    A refusal is an answer: a replica that is full, or that finds a request wrong, works. silent_s: from when it got
+    the request, 0 once it said anything. Who gives it a millisecond, or stops one that answers, learns nothing about
+    it, and must not be able to open its breaker for everybody.
+    """
+    if error is None:
+        return False
+    if isinstance(error, DeadlineExceeded) and silent_s < SILENCE_S:
+        return None
+    return True if isinstance(error, (Unavailable, EngineFailed, DeadlineExceeded)) else None
+
+
+def token_digest(token_ids: Iterable[int]) -> str:
+    """sha256 of the ids in decimal, joined by commas."""
+    return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()

@@ -1,0 +1,66 @@
+"""Where requests go that find no room on the usual replicas: a pool of others, or an upstream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import aiohttp
+
+from contract.generation import GenerationRequest
+from gateway.config.policy import OverflowTarget
+from gateway.routing.circuit_breaker import BreakerPolicy
+from gateway.routing.replicas import Replica
+from gateway.routing.upstream import MAX_CONNECTIONS, Upstream
+
+
+class Overflow:
+    """The targets by name. ``start`` it on the loop that uses it. fit: the replicas that may get requests now."""
+
+    def __init__(self, fit: Callable[[], list[Replica]], breaker: BreakerPolicy) -> None:
+        self._fit, self._breaker = fit, breaker
+        self._session: aiohttp.ClientSession | None = None
+        self._targets: Mapping[str, OverflowTarget] = {}
+        self._upstreams: dict[str, Upstream] = {}
+
+    def start(self) -> None:
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS))
+
+    def change(self, targets: Mapping[str, OverflowTarget]) -> None:
+        """Other targets from now on; one that is as it was keeps its breaker, and what runs goes on."""
+        assert self._session is not None, "start() comes first"
+        kept = {name: self._upstreams[name] for name in self._upstreams if targets.get(name) == self._targets[name]}
+        new = {
+            name: Upstream(self._session, name, target.url, target.model, target.api_key, self._breaker)
+            for name, target in targets.items()
+            if target.url and name not in kept
+        }
+        self._targets, self._upstreams = targets, kept | new
+
+    def takes(self, target: str, requests: Sequence[GenerationRequest]) -> bool:
+        """Whether all of ``requests`` can be served there now."""
+        upstream = self._upstreams.get(target)
+        return all(upstream.takes(one) for one in requests) if upstream is not None else self.has_pool(target, requests)
+
+    def wait_s(self, targets: Sequence[str], request: GenerationRequest) -> float | None:
+        """Seconds until an upstream of ``targets`` that understands ``request`` may be asked; None without one."""
+        named = [self._upstreams[name] for name in targets if name in self._upstreams]
+        return min((max(0.0, one.wait_s()) for one in named if one.understands(request)), default=None)
+
+    def has_pool(self, target: str, requests: Sequence[GenerationRequest]) -> bool:
+        """The same for requests that only replicas understand."""
+        pool = self.pool(target)
+        return bool(pool) and any(replica.pool == pool for replica in self._fit())
+
+    def pool(self, target: str) -> str:
+        """The pool of a target, "" if it is none."""
+        return self._targets[target].pool if target in self._targets else ""
+
+    def upstream(self, target: str) -> Upstream | None:
+        return self._upstreams.get(target)
+
+    def upstreams(self) -> list[Upstream]:
+        return list(self._upstreams.values())
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()

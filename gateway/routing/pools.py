@@ -1,0 +1,71 @@
+"""The pools of replicas and their shares: those of the environment, changed by the configuration file. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from clients.replica_set import discovery
+from contract.errors import InvalidArgument
+from gateway.config.policy import PoolRules
+from gateway.config.settings import Settings
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Which pools there are.
+
+    places: HOST:PORT,… or the URL of a discovery, by pool.
+    weights: share of the requests, by pool; None: the environment sets none, and all pools have equal shares.
+    """
+
+    places: Mapping[str, str]
+    weights: Mapping[str, float] | None = None
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The weight of every pool."""
+        if self.weights is None:
+            return dict.fromkeys(self.places, 1.0)
+        return {pool: self.weights.get(pool, 0.0) for pool in self.places}
+
+    def changed(self, path: str, rules: Mapping[str, PoolRules]) -> Pools:
+        """Returns these pools with what the file says of them.
+
+        path: of the file, for errors. rules: its section [pools], by pool.
+        Raises InvalidArgument for a pool without replicas, one without a weight while others have one, and weights that
+        are all 0.
+        """
+        if not rules:
+            return self
+        listed = {pool: rule.replicas for pool, rule in rules.items() if rule.replicas is not None}
+        for pool, where in listed.items():
+            try:
+                discovery.source(where)
+            except InvalidArgument as exc:
+                raise InvalidArgument(f"{path}: pools.{pool}.replicas", exc.problem) from exc
+        # The pool without a name is the one of whoever has a single pool; named ones take its place.
+        kept = {pool: where for pool, where in self.places.items() if pool or not listed}
+        places = {**kept, **listed}
+        for pool in rules:
+            if pool not in places:
+                allowed = (
+                    f"allowed is {', '.join(name or repr('') for name in places)}, or a pool with replicas of its own"
+                )
+                raise InvalidArgument(f"{path}: pools.{pool}", f"there is no pool {pool!r}; {allowed}")
+        said = {pool: rule.weight for pool, rule in rules.items() if rule.weight is not None}
+        if not said:
+            return Pools(places, self.weights)
+        for pool in places:
+            if pool not in said and self.weights is None:
+                problem = f"has no weight while {', '.join(said)} has one; allowed is a number from 0 to 1e9"
+                raise InvalidArgument(f"{path}: pools.{pool}", problem)
+        weights = {**(self.weights or {}), **said}
+        if sum(weights.get(pool, 0.0) for pool in places) <= 0:
+            raise InvalidArgument(f"{path}: pools", "all weights are 0; one at least must be more")
+        return Pools(places, weights)
+
+
+def of(settings: Settings) -> Pools:
+    """Returns the pools that the environment sets."""
+    return Pools(settings.pools, settings.weights if settings.pool_weights else None)

@@ -1,0 +1,110 @@
+"""Shadow traffic: a part of the requests once more, at replicas whose answers nobody waits for, and a comparison.
+
+The copy is sent when the answer of the original has begun, so that it takes nothing from its first token, and only
+while fewer than ``max_running`` copies run. Whatever becomes of it, the caller never notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import random
+
+from clients.wire.connection import new_request_id
+from clients.wire.retries import NO_RETRY, RetryBudget, RetrySchedule
+from clients.wire.token_stream import TokenStream
+from contract.errors import TridentError
+from contract.generation import GenerationRequest, TokenDelta
+from gateway.cache.request_key import deterministic
+from gateway.config.policy import ShadowRules
+from gateway.routing.replicas import Replicas
+from gateway.telemetry.observability import Metrics
+
+# agree, differ: the texts of a deterministic request; undetermined: both are there and need not be equal;
+# failed: the copy; unfinished: the original; full: no copy was made, too many run.
+RESULTS = ("agree", "differ", "undetermined", "failed", "unfinished", "full")
+
+
+class Shadow:
+    """Makes copies for one pool. ``close`` ends those that run."""
+
+    def __init__(self, rules: ShadowRules, replicas: Replicas, metrics: Metrics, rng: random.Random) -> None:
+        self.rules, self._replicas, self._metrics, self._rng = rules, replicas, metrics, rng
+        self._copies: set[asyncio.Task] = set()
+        self._comparing: set[asyncio.Task] = set()
+
+    def begin(self, request: GenerationRequest) -> Copy | None:
+        """A copy to be made of this request, or None if it is none of those."""
+        if self._rng.random() >= self.rules.fraction:
+            return None
+        return Copy(self, request)
+
+    def start(self, request: GenerationRequest) -> asyncio.Task[str] | None:
+        if len(self._copies) >= self.rules.max_running:
+            self.count("full")
+            return None
+        task = asyncio.ensure_future(self._digest(request))
+        self._copies.add(task)
+        task.add_done_callback(self._copies.discard)
+        return task
+
+    def count(self, result: str) -> None:
+        self._metrics.shadow.labels(result).inc()
+
+    def compare(self, copy: asyncio.Task[str], original: str, determined: bool) -> None:
+        """Counts what came out, once the copy is there. original: the digest, "" if it did not come to its end."""
+        comparing = asyncio.ensure_future(self._compare(copy, original, determined))
+        self._comparing.add(comparing)
+        comparing.add_done_callback(self._comparing.discard)
+
+    async def close(self) -> None:
+        tasks = self._copies | self._comparing
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _compare(self, copy: asyncio.Task[str], original: str, determined: bool) -> None:
+        found = await copy
+        if not found:
+            self.count("failed")
+        elif not original:
+            self.count("unfinished")
+        elif not determined:
+            self.count("undetermined")
+        else:
+            self.count("agree" if found == original else "differ")
+
+    async def _digest(self, request: GenerationRequest) -> str:
+        """The digest of what the shadow answers, "" if it fails."""
+        asked = dataclasses.replace(request, request_id=new_request_id(), stream=False)
+        door = self._replicas.door(asked, self.rules.pool)
+        door.priority = 0.0  # behind everybody who waits for an answer
+        schedule = RetrySchedule(NO_RETRY, RetryBudget(), self._rng)
+        try:
+            done = await TokenStream(door, asked, schedule).complete()
+        except TridentError:
+            return ""
+        return hashlib.sha256(done.text.encode(errors="surrogatepass")).hexdigest()
+
+
+class Copy:
+    """The copy of one request, told what the original does."""
+
+    def __init__(self, shadow: Shadow, request: GenerationRequest) -> None:
+        self._shadow, self._request = shadow, request
+        self._text = hashlib.sha256()
+        self._task: asyncio.Task[str] | None = None
+        self._begun = self._whole = False
+
+    def saw(self, delta: TokenDelta) -> None:
+        self._text.update(delta.text.encode(errors="surrogatepass"))
+        self._whole = self._whole or delta.finish_reason is not None
+        if not self._begun:
+            self._begun = True
+            self._task = self._shadow.start(self._request)
+
+    def ended(self, error: TridentError | None) -> None:
+        if self._task is not None:
+            original = self._text.hexdigest() if self._whole and error is None else ""
+            self._shadow.compare(self._task, original, deterministic(self._request))

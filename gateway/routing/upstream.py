@@ -1,0 +1,280 @@
+"""A server elsewhere that speaks OpenAI's protocol, as one more place where a generation can be made."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import aiohttp
+import orjson
+
+from clients.replica_set import costs
+from contract.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidArgument,
+    Overloaded,
+    PromptTooLong,
+    TridentError,
+    Unavailable,
+)
+from contract.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta, Usage
+from gateway.routing.circuit_breaker import Breaker, BreakerPolicy, BreakerState
+
+_LOG = logging.getLogger(__name__)
+CONNECT_S = 5.0
+COOL_S = 1.0  # how long one that answered 429 without a Retry-After is left alone
+MAX_CONNECTIONS = 200
+MAX_EVENT_BYTES = 1024 * 1024
+_BYTES_PER_TOKEN = 4  # of a prompt, where an upstream does not count
+# What OpenAI's protocol cannot say, or what an upstream may do otherwise than our engines.
+_NEUTRAL = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "log_probs", "top_log_probs")
+_SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+_PARAMETERS = frozenset({"messages", "prompt", "max_tokens", "stop", "seed", *_SAMPLING})
+_ENDS = {"length": FinishReason.LENGTH}
+
+
+class Upstream:
+    """One upstream. url: up to and with ``/v1``. Its breaker opens after failures in a row, as a replica's does."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        name: str,
+        url: str,
+        model: str,
+        api_key: str,
+        breaker: BreakerPolicy,
+    ) -> None:
+        self._session, self._model, self._api_key, self._policy = session, model, api_key, breaker
+        self.name, self.url = name, url.rstrip("/")
+        self.breaker = Breaker()
+        self.outstanding = 0
+        self._cool_until_s = 0.0
+
+    def takes(self, request: GenerationRequest) -> bool:
+        """Whether it may be asked now, and the request asks for nothing that is lost on the way."""
+        return self.understands(request) and self.wait_s() <= 0
+
+    def understands(self, request: GenerationRequest) -> bool:
+        """Whether OpenAI's protocol can say all that the request asks for."""
+        plain = all(getattr(request.sampling, name) == getattr(SamplingParams(), name) for name in _NEUTRAL)
+        lost = request.stop_token_ids or request.json_schema or request.echo or not request.skip_special_tokens
+        return plain and not lost
+
+    def wait_s(self) -> float:
+        """Seconds until it may be asked: its Retry-After and the pause of its breaker; 0 or less for now."""
+        now_s = time.monotonic()
+        pause_s = 0.0
+        if not self.breaker.allows(now_s):
+            # Half open, the trial under way decides; it is unknown when.
+            pause_s = max(self.breaker.until_s - now_s, 1.0)
+        return max(self._cool_until_s - now_s, pause_s)
+
+    def stream(self, request: GenerationRequest, traceparent: str = "") -> UpstreamStream:
+        """Sent at once. Made inside a running event loop."""
+        self.breaker = self.breaker.sent(time.monotonic())
+        self.outstanding += 1
+        return UpstreamStream(self, self._events(request, traceparent), request)
+
+    def over(self, error: TridentError | None, silent_s: float) -> None:
+        self.outstanding -= 1
+        now_s = time.monotonic()
+        before, self.breaker = self.breaker, self.breaker.over(error, silent_s, now_s, self._policy)
+        if self.breaker.state is BreakerState.OPEN and before.state is not BreakerState.OPEN:
+            _LOG.warning("upstream %s: the breaker opens for %g s after: %s", self.name, self.breaker.pause_s, error)
+
+    async def _events(self, request: GenerationRequest, traceparent: str) -> AsyncIterator[dict[str, Any]]:
+        """The stream's events as tables. Raises what went wrong as TridentError."""
+        path = "/completions" if request.messages is None else "/chat/completions"
+        headers = {"authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+        headers |= {"traceparent": traceparent} if traceparent else {}
+        timeout = aiohttp.ClientTimeout(total=request.timeout_s, sock_connect=CONNECT_S)
+        try:
+            async with self._session.post(
+                self.url + path,
+                json=_body(request, self._model),
+                headers=headers,
+                timeout=timeout,
+                read_bufsize=MAX_EVENT_BYTES,
+            ) as answer:
+                if answer.status != 200:
+                    raise self._refused(answer, await answer.content.read(4096))
+                async for line in answer.content:
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line[5:].strip()
+                    if data == b"[DONE]":
+                        return
+                    event = orjson.loads(data)
+                    if not isinstance(event, dict) or "error" in event:
+                        raise EngineFailed(f"{self.name} failed midway: {_said(data)}")
+                    yield event
+        except asyncio.TimeoutError as exc:
+            raise DeadlineExceeded(f"the deadline passed while {self.name} was answering") from exc
+        except (aiohttp.ClientError, OSError, ValueError) as exc:
+            raise Unavailable(f"{self.name} cannot be reached or read: {type(exc).__name__}: {exc}") from exc
+
+    def _refused(self, answer: aiohttp.ClientResponse, body: bytes) -> TridentError:
+        """The error that a status other than 200 means. All of it is internal: it may speak of our account there."""
+        status, said = answer.status, f"{self.name} answered {answer.status}: {_said(body)}"
+        if status in (400, 413, 422):
+            return _invalid(said, body)
+        if status == 429:
+            error: Overloaded | Unavailable = Overloaded(said, retry_after_s(answer.headers))
+        else:  # its keys and models are our configuration, so a wrong one is no fault of the caller's
+            error = Unavailable(said, retry_after_s(answer.headers))
+        if error.retry_after_s is not None or status == 429:
+            cool_s = COOL_S if error.retry_after_s is None else error.retry_after_s
+            self._cool_until_s = max(self._cool_until_s, time.monotonic() + cool_s)
+        return error
+
+
+class UpstreamStream:
+    """One generation there: deltas that end with one that has ``finish_reason``; errors are raised, typed.
+
+    ``cancel`` ends it from any task; a reader that waits sees Cancelled.
+    """
+
+    attempts = 1
+
+    def __init__(self, upstream: Upstream, events: AsyncIterator[dict[str, Any]], request: GenerationRequest) -> None:
+        self._upstream, self._request = upstream, request
+        self.url = upstream.url
+        self._arrived: asyncio.Queue[TokenDelta | TridentError | None] = asyncio.Queue(maxsize=64)
+        self._sent_s = time.monotonic()
+        self._tokens = 0
+        self._over = False
+        self._failure: TridentError | None = None
+        self._reading = asyncio.ensure_future(self._read(events))
+        self._reading.add_done_callback(self._ended)
+
+    async def __anext__(self) -> TokenDelta:
+        if self._over:
+            raise StopAsyncIteration
+        item = await self._arrived.get()
+        if isinstance(item, TokenDelta):
+            return item
+        self._over = True
+        if item is None:
+            raise StopAsyncIteration
+        raise item
+
+    def cancel(self) -> None:
+        if not self._reading.done():
+            self._reading.cancel()
+
+    def abandon(self, error: TridentError) -> None:
+        """Ends it with ``error``, which its reader sees, as a failure of the upstream: it was silent."""
+        self._failure = error
+        self.cancel()
+
+    async def _read(self, events: AsyncIterator[dict[str, Any]]) -> TridentError | None:
+        """Returns how it ended."""
+        end: TridentError | None = None
+        try:
+            async for delta in self._deltas(events):
+                await self._arrived.put(delta)
+        except TridentError as exc:
+            end = exc
+        except (AttributeError, TypeError) as exc:
+            end = EngineFailed(f"{self._upstream.name} sent an event that is none of OpenAI's: {exc}")
+        await self._arrived.put(end)
+        return end
+
+    def _ended(self, reading: asyncio.Task) -> None:
+        if not reading.cancelled():
+            self._upstream.over(reading.result(), 0.0 if self._tokens else time.monotonic() - self._sent_s)
+            return
+        end = self._failure or Cancelled("the stream was left")
+        while not self._arrived.empty():
+            self._arrived.get_nowait()
+        self._arrived.put_nowait(end)
+        self._upstream.over(end, math.inf if self._failure else 0.0)
+
+    async def _deltas(self, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[TokenDelta]:
+        """Its text as it comes; the end is held back until the tokens have been counted, behind it."""
+        reason: FinishReason | None = None
+        counted: Usage | None = None
+        async for event in events:
+            counted = _usage(event.get("usage")) or counted
+            for choice in event.get("choices") or ():
+                text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+                if text:
+                    self._tokens += 1
+                    yield TokenDelta(text=text)
+                if choice.get("finish_reason"):
+                    reason = _ENDS.get(choice["finish_reason"], FinishReason.STOP)
+        if reason is None:
+            raise Unavailable(f"{self._upstream.name} closed the stream before its end")
+        prompt_tokens = math.ceil(costs.prompt_bytes(self._request) / _BYTES_PER_TOKEN)
+        yield TokenDelta(finish_reason=reason, usage=counted or Usage(prompt_tokens, self._tokens))
+
+
+def _body(request: GenerationRequest, model: str) -> dict[str, Any]:
+    sampling = request.sampling
+    body: dict[str, Any] = {
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": request.max_tokens,
+        **{name: getattr(sampling, name) for name in _SAMPLING},
+    }
+    if request.messages is None:
+        body["prompt"] = request.text_input
+    else:
+        body["messages"] = list(request.messages)
+    if request.stop:
+        body["stop"] = list(request.stop)
+    if sampling.seed is not None:
+        body["seed"] = sampling.seed
+    return body
+
+
+def _invalid(said: str, body: bytes) -> InvalidArgument:
+    """A refusal that names the request's parameter at fault, if that is one we sent."""
+    error: Any = {}
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        error = orjson.loads(body)["error"]
+    param, code = (error.get("param"), error.get("code")) if isinstance(error, dict) else (None, None)
+    kind = PromptTooLong if code == "context_length_exceeded" else InvalidArgument
+    refused = kind(param if isinstance(param, str) and param in _PARAMETERS else "", said)
+    refused.internal = True
+    return refused
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Seconds that ``retry-after-ms`` or ``retry-after`` (seconds or a date) ask to wait, at most an hour."""
+    for name, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        text = headers.get(name, "")
+        try:
+            wait_s = float(text) * scale
+        except ValueError:
+            try:
+                wait_s = parsedate_to_datetime(text).timestamp() - time.time()
+            except (ValueError, TypeError):
+                continue
+        if math.isfinite(wait_s):
+            return min(max(wait_s, 0.0), 3600.0)
+    return None
+
+
+def _usage(said: Any) -> Usage | None:
+    if not isinstance(said, dict):
+        return None
+    prompt, output = said.get("prompt_tokens"), said.get("completion_tokens")
+    return Usage(prompt, output) if isinstance(prompt, int) and isinstance(output, int) else None
+
+
+def _said(body: bytes) -> str:
+    """The message of an error body, or its beginning."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(orjson.loads(body)["error"]["message"])[:300]
+    return body[:300].decode(errors="replace")

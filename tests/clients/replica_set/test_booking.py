@@ -1,0 +1,32 @@
+import pytest
+
+from clients.replica_set.booking import Booking, Work
+from clients.replica_set.costs import Costs
+from clients.wire.answer import Answer
+from contract.generation import FinishReason, GenerationRequest, TokenDelta, Usage
+
+ASKED = GenerationRequest(text_input="x" * 400, max_tokens=50)
+
+
+async def test_what_is_booked_is_settled_as_it_is_done_and_nothing_stays():
+    work, costs = Work(), Costs()
+    assert work.idle.is_set()
+    first, second = Booking(work, costs, ASKED), Booking(work, costs, ASKED)
+    each = costs.estimate(400, 50)
+    assert (work.outstanding, work.pending_tokens) == (2, 2 * each.total) and not work.idle.is_set()
+    first.began()
+    assert work.pending_tokens == pytest.approx(2 * each.total - each.prefill)
+    first.release()
+    second.release()  # before its first token
+    assert (work.outstanding, work.pending_tokens) == (0, 0.0) and work.idle.is_set()
+
+
+async def test_an_answer_teaches_what_a_token_takes():
+    work, costs = Work(), Costs()
+    booking, answer = Booking(work, costs, ASKED), Answer(ASKED)
+    booking.release()
+    booking.learn(answer)  # nothing came
+    assert costs.estimate(400, 50) == Costs().estimate(400, 50)
+    answer.last = TokenDelta(finish_reason=FinishReason.STOP, usage=Usage(200, 10))
+    booking.learn(answer)
+    assert costs.estimate(400, 50).prefill == pytest.approx(200 * costs.prefill_weight)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from clients.wire import request
+from contract.errors import InvalidArgument
+from contract.generation import SamplingParams
+
+
+def test_arguments_become_one_valid_request_with_an_id() -> None:
+    built = request.build("hi", max_tokens=3, stop="\n", stop_token_ids=[1, 2], temperature=0.0, seed=5, timeout_s=2)
+    assert (built.text_input, built.max_tokens, built.stop, built.stop_token_ids) == ("hi", 3, ("\n",), (1, 2))
+    assert built.sampling == SamplingParams(temperature=0.0, seed=5)
+    assert len(built.request_id) == 32 and built.request_id != request.build("hi").request_id
+
+
+def test_a_chat_and_a_schema_are_taken_as_python_has_them() -> None:
+    built = request.build(
+        messages=[{"role": "user", "content": "hi"}], json_schema={"type": "object"}, request_id="mine"
+    )
+    assert built.messages == ({"role": "user", "content": "hi"},)
+    assert json.loads(built.json_schema) == {"type": "object"}
+    assert built.request_id == "mine"
+    assert request.identified(built) is built
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": "x", "temprature": 1}, "temprature: no such argument; did you mean temperature"),
+        ({"prompt": "x", "temperature": -1}, r"temperature: got -1; allowed is a finite number in \[0, 100\]"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens: got 0"),
+        ({"prompt": "x", "stop": ["a", ""]}, "stop: got .* at least one character"),
+        ({"prompt": "x", "timeout_s": 0}, "timeout_s: got 0"),
+        ({"prompt": "x", "request_id": "é"}, "request_id: got 'é'; allowed are at most 256 printable ASCII"),
+        ({"prompt": "x", "request_id": "a\nb"}, "request_id: got"),
+        ({"prompt": ""}, "text_input: the prompt is empty"),
+        ({}, "text_input: set exactly one of text_input and messages"),
+        ({"prompt": "x", "messages": [{"role": "user", "content": "y"}]}, "set exactly one"),
+        ({"messages": []}, "messages: allowed is a non-empty list"),
+        ({"messages": [{"content": "y"}]}, "messages: allowed is a non-empty list"),
+        ({"messages": ["hi"]}, "messages: allowed is a non-empty list"),
+        ({"messages": "hi"}, "messages: got 'hi'; allowed is a list"),
+        ({"prompt": b"x"}, "text_input: got b'x'; allowed is text"),
+        ({"prompt": 5}, "text_input: got 5; allowed is text"),
+        ({"prompt": "x", "stop": 5}, "stop: got 5; allowed is a list"),
+        ({"prompt": "x", "stop_token_ids": ["a"]}, "stop_token_ids: got .* allowed are integers from 0 to 2147483647"),
+        ({"prompt": "x", "stop_token_ids": [2**31]}, "stop_token_ids: got"),
+        ({"prompt": "x", "stop_token_ids": 7}, "stop_token_ids: got 7; allowed is a list"),
+        ({"prompt": "x", "request_id": 5}, "request_id: got 5"),
+        ({"prompt": "x", "ignore_eos": "no"}, "ignore_eos: got 'no'; allowed is True or False"),
+        ({"prompt": "x", "log_probs": 3}, "log_probs: got 3; allowed is True or False"),
+        ({"prompt": "x", "stream": "no"}, "stream: got 'no'; allowed is True or False"),
+        ({"prompt": "x", "json_schema": {"a": {1}}}, "json_schema: is no JSON"),
+    ],
+)
+def test_a_bad_argument_is_named_with_what_is_allowed(arguments: dict, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        request.build(**arguments)

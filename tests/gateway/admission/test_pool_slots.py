@@ -1,0 +1,327 @@
+"""The slots of a pool: by hand, and by law over random sequences of everything that callers and replicas do."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contract.errors import DeadlineExceeded, Overloaded
+from contract.generation import GenerationRequest, Usage
+from gateway.admission.budget_store import MemoryStore
+from gateway.admission.concurrency import Concurrency
+from gateway.admission.degradation import Ladder
+from gateway.admission.fair_admission import FairAdmission, QueuedPermit
+from gateway.admission.fair_queue import Entry, FairQueue
+from gateway.admission.permit import Tenant
+from gateway.admission.pool_slots import SHORT, Claim, PoolSlots, Shares
+from gateway.admission.sharing import Capacity
+
+
+class SomePools:
+    """Pools by name with what each can run; ``dead`` ones take part in no draw."""
+
+    def __init__(self, **slots: int) -> None:
+        self.slots = slots
+        self.dead: set[str] = set()
+
+    def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
+        return pinned or next(pool for pool in self.slots if pool not in self.dead and pool != without)
+
+    def capacity(self, pool: str) -> Capacity:
+        return Capacity(self.slots[pool], math.ceil(self.slots[pool] * 1.25))
+
+
+def made(pools: SomePools, clock: Any, **options: Any) -> FairAdmission:
+    concurrency = Concurrency(options.pop("limit", 1000), pools=tuple(pools.slots))
+    return FairAdmission(MemoryStore(clock), concurrency, clock, pools=pools, **options)
+
+
+def asked(max_tokens: int = 100, count: int = 1, **more: Any) -> list[GenerationRequest]:
+    return [GenerationRequest("Hello", max_tokens=max_tokens, **more) for _ in range(count)]
+
+
+def start(admission: FairAdmission, tenant: Tenant, count: int = 1, **more: Any) -> list[asyncio.Future]:
+    return [asyncio.ensure_future(admission.admit(asked(**more), tenant)) for _ in range(count)]
+
+
+async def leave(*tasks: asyncio.Future) -> None:
+    for task in tasks:
+        task.cancel()
+    for end in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(end, QueuedPermit):
+            end.settle(None)
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def pinned(name: str, pool: str, **more: Any) -> Tenant:
+    return Tenant(name, pool=pool, **more)
+
+
+async def test_a_flood_at_one_pool_takes_no_slot_of_another(clock: Any) -> None:
+    admission = made(SomePools(private=1, shared=4), clock)
+    flood = start(admission, pinned("flood", "private"), 60)
+    await settled()
+    assert admission.slots("private").running == 1 and admission.slots("shared").running == 0
+    for number in range(4):
+        (permit,) = start(admission, pinned(f"chat{number}", "shared"))
+        await settled()
+        assert permit.done()
+        flood.append(permit)
+    await leave(*flood)
+    assert all(admission.slots(pool).idle for pool in ("private", "shared"))
+
+
+async def test_slots_of_an_idle_pool_are_no_slots_of_a_busy_one(clock: Any) -> None:
+    admission = made(SomePools(main=4, side=64), clock, shares=Shares(tenant_share=1.0))
+    flood = start(admission, pinned("flood", "main"), 60)
+    await settled()
+    assert admission.slots("main").running == 5 and admission.slots("main").waiting == 55
+    await leave(*flood)
+    assert admission.slots("main").idle
+
+
+async def test_pressure_is_of_the_pool_that_is_asked_for(clock: Any) -> None:
+    ladder = Ladder(shorter_at=0.05, overflow_at=0.05, refuse_at=0.1, max_tokens=30)
+    admission = made(SomePools(private=1, shared=4), clock, ladder=ladder)
+    flood = start(admission, pinned("flood", "private"), 40)
+    await settled()
+    assert admission.pressure(pinned("flood", "private"), "private") >= 0.1
+    permit = await admission.admit(asked(), pinned("flood", "shared"))
+    assert permit.requests[0].max_tokens == 100 and not permit.headers
+    permit.settle(None)
+    await leave(*flood)
+
+
+async def test_a_flood_at_one_pool_leaves_another_its_part_of_the_hard_cap(clock: Any) -> None:
+    admission = made(SomePools(private=1, shared=4), clock, limit=100, queue_bounds={"max_per_tenant": 1000})
+    flood = start(admission, pinned("flood", "private"), 150)
+    await settled()
+    assert sum(isinstance(one.exception(), Overloaded) for one in flood if one.done() and one.exception()) == 60
+    chat = [await admission.admit(asked(), pinned("chat", "shared")) for _ in range(3)]
+    for permit in chat:
+        permit.settle(None)
+    await leave(*flood)
+
+
+async def test_an_overflow_pool_is_sent_what_it_can_run_and_keeps_a_queue_no_longer_than_that(clock: Any) -> None:
+    ladder = Ladder(shorter_at=0.01, overflow_at=0.01, refuse_at=9.0, max_tokens=30, overflow="small")
+    admission = made(SomePools(main=4, draft=2), clock, ladder=ladder, target_pool=lambda target: "draft")
+    tenants = [pinned(f"t{number}", "main") for number in range(8)]
+    flood = [task for tenant in tenants for task in start(admission, tenant, 25)]
+    await settled()
+    draft = admission.slots("draft")
+    assert (draft.running, draft.waiting) == (3, 2)  # one is sent ahead
+    await leave(*flood)
+    assert draft.idle and admission.slots("main").idle
+
+
+async def test_choices_begin_and_end_one_by_one_and_block_nobody(clock: Any) -> None:
+    admission = made(SomePools(main=8), clock, shares=Shares(tenant_share=0.75))
+    main = admission.slots("main")
+    wide = await admission.admit(asked(count=16), pinned("wide", "main"))
+    turns = [turn.begin() for turn in wide.turns]
+    assert sum(turn.done() for turn in turns) == main.running == 6
+    (narrow,) = start(admission, pinned("narrow", "main"))
+    await settled()
+    assert narrow.done() and main.running == 7
+    for number in range(10):
+        wide.turns[number].release()
+        wide.turns[number].release()
+        assert sum(turn.done() for turn in turns) == min(16, 7 + number)
+    assert main.running == 7 and not main.waiting
+    narrow.result().settle(None)
+    wide.settle(Usage(1, 100))
+    assert main.idle
+
+
+async def test_choices_that_wait_longer_than_the_queue_allows_have_the_requests_own_time(clock: Any) -> None:
+    admission = made(SomePools(main=2), clock, shares=Shares(tenant_share=1.0, max_wait_s=10.0))
+    wide = await admission.admit(asked(count=4, timeout_s=60.0), pinned("wide", "main"))
+    last = wide.turns[3].begin()
+    clock.advance(20)
+    admission.slots("main").dispatch()
+    assert not last.done()
+    clock.advance(41)
+    admission.slots("main").dispatch()
+    with pytest.raises(DeadlineExceeded):
+        await last
+    wide.settle(None)
+    assert admission.slots("main").idle
+
+
+async def test_a_choice_moves_to_another_pool_and_takes_a_slot_there(clock: Any) -> None:
+    pools = SomePools(one=2, two=1)
+    admission = made(pools, clock, shares=Shares(tenant_share=1.0))
+    permits = [await admission.admit(asked(), Tenant("a")) for _ in range(3)]
+    assert [permit.turns[0].pool for permit in permits] == ["one"] * 3
+    pools.dead.add("one")
+    moving = [asyncio.ensure_future(permit.turns[0].move()) for permit in permits]
+    await settled()
+    assert [move.done() for move in moving] == [True, True, False] and admission.slots("one").running == 0
+    assert admission.slots("two").running == 2
+    permits[0].settle(Usage(1, 1))
+    assert await moving[2] == "two"
+    permits[1].settle(None)
+    permits[2].settle(None)
+    assert admission.slots("one").idle and admission.slots("two").idle
+    assert not (await admission.admit(asked(), pinned("b", "two"))).turns[0].may_move
+
+
+async def test_long_answers_of_many_tenants_leave_slots_for_short_ones(clock: Any) -> None:
+    admission = made(SomePools(main=8), clock, shares=Shares(short_reserve=0.1))
+    main = admission.slots("main")
+    flood = [task for number in range(6) for task in start(admission, pinned(f"t{number}", "main"), 10)]
+    await settled()
+    assert main.running == 7  # of 8
+    for priority in (0, 1):
+        short = [await admission.admit(asked(5), pinned("chat", "main", priority=priority)) for _ in range(3)]
+        for permit in short:
+            permit.settle(None)
+    (medium,) = start(admission, pinned("chat", "main"), max_tokens=int(100 * SHORT) + 1)
+    await settled()
+    assert not medium.done()
+    await leave(medium, *flood)
+    assert main.idle
+
+
+async def test_an_endless_stream_of_short_requests_does_not_starve_a_long_one(clock: Any) -> None:
+    admission = made(SomePools(main=4), clock, shares=Shares(short_reserve=0.25))
+    (first,) = start(admission, pinned("long", "main"), max_tokens=1000)
+    await settled()
+    flood = [task for number in range(3) for task in start(admission, pinned(f"t{number}", "main"), 30, max_tokens=5)]
+    (second,) = start(admission, pinned("other", "main"), max_tokens=1000)
+    served = 0
+    while not second.done():
+        await settled()
+        running = [one for one in flood if one.done()]
+        if running:
+            flood.remove(running[0])
+            running[0].result().settle(Usage(1, 5))
+            flood += start(admission, pinned(f"t{served % 3}", "main"), max_tokens=5)
+            served += 1
+        assert served < 1000  # as many tokens of each other tenant as the long one may use
+    await leave(first, second, *flood)
+    assert admission.slots("main").idle
+
+
+async def test_a_pool_that_can_run_more_is_noticed(clock: Any) -> None:
+    pools = SomePools(main=1)
+    admission = made(pools, clock, shares=Shares(tenant_share=1.0))
+    flood = start(admission, pinned("a", "main"), 6)
+    await settled()
+    assert admission.slots("main").running == 2
+    pools.slots["main"] = 4
+    admission.sweep(clock())
+    assert admission.slots("main").running == 5
+    await leave(*flood)
+
+
+POOLS = ("one", "two", "three")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_happens_no_slot_is_lost_and_none_is_idle_while_somebody_may_have_it(data: st.DataObject) -> None:
+    asyncio.run(_anything(data))
+
+
+async def _anything(data: st.DataObject) -> None:
+    now_s, sizes = 0.0, {pool: data.draw(st.integers(1, 9), label=pool) for pool in POOLS}
+    shares = Shares(0, data.draw(st.sampled_from([0.5, 0.8, 1.0])), 30.0, data.draw(st.sampled_from([0.0, 0.1, 0.3])))
+    pools = {
+        pool: PoolSlots(
+            FairQueue(max_per_tenant=8, max_per_class=20),
+            lambda: now_s,
+            lambda pool=pool: Capacity(sizes[pool], math.ceil(sizes[pool] * 1.25)),
+            shares,
+        )
+        for pool in POOLS
+    }
+    claims: list[Claim] = []
+
+    def check() -> None:
+        for pool, slots in pools.items():
+            here = [claim for claim in claims if claim.pool is slots]
+            assert slots.running == sum(len(claim._held) for claim in here)
+            assert slots._reserved == sum(sum(claim._held.values()) for claim in here)
+            assert slots.queue.backlog_tokens == sum(one.entry.cost_left for one in here if one.entry.waiting)
+            assert slots.waiting == sum(claim.entry.waiting for claim in here)
+            limits, of_tenant = slots._limits(), Counter()
+            for claim in here:
+                of_tenant[claim.entry.tenant] += len(claim._held)
+            # Work conservation: nobody waits who may have a slot that is free.
+            for claim in here:
+                if claim.entry.waiting and not claim.left and slots.running < limits.limit:
+                    head = min(
+                        (one.entry for one in here if one.entry.waiting and one.entry.tenant == claim.entry.tenant),
+                        key=lambda entry: (entry.priority, entry.sequence),
+                    )
+                    if head is claim.entry and len({one.entry.priority for one in here}) == 1:
+                        assert not slots._may_run(claim.entry, limits), pool
+
+    for _ in range(data.draw(st.integers(1, 60), label="steps")):
+        step = data.draw(st.sampled_from(["claim", "claim", "release", "close", "time", "resize", "leave"]))
+        pool = data.draw(st.sampled_from(POOLS))
+        before = {name: slots.running for name, slots in pools.items()}
+        if step == "claim":
+            count, longest = data.draw(st.integers(1, 12)), data.draw(st.sampled_from([5, 100, 1000]))
+            entry = Entry(
+                data.draw(st.sampled_from("abc")),
+                longest * count + 7,
+                1,
+                1.0,
+                now_s + 30,
+                count,
+                longest_tokens=longest,
+            )
+            try:
+                claim = pools[pool].claim(entry, now_s + 60)
+            except Overloaded:
+                continue
+            claims.append(claim)
+            claim.turn(0).add_done_callback(lambda turn: turn.cancelled() or turn.exception())
+        elif step == "release" and claims:
+            claim = data.draw(st.sampled_from(claims))
+            claim.release(data.draw(st.integers(0, 11)))
+        elif step == "close" and claims:
+            claim = claims.pop(data.draw(st.integers(0, len(claims) - 1)))
+            claim.close(3)
+        elif step == "leave" and claims:
+            claim = data.draw(st.sampled_from(claims))
+            if not claim.given:
+                claim.turn(0).cancel()
+        elif step == "time":
+            now_s += data.draw(st.sampled_from([1.0, 20.0]))
+            for slots in pools.values():
+                slots.dispatch()
+        elif step == "resize":
+            sizes[pool] = data.draw(st.integers(1, 9))
+            pools[pool].dispatch()
+        for name, slots in pools.items():  # above the limit only what ran before it fell
+            assert slots.running <= max(slots._limits().limit, before[name])
+        check()
+    # Everybody who is still there gets all slots in the end, or runs out of time: nothing is stuck.
+    for _ in range(500):
+        for claim in list(claims):
+            for number in range(claim.given):
+                claim.release(number)
+            if not claim.entry.waiting:
+                claim.close(1)
+                claims.remove(claim)
+        if not claims:
+            break
+        if any(claim.left for claim in claims):
+            for claim in [claim for claim in claims if claim.left]:
+                claim.close(0)
+                claims.remove(claim)
+    assert not claims and all(slots.idle for slots in pools.values())

@@ -1,0 +1,236 @@
+"""Prompts in tokens before an engine has counted them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.errors import InvalidArgument, Overloaded
+from contract.generation import GenerationRequest, Usage
+from gateway.admission import prompt_tokens
+from gateway.admission.budget_store import MemoryStore
+from gateway.admission.budgets import Level, Limits
+from gateway.admission.concurrency import Concurrency
+from gateway.admission.fair_admission import FairAdmission
+from gateway.admission.fair_queue import FairQueue
+from gateway.admission.permit import Tenant
+from gateway.admission.prompt_tokens import TEMPLATE_TOKENS, PromptTokens
+from gateway.api import vocabulary
+
+TOKENIZER = Path(__file__).resolve().parents[3] / "build" / "demo_model" / "checkpoint" / "tokenizer.json"
+ENGLISH = "the quick brown fox jumps over the lazy dog while nobody watches from afar "
+SALAD = base64.b64encode(random.Random(0).randbytes(6000)).decode()
+TENANT = Tenant("acme/r", levels=(Level("acme/r", Limits(8000)),))
+
+
+def asked(text: str, max_tokens: int = 100) -> GenerationRequest:
+    return GenerationRequest(text, max_tokens=max_tokens)
+
+
+def door(clock, tokenizer: tokenizers.Tokenizer | None = None) -> tuple[FairAdmission, MemoryStore]:
+    budgets = MemoryStore(clock)
+    parts = (budgets, Concurrency(1000), FairQueue(), clock)
+    return FairAdmission(*parts, prompt_tokens=PromptTokens(tokenizer), rng=random.Random(1)), budgets
+
+
+async def left(budgets: MemoryStore) -> float:
+    return (await budgets.reserve(TENANT.levels, 0)).standings[0].balance
+
+
+@pytest.fixture
+def tokenizer() -> tokenizers.Tokenizer:
+    return vocabulary.load(TOKENIZER)
+
+
+async def test_a_prompt_of_2500_words_fits_a_budget_of_8000_and_four_of_1000_fit_together(clock) -> None:
+    admission, _ = door(clock)
+    permit = await admission.admit([asked((ENGLISH * 200)[:14_611])], TENANT)
+    permit.settle(None)
+    held = [await admission.admit([asked((ENGLISH * 100)[:5_844])], TENANT) for _ in range(4)]
+    assert len(held) == 4
+
+
+@pytest.mark.parametrize(("text", "least"), [("日本語の文章" * 300, 1.0), ("🐟🦆" * 300, 1.0), (SALAD, 1 / 2)])
+def test_what_tokenises_badly_is_estimated_higher_than_prose(text: str, least: float) -> None:
+    units = len(text) if not text.isascii() else len(text.encode())
+    assert PromptTokens().estimate(asked(text)).tokens >= least * units
+    prose = PromptTokens().estimate(asked(ENGLISH * 50)).tokens
+    assert prose <= len(ENGLISH) * 50 / 3
+
+
+@given(st.text(max_size=300), st.booleans())
+def test_an_estimate_is_never_more_than_a_token_for_each_byte_and_the_template(text: str, chat: bool) -> None:
+    messages = ({"role": "user", "content": text},)
+    request = GenerationRequest(messages=messages) if chat else GenerationRequest(text)
+    count = PromptTokens().estimate(request)
+    length = len(text.encode(errors="surrogatepass"))
+    assert count.least <= count.tokens <= length + TEMPLATE_TOKENS * (2 if chat else 1)
+    assert count.likely <= count.tokens
+
+
+def test_a_tenants_estimate_rises_at_once_falls_slowly_and_is_its_own() -> None:
+    learned = PromptTokens()
+    first = learned.estimate(asked(SALAD), "bad")
+    learned.learn("bad", first, len(SALAD))
+    after = learned.estimate(asked(SALAD), "bad").tokens
+    assert after >= len(SALAD)
+    prose = PromptTokens().estimate(asked(ENGLISH * 50)).tokens
+    assert learned.estimate(asked(ENGLISH * 50), "bad").tokens > 1.2 * prose
+    learned.learn("good", learned.estimate(asked(ENGLISH * 200), "good"), 200 * 15)
+    prose = [learned.estimate(asked(ENGLISH * 50), name).tokens for name in ("good", "bad")]
+    assert prose[0] < prose[1]
+    for _ in range(200):
+        learned.learn("bad", learned.estimate(asked(ENGLISH * 200), "bad"), 200 * 15)
+    settled = learned.estimate(asked(ENGLISH * 50), "bad").tokens - TEMPLATE_TOKENS
+    assert 50 * 15 <= settled <= 50 * 15 * 1.2
+
+
+async def test_a_budget_owes_what_was_estimated_too_low_and_pays_it_back(clock) -> None:
+    admission, budgets = door(clock)
+    permit = await admission.admit([asked(ENGLISH * 200)], TENANT)
+    permit.settle(Usage(9_000, 100))
+    assert await left(budgets) == 8000 - 9_100
+    with pytest.raises(Overloaded, match="acme/r has 0 tokens left") as refused:
+        await admission.admit([asked("Hello", 1)], TENANT)
+    assert refused.value.retry_after_s >= 1_100 / (8000 / 60)
+    clock.advance(1_200 / (8000 / 60))
+    await admission.admit([asked("Hello", 1)], TENANT)
+
+
+@given(st.lists(st.tuples(st.integers(100, 6000), st.floats(0.1, 1.0), st.floats(0, 20)), min_size=5, max_size=60))
+def test_over_time_no_more_is_spent_than_capacity_rate_and_what_runs(requests: list[tuple[int, float, float]]) -> None:
+    """Whatever prompts turn out to be, up to a token for each byte."""
+
+    class Clock:
+        now_s = 0.0
+
+        def __call__(self) -> float:
+            return self.now_s
+
+    async def play() -> None:
+        clock = Clock()
+        admission, _ = door(clock)
+        spent, largest = 0.0, 0.0
+        for length, ratio, pause_s in requests:
+            request, used = asked(SALAD[:length], 10), math.ceil(length * ratio)
+            try:
+                permit = await admission.admit([request], TENANT)
+            except Overloaded:
+                clock.now_s += pause_s
+                continue
+            spent += used
+            largest = max(largest, used)
+            permit.settle(Usage(used, 0))
+            admission.prompt_tokens.learn(TENANT.name, permit.counts[0], used)
+            assert spent <= 8000 + 8000 / 60 * clock.now_s + largest
+            clock.now_s += pause_s
+
+    asyncio.run(play())
+
+
+async def test_only_what_can_really_never_fit_is_an_invalid_argument(clock, tokenizer) -> None:
+    admission, budgets = door(clock)
+    with pytest.raises(InvalidArgument, match="more than acme/r may ever use at once"):
+        await admission.admit([asked("Hello", 8000)], TENANT)
+    await budgets.reserve(TENANT.levels, 100)
+    for _ in range(2):  # the estimate is above the budget; it may still be wrong
+        with pytest.raises(Overloaded, match="may need 8000") as refused:
+            await admission.admit([asked(SALAD + SALAD)], TENANT)
+        assert refused.value.retry_after_s > 0
+    counted, _ = door(clock, tokenizer)
+    with pytest.raises(InvalidArgument, match="more than acme/r may ever use at once"):
+        await counted.admit([asked(SALAD * 3)], TENANT)
+    clock.advance(1000)
+    full, _ = door(clock)
+    await full.admit([asked(SALAD + SALAD)], TENANT)
+
+
+@pytest.mark.parametrize("text", ["Hello there", ENGLISH * 100, "日本語\n" * 500, SALAD])
+async def test_with_the_models_tokenizer_prompts_are_counted(text: str, tokenizer) -> None:
+    known = len(tokenizer.encode(text, add_special_tokens=False))
+    need = await PromptTokens(tokenizer).need([asked(text)], "acme")
+    assert need.counts[0].size == need.least - 100 == known and need.tokens == known + TEMPLATE_TOKENS + 100
+    chat = GenerationRequest(messages=({"role": "user", "content": f"  {text}  "},), max_tokens=100)
+    need = await PromptTokens(tokenizer).need([chat], "acme")
+    assert need.tokens == len(tokenizer.encode(text.strip(), add_special_tokens=False)) + 2 * TEMPLATE_TOKENS + 100
+
+
+async def test_choices_of_one_prompt_count_it_once(tokenizer) -> None:
+    for tokens in (PromptTokens(), PromptTokens(tokenizer)):
+        request = asked(ENGLISH * 10)
+        one, three = await tokens.need([request], "a"), await tokens.need([request] * 3, "a")
+        assert three.tokens == one.tokens + 200 and three.least == one.least + 200 and len(three.counts) == 3
+
+
+async def test_long_prompts_are_counted_beside_the_event_loop(tokenizer) -> None:
+    class Watched:
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+            threads.add(threading.current_thread())
+            return tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+    threads: set[threading.Thread] = set()
+    counted = PromptTokens(Watched())
+    await counted.need([asked(ENGLISH * 100)], "a")
+    assert threading.main_thread() not in threads and threads
+    threads.clear()
+    assert (
+        not (await counted.need([asked("x" * (prompt_tokens.MOST_COUNTED + 1))], "a")).counts[0].exact and not threads
+    )
+
+
+async def test_the_event_loop_turns_while_a_long_prompt_is_counted(tokenizer) -> None:
+    counting = asyncio.ensure_future(PromptTokens(tokenizer).need([asked(ENGLISH * 1000)], "a"))
+    turns = 0
+    while not counting.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert (await counting).counts[0].size > 20_000 and turns > 3
+
+
+async def test_a_count_that_takes_too_long_is_an_estimate_and_holds_nobody_up(monkeypatch) -> None:
+    monkeypatch.setattr(prompt_tokens, "COUNTING_S", 0.02)
+    gate = threading.Event()
+
+    class Slow:
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+            gate.wait(60)
+            return [[1]]
+
+    counted = PromptTokens(Slow())
+    try:
+        late = await asyncio.gather(*(counted.need([asked(ENGLISH * 100)], "a") for _ in range(8)))
+        assert not any(need.counts[0].exact for need in late)
+        monkeypatch.setattr(prompt_tokens, "COUNTING_S", 60.0)
+        need = await counted.need([asked(ENGLISH * 100)], "a")  # both threads are taken: nothing is waited for
+        assert not need.counts[0].exact
+    finally:
+        gate.set()
+        counted.close()
+
+
+async def test_a_tokenizer_of_another_model_is_found_out(tokenizer, caplog) -> None:
+    counted = PromptTokens(tokenizer)
+    for _ in range(3):
+        count = (await counted.need([asked(ENGLISH * 100)], "a")).counts[0]
+        assert count.exact
+        counted.learn("a", count, count.size // 3)
+    assert not (await counted.need([asked(ENGLISH * 100)], "a")).counts[0].exact
+    assert "the tokenizer is not the served model's" in caplog.text
+
+
+async def test_a_default_system_prompt_is_learned(tokenizer) -> None:
+    counted = PromptTokens(tokenizer)
+    chat = GenerationRequest(messages=({"role": "user", "content": "Hello"},), max_tokens=1)
+    for _ in range(2):
+        need = await counted.need([chat], "a")
+        counted.learn("a", need.counts[0], 200)
+    assert need.tokens == 200 + 1

@@ -1,0 +1,492 @@
+"""Triton's own client, and ours, through the gateway's gRPC door."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+
+import grpc
+import numpy as np
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from tritonclient.grpc import InferInput, InferRequestedOutput, service_pb2
+from tritonclient.grpc import aio as triton
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from clients import NO_RETRY, AsyncClient
+from contract import tensors
+from contract.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+)
+from contract.generation import FinishReason
+from gateway.admission.permit import Tenant
+from gateway.api import kserve
+from gateway.telemetry.observability import Tracing
+from tests.fakes.replica import FakeReplica, Script, content
+from tests.gateway.running import Running, gateway, until
+
+pytestmark = pytest.mark.slow
+CODE = 'trident_gateway_requests_total{code="%s",door="grpc",operation="text_completion"}'
+
+
+def inputs(prompt: str, max_tokens: int, **more: object) -> list[InferInput]:
+    values = {
+        "text_input": np.array([[prompt]], dtype=object),
+        "max_tokens": np.array([[max_tokens]], dtype=np.int32),
+        "stream": np.array([[True]]),
+        **{name: np.array([[value]]) for name, value in more.items()},
+    }
+    made = []
+    for name, array in values.items():
+        tensor = InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
+        tensor.set_data_from_numpy(array)
+        made.append(tensor)
+    return made
+
+
+async def asked(running: Running, *requests: dict, headers: dict | None = None) -> list[tuple[str, str]]:
+    """(request id, text or error) of every response of one stream, by Triton's own client."""
+
+    async def iterate():
+        for request in requests:
+            yield {"model_name": "ensemble", "enable_empty_final_response": True, **request}
+
+    seen = []
+    async with triton.InferenceServerClient(running.grpc_url) as client:
+        async for result, error in client.stream_infer(iterate(), headers=headers):
+            if error is not None:
+                seen.append(("", str(error)))
+            else:
+                response = result.get_response()
+                output = result.as_numpy("text_output")
+                seen.append((response.id, output.flatten()[0].decode() if output is not None else ""))
+    return seen
+
+
+def ours(running: Running, **more: object) -> AsyncClient:
+    return AsyncClient(running.grpc_url, retry=NO_RETRY, **more)
+
+
+async def test_tritons_client_streams_through_the_door():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        seen = await asked(running, {"request_id": "r1", "inputs": inputs("one two", 3)})
+        assert "".join(text for _, text in seen) == " one two one" and {rid for rid, _ in seen} == {"r1"}
+        assert replica.seen[-1].id == "r1" and replica.seen[-1].value("max_tokens") == 3
+
+
+async def test_requests_of_one_stream_run_side_by_side():
+    async with FakeReplica(lambda seen: Script((" a", " b"), gap_s=0.05)) as replica, gateway(replica) as running:
+        seen = await asked(running, *({"request_id": f"r{n}", "inputs": inputs("x", 2)} for n in range(5)))
+        for n in range(5):
+            assert "".join(text for rid, text in seen if rid == f"r{n}") == " a b"
+        assert replica.counts.most_running > 1
+
+
+async def test_a_cancelled_call_frees_the_replica():
+    script = Script(tuple(" a" for _ in range(500)), gap_s=0.01)
+    async with FakeReplica(lambda seen: script) as replica, gateway(replica) as running, ours(running) as client:
+        async for _ in client.generate("x", max_tokens=500):
+            break
+        await until(lambda: replica.counts.running == 0 and not running.service._live)
+        assert replica.counts.cancelled == 1
+
+
+REFUSING = "[degradation]\nshorter_at = 0.1\noverflow_at = 0.1\nrefuse_at = 0.1"
+
+
+async def test_a_refusal_is_resource_exhausted_with_retry_info():
+    async with FakeReplica(lambda seen: Script((" a",), stall_after=0)) as replica:
+        async with gateway(replica, config=REFUSING, max_in_flight=10) as running, ours(running) as client:
+            running_one = asyncio.ensure_future(client.generate("x").complete())
+            await until(lambda: replica.counts.running == 1)
+            with pytest.raises(Overloaded, match="more work than can be done") as caught:
+                await client.generate("x").complete()
+            assert 1.0 <= caught.value.retry_after_s <= 1.26
+            async with grpc.aio.insecure_channel(running.grpc_url) as channel:
+                call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(
+                    iter([service_pb2.ModelInferRequest(model_name="ensemble").SerializeToString()])
+                )
+                with pytest.raises(grpc.aio.AioRpcError) as status:
+                    async for _ in call:
+                        pass
+            running_one.cancel()
+            await asyncio.gather(running_one, return_exceptions=True)
+        trailers = dict(status.value.trailing_metadata())
+        assert status.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert 1000 <= int(trailers["retry-after-ms"]) <= 1251
+        assert int(trailers["grpc-retry-pushback-ms"]) == int(trailers["retry-after-ms"])
+        rpc_status = pytest.importorskip("google.rpc.status_pb2").Status.FromString(trailers["grpc-status-details-bin"])
+        from google.rpc.error_details_pb2 import RetryInfo
+
+        info = RetryInfo()
+        assert rpc_status.details[0].Unpack(info)
+        assert 1.0 <= info.retry_delay.ToTimedelta().total_seconds() <= 1.26
+
+
+async def test_a_refusal_beside_running_requests_rides_in_band_and_leaves_them_alone():
+    script = Script(tuple(" a" for _ in range(10)), gap_s=0.03)
+    async with FakeReplica(lambda seen: script) as replica:
+        async with gateway(replica, max_in_flight=1) as running:
+            seen = await asked(running, *({"request_id": f"r{n}", "inputs": inputs("x", 10)} for n in range(2)))
+            assert [text for _, text in seen if "Overloaded" in text]
+            assert "".join(text for rid, text in seen if rid in ("r0", "r1") and "Overloaded" not in text) == " a" * 10
+
+
+async def test_an_open_stream_hears_a_refusal_without_ending_its_side():
+    keys = {"TRIDENT_GATEWAY_API_KEYS": "a/b/c=" + "k" * 20}
+    async with FakeReplica() as replica, gateway(replica, environ=keys) as running:
+        from tritonclient.grpc import InferenceServerClient
+
+        answers: queue.Queue = queue.Queue()
+
+        def talk() -> InferenceServerException:
+            client = InferenceServerClient(running.grpc_url)
+            client.start_stream(lambda result, error: answers.put(error or result))
+            client.async_stream_infer("ensemble", inputs("x", 2))
+            try:
+                return answers.get(timeout=60)
+            finally:
+                client.stop_stream(cancel_requests=True)
+                client.close()
+
+        error = await asyncio.to_thread(talk)
+        assert error.status() == "StatusCode.UNAUTHENTICATED"
+
+
+async def test_what_the_replica_refuses_comes_through_as_it_said_it():
+    refusal = InvalidArgument("top_k", "got -3; allowed is 0 or more")
+    async with FakeReplica(lambda seen: Script(refuse=refusal)) as replica, gateway(replica) as running:
+        seen = await asked(running, {"inputs": inputs("x", 2)})
+        assert "in ensemble 'ensemble', InvalidArgument: top_k" in seen[0][1]
+        async with ours(running) as client:
+            with pytest.raises(InvalidArgument, match="top_k"):
+                await client.generate("x").complete()
+
+
+async def test_a_request_that_fails_at_one_replica_goes_to_another_before_its_first_token():
+    def dying(seen):
+        return Script((" a",), status_after=0)
+
+    async with FakeReplica(dying) as bad, FakeReplica() as good:
+        async with gateway(bad, good, routing="round_robin") as running:
+            for _ in range(6):
+                seen = await asked(running, {"inputs": inputs("one two", 2)})
+                assert "".join(text for _, text in seen) == " one two"
+            assert bad.counts.started >= 1 and good.counts.started == 6
+
+
+async def test_after_the_first_token_nothing_is_tried_again():
+    script = Script((" a", " b", " c"), status_after=1)
+    async with FakeReplica(lambda seen: script) as one, FakeReplica(lambda seen: script) as two:
+        async with gateway(one, two) as running, ours(running) as client:
+            with pytest.raises(Unavailable):
+                await client.generate("x").complete()
+            assert one.counts.started + two.counts.started == 1
+
+
+async def test_an_unknown_model_and_unreadable_tensors_are_named():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        seen = await asked(running, {"model_name": "engine", "inputs": inputs("x", 2)})
+        assert "NotFound: the model 'engine' does not exist" in seen[0][1]
+        wrong = InferInput("max_tokens", [1, 2], "INT32")
+        wrong.set_data_from_numpy(np.array([[1, 2]], dtype=np.int32))
+        seen = await asked(running, {"inputs": [wrong]})
+        assert "max_tokens: allowed is one INT32" in seen[0][1]
+        with pytest.raises(grpc.aio.AioRpcError) as status:
+            await asked(running, {"inputs": [wrong]}, headers={"triton_grpc_error": "true"})
+        assert status.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        async with ours(running, model="nowhere") as client:
+            with pytest.raises(NotFound):
+                await client.generate("x").complete()
+        assert replica.counts.started == 0
+
+
+async def test_an_id_that_no_metadata_can_carry_is_served_and_comes_back():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        for odd in ("\u65e5\u672c", "line\nbreak", "x" * 100_000):
+            seen = await asked(running, {"request_id": odd, "inputs": inputs("one", 1)})
+            assert "".join(text for _, text in seen) == " one" and {rid for rid, _ in seen} == {odd}
+
+
+async def test_a_caller_who_wants_statuses_gets_what_the_replica_refuses_as_one():
+    script = Script(refuse=InvalidArgument("temperature", "got -1"))
+    async with FakeReplica(lambda seen: script) as replica, gateway(replica) as running:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asked(running, {"inputs": inputs("x", 1)}, headers={"triton_grpc_error": "true"})
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "temperature" in caught.value.details()
+
+
+async def test_nobodys_own_mistakes_open_a_breaker_for_the_others():
+    def script(seen) -> Script:
+        if seen.value("text_input") == "wrong":
+            return Script(refuse="[request id: x] input 'max_tokens' already exists in request")
+        stall_after = {"hurry": 0, "slow": 1}.get(seen.value("text_input"))
+        return Script((" a", " b"), stall_after=stall_after)
+
+    async with FakeReplica(script) as replica, gateway(replica, breaker_failures=2) as running, ours(running) as client:
+        for _ in range(3):
+            with pytest.raises(InvalidArgument):
+                await client.complete("wrong", max_tokens=1)
+            with pytest.raises(DeadlineExceeded):
+                await client.complete("hurry", max_tokens=2, timeout_s=0.02)
+            with pytest.raises(DeadlineExceeded):
+                async for _ in client.generate("slow", max_tokens=2, timeout_s=0.15):
+                    pass
+            body = {"model": "demo", "prompt": "hurry"}
+            status, _, _ = await running.post("/v1/completions", body, x_trident_timeout_s="0.02")
+            assert status == 504
+        assert (await client.complete("good", max_tokens=2)).text == " a b"
+
+
+async def test_a_caller_that_leaves_does_not_make_a_bad_replica_a_good_one():
+    def script(seen) -> Script:
+        return Script((" a",), stall_after=0) if seen.value("text_input") == "leave" else Script(refuse="engine boom")
+
+    async with FakeReplica(script) as replica, gateway(replica, breaker_failures=2) as running, ours(running) as client:
+        with pytest.raises(EngineFailed):
+            await client.complete("x", max_tokens=1)
+        leaving = asyncio.ensure_future(client.complete("leave", max_tokens=1))
+        await until(lambda: replica.counts.running == 1)
+        leaving.cancel()
+        await until(lambda: replica.counts.running == 0)
+        with pytest.raises(EngineFailed):
+            await client.complete("x", max_tokens=1)
+        with pytest.raises(Unavailable):
+            await client.complete("x", max_tokens=1)
+
+
+def test_an_output_in_another_form_is_refused_by_name():
+    for parameter in ("classification", "shared_memory_region"):
+        request = service_pb2.ModelInferRequest()
+        request.outputs.add(name="text_output").parameters[parameter].int64_param = 2
+        with pytest.raises(InvalidArgument, match=f"text_output.*{parameter}"):
+            kserve.read(request, 1.0)
+
+
+async def test_keys_are_asked_for():
+    class Keys:
+        def tenant(self, api_key):
+            if api_key != "right":
+                raise Unauthenticated("no such key")
+            return Tenant("acme")
+
+    async with FakeReplica() as replica, gateway(replica, keys=Keys()) as running:
+        async with ours(running) as client:
+            with pytest.raises(Unauthenticated):
+                await client.generate("x").complete()
+        async with ours(running, api_key="right") as client:
+            assert (await client.generate("one", max_tokens=1).complete()).text == " one"
+
+
+async def test_questions_about_server_and_model_are_answered():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        async with triton.InferenceServerClient(running.grpc_url) as client:
+            assert await client.is_server_live() and await client.is_server_ready()
+            assert await client.is_model_ready("ensemble") and not await client.is_model_ready("engine")
+            assert (await client.get_server_metadata()).name == "triton"
+            assert (await client.get_model_metadata("ensemble")).name == "ensemble"
+            assert (await client.get_model_config("ensemble")).config.model_transaction_policy.decoupled
+            with pytest.raises(InferenceServerException, match="NOT_FOUND|does not exist"):
+                await client.get_model_metadata("engine")
+            with pytest.raises(InferenceServerException, match="decoupled"):
+                await client.infer("ensemble", inputs("x", 2))
+
+
+async def test_a_message_over_the_limit_is_refused():
+    async with FakeReplica() as replica, gateway(replica, max_body_bytes=2048) as running, ours(running) as client:
+        with pytest.raises(Overloaded, match="larger than max"):
+            await client.generate("x" * 4096).complete()
+        assert replica.counts.started == 0
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("sent", [True, False])
+def test_max_tokens_can_be_lowered_wherever_it_was(inline: bool, sent: bool):
+    request = service_pb2.ModelInferRequest(model_name="ensemble")
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
+    if inline:
+        request.inputs[0].contents.bytes_contents.append(b"hello")
+    else:
+        request.raw_input_contents.append(b"\x05\x00\x00\x00hello")
+    if sent:
+        request.inputs.add(name="max_tokens", datatype="INT32", shape=[1, 1])
+        if inline:
+            request.inputs[1].contents.int_contents.append(100)
+        else:
+            request.raw_input_contents.append((100).to_bytes(4, "little"))
+    assert kserve.read(request, 5.0).max_tokens == (100 if sent else kserve.DEFAULT_MAX_TOKENS)
+    kserve.lower(request, 7)
+    again = kserve.read(request, 5.0)
+    assert (again.max_tokens, again.text_input, again.timeout_s) == (7, "hello", 5.0)
+
+
+def test_shared_memory_is_refused_by_name():
+    request = service_pb2.ModelInferRequest(model_name="ensemble")
+    tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
+    tensor.parameters["shared_memory_region"].string_param = "r"
+    with pytest.raises(InvalidArgument, match="text_input: lies in shared memory"):
+        kserve.read(request, 5.0)
+
+
+async def test_what_admission_says_comes_as_metadata_before_the_answer_and_as_trailers():
+    key = "k" * 20
+    config = f'salt = "{"00" * 16}"\n[orgs.a]\ntokens_per_minute = 6000\nrequests_per_minute = 2'
+    environ = {"TRIDENT_GATEWAY_API_KEYS": f"a/b/c={key}"}
+    sent = service_pb2.ModelInferRequest(model_name="ensemble")
+    sent.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
+    sent.raw_input_contents.append(b"\x01\x00\x00\x00x")
+    async with FakeReplica() as replica, gateway(replica, config=config, environ=environ) as running:
+        async with grpc.aio.insecure_channel(running.grpc_url) as channel:
+            ask = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+
+            async def once() -> tuple[dict, dict]:
+                call = ask(iter([sent.SerializeToString()]), metadata=(("authorization", f"Bearer {key}"),))
+                before = dict(await call.initial_metadata())
+                assert [data async for data in call]
+                return before, dict(await call.trailing_metadata())
+
+            before, after = await once()
+            assert before["x-ratelimit-limit-tokens"] == "6000" == after["x-ratelimit-limit-tokens"]
+            assert before["x-ratelimit-remaining-requests"] == "1"
+            await once()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await once()
+        trailers = dict(refused.value.trailing_metadata())
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert trailers["x-ratelimit-remaining-requests"] == "0" and int(trailers["retry-after-ms"]) > 1000
+
+
+class Broken(FakeReplica):
+    """Answers every request with these messages, whatever they are."""
+
+    def __init__(self, *messages: bytes) -> None:
+        super().__init__()
+        self.messages = messages
+
+    async def generate(self, seen, context, asked_empty_final):
+        for message in self.messages:
+            yield message
+
+
+def said(text: str, final: bool = False, reason: FinishReason | None = None) -> bytes:
+    texts = [text] if text else []
+    return content("r1", "ensemble", 0, texts, reason, Script(), range(len(tensors.ENSEMBLE_OUTPUTS)), 3, final)
+
+
+async def test_an_answer_that_ends_in_the_middle_is_not_passed_on_as_a_whole_one():
+    async with Broken(said(" a"), said(" b")) as replica, gateway(replica) as running, ours(running) as client:
+        got = []
+        with pytest.raises(Unavailable, match="the one that served it was lost; quote request"):
+            async for delta in client.generate("x"):
+                got.append(delta.text)
+        assert got == [" a", " b"]
+        assert (await running.metrics())[CODE % "UNAVAILABLE"] == 1
+
+
+@pytest.mark.parametrize("rubbish", [b"\xff\xff", b"\x12\xff\xff\xff\x7f"])
+async def test_what_cannot_be_read_is_not_passed_on_but_said_to_be_so(rubbish: bytes):
+    async with Broken(said(" a"), rubbish) as replica, gateway(replica) as running:
+        seen = await asked(running, {"request_id": "r1", "inputs": inputs("x", 2)})
+        assert (
+            seen[0] == ("r1", " a")
+            and "EngineFailed: the engine failed while it served the request; quote" in seen[1][1]
+        )
+        assert len(seen) == 2 and (await running.metrics())[CODE % "INTERNAL"] == 1
+
+
+async def test_nothing_is_passed_on_behind_the_end_of_an_answer():
+    end = said(" a", True, FinishReason.LENGTH)
+    async with Broken(end, said(" b"), end) as replica, gateway(replica) as running:
+        assert await asked(running, {"request_id": "r1", "inputs": inputs("x", 2)}) == [("r1", " a")]
+
+
+async def test_an_error_that_a_replica_says_in_band_is_counted_as_one():
+    async with FakeReplica(lambda seen: Script(refuse=EngineFailed("no"))) as replica, gateway(replica) as running:
+        await asked(running, {"inputs": inputs("x", 2)})
+        assert (await running.metrics())[CODE % "INTERNAL"] == 1
+
+
+async def test_whoever_asks_for_the_text_alone_pays_for_every_token_and_gets_the_text_alone():
+    script = Script(tuple(" a" for _ in range(50)), tokens_per_response=25)
+    async with FakeReplica(lambda seen: script) as replica, gateway(replica) as running:
+        outputs = [InferRequestedOutput("text_output")]
+        names = []
+
+        async def iterate():
+            yield {"model_name": "ensemble", "inputs": inputs("x", 50), "outputs": outputs}
+
+        async with triton.InferenceServerClient(running.grpc_url) as client:
+            async for result, error in client.stream_infer(iterate()):
+                assert error is None and result.as_numpy("text_output").flatten()[0] == b" a" * 25
+                names.append({output.name for output in result.get_response().outputs})
+        assert len(names) == 2 and not any(kserve.COUNTS & seen for seen in names)
+        page = await running.metrics()
+        assert page['trident_gateway_tokens_total{direction="output",source="engine",tenant="anonymous"}'] == 50
+        assert page['trident_gateway_generations_total{end="stop",pool="",source="engine"}'] == 1
+
+
+def test_outputs_can_be_taken_out_of_a_response():
+    left = service_pb2.ModelStreamInferResponse.FromString(kserve.without_outputs(said(" a"), kserve.COUNTS))
+    names = [output.name for output in left.infer_response.outputs]
+    assert not kserve.COUNTS & set(names)
+    assert len(left.infer_response.raw_output_contents) == len(names)
+    assert left.infer_response.raw_output_contents[names.index("text_output")] == b"\2\0\0\0 a"
+
+
+async def test_metadata_comes_from_a_replica_that_answers():
+    async with FakeReplica() as one, FakeReplica() as two, gateway(one, two, probe_interval_s=60.0) as running:
+        await until(lambda: len(running.service.replicas.fit()) == 2)
+        async with triton.InferenceServerClient(running.grpc_url) as client:
+            for dead in (one, two):
+                await dead.stop()
+                if dead is one:
+                    assert (await client.get_model_metadata("ensemble")).name == "ensemble"
+            with pytest.raises(InferenceServerException, match="UNAVAILABLE"):
+                await client.get_model_metadata("ensemble")
+
+
+async def test_a_reader_that_takes_nothing_frees_the_replica_and_hears_why_when_it_reads_on():
+    script = Script(tuple("z" * 2000 for _ in range(20_000)))
+    async with FakeReplica(lambda seen: script) as replica, gateway(replica, stall_timeout_s=0.2) as running:
+        async with grpc.aio.insecure_channel(running.grpc_url) as channel:
+            request = service_pb2.ModelInferRequest(model_name="ensemble").SerializeToString()
+            call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter([request]))
+            await call.read()
+            await until(lambda: replica.counts.cancelled == 1, 60.0)
+            with pytest.raises(grpc.aio.AioRpcError, match="the reader took nothing for 0.2 s") as caught:
+                while await asyncio.wait_for(call.read(), 60.0) is not grpc.aio.EOF:
+                    pass
+            assert caught.value.code() is grpc.StatusCode.CANCELLED
+
+
+async def test_a_traced_request_has_spans_from_the_engine_itself_and_its_caller_gets_no_more_for_it():
+    exporter = InMemorySpanExporter()
+    async with FakeReplica() as replica, gateway(replica, tracing=Tracing(exporter=exporter)) as running:
+        for outputs in (None, [InferRequestedOutput("text_output")]):
+            await asked(running, {"inputs": inputs("x", 2), "outputs": outputs})
+            assert replica.seen[-1].value("return_perf_metrics") is True
+        running.service.tracing.close()
+        names = [span.name for span in exporter.get_finished_spans()]
+        for name in ("queue", "route", "replica", "tokenizer", "engine", "engine.prefill", "detokenizer"):
+            assert names.count(name) == 2, name
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_timings_are_asked_for_however_the_tensors_are_sent_and_once(inline: bool):
+    request = service_pb2.ModelInferRequest()
+    prompt = request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
+    if inline:
+        prompt.contents.bytes_contents.append(b"x")
+    else:
+        request.raw_input_contents.append(b"\1\0\0\0x")
+    request.outputs.add(name="text_output")
+    assert kserve.ask_for_timings(request) == kserve.TIMINGS and not kserve.ask_for_timings(request)
+    assert [(one.name, list(one.shape)) for one in request.inputs[1:]] == [("return_perf_metrics", [1, 1])]
+    assert list(request.inputs[1].contents.bool_contents) == ([True] if inline else [])
+    assert list(request.raw_input_contents[1:]) == ([] if inline else [b"\1"])

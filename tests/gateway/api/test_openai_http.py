@@ -1,0 +1,399 @@
+"""The OpenAI door on the wire: raw events, readers that leave or stall, bodies and headers that are not meant well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.errors import Unauthenticated
+from contract.generation import FinishReason, TokenDelta
+from gateway.admission.permit import Tenant
+from gateway.admission.pool_slots import Shares
+from gateway.api.chat import Chat
+from gateway.api.completions import Completions
+from gateway.api.openai_http import Events
+from gateway.api.schemas import ChatRequest, CompletionRequest
+from gateway.api.vocabulary import Vocabulary
+from tests.fakes.replica import FakeReplica, Script, final_only
+from tests.gateway.running import Running, gateway, until
+
+pytestmark = pytest.mark.slow
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ASKED = {"model": "demo", "prompt": "one two", "max_tokens": 3}
+
+
+async def send(running: Running, body: bytes, path: str = COMPLETIONS, head: str = "") -> tuple:
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\n{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    await writer.drain()
+    return reader, writer
+
+
+async def rest(reader: asyncio.StreamReader, until_: bytes = b"[DONE]") -> bytes:
+    data = b""
+    while until_ not in data:
+        more = await asyncio.wait_for(reader.read(65536), 60)
+        if not more:
+            break
+        data += more
+    return data
+
+
+def streamed(**more: object) -> bytes:
+    return json.dumps({**ASKED, "stream": True, **more}).encode()
+
+
+class Keys:
+    def tenant(self, api_key: str) -> Tenant:
+        if api_key != "right":
+            raise Unauthenticated("no such key")
+        return Tenant("acme")
+
+
+@given(
+    deltas=st.lists(
+        st.builds(
+            lambda choice, text, ended, counted: (
+                choice,
+                TokenDelta(text, (5,), (-0.5,) * counted, FinishReason.STOP if ended else None),
+            ),
+            st.integers(0, 2),
+            st.text(max_size=5),
+            st.booleans(),
+            st.booleans(),
+        )
+    ),
+    more=st.fixed_dictionaries({}, optional={"stream_options": st.just({"include_usage": True})}),
+    logprobs=st.booleans(),
+    chat=st.booleans(),
+)
+def test_events_say_what_the_form_says_of_each_piece(deltas: list, more: dict, logprobs: bool, chat: bool):
+    def form() -> Chat | Completions:
+        if chat:
+            turns = [{"role": "user", "content": "x"}]
+            asked = ChatRequest(model="demo", messages=turns, stream=True, logprobs=logprobs, **more)
+            return Chat(asked, "r", 7, Vocabulary())
+        asked = CompletionRequest(model="demo", prompt="x", stream=True, logprobs=1 if logprobs else None, **more)
+        return Completions(asked, "r", 7, Vocabulary())
+
+    events, plain, begun = Events(form()), form(), set()
+    for choice, delta in deltas:
+        first = None if choice in begun else plain.first_chunk(choice)
+        begun.add(choice)
+        expected = [said for said in (first, plain.chunk(choice, delta)) if said is not None]
+        found = events.of(choice, delta)
+        assert all(len(line.decode().splitlines()) == 2 for line in found)
+        assert [json.loads(line.removeprefix(b"data: ")) for line in found] == expected
+
+
+async def test_an_event_stream_is_data_lines_up_to_done():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        reader, writer = await send(running, streamed())
+        data = await rest(reader)
+        writer.close()
+        assert b"200 OK" in data and b"text/event-stream" in data
+        events = [line for line in data.split(b"\r\n") if line.startswith(b"data: ")]
+        assert events[-1] == b"data: [DONE]\n\n"
+        texts = [json.loads(event[6:])["choices"][0]["text"] for event in events[:-1]]
+        assert "".join(texts) == " one two one"
+
+
+async def test_what_was_answered_is_counted_so_and_who_left_is_counted_so():
+    async with FakeReplica(lambda seen: Script((" a", " b"), gap_s=0.05)) as replica, gateway(replica) as running:
+        for more in ({}, {"temperature": 0}):
+            reader, writer = await send(running, streamed(**more))
+            await rest(reader)
+            writer.close()
+            await running.post(COMPLETIONS, ASKED)
+        reader, writer = await send(running, streamed())
+        await rest(reader, b" a")
+        writer.close()
+        await until(lambda: replica.counts.cancelled == 1)
+        await until(lambda: not running.service.admission.running)
+        counted = await running.metrics()
+        said = 'trident_gateway_requests_total{code="%d",door="http",operation="text_completion"}'
+        assert (counted[said % 200], counted[said % 499]) == (4, 1)
+
+
+async def test_text_cannot_forge_events():
+    evil = "\n\ndata: [DONE]\n\ndata: {}\r\revent: x\u2028data: {}\u2029data: {}\x85data: {}\x0bdata: {}\x1edata: {} é"
+    async with FakeReplica(lambda seen: Script((evil,))) as replica, gateway(replica) as running:
+        reader, writer = await send(running, streamed())
+        data = await rest(reader, b"data: [DONE]\n\n")
+        writer.close()
+        assert data.count(b"\n\ndata: [DONE]") == 0 and data.count(b"\ndata: {}") == 0
+        events = [line for line in data.decode().splitlines() if line.startswith("data:")]  # as careless readers do
+        assert len(events) == 2 and events[1] == "data: [DONE]"
+        first = events[0]
+        assert json.loads(first[6:])["choices"][0]["text"] == evil
+
+
+async def test_silence_is_filled_with_heartbeats_before_and_after_the_first_token():
+    script = Script((" a", " b"), first_token_s=0.3, gap_s=0.3)
+    async with FakeReplica(lambda seen: script) as replica, gateway(replica, heartbeat_s=0.05) as running:
+        reader, writer = await send(running, streamed())
+        data = await rest(reader)
+        writer.close()
+        before, _, after = data.partition(b'"text":" a"')
+        assert b": keep-alive" in before and b": keep-alive" in after and b'"text":" b"' in after
+
+
+async def test_a_caller_that_leaves_before_the_first_token_frees_the_replica():
+    async with FakeReplica(lambda seen: Script((" a",), stall_after=0)) as replica, gateway(replica) as running:
+        for body in (streamed(), json.dumps(ASKED).encode()):
+            _, writer = await send(running, body)
+            await until(lambda: replica.counts.running == 1)
+            writer.close()
+            await until(lambda: replica.counts.running == 0 and not running.service._live)
+        assert replica.counts.cancelled == 2
+
+
+async def test_a_reader_that_takes_nothing_is_cut_off_and_its_replica_freed():
+    long = tuple("x" * 2000 for _ in range(20_000))
+    async with FakeReplica(lambda seen: Script(long)) as replica, gateway(replica, stall_timeout_s=0.2) as running:
+        with socket.socket() as lazy:
+            lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            lazy.connect(("127.0.0.1", running.port))
+            body = streamed(max_tokens=20_000)
+            lazy.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            await until(lambda: replica.counts.started == 1)
+            await until(lambda: replica.counts.running == 0 and not running.service._live)
+        await until(lambda: not running.http.server_state.connections)
+
+
+async def test_an_engine_that_falls_silent_is_left_and_the_caller_told():
+    script = Script((" a", " b"), stall_after=1)
+    async with FakeReplica(lambda seen: script) as replica, gateway(replica, idle_timeout_s=1.0) as running:
+        reader, writer = await send(running, streamed())
+        data = await rest(reader, b"deadline_exceeded")
+        writer.close()
+        assert b'"text":" a"' in data and b"silent" in data and b"[DONE]" not in data
+        await until(lambda: replica.counts.running == 0)
+
+
+async def test_an_engine_that_falls_silent_behind_its_answer_has_answered():
+    async with FakeReplica(lambda seen: Script((" a", " b"), stall_after=2)) as replica:
+        async with gateway(replica, idle_timeout_s=1.0) as running:
+            status, _, body = await running.post(COMPLETIONS, ASKED)
+            assert status == 200 and body["choices"][0]["text"] == " a b"
+            reader, writer = await send(running, streamed())
+            said = await rest(reader)
+            assert b"[DONE]" in said and b"error" not in said
+            writer.close()
+            await until(lambda: replica.counts.running == 0)
+
+
+async def test_a_deadline_of_the_caller_holds():
+    async with FakeReplica(lambda seen: Script((" a",), stall_after=0)) as replica, gateway(replica) as running:
+        status, _, body = await running.post(COMPLETIONS, ASKED, x_trident_timeout_s="0.1")
+        assert status == 504 and body["error"]["code"] == "deadline_exceeded"
+        status, _, body = await running.post(COMPLETIONS, ASKED, x_trident_timeout_s="soon")
+        assert status == 400 and body["error"]["param"] == "x-trident-timeout-s"
+
+
+async def test_a_drain_lets_streams_end_and_refuses_new_work():
+    script = Script(tuple(" a" for _ in range(20)), gap_s=0.02)
+    async with FakeReplica(lambda seen: script) as replica, gateway(replica) as running:
+        reader, writer = await send(running, streamed(max_tokens=20))
+        await until(lambda: replica.counts.running == 1)
+        draining = asyncio.ensure_future(running.service.drain(60.0))
+        await asyncio.sleep(0)
+        status, headers, body = await running.post(COMPLETIONS, ASKED)
+        assert status == 503 and headers["retry-after"] == "1" and body["error"]["code"] == "unavailable"
+        assert (await running.get("/health/ready"))[0] == 503 and (await running.get("/health/live"))[0] == 200
+        assert (await rest(reader)).count(b'"text":" a"') == 20
+        assert await draining == 0
+        writer.close()
+
+
+async def test_a_drain_waits_for_those_who_wait_already():
+    gate = asyncio.Event()
+    async with FakeReplica(lambda seen: Script((" a", " b"), gate=gate)) as replica:
+        async with gateway(replica, config="[admission]\nmax_running = 1") as running:
+            asked = [asyncio.ensure_future(running.post(COMPLETIONS, ASKED)) for _ in range(4)]
+            await until(lambda: running.service.admission.waiting == 3)
+            asyncio.get_running_loop().call_later(0.1, gate.set)
+            assert await running.service.drain(60.0) == 0
+            assert [status for status, _, _ in await asyncio.gather(*asked)] == [200] * 4
+
+
+async def test_a_drain_that_takes_too_long_cuts_streams_off_with_an_error():
+    async with FakeReplica(lambda seen: Script((" a", " b"), stall_after=1)) as replica, gateway(replica) as running:
+        reader, writer = await send(running, streamed())
+        await until(lambda: replica.counts.running == 1)
+        running.service.admission.change(Shares(max_running=1), None, {})
+        waiting = asyncio.ensure_future(running.post(COMPLETIONS, ASKED))
+        await until(lambda: running.service.admission.waiting == 1)
+        assert await running.service.drain(0.05) == 1
+        assert b"the gateway is stopping" in await rest(reader, b"stopping")
+        assert (await waiting)[0] == 503 and replica.counts.started == 1
+        await until(lambda: replica.counts.running == 0)
+        writer.close()
+
+
+MALFORMED = (
+    (b"", "not JSON"),
+    (b"{", "not JSON"),
+    (b"[]", "not a JSON object"),
+    (b'{"model": "demo"}', "prompt: is missing"),
+    (b'{"model": "demo", "prompt": 3}', "prompt: "),
+    (b'{"model": "demo", "prompt": ""}', "prompt is empty"),
+    (b'{"model": "demo", "prompt": [1, 2]}', "token ids are not taken"),
+    (b'{"model": "demo", "prompt": []}', "prompt: "),
+    (b'{"model": "demo", "prompt": "x", "max_tokens": 1.5}', "max_tokens: "),
+    (b'{"model": "demo", "prompt": "x", "max_tokens": 99999999999}', "max_tokens: "),
+    (b'{"model": "demo", "prompt": "x", "temperature": "1"}', "temperature: "),
+    (b'{"model": "demo", "prompt": "x", "temperature": NaN}', "not JSON"),
+    (b'{"model": "demo", "prompt": "\\ud800"}', "not JSON"),
+    (b'{"model": "demo", "prompt": "x", "stop": [""]}', "stop"),
+    (b'{"model": "demo", "prompt": "x", "suffix": "y"}', "suffix: is not supported"),
+    (b'{"model": "demo", "prompt": "x", "best_of": 3}', "best_of: "),
+    (b'{"model": "demo", "prompt": "x", "stream_options": {}}', "stream_options: "),
+    (b'{"model": "demo", "prompt": "x", "nonsense": 1}', "nonsense: is not supported"),
+    (b"[" * 100_000, "not JSON"),
+)
+
+
+async def test_malformed_bodies_are_refused_in_words():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        for data, said in MALFORMED:
+            status, _, body = await running.post(COMPLETIONS, data=data)
+            assert status == 400 and said in body["error"]["message"], (data[:60], body)
+            assert body["error"]["type"] == "invalid_request_error"
+        assert replica.counts.started == 0
+
+
+async def test_messages_must_be_text_of_known_roles():
+    wrong = {
+        "messages": [],
+        "messages.0.role": [{"role": "tool", "content": "x"}],
+        "messages.0.content": [{"role": "user"}],
+        "messages.0.content.0.type": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+    }
+    async with FakeReplica() as replica, gateway(replica) as running:
+        for name, messages in wrong.items():
+            status, _, body = await running.post(CHAT, {"model": "demo", "messages": messages})
+            assert status == 400 and body["error"]["param"] == name, body
+        parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+        await running.post(CHAT, {"model": "demo", "messages": [{"role": "developer", "content": parts}]})
+        assert json.loads(replica.seen[-1].value("messages")) == [{"role": "system", "content": "a b"}]
+
+
+async def test_a_body_over_the_limit_is_refused_whether_it_says_so_or_not():
+    async with FakeReplica() as replica, gateway(replica, max_body_bytes=2048) as running:
+        status, _, body = await running.post(COMPLETIONS, {**ASKED, "prompt": "x" * 4096})
+        assert status == 413 and body["error"]["code"] == "request_too_large"
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write((b"400\r\n" + b"x" * 0x400 + b"\r\n") * 4)
+        assert b" 413 " in await reader.readline()
+        writer.close()
+        assert replica.counts.started == 0
+
+
+async def test_headers_must_come_soon_and_be_few():
+    soon = {"header_timeout_s": 0.1, "body_timeout_s": 0.1}
+    async with FakeReplica() as replica, gateway(replica, **soon) as hasty, gateway(replica) as calm:
+        for running, sent, code in (
+            (hasty, b"", b" 408 "),
+            (hasty, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nslow", b" 408 "),
+            (hasty, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{", b" 408 "),
+            (calm, b"POST /v1/completions HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", b" 431 "),
+            (calm, b"POST /v1/completions HTTP/1.1\r\na: " + b"b" * 100_000 + b"\r\n\r\n", b" 431 "),
+            (calm, b"NONSENSE\r\n\r\n", b" 400 "),
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+            writer.write(sent)
+            answer = await asyncio.wait_for(reader.read(), 60)
+            assert code in answer.splitlines()[0], (sent[:60], answer)
+            assert b'"error"' in answer
+            writer.close()
+
+
+async def test_a_connection_serves_several_requests_in_turn():
+    async with FakeReplica() as replica, gateway(replica, header_timeout_s=5.0) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        for _ in range(3):
+            body = json.dumps(ASKED).encode()
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            assert b"one two one" in await rest(reader, b"}}}")
+        writer.close()
+
+
+async def test_unknown_paths_and_methods_are_refused_as_openai_does():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        status, _, body = await running.post("/v1/nowhere", {})
+        assert status == 404 and body["error"]["code"] == "not_found"
+        status, _, body = await running.post(COMPLETIONS + "/", ASKED)  # and is not sent where its Host header says
+        assert status == 404 and body["error"]["code"] == "not_found"
+        status, text = await running.get(CHAT)
+        assert status == 405 and json.loads(text)["error"]["code"] == "method_not_allowed"
+
+
+async def test_a_request_id_comes_back_and_never_becomes_the_engines():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        status, headers, body = await running.post(COMPLETIONS, ASKED, x_request_id="mine-1")
+        assert headers["x-request-id"] == "mine-1" and body["id"] == "cmpl-mine-1"
+        assert replica.seen[-1].id not in ("", "mine-1")
+        status, headers, body = await running.post(COMPLETIONS, ASKED, x_request_id="m" * 300)
+        assert status == 400 and body["error"]["param"] == "x-request-id" and headers["x-request-id"] != "m" * 300
+
+
+async def test_keys_are_asked_for_on_every_endpoint_that_generates_or_lists():
+    async with FakeReplica() as replica, gateway(replica, keys=Keys()) as running:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "right"}):
+            status, sent, body = await running.post(COMPLETIONS, ASKED, **headers)
+            assert status == 401 and body["error"]["code"] == "invalid_api_key"
+            assert sent["www-authenticate"] == "Bearer"
+            assert (await running.get("/v1/models", **headers))[0] == 401
+        assert (await running.post(COMPLETIONS, ASKED, authorization="Bearer right"))[0] == 200
+
+
+async def test_every_end_settles_the_permit_once():
+    settled = []
+    scripts = [Script((" a", " b")), Script((" a", " b"), fail_after=1), Script((" a", " b"), stall_after=1)]
+    config = f'salt = "{"00" * 16}"\n[orgs.a]\ntokens_per_minute = 600000'
+    environ = {"TRIDENT_GATEWAY_API_KEYS": "a/b/c=" + "k" * 20}
+    asked = {"authorization": "Bearer " + "k" * 20}
+    async with FakeReplica(lambda seen: scripts[len(settled)]) as replica:
+        async with gateway(replica, config=config, environ=environ) as running:
+            settle = running.service.budgets.settle
+            running.service.budgets.settle = lambda one, used: (settled.append(used), settle(one, used))
+            await running.post(COMPLETIONS, ASKED, **asked)
+            await running.post(COMPLETIONS, ASKED, **asked)
+            reader, writer = await send(running, streamed(), head=f"authorization: {asked['authorization']}\r\n")
+            await reader.readuntil(b'"text":" a"')
+            writer.close()
+            await until(lambda: len(settled) == 3)
+            # The prompt of two words: counted by the engine, then by size where the engine did not come to it.
+            assert settled[0] == 2 + 2 and all(1 < used <= 8 for used in settled[1:])
+            admission = running.service.admission
+            assert admission.slots().idle
+
+
+async def test_the_published_schema_describes_what_is_served():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        document = json.loads((await running.get("/openapi.json"))[1])
+        assert document["openapi"] == "3.1.0"
+        for path in (CHAT, COMPLETIONS):
+            reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+            schema = document["components"]["schemas"][reference.rpartition("/")[2]]
+            assert schema["additionalProperties"] is False and "model" in schema["required"]
+
+
+async def test_an_answer_without_an_end_is_an_error_and_not_an_answer_without_choices():
+    async with FakeReplica(lambda seen: Script(())) as replica, gateway(replica) as running:
+        replica.generate = lambda seen, context, asked: only_the_flag(seen.id)
+        status, _, body = await running.post(COMPLETIONS, ASKED)
+        assert status == 500 and "the engine failed" in body["error"]["message"]
+
+
+async def only_the_flag(request_id: str) -> AsyncIterator[bytes]:
+    yield final_only(request_id, "ensemble")

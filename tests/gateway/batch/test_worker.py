@@ -1,0 +1,386 @@
+"""The worker over a real database: what runs, what runs again, what never does, and who goes first."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sqlite3
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for needed in ("starlette", "orjson", "pydantic", "prometheus_client", "opentelemetry.sdk", "aiohttp"):
+    pytest.importorskip(needed)
+
+from prometheus_client import CollectorRegistry
+
+from contract.errors import EngineFailed, InvalidArgument, NotFound, Overloaded, Unavailable
+from gateway.admission.permit import Tenant
+from gateway.batch.aimd import PacePolicy, Signals
+from gateway.batch.store import Batch, BatchStore, Line
+from gateway.batch.webhook import Webhooks
+from gateway.batch.worker import TRIES, BatchWorker
+from gateway.config.tenants import LOWEST_PRIORITY
+from gateway.service import Asking
+from tests.fakes.replica import FakeReplica, Script
+from tests.gateway.running import until
+
+DONE = {"object": "text_completion", "usage": {"prompt_tokens": 2, "completion_tokens": 3}}
+CALM = Signals()
+
+
+def submitted(store: BatchStore, count: int, tenant: str = "a", window_s: float = 3600.0) -> Batch:
+    body = {"model": "demo", "prompt": tenant}
+    lines = [
+        {"custom_id": f"{tenant}{n}", "method": "POST", "url": "/v1/completions", "body": {**body, "max_tokens": n + 1}}
+        for n in range(count)
+    ]
+    file_id = store.open_file(tenant, "in.jsonl")
+    data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    for number, start in enumerate(range(0, len(data), 100)):  # lines lie across the borders of parts
+        store.append(file_id, number, data[start : start + 100])
+    store.close_file(tenant, file_id)
+    return store.create_batch(
+        tenant,
+        "",
+        endpoint="/v1/completions",
+        input_file_id=file_id,
+        completion_window="1h",
+        window_s=window_s,
+        metadata={},
+    )
+
+
+def results(store: BatchStore, tenant: str, file_id: str | None) -> list[dict]:
+    return [json.loads(line) for line in b"".join(store.content(tenant, file_id)).splitlines()] if file_id else []
+
+
+@contextlib.asynccontextmanager
+async def working(
+    store: BatchStore,
+    answer: Callable,
+    signals: Callable[[], Signals] = lambda: CALM,
+    tenant: Callable[[str, str], Tenant | None] = lambda name, key: Tenant(name),
+    **more: Any,
+) -> AsyncIterator[BatchWorker]:
+    values = {"policy": PacePolicy(most=8, step=8.0), "webhooks": Webhooks(), "tick_s": 0.02, **more}
+    worker = BatchWorker(store, answer, tenant, signals, CollectorRegistry(), **values)
+    await worker.start()
+    try:
+        yield worker
+    finally:
+        await worker.close()
+
+
+def over(store: BatchStore, batch: Batch, status: str = "completed") -> Callable[[], bool]:
+    return lambda: store.batch(batch.tenant, batch.id).status == status
+
+
+async def test_lines_run_as_their_tenant_in_the_lowest_class_and_under_the_batch_label(tmp_path: Path):
+    asked: list[Asking] = []
+
+    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+        asked.append(asking)
+        return DONE
+
+    store = BatchStore(tmp_path / "b")
+    batch = submitted(store, 300)
+    async with working(store, answer):
+        await until(over(store, batch))
+    done = store.batch("a", batch.id)
+    assert (done.total, done.completed, done.failed) == (300, 300, 0)
+    assert (done.input_tokens, done.output_tokens) == (600, 900)
+    assert {(one.tenant.name, one.tenant.priority, one.operation) for one in asked} == {("a", LOWEST_PRIORITY, "batch")}
+    assert len({one.request_id for one in asked}) == 300
+
+
+async def test_lack_of_room_makes_a_line_wait_and_nothing_is_lost(tmp_path: Path):
+    calls: Counter[bytes] = Counter()
+
+    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+        calls[body] += 1
+        if calls[body] <= 2 * TRIES:
+            raise Overloaded("full", 0.0) if calls[body] % 2 else Unavailable("nobody", 0.0)
+        return DONE
+
+    store = BatchStore(tmp_path / "b")
+    batch = submitted(store, 3)
+    async with working(store, answer):
+        await until(over(store, batch))
+    assert store.batch("a", batch.id).completed == 3 and set(calls.values()) == {2 * TRIES + 1}
+
+
+async def test_a_line_that_breaks_the_engine_fails_after_its_tries_and_alone(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("gateway.batch.worker.BatchWorker._again", _at_once)
+    calls: Counter[int] = Counter()
+
+    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+        number = json.loads(body)["max_tokens"]
+        calls[number] += 1
+        if number == 2:
+            raise EngineFailed("it broke")
+        if number == 3:
+            raise InvalidArgument("temperature", "is wrong")
+        return DONE
+
+    store = BatchStore(tmp_path / "b")
+    batch = submitted(store, 4)
+    async with working(store, answer):
+        await until(over(store, batch))
+    done = store.batch("a", batch.id)
+    assert (done.completed, done.failed) == (2, 2) and calls == {1: 1, 2: TRIES, 3: 1, 4: 1}
+    broken, wrong = results(store, "a", done.error_file_id)
+    assert broken["response"]["status_code"] == 500 and wrong["response"]["status_code"] == 400
+    assert wrong["response"]["body"]["error"]["param"] == "temperature"
+
+
+def _at_once(self: BatchWorker, run: Any, held: Any, pause_s: float) -> None:
+    run.held.append(held)
+
+
+async def test_a_defect_leaves_the_line_pending_and_the_worker_alive(tmp_path: Path, caplog):
+    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+        if asking.tenant.name == "a":
+            raise ZeroDivisionError("a defect")
+        return DONE
+
+    store = BatchStore(tmp_path / "b")
+    broken, fine = submitted(store, 1), submitted(store, 5, "b")
+    async with working(store, answer):
+        await until(over(store, fine))
+        assert store.batch("a", broken.id).status == "in_progress"
+    assert "met a defect" in caplog.text
+
+
+async def test_a_key_that_is_gone_ends_its_lines(tmp_path: Path):
+    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+        return DONE
+
+    store = BatchStore(tmp_path / "b")
+    batch = submitted(store, 2)
+    async with working(store, answer, tenant=lambda name, key: None):
+        await until(over(store, batch))
+    failed = results(store, "a", store.batch("a", batch.id).error_file_id)
+    assert [one["response"]["status_code"] for one in failed] == [401, 401]
+
+
+async def test_tenants_take_turns(tmp_path: Path):
+    order: list[str] = []
+
+    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+        order.append(asking.tenant.name)
+        return DONE
+
+    store = BatchStore(tmp_path / "b")
+    large, small = submitted(store, 200, "large"), submitted(store, 10, "small")
+    ready = asyncio.Event()
+
+    def signals() -> Signals:
+        started = [store.batch(one.tenant, one.id).status == "in_progress" for one in (large, small)]
+        ready.set() if all(started) else None
+        return CALM if ready.is_set() else Signals(fit=False)
+
+    async with working(store, answer, signals):
+        await until(over(store, small))
+        await until(over(store, large))
+    assert order.index("small") < 10
+    last = len(order) - 1 - order[::-1].index("small")
+    assert last < 40  # ten of the small one's among forty, however many the large one has
+
+
+async def test_what_did_not_run_in_its_window_expires(tmp_path: Path, clock):
+    clock.now_s = 1e9
+
+    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+        if json.loads(body)["max_tokens"] > 1:
+            await asyncio.Event().wait()
+        return DONE
+
+    store = BatchStore(tmp_path / "b", clock=clock)
+    batch = submitted(store, 20, window_s=3600.0)
+    async with working(store, answer, now=clock) as worker:
+        await until(lambda: store.batch("a", batch.id).completed == 1)
+        clock.advance(3599)
+        await until(lambda: worker.running > 0)
+        clock.advance(1)
+        await until(over(store, batch, "expired"))
+        assert worker.running == 0
+    done = store.batch("a", batch.id)
+    assert (done.total, done.completed, done.failed) == (20, 1, 19) and done.expired_at
+    assert {one["error"]["code"] for one in results(store, "a", done.error_file_id)} == {"batch_expired"}
+
+
+async def test_a_cut_gives_the_youngest_lines_up_and_they_run_again(tmp_path: Path):
+    seen = {"now": CALM}
+    calls: Counter[bytes] = Counter()
+    gate = asyncio.Event()
+
+    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+        calls[body] += 1
+        await gate.wait()
+        return DONE
+
+    store = BatchStore(tmp_path / "b")
+    batch = submitted(store, 8)
+    async with working(store, answer, lambda: seen["now"]) as worker:
+        await until(lambda: worker.running == 8)
+        seen["now"] = Signals(degraded=True)
+        await until(lambda: worker.running == 0)
+        assert worker.pace.allowed == 0
+        gate.set()
+        seen["now"] = CALM
+        await until(over(store, batch))
+    assert set(calls.values()) == {2} and store.batch("a", batch.id).completed == 8
+
+
+async def test_lines_that_were_given_up_often_enough_run_to_their_end(tmp_path: Path):
+    seen = {"now": CALM}
+    started: list[int] = []
+    looked = 0
+    goes_on = asyncio.Event()
+
+    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+        started.append(1)
+        await goes_on.wait()
+        return DONE
+
+    def signals() -> Signals:
+        nonlocal looked
+        looked += 1
+        return seen["now"]
+
+    store = BatchStore(tmp_path / "b")
+    batch = submitted(store, 1)
+    async with working(store, answer, signals) as worker:
+        for _ in range(3):
+            await until(lambda: worker.running == 1)
+            seen["now"] = Signals(waiting=9)
+            await until(lambda: worker.running == 0)
+            seen["now"] = CALM
+        await until(lambda: worker.running == 1)
+        seen["now"], looked = Signals(waiting=9), 0
+        await until(lambda: looked >= 3)
+        assert worker.running == 1
+        goes_on.set()
+        await until(over(store, batch))
+    assert len(started) == 4
+
+
+async def test_one_worker_works_on_a_database_and_the_next_takes_over(tmp_path: Path):
+    served: list[str] = []
+
+    def answering(name: str) -> Callable:
+        async def answer(form: type, asking: Asking, body: bytes) -> dict:
+            served.append(name)
+            return DONE
+
+        return answer
+
+    store, other = BatchStore(tmp_path / "b"), BatchStore(tmp_path / "b")
+    async with working(other, answering("second")) as second:
+        await until(lambda: second.pace.allowed > 0)  # it has the database
+        async with working(store, answering("first")):
+            batch = submitted(store, 20)
+            await until(over(store, batch))
+        assert set(served) == {"second"} and second.pace.allowed
+    async with working(store, answering("first")):
+        batch = submitted(store, 3)
+        await until(over(store, batch))
+    assert served[-3:] == ["first"] * 3
+
+
+async def test_a_validation_that_was_interrupted_begins_again(tmp_path: Path):
+    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+        return DONE
+
+    store = BatchStore(tmp_path / "b")
+    batch = submitted(store, 20)
+    # Half of its lines were read when the process died.
+    store.add_lines(batch.id, [Line(batch.id, n, f"a{n}", b"{}") for n in range(10)])
+    async with working(store, answer):
+        await until(over(store, batch))
+    assert store.batch("a", batch.id).total == 20
+
+
+async def test_an_input_that_is_gone_fails_the_batch(tmp_path: Path):
+    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+        return DONE
+
+    store = BatchStore(tmp_path / "b")
+    batch = submitted(store, 1)
+    with sqlite3.connect(tmp_path / "b") as db:
+        db.execute("DELETE FROM files")
+    with pytest.raises(NotFound):
+        store.file("a", batch.input_file_id)
+    async with working(store, answer):
+        await until(over(store, batch, "failed"))
+    assert store.batch("a", batch.id).errors[0]["code"] == "input_file_missing"
+
+
+@pytest.mark.slow
+async def test_a_gateway_that_is_killed_twice_finishes_every_line_once(tmp_path: Path):
+    """A real process, SIGKILL in the middle, twice; what was finished at a kill is never asked for again."""
+
+    def script(seen):
+        return Script((" a",), first_token_s=0.05)
+
+    path = tmp_path / "b"
+    store = BatchStore(path)
+    batch = submitted(store, 240, "anonymous")
+    async with FakeReplica(script) as replica:
+        asked_after: dict[int, Counter] = {}
+        finished_before: dict[int, set[int]] = {}
+        for life in range(3):
+            start = len(replica.seen)
+            async with _gateway_process(replica.url, path) as process:
+                if life < 2:
+                    wanted = _finished(store, batch) + 20
+                    await until(lambda at_least=wanted: _finished(store, batch) >= at_least)
+                    process.send_signal(signal.SIGKILL)
+                    await process.wait()
+                else:
+                    await until(over(store, batch))
+            asked_after[life] = Counter(seen.value("max_tokens") - 1 for seen in replica.seen[start:])
+            pending = {line.number for line in store.pending(batch.id, -1, 1000)}
+            finished_before[life + 1] = set(range(240)) - pending
+        for life in (1, 2):
+            assert not asked_after[life].keys() & finished_before[life]
+            assert max(asked_after[life].values()) == 1
+    done = store.batch("anonymous", batch.id)
+    assert (done.status, done.total, done.completed, done.failed) == ("completed", 240, 240, 0)
+    found = results(store, "anonymous", done.output_file_id)
+    assert [one["custom_id"] for one in found] == [f"anonymous{n}" for n in range(240)]
+    assert done.output_tokens == 240
+
+
+def _finished(store: BatchStore, batch: Batch) -> int:
+    return store.batch(batch.tenant, batch.id).completed
+
+
+@contextlib.asynccontextmanager
+async def _gateway_process(replica: str, path: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    environ = {
+        **os.environ,
+        "TRIDENT_GATEWAY_HTTP_PORT": "0",
+        "TRIDENT_GATEWAY_GRPC_PORT": "0",
+        "TRIDENT_GATEWAY_METRICS_PORT": "0",
+        "TRIDENT_GATEWAY_DEEP_PROBES": "false",
+        "TRIDENT_GATEWAY_REPLICAS": replica,
+        "TRIDENT_GATEWAY_BATCH_DB": str(path),
+    }
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "gateway", env=environ, cwd=Path(__file__).parents[3], stdout=-1, stderr=-3
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()

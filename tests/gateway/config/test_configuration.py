@@ -1,0 +1,227 @@
+"""The configuration file: what it says, what it says wrong, and a change under a running gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from contract.errors import InvalidArgument, Unauthenticated
+from gateway.admission.degradation import Ladder
+from gateway.admission.permit import Tenant
+from gateway.config import configuration
+from gateway.config.configuration import Configuration
+from gateway.config.tenants import API_KEYS, digest
+from tests.fakes.replica import FakeReplica, Script
+from tests.gateway.running import gateway, until
+
+ROOT = Path(__file__).resolve().parents[3]
+SALT = "00112233445566778899aabbccddeeff"
+ALICE, BOB = "tri-alice-alice-alice-alice", "tri-bob-bob-bob-bob-bob-bob"
+POOLS = {"stable": "", "draft": ""}
+
+
+def keys(*api_keys: str, limits: str = "") -> str:
+    """A file in which each key is one of a team of its own."""
+    text = f'salt = "{SALT}"\n'
+    for number, api_key in enumerate(api_keys):
+        text += f"[orgs.o{number}]\n{limits}\n[orgs.o{number}.teams.t.keys.k]\n"
+        text += f'hash = "{digest(bytes.fromhex(SALT), api_key).hex()}"\n'
+    return text
+
+
+def read(tmp_path: Path, text: str, environ: dict[str, str] | None = None) -> configuration.Reading:
+    path = tmp_path / "gateway.toml"
+    path.write_text(text)
+    return configuration.read(path, environ or {}, POOLS)
+
+
+def test_without_a_file_and_keys_everybody_is_one_tenant() -> None:
+    found = Configuration(None, {}, {})
+    assert found.keyless and found.tenant("") == found.tenant("anything") == Tenant()
+    assert found.named("anonymous", "") == Tenant() and found.named("anonymous", "a/b/c") is None
+
+
+def test_rules_are_read_and_names_with_a_dollar_come_from_the_environment(tmp_path: Path) -> None:
+    text = """
+    [admission]
+    max_running = 12
+    max_in_flight_of_class = { 2 = 5 }
+    [degradation]
+    max_tokens = 9
+    overflow = "there"
+    [overflow.there]
+    url = "http://x/v1"
+    model = "m"
+    api_key = "$SECRET"
+    [shadow]
+    pool = "draft"
+    fraction = 0.5
+    """
+    policy = read(tmp_path, text, {"SECRET": "hush"}).policy
+    assert policy.shares.max_running == 12 and policy.admission.max_in_flight_of_class == {2: 5}
+    assert policy.ladder == Ladder(max_tokens=9, overflow="there") == Ladder(max_tokens=9, overflow=("there",))
+    assert policy.overflow["there"].api_key == "hush" and "hush" not in repr(policy)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[admision]", "gateway.toml: admision: is not known; allowed are salt, orgs, admission"),
+        ("[admission]\nmax_runing = 1", "admission.max_runing: is not known; allowed are max_running, tenant_share"),
+        ("[admission]\nmax_running = -1", "admission.max_running: input should be greater than or equal to 0"),
+        ("[admission]\nmax_running = '4'", "admission.max_running: input should be a valid integer"),
+        ("[admission]\ntenant_share = 1.5", "admission.tenant_share: input should be less than or equal to 1"),
+        ("[admission]\nmax_wait_s = nan", "admission.max_wait_s: input should be"),
+        ("[admission.max_in_flight_of_class]\n11 = 1", "max_in_flight_of_class.11: input should be less than"),
+        ("admission = 3", "admission: input should be"),
+        ("[degradation]\nshorter_at = 0.9", "degradation: allowed are steps that rise"),
+        ("[degradation]\noverflow = 'x'", "degradation.overflow: there is no target 'x'; allowed is none"),
+        (
+            "[degradation]\noverflow = ['a', 'b']\n[overflow.a]\npool = 'draft'",
+            "degradation.overflow: there is no target 'b'; allowed is a",
+        ),
+        ("[degradation]\noverflow = 3", "degradation.overflow: input should be a valid"),
+        ("[overflow.x]\nurl = 'http://x'", "overflow.x: allowed is either pool, or url and model together"),
+        ("[overflow.x]\nurl = 'ftp://x'\nmodel = 'm'", "overflow.x.url: string should match"),
+        ("[overflow.x]\npool = 'nowhere'", "overflow.x.pool: there is no pool 'nowhere'; allowed is stable, draft"),
+        (
+            "[overflow.x]\nurl = 'http://x'\nmodel = 'm'\napi_key = '$GONE'",
+            "x.api_key: the environment has no",
+        ),
+        ("[budgets]\nredis = 'localhost'", "budgets.redis: string should match"),
+        ("[shadow]\nfraction = 0.1", "shadow.pool: is missing"),
+        ("[prices]\nreplica_hour = true", "prices.replica_hour: input should be a valid number"),
+        ("[reuse", "cannot be read as TOML"),
+    ],
+)
+def test_a_wrong_rule_is_named_with_the_place_and_what_is_allowed(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        read(tmp_path, text)
+    assert said in str(refused.value) and "gateway.toml" in str(refused.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="nowhere.toml"):
+        Configuration(tmp_path / "nowhere.toml", {}, {})
+
+
+async def test_a_file_that_became_wrong_changes_nothing_until_it_is_right_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "gateway.toml"
+    path.write_text(keys(ALICE, limits="tokens_per_minute = 6000"))
+    changes: list[int] = []
+    found = Configuration(path, {}, POOLS)
+    found.changed = lambda: changes.append(1)
+    for broken in ("broken", keys(ALICE) + "[admission]\nmax_running = -1", "[admission]\nmax_running = 3"):
+        path.write_text(broken)
+        await found.look()
+        assert found.tenant(ALICE).levels[0].limits.tokens_per_minute == 6000 and found.problem
+    assert "has no keys any more" in found.problem  # it would have been open to everybody
+    path.unlink()
+    await found.look()
+    await found.look()
+    assert found.tenant(ALICE) and "cannot be read" in found.problem
+    assert len([record for record in caplog.records if "stays as it was" in record.message]) == 4
+    fresh = tmp_path / "fresh.toml"
+    fresh.write_text(keys(BOB, limits="tokens_per_minute = 7000"))
+    os.replace(fresh, path)
+    await found.look()
+    assert found.tenant(BOB).levels[0].limits.tokens_per_minute == 7000 and found.problem == ""
+    assert len(changes) == 1
+    with pytest.raises(Unauthenticated):
+        found.tenant(ALICE)
+
+
+async def test_what_holds_until_the_next_start_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "gateway.toml"
+    path.write_text("")
+    found = Configuration(path, {}, POOLS)
+    path.write_text("[reuse]\ncoalesce = false")
+    await found.look()
+    assert any("[reuse] changed and holds from the next start on" in record.message for record in caplog.records)
+
+
+@pytest.mark.slow
+async def test_a_running_gateway_takes_over_a_changed_file() -> None:
+    asked = {"model": "demo", "prompt": "x", "max_tokens": 50}
+    ladder = "[degradation]\nshorter_at = 0.001\noverflow_at = 0.9\nmax_tokens = 3\n"
+    async with FakeReplica() as replica, gateway(replica, config=keys(ALICE), max_in_flight=4) as running:
+        path = running.service.settings.config
+        alice, bob = ({"authorization": f"Bearer {key}"} for key in (ALICE, BOB))
+        assert (await running.post("/v1/completions", asked, **alice))[0] == 200
+        assert (await running.post("/v1/completions", asked, **bob))[0] == 401
+        path.write_text(keys(ALICE, BOB) + ladder)
+        # Looked at once a second by itself.
+        await until(lambda: len(running.service.configuration._reading.keys) == 2)
+        replica.script = lambda seen: Script((" a",), stall_after=0)
+        held = asyncio.ensure_future(running.post("/v1/completions", asked, **alice))
+        await until(lambda: replica.counts.running == 1)
+        replica.script = lambda seen: Script(tuple(" a" for _ in range(seen.value("max_tokens"))))
+        status, headers, body = await running.post("/v1/completions", asked, **bob)
+        assert status == 200 and headers["x-trident-degraded"] == "max_tokens=3"
+        assert body["usage"]["completion_tokens"] == 3
+        held.cancel()
+
+
+def command(*arguments: str, environ: dict[str, str] | None = None, said: str = "") -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "gateway", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **(environ or {})},
+        input=said,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_the_commands_make_keys_that_the_gateway_lets_in_and_say_what_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.toml"
+    path.write_text(keys(ALICE))
+    made = dict(line.split(maxsplit=1) for line in command("new-key", "--config", str(path)).stdout.splitlines())
+    assert set(made) == {"key", "hash"}
+    hashed = command("hash-key", environ={"TRIDENT_GATEWAY_CONFIG": str(path)}, said=made["key"] + "\n").stdout
+    assert hashed.strip() == f"hash {made['hash']}"
+    path.write_text(f"{keys(ALICE)}[orgs.new.teams.t.keys.k]\nhash {made['hash']}\n")
+    assert Configuration(path, {}, {}).tenant(made["key"]).name == "new/t"
+    fresh = command("new-key").stdout.splitlines()
+    assert [line.split()[0] for line in fresh] == ["salt", "key", "hash"]
+    good = command("check", environ={"TRIDENT_GATEWAY_CONFIG": str(path), API_KEYS: f"a/b/c={'k' * 20}"})
+    assert good.returncode == 0 and "good; 3 keys" in good.stdout
+    path.write_text("[admission]\nmax_running = -1")
+    wrong = command("check", environ={"TRIDENT_GATEWAY_CONFIG": str(path)})
+    assert wrong.returncode == 2 and "admission.max_running" in wrong.stderr and "Traceback" not in wrong.stderr
+    served = command(environ={"TRIDENT_GATEWAY_CONFIG": str(path)})
+    assert served.returncode == 2 and json.dumps(served.stderr) == json.dumps(wrong.stderr)
+
+
+@pytest.mark.slow
+def test_the_first_key_comes_before_the_file_and_the_words_on_the_way_are_commands_that_work(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.toml"
+    first = command("new-key", "--config", str(path))
+    assert first.returncode == 0 and f"{path} does not exist yet" in first.stderr and "Errno" not in first.stderr
+    [key] = [line.split()[1] for line in first.stdout.splitlines() if line.startswith("key")]
+    # The lines that it says to save are the file.
+    path.write_text(first.stderr.partition(f"as {path}:\n")[2].partition("then serve")[0])
+    assert Configuration(path, {}, {}).tenant(key).name == "acme/research"
+    assert key not in path.read_text()
+    second = command("new-key", "--config", str(path))
+    assert [line.split()[0] for line in second.stdout.splitlines()] == ["key", "hash"]
+    assert f"Add to {path}" in second.stderr
+    path.write_text("[admission]\n")
+    third = command("new-key", "--config", str(path))
+    assert "has no salt yet" in third.stderr and third.stdout.startswith("salt = ")
+    misspelt = command("check", environ={"TRIDENT_GATEWAY_CONFIG": str(path), "TRIDENT_GATEWAY_HTP_PORT": "9000"})
+    assert misspelt.returncode == 0 and "did you mean TRIDENT_GATEWAY_HTTP_PORT?" in misspelt.stderr
+
+
+def test_a_file_that_is_not_there_is_not_called_bad_toml(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="cannot be read: No such file or directory"):
+        Configuration(tmp_path / "nowhere.toml", {}, {})

@@ -1,0 +1,119 @@
+"""Settings from the environment."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from contract.errors import InvalidArgument
+from gateway.config import settings as module
+from gateway.config.settings import Settings, unknown, variable
+
+
+def test_every_setting_is_in_the_table_and_has_a_variable():
+    named = module.__doc__.replace(",", " ").split()
+    for declared in fields(Settings):
+        assert declared.name.upper() in named, declared.name
+
+
+def test_values_come_from_the_environment_and_overrides_win():
+    found = Settings.from_environment(
+        {
+            variable("http_port"): "1234",
+            variable("replicas"): "stable=a:1,b:2; canary=dns:///c:3",
+            variable("pool_weights"): "stable=95,canary=5",
+            variable("deep_probes"): "false",
+            variable("metrics_urls"): "a:1=http://x/m",
+            variable("heartbeat_s"): "2.5",
+        },
+        model="mine",
+    )
+    assert (found.http_port, found.model, found.deep_probes, found.heartbeat_s) == (1234, "mine", False, 2.5)
+    assert found.pools == {"stable": "a:1,b:2", "canary": "dns:///c:3"}
+    assert found.weights == {"stable": 95.0, "canary": 5.0}
+    assert found.metrics_url("a:1") == "http://x/m" and found.metrics_url("b:2") == "http://b:8002/metrics"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("http_port", "many"),
+        ("http_port", "70000"),
+        ("heartbeat_s", "nan"),
+        ("heartbeat_s", "-1"),
+        ("deep_probes", "perhaps"),
+        ("max_in_flight", "0"),
+        ("routing", "by_moon"),
+        ("log_level", "loud"),
+        ("tokenizer", "/nowhere/tokenizer.json"),
+        ("tls_cert", "/nowhere/cert.pem"),
+        ("pool_weights", "canary=5"),
+        ("pool_weights", "canary"),
+        ("replicas", "a=x:1;a=y:2"),
+        ("replicas", "http://x:1"),
+        ("replicas", "a=x:1;b=y:70000"),
+        ("otlp_endpoint", "localhost:4318"),
+        ("metrics_urls", "a:1=b:2"),
+        ("deep_sha256", "e0ccc"),
+        ("replica_ca", __file__),
+        ("tls_client_ca", __file__),
+    ],
+)
+def test_what_is_not_allowed_is_refused_with_the_variables_name(name: str, value: str):
+    with pytest.raises(InvalidArgument, match="TRIDENT_GATEWAY_"):
+        Settings.from_environment({variable(name): value})
+
+
+def test_a_certificate_that_is_none_is_refused_before_anything_starts():
+    for cert, key in (("tls_cert", "tls_key"), ("replica_cert", "replica_key")):
+        own = {cert: Path(__file__), key: Path(__file__)}
+        with pytest.raises(InvalidArgument, match=f"{variable(cert)}: .*in PEM and without a password|REPLICA_CA"):
+            Settings(**own)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "near"),
+    [
+        ("HTP_PORT", "9000", "HTTP_PORT"),
+        ("REPLICA", "x:1", "REPLICAS"),
+        ("METRIC_PORT", "0", "METRICS_PORT"),
+        ("MAX_BODY_BYTE", "1", "MAX_BODY_BYTES"),
+        ("API_KEY", "secret", "API_KEYS"),
+        ("http_port", "1", "HTTP_PORT"),
+        ("COMPLETELY_ELSE", "1", ""),
+    ],
+)
+def test_a_misspelt_variable_is_named_with_the_nearest(name: str, value: str, near: str):
+    [said] = unknown({f"TRIDENT_GATEWAY_{name}": value, "HOME": "/"}, also=("TRIDENT_GATEWAY_API_KEYS",))
+    assert said.startswith(f"TRIDENT_GATEWAY_{name}: is not known")
+    assert (f"did you mean TRIDENT_GATEWAY_{near}?" in said) == bool(near) and "secret" not in said
+
+
+def test_what_is_ours_and_what_kubernetes_sets_is_not_complained_about():
+    ours = {variable(name): "1" for name in Settings.__dataclass_fields__}
+    links = {
+        "SERVICE_HOST": "10.0.0.1",
+        "SERVICE_PORT": "9000",
+        "SERVICE_PORT_HTTP": "9000",
+        "PORT": "tcp://10.0.0.1:9000",
+        "PORT_9000_TCP": "tcp://10.0.0.1:9000",
+        "PORT_9000_TCP_PROTO": "tcp",
+        "PORT_9000_TCP_PORT": "9000",
+        "PORT_9000_TCP_ADDR": "10.0.0.1",
+        "ADMIN_SERVICE_HOST": "10.0.0.2",
+        "ADMIN_PORT": "tcp://10.0.0.2:9002",
+    }
+    environ = {**ours, **{f"TRIDENT_GATEWAY_{name}": value for name, value in links.items()}}
+    assert unknown(environ) == []
+
+
+def test_the_tokenizer_of_the_server_that_started_it_is_used_where_there_is_one(tmp_path: Path):
+    served, own = tmp_path / "tokenizer.json", tmp_path / "own.json"
+    assert Settings.from_environment({"TRIDENT_TOKENIZER": str(served)}).tokenizer is None
+    served.touch()
+    own.touch()
+    assert Settings.from_environment({"TRIDENT_TOKENIZER": str(served)}).tokenizer == served
+    both = {"TRIDENT_TOKENIZER": str(served), "TRIDENT_GATEWAY_TOKENIZER": str(own)}
+    assert Settings.from_environment(both).tokenizer == own

@@ -1,0 +1,146 @@
+"""Keys, their hierarchy, what a wrong file says, and files that change while the gateway runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from contract.errors import InvalidArgument, Unauthenticated
+from gateway.admission.budgets import Level, Limits
+from gateway.config import configuration
+from gateway.config.tenants import API_KEYS, KeyTable, digest, new_key
+
+SALT = "00112233445566778899aabbccddeeff"
+ALICE, BOB = "tri-alice-alice-alice-alice", "tri-bob-bob-bob-bob-bob-bob"
+
+
+def _hash(api_key: str) -> str:
+    return digest(bytes.fromhex(SALT), api_key).hex()
+
+
+FILE = f"""
+salt = "{SALT}"
+[orgs.acme]
+tokens_per_minute = 6000
+[orgs.acme.teams.research]
+weight = 2
+priority = 0
+models = ["demo"]
+pool = "gpu"
+requests_per_minute = 60
+burst_requests = 10
+[orgs.acme.teams.research.keys.alice]
+hash = "{_hash(ALICE)}"
+max_in_flight = 2
+[orgs.acme.teams.research.keys.bob]
+hash = "{_hash(BOB)}"
+"""
+
+
+def _keys(tmp_path: Path, text: str = FILE, environment: str = "") -> KeyTable:
+    path = tmp_path / "tenants.toml"
+    path.write_text(text)
+    return configuration.read(path, {API_KEYS: environment}, {"": ""}).keys
+
+
+def test_a_key_leads_to_its_tenant_with_the_limits_of_every_level(tmp_path: Path) -> None:
+    tenant = _keys(tmp_path).tenant(ALICE)
+    assert (tenant.name, tenant.weight, tenant.priority) == ("acme/research", 2.0, 0)
+    assert (tenant.models, tenant.pool) == (("demo",), "gpu")
+    assert tenant.levels == (
+        Level("acme", Limits(tokens_per_minute=6000)),
+        Level("acme/research", Limits(requests_per_minute=60, burst_requests=10)),
+        Level("acme/research/alice", Limits(max_in_flight=2)),
+    )
+
+
+def test_keys_of_a_team_are_one_tenant(tmp_path: Path) -> None:
+    keys = _keys(tmp_path)
+    assert keys.tenant(ALICE).name == keys.tenant(BOB).name
+    assert keys.tenant(ALICE).levels[-1] != keys.tenant(BOB).levels[-1]
+
+
+@pytest.mark.parametrize(
+    "api_key", ["tri-mallory-mallory-mallory", ALICE[:-1], ALICE + " ", _hash(ALICE), "\udcff" * 3]
+)
+def test_an_unknown_key_is_told_nothing(tmp_path: Path, api_key: str) -> None:
+    with pytest.raises(Unauthenticated) as refused:
+        _keys(tmp_path).tenant(api_key)
+    assert str(refused.value) == "this API key is not known here"
+
+
+def test_no_key_is_told_how_to_send_one(tmp_path: Path) -> None:
+    with pytest.raises(Unauthenticated, match="no API key was sent"):
+        _keys(tmp_path).tenant("")
+
+
+def test_a_hash_that_shares_its_beginning_is_not_taken_for_the_other(tmp_path: Path) -> None:
+    right = digest(b"salt", ALICE)
+    near = right[:8] + bytes(24)
+    tenant = _keys(tmp_path).tenant(ALICE)
+    with pytest.raises(Unauthenticated):
+        KeyTable(((b"salt", {near[:8]: (near, tenant)}),)).tenant(ALICE)
+    assert KeyTable(((b"salt", {right[:8]: (right, tenant)}),)).tenant(ALICE) is tenant
+
+
+def test_no_key_is_kept_in_the_clear(tmp_path: Path) -> None:
+    secret = new_key()
+    keys = _keys(tmp_path, environment=f"other/team/key={secret}")
+    assert len(keys) == 3 and secret not in repr(keys) and ALICE not in repr(keys)
+
+
+def test_keys_come_from_the_environment_too_and_share_the_files_limits(tmp_path: Path) -> None:
+    carol = new_key()
+    keys = _keys(tmp_path, environment=f"acme/research/carol={carol}, new/team/dave={'d' * 20}")
+    assert keys.tenant(carol).levels[0] == Level("acme", Limits(tokens_per_minute=6000))
+    assert keys.tenant(carol).pool == "gpu"
+    assert keys.tenant("d" * 20).levels == (Level("new"), Level("new/team"), Level("new/team/dave"))
+    assert keys.tenant(ALICE).name == "acme/research"
+    alone = configuration.read(None, {API_KEYS: f"a/b/c={carol}"}, {}).keys
+    assert alone.tenant(carol).name == "a/b" and alone.named("a/b/c").levels[-1].name == "a/b/c"
+    assert alone.named("a/b/d") is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ("acme/alice=" + "k" * 30, "entry 1: allowed is ORG/TEAM/KEY="),
+        ("a/b/c=short", "a/b/c: the API key is shorter than 20"),
+        (f"a/b/c={'k' * 20},a/b/d={'k' * 20}", "a/b/d: the same API key stands there twice"),
+    ],
+)
+def test_a_wrong_environment_is_named_without_the_key(environment: str, said: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        configuration.read(None, {API_KEYS: environment}, {})
+    assert said in str(refused.value) and API_KEYS in str(refused.value)
+    assert "kkkk" not in str(refused.value) and "short," not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("salt", "sal", "tenants.toml: sal: is not known; allowed are salt, orgs, admission"),
+        (SALT, "0011", "tenants.toml: salt: allowed are 16 bytes"),
+        (SALT, "zz" * 16, "tenants.toml: salt: allowed are 16 bytes"),
+        ("6000", "0", "orgs.acme.tokens_per_minute: got 0; allowed is an integer from 1"),
+        ("6000", "true", "orgs.acme.tokens_per_minute: got True"),
+        ("tokens_per_minute", "burst_tokens", "acme.burst_tokens: is allowed only together with tokens_per_minute"),
+        ("weight = 2", "weight = nan", "orgs.acme.teams.research.weight: got nan"),
+        ("weight = 2", 'wieght = "2"', "orgs.acme.teams.research.wieght: is not known"),
+        ("priority = 0", "priority = 10", "research.priority: got 10; allowed is an integer from 0 to 9"),
+        ('["demo"]', '"demo"', "orgs.acme.teams.research.models: got 'demo'; allowed is a list"),
+        ('"gpu"', "3", "orgs.acme.teams.research.pool: got 3"),
+        (_hash(ALICE), ALICE, "keys.alice.hash: allowed is an HMAC-SHA256"),
+        (_hash(BOB), _hash(ALICE), "keys.bob.hash: is that of acme/research/alice too"),
+        ("max_in_flight = 2", "max = 2", "keys.alice.max: is not known"),
+        ("[orgs.acme]", '[orgs."a c"]\n[orgs.acme]', "orgs.a c: allowed in a name are letters"),
+        ("[orgs.acme]", "[orgs]\nb = 1\n[orgs.acme]", "orgs.b: is not a table"),
+        ("salt =", "salt", "cannot be read as TOML"),
+    ],
+)
+def test_a_wrong_file_is_named_with_the_place(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert old in FILE
+    with pytest.raises(InvalidArgument) as refused:
+        _keys(tmp_path, FILE.replace(old, new, 1))
+    assert said in str(refused.value) and "tenants.toml" in str(refused.value)

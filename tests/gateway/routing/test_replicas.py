@@ -1,0 +1,219 @@
+"""Replicas that die, lie, stall and come back, as the gateway sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+import aiohttp
+import grpc
+import grpc.aio
+import pytest
+
+from clients import NO_RETRY, AsyncClient
+from contract.errors import DeadlineExceeded, EngineFailed
+from gateway.admission.permit import Tenant
+from gateway.routing.circuit_breaker import BreakerState, token_digest
+from tests.fakes.replica import FakeReplica, Script
+from tests.gateway.running import gateway, until
+
+pytestmark = pytest.mark.slow
+
+ASKED = {"model": "demo", "prompt": "one two", "max_tokens": 2}
+
+
+async def test_a_request_goes_to_another_replica_when_one_dies_before_its_first_token():
+    async with FakeReplica(lambda seen: Script((" a",), status_after=0)) as bad, FakeReplica() as good:
+        async with gateway(bad, good, routing="round_robin") as running:
+            for _ in range(8):
+                status, _, body = await running.post("/v1/completions", ASKED)
+                assert status == 200 and body["choices"][0]["text"] == " one two"
+            assert good.counts.finished == 8 and bad.counts.started >= 1
+            assert (await running.metrics())["trident_gateway_retries_total"] == bad.counts.started
+
+
+async def test_a_stream_that_has_begun_is_never_started_again():
+    script = Script((" a", " b"), status_after=1)
+    async with FakeReplica(lambda seen: script) as one, FakeReplica(lambda seen: script) as two:
+        async with gateway(one, two) as running:
+            url, body = running.base_url + "/v1/completions", {**ASKED, "stream": True}
+            async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
+                said = await answer.text()
+            assert '"text":" a"' in said and '"code":"unavailable"' in said and "[DONE]" not in said
+            assert one.counts.started + two.counts.started == 1
+
+
+async def test_the_breaker_keeps_requests_from_a_replica_that_fails_them():
+    script = Script((), fail_after=0, error=EngineFailed("broken"))
+    async with FakeReplica(lambda seen: script) as replica:
+        async with gateway(replica, breaker_failures=3, breaker_open_s=60.0) as running:
+            for _ in range(3):
+                assert (await running.post("/v1/completions", ASKED))[0] == 500
+            status, headers, _ = await running.post("/v1/completions", ASKED)
+            assert status == 503 and "retry-after" in headers and replica.counts.started == 3
+            assert running.service.replicas.all()[0].breaker.state is BreakerState.OPEN
+            label = f'{{pool="",replica="{replica.url}"}}'
+            found = {key: value for key, value in (await running.metrics()).items() if "breaker_state" in key}
+            assert list(found.values()) == [2.0] and label.split('"')[3] in next(iter(found))
+            assert (await running.get("/health/ready"))[0] == 503
+
+
+async def test_probes_take_a_replica_out_after_three_failures_and_bring_it_back_after_two_successes():
+    async with FakeReplica() as replica, gateway(replica, probe_interval_s=0.03) as running:
+        assert (await running.get("/health/ready"))[0] == 200
+        before = replica.counts.health_checks
+        replica.ready = False
+        await until(lambda: not running.service.ready())
+        assert replica.counts.health_checks - before >= 3
+        replica.ready = True
+        await until(running.service.ready)
+
+
+async def test_a_deep_probe_finds_the_replica_that_makes_another_token():
+    digest = token_digest([0])
+    silent = Script((), fail_after=0, error=EngineFailed("weights are gone"))
+    async with FakeReplica() as good, FakeReplica(lambda seen: silent) as bad:
+        async with gateway(good, bad, deep_probes=True, deep_sha256=digest) as running:
+            assert [replica.url for replica in running.service.replicas.fit()] == [good.url]
+            status, text = await running.get("/health/deep")
+            assert status == 200 and digest in text
+        async with gateway(good, deep_probes=True, deep_sha256="0" * 64) as running:
+            assert (await running.get("/health/ready"))[0] == 503 and (await running.get("/health/deep"))[0] == 503
+
+
+async def test_a_replica_that_is_not_there_is_said_to_be_so_and_found_when_it_comes():
+    async with gateway() as running:
+        status, headers, body = await running.post("/v1/completions", ASKED)
+        assert status == 503 and headers["retry-after"] == "1" and "fit to serve" in body["error"]["message"]
+
+
+async def test_loads_are_read_from_the_replicas_pages():
+    script = Script((" a",), stall_after=0)
+    async with FakeReplica(lambda seen: script, slots=2) as replica, gateway(replica) as running:
+        await until(lambda: running.service.replicas.all()[0].page.max_running == 2)
+
+
+@pytest.mark.parametrize("policy", ["scored", "least_outstanding", "token_aware", "session_affinity"])
+async def test_a_burst_is_shared_by_slots_and_nobody_waits_while_there_is_room(policy: str):
+    script = Script((" a",), stall_after=0)
+    async with FakeReplica(lambda seen: script, slots=8) as small, FakeReplica(lambda seen: script, slots=64) as large:
+        async with gateway(small, large, routing=policy) as running:
+            pages = running.service.replicas.all()
+            await until(lambda: all(replica.page.max_running for replica in pages))
+            calls = [asyncio.ensure_future(running.post("/v1/completions", ASKED)) for _ in range(60)]
+            try:
+                await until(lambda: small.counts.started + large.counts.started == 60)
+                assert small.counts.running in (6, 7) and large.counts.running in (53, 54)
+            finally:
+                for call in calls:
+                    call.cancel()
+                await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_a_pick_is_explained_in_the_debug_log_and_only_there(caplog: pytest.LogCaptureFixture):
+    async with FakeReplica(slots=3) as one, FakeReplica(slots=5) as two, gateway(one, two) as running:
+        await until(lambda: all(replica.page.max_running for replica in running.service.replicas.all()))
+        for level, picks in ((logging.INFO, 0), (logging.DEBUG, 1)):
+            caplog.set_level(level, "gateway.routing.replicas")
+            await running.post("/v1/completions", ASKED)
+            said = [record.fields for record in caplog.records if record.getMessage() == "replica picked"]
+            assert len(said) == picks
+        assert said[0]["chosen"] in (one.url, two.url) and set(said[0]["scores"]) == {one.url, two.url}
+        assert said[0]["loads"][two.url].startswith("0/5 requests")
+
+
+async def test_a_session_stays_at_one_replica():
+    async with FakeReplica() as one, FakeReplica() as two, FakeReplica() as three:
+        async with gateway(one, two, three) as running:
+            for _ in range(6):
+                await running.post("/v1/completions", ASKED, x_session_id="talk")
+            assert sorted(replica.counts.started for replica in (one, two, three)) == [0, 0, 6]
+
+
+async def test_a_pinned_tenant_goes_to_its_own_pool_and_nobody_else_does():
+    class Keys:
+        def tenant(self, api_key):
+            return Tenant("acme", pool="own") if api_key == "acme" else Tenant("other")
+
+    async with FakeReplica() as shared, FakeReplica() as own:
+        pools = {"replicas": f"main={shared.url};own={own.url}", "pool_weights": {"main": "1", "own": "0"}}
+        async with gateway(shared, own, keys=Keys(), **pools) as running:
+            for _ in range(3):
+                await running.post("/v1/completions", ASKED, authorization="Bearer acme")
+                await running.post("/v1/completions", ASKED, authorization="Bearer x")
+            assert own.counts.started == 3 and shared.counts.started == 3
+            await own.stop()
+            assert (await running.post("/v1/completions", ASKED, authorization="Bearer acme"))[0] == 503
+
+
+async def test_a_canary_gets_its_share():
+    async with FakeReplica() as stable, FakeReplica() as canary:
+        pools = {"replicas": f"stable={stable.url};canary={canary.url}"}
+        async with gateway(stable, canary, pool_weights={"stable": "50", "canary": "50"}, **pools) as running:
+            for _ in range(30):
+                await running.post("/v1/completions", ASKED)
+            assert canary.counts.started > 3 and stable.counts.started > 3
+
+
+async def test_a_page_that_comes_in_pieces_is_read_whole_and_one_without_end_is_not():
+    endless = False
+
+    async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+            for _ in range(10_000 if endless else 3):
+                writer.write(b"# nothing\n" * 1000)
+                await writer.drain()
+                await asyncio.sleep(0 if endless else 0.02)
+            writer.write(b'nv_trt_llm_request_metrics{request_type="max"} 7\n')
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(page, "127.0.0.1", 0)
+    async with FakeReplica() as replica, server:
+        replica.metrics_url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/metrics"
+        async with gateway(replica) as running:
+            [known] = running.service.replicas.all()
+            await until(lambda: known.page.max_running == 7)
+            endless = True
+            await until(lambda: known.page.max_running == 0, 30.0)
+
+
+async def test_a_replica_that_answers_probes_with_rubbish_is_out_and_harms_nobody():
+    answer = b"\xff\xff"
+
+    async def ready(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return answer
+
+    handler = {"ModelReady": grpc.unary_unary_rpc_method_handler(ready)}
+    bad = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    bad.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handler),))
+    url = f"127.0.0.1:{bad.add_insecure_port('127.0.0.1:0')}"
+    await bad.start()
+    try:
+        async with FakeReplica() as good:
+            async with gateway(good, replicas=f"{good.url},{url}", probe_interval_s=0.02) as running:
+                await until(lambda: [one.url for one in running.service.replicas.fit()] == [good.url], 30.0)
+                answer = b"\x08\x01"
+                await until(lambda: len(running.service.replicas.fit()) == 2, 30.0)
+    finally:
+        await bad.stop(None)
+
+
+@pytest.mark.parametrize("begun", [0, 1])
+async def test_the_breaker_opens_for_a_replica_that_falls_silent_at_either_door(begun: int):
+    async with FakeReplica(lambda seen: Script((" a", " b"), stall_after=begun)) as replica:
+        async with gateway(replica, idle_timeout_s=0.1, breaker_failures=2, breaker_open_s=60.0) as running:
+            [known] = running.service.replicas.all()
+            async with aiohttp.ClientSession() as session:
+                async with session.post(running.base_url + "/v1/completions", json={**ASKED, "stream": True}) as said:
+                    assert "silent" in await said.text()
+            assert known.breaker.state is BreakerState.CLOSED and known.breaker.failures == 1
+            async with AsyncClient(running.grpc_url, retry=NO_RETRY) as client:
+                with pytest.raises(DeadlineExceeded, match="silent"):
+                    async for _ in client.generate("x", max_tokens=2):
+                        pass
+            assert known.breaker.state is BreakerState.OPEN
+            assert (await running.post("/v1/completions", ASKED))[0] == 503

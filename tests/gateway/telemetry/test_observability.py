@@ -1,0 +1,136 @@
+"""Metrics, spans and log lines of real requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from contract.errors import EngineFailed
+from gateway.admission.permit import Tenant
+from gateway.telemetry.logs import JsonLines
+from gateway.telemetry.observability import MAX_TENANTS, Metrics, Tracing
+from tests.fakes.replica import FakeReplica, Script
+from tests.gateway.running import gateway, until
+
+ASKED = {"model": "demo", "prompt": "my secret prompt", "max_tokens": 3}
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+async def test_a_request_shows_in_every_metric_it_should():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        await running.post("/v1/completions", ASKED)
+        await running.post("/v1/completions", {"model": "demo"})
+        found = await running.metrics()
+        where = 'model="demo",operation="text_completion",pool="",source="engine"'
+        assert found[f"gen_ai_server_time_to_first_token_seconds_count{{{where}}}"] == 1
+        assert found[f"gen_ai_server_time_per_output_token_seconds_count{{{where}}}"] == 1
+        assert found['gen_ai_server_request_duration_seconds_count{error_type="",' + where + "}"] == 1
+        assert found['trident_gateway_tokens_total{direction="input",source="engine",tenant="anonymous"}'] == 3
+        assert found['trident_gateway_tokens_total{direction="output",source="engine",tenant="anonymous"}'] == 3
+        assert found['trident_gateway_requests_total{code="200",door="http",operation="text_completion"}'] == 1
+        assert found['trident_gateway_requests_total{code="400",door="http",operation="text_completion"}'] == 1
+        assert found['trident_gateway_generations_total{end="length",pool="",source="engine"}'] == 1
+        assert found["trident_gateway_in_flight"] == 0
+
+
+async def test_refusals_and_failures_are_counted_by_reason():
+    script = Script((), fail_after=0, error=EngineFailed("broken"))
+    async with FakeReplica(lambda seen: script) as replica:
+        config = "[degradation]\nshorter_at = 0.5\noverflow_at = 0.5\nrefuse_at = 0.5"
+        async with gateway(replica, max_in_flight=2, config=config) as running:
+            await running.post("/v1/completions", ASKED)
+            replica.script = lambda seen: Script((" a",), stall_after=0)
+            stalled = asyncio.ensure_future(running.post("/v1/completions", ASKED))
+            await until(lambda: replica.counts.running == 1)
+            await running.post("/v1/completions", ASKED)
+            stalled.cancel()
+            found = await running.metrics()
+            assert found['trident_gateway_rejections_total{reason="pressure"}'] == 1
+            assert found['trident_gateway_generations_total{end="EngineFailed",pool="",source="engine"}'] == 1
+            await until(lambda: not running.service._live)
+            found = await running.metrics()
+            assert found["trident_gateway_in_flight"] == 0
+
+
+def test_tenants_beyond_the_bound_share_one_label():
+    metrics = Metrics("demo")
+    labels = {metrics.tenant(f"tenant-{n}") for n in range(MAX_TENANTS * 3)}
+    assert len(labels) == MAX_TENANTS + 1 and "other" in labels
+    assert metrics.tenant("tenant-0") == "tenant-0"
+
+
+async def test_log_lines_are_json_with_ids_and_without_prompts(caplog: pytest.LogCaptureFixture):
+    class Keys:
+        def tenant(self, api_key):
+            return Tenant("acme")
+
+    caplog.set_level(logging.DEBUG)
+    script = Script((" my", " answer"))
+    async with FakeReplica(lambda seen: script) as replica, gateway(replica, keys=Keys()) as running:
+        await running.post("/v1/completions", ASKED, x_request_id="quote-me", authorization="Bearer hidden-key")
+    lines = [JsonLines().format(record) for record in caplog.records]
+    assert "secret" not in "".join(lines) and "answer" not in "".join(lines) and "hidden-key" not in "".join(lines)
+    line = next(json.loads(line) for line in lines if '"gateway.request"' in line)
+    assert line["request_id"] == "quote-me" and line["tenant"] == "acme" and line["replica"] == replica.url
+    assert (line["output_tokens"], line["finish_reason"], line["error_type"]) == (2, "stop", "")
+
+
+async def test_spans_join_the_callers_trace_and_the_engine_joins_theirs():
+    exporter = InMemorySpanExporter()
+    async with FakeReplica() as replica, gateway(replica, tracing=Tracing(exporter=exporter)) as running:
+        await running.post("/v1/completions", ASKED, traceparent=TRACE)
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    in_order = ("tokenizer.queue", "tokenizer", "engine", "detokenizer.queue", "detokenizer", "response")
+    in_engine = ("engine.queue", "engine.prefill", "engine.decode")
+    assert set(spans) == {"text_completion demo", "queue", "route", "replica", *in_order, *in_engine}
+    for outer, names in (("replica", in_order), ("engine", in_engine)):
+        at_ns = spans[outer].start_time
+        for name in names:
+            assert spans[name].start_time == at_ns and spans[name].parent.span_id == spans[outer].context.span_id
+            at_ns = spans[name].end_time
+        assert at_ns == spans[outer].end_time
+    assert all(f"{span.context.trace_id:032x}" == TRACE.split("-")[1] for span in spans.values())
+    root = spans["text_completion demo"]
+    assert f"{root.parent.span_id:016x}" == TRACE.split("-")[2]
+    assert root.attributes["gen_ai.usage.output_tokens"] == 3
+    assert root.attributes["gen_ai.response.finish_reasons"] == ("length",)
+    route = spans["route"].attributes
+    assert route["trident.route.policy"] == "scored" and route["server.address"] == replica.url
+    assert route["trident.route.loads"] == (f"{replica.url}: 0/10000 requests, 0 tokens, KV 0.00",)
+    handed = replica.seen[-1].metadata["traceparent"].split("-")
+    assert handed[1] == TRACE.split("-")[1] and handed[2] == f"{spans['replica'].context.span_id:016x}"
+
+
+async def test_an_answer_of_the_cache_has_a_span_and_a_log_line_too(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    exporter, asked = InMemorySpanExporter(), {**ASKED, "temperature": 0}
+    async with FakeReplica(engine="e") as replica, gateway(replica, tracing=Tracing(exporter=exporter)) as running:
+        for _ in range(2):
+            await running.post("/v1/completions", asked, traceparent=TRACE)
+    roots = [span for span in exporter.get_finished_spans() if span.name == "text_completion demo"]
+    assert [span.attributes.get("trident.cache") for span in roots] == [None, "hit"]
+    assert f"{roots[1].parent.span_id:016x}" == TRACE.split("-")[2]
+    assert [record.fields["reuse"] for record in caplog.records if "reuse" in getattr(record, "fields", {})] == ["hit"]
+
+
+async def test_without_tracing_the_callers_context_still_reaches_the_engine():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        await running.post("/v1/completions", ASKED, traceparent=TRACE)
+        assert replica.seen[-1].metadata["traceparent"] == TRACE
+        await running.post("/v1/completions", ASKED, traceparent="nonsense")
+        assert replica.seen[-1].metadata["traceparent"].endswith("-00")
+
+
+async def test_the_documents_metrics_are_those_on_the_page():
+    text = (Path(__file__).resolve().parents[3] / "docs" / "gateway.md").read_text("utf-8")
+    documented = set(re.findall(r"^\| `((?:trident|gen_ai)_\w+)` \|", text, re.MULTILINE))
+    async with FakeReplica() as replica, gateway(replica, config="[prices]\nreplica_hour = 1.0") as running:
+        page = await running.metrics_page()
+    named = {line.split()[2] for line in page.splitlines() if line.startswith("# HELP") and "_created" not in line}
+    assert documented == named
