@@ -9,8 +9,8 @@ import pytest
 from clients import AsyncClient
 from gateway.admission.permit import Tenant
 from server.replica import Replica
-from tests.gateway.running import Running, gateway, until
 from tests.gateway.admission.test_engine_priority import sent_by_grpc
+from tests.gateway.running import Running, gateway, until
 
 # So short that the KV cache holds one for every slot.
 LONG = {"max_tokens": 450, "ignore_eos": True}

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from server.replica import Replica, running
-from tests.gateway.running import gateway, until
 from tests.gateway.api.test_kserve import ours
+from tests.gateway.running import gateway, until
 
 ASKED = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
 

@@ -11,8 +11,8 @@ import pytest
 from contract.errors import EngineFailed, Overloaded, PromptTooLong
 from contract.generation import FinishReason
 from tests.fakes.replica import FakeReplica, Script, echo
-from tests.gateway.running import Running, gateway, until
 from tests.gateway.config.test_configuration import ALICE, BOB, keys
+from tests.gateway.running import Running, gateway, until
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,10 @@ import pytest
 from contract.errors import EngineFailed
 from gateway.admission.budgets import Limits
 from tests.fakes.replica import FakeReplica, Script, SeenRequest
-from tests.gateway.running import Running, gateway, until
-from tests.gateway.config.test_configuration import ALICE, BOB, keys
 from tests.gateway.api.test_kserve import ours
 from tests.gateway.cache.test_reuse import as_
+from tests.gateway.config.test_configuration import ALICE, BOB, keys
+from tests.gateway.running import Running, gateway, until
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.fakes.replica import FakeReplica, Script, SeenRequest
 from tests.gateway import tiny_bert
-from tests.gateway.running import Running, gateway, until
 from tests.gateway.config.test_configuration import ALICE, BOB, keys
+from tests.gateway.running import Running, gateway, until
 
 CHAT, ENGINE = "/v1/chat/completions", "e" * 64
 ASKED, AGAIN = "How is a list sort", "Tell me how the list is sort, please"

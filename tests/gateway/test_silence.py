@@ -16,8 +16,8 @@ import pytest
 from contract.errors import DeadlineExceeded
 from gateway.routing.circuit_breaker import BreakerState
 from tests.fakes.replica import FakeReplica, Script
-from tests.gateway.running import Running, gateway, until
 from tests.gateway.api.test_kserve import ours
+from tests.gateway.running import Running, gateway, until
 
 pytestmark = pytest.mark.slow
 COMPLETIONS = "/v1/completions"

@@ -180,7 +180,7 @@ def test_every_gateway_metric_is_on_the_dashboard_or_in_a_rule():
 def test_reasons_of_refusals_are_those_that_admission_gives():
     [rule] = [rule for rule in rules() if rule.get("alert") == "TridentQueueFull"]
     [reasons] = [matchers["reason"][1] for _, matchers in selectors(rule["expr"])]
-    source = (ROOT / "gateway" / "admission.py").read_text("utf-8")
+    source = (ROOT / "gateway" / "admission" / "fair_admission.py").read_text("utf-8")
     for reason in set(reasons.split("|")) - {"Overloaded"}:
         assert f'"{reason}"' in source, f"admission gives no {reason!r}"
 

@@ -21,7 +21,6 @@ from gateway.admission.budget_store import MemoryStore
 from gateway.admission.budgets import Level, Limits
 from gateway.admission.concurrency import Concurrency
 from gateway.admission.fair_admission import FairAdmission
-from gateway.admission.fair_queue import FairQueue
 from gateway.admission.permit import Tenant
 from gateway.admission.prompt_tokens import TEMPLATE_TOKENS, PromptTokens
 from gateway.api import vocabulary
@@ -38,7 +37,7 @@ def asked(text: str, max_tokens: int = 100) -> GenerationRequest:
 
 def door(clock, tokenizer: tokenizers.Tokenizer | None = None) -> tuple[FairAdmission, MemoryStore]:
     budgets = MemoryStore(clock)
-    parts = (budgets, Concurrency(1000), FairQueue(), clock)
+    parts = (budgets, Concurrency(1000), clock)
     return FairAdmission(*parts, prompt_tokens=PromptTokens(tokenizer), rng=random.Random(1)), budgets
 
 

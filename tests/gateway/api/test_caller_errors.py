@@ -33,8 +33,8 @@ from gateway.batch.jsonl import refused
 from gateway.batch.store import Line
 from tests.fakes.replica import FakeReplica, Script, SeenRequest, content
 from tests.gateway.openai_upstream import upstream
-from tests.gateway.running import gateway
 from tests.gateway.routing.test_overflow import elsewhere, pressed
+from tests.gateway.running import gateway
 
 SECRET = "kaputt at /secret/path, signal 9, wire type 7"
 ASKED = {"model": "demo", "prompt": "a b", "max_tokens": 5}

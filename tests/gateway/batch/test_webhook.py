@@ -19,8 +19,8 @@ from aiohttp import web
 from contract.errors import InvalidArgument
 from gateway.batch.webhook import ATTEMPTS, FIRST_WAIT_S, Webhooks, wait_s
 from tests.fakes.replica import FakeReplica
-from tests.gateway.running import gateway, until
 from tests.gateway.batch.test_endpoints import chat, client, jsonl, made
+from tests.gateway.running import gateway, until
 
 SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
 

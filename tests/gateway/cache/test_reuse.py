@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 
 from tests.fakes.replica import FakeReplica, Script, SeenRequest
-from tests.gateway.running import Running, gateway, until
 from tests.gateway.config.test_configuration import ALICE, BOB, keys
+from tests.gateway.running import Running, gateway, until
 
 pytestmark = pytest.mark.slow
 

@@ -11,10 +11,10 @@ import pytest
 from contract.errors import Overloaded, Unavailable
 from gateway.routing.circuit_breaker import BreakerState
 from tests.fakes.replica import FakeReplica, Script
+from tests.gateway.api.test_kserve import ours
+from tests.gateway.config.test_configuration import ALICE, keys
 from tests.gateway.openai_upstream import OpenAIUpstream, upstream
 from tests.gateway.running import Running, gateway, until
-from tests.gateway.config.test_configuration import ALICE, keys
-from tests.gateway.api.test_kserve import ours
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from tests.fakes.replica import FakeReplica, Script
-from tests.gateway.running import gateway, until
 from tests.gateway.api.test_kserve import ours
+from tests.gateway.running import gateway, until
 
 ASKED = {"model": "demo", "prompt": "one two", "max_tokens": 4, "temperature": 0}
 CONFIG = '[shadow]\npool = "next"\nfraction = 1.0\nmax_running = 2\n'
