@@ -35,9 +35,9 @@ class Settings:
     whole_answer_timeout_s: int = 0
 
     @property
-    def mailbox_socket(self) -> str:
-        """Name of the abstract unix datagram socket on which the detokenizer hears of requests (mailbox.py)."""
-        return f"{self.control_socket}-mailbox"
+    def metadata_socket(self) -> str:
+        """Name of the abstract unix datagram socket of the metadata channel (metadata_channel.py)."""
+        return f"{self.control_socket}-metadata"
 
     @property
     def supervisor_socket(self) -> str:

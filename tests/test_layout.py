@@ -28,8 +28,8 @@ MAY_IMPORT = {
 OUTER_EDGES = (
     "python_backends/*/model.py",
     "python_backends/*/link.py",
-    "python_backends/*/outbox.py",
-    "python_backends/detokenizer/bare_engine.py",
+    "python_backends/*/response_senders.py",
+    "python_backends/detokenizer/request_id_streams.py",
     "gateway/api/openai_http.py",
     "gateway/cache/coalescing.py",  # a task that many readers wait for
 )

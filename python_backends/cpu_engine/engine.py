@@ -13,17 +13,17 @@ from collections.abc import Callable
 from typing import Protocol
 
 from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavailable
-from python_backends.cpu_engine.admission import Admission
-from python_backends.cpu_engine.departures import Departures
-from python_backends.cpu_engine.messages import Add, End, StepReport
+from python_backends.cpu_engine.coalescing_window import CoalescingWindow
+from python_backends.cpu_engine.http_disconnects import HttpDisconnects
 from python_backends.cpu_engine.metrics import EngineLoad, EngineMetrics
-from python_backends.cpu_engine.outbox import Outbox
-from python_backends.cpu_engine.prefix import PrefixShadow
+from python_backends.cpu_engine.prefix_cache_estimate import PrefixCacheEstimate
 from python_backends.cpu_engine.request import EngineRequest
+from python_backends.cpu_engine.response_senders import ResponseSenders
+from python_backends.cpu_engine.scheduler import Scheduler
 from python_backends.cpu_engine.stream import Chunk, Sink, Stream
-from python_backends.cpu_engine.window import Window
 from python_backends.ensemble.control import ControlMessage, Verb
 from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.worker_messages import AddSequence, EndSequence, StepReport
 from python_backends.limits import EngineLimits
 from python_backends.triton_io import log_error
 
@@ -43,7 +43,7 @@ _RESTART_PAUSES_S = (0.0, 0.2, 1.0, 5.0)
 class Link(Protocol):
     """The worker, see link.WorkerLink."""
 
-    def send(self, command: Add | End) -> None: ...
+    def send(self, command: AddSequence | EndSequence) -> None: ...
 
     def close(self) -> None: ...
 
@@ -59,21 +59,21 @@ class Engine:
         sender_threads: int,
         max_coalesce_ns: int,
         prefix_reuse: bool,
-        half_closed: Callable[[], int] = lambda: 0,
+        count_close_wait: Callable[[], int] = lambda: 0,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._limits = limits
         self._metrics = metrics
         self._clock_ns = clock_ns
-        self._window = Window(max_coalesce_ns)
+        self._window = CoalescingWindow(max_coalesce_ns)
         self._epoch = clock_ns()
         self._next_key = 0
         self._lock = threading.RLock()
         self._streams: dict[int, Stream] = {}  # every stream that has not ended
         self._by_request_id: dict[str, set[int]] = {}
-        self._admission = Admission(limits.max_batch_size, limits.kv_cache_blocks, max_waiting)
-        self._departures = Departures(half_closed)
-        self._prefixes = PrefixShadow(limits.kv_cache_blocks if prefix_reuse else 0, limits.block_tokens)
+        self._scheduler = Scheduler(limits.max_batch_size, limits.kv_cache_blocks, max_waiting)
+        self._http_disconnects = HttpDisconnects(count_close_wait)
+        self._prefixes = PrefixCacheEstimate(limits.kv_cache_blocks if prefix_reuse else 0, limits.block_tokens)
         self._last_step = StepReport(0, 0)
         self._steps = 0
         self._closing = False  # takes no more requests
@@ -82,7 +82,7 @@ class Engine:
         self._worker_ready = threading.Event()
         self._start_known = threading.Event()  # the worker is ready, or has failed to start for good
         self._open_link = open_link
-        self._outbox = Outbox(sender_threads, self._on_sent, self._on_lost, clock_ns)
+        self._senders = ResponseSenders(sender_threads, self._on_sent, self._on_lost, clock_ns)
         self._work = threading.Event()  # set while anything lives; the ticker sleeps without it
         with self._lock:
             self._link = open_link(self)
@@ -105,7 +105,7 @@ class Engine:
             self._next_key += 1
             key = self._next_key
             tokens = request.input_ids.size + request.max_tokens
-            self._admission.offer(key, -(-tokens // self._limits.block_tokens), request.priority)
+            self._scheduler.offer(key, -(-tokens // self._limits.block_tokens), request.priority)
             stream = Stream(self._epoch, key, request, sink, submitted_ns=now_ns)
             self._streams[key] = stream
             if request.request_id:
@@ -150,7 +150,7 @@ class Engine:
         self._closed = True
         self._work.set()
         self._ticker.join(timeout=1)
-        self._outbox.close()
+        self._senders.close()
         self._link.close()
 
     # ---- the worker ---------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Engine:
             for output in report.outputs:
                 stream = self._streams.get(output.id)
                 if output.event.last:
-                    self._admission.release(output.id)
+                    self._scheduler.release(output.id)
                     ended = True
                 if stream is None:
                     continue  # it was ended from our side; this output only confirms that its blocks are free
@@ -196,7 +196,7 @@ class Engine:
                     self._finish(stream, output.event, stop_id)
                 else:
                     self._send_if_due(stream, flush=False)
-            if self._window.step(now_ns, self._admission.running):
+            if self._window.step(now_ns, self._scheduler.running):
                 for stream in self._streams.values():
                     self._send_if_due(stream, flush=True)
             if ended:
@@ -219,15 +219,15 @@ class Engine:
             self._failed_starts += not self._worker_ready.is_set()
             self._worker_ready.clear()
             self._last_step = StepReport(0, 0)
-            for key in self._admission.running_keys():
-                self._admission.release(key)
+            for key in self._scheduler.running_keys():
+                self._scheduler.release(key)
                 if key in self._streams:
                     error = EngineFailed(f"{reason}; it is being restarted")
                     self._finish(self._streams[key], StreamEvent.ERROR, error=error)
             if self._starts_no_more():
                 self._start_known.set()
                 for stream in list(self._streams.values()):
-                    self._admission.release(stream.key)
+                    self._scheduler.release(stream.key)
                     self._finish(stream, StreamEvent.ERROR, error=Unavailable(f"{reason}; it does not start"))
 
     def _start_worker(self) -> str:
@@ -249,14 +249,16 @@ class Engine:
     def _start_admitted(self, now_ns: int) -> None:
         if not self._worker_ready.is_set():
             return
-        for key in self._admission.admit():
+        for key in self._scheduler.admit():
             stream = self._streams[key]
             request = stream.request
             stream.num_cached_tokens = self._prefixes.cached_tokens(request.input_ids)
             self._prefixes.remember(request.input_ids)
             stream.started_ns = now_ns
             self._link.send(
-                Add(key, request.input_ids, request.max_tokens, request.sampling, request.stop_ids, request.priority)
+                AddSequence(
+                    key, request.input_ids, request.max_tokens, request.sampling, request.stop_ids, request.priority
+                )
             )
 
     def _end(
@@ -269,9 +271,9 @@ class Engine:
         if cancelled_by is not None:
             self._metrics.cancelled(cancelled_by)
         if stream.started_ns:
-            self._link.send(End(key))
+            self._link.send(EndSequence(key))
         else:
-            self._admission.release(key)
+            self._scheduler.release(key)
         self._finish(stream, event, error=error)
         return True
 
@@ -286,13 +288,13 @@ class Engine:
         with stream.lock:
             stream.finish(event, stop_id, error)
             if not stream.queued:
-                self._outbox.put(stream)
+                self._senders.put(stream)
         self._metrics.finished(stream, self._clock_ns())
 
     def _send_if_due(self, stream: Stream, flush: bool) -> None:
         with stream.lock:
             if stream.due(flush):
-                self._outbox.put(stream)
+                self._senders.put(stream)
 
     # ---- the ticker ---------------------------------------------------------------------------------------------
 
@@ -303,7 +305,7 @@ class Engine:
             self._end_departed()
             with self._lock:
                 self._tick(self._clock_ns())
-                idle = not self._streams and not self._admission.running
+                idle = not self._streams and not self._scheduler.running
                 if idle:
                     self._work.clear()
                 load = self._load()
@@ -318,23 +320,23 @@ class Engine:
     def _end_departed(self) -> None:
         """Ends the requests whose HTTP callers have left. The kernel is asked outside the lock: it takes its time."""
         now_ns = self._clock_ns()
-        if not self._departures.due(now_ns):
+        if not self._http_disconnects.due(now_ns):
             return
         with self._lock:
             live = frozenset(self._streams)
-        departed = self._departures.look(live, now_ns)
+        departed = self._http_disconnects.check(live, now_ns)
         with self._lock:
             for key in departed:
                 self._end(key, StreamEvent.CANCELLED, cancelled_by="client")
 
     def _until_next_look_s(self) -> float:
         """A tick, or less where a step that takes long, such as a prompt's, must not keep other streams' tokens."""
-        left_ns = self._window.left_ns(self._clock_ns(), self._admission.running)
+        left_ns = self._window.left_ns(self._clock_ns(), self._scheduler.running)
         return TICK_S if left_ns is None else min(TICK_S, max(_LEAST_PAUSE_S, left_ns / 1e9))
 
     def _tick(self, now_ns: int) -> None:
-        flush = self._window.over(now_ns, self._admission.running)
-        probed = set(self._admission.waiting_keys(_PROBED_WAITING))
+        flush = self._window.over(now_ns, self._scheduler.running)
+        probed = set(self._scheduler.waiting_keys(_PROBED_WAITING))
         # Where a step takes longer than that, its tokens ask the same question: only missing two of them is silence.
         step_ns = self._last_step.end_ns - self._last_step.start_ns
         running_patience_ns = max(_PROBE_RUNNING_NS, 2 * step_ns)
@@ -350,16 +352,16 @@ class Engine:
                 if silent_ns >= patience_ns and (stream.started_ns or stream.key in probed):
                     stream.probe_due = True
                 if not stream.queued and (stream.probe_due or stream.due(flush)):
-                    self._outbox.put(stream)
+                    self._senders.put(stream)
 
     def _load(self) -> EngineLoad:
         return EngineLoad(
-            running=self._admission.running,
-            waiting=self._admission.waiting,
+            running=self._scheduler.running,
+            waiting=self._scheduler.waiting,
             slots=self._limits.max_batch_size,
             blocks=self._limits.kv_cache_blocks,
             # The worker's figures are of its last step; when nothing runs they are history.
-            last_step=self._last_step if self._admission.running else StepReport(0, self._last_step.end_ns),
+            last_step=self._last_step if self._scheduler.running else StepReport(0, self._last_step.end_ns),
             steps=self._steps,
         )
 

@@ -14,7 +14,7 @@ from socket import socketpair
 from typing import Protocol
 
 from contract.watchdog import Watchdog, cpu_s
-from python_backends.cpu_engine.messages import Add, End, Failed, Ready, StepReport
+from python_backends.ensemble.worker_messages import AddSequence, EndSequence, Failed, Ready, StepReport
 
 _EXIT_TIMEOUT_S = 5  # for a worker that has closed its connection
 _LOOK_EVERY_S = 0.25
@@ -53,7 +53,7 @@ class WorkerLink:
             )
         self._connection = Connection(ours.detach())
         self._listener = listener
-        self._commands: queue.SimpleQueue[Add | End | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[AddSequence | EndSequence | None] = queue.SimpleQueue()
         self._live: set[int] = set()  # sequences the worker was given and has not ended
         self._reports = 0
         self._ready = False
@@ -65,9 +65,9 @@ class WorkerLink:
         threading.Thread(target=self._send, name="engine-commands", daemon=True).start()
         threading.Thread(target=self._receive, name="engine-reports", daemon=True).start()
 
-    def send(self, command: Add | End) -> None:
+    def send(self, command: AddSequence | EndSequence) -> None:
         """Never blocks, also while the worker is in a step; silent when it is dead, because on_death tells."""
-        if isinstance(command, Add):
+        if isinstance(command, AddSequence):
             self._live.add(command.id)
         self._commands.put(command)
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from contract.errors import BY_NAME
-from python_backends.cpu_engine.messages import StepReport
 from python_backends.cpu_engine.stream import Chunk, Stream
 from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.worker_messages import StepReport
 from python_backends.limits import BLOCK_TOKENS
 from python_backends.metrics import DURATION_BUCKETS, PHASES, PHASES_HELP, TPOT_BUCKETS, TTFT_BUCKETS, Metrics
 

@@ -12,7 +12,7 @@ import numpy as np
 from contract import manifest as manifests
 from contract.errors import EngineFailed, InvalidArgument, TridentError, to_text
 from contract.watchdog import Watchdog
-from python_backends.cpu_engine import departures
+from python_backends.cpu_engine import http_disconnects
 from python_backends.cpu_engine.engine import Engine, Link
 from python_backends.cpu_engine.link import Listener, WorkerLink
 from python_backends.cpu_engine.metrics import EngineMetrics
@@ -107,7 +107,7 @@ class TritonPythonModel:
             sender_threads=settings.sender_threads,
             max_coalesce_ns=int(settings.max_coalesce_s * 1e9),
             prefix_reuse=bool(manifest.recipe["prefix_reuse"]),
-            half_closed=partial(departures.half_closed, settings.http_port),
+            count_close_wait=partial(http_disconnects.count_close_wait, settings.http_port),
         )
         if not self._engine.wait_until_ready(self.load_timeout_s):
             self._engine.close()

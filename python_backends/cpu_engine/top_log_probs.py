@@ -31,7 +31,7 @@ class TopLogProbs:
     log_probs: list[float]
 
 
-class SecondReading:
+class TopLogProbsModel:
     """``model_xml``: the engine's own graph. ``properties``: what the engine's device is opened with."""
 
     def __init__(self, model_xml: Path, properties: Mapping[str, str]) -> None:

@@ -20,10 +20,10 @@ import openvino_genai as genai
 
 from contract import manifest as manifests
 from contract.generation import SamplingParams
-from python_backends.cpu_engine.messages import Add, End, Failed, Ready, SequenceOutput, StepReport
 from python_backends.cpu_engine.pipeline import open_pipeline
-from python_backends.cpu_engine.top_log_probs import SecondReading
+from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.worker_messages import AddSequence, EndSequence, Failed, Ready, StepOutput, StepReport
 
 _NICE = 5
 
@@ -32,14 +32,14 @@ class StepLoop:
     """Owns the pipeline and its live handles. ``run`` returns when the connection is closed."""
 
     def __init__(
-        self, pipeline: genai.ContinuousBatchingPipeline, second_reading: SecondReading, connection: Connection
+        self, pipeline: genai.ContinuousBatchingPipeline, top_log_probs: TopLogProbsModel, connection: Connection
     ) -> None:
         self._pipeline = pipeline
-        self._second_reading = second_reading
+        self._top_log_probs = top_log_probs
         self._connection = connection
         self._handles: dict[int, genai.GenerationHandle] = {}
         self._without_token: dict[int, int] = {}  # id -> prompt tokens
-        self._ended: list[SequenceOutput] = []
+        self._ended: list[StepOutput] = []
 
     def run(self) -> None:
         while True:
@@ -50,32 +50,32 @@ class StepLoop:
             self._pipeline.step()
             self._connection.send(self._report(start_ns))
 
-    def _obey(self, command: Add | End) -> None:
-        if isinstance(command, Add):
+    def _obey(self, command: AddSequence | EndSequence) -> None:
+        if isinstance(command, AddSequence):
             self._add(command)
         else:
             self._end(command.id)
 
-    def _add(self, command: Add) -> None:
+    def _add(self, command: AddSequence) -> None:
         config = generation_config(command.max_tokens, command.sampling, command.stop_ids)
         try:
             handle = self._pipeline.add_request(command.id, ov.Tensor(command.input_ids[None]), config)
         except RuntimeError as exc:
-            rejected = SequenceOutput(command.id, [], [], StreamEvent.ERROR, rejected=_last_line(exc))
+            rejected = StepOutput(command.id, [], [], StreamEvent.ERROR, rejected=_last_line(exc))
             self._connection.send(StepReport(0, 0, [rejected]))
             return
         self._handles[command.id] = handle
         if command.sampling.top_log_probs:
-            self._second_reading.open(command.id, command.input_ids, command.sampling.top_log_probs)
+            self._top_log_probs.open(command.id, command.input_ids, command.sampling.top_log_probs)
         self._without_token[command.id] = command.input_ids.size
 
     def _end(self, id: int) -> None:
         handle = self._handles.pop(id, None)
         self._without_token.pop(id, None)
-        self._second_reading.close(id)
+        self._top_log_probs.close(id)
         if handle is not None:
             handle.cancel()
-            self._ended.append(SequenceOutput(id, [], [], StreamEvent.CANCELLED))
+            self._ended.append(StepOutput(id, [], [], StreamEvent.CANCELLED))
             if not self._handles:
                 # A cancelled sequence's blocks are freed by the step after it; nobody else would make that step.
                 self._pipeline.step()
@@ -98,11 +98,11 @@ class StepLoop:
             metrics.cache_usage / 100,
         )
 
-    def _take_ended(self) -> list[SequenceOutput]:
+    def _take_ended(self) -> list[StepOutput]:
         ended, self._ended = self._ended, []
         return ended
 
-    def _read(self, id: int, handle: genai.GenerationHandle) -> SequenceOutput | None:
+    def _read(self, id: int, handle: genai.GenerationHandle) -> StepOutput | None:
         token_ids: list[int] = []
         log_probs: list[float] = []
         finish = genai.GenerationFinishReason.NONE
@@ -120,17 +120,17 @@ class StepLoop:
             event = StreamEvent.LENGTH if finish == genai.GenerationFinishReason.LENGTH else StreamEvent.STOP
         if token_ids:
             self._without_token.pop(id, None)
-        top = self._second_reading.read(id, token_ids)
+        top = self._top_log_probs.read(id, token_ids)
         if top:
             log_probs = [entry.chosen for entry in top]
         if event.last:
             del self._handles[id]
             self._without_token.pop(id, None)
-            self._second_reading.close(id)
+            self._top_log_probs.close(id)
         elif not token_ids:
             return None
         rejected = "the KV cache ran out of blocks" if event is StreamEvent.ERROR else ""
-        return SequenceOutput(id, token_ids, log_probs, event, top, rejected)
+        return StepOutput(id, token_ids, log_probs, event, top, rejected)
 
 
 def generation_config(max_tokens: int, sampling: SamplingParams, stop_ids: frozenset[int]) -> genai.GenerationConfig:
@@ -196,8 +196,8 @@ def main() -> None:
         manifest = manifests.load(engine_dir)
         pipeline = open_pipeline(engine_dir, manifest)
         connection.send(Ready())
-        second_reading = SecondReading(engine_dir / "openvino_model.xml", manifest.properties)
-        StepLoop(pipeline, second_reading, connection).run()
+        top_log_probs = TopLogProbsModel(engine_dir / "openvino_model.xml", manifest.properties)
+        StepLoop(pipeline, top_log_probs, connection).run()
     except (EOFError, ConnectionError):
         return  # the model that started us has gone
     except Exception as exc:

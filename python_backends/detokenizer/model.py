@@ -11,9 +11,9 @@ import time
 import numpy as np
 
 from contract import manifest as manifests
-from python_backends.detokenizer.bare_engine import BareEngine
 from python_backends.detokenizer.decoding import Decoding
-from python_backends.detokenizer.in_band_engine import InBandEngine
+from python_backends.detokenizer.in_band_streams import InBandStreams
+from python_backends.detokenizer.request_id_streams import RequestIdStreams
 from python_backends.detokenizer.streams import EngineChunk, Piece, Streams, failed_piece
 from python_backends.ensemble.stream_state import StreamState
 from python_backends.heartbeat import Heartbeat
@@ -32,9 +32,9 @@ class TritonPythonModel:
         settings = Settings.from_env()
         manifest = manifests.load(settings.engine_dir)
         if manifest.kind == "trtllm":
-            self._engine = BareEngine(settings.mailbox_socket)
+            self._engine = RequestIdStreams(settings.metadata_socket)
         else:
-            self._engine = InBandEngine(settings.control_socket)
+            self._engine = InBandStreams(settings.control_socket)
         self._streams = Streams(Decoding.from_tokenizer(settings.engine_dir / "tokenizer.json"), self._engine.stop)
         self._checked_ns: dict[int, int] = {}
         self._metrics = Metrics(metric_family)

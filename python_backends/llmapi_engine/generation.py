@@ -12,9 +12,9 @@ from pathlib import Path
 
 from contract.generation import SamplingParams
 from contract.manifest import EngineManifest
-from python_backends.cpu_engine.messages import Add, SequenceOutput
 from python_backends.cpu_engine.top_log_probs import TopLogProbs
 from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.worker_messages import AddSequence, StepOutput
 
 NO_END_ID = -1
 EVENTS = {"stop": StreamEvent.STOP, "length": StreamEvent.LENGTH, "cancelled": StreamEvent.CANCELLED}
@@ -56,7 +56,7 @@ def open_llm(engine_dir: Path, manifest: EngineManifest):
     return LLM(**llm_arguments(engine_dir, manifest), kv_cache_config=kv_cache)
 
 
-def generate(llm, command: Add):
+def generate(llm, command: AddSequence):
     """Starts the sequence; the answer is iterated for its outputs, and ``abort()`` ends it."""
     from tensorrt_llm import SamplingParams as LlmSamplingParams
 
@@ -67,7 +67,7 @@ def generate(llm, command: Add):
     return llm.generate_async(command.input_ids.tolist(), sampling_params=sampling, streaming=True, **urgent)
 
 
-def sampling_arguments(command: Add) -> dict[str, object]:
+def sampling_arguments(command: AddSequence) -> dict[str, object]:
     """Arguments of the LLM API's ``SamplingParams``."""
     sampling = command.sampling
     arguments: dict[str, object] = {
@@ -102,7 +102,7 @@ class Reading:
     def begun(self) -> bool:
         return self._seen > 0
 
-    def output(self, completion) -> SequenceOutput:
+    def output(self, completion) -> StepOutput:
         """The new part of a ``CompletionOutput``, and how the sequence stands after it."""
         ids = list(completion.token_ids)[self._seen :]
         entries = list(completion.logprobs or [])[self._seen : self._seen + len(ids)]
@@ -113,7 +113,7 @@ class Reading:
             rejected = f"the LLM API ended it with {completion.finish_reason!r}" if event is StreamEvent.ERROR else ""
         likeliest = [_top(id, entry, self._sampling.top_log_probs) for id, entry in zip(ids, entries, strict=False)]
         chosen = [entry.chosen for entry in likeliest]
-        return SequenceOutput(self._id, ids, chosen, event, likeliest if self._sampling.top_log_probs else [], rejected)
+        return StepOutput(self._id, ids, chosen, event, likeliest if self._sampling.top_log_probs else [], rejected)
 
 
 def _top(id: int, entry: Mapping, count: int) -> TopLogProbs:

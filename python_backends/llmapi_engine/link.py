@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 
 from python_backends.cpu_engine.link import Listener
-from python_backends.cpu_engine.messages import Add, End, SequenceOutput, StepReport
 from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.worker_messages import AddSequence, EndSequence, StepOutput, StepReport
 from python_backends.llmapi_engine.generation import Reading, cache_usage, generate
 
 _STATS_TIMEOUT_S = 2
@@ -37,7 +37,7 @@ class LlmLink:
         self._thread = threading.Thread(target=self._live, name="llm", daemon=True)
         self._thread.start()
 
-    def send(self, command: Add | End) -> None:
+    def send(self, command: AddSequence | EndSequence) -> None:
         """Never blocks; silent when the LLM is dead, because on_death tells."""
         self._call(self._obey, command)
 
@@ -77,8 +77,8 @@ class LlmLink:
         finally:
             llm.shutdown()
 
-    def _obey(self, command: Add | End) -> None:
-        if isinstance(command, End):
+    def _obey(self, command: AddSequence | EndSequence) -> None:
+        if isinstance(command, EndSequence):
             answer = self._answers.get(command.id)
             if answer is not None:
                 answer.abort()  # its last output is reported as CANCELLED
@@ -86,14 +86,14 @@ class LlmLink:
         try:
             answer = self._answers[command.id] = generate(self._llm, command)
         except Exception as exc:  # it refuses arguments at once; one request's fault is not the others'
-            self._report(SequenceOutput(command.id, [], [], StreamEvent.ERROR, rejected=_last_line(exc)))
+            self._report(StepOutput(command.id, [], [], StreamEvent.ERROR, rejected=_last_line(exc)))
             return
         self._without_token[command.id] = command.input_ids.size
         task = self._loop.create_task(self._follow(command, answer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _follow(self, command: Add, answer) -> None:
+    async def _follow(self, command: AddSequence, answer) -> None:
         """One sequence from its first answer to its last."""
         reading = Reading(command.id, command.sampling)
         ended = False
@@ -109,17 +109,17 @@ class LlmLink:
                     self._report(output)
             if not ended:  # an aborted sequence may just stop answering
                 self._forget(command.id)
-                self._report(SequenceOutput(command.id, [], [], StreamEvent.CANCELLED))
+                self._report(StepOutput(command.id, [], [], StreamEvent.CANCELLED))
         except Exception as exc:  # one sequence's fault is not the others'
             self._forget(command.id)
             if not ended:
-                self._report(SequenceOutput(command.id, [], [], StreamEvent.ERROR, rejected=_last_line(exc)))
+                self._report(StepOutput(command.id, [], [], StreamEvent.ERROR, rejected=_last_line(exc)))
 
     def _forget(self, id: int) -> None:
         self._answers.pop(id, None)
         self._without_token.pop(id, None)
 
-    def _report(self, output: SequenceOutput) -> None:
+    def _report(self, output: StepOutput) -> None:
         start_ns, self._last_ns = self._last_ns, time.monotonic_ns()
         waiting = self._without_token
         self._listener.on_report(

@@ -11,7 +11,7 @@ import numpy as np
 from contract import manifest as manifests
 from contract.errors import BY_NAME, EngineFailed, InvalidArgument, TridentError, Unavailable
 from python_backends.ensemble import priority
-from python_backends.ensemble.mailbox import Letter, MailboxSender
+from python_backends.ensemble.metadata_channel import MetadataSender, StreamMetadata
 from python_backends.ensemble.word_list import encode_word_list
 from python_backends.heartbeat import Heartbeat
 from python_backends.limits import EngineLimits, check_fits
@@ -32,8 +32,8 @@ class TritonPythonModel:
         self._drain_file = settings.drain_file
         self._eos_token_ids = tuple(manifest.eos_token_ids)
         self._on_cpu = manifest.kind == "cpu"
-        # Only a Python engine carries options through; for the others they go to the detokenizer by mailbox.
-        self._mailbox = MailboxSender(settings.mailbox_socket) if manifest.kind == "trtllm" else None
+        # Only a Python engine passes options on; for the C++ backend they take the metadata channel.
+        self._metadata_channel = MetadataSender(settings.metadata_socket) if manifest.kind == "trtllm" else None
         self._encoding = Encoding(settings.engine_dir / "tokenizer.json", self._limits.max_seq_len)
         self._chat_template = ChatTemplate(settings.engine_dir)
         self._metrics = Metrics(metric_family)
@@ -74,7 +74,7 @@ class TritonPythonModel:
         try:
             prompt = parse(Inputs(request), parameters(request), self._limits, self._max_prompt_bytes)
             self._refuse_unsupported(prompt)
-            if self._mailbox is not None:
+            if self._metadata_channel is not None:
                 priority.refuse(parameters(request))
             if prompt.messages is not None:
                 # A chat template writes the special tokens itself.
@@ -142,9 +142,9 @@ class TritonPythonModel:
         told = prompt.options
         options = (dataclasses.replace(told, tokenized_ns=tokenized_ns) if told.timings else told).to_json()
         outputs["stream_options"] = texts(options)
-        if self._mailbox is not None:  # last, because the id is taken from here on
+        if self._metadata_channel is not None:  # last, because the id is taken from here on
             ends = (*end_ids, *prompt.stop_token_ids)
-            self._mailbox.post(Letter(request_id, options, max_tokens, len(ids), ends))
+            self._metadata_channel.post(StreamMetadata(request_id, options, max_tokens, len(ids), ends))
         return outputs
 
     def _end_ids(self, prompt: PromptRequest) -> tuple[int, ...]:

@@ -56,5 +56,5 @@ def test_a_time_outside_its_range_is_refused_by_the_variables_name(monkeypatch, 
         Settings.from_env()
 
 
-def test_the_mailbox_is_named_after_the_control_socket():
-    assert Settings(Path("x"), "a").mailbox_socket != Settings(Path("x"), "b").mailbox_socket
+def test_the_metadata_socket_is_named_after_the_control_socket():
+    assert Settings(Path("x"), "a").metadata_socket != Settings(Path("x"), "b").metadata_socket

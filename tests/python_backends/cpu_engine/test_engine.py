@@ -11,11 +11,11 @@ from contract.errors import DeadlineExceeded, EngineFailed, Overloaded, Unavaila
 from contract.generation import SamplingParams
 from python_backends.cpu_engine import engine as engine_module
 from python_backends.cpu_engine.engine import Engine
-from python_backends.cpu_engine.messages import Add, End, SequenceOutput, StepReport
 from python_backends.cpu_engine.metrics import CANCEL_REASONS, EngineMetrics
 from python_backends.cpu_engine.request import EngineRequest
 from python_backends.ensemble.control import ControlMessage, Verb
 from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.worker_messages import AddSequence, EndSequence, StepOutput, StepReport
 from python_backends.limits import EngineLimits
 from python_backends.metrics import Metrics
 from python_backends.triton_io import metric_family
@@ -52,14 +52,14 @@ class Link:
         self.closed = True
 
     def added(self):
-        return [command.id for command in self.commands if isinstance(command, Add)]
+        return [command.id for command in self.commands if isinstance(command, AddSequence)]
 
     def ended(self):
-        return [command.id for command in self.commands if isinstance(command, End)]
+        return [command.id for command in self.commands if isinstance(command, EndSequence)]
 
     def report(self, *outputs, **fields):
         """What the worker says after a step; each output is (id, token_ids, event)."""
-        made = [SequenceOutput(id, list(ids), [-0.5] * len(ids), event) for id, ids, event in outputs]
+        made = [StepOutput(id, list(ids), [-0.5] * len(ids), event) for id, ids, event in outputs]
         self._engine.on_report(StepReport(1, 2, made, **fields))
 
     def confirm(self, *ids):
@@ -160,7 +160,7 @@ class Setting:
         return 5 * SECOND
 
     def is_empty(self):
-        admission = self.engine._admission
+        admission = self.engine._scheduler
         return not (self.engine._streams or self.engine._by_request_id) and (
             admission.running,
             admission.waiting,
@@ -286,9 +286,7 @@ def test_a_unary_request_gets_one_response(setting):
 def test_times_of_a_stream_grow_from_arrival_to_the_last_token(setting):
     key, sink = setting.submit(max_tokens=2)
     setting.clock.move(1)
-    setting.engine.on_report(
-        StepReport(setting.clock.now_ns, 2, [SequenceOutput(key, [1], [0.0], StreamEvent.RUNNING)])
-    )
+    setting.engine.on_report(StepReport(setting.clock.now_ns, 2, [StepOutput(key, [1], [0.0], StreamEvent.RUNNING)]))
     setting.clock.move(1)
     setting.link.report((key, [2], StreamEvent.LENGTH))
     sink.end()
@@ -339,7 +337,7 @@ def test_a_cancel_of_a_waiting_request_never_reaches_the_worker(setting):
     key, sink = setting.submit()
     setting.control(Verb.CANCEL, key)
     assert sink.end() == (StreamEvent.CANCELLED, [])
-    assert setting.engine._admission.waiting == 0
+    assert setting.engine._scheduler.waiting == 0
     assert key not in setting.link.added() and key not in setting.link.ended()
 
 
@@ -518,7 +516,7 @@ def test_a_worker_that_cannot_be_started_now_is_started_later(setting, monkeypat
 
 def test_a_request_the_pipeline_rejects_ends_with_its_words(setting):
     key, sink = setting.submit()
-    output = SequenceOutput(key, [], [], StreamEvent.ERROR, rejected="the KV cache ran out of blocks")
+    output = StepOutput(key, [], [], StreamEvent.ERROR, rejected="the KV cache ran out of blocks")
     setting.engine.on_report(StepReport(0, 0, [output]))
     sink.wait(lambda sink: sink.closed)
     assert isinstance(sink.error, EngineFailed) and str(sink.error) == "the KV cache ran out of blocks"
@@ -777,7 +775,7 @@ def test_whatever_happens_every_stream_gets_its_tokens_in_order_and_one_end(open
         nonlocal commands_read
         ended = []
         for command in setting.link.commands[commands_read:]:
-            if isinstance(command, Add):
+            if isinstance(command, AddSequence):
                 running.add(command.id)
             elif command.id in running:
                 running.discard(command.id)
@@ -813,7 +811,7 @@ def test_whatever_happens_every_stream_gets_its_tokens_in_order_and_one_end(open
             running.clear()
             commands_read = 0
             setting.engine.on_ready()
-        assert setting.engine._admission.running <= 2 and setting.engine._admission.reserved_blocks <= 8
+        assert setting.engine._scheduler.running <= 2 and setting.engine._scheduler.reserved_blocks <= 8
     setting.engine.close()
     for key, sink in sinks.items():
         sink.wait(lambda sink: sink.closed)

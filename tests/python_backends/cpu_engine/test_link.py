@@ -18,7 +18,7 @@ import pytest
 from contract.generation import SamplingParams
 from contract.watchdog import Watchdog
 from python_backends.cpu_engine.link import WorkerLink
-from python_backends.cpu_engine.messages import Add, Ready, StepReport
+from python_backends.ensemble.worker_messages import AddSequence, Ready, StepReport
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +71,7 @@ def pid(link):
 
 
 def endless(id=1):
-    return Add(id, np.array([1, 2, 3], np.int64), 250, SamplingParams(top_k=1), frozenset())
+    return AddSequence(id, np.array([1, 2, 3], np.int64), 250, SamplingParams(top_k=1), frozenset())
 
 
 def test_a_worker_outlives_a_ctrl_c_and_its_death_is_told_once_and_last(open_link):
@@ -137,7 +137,7 @@ def test_a_message_cut_off_by_a_death_is_a_death(open_link, stand_in):
 def test_commands_never_wait_for_a_worker_in_a_long_step(open_link, stand_in):
     stand_in("time.sleep(600)")
     link, _ = open_link()
-    big = Add(1, np.zeros(1_000_000, np.int64), 1, SamplingParams(), frozenset())  # more than a socket holds
+    big = AddSequence(1, np.zeros(1_000_000, np.int64), 1, SamplingParams(), frozenset())  # more than a socket holds
     for _ in range(5):
         link.send(big)
 

@@ -90,10 +90,10 @@ def ids(found):
     return [token for answer in found for token in answer["output_ids"].reshape(-1).tolist()]
 
 
-def test_a_requests_priority_reaches_admission(send, model, monkeypatch):
+def test_a_requests_priority_reaches_the_scheduler(send, model, monkeypatch):
     offered = []
-    offer = model._engine._admission.offer
-    monkeypatch.setattr(model._engine._admission, "offer", lambda *given: (offered.append(given[2]), offer(*given)))
+    offer = model._engine._scheduler.offer
+    monkeypatch.setattr(model._engine._scheduler, "offer", lambda *given: (offered.append(given[2]), offer(*given)))
     for parameters in (None, {"request_priority": 0.9, "x-header": "1"}):
         assert send(parameters=parameters).final.wait(60)
     assert offered == [0.5, 0.9]

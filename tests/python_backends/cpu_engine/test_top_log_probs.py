@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from contract import manifest as manifests
-from python_backends.cpu_engine.top_log_probs import SecondReading
+from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from tests.fakes import checkpoints, numpy_llama
 
 pytestmark = pytest.mark.slow
@@ -12,7 +12,7 @@ CONFIG = checkpoints.CONFIGS["llama_gqa"]
 
 @pytest.fixture(scope="module")
 def reading(tiny_engine):
-    return SecondReading(tiny_engine / "openvino_model.xml", manifests.load(tiny_engine).properties)
+    return TopLogProbsModel(tiny_engine / "openvino_model.xml", manifests.load(tiny_engine).properties)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_sequences_are_read_apart(reading, ids, log_probs):
 
 
 def test_a_sequence_that_did_not_ask_costs_nothing(tiny_engine):
-    reading = SecondReading(tiny_engine / "no such model.xml", {})
+    reading = TopLogProbsModel(tiny_engine / "no such model.xml", {})
     assert reading.read(7, [1, 2]) == []
     reading.close(7)
 

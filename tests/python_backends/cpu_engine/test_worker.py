@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from contract import manifest as manifests
 from contract.generation import SamplingParams
 from python_backends.cpu_engine.link import WorkerLink
-from python_backends.cpu_engine.messages import Add, End
 from python_backends.cpu_engine.pipeline import open_pipeline
 from python_backends.cpu_engine.worker import fold_seed, generation_config
 from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.worker_messages import AddSequence, EndSequence
 from python_backends.limits import EngineLimits
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,7 @@ class Worker:
 
     def add(self, prompt, max_tokens, sampling=GREEDY, stop_ids=frozenset({END})):
         self.next_id += 1
-        self.link.send(Add(self.next_id, np.array(prompt, np.int64), max_tokens, sampling, frozenset(stop_ids)))
+        self.link.send(AddSequence(self.next_id, np.array(prompt, np.int64), max_tokens, sampling, frozenset(stop_ids)))
         return self.next_id
 
     def outputs(self, id):
@@ -188,7 +188,7 @@ def test_an_ended_sequences_blocks_are_free_when_its_end_is_told(worker):
         running = [worker.add([n] * 100, 156, stop_ids=()) for n in range(4)]  # 4 x 8 blocks: all 32
         worker.wait(lambda running=running: all(worker.outputs(id) for id in running))
         for id in running[:2]:
-            worker.link.send(End(id))
+            worker.link.send(EndSequence(id))
             # On a starved machine it may have come to its length before the word to end.
             assert worker.result(id)[2] in (StreamEvent.CANCELLED, StreamEvent.LENGTH)
         others = [worker.add([n] * 100, 156, stop_ids=()) for n in (7, 8)]  # they fit only into what was freed
@@ -200,7 +200,7 @@ def test_an_ended_sequences_blocks_are_free_when_its_end_is_told(worker):
 def test_when_the_only_sequence_is_ended_the_pool_is_empty_without_another_request(worker):
     id = worker.add([1] * 50, 200, stop_ids=())
     worker.wait(lambda: worker.outputs(id))
-    worker.link.send(End(id))
+    worker.link.send(EndSequence(id))
     worker.result(id)
     full = [worker.add([n] * 100, 156, stop_ids=()) for n in range(4)]
     assert [len(worker.result(id)[0]) for id in full] == [156] * 4
@@ -214,7 +214,7 @@ def test_a_sequence_that_held_the_whole_pool_leaves_it_to_the_next_one(triton_ty
     for token in range(3):
         id = worker.add([token] * 240, 16, stop_ids=())
         worker.wait(lambda id=id: worker.outputs(id))
-        worker.link.send(End(id))
+        worker.link.send(EndSequence(id))
         worker.result(id)
         ids, _, event = worker.generate([token + 100] * 240, 16, stop_ids=())
         assert (len(ids), event) == (16, StreamEvent.LENGTH)
@@ -227,7 +227,7 @@ def test_a_sequence_ended_before_its_first_step_harms_no_other(worker, others):
     for _ in range(20):  # on a starved machine the sequence may end by itself before the word reaches it
         running = [worker.add([n] * 60, 100, stop_ids=()) for n in range(others)]
         id = worker.add([9] * 90, 100, stop_ids=())
-        worker.link.send(End(id))
+        worker.link.send(EndSequence(id))
         event = worker.result(id)[2]
         assert [len(worker.result(id)[0]) for id in running] == [100] * others
         if event is StreamEvent.CANCELLED:
@@ -239,7 +239,7 @@ def test_ending_what_is_not_there_is_nothing(worker):
     id = worker.add([1], 3, stop_ids=())
     worker.result(id)
     for unknown in (id, 10**9):
-        worker.link.send(End(unknown))
+        worker.link.send(EndSequence(unknown))
     assert len(worker.generate([1], 3, stop_ids=())[0]) == 3
 
 

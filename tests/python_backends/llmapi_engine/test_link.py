@@ -13,8 +13,8 @@ import pytest
 
 from contract.generation import SamplingParams
 from contract.manifest import EngineManifest
-from python_backends.cpu_engine.messages import Add, End
 from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.worker_messages import AddSequence, EndSequence
 from python_backends.llmapi_engine import generation
 from python_backends.llmapi_engine.link import LlmLink
 
@@ -94,8 +94,8 @@ def link(api, listener):
     opened.close()
 
 
-def add(id: int, *, ids=(5, 6), max_tokens=4, stop_ids=(), **sampling) -> Add:
-    return Add(id, np.array(ids, dtype=np.int64), max_tokens, SamplingParams(**sampling), frozenset(stop_ids))
+def add(id: int, *, ids=(5, 6), max_tokens=4, stop_ids=(), **sampling) -> AddSequence:
+    return AddSequence(id, np.array(ids, dtype=np.int64), max_tokens, SamplingParams(**sampling), frozenset(stop_ids))
 
 
 def test_every_id_comes_once_and_the_last_says_how_it_ended(link, listener):
@@ -114,8 +114,8 @@ def test_an_ended_sequence_is_aborted_and_confirmed_as_cancelled(api, listener):
     link = LlmLink(lambda: generation.open_llm(Path("/engines/mine"), manifest()), listener)
     assert listener.next() == "ready"
     link.send(add(7, max_tokens=100))
-    link.send(End(7))
-    link.send(End(8))  # long gone
+    link.send(EndSequence(7))
+    link.send(EndSequence(8))  # long gone
     outputs = listener.until_end_of(7)
     assert outputs[7][-1].event is StreamEvent.CANCELLED
     link.close()

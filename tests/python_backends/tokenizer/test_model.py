@@ -10,7 +10,7 @@ import tokenizers
 from contract import manifest as manifests
 from contract.errors import InvalidArgument, Unavailable, from_text
 from contract.tensors import ENGINE_INPUTS, ENSEMBLE_INPUTS
-from python_backends.ensemble.mailbox import Mailbox
+from python_backends.ensemble.metadata_channel import MetadataListener
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.word_list import decode_word_list
 from python_backends.settings import Settings
@@ -138,8 +138,8 @@ def beyond(tiny_engine, tmp_path, monkeypatch, triton):
 
     yield make
     for model in models:
-        if model._mailbox is not None:
-            model._mailbox.close()
+        if model._metadata_channel is not None:
+            model._metadata_channel.close()
 
 
 def test_a_token_beyond_the_models_vocabulary_is_refused_under_the_name_it_was_sent_by(beyond):
@@ -269,12 +269,13 @@ def gpu_engine(tiny_engine, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def bare(triton, gpu_engine, answer_of):
-    """``bare(**inputs)`` asks the tokenizer in front of such an engine; ``bare.letters`` is what it told the
+def cpp(triton, gpu_engine, answer_of):
+    """``cpp(**inputs)`` asks the tokenizer in front of such an engine; ``cpp.known`` is what it told the
     detokenizer."""
-    letters = {}
-    box = Mailbox(
-        Settings.from_env().mailbox_socket, lambda letter: letters.setdefault(letter.request_id, letter) is letter
+    known = {}
+    box = MetadataListener(
+        Settings.from_env().metadata_socket,
+        lambda found: known.setdefault(found.request_id, found) is found,
     )
     model = TritonPythonModel()
     model.initialize({})
@@ -283,47 +284,47 @@ def bare(triton, gpu_engine, answer_of):
         [answer] = model.execute([request(triton, **inputs)])
         return from_text(answer.error().message()) if answer.has_error() else answer_of("tokenizer", answer)
 
-    ask.letters = letters
+    ask.known = known
     yield ask
-    model._mailbox.close()
+    model._metadata_channel.close()
     box.close()
 
 
-def test_behind_a_bare_engine_the_detokenizer_hears_of_the_request_first(bare):
-    found = bare(request_id="r1", text_input="abc", max_tokens=9, stop_token_ids=[7], stop_words=["x"])
-    letter = bare.letters["r1"]
-    assert (letter.max_tokens, letter.num_input_tokens, letter.end_ids) == (9, 3, (END, 7))
-    assert StreamOptions.from_json(letter.options).stop == ("x",)
+def test_behind_the_cpp_backend_the_detokenizer_hears_of_the_request_first(cpp):
+    found = cpp(request_id="r1", text_input="abc", max_tokens=9, stop_token_ids=[7], stop_words=["x"])
+    metadata = cpp.known["r1"]
+    assert (metadata.max_tokens, metadata.num_input_tokens, metadata.end_ids) == (9, 3, (END, 7))
+    assert StreamOptions.from_json(metadata.options).stop == ("x",)
     assert found["streaming"].item()
 
 
-def test_behind_a_bare_engine_a_request_needs_an_id_of_its_own(bare):
-    assert "request_id: is empty" in str(bare(text_input="a"))
-    bare(request_id="r1", text_input="a")
-    assert "request_id: is in use by a request that still runs" in str(bare(request_id="r1", text_input="a"))
+def test_behind_the_cpp_backend_a_request_needs_an_id_of_its_own(cpp):
+    assert "request_id: is empty" in str(cpp(text_input="a"))
+    cpp(request_id="r1", text_input="a")
+    assert "request_id: is in use by a request that still runs" in str(cpp(request_id="r1", text_input="a"))
 
 
-def test_behind_a_bare_engine_a_priority_is_refused_by_name(bare):
-    said = str(bare(request_id="r1", text_input="a", parameters={"request_priority": 0.9}))
+def test_behind_the_cpp_backend_a_priority_is_refused_by_name(cpp):
+    said = str(cpp(request_id="r1", text_input="a", parameters={"request_priority": 0.9}))
     assert "request_priority: got 0.9; the TensorRT-LLM engine runs requests as they come" in said
-    bare(request_id="r1", text_input="a", parameters={"request_priority": 0.5})
+    cpp(request_id="r1", text_input="a", parameters={"request_priority": 0.5})
 
 
-def test_a_refused_request_does_not_take_its_id(bare):
-    assert "allowed are 255" in str(bare(request_id="r1", text_input="a" * 300))
-    assert not bare.letters
-    bare(request_id="r1", text_input="a")
+def test_a_refused_request_does_not_take_its_id(cpp):
+    assert "allowed are 255" in str(cpp(request_id="r1", text_input="a" * 300))
+    assert not cpp.known
+    cpp(request_id="r1", text_input="a")
 
 
-def test_behind_a_bare_engine_words_become_ids(bare, library):
-    found = bare(
+def test_behind_the_cpp_backend_words_become_ids(cpp, library):
+    found = cpp(
         request_id="r1",
         text_input="a",
         bad_words=["ab", "c"],
         embedding_bias_words=["ab", "b"],
         embedding_bias_weights=[1.5, -1.0],
     )
-    a, b, c = (library.encode(letter, add_special_tokens=False).ids[0] for letter in "abc")
+    a, b, c = (library.encode(character, add_special_tokens=False).ids[0] for character in "abc")
     assert decode_word_list("bad_words_list", found["bad_words_list"]) == [(a, b), (c,)]
     bias = found["embedding_bias"][0]
     assert bias.shape == (331,) and (bias[a], bias[b], bias.sum()) == (1.5, 0.5, 2.0)
@@ -333,16 +334,14 @@ def test_a_word_of_which_the_tokenizer_makes_nothing_is_refused_by_name(gpu_engi
     library = tokenizer_families.word_piece()
     library.save(str(gpu_engine / "tokenizer.json"))
     dataclasses.replace(manifests.load(gpu_engine), vocab_size=library.get_vocab_size()).save(gpu_engine)
-    bare = request.getfixturevalue("bare")
+    cpp = request.getfixturevalue("cpp")
     for words in ({"bad_words": ["fox", " "]}, {"embedding_bias_words": [" "], "embedding_bias_weights": [1.0]}):
-        refusal = bare(request_id="r1", text_input="fox", **words)
+        refusal = cpp(request_id="r1", text_input="fox", **words)
         assert f"{next(iter(words))}: holds ' ', of which this model's tokenizer makes no token" in str(refusal)
-    assert not bare.letters
+    assert not cpp.known
 
 
-def test_what_a_bare_engine_cannot_do_is_refused_by_name(bare):
-    assert "min_p: got" in str(bare(request_id="r1", text_input="a", min_p=0.5))
-    assert "num_top_log_probs: this engine knows only" in str(
-        bare(request_id="r1", text_input="a", num_top_log_probs=2)
-    )
-    assert not bare.letters
+def test_what_the_cpp_backend_cannot_do_is_refused_by_name(cpp):
+    assert "min_p: got" in str(cpp(request_id="r1", text_input="a", min_p=0.5))
+    assert "num_top_log_probs: this engine knows only" in str(cpp(request_id="r1", text_input="a", num_top_log_probs=2))
+    assert not cpp.known

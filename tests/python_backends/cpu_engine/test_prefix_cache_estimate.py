@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backends.cpu_engine.prefix import PrefixShadow
+from python_backends.cpu_engine.prefix_cache_estimate import PrefixCacheEstimate
 
 prompts = st.lists(st.integers(0, 3), min_size=1, max_size=40).map(lambda ids: np.array(ids, np.int64))
 
@@ -12,7 +12,7 @@ def ids(*values):
 
 
 def test_only_whole_blocks_count_and_the_last_token_is_always_computed():
-    shadow = PrefixShadow(blocks=10, block_tokens=4)
+    shadow = PrefixCacheEstimate(blocks=10, block_tokens=4)
     shadow.remember(ids(1, 2, 3, 4, 5, 6, 7, 8))
     assert shadow.cached_tokens(ids(1, 2, 3, 4, 5, 6, 7, 8)) == 4  # the second block ends with the last token
     assert shadow.cached_tokens(ids(1, 2, 3, 4, 5, 6, 7, 8, 9)) == 8
@@ -20,7 +20,7 @@ def test_only_whole_blocks_count_and_the_last_token_is_always_computed():
 
 
 def test_a_block_counts_only_behind_the_same_blocks():
-    shadow = PrefixShadow(blocks=10, block_tokens=2)
+    shadow = PrefixCacheEstimate(blocks=10, block_tokens=2)
     shadow.remember(ids(1, 2, 3, 4))
     assert shadow.cached_tokens(ids(3, 4, 9)) == 0
     assert shadow.cached_tokens(ids(9, 9, 3, 4, 9)) == 0
@@ -28,13 +28,13 @@ def test_a_block_counts_only_behind_the_same_blocks():
 
 
 def test_an_engine_without_prefix_reuse_has_cached_nothing():
-    shadow = PrefixShadow(blocks=0, block_tokens=2)
+    shadow = PrefixCacheEstimate(blocks=0, block_tokens=2)
     shadow.remember(ids(1, 2, 3, 4))
     assert shadow.cached_tokens(ids(1, 2, 3, 4, 5)) == 0
 
 
 def test_the_least_recently_used_prompt_is_forgotten_first():
-    shadow = PrefixShadow(blocks=2, block_tokens=2)
+    shadow = PrefixCacheEstimate(blocks=2, block_tokens=2)
     shadow.remember(ids(1, 1))
     shadow.remember(ids(2, 2))
     shadow.remember(ids(1, 1))
@@ -44,7 +44,7 @@ def test_the_least_recently_used_prompt_is_forgotten_first():
 
 @given(st.lists(prompts, max_size=12), prompts, st.integers(1, 4), st.integers(0, 6))
 def test_what_counts_as_cached_was_seen_as_the_start_of_an_earlier_prompt(seen, prompt, block_tokens, blocks):
-    shadow = PrefixShadow(blocks, block_tokens)
+    shadow = PrefixCacheEstimate(blocks, block_tokens)
     for earlier in seen:
         shadow.remember(earlier)
     cached = shadow.cached_tokens(prompt)

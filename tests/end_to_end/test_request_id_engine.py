@@ -25,7 +25,7 @@ PROMPT = "def area(width, height):\n    return width * height\n"
 TRITON_TYPES = {"BYTES": "TYPE_STRING"}
 
 
-def bare_engine_config() -> str:
+def request_id_engine_config() -> str:
     """The engine door without what only a Python engine knows."""
 
     def rows(table, optional: bool) -> str:
@@ -58,8 +58,8 @@ def replica(engine_dir, tmp_path_factory):
         # This server is older than the setting.
         config = re.sub(r"^ *max_inflight_requests: \d+\n", "", config, flags=re.MULTILINE)
         (repository / model / "configs" / "demo.pbtxt").write_text(config)
-    (repository / "engine" / "configs" / "demo.pbtxt").write_text(bare_engine_config())
-    shutil.copy(ROOT / "tests" / "fakes" / "bare_engine_model.py", repository / "engine" / "1" / "model.py")
+    (repository / "engine" / "configs" / "demo.pbtxt").write_text(request_id_engine_config())
+    shutil.copy(ROOT / "tests" / "fakes" / "request_id_engine_model.py", repository / "engine" / "1" / "model.py")
     # Preflight asks for the GPU that such an engine needs: this machine has one in miniature.
     machine = tmp_path_factory.mktemp("machine")
     gpu_machine.driver(machine / "bin", [("NVIDIA H100 80GB HBM3", "9.0", 81559)])
@@ -131,7 +131,7 @@ async def test_a_client_that_goes_away_stops_the_engine_by_request_id(client, re
             assert not error
             break
         deadline_s = time.monotonic() + PATIENCE_S
-        while not (ends := re.findall(rf"bare engine: gone-{n} (\w+) after (\d+) of 900", replica.log())):
+        while not (ends := re.findall(rf"request id engine: gone-{n} (\w+) after (\d+) of 900", replica.log())):
             assert time.monotonic() < deadline_s
             await asyncio.sleep(0.02)
         if ends[0][0] == "stopped":

@@ -7,8 +7,8 @@ import pytest
 
 from contract.errors import EngineFailed, Unavailable
 from contract.generation import SamplingParams
-from python_backends.cpu_engine.outbox import Outbox
 from python_backends.cpu_engine.request import EngineRequest
+from python_backends.cpu_engine.response_senders import ResponseSenders
 from python_backends.cpu_engine.stream import Stream
 from python_backends.ensemble.stream_state import StreamEvent
 
@@ -61,19 +61,19 @@ def stream(key, sink, streaming=True):
     return Stream(1, key, request, sink)
 
 
-def add(outbox, one, *ids):
+def add(senders, one, *ids):
     """What the engine does with new tokens."""
     with one.lock:
         one.add_tokens(list(ids), [0.0] * len(ids), [], time.monotonic_ns())
         if one.due(flush=True):
-            outbox.put(one)
+            senders.put(one)
 
 
-def finish(outbox, one, event=StreamEvent.LENGTH, error=None):
+def finish(senders, one, event=StreamEvent.LENGTH, error=None):
     with one.lock:
         one.finish(event, error=error)
         if not one.queued:
-            outbox.put(one)
+            senders.put(one)
 
 
 @pytest.fixture
@@ -82,15 +82,15 @@ def heard():
 
 
 @pytest.fixture
-def outbox(triton, heard):
-    outbox = Outbox(
+def senders(triton, heard):
+    senders = ResponseSenders(
         4, lambda one, chunk: heard["sent"].append((one, chunk)), lambda one, exc: heard["lost"].append(one)
     )
-    yield outbox
-    outbox.close()
+    yield senders
+    senders.close()
 
 
-def test_many_streams_over_few_threads_keep_their_order_also_with_a_slow_reader(outbox, heard):
+def test_many_streams_over_few_threads_keep_their_order_also_with_a_slow_reader(senders, heard):
     chance = random.Random(1)
     sinks = [Sink(pause=lambda: time.sleep(0.002))] + [
         Sink(pause=lambda: time.sleep(chance.random() / 5000)) for _ in range(20)
@@ -98,18 +98,18 @@ def test_many_streams_over_few_threads_keep_their_order_also_with_a_slow_reader(
     streams = [stream(key, sink) for key, sink in enumerate(sinks)]
     for token in range(40):
         for one in streams:
-            add(outbox, one, token)
+            add(senders, one, token)
         while token % 8 == 7 and streams[1].queued:  # the senders get their turn
             time.sleep(0.0005)
     for one in streams:
-        finish(outbox, one)
+        finish(senders, one)
     for sink in sinks:
         assert sink.closed.wait(60)
         assert sink.ids() == list(range(40))
     assert not heard["lost"] and max(len(sink.chunks) for sink in sinks) > 3
 
 
-def test_tokens_that_come_while_one_is_being_sent_wait_for_the_next_response(outbox):
+def test_tokens_that_come_while_one_is_being_sent_wait_for_the_next_response(senders):
     entered, release = threading.Event(), threading.Event()
 
     def hold():
@@ -118,76 +118,76 @@ def test_tokens_that_come_while_one_is_being_sent_wait_for_the_next_response(out
 
     sink = Sink(pause=hold)
     one = stream(1, sink)
-    add(outbox, one, 1)
+    add(senders, one, 1)
     assert entered.wait(60)
     for token in (2, 3, 4):
-        add(outbox, one, token)
-    finish(outbox, one)
+        add(senders, one, token)
+    finish(senders, one)
     release.set()
     assert sink.closed.wait(60)
     assert [chunk.token_ids for chunk in sink.chunks] == [[1], [2, 3, 4]]
 
 
-def test_an_error_before_any_answer_is_a_refusal_and_after_one_it_is_in_band(outbox, heard):
+def test_an_error_before_any_answer_is_a_refusal_and_after_one_it_is_in_band(senders, heard):
     silent, speaking = Sink(), Sink()
     error = Unavailable("going")
-    finish(outbox, stream(1, silent), StreamEvent.ERROR, error)
+    finish(senders, stream(1, silent), StreamEvent.ERROR, error)
     assert silent.closed.wait(60) and silent.errors == [error] and not silent.chunks
     one = stream(2, speaking)
-    add(outbox, one, 5)
+    add(senders, one, 5)
     while not speaking.chunks:
         time.sleep(0.001)
-    finish(outbox, one, StreamEvent.ERROR, error)
+    finish(senders, one, StreamEvent.ERROR, error)
     assert speaking.closed.wait(60) and not speaking.errors
     assert speaking.chunks[-1].error is error and speaking.chunks[-1].state.event is StreamEvent.ERROR
 
 
-def test_a_probe_counts_as_an_answer(outbox):
+def test_a_probe_counts_as_an_answer(senders):
     sink = Sink()
     one = stream(1, sink)
     with one.lock:
         one.probe_due = True
-        outbox.put(one)
+        senders.put(one)
     while not sink.chunks:
         time.sleep(0.001)
-    finish(outbox, one, StreamEvent.ERROR, EngineFailed("broke"))
+    finish(senders, one, StreamEvent.ERROR, EngineFailed("broke"))
     assert sink.closed.wait(60)
     assert [chunk.state.event for chunk in sink.chunks] == [StreamEvent.PROBE, StreamEvent.ERROR] and not sink.errors
 
 
-def test_a_lost_response_is_told_and_logged_and_the_others_go_on(outbox, heard, triton):
+def test_a_lost_response_is_told_and_logged_and_the_others_go_on(senders, heard, triton):
     bad, good = Sink(fails=lambda chunk: not chunk.state.event.last), Sink()
     one, other = stream(1, bad), stream(2, good)
-    add(outbox, one, 1)
+    add(senders, one, 1)
     while not heard["lost"]:
         time.sleep(0.001)
     assert heard["lost"] == [one] and not heard["sent"]
     assert triton.log == [("error", "response of stream 1 was lost: RuntimeError('no shared memory')")]
-    finish(outbox, one, StreamEvent.ERROR, EngineFailed("a response was lost"))  # what the engine does then
+    finish(senders, one, StreamEvent.ERROR, EngineFailed("a response was lost"))  # what the engine does then
     for token in range(10):  # every sender thread is still there
-        add(outbox, other, token)
-    finish(outbox, other)
+        add(senders, other, token)
+    finish(senders, other)
     assert bad.closed.wait(60) and good.closed.wait(60)
     assert bad.chunks[-1].state.event is StreamEvent.ERROR and good.ids() == list(range(10))
 
 
-def test_an_end_that_cannot_be_sent_still_closes_the_answer(outbox, heard, triton):
+def test_an_end_that_cannot_be_sent_still_closes_the_answer(senders, heard, triton):
     sink = Sink(fails=lambda chunk: True)
     one = stream(1, sink)
-    add(outbox, one, 1)
-    finish(outbox, one)
+    add(senders, one, 1)
+    finish(senders, one)
     assert sink.closed.wait(60) and not sink.chunks
 
 
 def test_close_lets_every_end_out_first(triton):
     sinks = [Sink(pause=lambda: time.sleep(0.005)) for _ in range(8)]
-    outbox = Outbox(2, lambda one, chunk: None, lambda one, problem: None)
+    senders = ResponseSenders(2, lambda one, chunk: None, lambda one, problem: None)
     streams = [stream(key, sink) for key, sink in enumerate(sinks)]
     for one in streams:
-        add(outbox, one, 1)
+        add(senders, one, 1)
     for one in streams:  # some are being sent at this moment, some wait, some were sent
-        finish(outbox, one, StreamEvent.CANCELLED)
-    outbox.close()
+        finish(senders, one, StreamEvent.CANCELLED)
+    senders.close()
     assert all(sink.closed.wait(60) for sink in sinks)
     assert [sink.ids() for sink in sinks] == [[1]] * 8
     assert all(sink.chunks[-1].state.event is StreamEvent.CANCELLED for sink in sinks)
@@ -201,25 +201,25 @@ def test_an_end_that_comes_while_its_stream_is_being_sent_does_not_stand_behind_
         release.wait(60)
 
     sink = Sink(pause=hold)
-    outbox = Outbox(1, lambda one, chunk: None, lambda one, problem: None)
+    senders = ResponseSenders(1, lambda one, chunk: None, lambda one, problem: None)
     one = stream(1, sink)
-    add(outbox, one, 1)
+    add(senders, one, 1)
     assert entered.wait(60)
-    finish(outbox, one)
-    closing = threading.Thread(target=outbox.close)
+    finish(senders, one)
+    closing = threading.Thread(target=senders.close)
     closing.start()
-    while outbox._queue.empty():  # the order to stop is in the queue now
+    while senders._queue.empty():  # the order to stop is in the queue now
         time.sleep(0.001)
     release.set()
     closing.join()
     assert sink.closed.wait(60) and sink.chunks[-1].state.event is StreamEvent.LENGTH
 
 
-def test_every_response_is_reported_with_its_stream(outbox, heard):
+def test_every_response_is_reported_with_its_stream(senders, heard):
     sink = Sink()
     one = stream(1, sink)
-    add(outbox, one, 1)
-    finish(outbox, one)
+    add(senders, one, 1)
+    finish(senders, one)
     assert sink.closed.wait(60)
     while len(heard["sent"]) < len(sink.chunks):
         time.sleep(0.001)

@@ -11,7 +11,7 @@ from python_backends.cpu_engine.stream import Chunk, Stream
 from python_backends.triton_io import log_error
 
 
-class Outbox:
+class ResponseSenders:
     """Streams are put in when due; a stream is in the queue at most once, so its responses keep their order.
 
     ``on_sent`` hears of every response that left, None standing for a refusal; ``on_lost`` of a stream one of whose
@@ -44,7 +44,7 @@ class Outbox:
 
     def _send_pending(self, stream: Stream) -> bool:
         """Sends what the stream has to say. True when its end came meanwhile, which must not wait for the next tick
-        nor stand in the queue behind the close of the outbox."""
+        nor stand in the queue behind the close of the senders."""
         with stream.lock:
             stream.queued = False
             if stream.closed:

@@ -13,12 +13,12 @@ import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-_LOOK_EVERY_NS = 1_000_000_000
+_CHECK_EVERY_NS = 1_000_000_000
 _CLOSE_WAIT = "08"  # TCP_CLOSE_WAIT of the kernel's tcp_states.h
 _MAX_LIVE = 64  # with more it is out of the question that all have left, and the tables are long
 
 
-def half_closed(port: int, tables: Collection[Path] = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))) -> int:
+def count_close_wait(port: int, tables: Collection[Path] = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))) -> int:
     """Returns how many connections to the local ``port`` the other side has closed and ours has not."""
     row = re.compile(rf":{port:04X} [0-9A-F]+:[0-9A-F]{{4}} {_CLOSE_WAIT} ")
     count = 0
@@ -28,24 +28,24 @@ def half_closed(port: int, tables: Collection[Path] = (Path("/proc/net/tcp"), Pa
     return count
 
 
-class Departures:
-    """``count_half_closed``: see :func:`half_closed`."""
+class HttpDisconnects:
+    """``count_close_wait``: see :func:`count_close_wait`."""
 
-    def __init__(self, count_half_closed: Callable[[], int]) -> None:
-        self._count = count_half_closed
-        self._looked_ns = 0
+    def __init__(self, count_close_wait: Callable[[], int]) -> None:
+        self._count = count_close_wait
+        self._checked_ns = 0
         self._suspects: frozenset[int] = frozenset()
 
     def due(self, now_ns: int) -> bool:
-        return now_ns - self._looked_ns >= _LOOK_EVERY_NS
+        return now_ns - self._checked_ns >= _CHECK_EVERY_NS
 
-    def look(self, live: frozenset[int], now_ns: int) -> frozenset[int]:
+    def check(self, live: frozenset[int], now_ns: int) -> frozenset[int]:
         """Returns the keys of the live requests that were left: all or none.
 
-        They were left if at two looks in a row, a second apart, the same requests were live and as many connections
+        They were left if at two checks in a row, a second apart, the same requests were live and as many connections
         were half closed. live: keys of every request in the engine. now_ns: any monotonic clock.
         """
-        self._looked_ns = now_ns
+        self._checked_ns = now_ns
         before, self._suspects = self._suspects, frozenset()
         if 0 < len(live) <= _MAX_LIVE and self._count() == len(live):
             self._suspects = live

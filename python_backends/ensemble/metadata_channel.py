@@ -25,7 +25,7 @@ _REPLY_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
-class Letter:
+class StreamMetadata:
     """options: StreamOptions as JSON. end_ids: every id that ends the output. Counts are tokens."""
 
     request_id: str
@@ -38,13 +38,13 @@ class Letter:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, datagram: bytes) -> Letter:
-        """Raises ValueError, TypeError or KeyError for anything that is not a letter."""
+    def decode(cls, datagram: bytes) -> StreamMetadata:
+        """Raises ValueError, TypeError or KeyError for anything that is not a metadata."""
         fields = json.loads(datagram)
-        letter = cls(**{**fields, "end_ids": tuple(fields["end_ids"])})
-        if not isinstance(letter.request_id, str) or not isinstance(letter.options, str):
+        metadata = cls(**{**fields, "end_ids": tuple(fields["end_ids"])})
+        if not isinstance(metadata.request_id, str) or not isinstance(metadata.options, str):
             raise TypeError("request_id and options are text")
-        return letter
+        return metadata
 
 
 def check_request_id(request_id: str) -> None:
@@ -56,31 +56,31 @@ def check_request_id(request_id: str) -> None:
         raise InvalidArgument("request_id", f"has {size} bytes; allowed are 1 to {MAX_REQUEST_ID_BYTES}")
 
 
-class MailboxSender:
+class MetadataSender:
     """The tokenizer's end; one per instance, used by one thread."""
 
     def __init__(self, name: str) -> None:
         self._socket = local_datagram.bind(f"{name}-reply-{os.getpid()}")
         self._address = "\0" + name
 
-    def post(self, letter: Letter) -> None:
-        """Returns when the detokenizer holds the letter. Raises InvalidArgument for an id that is in use or options
+    def post(self, metadata: StreamMetadata) -> None:
+        """Returns when the detokenizer holds the metadata. Raises InvalidArgument for an id that is in use or options
         too large to carry, Unavailable when the detokenizer does not answer."""
-        check_request_id(letter.request_id)
-        datagram = letter.encode()
+        check_request_id(metadata.request_id)
+        datagram = metadata.encode()
         if len(datagram) > _MAX_BYTES:
             raise InvalidArgument("stop_words", f"take {len(datagram)} bytes; allowed are {_MAX_BYTES} in all")
         deadline_s = time.monotonic() + _REPLY_TIMEOUT_S
         try:
             self._socket.settimeout(_REPLY_TIMEOUT_S)
             self._socket.sendto(datagram, self._address)
-            reply = self._reply_to(letter, deadline_s)
+            reply = self._reply_to(metadata, deadline_s)
         except OSError as exc:
             raise Unavailable(f"the detokenizer does not answer: {exc}") from exc
         if not reply["accepted"]:
             raise InvalidArgument("request_id", "is in use by a request that still runs; send a unique one")
 
-    def _reply_to(self, letter: Letter, deadline_s: float) -> dict:
+    def _reply_to(self, metadata: StreamMetadata, deadline_s: float) -> dict:
         """Skips replies that came after their timeout, which are of earlier requests, and other users' datagrams.
 
         Raises:
@@ -91,7 +91,7 @@ class MailboxSender:
             received = local_datagram.receive(self._socket, _MAX_BYTES)
             if received is not None:
                 reply = json.loads(received[0])
-                if reply["request_id"] == letter.request_id:
+                if reply["request_id"] == metadata.request_id:
                     return reply
         raise TimeoutError("timed out")
 
@@ -99,14 +99,14 @@ class MailboxSender:
         self._socket.close()
 
 
-class Mailbox:
-    """The detokenizer's end. ``accept(letter)`` is called in the mailbox's thread and says whether the id is free."""
+class MetadataListener:
+    """The detokenizer's end. ``accept(metadata)`` runs in its thread; True if the id is free."""
 
-    def __init__(self, name: str, accept: Callable[[Letter], bool]) -> None:
+    def __init__(self, name: str, accept: Callable[[StreamMetadata], bool]) -> None:
         self._socket = local_datagram.bind(name)
         self._accept = accept
         self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="mailbox", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="metadata", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
@@ -116,10 +116,10 @@ class Mailbox:
                 continue  # another user of this machine
             datagram, sender = received
             try:
-                letter = Letter.decode(datagram)
+                metadata = StreamMetadata.decode(datagram)
             except (ValueError, TypeError, KeyError, RecursionError):
                 continue
-            reply = {"request_id": letter.request_id, "accepted": self._accept(letter)}
+            reply = {"request_id": metadata.request_id, "accepted": self._accept(metadata)}
             try:
                 self._socket.sendto(json.dumps(reply).encode(), sender)
             except OSError:

@@ -4,13 +4,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from contract.errors import Overloaded
-from python_backends.cpu_engine.admission import Admission
+from python_backends.cpu_engine.scheduler import Scheduler
 
 SLOTS, BLOCKS, MAX_WAITING = 3, 10, 4
 
 
 def test_requests_start_in_the_order_in_which_they_came():
-    admission = Admission(slots=2, blocks=100, max_waiting=10)
+    admission = Scheduler(slots=2, blocks=100, max_waiting=10)
     for key in (5, 3, 9):
         admission.offer(key, 1)
     assert admission.admit() == [5, 3]
@@ -19,7 +19,7 @@ def test_requests_start_in_the_order_in_which_they_came():
 
 
 def test_the_more_urgent_start_first_and_equals_in_their_order():
-    admission = Admission(slots=0, blocks=100, max_waiting=10)
+    admission = Scheduler(slots=0, blocks=100, max_waiting=10)
     for key, priority in ((1, 0.5), (2, 0.0), (3, 1.0), (4, 0.5), (5, 1.0)):
         admission.offer(key, 1, priority)
     admission.release(5)  # it has gone while it waited
@@ -28,7 +28,7 @@ def test_the_more_urgent_start_first_and_equals_in_their_order():
 
 
 def test_those_that_leave_while_they_wait_are_forgotten():
-    admission = Admission(slots=0, blocks=100, max_waiting=10)
+    admission = Scheduler(slots=0, blocks=100, max_waiting=10)
     admission.offer(0, 1, 1.0)
     for key in range(1, 1000):
         admission.offer(key, 1)
@@ -39,7 +39,7 @@ def test_those_that_leave_while_they_wait_are_forgotten():
 
 
 def test_one_that_does_not_fit_yet_holds_those_behind_it():
-    admission = Admission(slots=10, blocks=10, max_waiting=10)
+    admission = Scheduler(slots=10, blocks=10, max_waiting=10)
     admission.offer(1, 8)
     admission.offer(2, 5)
     admission.offer(3, 1)
@@ -50,7 +50,7 @@ def test_one_that_does_not_fit_yet_holds_those_behind_it():
 
 
 def test_a_full_queue_refuses_at_once_with_the_numbers():
-    admission = Admission(slots=1, blocks=10, max_waiting=2)
+    admission = Scheduler(slots=1, blocks=10, max_waiting=2)
     admission.offer(1, 1)
     admission.admit()
     admission.offer(2, 1)
@@ -63,7 +63,7 @@ def test_a_full_queue_refuses_at_once_with_the_numbers():
 
 
 def test_a_waiting_request_that_leaves_makes_room_without_having_held_blocks():
-    admission = Admission(slots=1, blocks=10, max_waiting=5)
+    admission = Scheduler(slots=1, blocks=10, max_waiting=5)
     admission.offer(1, 10)
     admission.admit()
     admission.offer(2, 10)
@@ -72,7 +72,7 @@ def test_a_waiting_request_that_leaves_makes_room_without_having_held_blocks():
 
 
 def test_the_oldest_waiting_keys_are_told_first():
-    admission = Admission(slots=0, blocks=0, max_waiting=10)
+    admission = Scheduler(slots=0, blocks=0, max_waiting=10)
     for key in (7, 5, 6):
         admission.offer(key, 1)
     assert admission.waiting_keys(2) == [7, 5]
@@ -84,7 +84,7 @@ class AnyTraffic(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.admission = Admission(SLOTS, BLOCKS, MAX_WAITING)
+        self.admission = Scheduler(SLOTS, BLOCKS, MAX_WAITING)
         self.next_key = 0
         self.waiting, self.running = [], []
         self.blocks = {}

@@ -52,7 +52,7 @@ class TritonPythonModel:
                 break
             time.sleep(PACE_S)
         del self._stopped[request_id]
-        pb_utils.Logger.log_info(f"bare engine: {request_id} {how} after {index} of {budget}")
+        pb_utils.Logger.log_info(f"request id engine: {request_id} {how} after {index} of {budget}")
 
     @staticmethod
     def _response(ids: list[int]):

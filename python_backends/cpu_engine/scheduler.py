@@ -15,7 +15,7 @@ from contract.errors import Overloaded
 from python_backends.ensemble.priority import NORMAL
 
 
-class Admission:
+class Scheduler:
     """Not thread-safe; its owner holds a lock. Requests are known by their key."""
 
     def __init__(self, slots: int, blocks: int, max_waiting: int) -> None:

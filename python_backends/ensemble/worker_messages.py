@@ -13,7 +13,7 @@ from python_backends.ensemble.stream_state import StreamEvent
 
 
 @dataclass(frozen=True)
-class Add:
+class AddSequence:
     """Start a sequence. input_ids: int64[n]; id is unique for the life of the worker. priority: 0 to 1, 1 the first."""
 
     id: int
@@ -25,7 +25,7 @@ class Add:
 
 
 @dataclass(frozen=True)
-class End:
+class EndSequence:
     """Stop a sequence and free its blocks; answered by its CANCELLED output, or by the end it had reached before."""
 
     id: int
@@ -44,7 +44,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class SequenceOutput:
+class StepOutput:
     """New ids of one sequence; ``event`` is RUNNING or how it ended; ``top`` has one entry per id where asked;
     ``rejected`` says why it never ran."""
 
@@ -63,7 +63,7 @@ class StepReport:
 
     start_ns: int
     end_ns: int
-    outputs: list[SequenceOutput] = field(default_factory=list)
+    outputs: list[StepOutput] = field(default_factory=list)
     scheduled: int = 0
     context: int = 0
     context_tokens: int = 0

@@ -12,7 +12,7 @@ from collections import OrderedDict
 import numpy as np
 
 
-class PrefixShadow:
+class PrefixCacheEstimate:
     def __init__(self, blocks: int, block_tokens: int) -> None:
         self._capacity = blocks
         self._block_tokens = block_tokens

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument, Unavailable
-from python_backends.ensemble import mailbox
-from python_backends.ensemble.mailbox import Letter, Mailbox, MailboxSender
+from python_backends.ensemble import metadata_channel
+from python_backends.ensemble.metadata_channel import MetadataListener, MetadataSender, StreamMetadata
 from tests.fakes import other_user
 
-LETTER = Letter("id-1", '{"stop": ["é"]}', max_tokens=10, num_input_tokens=3, end_ids=(2, 5))
+METADATA = StreamMetadata("id-1", '{"stop": ["é"]}', max_tokens=10, num_input_tokens=3, end_ids=(2, 5))
 
 
 @pytest.fixture
@@ -23,8 +23,10 @@ def name():
 
 @pytest.fixture
 def sender(name, monkeypatch):
-    monkeypatch.setattr(mailbox, "_REPLY_TIMEOUT_S", 60.0)  # the detokenizer's thread has its turn when it has it
-    sender = MailboxSender(name)
+    monkeypatch.setattr(
+        metadata_channel, "_REPLY_TIMEOUT_S", 60.0
+    )  # the detokenizer's thread has its turn when it has it
+    sender = MetadataSender(name)
     yield sender
     sender.close()
 
@@ -33,37 +35,37 @@ class Table:
     """Ids that are taken, as the detokenizer keeps them."""
 
     def __init__(self):
-        self.letters = {}
+        self.known = {}
 
-    def __call__(self, letter):
-        free = letter.request_id not in self.letters
-        self.letters.setdefault(letter.request_id, letter)
+    def __call__(self, metadata):
+        free = metadata.request_id not in self.known
+        self.known.setdefault(metadata.request_id, metadata)
         return free
 
 
 @pytest.fixture
 def table(name):
     table = Table()
-    box = Mailbox(name, table)
+    box = MetadataListener(name, table)
     yield table
     box.close()
 
 
 @given(st.text(max_size=30), st.text(), st.integers(1), st.integers(1), st.lists(st.integers(0)).map(tuple))
 def test_a_letter_survives_its_datagram(request_id, options, max_tokens, num_input_tokens, end_ids):
-    letter = Letter(request_id, options, max_tokens, num_input_tokens, end_ids)
-    assert Letter.decode(letter.encode()) == letter
+    metadata = StreamMetadata(request_id, options, max_tokens, num_input_tokens, end_ids)
+    assert StreamMetadata.decode(metadata.encode()) == metadata
 
 
 def test_a_posted_letter_has_arrived_when_post_returns(sender, table):
-    sender.post(LETTER)
-    assert table.letters == {"id-1": LETTER}
+    sender.post(METADATA)
+    assert table.known == {"id-1": METADATA}
 
 
 def test_an_id_in_use_is_refused_by_name(sender, table):
-    sender.post(LETTER)
+    sender.post(METADATA)
     with pytest.raises(InvalidArgument, match="request_id: is in use by a request that still runs"):
-        sender.post(LETTER)
+        sender.post(METADATA)
 
 
 @pytest.mark.parametrize(
@@ -72,35 +74,35 @@ def test_an_id_in_use_is_refused_by_name(sender, table):
 )
 def test_an_id_that_cannot_name_a_stream_is_refused(sender, table, request_id, problem):
     with pytest.raises(InvalidArgument, match=f"request_id: {problem}"):
-        sender.post(Letter(request_id, "", 1, 1, ()))
-    assert not table.letters
+        sender.post(StreamMetadata(request_id, "", 1, 1, ()))
+    assert not table.known
 
 
 def test_options_too_large_for_a_datagram_are_refused(sender, table):
     with pytest.raises(InvalidArgument, match="stop_words: take .* bytes; allowed are"):
-        sender.post(Letter("id", "x" * 200_000, 1, 1, ()))
+        sender.post(StreamMetadata("id", "x" * 200_000, 1, 1, ()))
 
 
 def test_the_largest_options_arrive(sender, table):
-    sender.post(Letter("id", "x" * 179_000, 1, 1, ()))
-    assert len(table.letters["id"].options) == 179_000
+    sender.post(StreamMetadata("id", "x" * 179_000, 1, 1, ()))
+    assert len(table.known["id"].options) == 179_000
 
 
 def test_without_a_detokenizer_the_request_is_refused_for_now(sender):
     with pytest.raises(Unavailable, match="the detokenizer does not answer"):
-        sender.post(LETTER)
+        sender.post(METADATA)
 
 
 def test_a_reply_that_came_too_late_is_not_taken_for_the_next_one(name, monkeypatch):
-    monkeypatch.setattr(mailbox, "_REPLY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(metadata_channel, "_REPLY_TIMEOUT_S", 0.05)
     released = threading.Event()
-    box = Mailbox(name, lambda letter: letter.request_id != "slow" or not released.wait(60))
-    sender = MailboxSender(name)
+    box = MetadataListener(name, lambda metadata: metadata.request_id != "slow" or not released.wait(60))
+    sender = MetadataSender(name)
     with pytest.raises(Unavailable):
-        sender.post(Letter("slow", "", 1, 1, ()))
+        sender.post(StreamMetadata("slow", "", 1, 1, ()))
     released.set()
-    monkeypatch.setattr(mailbox, "_REPLY_TIMEOUT_S", 60.0)
-    sender.post(Letter("next", "", 1, 1, ()))  # the reply to "slow", a refusal, comes first
+    monkeypatch.setattr(metadata_channel, "_REPLY_TIMEOUT_S", 60.0)
+    sender.post(StreamMetadata("next", "", 1, 1, ()))  # the reply to "slow", a refusal, comes first
     sender.close()
     box.close()
 
@@ -121,25 +123,25 @@ def test_hostile_datagrams_are_skipped(name, sender, table):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
         for datagram in hostile:
             stranger.sendto(datagram, "\0" + name)
-    sender.post(LETTER)
-    assert table.letters == {"id-1": LETTER}
+    sender.post(METADATA)
+    assert table.known == {"id-1": METADATA}
 
 
 def test_another_user_of_the_machine_can_take_no_id(name, sender, table):
-    other_user.send(name, [Letter("taken", "", 1, 1, ()).encode()])
-    sender.post(LETTER)
-    assert table.letters == {"id-1": LETTER}
+    other_user.send(name, [StreamMetadata("taken", "", 1, 1, ()).encode()])
+    sender.post(METADATA)
+    assert table.known == {"id-1": METADATA}
 
 
 def test_another_user_of_the_machine_can_refuse_no_id(name, sender, table):
-    forged = json.dumps({"request_id": LETTER.request_id, "accepted": False}).encode()
+    forged = json.dumps({"request_id": METADATA.request_id, "accepted": False}).encode()
     other_user.send(f"{name}-reply-{os.getpid()}", [forged] * 3)
-    sender.post(LETTER)
-    assert table.letters == {"id-1": LETTER}
+    sender.post(METADATA)
+    assert table.known == {"id-1": METADATA}
 
 
-def test_a_closed_mailbox_frees_its_name(name, sender):
+def test_a_closed_listener_frees_its_name(name, sender):
     for _ in range(3):
-        box = Mailbox(name, Table())
-        sender.post(LETTER)
+        box = MetadataListener(name, Table())
+        sender.post(METADATA)
         box.close()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from contract.errors import EngineFailed
 from python_backends.detokenizer.streams import EngineChunk
-from python_backends.ensemble.mailbox import Letter, Mailbox
+from python_backends.ensemble.metadata_channel import MetadataListener, StreamMetadata
 from python_backends.ensemble.stream_state import StreamEvent, StreamState
 from python_backends.triton_io import Inputs, log_error, stop_request
 
@@ -33,14 +33,14 @@ _TIMES = {
 @dataclass
 class _Live:
     key: int
-    letter: Letter
+    metadata: StreamMetadata
     seen: int = 0
     touched_ns: int = 0
     cancelled: bool = False
 
 
-class BareStreams:
-    """Thread-safe: letters come in the mailbox's thread, ids in Triton's."""
+class RequestIdTable:
+    """Thread-safe: known come in the listener's thread, ids in Triton's."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
@@ -49,17 +49,17 @@ class BareStreams:
         self._request_ids: dict[int, str] = {}  # of live streams, by key
         self._next_key = 0
 
-    def accept(self, letter: Letter) -> bool:
-        """Opens a stream under the letter's id; False while another one lives there."""
+    def accept(self, metadata: StreamMetadata) -> bool:
+        """Opens a stream under the metadata's id; False while another one lives there."""
         now_ns = self._clock_ns()
         with self._lock:
             while self._live and now_ns - next(iter(self._live.values())).touched_ns >= _FORGET_NS:
                 self._forget(next(iter(self._live)))
-            if letter.request_id in self._live:
+            if metadata.request_id in self._live:
                 return False
             self._next_key += 1
-            self._live[letter.request_id] = _Live(self._next_key, letter, touched_ns=now_ns)
-            self._request_ids[self._next_key] = letter.request_id
+            self._live[metadata.request_id] = _Live(self._next_key, metadata, touched_ns=now_ns)
+            self._request_ids[self._next_key] = metadata.request_id
             return True
 
     def request_id(self, key: int) -> str | None:
@@ -83,7 +83,7 @@ class BareStreams:
             live = self._live.get(request_id)
             if live is None:
                 raise EngineFailed(f"the engine sent tokens for the request id {request_id!r}, which no stream has")
-            options = live.letter.options if live.seen == 0 else ""
+            options = live.metadata.options if live.seen == 0 else ""
             first = int(live.seen == 0)
             live.seen += len(token_ids)
             live.touched_ns = self._clock_ns()
@@ -91,7 +91,7 @@ class BareStreams:
             event, stop_id = self._event(live, token_ids)
             if event.last:
                 self._forget(request_id)
-        state = StreamState(0, live.key, event, stop_id, live.letter.num_input_tokens, first=first)
+        state = StreamState(0, live.key, event, stop_id, live.metadata.num_input_tokens, first=first)
         return state, options
 
     def _forget(self, request_id: str) -> None:
@@ -101,20 +101,20 @@ class BareStreams:
     def _event(live: _Live, token_ids: Sequence[int]) -> tuple[StreamEvent, int]:
         if not token_ids:
             return (StreamEvent.CANCELLED if live.cancelled else StreamEvent.STOP), -1
-        if token_ids[-1] in live.letter.end_ids:
+        if token_ids[-1] in live.metadata.end_ids:
             return StreamEvent.STOP, token_ids[-1]
-        if live.seen >= live.letter.max_tokens:
+        if live.seen >= live.metadata.max_tokens:
             return StreamEvent.LENGTH, -1
         return StreamEvent.RUNNING, -1
 
 
-class BareEngine:
-    """The engine as the detokenizer sees it when ids come under request ids; see InBandEngine for the other kind."""
+class RequestIdStreams:
+    """The engine as the detokenizer sees it when ids come under request ids; see InBandStreams for the other kind."""
 
-    def __init__(self, mailbox_name: str, model: str = "engine") -> None:
+    def __init__(self, metadata_socket: str, model: str = "engine") -> None:
         self._model = model
-        self._streams = BareStreams()
-        self._mailbox = Mailbox(mailbox_name, self._streams.accept)
+        self._streams = RequestIdTable()
+        self._metadata_channel = MetadataListener(metadata_socket, self._streams.accept)
         # The stop request goes through Triton and is answered there: not in the thread that serves tokens.
         self._stops = ThreadPoolExecutor(max_workers=2, thread_name_prefix="stop")
 
@@ -147,5 +147,5 @@ class BareEngine:
             log_error(f"the stop of request {request_id!r} did not reach the engine: {exc!r}")
 
     def close(self) -> None:
-        self._mailbox.close()
+        self._metadata_channel.close()
         self._stops.shutdown(wait=False)

@@ -10,9 +10,9 @@ import tokenizers
 
 from contract import manifest as manifests
 from contract.errors import EngineFailed, InvalidArgument
-from python_backends.detokenizer.bare_engine import BareStreams
 from python_backends.detokenizer.model import TritonPythonModel
-from python_backends.ensemble.mailbox import Letter, MailboxSender
+from python_backends.detokenizer.request_id_streams import RequestIdTable
+from python_backends.ensemble.metadata_channel import MetadataSender, StreamMetadata
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.settings import Settings
@@ -20,8 +20,8 @@ from python_backends.settings import Settings
 SECOND = 1_000_000_000
 
 
-def letter(request_id="r", max_tokens=5, end_ids=(256,), **options):
-    return Letter(request_id, StreamOptions(**{"stream": True} | options).to_json(), max_tokens, 3, end_ids)
+def metadata(request_id="r", max_tokens=5, end_ids=(256,), **options):
+    return StreamMetadata(request_id, StreamOptions(**{"stream": True} | options).to_json(), max_tokens, 3, end_ids)
 
 
 class Clock:
@@ -38,13 +38,13 @@ def clock():
 
 @pytest.fixture
 def streams(clock):
-    return BareStreams(clock)
+    return RequestIdTable(clock)
 
 
 def test_options_come_with_the_first_ids_only(streams):
-    streams.accept(letter())
+    streams.accept(metadata())
     state, options = streams.state("r", [1])
-    assert (state.first, state.num_input_tokens, options) == (1, 3, letter().options)
+    assert (state.first, state.num_input_tokens, options) == (1, 3, metadata().options)
     state, options = streams.state("r", [2])
     assert (state.first, state.event, options) == (0, StreamEvent.RUNNING, "")
 
@@ -61,29 +61,29 @@ def test_options_come_with_the_first_ids_only(streams):
     ],
 )
 def test_an_end_is_inferred_from_the_ids(streams, ids, event, stop_id):
-    streams.accept(letter(end_ids=(256, 7)))
+    streams.accept(metadata(end_ids=(256, 7)))
     state, _ = streams.state("r", ids)
     assert (state.event, state.stop_id) == (event, stop_id)
 
 
 def test_the_token_budget_is_counted_over_all_responses(streams):
-    streams.accept(letter(max_tokens=3))
+    streams.accept(metadata(max_tokens=3))
     events = [streams.state("r", ids)[0].event for ids in ([1], [2], [3])]
     assert events == [StreamEvent.RUNNING, StreamEvent.RUNNING, StreamEvent.LENGTH]
 
 
 def test_an_empty_response_after_a_cancel_is_a_cancel(streams):
-    streams.accept(letter())
+    streams.accept(metadata())
     assert streams.mark_cancelled("r") and not streams.mark_cancelled("r")
     assert streams.state("r", [])[0].event is StreamEvent.CANCELLED
     assert not streams.mark_cancelled("r") and not streams.mark_cancelled("nobody")
 
 
 def test_an_id_is_taken_until_its_stream_ends_and_then_names_another_one(streams):
-    assert streams.accept(letter())
-    assert not streams.accept(letter())
+    assert streams.accept(metadata())
+    assert not streams.accept(metadata())
     first, _ = streams.state("r", [256])
-    assert streams.accept(letter())
+    assert streams.accept(metadata())
     second, _ = streams.state("r", [256])
     assert first.key != second.key
 
@@ -95,20 +95,20 @@ def test_ids_under_an_id_that_no_stream_has_are_an_error(streams):
 
 def test_a_stream_that_shows_no_life_is_forgotten_and_one_that_does_is_not(streams, clock):
     for request_id in ("silent", "alive"):
-        streams.accept(letter(request_id, max_tokens=100))
+        streams.accept(metadata(request_id, max_tokens=100))
     for seconds in (300, 599):
         clock.now_ns = seconds * SECOND
         streams.state("alive", [1])
-    assert not streams.accept(letter("silent"))
+    assert not streams.accept(metadata("silent"))
     clock.now_ns = 600 * SECOND
-    assert not streams.accept(letter("alive"))
-    assert streams.accept(letter("silent"))
+    assert not streams.accept(metadata("alive"))
+    assert streams.accept(metadata("silent"))
 
 
 def test_what_never_ended_does_not_pile_up(streams, clock):
     for number in range(3000):
         clock.now_ns += SECOND
-        streams.accept(letter(str(number)))
+        streams.accept(metadata(str(number)))
         assert streams.request_id(number + 1) == str(number)
     assert len(streams._live) == len(streams._request_ids) == 600
 
@@ -131,8 +131,8 @@ def model(triton, tiny_engine, tmp_path, monkeypatch):
 
 @pytest.fixture
 def post(model):
-    sender = MailboxSender(Settings.from_env().mailbox_socket)
-    yield lambda request_id="r", **more: sender.post(letter(request_id, **more))
+    sender = MetadataSender(Settings.from_env().metadata_socket)
+    yield lambda request_id="r", **more: sender.post(metadata(request_id, **more))
     sender.close()
 
 

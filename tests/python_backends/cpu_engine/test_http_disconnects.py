@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backends.cpu_engine import departures
-from python_backends.cpu_engine.departures import Departures
+from python_backends.cpu_engine import http_disconnects
+from python_backends.cpu_engine.http_disconnects import HttpDisconnects
 
 SECOND = 1_000_000_000
 
@@ -15,7 +15,7 @@ class Looks:
 
     def __init__(self):
         self.closed, self.now_ns, self.asked = 0, 0, 0
-        self.departures = Departures(self._count)
+        self.disconnects = HttpDisconnects(self._count)
 
     def _count(self):
         self.asked += 1
@@ -24,9 +24,9 @@ class Looks:
     def __call__(self, live, closed):
         self.closed = closed
         self.now_ns += SECOND
-        assert self.departures.due(self.now_ns)
-        found = self.departures.look(frozenset(live), self.now_ns)
-        assert not self.departures.due(self.now_ns + SECOND - 1)
+        assert self.disconnects.due(self.now_ns)
+        found = self.disconnects.check(frozenset(live), self.now_ns)
+        assert not self.disconnects.due(self.now_ns + SECOND - 1)
         return set(found)
 
 
@@ -80,19 +80,19 @@ def test_the_kernel_tells_callers_who_have_closed_from_those_who_have_not(family
         port = server.getsockname()[1]
         callers = [socket.create_connection((host, port)) for _ in range(3)]
         accepted = [server.accept()[0] for _ in callers]
-        assert departures.half_closed(port) == 0
+        assert http_disconnects.count_close_wait(port) == 0
         callers[0].close()
         assert accepted[0].recv(1) == b""  # the kernel has it
-        assert departures.half_closed(port) == 1
+        assert http_disconnects.count_close_wait(port) == 1
         callers[1].shutdown(socket.SHUT_WR)
         assert accepted[1].recv(1) == b""
-        assert departures.half_closed(port) == 2
-        assert departures.half_closed(callers[2].getsockname()[1]) == 0
+        assert http_disconnects.count_close_wait(port) == 2
+        assert http_disconnects.count_close_wait(callers[2].getsockname()[1]) == 0
         accepted[0].close()
-        assert departures.half_closed(port) == 1
+        assert http_disconnects.count_close_wait(port) == 1
         for one in (*callers, *accepted):
             one.close()
 
 
 def test_without_tables_nobody_has_left(tmp_path):
-    assert departures.half_closed(8000, [tmp_path / "none"]) == 0
+    assert http_disconnects.count_close_wait(8000, [tmp_path / "none"]) == 0

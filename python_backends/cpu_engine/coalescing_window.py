@@ -17,7 +17,7 @@ COMFORT_NS = 18_000_000
 LEAST_NS = 4_000_000
 
 
-class Window:
+class CoalescingWindow:
     """Closes with the last step that keeps the oldest token's wait within the window: what waits until a later step
     would be late. ``max_ns`` bounds it, 0 lets every token leave at once; within that it grows with the streams."""
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backends.cpu_engine.window import COMFORT_NS, LEAST_NS, PER_STREAM_NS, Window
+from python_backends.cpu_engine.coalescing_window import COMFORT_NS, LEAST_NS, PER_STREAM_NS, CoalescingWindow
 
 MS = 1_000_000
 distances = st.integers(1, 50 * MS)
@@ -20,14 +20,14 @@ def waits(window, steps_ns, live):
 
 @given(st.integers(0, 10_000), st.integers(0, 10**9))
 def test_the_window_grows_with_the_streams_from_its_least_to_its_bound(live, bound):
-    window = Window(bound)
+    window = CoalescingWindow(bound)
     assert window.width_ns(0) <= window.width_ns(live) <= window.width_ns(live + 1) <= bound
     assert window.width_ns(live) in (bound, LEAST_NS, COMFORT_NS, live * PER_STREAM_NS, live * PER_STREAM_NS // 2)
 
 
 @given(st.lists(distances, min_size=1, max_size=30), st.integers(1, 64))
 def test_without_a_window_and_with_steps_that_are_wider_every_step_leaves_at_once(gaps_ns, live):
-    now_ns, none, wide = 10**12, Window(0), Window(20 * MS)
+    now_ns, none, wide = 10**12, CoalescingWindow(0), CoalescingWindow(20 * MS)
     for gap_ns in gaps_ns:
         now_ns += gap_ns + 20 * MS
         assert none.step(now_ns, live) and wide.step(now_ns, live)
@@ -37,7 +37,7 @@ def test_without_a_window_and_with_steps_that_are_wider_every_step_leaves_at_onc
 def test_at_an_even_pace_no_token_waits_longer_than_the_window_and_as_many_steps_leave_together_as_fit(
     gap, live, bound
 ):
-    window = Window(bound)
+    window = CoalescingWindow(bound)
     begin_ns = 10**12
     waits(window, [begin_ns, begin_ns + gap], live)  # it knows the pace now
     while not window.step(begin_ns := begin_ns + gap, live):
@@ -50,7 +50,7 @@ def test_at_an_even_pace_no_token_waits_longer_than_the_window_and_as_many_steps
 
 @given(st.lists(distances, min_size=1, max_size=40), st.integers(1, 64))
 def test_between_steps_the_window_is_over_when_its_oldest_token_has_waited_so_long(gaps_ns, live):
-    now_ns, window, oldest_ns = 10**12, Window(18 * MS), None
+    now_ns, window, oldest_ns = 10**12, CoalescingWindow(18 * MS), None
     for gap_ns in gaps_ns:
         look_ns = now_ns + gap_ns // 2
         late = oldest_ns is not None and look_ns - oldest_ns > window.width_ns(live)

@@ -10,8 +10,8 @@ from python_backends.ensemble.stream_state import StreamState
 from python_backends.triton_io import Inputs
 
 
-class InBandEngine:
-    """The engine as the detokenizer sees it; see BareEngine for the other kind."""
+class InBandStreams:
+    """The engine as the detokenizer sees it; see RequestIdStreams for the other kind."""
 
     def __init__(self, control_socket: str) -> None:
         self._control = ControlSender(control_socket)
