@@ -61,17 +61,13 @@ class EngineDoor:
 
 def request(ids: list[int], max_tokens: int, stream: bool) -> bytes:
     """A greedy request for exactly ``max_tokens`` tokens, serialized."""
-    message = service_pb2.ModelInferRequest(model_name="engine", id=uuid.uuid4().hex)
-    message.parameters["triton_enable_empty_final_response"].bool_param = True
-    values = [
-        ("input_ids", "INT32", struct.pack(f"<{len(ids)}i", *ids), len(ids)),
-        ("input_lengths", "INT32", struct.pack("<i", len(ids)), 1),
-        ("request_output_len", "INT32", struct.pack("<i", max_tokens), 1),
-        ("end_id", "INT32", struct.pack("<i", -1), 1),
-        ("runtime_top_k", "INT32", struct.pack("<i", 1), 1),
-        ("streaming", "BOOL", struct.pack("<?", stream), 1),
+    inputs = [
+        ("input_ids", "INT32", ids),
+        ("input_lengths", "INT32", [len(ids)]),
+        ("request_output_len", "INT32", [max_tokens]),
+        ("end_id", "INT32", [-1]),
+        ("runtime_top_k", "INT32", [1]),
+        ("streaming", "BOOL", [stream]),
     ]
-    for name, datatype, raw, count in values:
-        message.inputs.add(name=name, datatype=datatype, shape=[1, count])
-        message.raw_input_contents.append(raw)
-    return message.SerializeToString()
+    parameters = {"triton_enable_empty_final_response": True}
+    return infer_request.infer_request("engine", uuid.uuid4().hex, inputs, parameters)

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 import urllib.request
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+from contract import prometheus
 from contract.errors import Unavailable
-
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-
-Key = tuple[str, frozenset[tuple[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -49,44 +43,21 @@ class Histogram:
         return Histogram(self.bounds, cumulative, self.sum - earlier.sum)
 
 
-class Page:
+class Page(prometheus.Metrics):
     """The samples of one scrape. Labels given to a look-up must all be there; samples that match are added up."""
 
-    def __init__(self, samples: Mapping[Key, float]) -> None:
-        self._by_name: dict[str, list[tuple[frozenset, float]]] = {}
-        for (name, labels), value in samples.items():
-            self._by_name.setdefault(name, []).append((labels, value))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._by_name
-
-    def value(self, name: str, **labels: str) -> float:
-        """0 where there is no such sample."""
-        wanted = frozenset(labels.items())
-        return sum(value for found, value in self._by_name.get(name, ()) if wanted <= found)
-
-    def by_label(self, name: str, label: str) -> dict[str, float]:
-        out: dict[str, float] = {}
-        for found, value in self._by_name.get(name, ()):
-            key = dict(found).get(label, "")
-            out[key] = out.get(key, 0.0) + value
-        return out
-
     def histogram(self, name: str, **labels: str) -> Histogram:
-        wanted = frozenset(labels.items())
+        """Return the sum of the matching histograms."""
         reached: dict[float, float] = {}
-        for found, value in self._by_name.get(f"{name}_bucket", ()):
-            if wanted <= found:
-                bound = float(dict(found)["le"])
-                reached[bound] = reached.get(bound, 0.0) + value
+        for found, value in self.matching(f"{name}_bucket", **labels):
+            bound = float(found["le"])
+            reached[bound] = reached.get(bound, 0.0) + value
         bounds = tuple(sorted(reached))
         return Histogram(bounds, tuple(reached[bound] for bound in bounds), self.value(f"{name}_sum", **labels))
 
 
 def parse(text: str) -> Page:
-    return Page(
-        {(name, frozenset(_LABEL.findall(labels))): float(value) for name, labels, value in _SAMPLE.findall(text)}
-    )
+    return Page(prometheus.parse(text).samples)
 
 
 def fetch(url: str, timeout_s: float = 5.0) -> Page:

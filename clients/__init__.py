@@ -1,6 +1,10 @@
 """How to talk to a replica: streaming clients over gRPC, a command line, and balancing over many replicas."""
 
-from clients import quiet  # noqa: F401 - before gRPC
+from contract import grpc_environment, interpreter
+
+interpreter.require("grpc", "clients")
+grpc_environment.for_library()
+
 from clients.async_client import AsyncClient
 from clients.balanced import BalancedClient
 from clients.client import Client

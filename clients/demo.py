@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import sys
 import time
 import urllib.request
@@ -17,19 +16,17 @@ from dataclasses import dataclass
 from clients.async_client import AsyncClient
 from clients.terminal import ms
 from clients.wire.latency import Stopwatch
+from contract import prometheus
 from contract.generation import FinishReason
 
 PROMPT = "def fibonacci(n):"
 DEFAULT_METRICS_URL = "http://127.0.0.1:8002/metrics"
 STREAMS = 8
 
-# How many sequences the engine carries: per step where it says so, else those it has scheduled.
-_SEQUENCE_GAUGES = tuple(
-    re.compile(rf"^{family}\{{[^}}]*{label}[^}}]*\}} (\S+)", re.M)
-    for family, label in (
-        ("nv_trt_llm_inflight_batcher_metrics", 'inflight_batcher_specific_metric="generation_requests"'),
-        ("nv_trt_llm_request_metrics", 'request_type="scheduled"'),
-    )
+# Sequences in the engine: per step where it reports that, else those that it has scheduled.
+_SEQUENCE_GAUGES = (
+    ("nv_trt_llm_inflight_batcher_metrics", {"inflight_batcher_specific_metric": "generation_requests"}),
+    ("nv_trt_llm_request_metrics", {"request_type": "scheduled"}),
 )
 _STAGE_S = 1.0
 
@@ -131,30 +128,24 @@ class _Sequences:
 
 
 async def _most_sequences() -> _Sequences:
-    """Reads the metrics page until cancelled; the largest number of sequences it named."""
+    """Poll the metrics until cancelled; return the largest number of sequences."""
     seen = _Sequences(os.environ.get("TRIDENT_METRICS_URL") or DEFAULT_METRICS_URL)
     found = False
     try:
         while True:
-            page = await asyncio.to_thread(_page, seen.url)
-            values = [float(match.group(1)) for gauge in _SEQUENCE_GAUGES if (match := gauge.search(page))]
+            metrics = prometheus.parse(await asyncio.to_thread(_fetch, seen.url), ("nv_trt_llm_",))
+            values = [value for name, labels in _SEQUENCE_GAUGES for _, value in metrics.matching(name, **labels)]
             found = found or bool(values)
             seen.most = max([seen.most, *values[:1]])
             await asyncio.sleep(0.02)
     except asyncio.CancelledError:
         if not found:
             seen.problem = f"{seen.url} names none of the engine's gauges"
-    except OSError as exc:
+    except (OSError, ValueError) as exc:
         seen.problem = f"{seen.url} cannot be read: {exc}"
     return seen
 
 
-def _page(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=2) as answer:
-        return answer.read().decode()
-
-
-if __name__ == "__main__":
-    from clients.command_line import main
-
-    sys.exit(main(["demo", *sys.argv[1:]]))
+def _fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=2) as response:
+        return response.read().decode()

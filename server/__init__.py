@@ -3,9 +3,10 @@
 ``python -m server`` is the door for people and make; :func:`server.running` the one for tests and tools.
 """
 
-from contract import interpreter
+from contract import grpc_environment, interpreter
 
 interpreter.require("grpc", "server")
+grpc_environment.for_library()
 
 from server.replica import Replica, running  # noqa: E402 - needs what was just required
 

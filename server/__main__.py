@@ -25,8 +25,6 @@ from server.supervisor import Supervisor
 
 
 def main(argv: Sequence[str]) -> int:
-    # gRPC's core writes a log of its own to stderr; what goes wrong reaches us as exceptions, and people as our words.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     own, command = split_command(argv)
     arguments = _parser().parse_args(own)
     try:

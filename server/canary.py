@@ -8,15 +8,16 @@ from enum import Enum
 from itertools import count
 
 import grpc.aio
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2
 
+from clients.wire import infer_request
 from contract.errors import Overloaded, from_text
 from contract.generation import FinishReason
 from server.repository import ENSEMBLE
 from server.settings import Settings
 from server.traffic import Traffic
 
-PROMPT = b"ping"
+PROMPT = "ping"
 # Triton's own words for a full queue; ours come as an Overloaded error.
 QUEUE_FULL = "Exceeds maximum queue size"
 
@@ -40,9 +41,11 @@ async def ask(settings: Settings, timeout_s: float) -> Finding:
     """Sends one request for one token on a new connection and says how the server is."""
     try:
         async with _channel(settings) as channel:
-            stream = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(
-                _only(request()), timeout=timeout_s
+            call = channel.unary_stream(
+                infer_request.GENERATE,
+                response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
             )
+            stream = call(request(), timeout=timeout_s)
             finish_reason = None
             async for response in stream:
                 if response.error_message:
@@ -87,17 +90,11 @@ def judge_end(finish_reason: str | None) -> Finding:
     return Finding(Health.ILL, f"the stream ended with finish_reason {finish_reason!r}")
 
 
-def request() -> service_pb2.ModelInferRequest:
-    """text_input BYTES[1, 1], max_tokens INT32[1, 1]."""
-    message = service_pb2.ModelInferRequest(model_name=ENSEMBLE, id=f"canary-{next(_numbers)}")
-    message.parameters["triton_enable_empty_final_response"].bool_param = True
-    for name, datatype, content in (
-        ("text_input", "BYTES", struct.pack("<I", len(PROMPT)) + PROMPT),
-        ("max_tokens", "INT32", struct.pack("<i", 1)),
-    ):
-        message.inputs.add(name=name, datatype=datatype, shape=[1, 1])
-        message.raw_input_contents.append(content)
-    return message
+def request() -> bytes:
+    """A serialised ModelInferRequest for one token."""
+    inputs = [("text_input", "BYTES", [PROMPT]), ("max_tokens", "INT32", [1])]
+    parameters = {"triton_enable_empty_final_response": True}
+    return infer_request.infer_request(ENSEMBLE, f"canary-{next(_numbers)}", inputs, parameters)
 
 
 def texts(response: service_pb2.ModelInferResponse) -> dict[str, str]:
@@ -116,7 +113,3 @@ def _channel(settings: Settings) -> grpc.aio.Channel:
     trusted = (settings.tls_ca or settings.tls_cert).read_bytes()
     options = [("grpc.ssl_target_name_override", settings.tls_name), ("grpc.use_local_subchannel_pool", 1)]
     return grpc.aio.secure_channel(settings.grpc_url, grpc.ssl_channel_credentials(trusted), options=options)
-
-
-async def _only(message: service_pb2.ModelInferRequest):
-    yield message

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-SAMPLE = re.compile(
-    r"^(nv_inference_request_\w+|nv_inference_pending_request_count|nv_trt_llm_\w+_metrics|trident_open_streams)"
-    r"\{(.*)\} (\S+)$",
-    re.MULTILINE,
-)
-LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+from contract import prometheus
+
 ANSWERS = ("nv_inference_request_success", "nv_inference_request_failure")
+REQUESTS = "nv_trt_llm_request_metrics"
 # TensorRT-LLM's gauge of the engine, in both engines: what runs and what waits.
 LIVE = ("active", "waiting", "scheduled", "context")
 # Requests in a model's queue, and streams whose last text the detokenizer has not made.
@@ -36,19 +32,15 @@ class Traffic:
 
 def read(metrics: str, last_model: str) -> Traffic:
     """``metrics``: the page in Prometheus text format. ``last_model``: the ensemble's last step."""
-    answered = beside = 0.0
-    live = steps = None
-    for name, text, value in SAMPLE.findall(metrics):
-        labels = dict(LABEL.findall(text))
-        if name in ANSWERS and labels.get("model") == last_model:
-            answered += float(value)
-        elif name == "nv_trt_llm_request_metrics" and labels.get("request_type") in LIVE:
-            live = (live or 0.0) + float(value)
-        elif name in BESIDE_ENGINE:
-            beside += float(value)
-        elif name == "nv_trt_llm_general_metrics" and labels.get("general_type") == "iteration_counter":
-            steps = float(value)
-    return Traffic(answered, live, beside, steps)
+    found = prometheus.parse(metrics, (*ANSWERS, *BESIDE_ENGINE, "nv_trt_llm_"))
+    live = [value for labels, value in found.matching(REQUESTS) if labels.get("request_type") in LIVE]
+    steps = [value for _, value in found.matching("nv_trt_llm_general_metrics", general_type="iteration_counter")]
+    return Traffic(
+        sum(found.value(name, model=last_model) for name in ANSWERS),
+        sum(live) if live else None,
+        sum(found.value(name) for name in BESIDE_ENGINE),
+        steps[-1] if steps else None,
+    )
 
 
 class Quiet:

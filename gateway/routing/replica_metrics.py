@@ -1,25 +1,27 @@
-"""What a replica's metrics page says of its load, in the families TensorRT-LLM's backend names (docs/metrics.md)."""
+"""Read a replica's load from its metrics, in the families of TensorRT-LLM's backend (docs/metrics.md)."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from dataclasses import dataclass
 
-from prometheus_client.parser import text_string_to_metric_families
+from contract import prometheus
 
 _REQUESTS = "nv_trt_llm_request_metrics"
 _KV_CACHE = "nv_trt_llm_kv_cache_block_metrics"
-_STEPS = 'general_type="iteration_counter"'
+_GENERAL = "nv_trt_llm_general_metrics"
 _ENGINE = "trident_engine_info"
-MOST = 2**31
+# Larger numbers of requests are errors of the reporter.
+MAX_REQUESTS = 2**31
 
 
 @dataclass(frozen=True)
-class PageLoad:
-    """running, waiting, max_running: requests; the last is 0 where the page does not say it. kv_usage: fraction of the
-    KV blocks in use. steps: the engine's iterations so far, 0 if unsaid. engine: the hash of its manifest, kind: cpu,
-    llmapi or trtllm; "" if unsaid."""
+class ReplicaMetrics:
+    """The load that a replica reports; 0 or "" for what it does not report.
+
+    running, waiting, max_running: requests. kv_usage: fraction of the KV blocks in use, 0 to 1.
+    steps: iterations of the engine so far. engine: SHA-256 of its manifest. kind: cpu, llmapi or trtllm.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -30,35 +32,26 @@ class PageLoad:
     kind: str = ""
 
 
-def read(page: str) -> PageLoad:
-    """The load in the page; zeros where it says nothing. Raises ValueError for a page that is none, or that says what
-    cannot be."""
-    # The page is large and nearly all of it is about something else: the parser sees these families only.
-    lines = [line for line in page.splitlines() if line.startswith((_REQUESTS, _KV_CACHE, _ENGINE)) or _STEPS in line]
-    values: dict[tuple[str, str], float] = defaultdict(float)
-    engine = engine_kind = ""
-    steps = 0.0
-    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
-        for sample in family.samples:
-            if sample.labels.get("general_type") == "iteration_counter":
-                steps += sample.value
-                if not 0 <= steps < math.inf:
-                    raise ValueError(f"{sample.name}, iteration_counter: got {steps}; allowed is a number from 0")
-                continue
-            kind = sample.labels.get("request_type") or sample.labels.get("kv_cache_block_type") or ""
-            values[sample.name, kind] += sample.value
-            engine = sample.labels.get("manifest_sha256", engine)
-            if sample.name == _ENGINE:
-                engine_kind = sample.labels.get("kind", "")
-    for (name, kind), value in values.items():
-        if not 0 <= value < MOST:  # as NaN is not
-            raise ValueError(f"{name}, {kind}: got {value}; allowed is 0 or more, below {MOST}")
-    return PageLoad(
-        running=int(values[_REQUESTS, "scheduled"]),
-        waiting=int(values[_REQUESTS, "waiting"]),
-        max_running=int(values[_REQUESTS, "max"]),
-        kv_usage=min(1.0, values[_KV_CACHE, "fraction"]),
-        steps=steps,
-        engine=engine,
-        kind=engine_kind,
+def read(text: str) -> ReplicaMetrics:
+    """Read the load from one scrape.
+
+    Raises ValueError for text that is not Prometheus' format, and for values out of range.
+    """
+    metrics = prometheus.parse(text, (_REQUESTS, _KV_CACHE, _GENERAL, _ENGINE))
+    engine = next((labels for labels, _ in metrics.matching(_ENGINE)), {})
+    return ReplicaMetrics(
+        running=int(_bounded(metrics, _REQUESTS, MAX_REQUESTS, request_type="scheduled")),
+        waiting=int(_bounded(metrics, _REQUESTS, MAX_REQUESTS, request_type="waiting")),
+        max_running=int(_bounded(metrics, _REQUESTS, MAX_REQUESTS, request_type="max")),
+        kv_usage=min(1.0, _bounded(metrics, _KV_CACHE, MAX_REQUESTS, kv_cache_block_type="fraction")),
+        steps=_bounded(metrics, _GENERAL, math.inf, general_type="iteration_counter"),
+        engine=engine.get("manifest_sha256", ""),
+        kind=engine.get("kind", ""),
     )
+
+
+def _bounded(metrics: prometheus.Metrics, name: str, limit: float, **labels: str) -> float:
+    value = metrics.value(name, **labels)
+    if not 0 <= value < limit:  # NaN is not
+        raise ValueError(f"{name}, {', '.join(labels.values())}: must be at least 0 and below {limit:g}, got {value}")
+    return value

@@ -38,7 +38,7 @@ from gateway.admission.sharing import UNKNOWN, Capacity, OthersLoad, capacity
 from gateway.config.settings import SCORED, Settings
 from gateway.routing import replica_metrics, scoring
 from gateway.routing.circuit_breaker import SILENCE_S, Breaker, BreakerPolicy, BreakerState, token_digest
-from gateway.routing.replica_metrics import PageLoad
+from gateway.routing.replica_metrics import ReplicaMetrics
 from gateway.routing.scoring import Candidate, Explanation, Question, Router
 
 _LOG = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Replica:
         self.health = Health()
         self.breaker = Breaker()
         self.since_s = time.monotonic()
-        self.page = PageLoad()
+        self.page = ReplicaMetrics()
         self.takes_priority = False  # whether the engine orders its queue by request_priority; its page says so
         self.progress_s = 0.0  # when it was last seen to make something, for whomever
         self._steps = 0.0
@@ -140,7 +140,7 @@ class Replica:
             if self.health.healthy and before is False:
                 self.since_s = time.monotonic()
 
-    def read_page(self, page: PageLoad) -> None:
+    def read_page(self, page: ReplicaMetrics) -> None:
         """Takes over a page. An engine whose step counter has moved since the last one makes something. A request that
         ended since then may still be counted: the most that this process had there meanwhile is taken for its own."""
         self.page = page
@@ -444,10 +444,10 @@ class Replicas:
                     replica.read_page(replica_metrics.read(page.decode()))
                     replica.takes_priority = replica.page.kind != "trtllm"  # whose backend refuses the parameter
                 else:
-                    replica.read_page(PageLoad())
+                    replica.read_page(ReplicaMetrics())
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as exc:
             _LOG.debug("replica %s: its metrics cannot be read: %s", replica.url, exc)
-            replica.read_page(PageLoad())
+            replica.read_page(ReplicaMetrics())
         self._dither[replica.pool] = self._rng.random()
 
 

@@ -62,7 +62,7 @@ class Stream:
         self.ended, self.started = threading.Event(), threading.Event()
         self._closing = threading.Event()
         self._channel = grpc.insecure_channel(url, options=[("grpc.use_local_subchannel_pool", 1)])
-        request = canary.request()
+        request = service_pb2.ModelInferRequest.FromString(canary.request())
         request.raw_input_contents[1] = struct.pack("<i", max_tokens)
         request.parameters["step_ms"].int64_param = step_ms
         self._call = service_pb2_grpc.GRPCInferenceServiceStub(self._channel).ModelStreamInfer(self._send(request))

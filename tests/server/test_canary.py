@@ -11,14 +11,14 @@ from server.traffic import Traffic
 
 
 def test_the_request_asks_the_ensemble_for_one_token():
-    request = canary.request()
+    request = service_pb2.ModelInferRequest.FromString(canary.request())
     assert request.model_name == "ensemble"
     assert [(one.name, one.datatype, list(one.shape)) for one in request.inputs] == [
         ("text_input", "BYTES", [1, 1]),
         ("max_tokens", "INT32", [1, 1]),
     ]
     assert request.raw_input_contents[1] == struct.pack("<i", 1)
-    assert canary.request().id != request.id
+    assert service_pb2.ModelInferRequest.FromString(canary.request()).id != request.id
 
 
 def test_a_stream_that_ends_as_streams_do_is_well():

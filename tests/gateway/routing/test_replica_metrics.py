@@ -1,10 +1,10 @@
-"""A replica's load as its metrics page tells it."""
+"""The load that a replica's metrics report."""
 
 from __future__ import annotations
 
 import pytest
 
-from gateway.routing.replica_metrics import PageLoad, read
+from gateway.routing.replica_metrics import ReplicaMetrics, read
 from tests.fakes.replica import FakeReplica
 
 PAGE = """# HELP nv_inference_count Number
@@ -17,8 +17,8 @@ nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction",model="engine",
 
 
 def test_the_families_of_tensorrt_llm_are_read():
-    assert read(PAGE) == PageLoad(running=3, waiting=2, max_running=16, kv_usage=0.25)
-    assert read(FakeReplica(slots=7).metrics_page()) == PageLoad(max_running=7)
+    assert read(PAGE) == ReplicaMetrics(running=3, waiting=2, max_running=16, kv_usage=0.25)
+    assert read(FakeReplica(slots=7).metrics_page()) == ReplicaMetrics(max_running=7)
 
 
 def test_the_engines_steps_are_read_and_no_other_general_metric():
@@ -33,7 +33,7 @@ def test_the_engines_steps_are_read_and_no_other_general_metric():
 
 
 def test_a_page_without_them_says_nothing_and_a_broken_one_is_no_page():
-    assert read("") == PageLoad() and read("a_metric 1\n") == PageLoad()
+    assert read("") == ReplicaMetrics() and read("a_metric 1\n") == ReplicaMetrics()
     with pytest.raises(ValueError):
         read('nv_trt_llm_request_metrics{request_type="waiting"} many\n')
 
