@@ -20,10 +20,11 @@ from gateway.telemetry import observability
 from gateway.telemetry.observability import end_span
 
 if TYPE_CHECKING:
-    from gateway.service import Asking, Service
+    from gateway.request_context import RequestContext
+    from gateway.service import Service
 
 
-class Piece(NamedTuple):
+class ChoiceDelta(NamedTuple):
     """A delta, and which choice it adds to."""
 
     choice: int
@@ -38,7 +39,9 @@ class Choices:
     used; a prompt counts once, however many choices were made of it.
     """
 
-    def __init__(self, service: Service, permit: Permit, asking: Asking, began_s: float, span: Span | None) -> None:
+    def __init__(
+        self, service: Service, permit: Permit, asking: RequestContext, began_s: float, span: Span | None
+    ) -> None:
         self._service, self._tenant, self._permit, self._span = service, asking.tenant.name, permit, span
         self.headers: dict[str, str] = permit.headers  # one that goes elsewhere changes what it says
         self._open = len(permit.requests)
@@ -48,9 +51,9 @@ class Choices:
         ]
         for generation, count in zip(self.generations, permit.counts, strict=True):
             generation.prompt_count = count
-        self._pieces: AsyncIterator[Piece] | None = None
+        self._pieces: AsyncIterator[ChoiceDelta] | None = None
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
+    def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
         self._pieces = _merged(self.generations)
         return self._pieces
 
@@ -93,7 +96,7 @@ def total(usages: Sequence[Usage | None], prompts: Iterable[object]) -> Usage | 
     return Usage(sum(one.input_tokens for one in each), output_tokens, sum(one.cached_tokens for one in each))
 
 
-async def together(pieces: AsyncIterable[Piece], request_id: str) -> list[Completion]:
+async def together(pieces: AsyncIterable[ChoiceDelta], request_id: str) -> list[Completion]:
     """Every choice, read to its end. The first error ends them all."""
     deltas: defaultdict[int, list[TokenDelta]] = defaultdict(list)
     async for choice, delta in pieces:
@@ -101,11 +104,11 @@ async def together(pieces: AsyncIterable[Piece], request_id: str) -> list[Comple
     return [completion.join(deltas[choice], request_id) for choice in sorted(deltas)]
 
 
-async def _merged(generations: list[Generation]) -> AsyncIterator[Piece]:
+async def _merged(generations: list[Generation]) -> AsyncIterator[ChoiceDelta]:
     """A slow reader holds all of them back."""
     if len(generations) == 1:
         async for delta in generations[0]:
-            yield Piece(0, delta)
+            yield ChoiceDelta(0, delta)
         return
     arrived: asyncio.Queue = asyncio.Queue(maxsize=len(generations))
 
@@ -129,7 +132,7 @@ async def _merged(generations: list[Generation]) -> AsyncIterator[Piece]:
             if item is None:
                 left -= 1
             else:
-                yield Piece(choice, item)
+                yield ChoiceDelta(choice, item)
     finally:
         for task in tasks:
             task.cancel()

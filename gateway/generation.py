@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     import grpc.aio
 
     from gateway.admission.permit import Permit
-    from gateway.service import Asking, Service
+    from gateway.request_context import RequestContext
+    from gateway.service import Service
 
 UNHEALTHY_S = 1.0  # a replica that was taken out and has made nothing for so long keeps no request without a token
 
@@ -52,7 +53,7 @@ class Generation:
         request: GenerationRequest,
         permit: Permit,
         turn: Turn,
-        asking: Asking,
+        asking: RequestContext,
         began_s: float,
         span: Span | None,
         ended: Callable[[Generation], None],
@@ -258,7 +259,7 @@ class Generation:
         error, self._abandoned = self._abandoned, None
         return error
 
-    def sweep(self, now_s: float) -> None:
+    def check(self, now_s: float) -> None:
         """Ends what has waited for too long, or has it tried elsewhere. Time that a request without a token spends at
         a replica which works for others is no silence: it is queueing, and ends with the request's own deadline."""
         if not self._waiting_since_s:

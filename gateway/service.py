@@ -11,12 +11,10 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 
 from contract.errors import InvalidArgument, NotFound, PermissionDenied, TridentError, Unavailable
 from contract.generation import GenerationRequest
-from contract.priority import NORMAL
 from gateway.admission.body_budget import BodyBudget
 from gateway.admission.budget_store import BudgetStore, MemoryStore, RedisStore, connect
 from gateway.admission.concurrency import Concurrency
@@ -25,38 +23,21 @@ from gateway.admission.fair_admission import FairAdmission, Takes
 from gateway.admission.permit import Keys, Tenant
 from gateway.admission.prompt_tokens import PromptTokens
 from gateway.api import vocabulary
-from gateway.api.sse import Sweeper
 from gateway.choices import Choices
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings
 from gateway.generation import Generation
+from gateway.request_context import RequestContext
 from gateway.routing.circuit_breaker import BreakerPolicy
 from gateway.routing.overflow import Overflow
 from gateway.routing.replicas import Replicas
 from gateway.routing.shadow import Shadow
 from gateway.telemetry import observability
 from gateway.telemetry.observability import Metrics, ReplicaSeconds, StateMetrics, Tracing, end_span
+from gateway.watchdog import Watchdog
 
 _LOG = logging.getLogger("gateway.request")
 SETTLING_S = 60.0  # longer than a settlement takes that is tried again
-
-
-@dataclass(frozen=True)
-class Asking:
-    """Who asks and how. carrier: the caller's headers or metadata, keys in lower case.
-
-    request_id: what the caller may quote; the engine's own ids are never a caller's, so that nobody can stop or
-    attach to another's request by guessing. session: the conversation that affinity keeps together. own_priority: the
-    ``request_priority`` that the caller sent.
-    """
-
-    tenant: Tenant
-    door: str
-    operation: str
-    request_id: str
-    carrier: Mapping[str, str] = field(default_factory=dict)
-    session: str = ""
-    own_priority: float = NORMAL
 
 
 class Service:
@@ -75,7 +56,10 @@ class Service:
         self.keys = keys or configuration
         self.metrics = Metrics(settings.model)
         self.tracing = tracing or Tracing(settings.otlp_endpoint)
-        self.sweeper = Sweeper(settings, self.metrics.lag.observe)
+        shortest_s = min(
+            settings.heartbeat_s, settings.stall_timeout_s, settings.idle_timeout_s, settings.first_token_timeout_s
+        )
+        self.watchdog = Watchdog(shortest_s, self.metrics.lag.observe)
         self.bodies = BodyBudget(settings.own_max_bodies_bytes, settings.max_body_bytes)
         self.draining = self._cutting = False
         self._replicas = replicas
@@ -116,9 +100,9 @@ class Service:
         self.configuration.changed = self.apply
         self.metrics.registry.register(StateMetrics(self))
         await self._replicas.start()
-        self.sweeper.add(self.replica_seconds)
-        self.sweeper.add(self.admission)
-        self._tasks = [asyncio.create_task(self.sweeper.run()), asyncio.create_task(self.configuration.watch())]
+        self.watchdog.add(self.replica_seconds)
+        self.watchdog.add(self.admission)
+        self._tasks = [asyncio.create_task(self.watchdog.run()), asyncio.create_task(self.configuration.watch())]
 
     def apply(self) -> None:
         """The configuration's rules, from now on."""
@@ -195,7 +179,7 @@ class Service:
     def may_use(self, model: str, tenant: Tenant) -> bool:
         return not tenant.models or not {self.settings.model, model}.isdisjoint(tenant.models)
 
-    async def choices(self, wanted: Sequence[GenerationRequest], asking: Asking) -> Choices:
+    async def choices(self, wanted: Sequence[GenerationRequest], asking: RequestContext) -> Choices:
         """The admitted generations of one caller. Nothing is sent before they are read; leave them with ``close``,
         whatever happens.
 
@@ -234,12 +218,12 @@ class Service:
             self._entering -= 1
             self._tell_if_idle()
 
-    def takes(self, asking: Asking) -> Takes:
+    def takes(self, asking: RequestContext) -> Takes:
         """What says whether an overflow target takes requests. What came as tensors goes on as tensors, which no
         upstream understands."""
-        return self.overflow.takes if asking.door == "http" else self.overflow.has_pool
+        return self.overflow.takes if asking.protocol == "http" else self.overflow.has_pool
 
-    def next_place(self, asking: Asking, request: GenerationRequest, tried: Collection[str]) -> str | None:
+    def next_place(self, asking: RequestContext, request: GenerationRequest, tried: Collection[str]) -> str | None:
         """Where a request may go that could not be served in ``tried``: the first overflow target that takes it, then
         "", the usual replicas, then None."""
         ladder, takes = self.configuration.policy.ladder, self.takes(asking)
@@ -248,17 +232,17 @@ class Service:
                 return target
         return "" if "" not in tried and self.replicas.serves(asking.tenant.pool) else None
 
-    def retry_after_s(self, asking: Asking, request: GenerationRequest, error: TridentError) -> float | None:
+    def retry_after_s(self, asking: RequestContext, request: GenerationRequest, error: TridentError) -> float | None:
         """What a refusal says of the time to come back, when every place has failed: with the tenant's pool down, when
         the first upstream may be asked again."""
         said = getattr(error, "retry_after_s", None)
         ladder = self.configuration.policy.ladder
-        if ladder is None or asking.door != "http" or self.replicas.serves(asking.tenant.pool):
+        if ladder is None or asking.protocol != "http" or self.replicas.serves(asking.tenant.pool):
             return said
         wait_s = self.overflow.wait_s(ladder.overflow, request)
         return said if wait_s is None else max(1.0, wait_s)
 
-    def moved(self, asking: Asking, generation_id: str, before: str, after: str, error: TridentError) -> None:
+    def moved(self, asking: RequestContext, generation_id: str, before: str, after: str, error: TridentError) -> None:
         """A request goes on elsewhere before its first token. after: an overflow target, or "replicas"."""
         if after != "replicas":
             self.admission.degraded[Stage.OVERFLOW.value] += 1
@@ -275,7 +259,7 @@ class Service:
         if self.draining:
             raise Unavailable("the gateway is stopping; another one may serve you", 1.0)
 
-    def refused(self, asking: Asking, error: TridentError, began_s: float) -> None:
+    def refused(self, asking: RequestContext, error: TridentError, began_s: float) -> None:
         """Nothing was made for the caller; it is counted and logged."""
         self.metrics.rejections.labels(observability.reason(error)).inc()
         self.log(asking, error, began_s)
@@ -283,10 +267,10 @@ class Service:
     def opened(self, generation: Generation) -> None:
         self._live.add(generation)
         self.metrics.in_flight.inc()
-        self.sweeper.add(generation)
+        self.watchdog.add(generation)
 
     def closed(self, generation: Generation) -> None:
-        self.sweeper.discard(generation)
+        self.watchdog.discard(generation)
         self.metrics.in_flight.dec()
         self._live.discard(generation)
         self._tell_if_idle()
@@ -297,11 +281,11 @@ class Service:
         else:
             self._idle.clear()
 
-    def log(self, asking: Asking, error: TridentError | None, began_s: float, **more: object) -> None:
+    def log(self, asking: RequestContext, error: TridentError | None, began_s: float, **more: object) -> None:
         fields = {
             "request_id": asking.request_id,
             "tenant": asking.tenant.name,
-            "door": asking.door,
+            "protocol": asking.protocol,
             "operation": asking.operation,
             "error_type": type(error).__name__ if error else "",
             "error": str(error) if error and (error.internal or not isinstance(error, InvalidArgument)) else "",

@@ -129,7 +129,7 @@ class FairAdmission:
                 slots.queue.bound(**queue_bounds)
             slots.dispatch()
 
-    def sweep(self, now_s: float) -> None:
+    def check(self, now_s: float) -> None:
         """Looks whether pools that requests wait for can run more than before: nothing else tells when a replica comes
         or another gateway leaves it."""
         for slots in self._slots.values():

@@ -51,7 +51,8 @@ from gateway.api import error_responses
 from gateway.api.caller_errors import for_caller, from_backend
 from gateway.api.openai_http import bearer
 from gateway.config.settings import variable
-from gateway.service import Asking, Generation, Service
+from gateway.request_context import RequestContext
+from gateway.service import Generation, Service
 from gateway.telemetry import observability
 
 _LOG = logging.getLogger(__name__)
@@ -193,7 +194,7 @@ class KServeDoor:
                 slots.release()
                 self._service.metrics.requests.labels("grpc", "text_completion", code).inc()
 
-        self._service.sweeper.add(writer)
+        self._service.watchdog.add(writer)
         try:
             async for data in requests:
                 try:
@@ -213,7 +214,7 @@ class KServeDoor:
             elif not refused:
                 raise
         finally:
-            self._service.sweeper.discard(writer)
+            self._service.watchdog.discard(writer)
             for task in tuple(tasks):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -290,7 +291,7 @@ class KServeDoor:
         payload: bytes,
         hidden: Collection[str],
         writer: _Writer,
-        asking: Asking,
+        asking: RequestContext,
     ) -> TridentError | None:
         """Responses as they come, without the outputs that are hidden from the caller; tries another replica, then
         another pool, as long as none came. Returns the error that a relayed response carried."""
@@ -310,7 +311,7 @@ class KServeDoor:
         payload: bytes,
         hidden: Collection[str],
         writer: _Writer,
-        asking: Asking,
+        asking: RequestContext,
     ) -> TridentError | None:
         asked = dataclasses.replace(generation.request, timeout_s=generation.left_s)
         door, schedule = generation.door(payload), self._service.replicas.schedule()
@@ -419,7 +420,7 @@ class _Writer:
             finally:
                 self._writing_since_s = 0.0
 
-    def sweep(self, now_s: float) -> None:
+    def check(self, now_s: float) -> None:
         if self._writing_since_s and now_s - self._writing_since_s > self.patience_s:
             self._writing_since_s = 0.0
             self.stalled = True
@@ -610,10 +611,10 @@ def _left_s(request: service_pb2.ModelInferRequest, context: grpc.aio.ServicerCo
     return min(limits)
 
 
-def _asking(tenant: Tenant, request: service_pb2.ModelInferRequest, carrier: dict[str, str]) -> Asking:
+def _asking(tenant: Tenant, request: service_pb2.ModelInferRequest, carrier: dict[str, str]) -> RequestContext:
     quoted = _quotable(carrier.get("x-request-id") or request.id) or new_request_id()
     session = carrier.get("x-session-id", "")[:MAX_REQUEST_ID]
-    return Asking(tenant, "grpc", "text_completion", quoted, carrier, session, take_priority(request))
+    return RequestContext(tenant, "grpc", "text_completion", quoted, carrier, session, take_priority(request))
 
 
 def _quotable(request_id: str) -> str:

@@ -28,8 +28,9 @@ from gateway.api.schemas import ChatRequest, CompletionRequest
 from gateway.api.sse import Reader
 from gateway.api.vocabulary import Vocabulary
 from gateway.cache.reuse import Reuse, Served
-from gateway.choices import Piece, together
-from gateway.service import Asking, Service
+from gateway.choices import ChoiceDelta, together
+from gateway.request_context import RequestContext
+from gateway.service import Service
 from gateway.telemetry import observability
 
 _LOG = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class HttpDoor:
             if body is None:
                 return
             code, error = 499, None
-            async with Reader(scope, receive, send, service.settings, service.sweeper) as reader:
+            async with Reader(scope, receive, send, service.settings, service.watchdog) as reader:
                 try:
                     await self._answer(reader, request, tenant, body, request_id)
                     code = 200
@@ -117,7 +118,7 @@ class HttpDoor:
         asked = schemas.parse(self._form.schema, body, settings)
         timeout_s = _timeout_s(request.headers.get("x-trident-timeout-s"), settings.request_timeout_s)
         session = request.headers.get("x-session-id", "")[:MAX_REQUEST_ID]
-        asking = Asking(tenant, "http", self._form.operation, request_id, _carrier(request), session)
+        asking = RequestContext(tenant, "http", self._form.operation, request_id, _carrier(request), session)
         async with _served(service, asked, asking, timeout_s, self._reuse.served) as served:
             form = self._form(asked, served.request_id, served.created_s, self._vocabulary)
             if asked.stream:
@@ -220,7 +221,7 @@ async def answered(
     service: Service,
     kind: type[Chat] | type[Completions],
     vocabulary: Vocabulary,
-    asking: Asking,
+    asking: RequestContext,
     body: bytes,
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
@@ -249,9 +250,9 @@ _Answer = TypeVar("_Answer", bound=_Closable)
 async def _served(
     service: Service,
     asked: ChatRequest | CompletionRequest,
-    asking: Asking,
+    asking: RequestContext,
     timeout_s: float,
-    make: Callable[[Sequence[GenerationRequest], Asking], Awaitable[_Answer]],
+    make: Callable[[Sequence[GenerationRequest], RequestContext], Awaitable[_Answer]],
 ) -> AsyncIterator[_Answer]:
     """All choices, or none: the refusal is raised. Left, they are over."""
     service.check_model(asked.model, asking.tenant)
@@ -276,13 +277,13 @@ async def _served(
 
 
 async def _whole(
-    form: Form, pieces: AsyncIterable[Piece], asked: ChatRequest | CompletionRequest, request_id: str
+    form: Form, pieces: AsyncIterable[ChoiceDelta], asked: ChatRequest | CompletionRequest, request_id: str
 ) -> dict[str, Any]:
     answers = await together(pieces, request_id)
     return form.whole(answers, _usage([answer.usage for answer in answers], asked.choices))
 
 
-async def _next(pieces: AsyncIterator[Piece]) -> Piece | None:
+async def _next(pieces: AsyncIterator[ChoiceDelta]) -> ChoiceDelta | None:
     return await anext(pieces, None)
 
 

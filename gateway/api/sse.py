@@ -1,7 +1,4 @@
-"""The caller's side of a stream: heartbeats, readers that stall or leave, and the drain.
-
-One sweep over all live streams takes the place of timers for each: nothing is armed and disarmed per token.
-"""
+"""The caller's side of a stream: heartbeats, and readers that stall or leave."""
 
 from __future__ import annotations
 
@@ -9,9 +6,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from gateway.config.settings import Settings
+from gateway.watchdog import Watchdog
 
 HEARTBEAT = b": keep-alive\n\n"
 SSE_HEADERS = [
@@ -19,34 +16,6 @@ SSE_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
 ]
-
-
-class Swept(Protocol):
-    """Something alive that wants to be looked at now and then."""
-
-    def sweep(self, now_s: float) -> None:
-        """Ends or wakes what it must. Never blocks, never raises."""
-
-
-class Sweeper:
-    """Looks at everything alive every ``period_s``; ``on_lag`` is told how late each look came, in seconds."""
-
-    def __init__(self, settings: Settings, on_lag: Callable[[float], object] = lambda late_s: None) -> None:
-        shortest_s = min(settings.heartbeat_s, settings.stall_timeout_s, settings.idle_timeout_s)
-        shortest_s = min(shortest_s, settings.first_token_timeout_s)
-        self.period_s = min(1.0, max(0.01, shortest_s / 4))
-        self._on_lag = on_lag
-        self._alive: set[Swept] = set()
-        self.add, self.discard = self._alive.add, self._alive.discard
-
-    async def run(self) -> None:
-        while True:
-            due_s = time.monotonic() + self.period_s
-            await asyncio.sleep(self.period_s)
-            now_s = time.monotonic()
-            self._on_lag(max(0.0, now_s - due_s))
-            for one in tuple(self._alive):
-                one.sweep(now_s)
 
 
 class Reader:
@@ -57,9 +26,9 @@ class Reader:
     heartbeats.
     """
 
-    def __init__(self, scope: dict, receive: Callable, send: Callable, settings: Settings, sweeper: Sweeper) -> None:
+    def __init__(self, scope: dict, receive: Callable, send: Callable, settings: Settings, watchdog: Watchdog) -> None:
         self._scope, self._receive, self._send = scope, receive, send
-        self._settings, self._sweeper = settings, sweeper
+        self._settings, self._watchdog = settings, watchdog
         self._task: asyncio.Task | None = None
         self._watch: asyncio.Task | None = None
         self._beats: set[asyncio.Task] = set()
@@ -73,11 +42,11 @@ class Reader:
         self._task = asyncio.current_task()
         self._watch = asyncio.ensure_future(self._receive())
         self._watch.add_done_callback(self._left)
-        self._sweeper.add(self)
+        self._watchdog.add(self)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        self._sweeper.discard(self)
+        self._watchdog.discard(self)
         self._watch.remove_done_callback(self._left)
         for task in (self._watch, *self._beats):
             task.cancel()
@@ -110,7 +79,7 @@ class Reader:
         await self._put({"type": "http.response.start", "status": status, "headers": [*headers, length]})
         await self._put({"type": "http.response.body", "body": body, "more_body": False})
 
-    def sweep(self, now_s: float) -> None:
+    def check(self, now_s: float) -> None:
         if self._sending_since_s:
             if now_s - self._sending_since_s > self._settings.stall_timeout_s:
                 self._cut("stalled")

@@ -15,7 +15,8 @@ from gateway.batch.signals import InteractiveSignals
 from gateway.batch.store import BatchLimits, BatchStore
 from gateway.batch.webhook import Webhooks
 from gateway.batch.worker import BatchWorker, Form
-from gateway.service import Asking, Service
+from gateway.request_context import RequestContext
+from gateway.service import Service
 
 
 class Batches:
@@ -62,5 +63,5 @@ class Batches:
         await self.worker.close()
         self._store.close()
 
-    async def _answer(self, form: Form, asking: Asking, body: bytes) -> Mapping[str, Any]:
+    async def _answer(self, form: Form, asking: RequestContext, body: bytes) -> Mapping[str, Any]:
         return await answered(self._service, form, self._vocabulary, asking, body)

@@ -39,7 +39,7 @@ from gateway.batch.signals import OPERATION
 from gateway.batch.store import Batch, BatchStore, Line
 from gateway.batch.webhook import Webhooks
 from gateway.config.tenants import LOWEST_PRIORITY
-from gateway.service import Asking
+from gateway.request_context import RequestContext
 
 _LOG = logging.getLogger("gateway.batch.batch")
 FORMS = {"/v1/chat/completions": Chat, "/v1/completions": Completions}
@@ -51,7 +51,7 @@ _SLICE = 256  # lines validated before others have a turn
 
 Form = type[Chat] | type[Completions]
 # (form, asking, body) → the answer's JSON as a table. Raises TridentError.
-Answer = Callable[[Form, Asking, bytes], Awaitable[Mapping[str, Any]]]
+Answer = Callable[[Form, RequestContext, bytes], Awaitable[Mapping[str, Any]]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -301,7 +301,7 @@ class BatchWorker:
             tenant = self._tenant(batch.tenant, batch.key_name)
             if tenant is None:
                 raise Unauthenticated("the API key that made this batch is not known any more")
-            asking = Asking(
+            asking = RequestContext(
                 dataclasses.replace(tenant, priority=LOWEST_PRIORITY),
                 OPERATION,
                 OPERATION,

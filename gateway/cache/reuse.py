@@ -25,9 +25,10 @@ from gateway.cache.request_key import deterministic, request_key
 from gateway.cache.response_cache import Answer, ResponseCache
 from gateway.cache.reused_answer import ReusedAnswer
 from gateway.cache.semantic_cache import SemanticCache, Wishes
-from gateway.choices import Piece
+from gateway.choices import ChoiceDelta
 from gateway.config.policy import ReuseRules
-from gateway.service import Asking, Service
+from gateway.request_context import RequestContext
+from gateway.service import Service
 
 SAID = "x-trident-cache"
 DEGRADED = "x-trident-degraded"
@@ -42,13 +43,13 @@ class Served:
     it has had already.
     """
 
-    pieces: AsyncIterator[Piece]
+    pieces: AsyncIterator[ChoiceDelta]
     headers: Mapping[str, str]
     close: Callable[[BaseException | None], None]
     request_id: str
     created_s: int
     first_event: int | None = None
-    before: tuple[Piece, ...] = ()
+    before: tuple[ChoiceDelta, ...] = ()
 
 
 class Reuse:
@@ -69,7 +70,7 @@ class Reuse:
         )
         self._keeping: set[asyncio.Task] = set()
 
-    async def served(self, wanted: Sequence[GenerationRequest], asking: Asking) -> Served:
+    async def served(self, wanted: Sequence[GenerationRequest], asking: RequestContext) -> Served:
         """Raises what ``Service.choices`` raises, and InvalidArgument for headers that cannot be obeyed."""
         wishes, carrier = Wishes.read(asking.carrier), asking.carrier
         key, seen = carrier.get(HEADER.lower()), carrier.get(RESUME_HEADER.lower())
@@ -93,7 +94,7 @@ class Reuse:
         if self._semantic is not None:
             self._semantic.close()
 
-    async def _made(self, wanted: Sequence[GenerationRequest], asking: Asking, wishes: Wishes) -> Served:
+    async def _made(self, wanted: Sequence[GenerationRequest], asking: RequestContext, wishes: Wishes) -> Served:
         """An answer of the caches, of a stream under way, or a new one."""
         asked, tenant = wanted[0], asking.tenant.name
         if len(wanted) > 1 or not wishes.part or not deterministic(asked):
@@ -120,7 +121,7 @@ class Reuse:
     async def _fresh(
         self,
         wanted: Sequence[GenerationRequest],
-        asking: Asking,
+        asking: RequestContext,
         result: str,
         keep: Callable[[Answer], None] | None = None,
     ) -> Served:
@@ -135,7 +136,7 @@ class Reuse:
         return Served(pieces, choices.headers, choices.close, asking.request_id, int(time.time()))
 
     async def _given(
-        self, answer: Answer, wanted: Sequence[GenerationRequest], asking: Asking, headers: Mapping[str, str]
+        self, answer: Answer, wanted: Sequence[GenerationRequest], asking: RequestContext, headers: Mapping[str, str]
     ) -> Served:
         """An answer that is there."""
         reused = ReusedAnswer(self._service, asking, wanted, headers[SAID])
@@ -149,7 +150,7 @@ class Reuse:
         reader: SharedReader,
         making: _Making,
         wanted: Sequence[GenerationRequest],
-        asking: Asking,
+        asking: RequestContext,
         joined: str,
     ) -> Served:
         """What ``reader`` reads: ``making`` if it is the first, else what is being made already, or was."""
@@ -162,7 +163,7 @@ class Reuse:
             """The first reader's permit is settled by what it reads."""
 
         settle: Callable[[BaseException | None], None] = nothing
-        pieces: AsyncIterator[Piece] = reader
+        pieces: AsyncIterator[ChoiceDelta] = reader
         try:
             if not first:
                 reused = ReusedAnswer(self._service, asking, wanted, joined)
@@ -201,11 +202,11 @@ class Reuse:
         most_s = self._service.settings.request_timeout_s
         return [dataclasses.replace(one, timeout_s=most_s) for one in wanted]
 
-    def _engine(self, asking: Asking) -> str:
+    def _engine(self, asking: RequestContext) -> str:
         """The hash of the engine that will answer, "" if it is not known or there are several."""
         return self._rules.engine or self._service.replicas.engine(asking.tenant.pool)
 
-    def _keep(self, key: str, answer: Answer, asked: GenerationRequest, asking: Asking, engine: str) -> None:
+    def _keep(self, key: str, answer: Answer, asked: GenerationRequest, asking: RequestContext, engine: str) -> None:
         if not engine or engine != self._engine(asking):
             return  # it may have come from an engine that was on its way in or out
         if self._cache is not None:
@@ -247,9 +248,9 @@ class _Making:
         self._make = make
         self.decided = asyncio.Event()  # admitted, or refused: then the refusal is what readers read
         self.served: Served | None = None
-        self._pieces: AsyncIterator[Piece] | None = None
+        self._pieces: AsyncIterator[ChoiceDelta] | None = None
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
+    def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
         self._pieces = self._run()
         return self._pieces
 
@@ -257,7 +258,7 @@ class _Making:
         if self._pieces is not None:
             await self._pieces.aclose()
 
-    async def _run(self) -> AsyncIterator[Piece]:
+    async def _run(self) -> AsyncIterator[ChoiceDelta]:
         try:
             self.served = await self._make()
         finally:
@@ -274,7 +275,7 @@ class _Making:
             await self.served.pieces.aclose()
 
 
-async def _kept(pieces: AsyncIterator[Piece], keep: Callable[[Answer], None]) -> AsyncIterator[Piece]:
+async def _kept(pieces: AsyncIterator[ChoiceDelta], keep: Callable[[Answer], None]) -> AsyncIterator[ChoiceDelta]:
     """``pieces`` of one choice as they are, kept once they have come to their end."""
     seen: list[TokenDelta] = []
     try:
@@ -286,12 +287,12 @@ async def _kept(pieces: AsyncIterator[Piece], keep: Callable[[Answer], None]) ->
     keep(tuple(seen))
 
 
-async def _each(answer: Iterable[TokenDelta]) -> AsyncIterator[Piece]:
+async def _each(answer: Iterable[TokenDelta]) -> AsyncIterator[ChoiceDelta]:
     for delta in answer:
-        yield Piece(0, delta)
+        yield ChoiceDelta(0, delta)
 
 
-def _size(piece: Piece) -> int:
+def _size(piece: ChoiceDelta) -> int:
     return size_bytes(piece.delta)
 
 

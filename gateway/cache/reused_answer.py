@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from contract.errors import Cancelled, TridentError
 from contract.generation import GenerationRequest, Usage
 from gateway.admission.prompt_tokens import prompt_of
-from gateway.choices import Piece, total
+from gateway.choices import ChoiceDelta, total
 from gateway.telemetry import observability
 from gateway.telemetry.observability import end_span
 
 if TYPE_CHECKING:
-    from gateway.service import Asking, Service
+    from gateway.request_context import RequestContext
+    from gateway.service import Service
 
 # The label of an answer, by what x-trident-cache says of it.
 SOURCES = {"hit": "cache", "semantic": "semantic", "coalesced": "coalesced", "replayed": "replayed"}
@@ -23,7 +24,9 @@ SOURCES = {"hit": "cache", "semantic": "semantic", "coalesced": "coalesced", "re
 class ReusedAnswer:
     """Made by ``admitted``. ``read`` the pieces through it, then ``close`` it, whatever happens."""
 
-    def __init__(self, service: Service, asking: Asking, wanted: Sequence[GenerationRequest], result: str) -> None:
+    def __init__(
+        self, service: Service, asking: RequestContext, wanted: Sequence[GenerationRequest], result: str
+    ) -> None:
         """result: what x-trident-cache says."""
         self._service, self._asking, self._wanted = service, asking, wanted
         self._result, self.source = result, SOURCES[result]
@@ -57,7 +60,7 @@ class ReusedAnswer:
         service.metrics.in_flight.inc()
         return self._permit.headers
 
-    async def read(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    async def read(self, pieces: AsyncIterator[ChoiceDelta]) -> AsyncIterator[ChoiceDelta]:
         """The pieces as they are, looked at on their way."""
         try:
             async for piece in pieces:
@@ -97,7 +100,7 @@ class ReusedAnswer:
             output_tokens=usage.output_tokens,
         )
 
-    def _saw(self, piece: Piece) -> None:
+    def _saw(self, piece: ChoiceDelta) -> None:
         choice, delta = piece
         tokens = len(delta.token_ids) or bool(delta.text)
         self._tokens += tokens

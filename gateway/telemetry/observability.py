@@ -20,7 +20,8 @@ from contract.generation import Usage
 if TYPE_CHECKING:
     from gateway.cache.reused_answer import ReusedAnswer
     from gateway.generation import Generation
-    from gateway.service import Asking, Service
+    from gateway.request_context import RequestContext
+    from gateway.service import Service
 
 # The buckets OpenTelemetry advises for gen_ai.server.*, in seconds.
 DURATION_S = tuple(0.01 * 2**n for n in range(14))
@@ -70,8 +71,8 @@ class Metrics:
         )
         self.requests = Counter(
             "trident_gateway_requests",
-            "Answered requests by door and status",
-            ("door", "operation", "code"),
+            "Answered requests by protocol and status",
+            ("protocol", "operation", "code"),
             registry=registry,
         )
         self.rejections = Counter(
@@ -119,7 +120,7 @@ class Metrics:
         self._tenants.add(name)
         return name
 
-    def ended(self, generation: Generation, asking: Asking, pool: str, attempts: int) -> None:
+    def ended(self, generation: Generation, asking: RequestContext, pool: str, attempts: int) -> None:
         """A generation is over."""
         now_s, labels = time.monotonic(), (asking.operation, self._model, ENGINE, pool)
         error, usage, first_s = generation.error, generation.usage, generation.first_s
@@ -131,7 +132,7 @@ class Metrics:
         if usage is not None and first_s and usage.output_tokens > 1:
             self.per_token.labels(*labels).observe((now_s - first_s) / (usage.output_tokens - 1))
 
-    def reused(self, answer: ReusedAnswer, asking: Asking, end: str, error: TridentError | None) -> None:
+    def reused(self, answer: ReusedAnswer, asking: RequestContext, end: str, error: TridentError | None) -> None:
         """An answer that needed no engine is over."""
         labels = (asking.operation, self._model, answer.source, "")
         self.duration.labels(*labels, end_of(error)).observe(time.monotonic() - answer.began_s)
@@ -262,7 +263,7 @@ class ReplicaSeconds:
         self._at_s, self._count = now_s, self._fit()
         return self._total
 
-    def sweep(self, now_s: float) -> None:
+    def check(self, now_s: float) -> None:
         self.total()
 
 

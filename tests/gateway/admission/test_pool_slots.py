@@ -221,7 +221,7 @@ async def test_a_pool_that_can_run_more_is_noticed(clock: Any) -> None:
     await settled()
     assert admission.slots("main").running == 2
     pools.slots["main"] = 4
-    admission.sweep(clock())
+    admission.check(clock())
     assert admission.slots("main").running == 5
     await leave(*flood)
 

@@ -32,7 +32,7 @@ from tests.fakes.replica import FakeReplica, Script, content
 from tests.gateway.running import Running, gateway, until
 
 pytestmark = pytest.mark.slow
-CODE = 'trident_gateway_requests_total{code="%s",door="grpc",operation="text_completion"}'
+CODE = 'trident_gateway_requests_total{code="%s",operation="text_completion",protocol="grpc"}'
 
 
 def inputs(prompt: str, max_tokens: int, **more: object) -> list[InferInput]:

@@ -118,7 +118,7 @@ async def test_what_was_answered_is_counted_so_and_who_left_is_counted_so():
         await until(lambda: replica.counts.cancelled == 1)
         await until(lambda: not running.service.admission.running)
         counted = await running.metrics()
-        said = 'trident_gateway_requests_total{code="%d",door="http",operation="text_completion"}'
+        said = 'trident_gateway_requests_total{code="%d",operation="text_completion",protocol="http"}'
         assert (counted[said % 200], counted[said % 499]) == (4, 1)
 
 

@@ -28,7 +28,7 @@ from gateway.batch.store import Batch, BatchStore, Line
 from gateway.batch.webhook import Webhooks
 from gateway.batch.worker import TRIES, BatchWorker
 from gateway.config.tenants import LOWEST_PRIORITY
-from gateway.service import Asking
+from gateway.request_context import RequestContext
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import until
 
@@ -84,9 +84,9 @@ def over(store: BatchStore, batch: Batch, status: str = "completed") -> Callable
 
 
 async def test_lines_run_as_their_tenant_in_the_lowest_class_and_under_the_batch_label(tmp_path: Path):
-    asked: list[Asking] = []
+    asked: list[RequestContext] = []
 
-    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
         asked.append(asking)
         return DONE
 
@@ -104,7 +104,7 @@ async def test_lines_run_as_their_tenant_in_the_lowest_class_and_under_the_batch
 async def test_lack_of_room_makes_a_line_wait_and_nothing_is_lost(tmp_path: Path):
     calls: Counter[bytes] = Counter()
 
-    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
         calls[body] += 1
         if calls[body] <= 2 * TRIES:
             raise Overloaded("full", 0.0) if calls[body] % 2 else Unavailable("nobody", 0.0)
@@ -121,7 +121,7 @@ async def test_a_line_that_breaks_the_engine_fails_after_its_tries_and_alone(tmp
     monkeypatch.setattr("gateway.batch.worker.BatchWorker._again", _at_once)
     calls: Counter[int] = Counter()
 
-    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
         number = json.loads(body)["max_tokens"]
         calls[number] += 1
         if number == 2:
@@ -146,7 +146,7 @@ def _at_once(self: BatchWorker, run: Any, held: Any, pause_s: float) -> None:
 
 
 async def test_a_defect_leaves_the_line_pending_and_the_worker_alive(tmp_path: Path, caplog):
-    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
         if asking.tenant.name == "a":
             raise ZeroDivisionError("a defect")
         return DONE
@@ -160,7 +160,7 @@ async def test_a_defect_leaves_the_line_pending_and_the_worker_alive(tmp_path: P
 
 
 async def test_a_key_that_is_gone_ends_its_lines(tmp_path: Path):
-    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
         return DONE
 
     store = BatchStore(tmp_path / "b")
@@ -174,7 +174,7 @@ async def test_a_key_that_is_gone_ends_its_lines(tmp_path: Path):
 async def test_tenants_take_turns(tmp_path: Path):
     order: list[str] = []
 
-    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
         order.append(asking.tenant.name)
         return DONE
 
@@ -198,7 +198,7 @@ async def test_tenants_take_turns(tmp_path: Path):
 async def test_what_did_not_run_in_its_window_expires(tmp_path: Path, clock):
     clock.now_s = 1e9
 
-    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
         if json.loads(body)["max_tokens"] > 1:
             await asyncio.Event().wait()
         return DONE
@@ -222,7 +222,7 @@ async def test_a_cut_gives_the_youngest_lines_up_and_they_run_again(tmp_path: Pa
     calls: Counter[bytes] = Counter()
     gate = asyncio.Event()
 
-    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
         calls[body] += 1
         await gate.wait()
         return DONE
@@ -246,7 +246,7 @@ async def test_lines_that_were_given_up_often_enough_run_to_their_end(tmp_path: 
     looked = 0
     goes_on = asyncio.Event()
 
-    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
         started.append(1)
         await goes_on.wait()
         return DONE
@@ -277,7 +277,7 @@ async def test_one_worker_works_on_a_database_and_the_next_takes_over(tmp_path: 
     served: list[str] = []
 
     def answering(name: str) -> Callable:
-        async def answer(form: type, asking: Asking, body: bytes) -> dict:
+        async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
             served.append(name)
             return DONE
 
@@ -297,7 +297,7 @@ async def test_one_worker_works_on_a_database_and_the_next_takes_over(tmp_path: 
 
 
 async def test_a_validation_that_was_interrupted_begins_again(tmp_path: Path):
-    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
         return DONE
 
     store = BatchStore(tmp_path / "b")
@@ -310,7 +310,7 @@ async def test_a_validation_that_was_interrupted_begins_again(tmp_path: Path):
 
 
 async def test_an_input_that_is_gone_fails_the_batch(tmp_path: Path):
-    async def answer(form: type, asking: Asking, body: bytes) -> dict:
+    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
         return DONE
 
     store = BatchStore(tmp_path / "b")

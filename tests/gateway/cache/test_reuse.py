@@ -165,7 +165,7 @@ async def test_identical_requests_under_way_share_one_engine_stream_and_each_may
         asked = [asyncio.ensure_future(running.post(COMPLETIONS, {**GREEDY, "stream": False})) for _ in range(6)]
         streams = events(running, GREEDY)
         assert (await anext(streams))[1]["choices"][0]["text"] == " t0"
-        await until(lambda: len(running.service.sweeper._alive) >= 7)
+        await until(lambda: len(running.service.watchdog) >= 7)
         asked[0].cancel()  # the one for whom it was begun
         await streams.aclose()
         gate.set()
@@ -225,7 +225,7 @@ async def test_a_retry_attaches_to_the_running_stream_and_to_the_finished_one():
         first = asyncio.ensure_future(running.post(COMPLETIONS, asked, idempotency_key="k-1"))
         await until(lambda: replica.counts.running == 1)
         retrying = asyncio.ensure_future(running.post(COMPLETIONS, asked, idempotency_key="k-1"))
-        await until(lambda: len(running.service.sweeper._alive) >= 2)
+        await until(lambda: len(running.service.watchdog) >= 2)
         gate.set()
         original, retry = await asyncio.gather(first, retrying)
         later = await running.post(COMPLETIONS, asked, idempotency_key="k-1")

@@ -33,8 +33,8 @@ async def test_a_request_shows_in_every_metric_it_should():
         assert found['gen_ai_server_request_duration_seconds_count{error_type="",' + where + "}"] == 1
         assert found['trident_gateway_tokens_total{direction="input",source="engine",tenant="anonymous"}'] == 3
         assert found['trident_gateway_tokens_total{direction="output",source="engine",tenant="anonymous"}'] == 3
-        assert found['trident_gateway_requests_total{code="200",door="http",operation="text_completion"}'] == 1
-        assert found['trident_gateway_requests_total{code="400",door="http",operation="text_completion"}'] == 1
+        assert found['trident_gateway_requests_total{code="200",operation="text_completion",protocol="http"}'] == 1
+        assert found['trident_gateway_requests_total{code="400",operation="text_completion",protocol="http"}'] == 1
         assert found['trident_gateway_generations_total{end="length",pool="",source="engine"}'] == 1
         assert found["trident_gateway_in_flight"] == 0
 

@@ -1,0 +1,32 @@
+"""The context of one public request: its tenant, its protocol and its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from contract.priority import NORMAL
+from gateway.admission.permit import Tenant
+
+
+@dataclass(frozen=True)
+class RequestContext:
+    """Describes the caller of one request.
+
+    tenant: the tenant that is charged.
+    protocol: ``http`` (OpenAI) or ``grpc`` (KServe).
+    operation: ``chat`` or ``text_completion``, as OpenTelemetry names them.
+    request_id: the id that callers see in responses and logs. Engines get ids of their own, so that no caller can stop
+        or join another caller's request by guessing its id.
+    carrier: HTTP headers or gRPC metadata, keys in lower case.
+    session: the conversation id that session affinity uses; "" for none.
+    own_priority: the ``request_priority`` that the caller sent, 0 to 1.
+    """
+
+    tenant: Tenant
+    protocol: str
+    operation: str
+    request_id: str
+    carrier: Mapping[str, str] = field(default_factory=dict)
+    session: str = ""
+    own_priority: float = NORMAL

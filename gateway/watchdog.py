@@ -1,0 +1,43 @@
+"""One periodic check of everything that is live, in place of a timer for each stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Watched(Protocol):
+    """An object that the watchdog checks."""
+
+    def check(self, now_s: float) -> None:
+        """Ends or resumes what is due. Must not block or raise. now_s: ``time.monotonic()``."""
+
+
+class Watchdog:
+    """Calls ``check`` of every added object each ``period_s``. Streams arm no timers per token.
+
+    shortest_timeout_s: the shortest timeout that the objects enforce; the period is a quarter of it, 10 ms to 1 s.
+    on_lag: receives how late each round began, in seconds: the event loop's lag.
+    """
+
+    def __init__(self, shortest_timeout_s: float, on_lag: Callable[[float], object] = lambda lag_s: None) -> None:
+        self.period_s = min(1.0, max(0.01, shortest_timeout_s / 4))
+        self._on_lag = on_lag
+        self._watched: set[Watched] = set()
+        self.add, self.discard = self._watched.add, self._watched.discard
+
+    def __len__(self) -> int:
+        """Returns the number of objects that are checked."""
+        return len(self._watched)
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        while True:
+            due_s = time.monotonic() + self.period_s
+            await asyncio.sleep(self.period_s)
+            now_s = time.monotonic()
+            self._on_lag(max(0.0, now_s - due_s))
+            for one in tuple(self._watched):
+                one.check(now_s)
