@@ -53,15 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"{interpreter.command()} -m server",
         description="Serves an engine with tritonserver until Ctrl-C, or for one command given after --.",
-        epilog="Everything else is set by TRIDENT_* variables; server/settings.py lists them.",
+        epilog="Everything else is set by TRIDENT_* variables; docs/environment.md lists them.",
     )
     parser.add_argument("verb", nargs="?", choices=("serve", "status"), default="serve", help="default: serve")
     parser.add_argument("--engine", metavar="NAME", help="folder under engines/ (TRIDENT_ENGINE, default demo)")
     parser.add_argument("--host", metavar="IPV4", help="address to listen on (TRIDENT_HOST, default 127.0.0.1)")
     for name in PORT_FIELDS:
-        default = Settings.__dataclass_fields__[name].default
+        default = Settings.model_fields[name].default
         flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=int, metavar="PORT", help=f"TRIDENT_{name.upper()}, default {default}")
+        parser.add_argument(flag, type=int, metavar="PORT", help=f"{Settings.variable(name)}, default {default}")
     parser.add_argument("--free-ports", action="store_true", help="listen on ports nobody uses, whatever else is set")
     parser.add_argument("--json", action="store_true", help="status as a JSON list")
     return parser

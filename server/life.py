@@ -10,7 +10,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from contract.errors import EngineFailed, TridentError
@@ -67,7 +66,7 @@ class Life:
         models = shell_paths.plain(settings.model_repository, "models", shm_prefix)
         shm_bytes = shared_memory.region_bytes(sum(m.stubs for m in pipeline.models), shared_memory.free_bytes())
         self._command = command.tritonserver(
-            replace(settings, model_repository=models), installation, backends, shm_prefix, shm_bytes
+            settings.model_copy(update={"model_repository": models}), installation, backends, shm_prefix, shm_bytes
         )
         self._environ = command.environment(settings, installation, engine_folder, shm_prefix, os.environ)
         self._server: Server | None = None

@@ -17,7 +17,7 @@ from contract.errors import EngineFailed
 from server import log, ports, status, stubs
 from server.command import ADMIN_HEADER
 from server.health import State
-from server.settings import PORT_FIELDS, ROOT, Settings, variable
+from server.settings import PORT_FIELDS, ROOT, Settings
 from server.tenant import leashed
 
 LOOK_EVERY_S = 0.02
@@ -118,12 +118,12 @@ def running(
     for name, port in zip(PORT_FIELDS, listen or ports.free(3), strict=True):
         overrides[name] = port
     overrides.setdefault("admin_key", secrets.token_hex(16))
-    if not environ.get(variable("drain_s")):
+    if not environ.get(Settings.variable("drain_s")):
         overrides.setdefault("drain_s", 2.0)  # who leaves streams open here is not waiting for their text
     settings = Settings.from_environment(environ, engine=engine, **overrides)
     settings.state_dir.mkdir(parents=True, exist_ok=True)
     output = settings.state_dir / f"supervisor-{settings.grpc_port}.out"
-    environ |= {variable(name): str(value) for name, value in {"engine": engine, **overrides}.items()}
+    environ |= {Settings.variable(name): str(value) for name, value in {"engine": engine, **overrides}.items()}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))
     with output.open("wb") as file:
         command = leashed([sys.executable, "-m", "server"])

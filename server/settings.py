@@ -1,110 +1,104 @@
-"""What can be set from outside: TRIDENT_* variables, read once into a frozen dataclass.
-
-| variable | default | meaning |
-|---|---|---|
-| TRIDENT_ENGINE | demo | engines/<name>/ is served, with configs/<name>.pbtxt where a model has one |
-| TRIDENT_HOST | 127.0.0.1 | IPv4 address the three ports listen on |
-| TRIDENT_GRPC_PORT, TRIDENT_HTTP_PORT, TRIDENT_METRICS_PORT | 8001, 8000, 8002 | |
-| TRIDENT_MODEL_REPOSITORY | model_repository | what Triton loads |
-| TRIDENT_ENGINES_DIR | engines | where built engines lie |
-| TRIDENT_TRITONSERVER | /opt/tritonserver, else the wheel | folder with bin/tritonserver, as in NVIDIA's images |
-| TRIDENT_STATE_DIR | .triton | backend links, logs and status files |
-| TRIDENT_START_TIMEOUT_S | 120 | longest time from launch to the first token |
-| TRIDENT_DRAIN_S | 20 | longest time streams may go on after a stop is asked for; what is left ends with an error |
-| TRIDENT_CANARY_INTERVAL_S | 10 | pause between two canary requests while serving |
-| TRIDENT_CANARY_TIMEOUT_S | 10 | a canary without an end by then has failed |
-| TRIDENT_STALL_S | 7 | engine, stubs and tritonserver: no progress and no CPU use for so long is a hang |
-| TRIDENT_STEP_LIMIT_S | 120 | the same while CPU is used: longest engine step or call of a Python model |
-| TRIDENT_LOG_LEVEL | info | tritonserver's log: error, warning, info or verbose |
-| TRIDENT_KEEPALIVE_S | 10 | silence after which a gRPC peer is pinged, so that a vanished one is noticed |
-| TRIDENT_OTLP_ENDPOINT | | OTLP/HTTP traces go here, e.g. http://127.0.0.1:4318/v1/traces |
-| TRIDENT_TRACE_EVERY | 1000 | one request of so many is traced |
-| TRIDENT_TLS_CERT, TRIDENT_TLS_KEY | | PEM files; set both to serve gRPC over TLS |
-| TRIDENT_TLS_CA | the certificate | PEM file the canary trusts |
-| TRIDENT_TLS_NAME | localhost | the name the certificate is for, as the canary expects it |
-| TRIDENT_ADMIN_KEY | random | unlocks Triton's management APIs, header trident-admin-key |
-"""
+"""What can be set from outside: TRIDENT_* variables, read once; docs/environment.md lists them."""
 
 from __future__ import annotations
 
 import ipaddress
-import math
-import re
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Annotated, Literal
 
+from pydantic import AfterValidator, Field, model_validator
+
+from contract.environment import AbsolutePath, Allowed, EnvironmentSettings, environment_config
 from contract.errors import InvalidArgument
 from contract.watchdog import LIMIT_S, STALL_S
 
 ROOT = Path(__file__).resolve().parents[1]
-LOG_LEVELS = ("error", "warning", "info", "verbose")
+PORT_FIELDS = ("grpc_port", "http_port", "metrics_port")
+DAY_S = 86_400
 
 
-@dataclass(frozen=True)
-class Settings:
-    """A valid configuration. Construction raises InvalidArgument that names the variable and what is allowed."""
+def _ipv4(host: str) -> str:
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        raise ValueError(f"must be an IPv4 address such as 127.0.0.1, got {host!r}") from None
+    return host
 
-    engine: str = "demo"
-    host: str = "127.0.0.1"
-    grpc_port: int = 8001
-    http_port: int = 8000
-    metrics_port: int = 8002
-    model_repository: Path = ROOT / "model_repository"
-    engines_dir: Path = ROOT / "engines"
-    tritonserver: Path | None = None
-    state_dir: Path = ROOT / ".triton"
-    start_timeout_s: float = 120.0
-    drain_s: float = 20.0
-    canary_interval_s: float = 10.0
-    canary_timeout_s: float = 10.0
-    stall_s: float = STALL_S
-    step_limit_s: float = LIMIT_S
-    log_level: str = "info"
-    keepalive_s: float = 10.0
-    otlp_endpoint: str = ""
-    trace_every: int = 1000
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_ca: Path | None = None
-    tls_name: str = "localhost"
-    admin_key: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
-    def __post_init__(self) -> None:
-        _matches("engine", self.engine, r"[A-Za-z0-9][A-Za-z0-9._-]*", "letters, digits, '.', '_' and '-'")
-        _ipv4("host", self.host)
-        for name in PORT_FIELDS:
-            _between(name, getattr(self, name), 1, 65535)
-        for name in ("start_timeout_s", "canary_interval_s", "canary_timeout_s", "keepalive_s"):
-            _between(name, getattr(self, name), 0.1, 86_400)
-        for name in ("stall_s", "step_limit_s"):
-            _between(name, getattr(self, name), 3, 86_400)  # heartbeats come once a second
-        _between("drain_s", self.drain_s, 0, 86_400)
-        _between("trace_every", self.trace_every, 1, 2**31 - 1)
-        if self.log_level not in LOG_LEVELS:
-            raise InvalidArgument(variable("log_level"), f"got {self.log_level!r}; allowed is {', '.join(LOG_LEVELS)}")
-        _matches("otlp_endpoint", self.otlp_endpoint, r"|https?://[^\s,]+", "an http(s) URL without a comma")
-        _matches("admin_key", self.admin_key, r"[A-Za-z0-9._-]+", "letters, digits, '.', '_' and '-'")
+Port = Annotated[int, Field(ge=1, le=65535)]
+Seconds = Annotated[float, Field(ge=0.1, le=DAY_S, allow_inf_nan=False)]
+HangSeconds = Annotated[float, Field(ge=3, le=DAY_S, allow_inf_nan=False)]  # heartbeats come once a second
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$"), Allowed("letters, digits, '.', '_' and '-'")]
+PemFile = Annotated[AbsolutePath | None, Allowed("a PEM file")]
+
+
+class Settings(EnvironmentSettings):
+    """Settings of one supervisor and its tritonserver."""
+
+    model_config = environment_config("TRIDENT_")
+
+    engine: Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"),
+        Allowed("a folder name of letters, digits, '.', '_' and '-' that starts with a letter or digit"),
+    ] = Field("demo", description="engine to serve: a folder under TRIDENT_ENGINES_DIR")
+    host: Annotated[str, AfterValidator(_ipv4), Allowed("an IPv4 address such as 127.0.0.1")] = Field(
+        "127.0.0.1", description="address that the three ports listen on"
+    )
+    grpc_port: Port = Field(8001, description="port of Triton's gRPC endpoint")
+    http_port: Port = Field(8000, description="port of Triton's HTTP endpoint")
+    metrics_port: Port = Field(8002, description="port of Triton's metrics")
+    model_repository: AbsolutePath = Field(ROOT / "model_repository", description="folder of models that Triton loads")
+    engines_dir: AbsolutePath = Field(ROOT / "engines", description="folder of built engines")
+    tritonserver: AbsolutePath | None = Field(
+        None,
+        description="folder with bin/tritonserver; unset: /opt/tritonserver if it exists, else the wheel",
+    )
+    state_dir: AbsolutePath = Field(ROOT / ".triton", description="folder of backend links, logs and status files")
+    start_timeout_s: Seconds = Field(120.0, description="longest time in seconds from launch to the first token")
+    drain_s: Annotated[float, Field(ge=0, le=DAY_S, allow_inf_nan=False)] = Field(
+        20.0, description="seconds that streams may go on after a stop; those left then end with an error"
+    )
+    canary_interval_s: Seconds = Field(10.0, description="seconds between two liveness probes while serving")
+    canary_timeout_s: Seconds = Field(
+        10.0, description="seconds after which a liveness probe without an end has failed"
+    )
+    stall_s: HangSeconds = Field(
+        STALL_S, description="seconds without progress and without CPU use after which a process counts as hung"
+    )
+    step_limit_s: HangSeconds = Field(
+        LIMIT_S,
+        description="seconds without progress, CPU used or not, after which a process counts as hung: "
+        "the longest engine step or call of a Python model",
+    )
+    log_level: Literal["error", "warning", "info", "verbose"] = Field("info", description="level of tritonserver's log")
+    keepalive_s: Seconds = Field(10.0, description="seconds of silence after which a gRPC peer is pinged")
+    otlp_endpoint: Annotated[
+        str, Field(pattern=r"^$|^https?://[^\s,]+$"), Allowed("an http(s) URL without a comma")
+    ] = Field("", description="OTLP/HTTP traces go here, e.g. http://127.0.0.1:4318/v1/traces; unset: no traces")
+    trace_every: Annotated[int, Field(ge=1, le=2**31 - 1)] = Field(
+        1000, description="one request in this many is traced"
+    )
+    tls_cert: PemFile = Field(None, description="certificate; set it and TRIDENT_TLS_KEY to serve gRPC over TLS")
+    tls_key: PemFile = Field(None, description="private key of TRIDENT_TLS_CERT")
+    tls_ca: PemFile = Field(None, description="certificates that the liveness probe trusts; unset: TRIDENT_TLS_CERT")
+    tls_name: str = Field("localhost", description="name in the certificate, which the liveness probe expects")
+    admin_key: Word = Field(
+        default_factory=lambda: secrets.token_hex(16),
+        repr=False,
+        description="unlocks Triton's management APIs, header trident-admin-key; unset: a random one",
+    )
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Settings:
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise InvalidArgument(variable("tls_key"), "set TRIDENT_TLS_CERT and TRIDENT_TLS_KEY together or neither")
+            raise InvalidArgument("TRIDENT_TLS_KEY", "must be set together with TRIDENT_TLS_CERT, or neither")
         for name in ("tls_cert", "tls_key", "tls_ca"):
             path = getattr(self, name)
             if path is not None and not path.is_file():
-                raise InvalidArgument(variable(name), f"there is no file {path}")
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str], **overrides: object) -> Settings:
-        """Settings from TRIDENT_* of ``environ``; an override that is not None wins over its variable."""
-        values = {}
-        for name, read in READERS.items():
-            text = environ.get(variable(name), "")
-            if text != "":
-                try:
-                    values[name] = read(text)
-                except ValueError as error:
-                    raise InvalidArgument(variable(name), f"got {text!r}; allowed is {KINDS[read]}") from error
-        return cls(**values | {name: value for name, value in overrides.items() if value is not None})
+                raise InvalidArgument(self.variable(name), f"must be a PEM file, got {path}: no such file")
+        return self
 
     @property
     def reachable_host(self) -> str:
@@ -131,38 +125,4 @@ class Settings:
     @property
     def ports(self) -> dict[str, int]:
         """Variable name → port, in the order they are spoken of."""
-        return {variable(name): getattr(self, name) for name in PORT_FIELDS}
-
-
-def variable(name: str) -> str:
-    """``grpc_port`` → ``TRIDENT_GRPC_PORT``."""
-    return f"TRIDENT_{name.upper()}"
-
-
-def _path(text: str) -> Path:
-    return Path(text).expanduser().absolute()
-
-
-PORT_FIELDS = ("grpc_port", "http_port", "metrics_port")
-KINDS = {int: "an integer", float: "a number of seconds", str: "text", _path: "a path"}
-READERS = {
-    declared.name: {"int": int, "float": float, "str": str}.get(str(declared.type), _path)
-    for declared in fields(Settings)
-}
-
-
-def _between(name: str, value: float, low: float, high: float) -> None:
-    if not math.isfinite(value) or not low <= value <= high:
-        raise InvalidArgument(variable(name), f"got {value!r}; allowed is {low:g} to {high:g}")
-
-
-def _matches(name: str, value: str, pattern: str, allowed: str) -> None:
-    if not re.fullmatch(pattern, value):
-        raise InvalidArgument(variable(name), f"got {value!r}; allowed is {allowed}")
-
-
-def _ipv4(name: str, value: str) -> None:
-    try:
-        ipaddress.IPv4Address(value)
-    except ValueError as error:
-        raise InvalidArgument(variable(name), f"got {value!r}; allowed is an IPv4 address such as 127.0.0.1") from error
+        return {self.variable(name): getattr(self, name) for name in PORT_FIELDS}

@@ -16,7 +16,7 @@ def test_what_follows_the_first_double_dash_is_the_command():
 def test_a_bad_setting_is_one_line_and_code_1(monkeypatch, capsys):
     monkeypatch.setenv("TRIDENT_HTTP_PORT", "http")
     assert main([]) == 1
-    assert capsys.readouterr().err == "error: TRIDENT_HTTP_PORT: got 'http'; allowed is an integer\n"
+    assert capsys.readouterr().err == "error: TRIDENT_HTTP_PORT: must be an integer from 1 to 65535, got 'http'\n"
 
 
 def test_an_engine_that_was_never_built_is_told_with_how_to_build_it(monkeypatch, capsys, tmp_path):
