@@ -66,7 +66,7 @@ def build(service: Service) -> Starlette:
         if batches is not None:
             await batches.close()
         await service.close()
-        reuse.close()
+        await reuse.aclose()
 
     application = Starlette(
         routes=[

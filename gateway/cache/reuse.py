@@ -19,18 +19,19 @@ from dataclasses import dataclass
 
 from contract.errors import DeadlineExceeded, InvalidArgument
 from contract.generation import GenerationRequest, TokenDelta
+from gateway.cache.cache_control import HEADER as SAID
+from gateway.cache.cache_control import CacheControl
 from gateway.cache.coalescing import Coalescer, SharedReader, size_bytes
 from gateway.cache.idempotency import HEADER, RESUME_HEADER, Idempotency
 from gateway.cache.request_key import deterministic, request_key
 from gateway.cache.response_cache import Answer, ResponseCache
 from gateway.cache.reused_answer import ReusedAnswer
-from gateway.cache.semantic_cache import SemanticCache, Wishes
+from gateway.cache.semantic_cache import SemanticCache
 from gateway.choices import ChoiceDelta
 from gateway.config.policy import ReuseRules
 from gateway.request_context import RequestContext
 from gateway.service import Service
 
-SAID = "x-trident-cache"
 DEGRADED = "x-trident-degraded"
 
 
@@ -72,45 +73,48 @@ class Reuse:
 
     async def served(self, wanted: Sequence[GenerationRequest], asking: RequestContext) -> Served:
         """Raises what ``Service.choices`` raises, and InvalidArgument for headers that cannot be obeyed."""
-        wishes, carrier = Wishes.read(asking.carrier), asking.carrier
+        control, carrier = CacheControl.from_headers(asking.carrier), asking.carrier
         key, seen = carrier.get(HEADER.lower()), carrier.get(RESUME_HEADER.lower())
         if key is None:
             if seen is not None:
                 raise InvalidArgument(RESUME_HEADER, f"is allowed only with the {HEADER} of the stream it goes on with")
-            return await self._made(wanted, asking, wishes)
-        if not wishes.part or not self._rules.idempotency_bytes:
+            return await self._made(wanted, asking, control)
+        if not control.enabled or not self._rules.idempotency_bytes:
             problem = "asks for the answer to be kept; cache-control, x-trident-cache or the gateway's rules forbid it"
             raise InvalidArgument(HEADER, problem)
         if seen is not None and not wanted[0].stream:
             raise InvalidArgument(RESUME_HEADER, "is allowed only with stream=true; a whole answer has no events")
         tenant, start = asking.tenant.name, _start(seen)
         what = hashlib.sha256("".join(request_key(one, tenant, asking.operation) for one in wanted).encode())
-        making = _Making(lambda: self._made(self._lasting(wanted), asking, wishes))
+        making = _Making(lambda: self._made(self._lasting(wanted), asking, control))
         reader = self._idempotency.follow(tenant, key, what.hexdigest(), lambda: making, start)
         served = await self._read(reader, making, wanted, asking, "replayed")
         return dataclasses.replace(served, first_event=start, before=reader.stream.deltas()[:start])
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
         if self._semantic is not None:
-            self._semantic.close()
+            await self._semantic.aclose()
 
-    async def _made(self, wanted: Sequence[GenerationRequest], asking: RequestContext, wishes: Wishes) -> Served:
+    async def _made(self, wanted: Sequence[GenerationRequest], asking: RequestContext, control: CacheControl) -> Served:
         """An answer of the caches, of a stream under way, or a new one."""
         asked, tenant = wanted[0], asking.tenant.name
-        if len(wanted) > 1 or not wishes.part or not deterministic(asked):
+        if len(wanted) > 1 or not control.enabled or not deterministic(asked):
             return await self._fresh(wanted, asking, "bypass")
-        engine, anew = self._engine(asking), wishes.read_age_s <= 0
+        engine, anew = self._engine(asking), control.max_age_s <= 0
         key = request_key(asked, tenant, engine)
         if engine and not anew:
-            if self._cache is not None and (found := self._cache.get(key, wishes.read_age_s)) is not None:
+            if self._cache is not None and (found := self._cache.get(key, control.max_age_s)) is not None:
                 return await self._given(found, wanted, asking, {SAID: "hit"})
             if self._semantic is not None:
-                hit = await self._semantic.get(asked, tenant, engine, asking.carrier)
+                hit = await self._semantic.get(asked, tenant, engine, control)
                 if hit is not None:
                     return await self._given(hit.answer, wanted, asking, hit.headers)
 
         def keep(answer: Answer) -> None:
-            self._keep(key, answer, asked, asking, engine)
+            self._keep(key, answer, asked, asking, engine, control)
 
         if self._coalescer is None or anew:
             return await self._fresh(wanted, asking, "miss", keep)
@@ -206,13 +210,21 @@ class Reuse:
         """The hash of the engine that will answer, "" if it is not known or there are several."""
         return self._rules.engine or self._service.replicas.engine(asking.tenant.pool)
 
-    def _keep(self, key: str, answer: Answer, asked: GenerationRequest, asking: RequestContext, engine: str) -> None:
+    def _keep(
+        self,
+        key: str,
+        answer: Answer,
+        asked: GenerationRequest,
+        asking: RequestContext,
+        engine: str,
+        control: CacheControl,
+    ) -> None:
         if not engine or engine != self._engine(asking):
             return  # it may have come from an engine that was on its way in or out
         if self._cache is not None:
             self._cache.put(key, answer)
         if self._semantic is not None:
-            putting = self._semantic.put(asked, asking.tenant.name, engine, answer, asking.carrier)
+            putting = self._semantic.put(asked, asking.tenant.name, engine, answer, control)
             task = asyncio.ensure_future(putting)
             self._keeping.add(task)
             task.add_done_callback(self._keeping.discard)

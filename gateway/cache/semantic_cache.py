@@ -1,19 +1,15 @@
-"""Answers to prompts that were asked in other words. Off unless an embedding model is configured.
+"""Responses to prompts of similar meaning, found by the cosine of their embeddings. Off unless an endpoint is set.
 
-Only the last user turn of a chat is matched by its meaning; the rest of the request, the tenant and the engine are
-the same (request_key). A match needs three things: the sentences are alike to the embedding model, the wording allows
-it (paraphrase), and words that stand for each other are alike to the model as well. Which requests take part is said
-by ``exclusion``: deterministic ones, whose caller has not opted out by header and which no rule keeps away.
+Only the last user turn of a chat is compared by meaning; the rest of the request, the tenant and the engine must be
+equal. A high cosine does not prove that two prompts ask the same: see docs/decisions/0014.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from cachetools import LRUCache
@@ -21,28 +17,20 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest
-from gateway.cache import paraphrase
-from gateway.cache.embedding import EmbeddingThread, NoResult, model_folder
-from gateway.cache.paraphrase import Gist
-from gateway.cache.request_key import deterministic, request_key
+from gateway.cache.cache_control import HEADER, CacheControl
+from gateway.cache.embeddings import EmbeddingsClient
+from gateway.cache.request_key import request_key
 from gateway.cache.response_cache import Answer, answer_bytes, whole
 from gateway.config.settings import Settings, variable
 
-if TYPE_CHECKING:
-    from gateway.cache.sentence_encoder import SentenceEncoder
-
-HEADER = "x-trident-cache"
-WORD_THRESHOLD = 0.85  # of two words that stand for each other; see docs/decisions/0014
-MAX_CHARACTERS = 1000  # of a last turn; longer ones are documents, of which a vector knows too little
-MAX_CANDIDATES = 32  # whose wording is compared, some 5 µs each
-MAX_REMEMBERED = 1024  # texts that were looked up and may be put
-LOOKUP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
-_MAX_AGE = re.compile(r"(?:^|[,\s])max-age=(\d{1,9})(?:$|[,\s])")
+MAX_CHARACTERS = 1000  # of a last turn; longer ones are documents, which one vector describes too coarsely
+MAX_REMEMBERED = 1024  # embeddings kept between a lookup and the storing of its response
+LOOKUP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
 class Hit:
-    """An answer that was given to another wording. headers: what the response says of it."""
+    """A cached response to a similar prompt, and its similarity and age."""
 
     answer: Answer
     similarity: float
@@ -53,33 +41,31 @@ class Hit:
         return {HEADER: "semantic", f"{HEADER}-similarity": f"{self.similarity:.4f}", "age": str(int(self.age_s))}
 
 
-@dataclass(frozen=True)
-class Understood:
-    """A prompt's meaning. vector: f32[dimensions], of length 1."""
-
-    gist: Gist
-    vector: np.ndarray
-
-
 @dataclass(eq=False)
 class Entry:
+    """A stored response. vector: f32[dimensions], of length 1."""
+
     scope: str
     text: str
-    understood: Understood
+    vector: np.ndarray
     answer: Answer
-    kept_s: float
+    stored_s: float
     used_s: float
 
     @property
     def bytes(self) -> int:
-        return answer_bytes(self.answer) + self.understood.vector.nbytes + 4 * len(self.text) + 1000
+        return answer_bytes(self.answer) + self.vector.nbytes + 4 * len(self.text) + 1000
 
 
-class Shelf:
-    """One tenant's entries: at most so many and so many bytes, the least recently used leave first."""
+class TenantCache:
+    """One tenant's entries, searched by cosine; the least recently used leave first.
+
+    max_entries, max_bytes: bounds.
+    dimensions: of the vectors.
+    """
 
     def __init__(self, max_entries: int, max_bytes: int, dimensions: int) -> None:
-        self._max_entries, self._max_bytes = max_entries, max_bytes
+        self._max_entries, self._max_bytes, self.dimensions = max_entries, max_bytes, dimensions
         self._entries: list[Entry] = []
         self._vectors = np.empty((min(16, max_entries), dimensions), np.float32)
         self.bytes = 0
@@ -87,18 +73,18 @@ class Shelf:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def alike(self, scope: str, vector: np.ndarray, threshold: float) -> list[tuple[float, Entry]]:
-        """(similarity, entry) of ``scope``, the most alike first."""
+    def similar(self, scope: str, vector: np.ndarray, threshold: float) -> list[tuple[float, Entry]]:
+        """Return (similarity, entry) of ``scope`` from ``threshold`` on, the most similar first."""
         scores = self._vectors[: len(self._entries)] @ vector
-        near = np.flatnonzero(scores >= threshold)
-        near = near[np.argsort(-scores[near], kind="stable")]
-        return [(float(scores[row]), self._entries[row]) for row in near if self._entries[row].scope == scope]
+        rows = np.flatnonzero(scores >= threshold)
+        rows = rows[np.argsort(-scores[rows], kind="stable")]
+        return [(float(scores[row]), self._entries[row]) for row in rows if self._entries[row].scope == scope]
 
     def add(self, entry: Entry, expired_before_s: float) -> bool:
-        """Takes the place of an entry of the same text. False for what is larger than all there is room for."""
+        """Store an entry in place of one with the same text. Returns False if it is larger than ``max_bytes``."""
         for row in range(len(self._entries) - 1, -1, -1):
             old = self._entries[row]
-            if old.kept_s < expired_before_s or (old.scope == entry.scope and old.text == entry.text):
+            if old.stored_s < expired_before_s or (old.scope == entry.scope and old.text == entry.text):
                 self._remove(row)
         if entry.bytes > self._max_bytes:
             return False
@@ -106,8 +92,8 @@ class Shelf:
             self._remove(min(range(len(self._entries)), key=lambda row: self._entries[row].used_s))
         if len(self._entries) == len(self._vectors):
             more = min(self._max_entries, 2 * len(self._vectors)) - len(self._vectors)
-            self._vectors = np.concatenate([self._vectors, np.empty((more, self._vectors.shape[1]), np.float32)])
-        self._vectors[len(self._entries)] = entry.understood.vector
+            self._vectors = np.concatenate([self._vectors, np.empty((more, self.dimensions), np.float32)])
+        self._vectors[len(self._entries)] = entry.vector
         self._entries.append(entry)
         self.bytes += entry.bytes
         return True
@@ -120,192 +106,139 @@ class Shelf:
 
 
 class SemanticCache:
-    """``get`` before the engine is asked, ``put`` with what it said; never with what ``get`` gave, so that answers do
-    not wander from wording to wording.
+    """``get`` before a request is sent to an engine, ``put`` with the engine's response; neither raises.
 
-    threshold: cosine, of the sentences. ttl_s: how old an answer may be. max_entries, max_bytes: of one tenant.
-    timeout_s: a lookup that takes longer is a miss. exclude: a regular expression; prompts in which it is found take
-    no part. clock: seconds. Neither method raises.
+    embeddings: a text it cannot embed is a miss and is not stored.
+    threshold: lowest cosine of a hit.
+    ttl_s: longest age of a hit.
+    max_entries, max_bytes: bounds of one tenant's cache.
+    exclude: regular expression; a prompt in which it is found bypasses the cache and is not sent to the endpoint.
+    clock: seconds.
     """
 
     def __init__(
         self,
-        thread: EmbeddingThread,
+        embeddings: EmbeddingsClient,
         *,
         threshold: float,
         ttl_s: float,
         max_entries: int,
         max_bytes: int,
-        timeout_s: float,
         exclude: str,
         clock: Callable[[], float],
         registry: CollectorRegistry,
     ) -> None:
-        if not 0.0 < threshold <= 1.0:
-            raise InvalidArgument("threshold", f"got {threshold!r}; allowed is a number in (0, 1]")
-        for name, value in (("ttl_s", ttl_s), ("max_entries", max_entries), ("max_bytes", max_bytes)):
-            if not value > 0:
-                raise InvalidArgument(name, f"got {value!r}; allowed is more than 0")
-        self._thread, self._clock = thread, clock
-        self._threshold, self._ttl_s, self._timeout_s = threshold, ttl_s, timeout_s
+        self._embeddings, self._clock = embeddings, clock
+        self._threshold, self._ttl_s = threshold, ttl_s
         self._max_entries, self._max_bytes = max_entries, max_bytes
-        self._exclude = rule(exclude)
-        self._shelves: dict[str, Shelf] = {}
-        self._remembered: LRUCache[tuple[str, str], Understood] = LRUCache(MAX_REMEMBERED)
+        try:
+            self._exclude = re.compile(exclude, re.IGNORECASE) if exclude else None
+        except re.error as exc:
+            problem = f"must be a regular expression, got {exclude!r}: {exc}"
+            raise InvalidArgument(variable("semantic_exclude"), problem) from exc
+        self._tenants: dict[str, TenantCache] = {}
+        self._remembered: LRUCache[tuple[str, str], np.ndarray] = LRUCache(MAX_REMEMBERED)
         prefix = "trident_gateway_semantic_cache"
-        self._lookups = Counter(f"{prefix}_lookups", "hit, miss, late or excluded", ("result",), registry=registry)
-        self._excluded = Counter(f"{prefix}_excluded", "Took no part, by reason", ("reason",), registry=registry)
-        self._seconds = Histogram(f"{prefix}_lookup_seconds", "Of a lookup", buckets=LOOKUP_S, registry=registry)
-        entries = Gauge(f"{prefix}_entries", "Answers that are kept", registry=registry)
-        entries.set_function(lambda: sum(map(len, self._shelves.values())))
-        size = Gauge(f"{prefix}_bytes", "What they take", registry=registry)
-        size.set_function(lambda: sum(shelf.bytes for shelf in self._shelves.values()))
+        self._lookups = Counter(
+            f"{prefix}_lookups", "Lookups by result: hit, miss, unavailable, excluded", ("result",), registry=registry
+        )
+        self._excluded = Counter(
+            f"{prefix}_excluded", "Requests that bypassed the cache, by reason", ("reason",), registry=registry
+        )
+        self._seconds = Histogram(
+            f"{prefix}_lookup_seconds", "Lookup latency, the embedding included", buckets=LOOKUP_S, registry=registry
+        )
+        entries = Gauge(f"{prefix}_entries", "Responses held", registry=registry)
+        entries.set_function(lambda: sum(map(len, self._tenants.values())))
+        size = Gauge(f"{prefix}_bytes", "Bytes held", registry=registry)
+        size.set_function(lambda: sum(tenant.bytes for tenant in self._tenants.values()))
 
-    async def get(self, request: GenerationRequest, tenant: str, engine: str, carrier: Mapping[str, str]) -> Hit | None:
-        """carrier: the caller's headers or metadata, keys in lower case."""
-        wishes = Wishes.read(carrier)
-        reason = exclusion(request, wishes, self._exclude) or ("" if wishes.read_age_s > 0 else "header")
+    async def get(self, request: GenerationRequest, tenant: str, engine: str, control: CacheControl) -> Hit | None:
+        """Return the stored response to the most similar prompt, or None."""
+        reason = exclusion(request, control, self._exclude) or ("" if control.max_age_s > 0 else "header")
         if reason:
             self._excluded.labels(reason).inc()
             self._lookups.labels("excluded").inc()
             return None
         with self._seconds.time():
-            try:
-                max_age_s = min(self._ttl_s, wishes.read_age_s)
-                result, hit = await asyncio.wait_for(self._found(request, tenant, engine, max_age_s), self._timeout_s)
-            except (NoResult, asyncio.TimeoutError):
-                result, hit = "late", None
-        self._lookups.labels(result).inc()
+            scope, text = cache_scope(request, tenant, engine)
+            vector = await self._embedding(scope, text)
+            hit = None if vector is None else self._find(tenant, scope, vector, min(self._ttl_s, control.max_age_s))
+        self._lookups.labels("unavailable" if vector is None else "miss" if hit is None else "hit").inc()
         return hit
 
     async def put(
-        self, request: GenerationRequest, tenant: str, engine: str, answer: Answer, carrier: Mapping[str, str]
+        self, request: GenerationRequest, tenant: str, engine: str, answer: Answer, control: CacheControl
     ) -> bool:
-        """Keeps a whole answer of the engine; False for others and for what takes no part."""
-        if not whole(answer) or exclusion(request, Wishes.read(carrier), self._exclude):
+        """Store a complete response of an engine. Returns whether it was stored.
+
+        answer: never a hit of this cache, or a response would drift from prompt to prompt.
+        """
+        if not whole(answer) or exclusion(request, control, self._exclude):
             return False
-        scope, text = place(request, tenant, engine)
-        try:
-            understood = await asyncio.wait_for(self._understood(scope, text), self._timeout_s)
-        except (NoResult, asyncio.TimeoutError):
+        scope, text = cache_scope(request, tenant, engine)
+        vector = await self._embedding(scope, text)
+        if vector is None:
             return False
-        if understood is None:
-            return False
-        shelf = self._shelves.get(tenant)
-        if shelf is None:
-            dimensions = self._thread.encoder.dimensions
-            shelf = self._shelves[tenant] = Shelf(self._max_entries, self._max_bytes, dimensions)
+        cache = self._tenants.get(tenant)
+        if cache is None or cache.dimensions != len(vector):  # the endpoint serves another model now
+            cache = self._tenants[tenant] = TenantCache(self._max_entries, self._max_bytes, len(vector))
         now_s = self._clock()
-        return shelf.add(Entry(scope, text, understood, answer, now_s, now_s), now_s - self._ttl_s)
+        return cache.add(Entry(scope, text, vector, answer, now_s, now_s), now_s - self._ttl_s)
 
-    def close(self) -> None:
-        self._thread.close()
+    async def aclose(self) -> None:
+        await self._embeddings.aclose()
 
-    async def _found(
-        self, request: GenerationRequest, tenant: str, engine: str, max_age_s: float
-    ) -> tuple[str, Hit | None]:
-        scope, text = place(request, tenant, engine)
-        understood = await self._understood(scope, text)
-        if understood is None:
-            self._excluded.labels("unreadable").inc()
-            return "excluded", None
-        shelf, now_s = self._shelves.get(tenant), self._clock()
-        if shelf is None:
-            return "miss", None
-        for similarity, entry in shelf.alike(scope, understood.vector, self._threshold)[:MAX_CANDIDATES]:
-            if now_s - entry.kept_s >= max_age_s:
-                continue
-            pairs = paraphrase.exchanged(understood.gist, entry.understood.gist)
-            if pairs is not None and (not pairs or await self._thread.run(_Alike(pairs))):
+    def _find(self, tenant: str, scope: str, vector: np.ndarray, max_age_s: float) -> Hit | None:
+        cache, now_s = self._tenants.get(tenant), self._clock()
+        if cache is None or cache.dimensions != len(vector):
+            return None
+        for similarity, entry in cache.similar(scope, vector, self._threshold):
+            if now_s - entry.stored_s < max_age_s:
                 entry.used_s = now_s
-                return "hit", Hit(entry.answer, similarity, now_s - entry.kept_s)
-        return "miss", None
+                return Hit(entry.answer, similarity, now_s - entry.stored_s)
+        return None
 
-    async def _understood(self, scope: str, text: str) -> Understood | None:
-        """None if the model cannot read the text. Remembered by scope, so that how long it takes tells a tenant
-        nothing about another one's texts. Raises NoResult."""
-        known = self._remembered.get((scope, text))
-        if known is None:
-            known = await self._thread.run(_Understand(text))
-            if known is not None:
-                self._remembered[scope, text] = known
-        return known
+    async def _embedding(self, scope: str, text: str) -> np.ndarray | None:
+        """Remembered by scope, which differs by tenant: how fast a lookup is tells nothing about another tenant."""
+        vector = self._remembered.get((scope, text))
+        if vector is None:
+            vector = await self._embeddings.embed(text)
+            if vector is not None:
+                self._remembered[scope, text] = vector
+        return vector
 
 
 def configured(settings: Settings, clock: Callable[[], float], registry: CollectorRegistry) -> SemanticCache | None:
-    """The cache that the settings ask for, its model loaded; None without a model.
+    """Return the cache that the settings describe, None without an embeddings URL.
 
-    Raises InvalidArgument that names the variable.
+    Raises: InvalidArgument that names the variable.
     """
-    if not settings.semantic_model:
+    if not settings.semantic_url:
         return None
-    from gateway.cache.sentence_encoder import SentenceEncoder  # OpenVINO and what it brings, for those who ask for it
-
-    try:
-        return SemanticCache(
-            EmbeddingThread(SentenceEncoder(model_folder(settings.semantic_model))),
-            threshold=settings.semantic_threshold,
-            ttl_s=settings.semantic_ttl_s,
-            max_entries=settings.semantic_max_entries,
-            max_bytes=settings.semantic_max_bytes,
-            timeout_s=settings.semantic_timeout_s,
-            exclude=settings.semantic_exclude,
-            clock=clock,
-            registry=registry,
-        )
-    except InvalidArgument as exc:
-        raise InvalidArgument(variable(f"semantic_{exc.field}"), exc.problem) from exc
+    client = EmbeddingsClient(
+        settings.semantic_url, settings.semantic_model, settings.semantic_api_key, settings.semantic_timeout_s
+    )
+    return SemanticCache(
+        client,
+        threshold=settings.semantic_threshold,
+        ttl_s=settings.semantic_ttl_s,
+        max_entries=settings.semantic_max_entries,
+        max_bytes=settings.semantic_max_bytes,
+        exclude=settings.semantic_exclude,
+        clock=clock,
+        registry=registry,
+    )
 
 
-@dataclass(frozen=True)
-class _Understand:
-    text: str
-
-    def __call__(self, encoder: SentenceEncoder) -> Understood | None:
-        token_ids = encoder.token_ids(self.text)
-        return Understood(paraphrase.gist(self.text), encoder.embed(token_ids)) if token_ids else None
-
-
-@dataclass(frozen=True)
-class _Alike:
-    """Whether the words of every pair mean the same."""
-
-    pairs: tuple[tuple[str, str], ...]
-
-    def __call__(self, encoder: SentenceEncoder) -> bool:
-        for pair in self.pairs:
-            ids = [encoder.token_ids(word) for word in pair]
-            if not all(ids) or float(encoder.embed(ids[0]) @ encoder.embed(ids[1])) < WORD_THRESHOLD:
-                return False
-        return True
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What the caller's headers say: ``x-trident-cache: off`` and ``cache-control: no-store`` take no part,
-    ``no-cache`` takes no answer but may leave one, ``max-age=N`` takes none older than N seconds."""
-
-    part: bool = True
-    read_age_s: float = float("inf")
-
-    @classmethod
-    def read(cls, carrier: Mapping[str, str]) -> Wishes:
-        control = carrier.get("cache-control", "").lower()
-        words = {word.strip() for word in control.split(",")}
-        part = carrier.get(HEADER, "").strip().lower() not in ("off", "false", "no", "0") and "no-store" not in words
-        found = _MAX_AGE.search(control)
-        age_s = float(found[1]) if found else float("inf")
-        return cls(part, 0.0 if "no-cache" in words else age_s)
-
-
-def exclusion(request: GenerationRequest, wishes: Wishes, rule: re.Pattern | None) -> str:
-    """Why a request takes no part, one of a few words; empty if it does."""
-    if not wishes.part:
+def exclusion(request: GenerationRequest, control: CacheControl, exclude: re.Pattern[str] | None) -> str:
+    """Return why a request bypasses the cache, as a metric label; empty if it does not."""
+    if not control.enabled:
         return "header"
-    if not deterministic(request):
+    if not request.sampling.greedy:
         return "sampled"
     if not request.messages:
-        return "completion"  # it goes on from the very words
+        return "completion"  # it continues the exact words of its prompt
     if request.sampling.log_probs or request.echo:
         return "prompt_in_answer"
     last = request.messages[-1]
@@ -314,24 +247,14 @@ def exclusion(request: GenerationRequest, wishes: Wishes, rule: re.Pattern | Non
         return "last_turn"
     if len(text) > MAX_CHARACTERS:
         return "long"
-    if rule is not None and rule.search(text):
+    if exclude is not None and exclude.search(text):
         return "rule"
-    if paraphrase.of_the_moment(text):
-        return "of_the_moment"
     return ""
 
 
-def place(request: GenerationRequest, tenant: str, engine: str) -> tuple[str, str]:
-    """(everything that must be equal, as a key; the text that is matched by its meaning)."""
+def cache_scope(request: GenerationRequest, tenant: str, engine: str) -> tuple[str, str]:
+    """Return (a key of everything that must be equal, the text that is compared by meaning)."""
     assert request.messages
     *earlier, last = request.messages
     rest = dataclasses.replace(request, messages=(*earlier, {**last, "content": ""}))
     return request_key(rest, tenant, engine), last["content"]
-
-
-def rule(pattern: str) -> re.Pattern | None:
-    """Raises InvalidArgument ``exclude`` for what is no regular expression."""
-    try:
-        return re.compile(pattern, re.IGNORECASE) if pattern else None
-    except re.error as exc:
-        raise InvalidArgument("exclude", f"got {pattern!r}; it is no regular expression: {exc}") from exc

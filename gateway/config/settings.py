@@ -28,13 +28,15 @@
 | DEFAULT_MAX_TOKENS | 256 | where a chat asks for no limit |
 | GUIDED_DECODING | false | the engine can hold its output to a JSON schema |
 | TOKENIZER | | the model's tokenizer.json: counts prompts (else estimated), names `logprobs` (else `token_id:N`) |
-| SEMANTIC_MODEL | | sentence-embedding model, a folder or a hub id, for the semantic cache; empty: none is kept |
-| SEMANTIC_THRESHOLD | 0.85 | cosine from which two prompts may ask the same (docs/decisions/0014) |
-| SEMANTIC_TTL_S | 3600 | how old an answer may be |
-| SEMANTIC_MAX_ENTRIES | 2000 | answers of one tenant |
-| SEMANTIC_MAX_BYTES | 16777216 | and what they may take |
-| SEMANTIC_TIMEOUT_S | 0.05 | a lookup that takes longer is a miss |
-| SEMANTIC_EXCLUDE | | regular expression; prompts in which it is found take no part |
+| SEMANTIC_URL | | OpenAI-style embeddings API, up to and with /v1, for the semantic cache; empty: no such cache |
+| SEMANTIC_MODEL | | the embedding model's name there |
+| SEMANTIC_API_KEY | | sent there as a bearer token; empty: none |
+| SEMANTIC_TIMEOUT_S | 0.25 | longest time of one embeddings request; a slower one is a cache miss |
+| SEMANTIC_THRESHOLD | 0.95 | lowest cosine of a hit (docs/decisions/0014) |
+| SEMANTIC_TTL_S | 3600 | longest age of a hit |
+| SEMANTIC_MAX_ENTRIES | 2000 | responses of one tenant |
+| SEMANTIC_MAX_BYTES | 16777216 | bytes of one tenant |
+| SEMANTIC_EXCLUDE | | regular expression; a prompt in which it is found is not cached and not sent to SEMANTIC_URL |
 | REQUEST_TIMEOUT_S | 600 | longest time from arrival to the last token |
 | IDLE_TIMEOUT_S | 60 | longest silence of an engine; waiting in the queue of a replica that works for others is none |
 | FIRST_TOKEN_TIMEOUT_S | 20 | a request without a token at a replica that made nothing for so long is tried elsewhere |
@@ -123,12 +125,14 @@ class Settings:
     default_max_tokens: int = 256
     guided_decoding: bool = False
     tokenizer: Path | None = None
+    semantic_url: str = ""
     semantic_model: str = ""
-    semantic_threshold: float = 0.85
+    semantic_api_key: str = field(default="", repr=False)
+    semantic_timeout_s: float = 0.25
+    semantic_threshold: float = 0.95
     semantic_ttl_s: float = 3600.0
     semantic_max_entries: int = 2000
     semantic_max_bytes: int = 16 * 1024 * 1024
-    semantic_timeout_s: float = 0.05
     semantic_exclude: str = ""
     request_timeout_s: float = 600.0
     idle_timeout_s: float = 60.0
@@ -197,7 +201,15 @@ class Settings:
             path = getattr(self, declared.name)
             if isinstance(path, Path) and declared.name != "batch_db" and not path.is_file():  # which is made
                 raise InvalidArgument(variable(declared.name), f"there is no file {path}")
-        for name, urls in (("otlp_endpoint", (self.otlp_endpoint,)), ("metrics_urls", self.metrics_urls.values())):
+        if self.semantic_url and not self.semantic_model:
+            raise InvalidArgument(
+                variable("semantic_model"), f"must be set with {variable('semantic_url')}, got nothing"
+            )
+        for name, urls in (
+            ("otlp_endpoint", (self.otlp_endpoint,)),
+            ("semantic_url", (self.semantic_url,)),
+            ("metrics_urls", self.metrics_urls.values()),
+        ):
             for url in filter(None, urls):
                 if not re.fullmatch(r"https?://[^\s/]\S*", url):
                     raise InvalidArgument(variable(name), f"got {url!r}; allowed is http://… or https://…")

@@ -1,20 +1,19 @@
-"""The semantic cache as callers of the OpenAI door meet it: off, then on."""
+"""The semantic cache over the OpenAI endpoint: off, then on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
 from tests.fakes.replica import FakeReplica, Script, SeenRequest
-from tests.gateway import tiny_bert
 from tests.gateway.config.test_configuration import ALICE, BOB, keys
+from tests.gateway.embeddings_server import embeddings_server
 from tests.gateway.running import Running, gateway, until
 
 CHAT, ENGINE = "/v1/chat/completions", "e" * 64
-ASKED, AGAIN = "How is a list sort", "Tell me how the list is sort, please"
+ASKED, AGAIN = "How is a list sorted", "How is a long list sorted"
 
 
 def numbered() -> Callable[[SeenRequest], Script]:
@@ -29,11 +28,11 @@ def numbered() -> Callable[[SeenRequest], Script]:
 
 
 @pytest.fixture
-def on(tmp_path: Path) -> dict[str, Any]:
-    """Settings with a random model, to which nearly everything is alike."""
-    words = [*tiny_bert.WORDS, "tell", "me", "please", ","]
-    tiny_bert.write(tmp_path, words=words)
-    return {"semantic_model": str(tmp_path), "semantic_threshold": 0.5, "semantic_timeout_s": 60.0}
+async def on() -> AsyncIterator[dict[str, Any]]:
+    """Settings with an embeddings server."""
+    async with embeddings_server() as server:
+        settings = {"semantic_url": server.url, "semantic_model": "small", "semantic_threshold": 0.7}
+        yield {**settings, "semantic_timeout_s": 60.0}
 
 
 async def said(running: Running, text: str, key: str = "", **headers: str) -> tuple[dict[str, str], str]:
@@ -51,25 +50,25 @@ async def kept(running: Running, answers: int) -> None:
     await until(lambda: cache.get_sample_value("trident_gateway_semantic_cache_entries") == answers)
 
 
-async def test_another_wording_is_answered_without_the_engine_and_says_so(on: dict[str, Any]) -> None:
+async def test_a_similar_prompt_is_answered_without_the_engine_and_says_so(on: dict[str, Any]) -> None:
     async with FakeReplica(numbered(), engine=ENGINE) as replica, gateway(replica, **on) as running:
         headers, first = await said(running, ASKED)
         assert headers["x-trident-cache"] == "miss"
         await kept(running, 1)
         headers, again = await said(running, AGAIN)
         assert headers["x-trident-cache"] == "semantic" and again == first
-        assert 0.5 <= float(headers["x-trident-cache-similarity"]) <= 1 and headers["age"].isdigit()
+        assert 0.7 <= float(headers["x-trident-cache-similarity"]) <= 1 and headers["age"].isdigit()
         assert replica.counts.started == 1
         for refused in ({"x_trident_cache": "off"}, {"cache_control": "no-store"}):
             headers, other = await said(running, AGAIN, **refused)
             assert "x-trident-cache-similarity" not in headers and other != first
-        headers, near = await said(running, "How is a list not sort")
+        headers, near = await said(running, "Where is Hamburg")
         assert headers["x-trident-cache"] == "miss" and near != first
         page = await running.metrics()
         assert page['trident_gateway_semantic_cache_lookups_total{result="hit"}'] == 1
 
 
-async def test_it_is_off_unless_a_model_is_set() -> None:
+async def test_it_is_off_unless_an_endpoint_is_set() -> None:
     async with FakeReplica(numbered(), engine=ENGINE) as replica, gateway(replica) as running:
         await said(running, ASKED)
         headers, _ = await said(running, AGAIN)

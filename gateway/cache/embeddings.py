@@ -1,0 +1,90 @@
+"""A client for an OpenAI-style embeddings endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import aiohttp
+import numpy as np
+import orjson
+
+from gateway.routing.circuit_breaker import Breaker, BreakerPolicy
+
+MAX_CONCURRENT = 64  # requests to the endpoint; a text that finds all of them busy is not embedded
+MAX_RESPONSE_BYTES = 1024 * 1024
+_BREAKER = BreakerPolicy()
+
+
+class EmbeddingsClient:
+    """Embed texts with ``POST {url}/embeddings``.
+
+    url: of the API, up to and with ``/v1``.
+    model: sent as ``model``.
+    api_key: sent as a bearer token; empty: none is sent.
+    timeout_s: longest time of one request.
+    """
+
+    def __init__(self, url: str, model: str, api_key: str, timeout_s: float) -> None:
+        self._url, self._model = f"{url.rstrip('/')}/embeddings", model
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self._breaker = Breaker()
+        self._outstanding = 0
+
+    async def embed(self, text: str) -> np.ndarray | None:
+        """Return the embedding of ``text``: f32[dimensions] of length 1, or None if the endpoint gave none in time.
+
+        After 5 failures in a row the endpoint gets no requests for 10 s, so that an outage does not delay every
+        request by the timeout.
+        """
+        now_s = time.monotonic()
+        if self._outstanding >= MAX_CONCURRENT or not self._breaker.allows(now_s):
+            return None
+        self._breaker = self._breaker.sent(now_s)
+        self._outstanding += 1
+        vector = None
+        try:
+            vector = _unit_vector(await asyncio.wait_for(self._post(text), self._timeout_s))
+        except (asyncio.TimeoutError, aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
+            pass
+        except asyncio.CancelledError:
+            self._breaker = self._breaker.left(time.monotonic())
+            raise
+        finally:
+            self._outstanding -= 1
+        self._breaker = self._breaker.after(vector is not None, time.monotonic(), _BREAKER)
+        return vector
+
+    async def aclose(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _post(self, text: str) -> bytes:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=MAX_CONCURRENT))
+        body = orjson.dumps({"model": self._model, "input": text, "encoding_format": "float"})
+        headers = {"content-type": "application/json", **self._headers}
+        # A redirect would send the text and the key to an address that is not configured.
+        async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as response:
+            if response.status != 200:
+                raise ValueError(f"status {response.status}")
+            received = bytearray()
+            async for part in response.content.iter_any():
+                received += part
+                if len(received) > MAX_RESPONSE_BYTES:
+                    raise ValueError(f"more than {MAX_RESPONSE_BYTES} bytes")
+            return bytes(received)
+
+
+def _unit_vector(body: bytes) -> np.ndarray:
+    """Return the embedding of an endpoint's response, scaled to length 1.
+
+    Raises: ValueError, LookupError or TypeError for a response that holds no usable embedding.
+    """
+    vector = np.asarray(orjson.loads(body)["data"][0]["embedding"], np.float32)
+    length = float(np.linalg.norm(vector)) if vector.ndim == 1 else 0.0
+    if not 0.0 < length < float("inf"):
+        raise ValueError("embedding: must be a list of finite numbers, not all zero")
+    return vector / length
