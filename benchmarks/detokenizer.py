@@ -1,6 +1,6 @@
 """What detokenizing costs: microseconds per token and chunks per second, by tokenizer family.
 
-    python benchmarks/detokenizer.py [--tokenizer PATH] [--tokens N]
+    python -m benchmarks.detokenizer [--tokenizer PATH] [--tokens N]
 
 For every family (or the tokenizer named) a text of N tokens is decoded one token at a time, as an engine streams it,
 eight at a time, and one at a time with four stop strings that do not occur. The fourth column is the library's
@@ -11,19 +11,16 @@ from the 500th to the 1,000th. CPU time of one thread, the best of five runs, so
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from python_backends.detokenizer.decoding import Decoding  # noqa: E402
-from python_backends.detokenizer.stop import StopStrings  # noqa: E402
-from python_backends.detokenizer.stream import TextStream  # noqa: E402
-from tests.fakes.tokenizer_families import FAMILIES, TEXTS  # noqa: E402
+from benchmarks.tokenizer_families import FAMILIES, TEXTS
+from python_backends.detokenizer.decoding import Decoding
+from python_backends.detokenizer.stop import StopStrings
+from python_backends.detokenizer.stream import TextStream
 
 STOPS = ("</answer>", "\nUser:", "\n\n\n\n\n", "<|end|>")
 PREFIXES = range(500, 1000)

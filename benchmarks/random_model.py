@@ -10,8 +10,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from benchmarks import checkpoints
 from benchmarks.served import ENGINES, ROOT
-from tests.fakes import checkpoints
 
 NAME = "bench-160m"
 CHECKPOINT = ROOT / ".cache" / "bench" / NAME

@@ -1,6 +1,6 @@
 """What encoding a prompt costs: microseconds per token and prompts per second, by tokenizer family.
 
-    python benchmarks/tokenizer.py [--tokenizer PATH] [--tokens N]
+    python -m benchmarks.tokenizer [--tokenizer PATH] [--tokens N]
 
 For every family (or the tokenizer named) a short prompt, one of N tokens and one of ten times N are encoded as the
 ensemble's tokenizer does it. CPU time of one thread, the best of five runs, so that a busy machine disturbs little.
@@ -9,15 +9,12 @@ ensemble's tokenizer does it. CPU time of one thread, the best of five runs, so 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from tests.fakes.tokenizer_families import FAMILIES, TEXTS  # noqa: E402
+from benchmarks.tokenizer_families import FAMILIES, TEXTS
 
 SHORT = 16
 RUNS = 5

@@ -19,8 +19,8 @@ MAY_IMPORT = {
     "clients": {"contract"},
     "server": {"contract", "clients"},
     "gateway": {"contract", "clients"},
-    # Measures from outside through clients/, and the backends' parts by themselves on tests/fakes' random models.
-    "benchmarks": {"contract", "clients", "python_backends", "tests"},
+    # Measures from outside through clients/, and parts of the backends by themselves.
+    "benchmarks": {"contract", "clients", "python_backends"},
 }
 
 # Where everything that may go wrong becomes a well-formed answer or a line in the log, so that a thread, a batch or a

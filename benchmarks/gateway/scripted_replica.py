@@ -2,8 +2,8 @@
 
     python -m benchmarks.gateway.scripted_replica [--port 0]        # prints its port, serves until its input closes
 
-A response is a copy of a real one but for the request's id and the instant it was sent (``script``). What is not on a
-gateway's way is not here; ``tests/fakes/replica.py`` is the replica that behaves like Triton in every respect.
+A response is a copy of a real one but for the request's id and the instant it was sent (``script``). It serves only
+the calls that a gateway makes.
 """
 
 from __future__ import annotations

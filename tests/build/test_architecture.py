@@ -3,7 +3,7 @@
 import pytest
 
 from architecture import UnsupportedModel, from_config
-from tests.fakes import checkpoints
+from benchmarks import checkpoints
 
 LLAMA = checkpoints.CONFIGS["llama_gqa"]
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import calibration
 import checkpoint
+from benchmarks import checkpoints
 from calibration import read_texts, token_blocks
 from contract.errors import InvalidArgument
-from tests.fakes import checkpoints
 
 texts_of_letters = st.lists(st.text("abcdefgh", max_size=30), min_size=1, max_size=12).filter(any)
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shape
+from benchmarks import checkpoints
 from checkpoint import CheckpointError, open_checkpoint
 from rope import inverse_frequencies
-from tests.fakes import checkpoints
 
 LLAMA = checkpoints.CONFIGS["llama_gqa"]
 

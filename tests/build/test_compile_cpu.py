@@ -13,11 +13,12 @@ import pytest
 
 import layout
 import recipe as recipes
+from benchmarks import checkpoints
 from checkpoint import CheckpointError, open_checkpoint
 from compile_cpu import compile_cpu, properties
 from contract.errors import InvalidArgument
 from recipe import Recipe
-from tests.fakes import checkpoints, numpy_llama
+from tests.fakes import numpy_llama
 from weights import quantize_int4, quantize_int8
 
 pytestmark = pytest.mark.slow

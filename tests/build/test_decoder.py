@@ -5,7 +5,8 @@ import pytest
 
 import checkpoint
 import decoder
-from tests.fakes import checkpoints, numpy_llama
+from benchmarks import checkpoints
+from tests.fakes import numpy_llama
 
 
 @pytest.mark.parametrize("name", checkpoints.CONFIGS)

@@ -19,10 +19,10 @@ import memory
 import plan
 import recipe as recipes
 import shape
+from benchmarks import checkpoints
 from contract.errors import EngineFailed, InvalidArgument, TridentError, Unavailable
 from contract.manifest import load, verify
 from server import preflight
-from tests.fakes import checkpoints
 from verdict import Refused
 
 pytestmark = pytest.mark.slow

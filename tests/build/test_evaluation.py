@@ -14,11 +14,11 @@ import evaluation
 import layout
 import quality
 import recipe as recipes
+from benchmarks import checkpoints
 from checkpoint import open_checkpoint
 from contract.errors import InvalidArgument
 from contract.manifest import load
 from openvino_engine import OpenVinoEngine
-from tests.fakes import checkpoints
 
 pytestmark = pytest.mark.slow
 

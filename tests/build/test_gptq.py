@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gptq
+from benchmarks import checkpoints
 from checkpoint import CheckpointError, open_checkpoint
 from gptq import influence_of, quantize
-from tests.fakes import checkpoints
 from weights import quantize_int4
 
 BLOCKS = np.random.default_rng(5).integers(0, 256, (4, 32))

@@ -18,10 +18,10 @@ import lint
 import recipe as recipes
 import repository
 import verdict
+from benchmarks import checkpoints
 from compile_trtllm import WrongMachine
 from contract.errors import EngineFailed, NotFound, Unavailable
 from contract.manifest import load, verify
-from tests.fakes import checkpoints
 
 pytestmark = pytest.mark.slow
 

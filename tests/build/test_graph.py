@@ -7,7 +7,8 @@ import pytest
 
 import architecture
 import graph
-from tests.fakes import checkpoints, numpy_llama
+from benchmarks import checkpoints
+from tests.fakes import numpy_llama
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 IDS = [int(i) for i in np.random.default_rng(3).integers(0, 256, 40)]

@@ -12,8 +12,8 @@ import hf_quantised
 import quality
 import quantize
 import trtllm_checkpoint
+from benchmarks import checkpoints
 from contract.errors import InvalidArgument
-from tests.fakes import checkpoints
 from tests.fakes.quantisable_models import HELD_OUT
 from trtllm_checkpoint import BadCheckpoint
 

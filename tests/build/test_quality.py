@@ -16,12 +16,12 @@ import layout
 import quality
 import quantize
 import trtllm_checkpoint
+from benchmarks import checkpoints
 from checkpoint import open_checkpoint
 from contract.errors import InvalidArgument
 from quality import BeyondBudget, Comparison, Quality, gate, judge
 from quantization import Quantization
 from recipe import DEFAULT_QUALITY, QualityBudget
-from tests.fakes import checkpoints
 
 pytestmark = pytest.mark.slow
 

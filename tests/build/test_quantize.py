@@ -18,10 +18,10 @@ import layout
 import quantize
 import recipe
 import trtllm_checkpoint
+from benchmarks import checkpoints
 from calibration import TokenBlocks
 from contract.errors import EngineFailed, InvalidArgument
 from quantization import HF_QFORMATS, QFORMATS, Quantization
-from tests.fakes import checkpoints
 from tests.fakes.quantisable_models import BLOCKS, HELD_OUT, LLAMA, MODELS
 
 OBSERVED = json.loads((layout.OPTION_TABLES / "checkpoint_tensors_observed.json").read_text())

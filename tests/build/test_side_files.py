@@ -5,8 +5,8 @@ import json
 import pytest
 
 import side_files
+from benchmarks import checkpoints
 from checkpoint import CheckpointError
-from tests.fakes import checkpoints
 
 
 @pytest.fixture

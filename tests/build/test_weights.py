@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from benchmarks import checkpoints
 from checkpoint import CheckpointError, open_checkpoint
-from tests.fakes import checkpoints
 from weights import PRECISIONS, Weights, fitting_group, pack_u4, quantize_int4, quantize_int8
 
 LLAMA = checkpoints.CONFIGS["llama_gqa"]

@@ -2,12 +2,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import tokenizer_families
 from contract.generation import FinishReason
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.streams import EngineChunk, Streams
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.stream_state import StreamEvent, StreamState
-from tests.fakes import tokenizer_families
 
 FAMILIES = ("byte_level_bpe", "sentencepiece_bpe", "word_piece")
 TOKENIZERS = {name: tokenizer_families.FAMILIES[name]() for name in FAMILIES}

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import checkpoints
 from contract.errors import InvalidArgument, NotFound
 from python_backends.tokenizer.chat_template import ChatTemplate, parse_messages
-from tests.fakes import checkpoints
 
 HELLO = json.dumps([{"role": "user", "content": "Hello"}])
 
