@@ -63,17 +63,17 @@ $(BUILD_VENV)/.installed: requirements/build.txt
 WANTED = --engine $(call quoted,ENGINE) $(if $(value MODEL),--model $(call quoted,MODEL)) $(if $(value PRECISION),--precision $(call quoted,PRECISION))
 
 build-engine: setup ## make engines/$(ENGINE) from its recipe, or from MODEL=<hub id or folder>
-	$(BIN)/python build/engine.py $(WANTED) $(if $(value ACCEPT_QUALITY),--accept-quality $(call quoted,ACCEPT_QUALITY))
+	$(BIN)/python -m build.engine $(WANTED) $(if $(value ACCEPT_QUALITY),--accept-quality $(call quoted,ACCEPT_QUALITY))
 
 plan-engine: setup ## say what build-engine would do, and what will fit (VERBOSE=1: every formula)
-	$(BIN)/python build/engine.py $(WANTED) --dry-run $(if $(VERBOSE),--verbose)
+	$(BIN)/python -m build.engine $(WANTED) --dry-run $(if $(VERBOSE),--verbose)
 
 quality: setup setup-build ## measure the demo model in every precision: docs/quality.md
-	$(BIN)/python build/quality_table.py
+	$(BIN)/python -m build.quality_table
 
 demo-model: setup-build ## train the demo model again and write its card (45 minutes)
-	$(BUILD_BIN)/python build/demo_model/train.py
-	$(BUILD_BIN)/python build/demo_model/evaluate.py
+	$(BUILD_BIN)/python -m build.demo_model.train
+	$(BUILD_BIN)/python -m build.demo_model.evaluate
 
 demo: build-engine ## the main job: build, serve, stream one completion, stop
 	$(BIN)/python -m server --engine $(call quoted,ENGINE) --free-ports -- $(BIN)/python -m clients demo
@@ -105,7 +105,7 @@ test-build: setup-build ## the tests that need torch and ModelOpt
 check: setup ## lint, formatting, the model repository; writes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python build/lint.py model_repository
+	$(BIN)/python -m build.lint model_repository
 
 format: setup ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .

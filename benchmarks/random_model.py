@@ -41,7 +41,7 @@ def engine(precision: str = "bf16") -> str:
         checkpoints.write(CHECKPOINT, CONFIG | SPECIALS)
         write_tokenizer(CHECKPOINT)
     name = NAME if precision == "bf16" else f"{NAME}-{precision}"
-    command = [sys.executable, "build/engine.py", "--engine", name, "--model", str(CHECKPOINT)]
+    command = [sys.executable, "-m", "build.engine", "--engine", name, "--model", str(CHECKPOINT)]
     subprocess.run([*command, "--precision", precision], cwd=ROOT, check=True, stdout=sys.stderr)
     return name
 

@@ -1,4 +1,4 @@
-"""Builds the engine of a recipe, or of any checkpoint: ``python build/engine.py --engine demo``.
+"""Builds the engine of a recipe, or of any checkpoint: ``python -m build.engine --engine demo``.
 
 A CPU engine is fetched, compiled, verified and published here: when recipe, checkpoint, versions and files are those of
 the engine that is there, nothing is built; else the new one appears whole or not at all (``engine_folder.py``). The
@@ -22,26 +22,20 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import choice
-import digest
-import engine_folder
-import host
-import layout
-import memory
-import program
-import provenance
-import recipe as recipes
-import shape as shapes
-import side_files
-from architecture import Architecture
-from checkpoint import Checkpoint, open_checkpoint
+from build.base import digest, host, layout, program
+from build.base import shape as shapes
+from build.base.architecture import Architecture
+from build.base.checkpoint import Checkpoint, open_checkpoint
+from build.base.fetch import fetch, local_folder
+from build.package import engine_folder, side_files
+from build.recipe import choice, memory, provenance
+from build.recipe import recipe as recipes
+from build.recipe.recipe import Recipe
 from contract.errors import EngineFailed, InvalidArgument, TridentError
 from contract.manifest import hash_files, load, verify
-from fetch import fetch, local_folder
-from recipe import Recipe
 
 if TYPE_CHECKING:
-    import evaluation
+    from build.quality import evaluation
 
 Say = Callable[[str], None]
 
@@ -56,17 +50,17 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LARGE_BYTES = 1_000_000_000  # takes longer than two seconds to hash
 STATUS = {"Refused": 2, "WrongMachine": 3, "Unavailable": 3}  # by error; any other is 1
 _BUILDER = (
-    "architecture.py",
-    "calibration.py",
-    "choice.py",
-    "compile_cpu.py",
-    "decoder.py",
-    "gptq.py",
-    "graph.py",
-    "numerics.py",
-    "rope.py",
-    "shards.py",
-    "weights.py",
+    "base/architecture.py",
+    "model/calibration.py",
+    "recipe/choice.py",
+    "package/compile_cpu.py",
+    "model/decoder.py",
+    "model/gptq.py",
+    "model/graph.py",
+    "base/numerics.py",
+    "base/rope.py",
+    "base/shards.py",
+    "model/weights.py",
 )
 
 
@@ -110,10 +104,10 @@ def _is_there(folder: Path, recipe: Recipe, checkpoint: Checkpoint, say: Say) ->
 
 
 def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, say: Say, accept: str | None) -> None:
-    import evaluation  # OpenVINO takes longer to import than to find out that nothing changed
-    from case import Case
-    from quality import BeyondBudget
-    from verdict import check, judge, refused, require
+    from build.quality import evaluation  # OpenVINO takes longer to import than to find out that nothing changed
+    from build.quality.comparison import BeyondBudget
+    from build.recipe.case import Case
+    from build.recipe.verdict import check, judge, refused, require
 
     shape = shapes.from_config(recipe.model, checkpoint.config, str(checkpoint.folder))
     require(recipe, judge(Case(recipe, shape, memory_here=host.memory_bytes())))
@@ -159,9 +153,9 @@ def _try(
     spare: bool,
 ) -> None:
     """Builds and measures one setting; ``folder`` is the engine if it passes, and untouched if not (BeyondBudget)."""
-    import compile_cpu
-    import evaluation
-    from openvino_engine import OpenVinoEngine
+    from build.model.openvino_engine import OpenVinoEngine
+    from build.package import compile_cpu
+    from build.quality import evaluation
 
     engine_folder.require_room(folder.parent, _engine_bytes(recipe, checkpoint))
     with engine_folder.replacement(folder) as partial:
@@ -364,7 +358,9 @@ def main(arguments: list[str] | None = None) -> int:
         if recipe.kind == recipes.CPU:
             build(recipe, layout.ENGINES, _say, options.accept_quality)
         else:
-            import gpu_engine  # a CPU engine that is up to date is found to be so without all the stages need
+            from build.package import (
+                gpu_engine,  # a CPU engine that is up to date is found to be so without all the stages need
+            )
 
             gpu_engine.build(recipe, _say, options.accept_quality)
     except TridentError as error:
@@ -374,7 +370,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _plan(recipe: Recipe, options: argparse.Namespace) -> int:
-    import plan as plans
+    from build.package import plan as plans
 
     made = plans.make(recipe, shapes.find(recipe.model))
     given = {"--model": options.model, "--precision": options.precision}  # what no recipe file says

@@ -1,6 +1,6 @@
 """The demo model in every precision against itself in bf16: what fewer bits cost. Writes docs/quality.md.
 
-    python build/quality_table.py
+    python -m build.quality_table
 
 CPU engines are compiled and measured through OpenVINO, in the arithmetic they serve with. ModelOpt's checkpoints are
 made in the engine-building environment and measured in simulated numerics. Both are kept in .cache/quality/ and made
@@ -16,22 +16,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import compile_cpu
-import digest
-import environment
-import evaluation
-import layout
-import provenance
-import quality
-import recipe as recipes
-import sanity
-from calibration import open_tokenizer
-from checkpoint import Checkpoint, open_checkpoint
+from build.base import digest, layout
+from build.base.checkpoint import Checkpoint, open_checkpoint
+from build.base.stage_record import StageRecords
+from build.model.calibration import open_tokenizer
+from build.model.openvino_engine import OpenVinoEngine
+from build.package import compile_cpu
+from build.quality import comparison, evaluation, sanity
+from build.quality.evaluation import Simulated, Speaker
+from build.quantise import environment
+from build.recipe import provenance
+from build.recipe import recipe as recipes
+from build.recipe.recipe import DEFAULT_QUALITY, Calibration, Recipe
 from contract.errors import EngineFailed, TridentError
-from evaluation import Simulated, Speaker
-from openvino_engine import OpenVinoEngine
-from recipe import DEFAULT_QUALITY, Calibration, Recipe
-from stage_record import StageRecords
 
 MODEL = layout.ROOT / "build" / "demo_model" / "checkpoint"
 CACHE = layout.ROOT / ".cache" / "quality"
@@ -51,13 +48,13 @@ GPU_ROWS = {  # name: (qformat, KV cache)
 }
 BLOCK = 64  # columns that share a scale; a small model's rows are short
 SOURCES = (
-    "quantize.py",
-    "quantization.py",
-    "exporters.py",
-    "calibration.py",
-    "compile_cpu.py",
-    "graph.py",
-    "weights.py",
+    "quantise/quantize.py",
+    "recipe/quantization.py",
+    "quantise/exporters.py",
+    "model/calibration.py",
+    "package/compile_cpu.py",
+    "model/graph.py",
+    "model/weights.py",
 )
 
 
@@ -81,7 +78,7 @@ def cpu_recipe(precision: str, kv: str, calibration: Calibration | None) -> Reci
 def checkpoint(name: str, qformat: str, kv: str | None, model: Checkpoint) -> tuple[Speaker, int]:
     """ModelOpt's checkpoint, made now or found unchanged, and the bytes of its weights."""
     folder = CACHE / name
-    argv = ["python", "build/quantize.py", "--model_dir", str(layout.relative(MODEL)), "--qformat", qformat]
+    argv = ["python", "-m", "build.quantise.quantize", "--model_dir", str(layout.relative(MODEL)), "--qformat", qformat]
     argv += ["--kv_cache_dtype", kv] if kv else []
     argv += ["--awq_block_size", str(BLOCK), "--calib_dataset", "cpython", "--calib_size", "32", "--batch_size", "8"]
     argv += ["--calib_max_seq_length", "256", "--output_dir", str(layout.relative(folder)), "--overwrite"]
@@ -94,7 +91,7 @@ def checkpoint(name: str, qformat: str, kv: str | None, model: Checkpoint) -> tu
         if done.returncode != 0:
             raise EngineFailed(f"{name} could not be quantised; what it said stands above")
         records.write(name, key, [folder])
-    candidate = quality.open_candidate(name, folder)
+    candidate = comparison.open_candidate(name, folder)
     speaker = Simulated.of(candidate.decoder, model.architecture.vocab_size, name, print)
     return speaker, candidate.weight_bytes
 
@@ -104,7 +101,7 @@ def measure(model: Checkpoint) -> tuple[str, dict[str, str], int]:
     engines = {name: cpu_engine(name, *how, model) for name, how in CPU_ROWS.items()}
     engines |= {name: checkpoint(name, *how, model) for name, how in GPU_ROWS.items()}
     blocks, reference = evaluation.held_out(model), evaluation.reference(model, print)
-    scores = quality.compare(
+    scores = comparison.compare(
         reference.logits(blocks), {name: engine.logits(blocks) for name, (engine, _) in engines.items()}, blocks
     )
     encode, decode, _ = open_tokenizer(model)
@@ -118,11 +115,11 @@ def measure(model: Checkpoint) -> tuple[str, dict[str, str], int]:
         precision = CPU_ROWS[name][0] if name in CPU_ROWS else GPU_ROWS[name][0]
         reply = speak(engine)
         replies[name] = decode(reply.ids)
-        verdict = quality.judge(
+        verdict = comparison.judge(
             scores[name], DEFAULT_QUALITY[precision], sanity_problem=sanity.problem(reply, expected)
         )
         rows.append((name, scores[name], size / 1e6, verdict))
-    return quality.table(rows), replies, next(iter(scores.values())).tokens
+    return comparison.table(rows), replies, next(iter(scores.values())).tokens
 
 
 def document(table: str, replies: dict[str, str], tokens: int) -> str:
@@ -131,7 +128,7 @@ def document(table: str, replies: dict[str, str], tokens: int) -> str:
     return f"""\
 # What fewer bits cost
 
-Written by `make quality`, which is `python build/quality_table.py`, on {machine}: the demo model
+Written by `make quality`, which is `python -m build.quality_table`, on {machine}: the demo model
 over {tokens} predicted tokens of library modules that it never saw. The reference: its bf16 weights in f32 arithmetic.
 The text is the running Python's own library, so another version of Python gives other perplexities; every build says
 and records which it was.
@@ -139,13 +136,13 @@ and records which it was.
 {table}
 
 Rows with (CPU) are engines measured through OpenVINO with the KV cache they serve with: f32 for bf16, u8 for int8 and
-int4 (groups of {BLOCK}). Their int4 is calibrated on 32 texts of 256 tokens (`build/gptq.py`) or rounded to nearest, as
-the row says. The others are TensorRT-LLM checkpoints as ModelOpt calibrates and exports them: 32 texts of
-256 tokens, AWQ blocks of {BLOCK}, an FP8 KV cache for fp8 and w4a8_awq. Their weights are read back and dequantised,
-and inputs and KV cache rounded as the engine's kernels round them. No GPU has run them.
+int4 (groups of {BLOCK}). Their int4 is calibrated on 32 texts of 256 tokens (`build/model/gptq.py`) or
+rounded to nearest, as the row says. The others are TensorRT-LLM checkpoints as ModelOpt calibrates and exports them:
+32 texts of 256 tokens, AWQ blocks of {BLOCK}, an FP8 KV cache for fp8 and w4a8_awq. Their weights are read back and
+dequantised, and inputs and KV cache rounded as the engine's kernels round them. No GPU has run them.
 
 A gate that says "refused" means that an engine with these scores is not packaged unless somebody gives a reason, which
-its manifest then records. The budgets are the recipes' defaults (`build/recipe.py`).
+its manifest then records. The budgets are the recipes' defaults (`build/recipe/recipe.py`).
 
 After `{sanity.PROMPT!r}`, greedily:
 

@@ -1,7 +1,7 @@
 """How much memory an engine takes beside its weights: KV pool and workspace, from its manifest and its config.json.
 
-The formulas are those of ``build/memory.py``, where they are explained and held to published logs; a test holds these
-here to the same numbers, because nothing under ``build/`` is there when an engine is only served.
+The formulas are those of ``build.recipe.memory``, where they are explained and held to published logs; a test holds
+these here to the same numbers, because nothing under ``build/`` is there when an engine is only served.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ def answer_of(model_config: Callable[[str], ModelConfig]) -> Callable[[str, obje
 def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a CPU engine made from a random two-layer Llama by build/: f32, 8 sequences, 256 tokens each, a KV
     cache of 32 blocks. Byte-level tokenizer: ids below 256 are bytes (in the alphabet's order), 256 ends a text."""
-    import engine
-    import recipe
+    from build import engine
+    from build.recipe import recipe
 
     home = tmp_path_factory.mktemp("engines")
     checkpoints.write(home / "checkpoint", checkpoints.CONFIGS["llama_gqa"])

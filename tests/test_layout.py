@@ -34,6 +34,10 @@ OUTER_EDGES = (
     "gateway/cache/coalescing.py",  # a task that many readers wait for
 )
 
+# The packages of build/, each of which may import those before it. Its commands (`python -m build.engine`) stand above
+# them, and no package imports a command.
+BUILD_ORDER = ("demo_model", "base", "model", "recipe", "quantise", "quality", "package")
+
 SOURCES = sorted(path for room in MAY_IMPORT for path in (ROOT / room).rglob("*.py"))
 
 
@@ -47,9 +51,8 @@ def parsed(path):
 
 
 def name_of(path):
-    """The name a module is imported by; scripts of build/ import each other by file name."""
+    """The name a module is imported by."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = parts[1:] if parts[0] == "build" and len(parts) == 2 else parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -86,6 +89,17 @@ def test_imports_between_rooms_run_one_way(room):
     for path in (ROOT / room).rglob("*.py"):
         others = {name.split(".")[0] for name in imports(path)} & (MAY_IMPORT.keys() | {"tests"}) - {room}
         assert others <= MAY_IMPORT[room], f"{path.relative_to(ROOT)} imports {sorted(others - MAY_IMPORT[room])}"
+
+
+def test_the_packages_of_build_form_a_chain():
+    may_import = {name: set(BUILD_ORDER[: place + 1]) for place, name in enumerate(BUILD_ORDER)}
+    may_import |= {"lint": {"lint", "base"}, "demo_model": {"demo_model"}}
+    packages = {path.parent.name for path in (ROOT / "build").glob("*/__init__.py")}
+    assert packages == may_import.keys()
+    for package, allowed in may_import.items():
+        for path in (ROOT / "build" / package).rglob("*.py"):
+            names = {name.split(".")[1] for name in imports(path) if name.startswith("build.")}
+            assert names <= allowed, f"{path.relative_to(ROOT)} imports {sorted(names - allowed)}"
 
 
 def test_no_module_imports_itself_in_a_circle():

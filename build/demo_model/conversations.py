@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from demo_model.corpus import Document
+from build.demo_model.corpus import Document
 
 SYSTEM_PROMPT = "You know the Python standard library."
 MAX_ANSWER_CHARACTERS = 1500

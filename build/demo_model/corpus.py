@@ -7,7 +7,7 @@ unpacked to prose). Order and split depend on module paths alone, so one CPython
 Left out: `test` and `tests` folders (19 MB of assertions would be two thirds of the text and teach little else),
 site-packages, character-mapping tables, machine-written configuration, and bundled wheels.
 
-    python build/demo_model/corpus.py        reports documents and bytes
+    python -m build.demo_model.corpus        reports documents and bytes
 """
 
 import ast

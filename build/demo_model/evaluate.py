@@ -1,6 +1,6 @@
 """Measure the demo model on the modules it never saw, next to compressors and a byte n-gram, and write its card.
 
-    python build/demo_model/evaluate.py [--checkpoint FOLDER]
+    python -m build.demo_model.evaluate [--checkpoint FOLDER]
 
 Every contestant codes the same held-out bytes; the models also code where each module ends. Writes evaluation.json
 (the figures) and README.md (the card, made from evaluation.json and training.json) into the checkpoint's folder.
@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 import platform
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,15 +19,13 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path: `demo_model` lies in build/
-
-from demo_model.compression import compression_bits_per_byte
-from demo_model.conversations import Conversation
-from demo_model.corpus import Corpus, Document, gather
-from demo_model.llama import Llama, load_weights
-from demo_model.model_card import model_card
-from demo_model.ngram import KNESER_NEY, WITTEN_BELL, ByteNgram
-from demo_model.tokenizer import END_OF_TEXT, END_OF_TURN, write_json
+from build.demo_model.compression import compression_bits_per_byte
+from build.demo_model.conversations import Conversation
+from build.demo_model.corpus import Corpus, Document, gather
+from build.demo_model.llama import Llama, load_weights
+from build.demo_model.model_card import model_card
+from build.demo_model.ngram import KNESER_NEY, WITTEN_BELL, ByteNgram
+from build.demo_model.tokenizer import END_OF_TEXT, END_OF_TURN, write_json
 
 CHECKPOINT = Path(__file__).resolve().parent / "checkpoint"
 NGRAM_ORDER = 5

@@ -61,11 +61,11 @@ Muon on the layers' matrices, AdamW on the embedding and the norms; linear warm-
 
 This run: {device}, {threads} threads, PyTorch {torch}, {minutes:.0f} minutes.
 
-Retrain with `make demo-model`, that is `python build/demo_model/train.py`; `python build/demo_model/evaluate.py`
+Retrain with `make demo-model`, that is `python -m build.demo_model.train`; `python -m build.demo_model.evaluate`
 measures once more and writes this card anew. The same seed, threads, PyTorch and machine type give the same curve, byte
 for byte. To repeat this very run:
 
-    python build/demo_model/train.py --seed {seed} --steps {steps} --decay-from {decay_from} \\
+    python -m build.demo_model.train --seed {seed} --steps {steps} --decay-from {decay_from} \\
         --threads {threads} --minutes 600
 
 ## Samples

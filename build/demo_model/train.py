@@ -1,6 +1,6 @@
 """Train the demo model: a small Llama, on the standard library of the running CPython.
 
-    python build/demo_model/train.py [--steps N] [--minutes M] [--seed S] [--out FOLDER]
+    python -m build.demo_model.train [--steps N] [--minutes M] [--seed S] [--out FOLDER]
 
 Runs on CUDA where there is one, otherwise on the CPU, in bf16 autocast either way. It ends after `steps` or in time
 for `minutes`, whichever is first: when the clock says that the planned steps will not fit, the learning rate starts
@@ -16,7 +16,6 @@ import argparse
 import csv
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -30,14 +29,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path: `demo_model` lies in build/
-
-from demo_model.conversations import conversations
-from demo_model.corpus import Corpus, gather
-from demo_model.evaluate import CHECKPOINT, write_card
-from demo_model.llama import Llama, LlamaConfig, save_weights
-from demo_model.schedule import Schedule
-from demo_model.tokenizer import save_tokenizer, train_tokenizer, write_json
+from build.demo_model.conversations import conversations
+from build.demo_model.corpus import Corpus, gather
+from build.demo_model.evaluate import CHECKPOINT, write_card
+from build.demo_model.llama import Llama, LlamaConfig, save_weights
+from build.demo_model.schedule import Schedule
+from build.demo_model.tokenizer import save_tokenizer, train_tokenizer, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERMEDIATE = ROOT / ".cache/demo_model"

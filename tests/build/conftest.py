@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-import quantize
-from quantization import Quantization
+from build.quantise import quantize
+from build.recipe.quantization import Quantization
 from tests.fakes import quantisable_models
 
 

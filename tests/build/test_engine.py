@@ -12,18 +12,16 @@ from pathlib import Path
 import openvino_genai as genai
 import pytest
 
-import engine
-import host
-import layout
-import memory
-import plan
-import recipe as recipes
-import shape
 from benchmarks import checkpoints
+from build import engine
+from build.base import host, layout, shape
+from build.package import plan
+from build.recipe import memory
+from build.recipe import recipe as recipes
+from build.recipe.verdict import Refused
 from contract.errors import EngineFailed, InvalidArgument, TridentError, Unavailable
 from contract.manifest import load, verify
 from server import preflight
-from verdict import Refused
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +58,7 @@ def build(made: recipes.Recipe, into: Path) -> list[str]:
 def in_a_process(code: str, checkpoint: Path, into: Path) -> subprocess.CompletedProcess:
     """Runs ``code`` with ``made``, the recipe of ``checkpoint``, and ``into`` in a Python of its own."""
     opening = (
-        "import json, os, pathlib, sys; sys.path.insert(0, 'build'); import engine, recipe\n"
+        "import json, os, pathlib, sys; from build import engine; from build.recipe import recipe\n"
         "made, into = recipe.parse(json.loads(sys.argv[1]), pathlib.Path('tiny.toml')), pathlib.Path(sys.argv[2])\n"
     )
     line = [sys.executable, "-c", opening + code, json.dumps(TABLE | {"model": str(checkpoint)}), str(into)]
@@ -255,7 +253,7 @@ def test_a_name_that_is_no_folder_name_is_refused(checkpoint, name):
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
-    line = [sys.executable, "build/engine.py", *arguments]
+    line = [sys.executable, "-m", "build.engine", *arguments]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     return subprocess.run(line, cwd=layout.ROOT, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -393,10 +391,10 @@ def test_a_recipe_that_the_rules_refuse_is_not_built_and_the_nearest_that_works_
 
 def test_the_command_of_a_plan_builds_what_was_planned(checkpoint, capsys):
     assert engine.main(["--engine", "mine", "--model", str(checkpoint), "--precision", "int4", "--dry-run"]) == 0
-    line = f"$ .venv/bin/python build/engine.py --engine mine --model {checkpoint} --precision int4"
+    line = f"$ .venv/bin/python -m build.engine --engine mine --model {checkpoint} --precision int4"
     assert line in capsys.readouterr().out.replace("\n", " ")
     assert engine.main(["--engine", "demo", "--precision", "int8", "--dry-run"]) == 0
-    assert "$ .venv/bin/python build/engine.py --engine demo --precision int8" in capsys.readouterr().out
+    assert "$ .venv/bin/python -m build.engine --engine demo --precision int8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(layout.RECIPES.glob("demo*.toml"))])
@@ -411,7 +409,7 @@ def test_every_cpu_recipe_can_be_planned_in_every_precision(name, precision, cap
 def test_a_dry_run_of_a_hub_model_downloads_nothing(monkeypatch, capsys):
     monkeypatch.setattr(engine, "fetch", lambda *_: pytest.fail("a dry run downloads"))
     assert engine.main(["--model", "Qwen/Qwen3-0.6B", "--dry-run"]) == 0
-    assert "$ .venv/bin/python build/fetch.py Qwen/Qwen3-0.6B" in capsys.readouterr().out
+    assert "$ .venv/bin/python -m build.base.fetch Qwen/Qwen3-0.6B" in capsys.readouterr().out
     assert engine.main(["--model", "nobody/nothing", "--dry-run"]) == 1
     assert "the shape of 'nobody/nothing' is not known here" in capsys.readouterr().err
 

@@ -5,12 +5,13 @@ import subprocess
 import sys
 import time
 
-import layout
+from build.base import layout
 
 DRIVER = """
 import sys, pathlib
-sys.path.insert(0, "build")
-import container, program, recipe, layout
+from build.base import layout, program
+from build.package import container
+from build.recipe import recipe
 made = recipe.load(layout.RECIPES / "demo-fp8.toml")
 child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 run = lambda: container.run([sys.executable, "-c", child], made, pathlib.Path(sys.argv[1]))

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-import layout
-import quality_table
-from checkpoint import open_checkpoint
+from build import quality_table
+from build.base import layout
+from build.base.checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def engine_dir() -> Path:
     """engines/demo, built from the recipe and the checkpoint that ship unless it is there already."""
-    subprocess.run([sys.executable, "build/engine.py", "--engine", "demo"], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "build.engine", "--engine", "demo"], cwd=ROOT, check=True, timeout=120)
     return ROOT / "engines" / "demo"
 
 

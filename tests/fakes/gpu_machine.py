@@ -10,9 +10,9 @@ import json
 import sys
 from pathlib import Path
 
-import evaluation
-import layout
-from recipe import Recipe
+from build.base import layout
+from build.quality import evaluation
+from build.recipe.recipe import Recipe
 
 BUILDER = """\
 import json, os, sys

@@ -7,12 +7,12 @@ from dataclasses import replace
 from hypothesis import assume
 from hypothesis import strategies as st
 
-import hardware
-import recipe as recipes
-import shape as shapes
-import verdict
-from case import Case
-from recipe import Recipe
+from build.base import hardware
+from build.base import shape as shapes
+from build.recipe import recipe as recipes
+from build.recipe import verdict
+from build.recipe.case import Case
+from build.recipe.recipe import Recipe
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B-Instruct"
 LLAMA_70B = "meta-llama/Llama-3.3-70B-Instruct"

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import checkpoints
-from calibration import TokenBlocks
+from build.model.calibration import TokenBlocks
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

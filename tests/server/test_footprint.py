@@ -6,9 +6,9 @@ from dataclasses import asdict
 import gpu_recipes
 import pytest
 
-import memory
-import recipe as recipes
-import shape as shapes
+from build.base import shape as shapes
+from build.recipe import memory
+from build.recipe import recipe as recipes
 from contract.manifest import EngineManifest
 from server.footprint import footprint
 

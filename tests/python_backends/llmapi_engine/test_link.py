@@ -202,8 +202,8 @@ def test_a_priority_is_passed_to_an_api_that_has_them(link, listener, api):
 
 
 def test_formats_have_the_names_of_the_apis_table():
-    import commands  # of build/, which writes what the LLM API loads
-    import quantised_linear
+    from build.quantise import quantised_linear
+    from build.recipe import commands  # of build/, which writes what the LLM API loads
 
     table = dict(EQUIVALENTS["qformat_to_quant_algo"])
     assert {"bf16": table.pop("full_prec")} | table == commands.QUANT_ALGO

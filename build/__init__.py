@@ -1,0 +1,1 @@
+"""Builds what is served: from a checkpoint and a recipe to an engine, its Triton configuration and its manifest."""

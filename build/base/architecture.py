@@ -1,0 +1,164 @@
+"""What a dense decoder of the Llama family looks like: config.json in, shapes and expected tensors out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from build.base import rope as rotary
+from build.base.json_fields import BadField, Fields, shown
+
+SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Far beyond any published model: a config.json with a stray zero must not make the reader allocate gigabytes.
+MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM, MOST_WIDE = 10_000, 2**16, 2**14, 2**26
+
+
+class UnsupportedModel(ValueError):
+    """config.json describes a model this graph cannot compute exactly."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A pre-norm decoder: RMSNorm, rotary GQA attention, gated SiLU MLP.
+
+    qkv_bias, output_bias, mlp_bias: linear layers with a bias. qk_norm: RMSNorm on every query and key head
+    (Qwen3). tied: lm_head is the embedding matrix. max_positions: the longest sequence this graph computes
+    exactly: what the model was made for, or its attention window where that is shorter (None: no window), because
+    a sequence within the window is never cut.
+    """
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: rotary.Rope
+    max_positions: int
+    tied: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    window: int | None = None
+
+    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor the graph reads, by its Hugging Face name, with its shape ([out, in] for a matrix)."""
+        hidden, ffn = self.hidden_size, self.intermediate_size
+        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        tensors = {"model.embed_tokens.weight": (self.vocab_size, hidden), "model.norm.weight": (hidden,)}
+        if not self.tied:
+            tensors["lm_head.weight"] = (self.vocab_size, hidden)
+        for layer in range(self.num_layers):
+            at = f"model.layers.{layer}"
+            tensors[f"{at}.input_layernorm.weight"] = (hidden,)
+            tensors[f"{at}.post_attention_layernorm.weight"] = (hidden,)
+            linears = {
+                "self_attn.q_proj": (q_rows, hidden, self.qkv_bias),
+                "self_attn.k_proj": (kv_rows, hidden, self.qkv_bias),
+                "self_attn.v_proj": (kv_rows, hidden, self.qkv_bias),
+                "self_attn.o_proj": (hidden, q_rows, self.output_bias),
+                "mlp.gate_proj": (ffn, hidden, self.mlp_bias),
+                "mlp.up_proj": (ffn, hidden, self.mlp_bias),
+                "mlp.down_proj": (hidden, ffn, self.mlp_bias),
+            }
+            for name, (rows, columns, bias) in linears.items():
+                tensors[f"{at}.{name}.weight"] = (rows, columns)
+                if bias:
+                    tensors[f"{at}.{name}.bias"] = (rows,)
+            if self.qk_norm:
+                tensors[f"{at}.self_attn.q_norm.weight"] = (self.head_dim,)
+                tensors[f"{at}.self_attn.k_norm.weight"] = (self.head_dim,)
+        return tensors
+
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.expected_tensors().values())
+
+
+def from_config(config: Mapping[str, object]) -> Architecture:
+    """Raises UnsupportedModel with a sentence that names the key and what is supported."""
+    try:
+        return _read(Fields(config, "config.json"))
+    except BadField as exc:
+        raise UnsupportedModel(str(exc)) from exc
+    except rotary.UnsupportedRope as exc:
+        raise UnsupportedModel(f"config.json: {exc}") from exc
+
+
+def _read(config: Fields) -> Architecture:
+    name = _name(config)
+    _refuse_what_the_graph_lacks(config)
+    hidden, heads = (
+        config.integer("hidden_size", high=MOST_WIDE),
+        config.integer("num_attention_heads", high=MOST_HEADS),
+    )
+    kv_heads = config.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise UnsupportedModel(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if config.get("head_dim") is None and hidden % heads:
+        raise UnsupportedModel(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}; set head_dim")
+    default = 128 if name == "Qwen3ForCausalLM" else hidden // heads
+    head_dim = config.integer("head_dim", default, high=MOST_HEAD_DIM)
+    if head_dim % 2:
+        raise UnsupportedModel(f"head_dim {head_dim} is odd; rotary embedding needs an even one")
+    # Llama's attention_bias covers o_proj, Qwen3's too; Qwen2 has q, k, v biases always and no key for it.
+    biased = config.boolean("attention_bias", False) and name in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+    rope = rotary.from_config(config.values)
+    rotary.inverse_frequencies(rope, head_dim)
+    positions, window = config.integer("max_position_embeddings", 2048), _window(name, config)
+    return Architecture(
+        name=name,
+        vocab_size=config.integer("vocab_size", high=MOST_WIDE),
+        hidden_size=hidden,
+        intermediate_size=config.integer("intermediate_size", high=MOST_WIDE),
+        num_layers=config.integer("num_hidden_layers", high=MOST_LAYERS),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0),
+        rope=rope,
+        max_positions=positions if window is None else min(positions, window),
+        tied=config.boolean("tie_word_embeddings", False),
+        qkv_bias=True if name == "Qwen2ForCausalLM" else biased,
+        output_bias=False if name == "Qwen2ForCausalLM" else biased,
+        mlp_bias=config.boolean("mlp_bias", False) and name == "LlamaForCausalLM",
+        qk_norm=name == "Qwen3ForCausalLM",
+        window=window,
+    )
+
+
+def _name(config: Fields) -> str:
+    names = config.texts("architectures")
+    if len(names) != 1 or names[0] not in SUPPORTED:
+        said = shown(", ".join(names))[1:-1] or "none"
+        raise UnsupportedModel(f"config.json: architectures is {said}; supported are {', '.join(SUPPORTED)}")
+    return names[0]
+
+
+def _refuse_what_the_graph_lacks(config: Fields) -> None:
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+        said = shown(method) if not isinstance(method, str) else shown(method)[1:-1]
+        raise UnsupportedModel(
+            f"config.json: the checkpoint is already quantised ({said}); give the bf16, fp16 or f32 one"
+        )
+    activation = config.text("hidden_act") or "silu"
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModel(f"config.json: hidden_act {shown(activation)} is not supported; supported is silu")
+    unknown = set(config.texts("layer_types")) - {"full_attention", "sliding_attention"}
+    if unknown:
+        said = shown(", ".join(sorted(unknown)))[1:-1]
+        raise UnsupportedModel(f"config.json: layer_types {said} are not supported; only full_attention is")
+
+
+def _window(name: str, config: Fields) -> int | None:
+    """The window in use, if any: Qwen writes one and switches it off; Mistral has no switch, only null."""
+    if config.get("sliding_window") is None:
+        return None
+    window = config.integer("sliding_window")
+    return window if config.boolean("use_sliding_window", name == "MistralForCausalLM") else None

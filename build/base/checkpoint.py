@@ -1,0 +1,210 @@
+"""A Hugging Face checkpoint folder, opened and checked before anything long is started on it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from build.base import architecture as architectures
+from build.base import (
+    digest,
+    shards,
+)
+from build.base.architecture import Architecture
+from build.base.json_fields import BadField, read_object, shown
+from build.base.shards import StoredTensor
+from contract.errors import InvalidArgument
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+_INDEX = "model.safetensors.index.json"
+# What older exports carry along and nobody reads: the rotary frequencies are computed from the config.
+_IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
+
+
+class CheckpointError(InvalidArgument):
+    """A checkpoint folder is incomplete, damaged, or of a kind this build does not support."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__("model", problem)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint; weights stay on disk until ``StoredTensor.raw`` or ``f32`` is called.
+
+    config, generation: the parsed JSON files (``{}`` when there is no generation_config.json).
+    tensors: exactly ``architecture.expected_tensors()``, each found and of the right shape.
+    eos_token_ids: every end id, the usual one first; bos_token_id, pad_token_id: None when the model has none.
+    """
+
+    folder: Path
+    config: Mapping[str, object]
+    generation: Mapping[str, object]
+    architecture: Architecture
+    tensors: Mapping[str, StoredTensor]
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    pad_token_id: int | None
+
+    def files(self) -> list[Path]:
+        """What an engine is made from: config, tokenizer and the weight files that are read."""
+        names = ("config.json", "generation_config.json", _INDEX, *TOKENIZER_FILES)
+        weights = {tensor.path for tensor in self.tensors.values()}
+        return sorted({p for n in names if (p := self.folder / n).is_file()} | weights)
+
+    def copy_side_files(self, folder: Path) -> None:
+        """What serving needs beside the weights: config.json, the tokenizer's files as they are, and a
+        generation_config.json whose end ids are always a list."""
+        for name in ("config.json", *TOKENIZER_FILES):
+            source = self.folder / name
+            if source.is_file():
+                shutil.copyfile(source, folder / name)
+        if not (folder / "tokenizer_config.json").exists():
+            (folder / "tokenizer_config.json").write_text("{}\n")  # no chat template, no named tokens
+        generation = dict(self.generation) | {"eos_token_id": list(self.eos_token_ids)}
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+    def sha256(self) -> str:
+        """Over the names and contents of ``files``."""
+        return digest.sha256_json({path.name: digest.sha256_file(path) for path in self.files()})
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Reads headers and JSON only. Raises CheckpointError, one sentence naming the file, tensor or key."""
+    config = _json(folder, "config.json")
+    try:
+        arch = architectures.from_config(config)
+    except architectures.UnsupportedModel as exc:
+        raise CheckpointError(f"{folder}: {exc}") from exc
+    try:
+        tensors = _tensors(folder, arch)
+    except shards.BadShard as exc:
+        raise CheckpointError(str(exc)) from exc  # names the file, and so the folder
+    generation = _json(folder, "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    _check_tokenizer(folder, arch)
+    return Checkpoint(
+        folder=folder,
+        config=config,
+        generation=generation,
+        architecture=arch,
+        tensors=tensors,
+        eos_token_ids=_token_ids("eos_token_id", generation, config, arch),
+        bos_token_id=next(iter(_token_ids("bos_token_id", generation, config, arch)), None),
+        pad_token_id=next(iter(_token_ids("pad_token_id", generation, config, arch)), None),
+    )
+
+
+def _json(folder: Path, name: str) -> dict[str, object]:
+    try:
+        return read_object(folder / name)
+    except FileNotFoundError as exc:
+        raise CheckpointError(f"{folder} has no {name}; is it a Hugging Face checkpoint?") from exc
+    except BadField as exc:
+        raise CheckpointError(str(exc)) from exc
+
+
+def _tensors(folder: Path, arch: Architecture) -> dict[str, StoredTensor]:
+    stored: dict[str, StoredTensor] = {}
+    for path in _weight_files(folder):
+        found = shards.read_header(path)
+        if twice := sorted(stored.keys() & found.keys()):
+            where = f"{stored[twice[0]].path.name} and in {path.name}"
+            raise CheckpointError(f"{folder}: {twice[0]} is stored twice, in {where}; which is meant cannot be told")
+        stored |= found
+    expected = arch.expected_tensors()
+    for name, shape in expected.items():
+        tensor = stored.get(name)
+        if tensor is None:
+            raise CheckpointError(f"{folder}: the weights lack {name} {list(shape)}, which {arch.name} needs")
+        if tensor.shape != shape:
+            raise CheckpointError(f"{tensor.path}: {name} is {list(tensor.shape)}; config.json says {list(shape)}")
+        if tensor.dtype not in shards.DTYPES:
+            allowed = ", ".join(shards.DTYPES)
+            raise CheckpointError(f"{tensor.path}: {name} is stored as {tensor.dtype}; supported are {allowed}")
+    # A tensor that nobody reads means that the graph would compute another model than the one that was trained.
+    tied_copy = {"lm_head.weight"} if arch.tied else set()
+    extra = [n for n in stored if n not in expected and n not in tied_copy and not n.endswith(_IGNORED_ENDINGS)]
+    if extra:
+        raise CheckpointError(f"{stored[extra[0]].path}: {extra[0]} has no place in {arch.name} as config.json has it")
+    return {name: stored[name] for name in expected}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if (folder / "model.safetensors").is_dir():
+        raise CheckpointError(f"{folder / 'model.safetensors'} is a folder; it must be a file")
+    if (folder / _INDEX).is_file():
+        names = _json(folder, _INDEX).get("weight_map")
+        if not isinstance(names, dict) or not names or not all(isinstance(n, str) for n in names.values()):
+            raise CheckpointError(f"{folder / _INDEX} has no weight_map of tensor names to file names")
+        paths = [folder / name for name in sorted(set(names.values()))]
+        for path in paths:
+            if path.parent != folder or not _is_file(path):
+                raise CheckpointError(f"{folder}: {shown(path.name)[1:-1]} is missing; {_INDEX} names it")
+        return paths
+    there = (p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
+    lone = sorted(p for p in there if p.is_file())
+    if len(lone) == 1:
+        return lone
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise CheckpointError(f"{folder} has PyTorch weights only; convert them to safetensors first")
+    raise CheckpointError(f"{folder} has no model.safetensors and no {_INDEX}")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False  # a name that no file can have
+
+
+def _check_tokenizer(folder: Path, arch: Architecture) -> None:
+    if not (folder / "tokenizer.json").is_file():
+        slow = " (only a SentencePiece tokenizer.model)" if (folder / "tokenizer.model").is_file() else ""
+        remedy = "load it with transformers' AutoTokenizer and save it as a fast tokenizer"
+        raise CheckpointError(f"{folder} has no tokenizer.json{slow}; {remedy}")
+    path = folder / "tokenizer.json"
+    tokenizer = _json(folder, "tokenizer.json")
+    model = tokenizer.get("model")
+    if not isinstance(model, dict):
+        raise CheckpointError(f"{path}: model is {shown(model)}; allowed is an object with type and vocab")
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        for token, number in vocab.items():
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise CheckpointError(
+                    f"{path}: model.vocab gives {shown(token)} the id {shown(number)}; allowed are ids"
+                )
+        largest = max(vocab.values(), default=-1)
+    elif isinstance(vocab, list):
+        largest = len(vocab) - 1
+    else:
+        raise CheckpointError(f"{path}: model.vocab is {shown(vocab)}; allowed is an object or a list")
+    if largest < 0:
+        raise CheckpointError(f"{path}: model.vocab is empty")
+    # Added tokens beyond the matrix are common (an unused <pad>) and refused as ids later; the base vocabulary
+    # reaching beyond it means the tokenizer belongs to another model.
+    if largest >= arch.vocab_size:
+        problem = f"tokenizer.json has ids up to {largest}; the model's vocab_size is {arch.vocab_size}"
+        raise CheckpointError(f"{folder}: {problem}")
+
+
+def _token_ids(key: str, generation: Mapping, config: Mapping, arch: Architecture) -> tuple[int, ...]:
+    """From generation_config.json, else config.json; -1 (an old spelling of none) is dropped."""
+    value = generation.get(key, config.get(key))
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not -1 <= token < arch.vocab_size:
+            raise CheckpointError(f"{key} is {shown(value)}; allowed are token ids below vocab_size {arch.vocab_size}")
+    return tuple(dict.fromkeys(token for token in ids if token >= 0))

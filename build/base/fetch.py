@@ -1,0 +1,169 @@
+"""From what a recipe calls its model to a local folder: a folder as it is, a hub id downloaded, only what is needed.
+
+    python -m build.base.fetch meta-llama/Llama-3.1-8B-Instruct --into .cache/models/meta-llama--Llama-3.1-8B-Instruct
+
+prints the folder. Exit status 1 where the hub does not give the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import sys
+from pathlib import Path
+
+from build.base import digest, layout, program
+from contract.errors import InvalidArgument
+
+# Of the repository's top folder only; `original/` and `consolidated*` hold the same weights a second time.
+PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+IGNORED = ("*/*", "consolidated*")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def fetch(model: str, revision: str | None = None, into: Path | None = None) -> Path:
+    """The folder of a checkpoint.
+
+    model: a folder (absolute, relative to the repository or to here, ``~`` allowed) or a Hugging Face hub id.
+    Downloads go to the hub's own cache, or to the folder ``into``, and honour HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
+    A file whose content is not what the hub said is fetched again.
+    Raises InvalidArgument ``model`` with one sentence when there is no such folder or the hub does not give it.
+    """
+    if (folder := local_folder(model)) is not None:
+        return folder
+    if not _HUB_ID.fullmatch(model):
+        raise InvalidArgument(
+            "model",
+            f"there is no folder {model}, and it is no hub id (owner/name); looked in "
+            + " and ".join(dict.fromkeys((str(layout.ROOT), str(Path.cwd())))),
+        )
+    folder = _download(model, revision, into)
+    damaged = _damaged(folder)
+    if damaged:
+        for path in damaged:
+            path.unlink()
+        folder = _download(model, revision, into)
+        if left := _damaged(folder):
+            raise InvalidArgument("model", f"{model}: {left[0].name} is damaged, and so is what the hub gives")
+    return folder
+
+
+def _damaged(folder: Path) -> list[Path]:
+    """Files of a download whose content has another hash than the hub named: their blobs, or the files themselves."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        blob = path.resolve()
+        expected = blob.name if path.is_symlink() else _expected_in(folder, path.name)
+        if path.is_file() and expected and not _has_hash(blob, expected):
+            found.append(blob)
+        elif path.is_symlink() and not blob.exists():
+            found.append(path)
+    return found
+
+
+def _expected_in(folder: Path, name: str) -> str | None:
+    """The hash that the hub gave for a file of a folder of ours, as huggingface_hub notes it beside the files."""
+    note = folder / ".cache" / "huggingface" / "download" / f"{name}.metadata"
+    try:
+        return note.read_text(encoding="utf-8").splitlines()[1].strip()
+    except (OSError, IndexError):
+        return None
+
+
+def _has_hash(path: Path, expected: str) -> bool:
+    """Whether the content has the hub's hash: SHA-256 of a large file, git's of a small one; True for unknown kinds."""
+    if re.fullmatch(r"[0-9a-f]{64}", expected):
+        return digest.sha256_file(path) == expected
+    if re.fullmatch(r"[0-9a-f]{40}", expected):
+        return git_blob_sha1(path.read_bytes()) == expected
+    return True
+
+
+def git_blob_sha1(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder ``model`` names on this machine, or None if it names none."""
+    try:
+        given = Path(model).expanduser()
+        for candidate in (given,) if given.is_absolute() else (layout.ROOT / given, Path.cwd() / given):
+            if candidate.is_dir():
+                return candidate.resolve()
+            if candidate.exists():
+                raise InvalidArgument("model", f"{candidate} is a file; give the folder that holds config.json")
+    except (OSError, RuntimeError, ValueError) as exc:  # too long, no permission, ~nobody, a NUL byte
+        raise InvalidArgument("model", f"{model!r} cannot be looked at: {exc}") from exc
+    return None
+
+
+def _download(hub_id: str, revision: str | None, into: Path | None) -> Path:
+    try:
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+    except ImportError as exc:
+        raise InvalidArgument("model", f"{hub_id} is a hub id; install huggingface_hub or give a local folder") from exc
+    where = f"{hub_id} at {revision}" if revision else hub_id
+    try:
+        return Path(
+            snapshot_download(
+                hub_id,
+                revision=revision,
+                allow_patterns=list(PATTERNS),
+                ignore_patterns=list(IGNORED),
+                local_dir=into,
+                token=os.environ.get("HF_TOKEN"),
+            )
+        )
+    except GatedRepoError as exc:
+        problem = f"{where} is gated: accept its licence on the hub and set HF_TOKEN"
+        raise InvalidArgument("model", problem) from exc
+    except RevisionNotFoundError as exc:
+        raise InvalidArgument("model", f"the hub has {hub_id} but no revision {revision}") from exc
+    except RepositoryNotFoundError as exc:
+        problem = f"{where} is neither a local folder nor on the hub (a private one needs HF_TOKEN)"
+        raise InvalidArgument("model", problem) from exc
+    except LocalEntryNotFoundError as exc:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        problem = f"{where} is neither a local folder nor in the hub's cache, and {why}"
+        raise InvalidArgument("model", problem) from exc
+    except (HfHubHTTPError, HFValidationError, OSError) as exc:
+        raise InvalidArgument("model", f"{where} could not be downloaded: {str(exc).splitlines()[0]}") from exc
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="hub id (owner/name), or a folder")
+    parser.add_argument("--revision", help="branch, tag or commit (default: the newest)")
+    parser.add_argument("--into", type=Path, help="folder to download to (default: the hub's own cache)")
+    options = parser.parse_args(arguments)
+    try:
+        print(fetch(options.model, options.revision, options.into))
+    except InvalidArgument as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(program.run(main, "error"))

@@ -1,0 +1,167 @@
+"""The cards an engine can be built for, what their compute capability supports, and which of them are here.
+
+``SUPPORT`` joins two sources: the TensorRT-LLM support matrix (numerical formats by GPU family) and what the engine
+builder refuses (rule R4). A format missing from a row is refused on that row.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from build.base.option_table import nearest
+
+GENERATIONS = {
+    80: "Ampere",
+    86: "Ampere",
+    89: "Ada",
+    90: "Hopper",
+    100: "Blackwell",
+    103: "Blackwell",
+    120: "Blackwell",
+}
+SMS = tuple(GENERATIONS)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """sm: compute capability times ten. memory_gib: what the driver reports. tflops: dense bf16, from datasheets."""
+
+    name: str
+    sm: int
+    memory_gib: float
+    tflops: float
+
+    @property
+    def generation(self) -> str:
+        return GENERATIONS[self.sm]
+
+
+# The first card of a compute capability is its reference card: it stands in when a recipe gives only `sm`.
+CARDS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100-80gb", 80, 80.0, 312),
+        Gpu("a100-40gb", 80, 40.0, 312),
+        Gpu("a30", 80, 24.0, 165),
+        Gpu("a10", 86, 22.5, 125),
+        Gpu("a10g", 86, 22.5, 70),
+        Gpu("a40", 86, 45.0, 150),
+        Gpu("l40s", 89, 45.0, 362),
+        Gpu("l40", 89, 45.0, 181),
+        Gpu("l4", 89, 22.5, 121),
+        Gpu("rtx-4090", 89, 24.0, 165),
+        Gpu("h100", 90, 79.1, 989),
+        Gpu("h100-nvl", 90, 93.6, 835),
+        Gpu("gh200", 90, 95.6, 989),
+        Gpu("h200", 90, 140.4, 989),
+        Gpu("b200", 100, 179.0, 2250),
+        Gpu("gb200", 100, 184.0, 2500),
+        Gpu("b300", 103, 268.0, 2250),
+        Gpu("rtx-pro-6000", 120, 95.0, 500),
+        Gpu("rtx-5090", 120, 31.8, 210),
+    )
+}
+ALIASES = {
+    "a100": "a100-80gb",
+    "a100-sxm4-80gb": "a100-80gb",
+    "h100-80gb": "h100",
+    "h100-sxm": "h100",
+    "rtx4090": "rtx-4090",
+}
+
+SUPPORT: dict[int, frozenset[str]] = {
+    80: frozenset({"bf16", "int4_awq", "int8_sq", "int8_wo", "int4_wo"}),
+    86: frozenset({"bf16", "int4_awq", "int8_sq", "int8_wo", "int4_wo"}),
+    89: frozenset({"bf16", "fp8", "int4_awq", "w4a8_awq", "int8_sq", "int8_wo", "int4_wo"}),
+    90: frozenset({"bf16", "fp8", "fp8_pc_pt", "int4_awq", "w4a8_awq", "int8_sq", "int8_wo", "int4_wo"}),
+    100: frozenset({"bf16", "fp8", "nvfp4"}),
+    103: frozenset({"bf16", "fp8", "nvfp4"}),
+    120: frozenset({"bf16", "fp8", "nvfp4"}),
+}
+# An FP8 KV cache is storage: attention converts what it reads. NVIDIA's hardware matrix for quantization
+# (TensorRT-LLM 1.2 documentation, features/quantization) lists "FP8 KV Cache" for Ampere, which has no FP8 weights, and
+# builder.py keeps it below SM 89 while it switches off paged context attention (R3). The older reference/support-matrix
+# page names no FP8 for Ampere; it lists precisions of computation.
+KV_SUPPORT: dict[int, frozenset[str]] = {
+    sm: frozenset({"auto", "fp8", "int8"} if sm < 100 else {"auto", "fp8"}) for sm in SMS
+}
+
+
+# What a card is best served with, best first: (weights, KV cache).
+OFFERED: dict[int, tuple[tuple[str, str], ...]] = {
+    80: (("int4_awq", "auto"),),
+    86: (("int4_awq", "auto"),),
+    89: (("fp8", "fp8"), ("int4_awq", "auto"), ("w4a8_awq", "fp8")),
+    90: (("fp8", "fp8"), ("int4_awq", "auto"), ("w4a8_awq", "fp8")),
+    100: (("fp8", "fp8"), ("nvfp4", "fp8")),
+    103: (("fp8", "fp8"), ("nvfp4", "fp8")),
+    120: (("fp8", "fp8"), ("nvfp4", "fp8")),
+}
+
+
+def canonical(name: str) -> str:
+    """``NVIDIA H100 80GB HBM3`` and ``H100`` → ``h100``; the name itself in small letters where nothing is known."""
+    word = re.sub(r"[\s_]+", "-", name.strip().lower())
+    word = re.sub(r"^nvidia-|-(hbm\w*|pcie|sxm\d*)$", "", re.sub(r"^nvidia-", "", word))
+    return ALIASES.get(word, word)
+
+
+def problem(name: object) -> str | None:
+    """Why ``name`` is not a card of this table, or None."""
+    if isinstance(name, str) and canonical(name) in CARDS:
+        return None
+    near = f"; nearest is {nearest(canonical(name), tuple(CARDS))!r}" if isinstance(name, str) and name else ""
+    return f"allowed is one of {', '.join(CARDS)}{near}"
+
+
+def find(name: str) -> Gpu:
+    """The card called ``name``; KeyError if ``problem(name)`` has something to say."""
+    return CARDS[canonical(name)]
+
+
+def reference(sm: int) -> Gpu:
+    """The card that stands for a compute capability."""
+    return next(gpu for gpu in CARDS.values() if gpu.sm == sm)
+
+
+def supporting(precision: str) -> tuple[int, ...]:
+    """Compute capabilities that run ``precision``."""
+    return tuple(sm for sm in SMS if precision in SUPPORT[sm])
+
+
+@dataclass(frozen=True)
+class PresentGpu:
+    """A card of this machine, as its driver describes it."""
+
+    name: str
+    sm: int
+    memory_gib: float
+    driver: str
+
+
+def present(run: Callable[[list[str]], str] | None = None) -> list[PresentGpu]:
+    """The NVIDIA cards of this machine, by ``nvidia-smi``; an empty list where there are none."""
+    query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    if run is None:
+        if shutil.which("nvidia-smi") is None:
+            return []
+        run = _output
+    try:
+        table = run(query)
+    except (OSError, subprocess.SubprocessError):
+        return []  # the tool is there and the driver is not: no usable card
+    cards = []
+    for row in csv.reader(io.StringIO(table), skipinitialspace=True):
+        if len(row) == 4 and re.fullmatch(r"\d+\.\d", row[1]) and row[2].isdigit():
+            cards.append(PresentGpu(row[0], int(row[1].replace(".", "")), int(row[2]) / 1024, row[3]))
+    return cards
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

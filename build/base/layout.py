@@ -1,0 +1,46 @@
+"""Where a build finds and leaves its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "build" / "recipes"
+OPTION_TABLES = ROOT / "build" / "trtllm"
+ENGINES = ROOT / "engines"
+FETCHED = ROOT / ".cache" / "models"
+MODEL_REPOSITORY = ROOT / "model_repository"
+
+
+def fetched_model(hub_id: str) -> Path:
+    """Where the files of a hub model are put."""
+    return FETCHED / hub_id.replace("/", "--")
+
+
+def checkpoint(engine: str) -> Path:
+    """The quantised or converted checkpoint: config.json and one ``rank{N}.safetensors`` per rank."""
+    return ENGINES / engine / "checkpoint"
+
+
+def compiled(engine: str) -> Path:
+    """The compiled engine: config.json and one ``rank{N}.engine`` per rank."""
+    return ENGINES / engine / "engine"
+
+
+def evaluation(engine: str) -> Path:
+    """What the quality gate measured on the quantised checkpoint, until the manifest holds it."""
+    return ENGINES / engine / "evaluation.json"
+
+
+def built_on(engine: str) -> Path:
+    """GPU, driver and libraries of the machine that compiled the engine (``server/machine.py``'s JSON)."""
+    return ENGINES / engine / "built_on.json"
+
+
+def logs(engine: str) -> Path:
+    return ENGINES / engine / "logs"
+
+
+def relative(path: Path) -> Path:
+    """``path`` from the repository root, or itself where it lies elsewhere."""
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path

@@ -1,0 +1,137 @@
+"""The command-line options of the TensorRT-LLM 1.2.1 programs, read from ``build/trtllm/*_options.json``.
+
+The tables say which flags exist, what type their value has and which values are allowed; ``build/trtllm/README.md``
+says where they come from. The recipe's ``[build]``, ``[quantize]`` and ``[convert]`` tables are checked against them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from build.base.layout import OPTION_TABLES
+
+PROGRAMS = ("trtllm_build", "quantize", "convert_checkpoint_llama", "convert_checkpoint_qwen")
+
+
+SHOWN = 80
+MOST = 2**31 - 1  # the programs pass their numbers on to 32-bit integers
+
+
+def _is_text(value: str) -> bool:
+    return bool(value.strip()) and value.isprintable()
+
+
+def shown(value: object) -> str:
+    """``value`` as it stands in an error message, cut to SHOWN characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python prints no integer of more than 4300 digits
+        return f"a value of type {type(value).__name__} too large to print"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def closest(word: str, allowed: list[str] | tuple[str, ...], count: int) -> list[str]:
+    """Up to ``count`` entries of ``allowed`` that look most like ``word``, the best first."""
+    return difflib.get_close_matches(word, allowed, n=count, cutoff=0.0)
+
+
+def nearest(word: str, allowed: list[str] | tuple[str, ...]) -> str:
+    """The entry of ``allowed`` that looks most like ``word`` (there is always one)."""
+    return closest(word, allowed, 1)[0]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a program. ``type`` is str, int, float, enum or flag (a switch that takes no value)."""
+
+    name: str
+    flag: str
+    type: str
+    choices: tuple[str, ...] = ()
+    many: bool = False
+
+    def problem(self, value: object) -> str | None:
+        """Why the program would reject ``value``, or None if it would not."""
+        if self.type == "flag":
+            return (
+                None
+                if isinstance(value, bool)
+                else f"got {shown(value)}; {self.flag} is a switch: allowed is true or false"
+            )
+        if isinstance(value, bool):
+            hint = f"one of {', '.join(self.choices)}" if self.choices else f"a value of type {self.type}"
+            return f"got {shown(value)}; {self.flag} takes a value, a bare flag is an argument error: allowed is {hint}"
+        if self.many:
+            values = value if isinstance(value, (list, tuple)) else ()
+            if not values:
+                return f"got {shown(value)}; allowed is a list with at least one entry"
+            return next((p for v in values if (p := self._one(v))), None)
+        return self._one(value)
+
+    def _one(self, value: object) -> str | None:
+        allowed_types = {"int": (int,), "float": (int, float), "str": (str, int), "enum": (str,)}[self.type]
+        if isinstance(value, bool) or not isinstance(value, allowed_types):
+            return f"got {shown(value)}; allowed is a value of type {self.type}"
+        if self.type == "int" and not 0 <= value <= MOST:
+            return f"got {shown(value)}; allowed is an integer from 0" + (f" to {MOST}" if value > MOST else "")
+        if self.type == "float" and not math.isfinite(value):
+            return f"got {shown(value)}; allowed is a finite number"
+        if self.type == "str" and not self.choices and not (isinstance(value, str) and _is_text(value)):
+            return f"got {shown(value)}; allowed is a non-empty string on one line"
+        text = str(value).lower() if self.type == "enum" else str(value)
+        if self.choices and text not in self.choices:
+            near = nearest(text, self.choices)
+            return f"got {shown(value)}; allowed is one of {', '.join(self.choices)}; nearest is {near!r}"
+        return None
+
+
+@dataclass(frozen=True)
+class OptionTable:
+    """Every option of one program, by the name it has without dashes; an alias leads to the same Option."""
+
+    program: str
+    path_in_image: str
+    options: dict[str, Option]
+
+    def nearest(self, name: str) -> str:
+        return nearest(name, tuple(self.options))
+
+    def problem(self, name: str, value: object) -> str | None:
+        """Why ``--name value`` would be rejected, or None."""
+        option = self.options.get(name)
+        if option is None:
+            return f"{self.program} has no option --{name}; nearest is {self.nearest(name)!r}"
+        return option.problem(value)
+
+    def arguments(self, values: dict[str, object]) -> list[str]:
+        """``values`` as command-line arguments, in their order; a false switch is left out."""
+        argv: list[str] = []
+        for name, value in values.items():
+            option = self.options[name]
+            if option.type == "flag":
+                argv += [option.flag] if value else []
+            elif option.many:
+                argv += [option.flag, *map(str, value)]
+            else:
+                argv += [option.flag, str(value)]
+        return argv
+
+
+@lru_cache
+def read(program: str) -> OptionTable:
+    """The table of one of PROGRAMS."""
+    table = json.loads((OPTION_TABLES / f"{program}_options.json").read_text(encoding="utf-8"))
+    options: dict[str, Option] = {}
+    for row in table["options"]:
+        choices = tuple(str(c) for c in row.get("choices", row.get("values", ())) if c is not None)
+        if row.get("choices_complete") is False:  # a list known to be partial must not refuse what it lacks
+            choices = ()
+        kind = "flag" if row.get("action") == "store_true" else row["type"]
+        for flag in row["flags"]:
+            name = flag.lstrip("-")
+            options[name] = Option(name, flag, kind, choices, many=row.get("nargs") == "+")
+    return OptionTable(table["program"].rsplit("/", 1)[-1], table["container_path"], options)

@@ -1,0 +1,124 @@
+"""Where a model's shape is found before its weights are: a local config.json, else a table of published ones.
+
+The table (``build/trtllm/model_shapes.json``) holds the keys of the published config.json files that decide shapes;
+``tests/build/base/test_shape.py`` holds it to the published parameter counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from build.base import architecture, layout
+from build.base.json_fields import BadField, read_object
+from build.base.option_table import nearest
+from contract.errors import InvalidArgument
+
+TABLE = layout.OPTION_TABLES / "model_shapes.json"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+class UnknownShape(InvalidArgument):
+    """The shape of a recipe's model cannot be told; the message says what to do about it."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's architecture. source: where it was read. source_dtype: the checkpoint's own, None if it is not said.
+
+    positions: the longest sequence the model was made for, with its rope scaling.
+    """
+
+    model: str
+    architecture: architecture.Architecture
+    source: str
+    source_dtype: str | None
+    positions: int
+
+    @property
+    def family(self) -> str:
+        """``llama`` or ``qwen``: which convert_checkpoint.py reads it."""
+        return "qwen" if self.architecture.name.startswith("Qwen") else "llama"
+
+
+def is_hub_id(model: str) -> bool:
+    """True for ``org/name``, unless a folder of that name is here."""
+    return HUB_ID.fullmatch(model) is not None and local_folder(model) is None
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder ``model`` names, absolute or from the repository root; None if there is none."""
+    try:
+        folder = (layout.ROOT / Path(model).expanduser()).resolve()
+        return folder if folder.is_dir() else None
+    except (OSError, RuntimeError, ValueError):
+        return None  # no path at all: too long, a NUL byte, a circle of links, ~nobody
+
+
+def find(model: str) -> Shape:
+    """The shape of a hub id or a local folder; UnknownShape or UnsupportedModel's sentence when it cannot be told."""
+    folder = local_folder(model)
+    folders = [folder] if folder is not None else _hub_folders(model) if HUB_ID.fullmatch(model) else []
+    for candidate in folders:
+        if (candidate / "config.json").is_file():
+            return _read(model, candidate / "config.json")
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    by_small_name = {name.lower(): name for name in table}
+    if model.lower() in by_small_name:
+        name = by_small_name[model.lower()]
+        return from_config(model, table[name], f"published config.json of {name}")
+    if not HUB_ID.fullmatch(model):
+        raise UnknownShape(
+            "model", f"{model!r} has no config.json (looked in {layout.ROOT / model}); make or fetch it first"
+        )
+    wanted = layout.relative(layout.fetched_model(model))
+    raise UnknownShape(
+        "model",
+        f"the shape of {model!r} is not known here: run `.venv/bin/hf download {model} config.json "
+        f"--local-dir {wanted}`, or use a model that is known, e.g. {nearest(model, tuple(table))!r}",
+    )
+
+
+def _hub_folders(model: str) -> list[Path]:
+    """Where a hub model's files may be already: our own folder, then the snapshots of the hub's cache, newest first."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    snapshots = (cache / f"models--{model.replace('/', '--')}" / "snapshots").glob("*")
+    newest_first = sorted(snapshots, key=lambda path: path.stat().st_mtime, reverse=True)
+    return [layout.fetched_model(model), *newest_first]
+
+
+def _read(model: str, path: Path) -> Shape:
+    try:
+        config = read_object(path)
+    except (OSError, BadField) as exc:
+        raise UnknownShape("model", str(exc)) from exc
+    return from_config(model, config, str(layout.relative(path)))
+
+
+def from_config(model: str, config: dict, source: str) -> Shape:
+    """The shape a config.json describes; UnknownShape says why where it is not one we can build."""
+    try:
+        arch = architecture.from_config(config)
+    except architecture.UnsupportedModel as exc:
+        raise UnknownShape("model", f"{model!r} cannot be planned: {exc}") from exc
+    dtype = config.get("torch_dtype") or config.get("dtype")
+    return Shape(model, arch, source, str(dtype) if dtype else None, _positions(arch))
+
+
+def _positions(arch: architecture.Architecture) -> int:
+    length = _stretched(arch)
+    return length if arch.window is None else min(length, arch.window)
+
+
+def _stretched(arch: architecture.Architecture) -> int:
+    """The model's length with its rope scaling. The factor is a checked number by now wherever it is used."""
+    if arch.rope.kind == "yarn":  # the factor counts from the pre-training length, which may be the written one
+        original = arch.rope.need("original_max_position_embeddings")
+        return max(arch.max_positions, int(original * arch.rope.need("factor")))
+    if arch.rope.kind == "linear":
+        return int(arch.max_positions * arch.rope.need("factor"))
+    return arch.max_positions  # llama3 writes the stretched length

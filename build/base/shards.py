@@ -1,0 +1,93 @@
+"""Safetensors files, read by memory map: header checked, no tensor copied until somebody looks at it.
+
+Format: u64 little-endian header length, JSON header ``{name: {dtype, shape, data_offsets}}``, raw bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from build.base.json_fields import shown
+
+DTYPES = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+MAX_HEADER_BYTES = 100_000_000
+
+
+class BadShard(ValueError):
+    """A safetensors file is truncated, or its header and its bytes disagree."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies. ``dtype`` is safetensors' name (BF16, F16, F32, ...); ``offset`` in the file."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    def raw(self) -> np.ndarray:
+        """A read-only view of the mapped file; bf16 arrives as its bits in u16."""
+        return np.memmap(self.path, dtype=DTYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape)
+
+    def f32(self) -> np.ndarray:
+        """An f32 array with exactly the stored values (a copy unless stored as F32)."""
+        bits = self.raw()
+        if self.dtype == "BF16":
+            return (bits.astype(np.uint32) << 16).view(np.float32)
+        return np.asarray(bits, dtype=np.float32)
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Tensors of one file by name. Raises BadShard naming the file and what is wrong with it."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise BadShard(f"{path} is truncated or is no safetensors file ({size} bytes)")
+            text = file.read(length)
+    except OSError as exc:
+        raise BadShard(f"{path} cannot be read: {exc.strerror or exc}") from exc
+    try:
+        header = json.loads(text, object_pairs_hook=lambda pairs: _without_repeats(path, pairs))
+    except (ValueError, RecursionError) as exc:
+        if isinstance(exc, BadShard):
+            raise
+        raise BadShard(f"{path} has a header that is not JSON; is it a safetensors file?") from exc
+    if not isinstance(header, dict):
+        raise BadShard(f"{path} has a header that is not a JSON object")
+    header.pop("__metadata__", None)
+    return {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
+
+
+def _without_repeats(path: Path, pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Raises BadShard for a name that stands twice: which of the two is meant cannot be told."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadShard(f"{path}: the header has {shown(twice)} twice")
+    return table
+
+
+def _stored(path: Path, name: str, entry: object, data_start: int, size: int) -> StoredTensor:
+    try:
+        dtype, shape = entry["dtype"], tuple(entry["shape"])  # type: ignore[index]
+        begin, end = entry["data_offsets"]  # type: ignore[index]
+    except (KeyError, TypeError, ValueError) as exc:
+        raise BadShard(f"{path}: the header entry of {shown(name)[1:-1]} is malformed") from exc
+    counts = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape)
+    if not isinstance(dtype, str) or not counts or not (isinstance(begin, int) and isinstance(end, int)):
+        raise BadShard(f"{path}: the header entry of {shown(name)[1:-1]} is malformed")
+    if not 0 <= begin <= end <= size - data_start:
+        raise BadShard(f"{path} is truncated: {name} should end at byte {data_start + end}, the file has {size}")
+    if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise BadShard(f"{path}: {name} is {dtype} {list(shape)} but has {end - begin} bytes")
+    return StoredTensor(path, name, dtype, shape, data_start + begin)

@@ -1,0 +1,1 @@
+"""Trains the demo model: corpus, tokenizer, network, evaluation, model card."""

@@ -1,0 +1,1 @@
+"""Checks a Triton model repository without a server: configurations, the ensemble, Python programs."""

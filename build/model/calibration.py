@@ -1,0 +1,206 @@
+"""Texts to calibrate and to evaluate on, and the token blocks made of them.
+
+``read_texts`` takes a local file or folder, the CPython standard library (``cpython``; its held-out modules are the
+``test`` split), or ``cnn_dailymail``. A folder is read as ``datasets.load_dataset`` would and as ``quantize.py`` needs
+it: split ``train``, column ``text`` (rule R21); so one folder serves our stage and NVIDIA's script.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from build.base.checkpoint import Checkpoint
+from contract.errors import InvalidArgument
+
+CPYTHON = "cpython"
+CNN_DAILYMAIL = "cnn_dailymail"
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "test": ("test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev", "heldout"),
+}
+SUFFIXES = (".jsonl", ".json", ".csv", ".txt")
+
+Encode = Callable[[str], Sequence[int]]
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class TokenBlocks:
+    """ids: i64[n, t], n sequences of t tokens, no padding. texts: how many texts went into them."""
+
+    ids: np.ndarray
+    texts: int
+
+    @property
+    def sha256(self) -> str:
+        """Of the shape and the ids, so that two calibrations can be told apart."""
+        return hashlib.sha256(repr(self.ids.shape).encode() + self.ids.astype("<i8").tobytes()).hexdigest()
+
+
+def read_texts(dataset: str, split: str = "train") -> list[str]:
+    """The non-empty texts of a data set, in a fixed order. ``split``: ``train`` or ``test``.
+
+    Raises InvalidArgument naming the data set, what is wrong with it, and what is allowed.
+    """
+    if split not in SPLIT_WORDS:
+        raise InvalidArgument("split", f"got {split!r}; allowed are {', '.join(SPLIT_WORDS)}")
+    path = Path(dataset).expanduser()
+    if dataset == CPYTHON:
+        texts = _cpython(split)
+    elif path.exists():
+        # quantize.py takes any path with this name for the data set itself, whose texts are its articles.
+        column = "article" if CNN_DAILYMAIL in dataset else "text"
+        texts = [text for file in _files(path, split) for text in _read_file(file, column)]
+    elif Path(dataset).name == CNN_DAILYMAIL:
+        texts = _cnn_dailymail(dataset, split)
+    else:
+        raise InvalidArgument(
+            "calibration.dataset",
+            f"{dataset!r} is neither a local file or folder nor {CPYTHON!r} nor {CNN_DAILYMAIL!r} (rule R21)",
+        )
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        raise InvalidArgument("calibration.dataset", f"{dataset} holds no text in split {split!r}")
+    return texts
+
+
+def token_blocks(
+    texts: list[str],
+    encode: Encode,
+    *,
+    size: int,
+    max_seq_length: int,
+    separator_id: int | None = None,
+    seed: int = 1234,
+) -> TokenBlocks:
+    """Up to ``size`` sequences of ``max_seq_length`` tokens.
+
+    Texts come in an order drawn from ``seed`` and in pieces of at most max_seq_length tokens: first the beginning of
+    every text, so that no long one fills the set, then the second pieces, and so on. Pieces are packed end to end
+    with ``separator_id`` before each: without padding, no statistic is taken of tokens that a request would never
+    hold. Where all texts together are too short for a whole sequence there is one shorter one.
+    """
+    if size < 1 or max_seq_length < 1:
+        raise InvalidArgument("calibration", f"size {size} and max_seq_length {max_seq_length} must be positive")
+    order = list(range(len(texts)))
+    random.Random(seed).shuffle(order)
+    separator = [] if separator_id is None else [separator_id]
+    stream: list[int] = []
+    rest: dict[int, Sequence[int]] = {}  # what is left of the texts begun
+    used = 0
+    while len(stream) < size * max_seq_length and order:
+        for index in order:
+            if len(stream) >= size * max_seq_length:
+                break
+            if index not in rest:
+                rest[index] = encode(texts[index])
+                used += bool(rest[index])
+            if rest[index]:
+                stream += [*separator, *rest[index][:max_seq_length]]
+            rest[index] = rest[index][max_seq_length:]
+        order = [index for index in order if rest.get(index)]
+    if not stream:
+        raise InvalidArgument("calibration.dataset", "its texts have no tokens")
+    width = min(max_seq_length, len(stream))
+    count = min(size, len(stream) // width)
+    return TokenBlocks(np.asarray(stream[: count * width], dtype=np.int64).reshape(count, width), used)
+
+
+def open_tokenizer(opened: Checkpoint) -> tuple[Encode, Decode, int | None]:
+    """(encode without special tokens, decode, the id that stands between texts).
+
+    That id is the model's begin-of-text token, else its end-of-text token, else None.
+    """
+    import tokenizers  # not needed by a caller who brings token ids
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(opened.folder / "tokenizer.json"))
+    separator_id = next(iter(opened.eos_token_ids), None) if opened.bos_token_id is None else opened.bos_token_id
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    return encode, decode, separator_id
+
+
+def _files(path: Path, split: str) -> list[Path]:
+    """The files of a split. Names decide, as in ``datasets``: where none names a split, all files are ``train``."""
+    if path.is_file():
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    if not files:
+        raise InvalidArgument("calibration.dataset", f"{path} holds no {', '.join(SUFFIXES)} file")
+    named = {file: _split_of(file.relative_to(path)) for file in files}
+    if not any(named.values()):
+        named = dict.fromkeys(files, "train")
+    chosen = [file for file in files if named[file] == split]
+    if not chosen:
+        there = sorted({name for name in named.values() if name})
+        problem = f"{path} has no split {split!r}; it has {', '.join(there)} (rule R21)"
+        raise InvalidArgument("calibration.dataset", problem)
+    return chosen
+
+
+def _split_of(relative: Path) -> str | None:
+    for part in (relative.stem, *reversed(relative.parts[:-1])):
+        words = part.lower().replace(".", " ").replace("-", " ").replace("_", " ").split() + [part.lower()]
+        for split, names in SPLIT_WORDS.items():
+            if any(word in names for word in words):
+                return split
+    return None
+
+
+def _read_file(file: Path, column: str) -> Iterable[str]:
+    try:
+        if file.suffix == ".txt":
+            return [file.read_text(encoding="utf-8")]
+        if file.suffix == ".csv":
+            with file.open(newline="", encoding="utf-8") as rows:
+                return [_text_of(row, column, file, number) for number, row in enumerate(csv.DictReader(rows), 2)]
+        if file.suffix == ".jsonl":
+            lines = file.read_text(encoding="utf-8").split("\n")
+            rows = [(number, json.loads(line)) for number, line in enumerate(lines, 1) if line.strip()]
+        elif file.suffix == ".json":
+            rows = list(enumerate(json.loads(file.read_text(encoding="utf-8")), 1))
+        else:
+            raise InvalidArgument("calibration.dataset", f"{file} is no text file; allowed are {', '.join(SUFFIXES)}")
+    except (ValueError, TypeError, UnicodeDecodeError) as exc:
+        raise InvalidArgument("calibration.dataset", f"{file} is not valid {file.suffix[1:]} in UTF-8: {exc}") from exc
+    return [_text_of(row, column, file, number) for number, row in rows]
+
+
+def _text_of(row: object, column: str, file: Path, number: int) -> str:
+    if isinstance(row, dict) and isinstance(row.get(column), str):
+        return row[column]
+    there = f"its columns are {', '.join(map(str, row))}" if isinstance(row, dict) else f"it is a {type(row).__name__}"
+    problem = f"{file}, row {number}: no text in column {column!r}; {there} (rule R21)"
+    raise InvalidArgument("calibration.dataset", problem)
+
+
+def _cpython(split: str) -> list[str]:
+    from build.demo_model import corpus  # the demo model's own split: what it was trained on, and what it never saw
+
+    sides = corpus.gather()
+    return [document.text for document in (sides.training if split == "train" else sides.held_out)]
+
+
+def _cnn_dailymail(dataset: str, split: str) -> list[str]:
+    try:
+        import datasets
+    except ImportError as exc:
+        raise InvalidArgument(
+            "calibration.dataset",
+            f"{dataset} must be downloaded, for which the package `datasets` is missing here; "
+            f"give a local folder with split train and a text column, or {CPYTHON!r}",
+        ) from exc
+    return list(datasets.load_dataset(dataset, "3.0.0", split=split)["article"])

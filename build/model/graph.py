@@ -1,0 +1,183 @@
+"""A dense decoder as an OpenVINO graph, in the stateful form that continuous batching turns into paged attention.
+
+    input_ids i64[B, L], attention_mask i64[B, S], position_ids i64[B, L], beam_idx i32[B]  ->  logits f32[B, L, V]
+
+with S = past + L. Keys and values live in variables ``past_key_values.N.{key,value}``, f32[B, kv_heads, past,
+head_dim], re-ordered by beam_idx before each use. ``ContinuousBatchingPipeline`` looks for exactly this chain:
+ReadValue -> Gather(beam_idx) -> Concat(new) -> head repetition -> ScaledDotProductAttention, and for the four
+input names. Written in f32; the device computes in what INFERENCE_PRECISION_HINT says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import openvino as ov
+import openvino.opset13 as ops
+from openvino import Node, PartialShape
+
+from build.base import rope as rotary
+from build.base.architecture import Architecture
+
+# (name of a tensor) -> f32 node holding it; weights.py decides how it is stored.
+Weight = Callable[[str], Node]
+
+DYNAMIC = -1
+
+
+def decoder(arch: Architecture, matrix: Weight, vector: Weight) -> ov.Model:
+    """matrix: linear layers and embeddings, [out, in]. vector: norms and biases, [n].
+
+    The nodes may share memory with arrays owned by the caller, who keeps them until the model is saved.
+    """
+    ids = _parameter("input_ids", ov.Type.i64, [DYNAMIC, DYNAMIC])
+    mask = _parameter("attention_mask", ov.Type.i64, [DYNAMIC, DYNAMIC])
+    positions = _parameter("position_ids", ov.Type.i64, [DYNAMIC, DYNAMIC])
+    beam_idx = _parameter("beam_idx", ov.Type.i32, [DYNAMIC])
+
+    cache = _KvCache(arch, _length(ids, 0), beam_idx)
+    cos, sin = _rotation(arch, positions)
+    bias = _attention_bias(mask, _length(ids, 1))
+    hidden = ops.gather(matrix("model.embed_tokens.weight"), ids, _i64(0))  # f32[B, L, hidden]
+    for layer in range(arch.num_layers):
+        at = f"model.layers.{layer}"
+        normed = _rms_norm(hidden, vector(f"{at}.input_layernorm.weight"), arch.rms_norm_eps)
+        hidden = ops.add(hidden, _attention(arch, at, normed, cos, sin, bias, cache, layer, matrix, vector))
+        normed = _rms_norm(hidden, vector(f"{at}.post_attention_layernorm.weight"), arch.rms_norm_eps)
+        hidden = ops.add(hidden, _mlp(arch, at, normed, matrix, vector))
+    hidden = _rms_norm(hidden, vector("model.norm.weight"), arch.rms_norm_eps)
+    head = "model.embed_tokens.weight" if arch.tied else "lm_head.weight"
+    logits = ops.matmul(hidden, matrix(head), False, True)  # f32[B, L, V]
+    logits.set_friendly_name("logits")
+    result = ops.result(logits)
+    logits.output(0).get_tensor().set_names({"logits"})
+    return ov.Model([result], cache.assigns, [ids, mask, positions, beam_idx], arch.name)
+
+
+class _KvCache:
+    """The variables of all layers: ``append`` returns past and new together and writes them back."""
+
+    def __init__(self, arch: Architecture, batch: Node, beam_idx: Node) -> None:
+        self._beam_idx = beam_idx
+        self._shape = PartialShape([DYNAMIC, arch.num_kv_heads, DYNAMIC, arch.head_dim])
+        empty = ops.concat([batch, _i64([arch.num_kv_heads, 0, arch.head_dim])], 0)
+        self._empty = ops.broadcast(_f32(0.0), empty)
+        self.assigns: list[Node] = []
+
+    def append(self, layer: int, what: str, new: Node) -> Node:
+        """new: f32[B, kv_heads, L, head_dim] -> f32[B, kv_heads, S, head_dim]."""
+        variable = f"past_key_values.{layer}.{what}present.{layer}.{what}"
+        past = ops.read_value(self._empty, variable, ov.Type.f32, self._shape)
+        ordered = ops.gather(past, self._beam_idx, _i64(0))
+        both = ops.concat([ordered, new], 2)
+        self.assigns.append(ops.assign(both, variable))
+        return both
+
+
+def _attention(
+    arch: Architecture,
+    at: str,
+    x: Node,
+    cos: Node,
+    sin: Node,
+    bias: Node,
+    cache: _KvCache,
+    layer: int,
+    matrix: Weight,
+    vector: Weight,
+) -> Node:
+    def heads(what: str, count: int) -> Node:
+        """f32[B, L, hidden] -> f32[B, count, L, head_dim]."""
+        flat = _linear(x, f"{at}.self_attn.{what}_proj", arch.qkv_bias, matrix, vector)
+        split = ops.reshape(flat, _i64([0, 0, count, arch.head_dim]), True)
+        if arch.qk_norm and what != "v":
+            split = _rms_norm(split, vector(f"{at}.self_attn.{what}_norm.weight"), arch.rms_norm_eps)
+        return ops.transpose(split, _i64([0, 2, 1, 3]))
+
+    query = _rotate(heads("q", arch.num_heads), cos, sin, arch.head_dim)
+    key = cache.append(layer, "key", _rotate(heads("k", arch.num_kv_heads), cos, sin, arch.head_dim))
+    value = cache.append(layer, "value", heads("v", arch.num_kv_heads))
+    repeat = arch.num_heads // arch.num_kv_heads
+    scale = _f32(arch.head_dim**-0.5)
+    mixed = ops.scaled_dot_product_attention(
+        query, _repeat_heads(key, arch, repeat), _repeat_heads(value, arch, repeat), bias, scale, causal=False
+    )
+    flat = ops.reshape(ops.transpose(mixed, _i64([0, 2, 1, 3])), _i64([0, 0, arch.num_heads * arch.head_dim]), True)
+    return _linear(flat, f"{at}.self_attn.o_proj", arch.output_bias, matrix, vector)
+
+
+def _repeat_heads(x: Node, arch: Architecture, repeat: int) -> Node:
+    """f32[B, kv_heads, S, d] -> f32[B, heads, S, d]: head h of the queries reads kv head h // repeat."""
+    if repeat == 1:
+        return x
+    widened = ops.broadcast(ops.unsqueeze(x, _i64(2)), _i64([1, 1, repeat, 1, 1]), broadcast_spec="BIDIRECTIONAL")
+    return ops.reshape(widened, _i64([0, arch.num_heads, -1, arch.head_dim]), True)
+
+
+def _mlp(arch: Architecture, at: str, x: Node, matrix: Weight, vector: Weight) -> Node:
+    gate = ops.swish(_linear(x, f"{at}.mlp.gate_proj", arch.mlp_bias, matrix, vector))
+    up = _linear(x, f"{at}.mlp.up_proj", arch.mlp_bias, matrix, vector)
+    return _linear(ops.multiply(gate, up), f"{at}.mlp.down_proj", arch.mlp_bias, matrix, vector)
+
+
+def _linear(x: Node, name: str, bias: bool, matrix: Weight, vector: Weight) -> Node:
+    product = ops.matmul(x, matrix(f"{name}.weight"), False, True)
+    return ops.add(product, vector(f"{name}.bias")) if bias else product
+
+
+def _rms_norm(x: Node, weight: Node, eps: float) -> Node:
+    mean_square = ops.reduce_mean(ops.power(x, _f32(2.0)), _i64([-1]), True)
+    inverse = ops.divide(_f32(1.0), ops.sqrt(ops.add(mean_square, _f32(eps))))
+    return ops.multiply(weight, ops.multiply(x, inverse))
+
+
+def _rotation(arch: Architecture, positions: Node) -> tuple[Node, Node]:
+    """cos and sin, f32[B, 1, L, head_dim]; both halves of the last axis are equal."""
+    frequencies, factor = rotary.inverse_frequencies(arch.rope, arch.head_dim)
+    at = ops.convert(ops.unsqueeze(positions, _i64(-1)), ov.Type.f32)  # f32[B, L, 1]
+    angles = ops.matmul(at, ops.constant(frequencies[None, :]), False, False)  # f32[B, L, head_dim / 2]
+    both = ops.unsqueeze(ops.concat([angles, angles], -1), _i64(1))
+    cos, sin = ops.cos(both), ops.sin(both)
+    if factor != 1.0:
+        cos, sin = ops.multiply(cos, _f32(factor)), ops.multiply(sin, _f32(factor))
+    return cos, sin
+
+
+def _rotate(x: Node, cos: Node, sin: Node, head_dim: int) -> Node:
+    """x * cos + rotate_half(x) * sin over f32[B, heads, L, head_dim]; the plugin fuses this spelling into RoPE."""
+    half, end = _i64([head_dim // 2]), _i64([np.iinfo(np.int64).max])
+    first = ops.slice(x, _i64([0]), half, _i64([1]), _i64([3]))
+    second = ops.slice(x, half, end, _i64([1]), _i64([3]))
+    turned = ops.concat([ops.multiply(second, _f32(-1.0)), first], -1)
+    return ops.add(ops.multiply(x, cos), ops.multiply(turned, sin))
+
+
+def _attention_bias(mask: Node, new: Node) -> Node:
+    """f32[B, 1, L, S]: 0 where query i (at S - L + i) may look at key j, the lowest f32 elsewhere."""
+    total = ops.squeeze(_length(mask, 1), _i64(0))  # S
+    first = ops.subtract(total, ops.squeeze(new, _i64(0)))  # S - L
+    keys = ops.range(_i64(0), total, _i64(1), "i64")
+    queries = ops.unsqueeze(ops.range(first, total, _i64(1), "i64"), _i64(1))
+    causal = ops.less_equal(ops.unsqueeze(keys, _i64(0)), queries)  # [L, S]
+    present = ops.unsqueeze(ops.convert(mask, ov.Type.boolean), _i64([1, 2]))  # [B, 1, 1, S]
+    return ops.select(ops.logical_and(present, causal), _f32(0.0), _f32(float(np.finfo(np.float32).min)))
+
+
+def _parameter(name: str, dtype: ov.Type, shape: list[int]) -> Node:
+    node = ops.parameter(PartialShape(shape), dtype)
+    node.set_friendly_name(name)  # the paged-attention conversion looks inputs up by this name as well
+    node.output(0).get_tensor().set_names({name})
+    return node
+
+
+def _length(node: Node, axis: int) -> Node:
+    return ops.gather(ops.shape_of(node, "i64"), _i64([axis]), _i64(0))  # i64[1]
+
+
+def _i64(value: int | list[int]) -> Node:
+    return ops.constant(np.asarray(value, dtype=np.int64))
+
+
+def _f32(value: float) -> Node:
+    return ops.constant(np.asarray(value, dtype=np.float32))

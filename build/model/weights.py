@@ -1,0 +1,188 @@
+"""How each precision stores a weight in the graph: constants that the CPU plugin computes with as they are.
+
+    fp32   f32                                  the plugin converts to what it computes in
+    fp16   f16 -> Convert                       a bf16 checkpoint loses its smallest values
+    bf16   bf16 -> Convert                      a bf16 checkpoint exactly
+    int8   i8[N, K] -> Convert * f32[N, 1]      one scale per output row, symmetric
+    int4   u4[N, K/g, g] -> (Convert - zero) * f16[N, K/g, 1] -> [N, K]   groups of g columns, asymmetric
+
+These chains are the ones the plugin fuses into the matrix product (and into Gather for the embedding), so no
+widened copy exists at run time. Every matrix is compressed, with three exceptions. With int4 the embedding and lm_head
+stay int8: they read out single rows and the final logits, are a quarter of a small model, and four bits cost most
+there. With ``head_precision`` bf16 they are bf16, under int8 weights too. A matrix whose rows do not divide into groups
+of at least 16 stays int8. Norms and biases are f32 always. A tied lm_head is the embedding's own node.
+
+Scales come from the weights alone. Values are rounded to nearest, or, with int4 and calibration texts, as ``gptq.py``
+finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import openvino as ov
+import openvino.opset13 as ops
+from openvino import Node
+
+from build.base.checkpoint import Checkpoint, CheckpointError
+from build.base.numerics import f32_to_bf16
+
+PRECISIONS = ("fp32", "bf16", "fp16", "int8", "int4")
+_READ_OUT = ("model.embed_tokens.weight", "lm_head.weight")
+_SMALLEST_GROUP = 16
+_SMALLEST_SCALE = 2.0**-24  # the smallest f16 above zero: an all-zero group still divides
+
+
+@dataclass(frozen=True)
+class Int8:
+    """w ≈ values * scales. values: i8[N, K] in -127..127. scales: f32[N, 1]."""
+
+    values: np.ndarray
+    scales: np.ndarray
+
+    def dequantized(self) -> np.ndarray:
+        return self.values.astype(np.float32) * self.scales
+
+
+@dataclass(frozen=True)
+class Int4:
+    """w ≈ (values - zeros) * scales, per group. values: u8[N, K/g, g] in 0..15; zeros: u8[N, K/g, 1]; scales: f16."""
+
+    values: np.ndarray
+    zeros: np.ndarray
+    scales: np.ndarray
+
+    def dequantized(self) -> np.ndarray:
+        """f32[N, K]."""
+        centred = self.values.astype(np.float32) - self.zeros.astype(np.float32)
+        return (centred * self.scales.astype(np.float32)).reshape(len(self.values), -1)
+
+
+def quantize_int8(weight: np.ndarray) -> Int8:
+    """weight: f32[N, K]."""
+    scales = np.maximum(np.abs(weight).max(axis=1, keepdims=True) / 127, np.finfo(np.float32).tiny)
+    return Int8(np.clip(np.rint(weight / scales), -127, 127).astype(np.int8), scales.astype(np.float32))
+
+
+def quantize_int4(weight: np.ndarray, group_size: int) -> Int4:
+    """weight: f32[N, K], K a multiple of group_size. Zero is always exact: it lies in every group's range."""
+    groups = weight.reshape(len(weight), -1, group_size)
+    scales, zeros = group_scales(groups)
+    values = np.clip(np.rint(groups / scales.astype(np.float32)) + zeros, 0, 15)
+    return Int4(values.astype(np.uint8), zeros, scales)
+
+
+def group_scales(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """f32[..., g] -> (scales f16[..., 1], zeros u8[..., 1]) that cover every group's range, zero included."""
+    low = np.minimum(groups.min(axis=-1, keepdims=True), 0)
+    high = np.maximum(groups.max(axis=-1, keepdims=True), 0)
+    scales = np.maximum((high - low) / 15, _SMALLEST_SCALE).astype(np.float16)
+    step = scales.astype(np.float32)  # quantise with the rounded scale, so that rounding it costs nothing twice
+    return scales, np.clip(np.rint(-low / step), 0, 15).astype(np.uint8)
+
+
+def pack_u4(values: np.ndarray) -> np.ndarray:
+    """u8 in 0..15 -> u8[ceil(n / 2)], the even element in the low half of its byte."""
+    flat = values.reshape(-1)
+    flat = np.append(flat, np.uint8(0)) if flat.size % 2 else flat
+    return flat[0::2] | (flat[1::2] << 4)
+
+
+def fitting_group(columns: int, group_size: int) -> int | None:
+    """The largest group, halving from group_size down to 16, that divides the columns; None if none does."""
+    while group_size >= _SMALLEST_GROUP:
+        if columns % group_size == 0:
+            return group_size
+        group_size //= 2
+    return None
+
+
+class Weights:
+    """The two callables of ``graph.decoder`` over a checkpoint. Owns the arrays that the graph's constants share:
+    keep it until the model is saved."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        precision: str,
+        group_size: int,
+        calibrated: Mapping[str, Int4] | None = None,
+        head_precision: str = "int8",
+    ) -> None:
+        """calibrated: matrices that ``gptq.py`` has rounded already, by name; the others are rounded to nearest.
+        head_precision: int8 or bf16, of embedding and lm_head where precision is int8 or int4."""
+        self._checkpoint = checkpoint
+        self._calibrated = calibrated or {}
+        self._precision = precision
+        self._head = head_precision if precision in ("int8", "int4") else precision
+        self._group_size = group_size
+        self._shared: list[object] = []
+        self._nodes: dict[str, Node] = {}
+
+    def matrix(self, name: str) -> Node:
+        """f32[N, K] node of a linear layer or embedding; asked twice (tied), the same node."""
+        if name not in self._nodes:
+            self._nodes[name] = self._compressed(name)
+            self._nodes[name].set_friendly_name(name)
+        return self._nodes[name]
+
+    def vector(self, name: str) -> Node:
+        """f32[N] node of a norm or bias."""
+        return ops.constant(self._values(name))
+
+    def _compressed(self, name: str) -> Node:
+        if name in self._calibrated:
+            return self._int4(self._calibrated[name], self._checkpoint.tensors[name].shape)
+        stored = self._head if name in _READ_OUT else self._precision
+        if stored in ("bf16", "fp16", "fp32"):
+            return self._float(name, stored)
+        weight = self._values(name)
+        group = fitting_group(weight.shape[1], self._group_size)
+        if self._precision == "int4" and name not in _READ_OUT and group is not None:
+            return self._int4(quantize_int4(weight, group), weight.shape)
+        quantized = quantize_int8(weight)
+        wide = ops.convert(self._constant(quantized.values, ov.Type.i8, quantized.values.shape), ov.Type.f32)
+        return ops.multiply(wide, ops.constant(quantized.scales))
+
+    def _float(self, name: str, stored: str) -> Node:
+        tensor = self._checkpoint.tensors[name]
+        if stored == "fp32":
+            return ops.constant(self._values(name))
+        if stored == "bf16":
+            # The file's own bytes where it is bf16 already: mapped, not copied.
+            bits = tensor.raw() if tensor.dtype == "BF16" else f32_to_bf16(self._values(name))
+            require_finite(name, not ((bits & 0x7F80) == 0x7F80).any())  # all exponent bits set: NaN or infinity
+            return ops.convert(self._constant(np.ascontiguousarray(bits), ov.Type.bf16, tensor.shape), ov.Type.f32)
+        exact = self._values(name)
+        with np.errstate(over="ignore"):
+            narrow = exact.astype(np.float16)
+        if not np.isfinite(narrow).all():
+            largest = float(np.abs(exact).max())
+            raise CheckpointError(f"{name} reaches {largest:g}, beyond fp16's 65504; use precision bf16 or int8")
+        return ops.convert(self._constant(narrow, ov.Type.f16, tensor.shape), ov.Type.f32)
+
+    def _int4(self, quantized: Int4, shape: tuple[int, ...]) -> Node:
+        values = self._constant(pack_u4(quantized.values), ov.Type.u4, quantized.values.shape)
+        zeros = self._constant(pack_u4(quantized.zeros), ov.Type.u4, quantized.zeros.shape)
+        centred = ops.subtract(ops.convert(values, ov.Type.f16), ops.convert(zeros, ov.Type.f16))
+        scaled = ops.multiply(centred, ops.constant(quantized.scales))
+        flat = ops.reshape(scaled, ops.constant(np.asarray(shape, np.int64)), False)
+        return ops.convert(flat, ov.Type.f32)
+
+    def _constant(self, array: np.ndarray, dtype: ov.Type, shape: tuple[int, ...]) -> Node:
+        tensor = ov.Tensor(array, ov.Shape(shape), dtype)  # shares the array without holding it
+        self._shared += [array, tensor]
+        return ops.constant(tensor, shared_memory=True)
+
+    def _values(self, name: str) -> np.ndarray:
+        values = self._checkpoint.tensors[name].f32()
+        require_finite(name, bool(np.isfinite(values).all()))
+        return np.ascontiguousarray(values)
+
+
+def require_finite(name: str, finite: bool) -> None:
+    """Raises CheckpointError for a tensor that is not ``finite``."""
+    if not finite:
+        raise CheckpointError(f"{name} holds NaN or infinity; the checkpoint is damaged or its training diverged")

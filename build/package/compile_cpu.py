@@ -1,0 +1,139 @@
+"""A checkpoint and a recipe become the folder that the CPU engine loads.
+
+    openvino_model.xml/.bin    the graph of ``graph.py`` with weights as ``weights.py`` stores them
+    config.json                the checkpoint's own
+    generation_config.json     the checkpoint's, its end ids always a list under eos_token_id
+    tokenizer.json, tokenizer_config.json, special_tokens_map.json, added_tokens.json, chat_template.*   as they are
+
+Neither torch nor nncf is needed, then or later.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import openvino as ov
+
+from build.base.checkpoint import Checkpoint, CheckpointError
+from build.model import graph
+from build.model.calibration import open_tokenizer, read_texts, token_blocks
+from build.model.weights import PRECISIONS, Int4, Weights
+from build.recipe.recipe import Recipe
+from contract.errors import EngineFailed, InvalidArgument
+
+
+def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
+    """Fills ``folder``, which exists and is empty. ``say`` gets a line before each long step.
+
+    Raises CheckpointError or InvalidArgument with one sentence.
+    """
+    check(checkpoint, recipe)
+    arch = checkpoint.architecture
+    say(f"{arch.name}, {arch.num_parameters() / 1e6:,.1f} M parameters: weights to {recipe.precision}")
+    calibrated = _calibrated(checkpoint, recipe, say)
+    weights = Weights(checkpoint, recipe.precision, recipe.group_size, calibrated, recipe.head_precision)
+    model = graph.decoder(arch, _announced(weights.matrix, checkpoint, say), weights.vector)
+    say("writing openvino_model.xml and openvino_model.bin")
+    try:
+        ov.save_model(model, str(folder / "openvino_model.xml"), compress_to_fp16=False)
+    except RuntimeError as exc:  # iostream's words for a disk that is full are no help
+        free = shutil.disk_usage(folder).free
+        problem = f"{folder}: the model could not be written ({exc}); {free / 1e6:,.1f} MB of disk are free there"
+        raise EngineFailed(problem) from exc
+    checkpoint.copy_side_files(folder)
+    _check_generation_config(checkpoint, folder)
+
+
+def _check_generation_config(checkpoint: Checkpoint, folder: Path) -> None:
+    """The pipeline reads this file when it loads, all of it."""
+    import openvino_genai
+
+    try:
+        openvino_genai.GenerationConfig(str(folder / "generation_config.json"))
+    except RuntimeError as exc:
+        path, said = checkpoint.folder / "generation_config.json", " ".join(str(exc).split())
+        raise CheckpointError(f"{path}: a field has the wrong type: {said[-200:]}") from exc
+
+
+def _calibrated(checkpoint: Checkpoint, recipe: Recipe, say: Callable[[str], None]) -> dict[str, Int4]:
+    """Matrices chosen on the recipe's calibration texts; none where it names no texts."""
+    asked = recipe.calibration
+    if asked is None:
+        return {}
+    from build.model import gptq
+
+    texts, (encode, _, separator_id) = read_texts(asked.dataset), open_tokenizer(checkpoint)
+    length = min(asked.max_seq_length, checkpoint.architecture.max_positions)
+    blocks = token_blocks(texts, encode, size=asked.size, max_seq_length=length, separator_id=separator_id)
+    if blocks.ids.max() >= checkpoint.architecture.vocab_size:
+        problem = f"the tokenizer gives id {blocks.ids.max()}; the vocabulary has {checkpoint.architecture.vocab_size}"
+        raise InvalidArgument("model", problem)
+    sequences, length = blocks.ids.shape
+    say(f"calibrating on {sequences} sequences of {length} tokens from {asked.dataset}")
+    return gptq.calibrated(checkpoint, blocks.ids, recipe.group_size, say)
+
+
+def _announced(matrix: graph.Weight, checkpoint: Checkpoint, say: Callable[[str], None]) -> graph.Weight:
+    """``matrix`` that says how far it has come, every two seconds at most."""
+    sizes = {name: math.prod(tensor.shape) for name, tensor in checkpoint.tensors.items()}
+    seen: set[str] = set()
+    said_s = time.monotonic()
+
+    def announced(name: str) -> ov.Node:
+        nonlocal said_s
+        if time.monotonic() - said_s > 2:
+            said_s = time.monotonic()
+            say(f"weights {100 * sum(sizes[n] for n in seen) // sum(sizes.values())} %")
+        seen.add(name)
+        return matrix(name)
+
+    return announced
+
+
+def check(checkpoint: Checkpoint, recipe: Recipe) -> None:
+    """Refuses, before anything long starts, what recipe and checkpoint cannot do together."""
+    if not checkpoint.eos_token_ids:
+        problem = "neither generation_config.json nor config.json has an eos_token_id"
+        raise CheckpointError(f"{checkpoint.folder}: {problem}")
+    longest = checkpoint.architecture.max_positions
+    if recipe.max_seq_len is None or recipe.max_seq_len > longest:
+        raise InvalidArgument("max_seq_len", f"got {recipe.max_seq_len}; allowed for this model is 2 to {longest}")
+    if recipe.precision not in PRECISIONS:
+        raise InvalidArgument("precision", f"got {recipe.precision!r}; allowed is one of {', '.join(PRECISIONS)}")
+    if recipe.calibration is not None and recipe.precision != "int4":
+        problem = f"[calibration] has no effect on {recipe.precision} weights; allowed is none, or precision int4"
+        raise InvalidArgument("calibration", problem)
+    if recipe.kv_cache_precision == "bf16" and _computes_in_f32(recipe):
+        raise InvalidArgument("kv_cache_precision", "got 'bf16'; allowed with fp32 weights is one of f32, f16, u8")
+    if recipe.kv_cache_tokens is None or recipe.kv_cache_tokens < recipe.max_seq_len:
+        problem = f"got {recipe.kv_cache_tokens}; one sequence of max_seq_len {recipe.max_seq_len} must fit"
+        raise InvalidArgument("kv_cache_tokens", problem)
+    if recipe.max_num_tokens < recipe.max_batch_size:
+        need = f"each of max_batch_size {recipe.max_batch_size} sequences takes one per step"
+        raise InvalidArgument("max_num_tokens", f"got {recipe.max_num_tokens}; {need}")
+    if not recipe.chunked_context and recipe.max_num_tokens < recipe.max_seq_len:
+        need = f"without chunked_context a prompt of max_seq_len {recipe.max_seq_len} must fit in one step"
+        raise InvalidArgument("max_num_tokens", f"got {recipe.max_num_tokens}; {need}")
+
+
+def properties(recipe: Recipe) -> dict[str, str]:
+    """What OpenVINO opens the engine with: the recipe's precisions decide between exact and fast.
+
+    Keys and values in f32 or f16, or fp32 weights: f32 compute, activations never quantised. KV in u8 or bf16: the
+    plugin's own choice, which is bf16 where the CPU has it and int8 activations for int8 and int4 weights; about
+    twice as fast, but a request's text then depends on what is batched with it. Of 24 sampled texts of the demo model
+    made alone and together 24 were equal with f32 KV, 22 with f16, 14 to 21 with bf16 or u8.
+    """
+    kv = {"KV_CACHE_PRECISION": recipe.kv_cache_precision}
+    if _computes_in_f32(recipe):
+        return kv | {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+    # u8 works with whatever the CPU computes in; bf16 keys and values only with bf16.
+    return kv | ({"INFERENCE_PRECISION_HINT": "bf16"} if recipe.kv_cache_precision == "bf16" else {})
+
+
+def _computes_in_f32(recipe: Recipe) -> bool:
+    return recipe.precision == "fp32" or recipe.kv_cache_precision in ("f32", "f16")

@@ -1,0 +1,187 @@
+"""Compile: a TensorRT-LLM checkpoint becomes an engine, by trtllm-build in the recipe's image on the recipe's GPU.
+
+    python -m build.package.compile_trtllm --engine llama-3.1-8b-fp8-hopper
+    python -m build.package.compile_trtllm --engine llama-3.1-8b-fp8-hopper --dry-run
+
+Where it cannot work it stops with one sentence that says what to run where, and leaves nothing behind. Exit status 0
+when the engine is there, 1 when trtllm-build failed, 2 for a recipe that is refused, 3 for the wrong machine or a
+missing checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from build.base import hardware, layout, option_table, program
+from build.base import shape as shapes
+from build.base.shape import Shape
+from build.package import container
+from build.recipe import commands
+from build.recipe import recipe as recipes
+from build.recipe.case import Case
+from build.recipe.recipe import TRTLLM, TRTLLM_VERSION, Recipe
+from build.recipe.verdict import judge, require
+from contract.errors import EngineFailed, InvalidArgument, TridentError, Unavailable
+
+HELP_TIMEOUT_S = 300.0  # `trtllm-build --help` imports tensorrt_llm first
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9_]*")
+
+
+class WrongMachine(Unavailable):
+    """This machine cannot compile the engine; the message says which one can."""
+
+
+def compile_trtllm(recipe: Recipe, shape: Shape) -> Path:
+    """The folder of the compiled engine.
+
+    Raises InvalidArgument for a refused recipe, WrongMachine where there is no fitting GPU, container or checkpoint,
+    EngineFailed when trtllm-build or what it wrote is not as asked.
+    """
+    _check_recipe(recipe, shape)
+    runtime = check_machine(recipe)
+    check_checkpoint(recipe, shape)
+    argv = commands.compile_engine(recipe, shape)
+    check_options(argv, recipe, runtime)
+    log = layout.logs(recipe.name) / "compile.log"
+    for line in container.entered(argv, recipe, runtime):
+        if (status := container.run(line, recipe, log)) != 0:
+            raise EngineFailed(f"{line[0]} ended with status {status}; its output is in {layout.relative(log)}")
+    return check_engine(recipe)
+
+
+def _check_recipe(recipe: Recipe, shape: Shape) -> None:
+    if recipe.kind != TRTLLM:
+        raise InvalidArgument(
+            "engine", f"{recipe.name} is of kind {recipe.kind!r}; only kind {TRTLLM!r} is compiled here"
+        )
+    require(recipe, judge(Case(recipe, shape)))
+
+
+def check_machine(recipe: Recipe) -> str:
+    """The container runtime to use; raises WrongMachine with the one thing that is missing and where it is not."""
+    cards = hardware.present()
+    again = build_it(recipe)
+    if not cards:
+        raise WrongMachine(f"trtllm-build needs a GPU (R30) and this machine has none: {again}")
+    if all(card.sm != recipe.sm for card in cards):
+        here = ", ".join(sorted({f"{card.name} (SM {card.sm})" for card in cards}))
+        raise WrongMachine(f"an engine runs only on the SM it was built on, and this machine has {here}: {again}")
+    runtime = container.runtime()
+    if runtime is None:
+        raise WrongMachine(f"neither trtllm-build nor docker nor enroot is on this machine: {again}")
+    if "error" in os.environ.get("PYTHONWARNINGS", "") and runtime == container.INSIDE:
+        print("PYTHONWARNINGS=error is left out of the build's environment (R35)", flush=True)
+    return runtime
+
+
+def build_it(recipe: Recipe) -> str:
+    """What to run where. What is finished stays finished, so a machine that gets this folder too goes on from here."""
+    wanted = f"{recipe.world_size} x {recipe.gpu} (SM {recipe.sm})"
+    run, made = f"make build-engine ENGINE={recipe.name}", layout.relative(layout.ENGINES / recipe.name)
+    where = f"on a machine with {wanted}, inside {recipe.image} or with docker or enroot to run it"
+    return f"run `{run}` {where}, and copy {made} there to go on from here"
+
+
+def check_checkpoint(recipe: Recipe, shape: Shape) -> None:
+    """Raises WrongMachine unless the checkpoint of every rank is there."""
+    folder = layout.checkpoint(recipe.name)
+    ranks = len(list(folder.glob("rank*.safetensors"))) if (folder / "config.json").is_file() else 0
+    if ranks == recipe.world_size:
+        return
+    make = commands.line(commands.checkpoint(recipe, shape))
+    there = f"has {ranks} rank files instead of {recipe.world_size} (R33)" if ranks else "is not there"
+    raise WrongMachine(
+        f"the checkpoint {layout.relative(folder)} {there}: make it first with `{make}` in {recipe.image}"
+    )
+
+
+def check_options(argv: list[str], recipe: Recipe, runtime: str) -> None:
+    """Holds the image's own --help against our option table, which was not read from this very image.
+
+    Raises EngineFailed when an option of ``argv`` is not there; other differences are written to the log.
+    """
+    asked = [argv[0], "--help"]
+    lines = container.entered(asked, recipe, runtime)
+    try:
+        for line in lines[:-1]:
+            container.run(line, recipe, layout.logs(recipe.name) / "compile.log")
+        text = container.output(lines[-1], recipe, HELP_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError) as exc:
+        raise EngineFailed(f"`{commands.line(lines[-1])}` does not run: {exc}") from exc
+    missing, added = option_differences(text, option_table.read("trtllm_build"))
+    used = sorted(missing & {part for part in argv if part.startswith("--")})
+    if used:
+        raise EngineFailed(
+            f"trtllm-build of {recipe.image} has no {', '.join(used)}; use the image the recipe was made for"
+        )
+    log = layout.logs(recipe.name) / "compile.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"options only in our table: {sorted(missing)}; only in the image: {sorted(added)}\n")
+
+
+def option_differences(help_text: str, table: option_table.OptionTable) -> tuple[set[str], set[str]]:
+    """(flags only in our table, flags only in ``help_text``)."""
+    known = {option.flag for option in table.options.values()}
+    there = set(FLAG.findall(help_text)) - {"--help"}
+    return known - there, there - known
+
+
+def check_engine(recipe: Recipe) -> Path:
+    """The engine's folder if what trtllm-build left is the engine that was asked for; raises EngineFailed if not."""
+    folder = layout.compiled(recipe.name)
+    if not (folder / "config.json").is_file():
+        raise EngineFailed(f"{layout.relative(folder)} holds no compiled engine: {build_it(recipe)}")
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        version, built = str(config["version"]), config["build_config"]
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise EngineFailed(f"{layout.relative(folder)} holds no readable engine config.json: {exc!r}") from exc
+    ranks = len(list(folder.glob("rank*.engine")))
+    if ranks != recipe.world_size:
+        raise EngineFailed(f"{layout.relative(folder)} has {ranks} rank engines instead of {recipe.world_size}")
+    if version != TRTLLM_VERSION:
+        raise EngineFailed(f"the engine is of TensorRT-LLM {version}, the recipe's image serves {TRTLLM_VERSION}")
+    for key, wanted in (("max_batch_size", recipe.max_batch_size), ("max_beam_width", recipe.max_beam_width)):
+        if built.get(key) != wanted:
+            raise EngineFailed(f"the engine was built with {key} {built.get(key)}, the recipe says {wanted}")
+    return folder
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--engine", help="name of a recipe in build/recipes")
+    which.add_argument("--recipe", type=Path, help="path of a recipe anywhere")
+    parser.add_argument("--dry-run", action="store_true", help="print the command lines only; needs no GPU")
+    options = parser.parse_args(arguments)
+    try:
+        recipe = recipes.load(options.recipe) if options.recipe else recipes.named(options.engine)
+        shape = shapes.find(recipe.model)
+        if options.dry_run:
+            _check_recipe(recipe, shape)
+            argv = commands.compile_engine(recipe, shape)
+            for line in container.entered(argv, recipe, container.runtime() or container.DOCKER):
+                print(commands.line(line))
+            return 0
+        print(f"engine in {layout.relative(compile_trtllm(recipe, shape))}")
+    except InvalidArgument as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except WrongMachine as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    except TridentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(program.run(main, "error"))

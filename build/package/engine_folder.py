@@ -1,0 +1,80 @@
+"""How an engine's folder comes to be: whole or not at all, by one builder at a time.
+
+Files are written to ``<name>.partial-<pid>/``, which takes the name of the engine by a rename when it is complete.
+After a kill at any point the old engine (or none) is there; the next build removes what the killed one left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+from contract.errors import EngineFailed
+
+
+@contextlib.contextmanager
+def only_builder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Holds the engine's lock, waiting for another builder to finish; the kernel drops it with the process."""
+    with _opened(folder.with_name(f".{folder.name}.lock")) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another build of {folder.name} is running; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        _clean_up(folder)
+        yield
+
+
+def _opened(path: Path) -> TextIO:
+    try:
+        return path.open("w")
+    except OSError as exc:
+        raise EngineFailed(f"{path.parent}: must be a folder that can be written to, got: {exc.strerror}") from exc
+
+
+def require_room(folder: Path, needed: int) -> None:
+    """Raises EngineFailed where the disk of ``folder``, which exists, has less free than ``needed`` bytes."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        where = f"{folder}: must have {needed / 1e6:,.1f} MB of disk free for the engine"
+        raise EngineFailed(f"{where}, got {free / 1e6:,.1f} MB; free some, or take fewer bits")
+
+
+@contextlib.contextmanager
+def replacement(folder: Path) -> Iterator[Path]:
+    """An empty folder that becomes ``folder`` if the block ends well, and vanishes if it raises."""
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    partial.mkdir()
+    try:
+        yield partial
+        _publish(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    """A folder cannot be renamed over a full one, so the old engine steps aside; ``_clean_up`` puts it back if the
+    process dies between the two renames. A server that has the old files open keeps them."""
+    aside = folder.with_name(f"{folder.name}.replaced-{os.getpid()}")
+    if folder.exists():
+        folder.rename(aside)
+    partial.rename(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _clean_up(folder: Path) -> None:
+    """Called under the lock, so nothing of this engine's is in use by a builder."""
+    name = glob.escape(folder.name)
+    for aside in folder.parent.glob(f"{name}.replaced-*"):
+        if folder.exists():
+            shutil.rmtree(aside)
+        else:
+            aside.rename(folder)
+    for partial in folder.parent.glob(f"{name}.partial-*"):
+        shutil.rmtree(partial)

@@ -1,0 +1,203 @@
+"""The engine of a GPU recipe, stage by stage: fetch, quantise, verify, compile, package.
+
+Every stage that finished leaves a record (``stage_record.py``) and is not run again while nothing it is made from has
+changed; so a build goes on after a kill, and on the GPU machine with what was made elsewhere. The command of each is
+printed before it runs, and its output kept in ``engines/<engine>/logs/<stage>.log``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from build.base import digest, layout
+from build.base import shape as shapes
+from build.base.checkpoint import Checkpoint, open_checkpoint
+from build.base.fetch import fetch
+from build.base.hardware import present
+from build.base.stage_record import StageRecords
+from build.package import compile_trtllm, container, engine_folder, model_configs, side_files
+from build.package import plan as plans
+from build.package.stage import CONTAINER, Stage
+from build.quantise import environment
+from build.recipe import commands, provenance
+from build.recipe.recipe import Recipe
+from build.recipe.verdict import require
+from contract.errors import EngineFailed, Unavailable
+
+Say = Callable[[str], None]
+
+# The sources that decide what a stage leaves. A change in one makes the stage run again.
+SOURCES = {
+    "quantise": ("quantise/quantize.py", "recipe/quantization.py", "quantise/exporters.py", "model/calibration.py"),
+    "verify": (
+        "quality/evaluation.py",
+        "quality/comparison.py",
+        "quality/sanity.py",
+        "model/decoder.py",
+        "quantise/quantised_linear.py",
+        "base/numerics.py",
+    ),
+    "compile": (),
+    "package": ("package/model_configs.py", "trtllm/ensemble.pbtxt", "trtllm/detokenizer.pbtxt"),
+}
+SOURCES["convert"] = SOURCES["quantise"]
+
+
+def build(recipe: Recipe, say: Say, accept: str | None = None) -> Path:
+    """The engine's folder, every stage done. ``accept``: why an engine beyond its quality budget is packaged.
+
+    Raises verdict.Refused for a recipe the rules refuse, WrongMachine or Unavailable where a stage cannot run on this
+    machine (what is finished stays finished), EngineFailed where a program failed: always one sentence.
+    """
+    folder = layout.ENGINES / recipe.name
+    try:
+        layout.ENGINES.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise EngineFailed(f"{layout.ENGINES}: must be a folder that can be made, got: {exc.strerror}") from exc
+    with engine_folder.only_builder(folder, say):
+        return _Build(recipe, folder, say, accept).run()
+
+
+class _Build:
+    def __init__(self, recipe: Recipe, folder: Path, say: Say, accept: str | None) -> None:
+        self._recipe, self._folder, self._say, self._accept = recipe, folder, say, accept
+        self._records = StageRecords(folder)
+        self._ran = 0
+
+    def run(self) -> Path:
+        recipe = self._recipe
+        model = self._fetch()
+        plan = plans.make(recipe, shapes.find(recipe.model))
+        require(recipe, plan.findings)
+        for finding in plan.findings:
+            self._say(f"{plans.ATTENTION[finding.severity.value]} {finding.rule}: {finding.message}")
+        run = {
+            "quantise": self._quantise,
+            "convert": self._quantise,
+            "verify": self._verify,
+            "compile": self._compile,
+            "package": lambda stage: model_configs.package(recipe, plan.shape, model),
+        }
+        made = {"fetch": model.sha256()}
+        for stage in plan.stages:
+            if stage.name not in run:
+                continue  # the image is pulled by the container runtime, the model is fetched
+            # Another budget is verified again, and nothing is compiled again for it.
+            inputs = {name: sha for name, sha in made.items() if name != "verify" or stage.name == "package"}
+            made[stage.name] = self._stage(stage, digest.sha256_json(inputs), run[stage.name])
+        done = "is ready" if self._ran else "is up to date"
+        self._say(f"{layout.relative(self._folder)} {done} ({recipe.precision} from {recipe.model})")
+        return self._folder
+
+    def _fetch(self) -> Checkpoint:
+        argv = commands.fetch(self._recipe)
+        if argv is None:
+            return self._opened(fetch(self._recipe.model))
+        self._say(f"fetch: $ {commands.line(environment.run_by(argv))}")
+        into = layout.fetched_model(self._recipe.model)
+        return self._opened(fetch(self._recipe.model, self._recipe.revision, into))
+
+    def _opened(self, folder: Path) -> Checkpoint:
+        checkpoint = open_checkpoint(folder)
+        side_files.check(folder, self._say)
+        return checkpoint
+
+    def _stage(self, stage: Stage, inputs: str, run: Callable[[Stage], Sequence[Path]]) -> str:
+        """Runs the stage unless it is done; the digest of what it made and of what that was made from.
+
+        inputs: a digest of what the stages it builds on made.
+        """
+        key = digest.sha256_json([inputs, list(stage.argv), self._sources(stage.name)])
+        problem = self._records.problem(stage.name, key)
+        if problem is None:
+            self._say(f"{stage.name}: done before")
+        else:
+            started_s = time.monotonic()
+            self._say(f"{stage.name}: {problem}")
+            self._records.forget(stage.name)
+            engine_folder.require_room(self._folder.parent, stage.disk_bytes)
+            (self._folder / "manifest.json").unlink(missing_ok=True)  # half-built: not to be served
+            self._records.write(stage.name, key, run(stage))
+            self._ran += 1
+            self._say(f"{stage.name}: done in {time.monotonic() - started_s:.1f} s")
+        return self._records.digest(stage.name)
+
+    def _sources(self, stage: str) -> dict[str, str]:
+        found = {name: digest.sha256_file(layout.ROOT / "build" / name) for name in SOURCES[stage]}
+        recipe = self._recipe
+        if stage in ("quantise", "convert") and (texts := provenance.texts_sha256(recipe.calibration.dataset)):
+            found["texts"] = texts
+        if stage == "verify":
+            found["budget"] = repr(recipe.quality)
+        if stage in ("compile", "package"):
+            found["image"] = recipe.image
+        if stage == "package":
+            found["recipe"] = hashlib.sha256(repr(recipe).encode()).hexdigest()
+        return found
+
+    def _quantise(self, stage: Stage) -> list[Path]:
+        output = layout.checkpoint(self._recipe.name)
+        lines = self._quantise_lines(stage)
+        shutil.rmtree(output, ignore_errors=True)
+        self._execute(stage, lines)
+        return [output]
+
+    def _quantise_lines(self, stage: Stage) -> list[list[str]]:
+        """In the container where this machine could compile too, else by our own stage where it can."""
+        if stage.where != CONTAINER:
+            return [environment.run_by(stage.argv)]
+        runtime = container.runtime() if any(card.sm == self._recipe.sm for card in present()) else None
+        if runtime is not None:
+            return container.entered(stage.argv, self._recipe, runtime)
+        if stage.instead:
+            return [environment.run_by(stage.instead)]
+        problem = commands.problem_on_cpu(self._recipe)
+        raise Unavailable(
+            f"{stage.name} needs a GPU of SM {self._recipe.sm} and the image {self._recipe.image}, because "
+            f"build.quantise.quantize {problem}: run "
+            f"`{commands.line(commands.build_engine(self._recipe))}` on such a machine"
+        )
+
+    def _verify(self, stage: Stage) -> list[Path]:
+        accepted = () if self._accept is None else ("--accept-quality", self._accept)
+        self._execute(stage, [environment.run_by((*stage.argv, *accepted))])
+        return [layout.evaluation(self._recipe.name)]
+
+    def _compile(self, stage: Stage) -> list[Path]:
+        output, built_on = layout.compiled(self._recipe.name), layout.built_on(self._recipe.name)
+        shape = shapes.find(self._recipe.model)
+        runtime = compile_trtllm.check_machine(self._recipe)
+        shutil.rmtree(output, ignore_errors=True)
+        compile_trtllm.compile_trtllm(self._recipe, shape)
+        lines = container.entered(["python3", "server/machine.py"], self._recipe, runtime)
+        built_on.write_text(_answer(container.output(lines[-1], self._recipe, 300)) + "\n")
+        return [output, built_on]
+
+    def _execute(self, stage: Stage, lines: Sequence[Sequence[str]]) -> None:
+        log = layout.logs(self._recipe.name) / f"{stage.name}.log"
+        for line in lines:
+            if (status := container.run(line, self._recipe, log)) != 0:
+                raise EngineFailed(_failure(stage.name, status, log))
+
+
+def _answer(output: str) -> str:
+    """The JSON among what a program printed: an image's entry point says its own before, docker its warnings after."""
+    for line in reversed(output.splitlines()):
+        with contextlib.suppress(ValueError):
+            if isinstance(json.loads(line), dict):
+                return line.strip()
+    raise EngineFailed(f"server/machine.py said nothing of the machine, but: {output.strip()[-200:]!r}")
+
+
+def _failure(stage: str, status: int, log: Path) -> str:
+    """The program's own last sentence where it gave one."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    said = next((line.partition("error: ")[2] for line in reversed(lines[-5:]) if line.startswith("error: ")), "")
+    where = f"its output is in {layout.relative(log)}"
+    return f"{stage} ended with status {status}: {said} ({where})" if said else f"{stage} ended with {status}; {where}"

@@ -1,0 +1,330 @@
+"""Package: what Triton and the server need of an engine: its configurations, tokenizer files and manifest.
+
+``engine/configs/<engine>.pbtxt`` is written for the recipe; a compiled engine sends bare ids, so ``ensemble`` and
+``detokenizer`` get the variants of ``build/trtllm/`` under the same name. An engine of kind llmapi speaks in band like
+the CPU engine, and its configuration is the CPU engine's with another program.
+
+    python -m build.package.model_configs --engine llama-3.1-8b-fp8-hopper
+    python -m build.package.model_configs --engine llama-3.1-8b-fp8-hopper --print
+
+Tensors are those of ``contract.tensors`` that the C++ backend has; how it wants them (reshaped scalars, ragged rows)
+comes from ``build/trtllm/triton_contract_1.x.json``. The text is parsed by Triton's own protobuf before it is written.
+``--print`` prints the engine's configuration and needs no engine. Exit status 2 where recipe, engine or configuration
+is not in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from functools import lru_cache
+from pathlib import Path
+
+from build.base import digest, layout, program
+from build.base import shape as shapes
+from build.base.checkpoint import TOKENIZER_FILES, Checkpoint, open_checkpoint
+from build.base.shape import Shape
+from build.package.compile_trtllm import check_engine
+from build.quality import evaluation
+from build.recipe import commands, provenance
+from build.recipe import recipe as recipes
+from build.recipe.case import Case
+from build.recipe.recipe import CPU, LLMAPI, TRTLLM, TRTLLM_VERSION, Recipe
+from build.recipe.verdict import judge, require
+from contract import tensors
+from contract.errors import EngineFailed, InvalidArgument, TridentError
+from contract.manifest import FILE_NAME
+from contract.tensors import Tensor
+
+BARE_ENGINE_STEPS = ("ensemble", "detokenizer")  # their variants around an engine that sends bare ids
+SOURCES = ("package/model_configs.py", "package/compile_trtllm.py", "recipe/commands.py", "quantise/quantize.py")
+LEAST_IN_FLIGHT, IN_FLIGHT_PER_SEQUENCE = 64, 4
+CONTRACT = layout.OPTION_TABLES / "triton_contract_1.x.json"
+PBTXT_TYPE = {"BYTES": "TYPE_STRING"}  # every other KServe name is the pbtxt's after TYPE_
+LOGITS_TYPE = "TYPE_FP32"  # what the engine is built with: --logits_dtype float32 (R24)
+PLACEHOLDER_TYPE = {"${logits_datatype}": LOGITS_TYPE}
+LOGITS_OUTPUT = {"context_logits": "gather_context_logits", "generation_logits": "gather_generation_logits"}
+DRAFT_OUTPUTS = ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
+DECODING_MODE = {
+    "lookahead_decoding": "lookahead",
+    "medusa": "medusa",
+    "eagle": "eagle",
+    "explicit_draft_tokens": "redrafter",
+}
+
+
+@lru_cache
+def contract() -> dict[str, dict]:
+    """The tensors of the C++ backend: ``input`` and ``output``, each by name."""
+    table = json.loads(CONTRACT.read_text(encoding="utf-8"))["tensorrt_llm"]
+    return {side: {tensor["name"]: tensor for tensor in table[f"{side}s"]} for side in ("input", "output")}
+
+
+def inputs() -> list[str]:
+    """Input tensors of the engine's configuration, in the contract's order."""
+    return [t.name for t in tensors.ENGINE_INPUTS if not t.ours]
+
+
+def outputs(recipe: Recipe) -> list[str]:
+    """Output tensors: the contract's, logits where the engine gathers them, draft statistics where it drafts."""
+    names = [t.name for t in tensors.ENGINE_OUTPUTS if not t.ours]
+    gathers_all = recipe.build.get("gather_all_token_logits") is True
+    names += [name for name, option in LOGITS_OUTPUT.items() if gathers_all or recipe.build.get(option) is True]
+    return names + (list(DRAFT_OUTPUTS) if recipe.speculative_decoding is not None else [])
+
+
+def parameters(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    """(key, value, why) of every parameter we set; the rest is the backend's default."""
+    paged, word = commands.paged_context_fmha(recipe), {True: "true", False: "false"}
+    yield "gpt_model_type", "inflight_fused_batching", "Requests join and leave the running batch at every step."
+    path = str(layout.relative(layout.compiled(recipe.name)))
+    yield "gpt_model_path", path, "From the folder tritonserver is started in, which is the repository root."
+    policy, why = "guaranteed_no_evict", "A request is scheduled once its KV cache is certain: none is paused half-way."
+    if recipe.optimize_for == "throughput":
+        policy, why = (
+            "max_utilization",
+            "The batch is filled before KV is certain; a sequence may be paused and redone.",
+        )
+    yield "batch_scheduler_policy", policy, why
+    share = "Of the memory left once the engine is loaded"
+    bound = ", at most the tokens below." if recipe.kv_cache_tokens else "."
+    yield "kv_cache_free_gpu_mem_fraction", f"{recipe.kv_cache_fraction:g}", share + bound
+    if recipe.kv_cache_tokens:
+        yield "max_tokens_in_paged_kv_cache", str(recipe.kv_cache_tokens), "The recipe's kv_cache_tokens."
+    lost = "" if paged else " The engine has no paged context attention, which both need (R1, R3)."
+    yield "enable_kv_cache_reuse", word[recipe.prefix_reuse and paged], "Prompts that begin alike share blocks." + lost
+    why = "A long prompt is prefilled in pieces between the steps of the others."
+    yield "enable_chunked_context", word[recipe.chunked_context and paged], why
+    yield "max_beam_width", str(recipe.max_beam_width), "As built."
+    why = "The default would repeat the prompt in front of a non-streamed answer."
+    yield "exclude_input_in_output", "true", why
+    why = "Soon after a stop request the slot and its KV blocks are free; the default is 100."
+    yield "cancellation_check_period_ms", "10", why
+    yield from _drafting(recipe)
+    why = "These three must be there; empty means no grammar-guided decoding."
+    yield "tokenizer_dir", "", why
+    yield "guided_decoding_backend", "", ""
+    yield "xgrammar_tokenizer_info_path", "", ""
+
+
+def _drafting(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    spec = recipe.speculative_decoding
+    if spec is None or spec.mode not in DECODING_MODE:
+        return
+    yield "decoding_mode", DECODING_MODE[spec.mode], f"Drafts up to {spec.max_draft_len} tokens a step, as built."
+    if spec.mode == "lookahead_decoding":
+        why = "Lookahead throws at load unless all three are set."
+        yield "lookahead_window_size", str(spec.window_size), why
+        yield "lookahead_ngram_size", str(spec.ngram_size), ""
+        yield "lookahead_verification_set_size", str(spec.verification_set_size), ""
+    if spec.choices is not None:
+        yield f"{spec.mode}_choices", spec.choices, "The tree of drafts the heads propose."
+
+
+def render(recipe: Recipe) -> str:
+    """The engine's whole configuration file. Raises InvalidArgument for a CPU recipe, which needs none."""
+    if recipe.kind == CPU:
+        raise InvalidArgument("engine", f"{recipe.name} is of kind {recipe.kind!r}; engine/config.pbtxt is its own")
+    if recipe.kind == LLMAPI:
+        return _render_llmapi(recipe)
+    head = textwrap.dedent(f"""\
+        # Token ids -> token ids on {recipe.gpu} (SM {recipe.sm}), by the TensorRT-LLM engine {recipe.name}.
+        # Written by build/package/model_configs.py from the recipe of that name; chosen by --model-config-name.
+        name: "engine"
+        backend: "tensorrtllm"
+        # The engine's own limit: the backend takes it from the engine, Triton's batcher from here.
+        max_batch_size: {recipe.max_batch_size}
+        """)
+    parts = [head, _tensor_list("input", inputs()), _tensor_list("output", outputs(recipe)), _scheduling(recipe)]
+    lines = []
+    for key, value, why in parameters(recipe):
+        lines += textwrap.wrap(f"# {why}", 118, subsequent_indent="# ") if why else []
+        quoted = json.dumps(value, ensure_ascii=False)
+        lines.append(f'parameters {{ key: "{key}" value {{ string_value: {quoted} }} }}')
+    return "\n".join([*parts, "\n".join(lines)]) + "\n"
+
+
+def _scheduling(recipe: Recipe) -> str:
+    return textwrap.dedent(f"""\
+        # Streams: one request, many responses.
+        model_transaction_policy {{ decoupled: true }}
+        # The executor batches in flight, so Triton's batcher hands requests over at once. Its bound is also the
+        # executor's: one full batch may wait, more is refused at once and the gateway tries elsewhere.
+        dynamic_batching {{
+          preferred_batch_size: [ {recipe.max_batch_size} ]
+          max_queue_delay_microseconds: 0
+          default_queue_policy {{ max_queue_size: {recipe.max_batch_size} }}
+        }}
+        # One executor; it places itself on the GPUs, {recipe.world_size} of them.
+        instance_group [ {{ kind: KIND_CPU count: 1 }} ]
+        """)
+
+
+def _tensor_list(side: str, names: list[str]) -> str:
+    ours = {tensor.name: tensor for tensor in (*tensors.ENGINE_INPUTS, *tensors.ENGINE_OUTPUTS)}
+    rows = [_tensor(contract()[side][name], ours.get(name)) for name in names]
+    last = len(rows) - 1
+    body = [f"  {row}{',' if n < last else ' '}  # {note}" for n, (row, note) in enumerate(rows)]
+    return "\n".join([f"{side} [", *body, "]", ""])
+
+
+def _tensor(theirs: dict, ours: Tensor | None) -> tuple[str, str]:
+    """The tensor's entry, and its shape on the wire for the comment."""
+    datatype = PLACEHOLDER_TYPE.get(theirs["data_type"], theirs["data_type"])
+    if ours is not None:
+        expected = PBTXT_TYPE.get(ours.datatype, f"TYPE_{ours.datatype}")
+        same = datatype == expected and tuple(theirs["dims"]) == ours.dims
+        assert same, f"{ours.name}: contract/tensors.py and the backend's contract differ"
+    dims = ", ".join(map(str, theirs["dims"]))
+    entry = f'name: "{theirs["name"]}" data_type: {datatype} dims: [ {dims} ]'
+    entry += " reshape: { shape: [ ] }" if theirs["reshape_scalar"] else ""
+    entry += " optional: true" if theirs["optional"] else ""
+    entry += " allow_ragged_batch: true" if theirs["allow_ragged_batch"] else ""
+    wire = ", ".join(["batch", *("n" if d == -1 else str(d) for d in theirs["dims"])])
+    return f"{{ {entry} }}", f"[{wire}]"
+
+
+def _render_llmapi(recipe: Recipe) -> str:
+    """The CPU engine's configuration, so the same tensors, with another program behind it."""
+    text = (layout.MODEL_REPOSITORY / "engine" / "config.pbtxt").read_text(encoding="utf-8")
+    body = text[text.index("name: ") :]
+    program = 'backend: "python"\ndefault_model_filename: "llmapi.py"'
+    assert body.count('backend: "python"') == 1
+    head = textwrap.dedent(f"""\
+        # Token ids -> token ids on {recipe.gpu} (SM {recipe.sm}), by TensorRT-LLM's LLM API: {recipe.name}.
+        # Written by build/package/model_configs.py from the recipe of that name; chosen by --model-config-name.
+        """)
+    return head + body.replace('backend: "python"', program)
+
+
+def package(recipe: Recipe, shape: Shape, model: Checkpoint, repository: Path | None = None) -> list[Path]:
+    """Writes configurations, tokenizer files and, last, the manifest; the files in the engine's folder.
+
+    Raises EngineFailed where what is packaged is missing, not the recipe's, or was not verified.
+    """
+    folder = layout.ENGINES / recipe.name
+    write(recipe, repository or layout.MODEL_REPOSITORY)
+    if recipe.kind == TRTLLM:
+        write_steps(recipe, repository or layout.MODEL_REPOSITORY)
+    model.copy_side_files(folder)
+    built = layout.compiled(recipe.name) if recipe.kind == TRTLLM else layout.checkpoint(recipe.name)
+    beside = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+    files = [path for name in beside if (path := folder / name).is_file()]
+    served = [*files, *(path for path in sorted(built.rglob("*")) if path.is_file())]
+    manifest = dataclasses.replace(
+        provenance.manifest(recipe, model, _versions(recipe)),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        max_num_tokens=commands.max_num_tokens(recipe),
+        files={str(path.relative_to(folder)): digest.sha256_file(path) for path in served},
+        evaluation=evaluation.accepted(recipe),
+    )
+    manifest.save(folder)
+    return [*files, folder / FILE_NAME]
+
+
+def _versions(recipe: Recipe) -> dict[str, str]:
+    """Of everything that shaped the files: this project, what quantised, what compiled and where."""
+    found = provenance.versions(SOURCES)
+    report = _json(layout.checkpoint(recipe.name) / "quantization_report.json")
+    found |= {str(name): str(version) for name, version in dict(report.get("versions", {})).items()}
+    machine = _json(layout.built_on(recipe.name)) if recipe.kind == TRTLLM else {}
+    found |= {name: machine[name] for name in ("driver", "tensorrt", "cuda") if machine.get(name)}
+    return found | {"tensorrt_llm": machine.get("tensorrt_llm") or TRTLLM_VERSION}
+
+
+def _json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # NVIDIA's own quantize.py leaves no report
+    return value if isinstance(value, dict) else {}
+
+
+def write(recipe: Recipe, repository: Path = layout.MODEL_REPOSITORY) -> Path:
+    """Writes the engine's configuration, whole or not at all; the path of the file.
+
+    Raises EngineFailed when the compiled engine is missing or not the recipe's, or the quality gate refused it.
+    """
+    if recipe.kind == TRTLLM:
+        check_engine(recipe)
+    evaluation.accepted(recipe)
+    return _write_config(repository, "engine", recipe.name, render(recipe))
+
+
+def write_steps(recipe: Recipe, repository: Path = layout.MODEL_REPOSITORY) -> list[Path]:
+    """Writes the ensemble's and the detokenizer's variants around a compiled engine, under the engine's name."""
+    texts = {step: (layout.OPTION_TABLES / f"{step}.pbtxt").read_text(encoding="utf-8") for step in BARE_ENGINE_STEPS}
+    texts["ensemble"] = with_inflight_limit(texts["ensemble"], recipe.max_batch_size)
+    return [_write_config(repository, step, recipe.name, text) for step, text in texts.items()]
+
+
+def with_inflight_limit(ensemble: str, max_batch_size: int) -> str:
+    """The ensemble's configuration with max_inflight_requests set for an engine of that batch size.
+
+    The limit is shared by all requests and counts them at every step, so it must not be lower than what the engine may
+    hold: one batch running and one waiting (its queue). Twice that leaves the detokenizer two responses for each.
+    """
+    limit = max(LEAST_IN_FLIGHT, IN_FLIGHT_PER_SEQUENCE * max_batch_size)
+    changed, count = re.subn(r"(?m)^( *max_inflight_requests: )\d+$", rf"\g<1>{limit}", ensemble)
+    assert count == 1, "build/trtllm/ensemble.pbtxt must set max_inflight_requests once"
+    return changed
+
+
+def _write_config(repository: Path, model: str, engine: str, text: str) -> Path:
+    parse(text)
+    path = repository / model / "configs" / f"{engine}.pbtxt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def parse(text: str) -> object:
+    """``text`` as Triton's ModelConfig; EngineFailed if it is not one."""
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    try:
+        return text_format.Parse(text, model_config_pb2.ModelConfig())
+    except text_format.ParseError as exc:
+        raise EngineFailed(f"the configuration does not parse as a ModelConfig: {exc}") from exc
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--engine", help="name of a recipe in build/recipes")
+    which.add_argument("--recipe", type=Path, help="path of a recipe anywhere")
+    parser.add_argument("--model-repository", type=Path, default=layout.MODEL_REPOSITORY)
+    parser.add_argument("--print", action="store_true", help="print the configuration; needs no compiled engine")
+    options = parser.parse_args(arguments)
+    try:
+        recipe = recipes.load(options.recipe) if options.recipe else recipes.named(options.engine)
+        shape = shapes.find(recipe.model)
+        if recipe.kind != CPU:
+            require(recipe, judge(Case(recipe, shape)))
+        if options.print:
+            text = render(recipe)
+            parse(text)
+            sys.stdout.write(text)
+        else:
+            render(recipe)
+            model = shapes.local_folder(recipe.model) or layout.fetched_model(recipe.model)
+            for path in package(recipe, shape, open_checkpoint(model), options.model_repository):
+                print(f"wrote {layout.relative(path)}")
+    except TridentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(program.run(main, "error"))

@@ -1,0 +1,90 @@
+"""The tokenizer and the chat template of a checkpoint, opened as serving will open them before anything long starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from build.base.checkpoint import CheckpointError
+from build.base.json_fields import BadField, Fields, read_object, shown
+from contract.errors import InvalidArgument, NotFound
+
+SIMPLEST_CHAT = json.dumps([{"role": "user", "content": "Hello"}])
+SAMPLE = "def read_json(path):\n    return 1  # é 你好"
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def check(folder: Path, say: Callable[[str], None]) -> None:
+    """Raises CheckpointError for a tokenizer.json or chat template that serving could not load.
+
+    A template that compiles and refuses a single user message is a warning: it may want a system message or tools,
+    and prompts sent as text never reach it.
+    """
+    _load_tokenizer(folder / "tokenizer.json")
+    _check_tokenizer_config(folder / "tokenizer_config.json")
+    problem = _chat_problem(folder)
+    if problem:
+        say(f"warning: the chat template refuses a single user message: {problem}")
+
+
+def _load_tokenizer(path: Path) -> None:
+    import tokenizers
+
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer.decode(tokenizer.encode(SAMPLE).ids)
+    except Exception as exc:  # the library raises nothing narrower
+        raise CheckpointError(f"{path} is not a tokenizer that the tokenizers library reads: {_line(exc)}") from exc
+
+
+def _check_tokenizer_config(path: Path) -> None:
+    """The fields that serving reads are of the types it expects."""
+    try:
+        fields = Fields(read_object(path), str(path))
+    except FileNotFoundError:
+        return
+    except BadField as exc:
+        raise CheckpointError(str(exc)) from exc
+    template = fields.get("chat_template")
+    if isinstance(template, list):
+        for entry in template:
+            texts = [entry.get("name"), entry.get("template")] if isinstance(entry, dict) else [None]
+            if not all(isinstance(text, str) for text in texts):
+                allowed = "an object with the strings name and template"
+                raise CheckpointError(f"{path}: chat_template holds {shown(entry)}; allowed is {allowed}")
+    elif template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{path}: chat_template is {shown(template)}; allowed is a string, or a list of them")
+    for name in _TOKENS:
+        token = fields.get(name)
+        text = token.get("content", "") if isinstance(token, dict) else token
+        if text is not None and not isinstance(text, str):
+            raise CheckpointError(f"{path}: {name} is {shown(token)}; allowed is a string, or an object with content")
+
+
+def _chat_problem(folder: Path) -> str | None:
+    """Why the simplest chat cannot be rendered; None where it can, or where there is no template."""
+    import jinja2
+
+    from python_backends.tokenizer.chat_template import ChatTemplate
+
+    jinja = folder / "chat_template.jinja"
+    path = jinja if jinja.exists() else folder / "tokenizer_config.json"
+    try:
+        template = ChatTemplate(folder)
+        template.render(SIMPLEST_CHAT)
+    except jinja2.TemplateSyntaxError as exc:
+        raise CheckpointError(f"{path}: chat_template does not compile: line {exc.lineno}: {_line(exc)}") from exc
+    except (OSError, ValueError, RecursionError) as exc:
+        raise CheckpointError(f"{path}: chat_template cannot be read: {_line(exc)}") from exc
+    except InvalidArgument as exc:
+        return _line(exc)
+    except AttributeError as exc:
+        raise CheckpointError(f"{path}: chat_template fails on a single user message: {_line(exc)}") from exc
+    except NotFound:
+        return None  # no template: prompts come as text
+    return None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,1 @@
+"""The quality gate: measures a quantised model against the checkpoint it came from."""

@@ -1,0 +1,401 @@
+"""The quality gate: how far an engine's predictions stray from the bf16 reference on held-out text.
+
+Perplexity, top-1 agreement and KL divergence come from the logits of both at every position; ``gate`` holds them
+against the recipe's budget. Logits may come from anywhere (numpy, OpenVINO, TensorRT-LLM): only numpy is needed here.
+
+    python -m build.quality.comparison --reference MODEL --candidate fp8=CKPT --candidate int4=CKPT --json scores.json
+
+prints the table for a model card. A candidate is a TensorRT-LLM checkpoint, measured in its simulated numerics, or a
+Hugging Face one. Exit status 1 when one is beyond its budget and no --override says why that is acceptable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from build.base import layout, program
+from build.base.checkpoint import Checkpoint, open_checkpoint
+from build.model import decoder
+from build.model.calibration import CPYTHON, open_tokenizer, read_texts, token_blocks
+from build.quality import sanity
+from build.quantise import hf_quantised, trtllm_checkpoint
+from build.recipe.recipe import DEFAULT_QUALITY, QualityBudget
+from build.recipe.recipe import load as load_recipe
+from contract.errors import InvalidArgument, TridentError
+
+PRECISION_OF = {
+    None: "bf16",
+    "FP8": "fp8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8_pc_pt",
+    "W8A8_SQ_PER_CHANNEL": "int8_sq",
+    "W4A16_AWQ": "int4_awq",
+    "W4A8_AWQ": "w4a8_awq",
+    "W8A16": "int8_wo",
+    "W4A16": "int4_wo",
+}
+
+
+class BeyondBudget(TridentError):
+    """An engine's quality is outside its recipe's budget. ``verdict`` says by how much."""
+
+    def __init__(self, message: str, verdict: Verdict) -> None:
+        self.verdict = verdict
+        super().__init__(message)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One engine against the reference, over ``tokens`` predicted tokens.
+
+    perplexity: exp of the mean negative log likelihood of the text. perplexity_ratio: engine over reference.
+    top1_agreement: share of positions where both have the same most likely token. kl: mean KL(reference || engine),
+    kl_p99: its 99th percentile, both in nats per token. non_finite: positions where the engine's logits are not
+    numbers; they count as disagreement, and with any of them perplexity and KL are infinite. conviction: mean
+    KL(reference || all ids alike), in nats per token: what the reference has to lose.
+    """
+
+    tokens: int
+    reference_perplexity: float
+    perplexity: float
+    perplexity_ratio: float
+    top1_agreement: float
+    kl: float
+    kl_p99: float
+    non_finite: int
+    conviction: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """passed: within budget. problems: one sentence per bound that is broken. override: why it is used all the same."""
+
+    passed: bool
+    problems: tuple[str, ...]
+    override: str | None = None
+
+    @property
+    def accepted(self) -> bool:
+        return self.passed or self.override is not None
+
+
+class Comparison:
+    """Collects the logits of reference and engine block by block; :meth:`quality` sums up what was seen so far."""
+
+    def __init__(self) -> None:
+        self._reference_nll: list[np.ndarray] = []
+        self._nll: list[np.ndarray] = []
+        self._kl: list[np.ndarray] = []
+        self._same: list[np.ndarray] = []
+        self._finite: list[np.ndarray] = []
+        self._conviction: list[np.ndarray] = []
+
+    def add(self, reference: np.ndarray, engine: np.ndarray, ids: np.ndarray) -> None:
+        """reference: f32[t, vocab], engine: f32[t, >= vocab], ids: i64[t], the tokens both were given.
+
+        Position i is scored on ids[i + 1]. An engine's columns beyond the reference's vocabulary (padding, rule R37)
+        take probability from the real ones and are counted so. Raises ValueError where shapes do not fit.
+        """
+        if reference.ndim != 2 or engine.ndim != 2 or not len(reference) == len(engine) == len(ids):
+            raise ValueError(f"{reference.shape} and {engine.shape} logits do not fit {len(ids)} tokens")
+        if engine.shape[1] < reference.shape[1]:
+            raise ValueError(
+                f"the engine has {engine.shape[1]} logits, fewer than the reference's {reference.shape[1]}"
+            )
+        if len(ids) < 2:
+            return
+        vocab, targets = reference.shape[1], np.asarray(ids[1:])[:, None]
+        finite = np.isfinite(engine[:-1]).all(-1)
+        ours = log_softmax(np.where(finite[:, None], engine[:-1], 0))
+        theirs = log_softmax(reference[:-1])
+        if not np.isfinite(theirs).all():
+            raise ValueError("the reference's logits are not finite; it cannot be measured against")
+        kl = (np.exp(theirs) * (theirs - ours[:, :vocab])).sum(-1)
+        self._reference_nll.append(-np.take_along_axis(theirs, targets, -1)[:, 0])
+        self._nll.append(np.where(finite, -np.take_along_axis(ours, targets, -1)[:, 0], np.inf))
+        self._kl.append(np.where(finite, np.maximum(kl, 0), np.inf))  # rounding can make zero slightly negative
+        self._same.append(finite & (reference[:-1].argmax(-1) == engine[:-1].argmax(-1)))
+        self._finite.append(finite)
+        self._conviction.append((np.exp(theirs) * (theirs + math.log(vocab))).sum(-1))
+
+    def quality(self) -> Quality:
+        """Raises ValueError before the first predicted token."""
+        if not self._nll:
+            raise ValueError("no token was predicted; evaluation blocks need at least two tokens")
+        kl, finite = np.concatenate(self._kl), np.concatenate(self._finite)
+        reference, engine = np.concatenate(self._reference_nll), np.concatenate(self._nll)
+        return Quality(
+            tokens=len(kl),
+            reference_perplexity=_perplexity(reference),
+            perplexity=_perplexity(engine),
+            perplexity_ratio=_perplexity(engine - reference),  # of random weights both may be beyond all numbers
+            top1_agreement=float(np.concatenate(self._same).mean()),
+            kl=float(kl.mean()),
+            kl_p99=float(np.quantile(kl, 0.99, method="higher")),
+            non_finite=int((~finite).sum()),
+            conviction=float(np.concatenate(self._conviction).mean()),
+        )
+
+
+def _perplexity(nll: np.ndarray) -> float:
+    mean = float(nll.mean())
+    return math.exp(mean) if mean < 700 else math.inf
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """f32[t, vocab] -> f64[t, vocab]."""
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def compare(
+    reference: Iterable[np.ndarray], engines: Mapping[str, Iterable[np.ndarray]], blocks: np.ndarray
+) -> dict[str, Quality]:
+    """Every engine against the reference, in one pass over it.
+
+    blocks: i64[n, t]. reference and each engine give n times f32[t, vocab], the logits of one block after the other.
+    Raises ValueError where one gives fewer.
+    """
+    comparisons = {name: Comparison() for name in engines}
+    streams: dict[str, Iterator[np.ndarray]] = {name: iter(logits) for name, logits in engines.items()}
+    for ids, expected in zip(blocks, reference, strict=True):
+        for name, comparison in comparisons.items():
+            logits = next(streams[name], None)
+            if logits is None:
+                raise ValueError(f"{name} gave logits for fewer than {len(blocks)} blocks")
+            comparison.add(expected, logits, ids)
+    return {name: comparison.quality() for name, comparison in comparisons.items()}
+
+
+def judge(
+    quality: Quality,
+    budget: QualityBudget,
+    override: str | None = None,
+    sanity_problem: str | None = None,
+    *,
+    spare: bool = False,
+) -> Verdict:
+    """Never raises; a quality that is not a number is beyond every budget. sanity_problem: ``sanity.problem``'s.
+
+    spare: top-1 agreement must be one standard error above the budget, so that it would pass on other text as well.
+    """
+    problems = []
+    if sanity_problem is not None:
+        problems.append(f"on the sanity prompt {sanity_problem}")
+    if quality.non_finite:
+        problems.append(f"logits are not finite at {quality.non_finite} of {quality.tokens} positions")
+    problems += [said for passed, said in _bounds(quality, budget, spare) if not passed]
+    return Verdict(not problems, tuple(problems), override if problems else None)
+
+
+def _bounds(quality: Quality, budget: QualityBudget, spare: bool) -> list[tuple[bool, str]]:
+    """Whether each bound is kept, and its sentence with measurement and budget."""
+    agreement = quality.top1_agreement
+    error = math.sqrt(agreement * (1 - agreement) / quality.tokens) if spare else 0.0
+    more = f" and a standard error of {error:.2%} to spare" if spare else ""
+    uniform = ": the reference itself takes all tokens for equally likely" if budget.kl < 1e-9 else ""
+    return [
+        (
+            quality.perplexity_ratio <= budget.perplexity_ratio,
+            f"perplexity {quality.perplexity:.4g} is {quality.perplexity_ratio:.4g} times the reference's "
+            f"{quality.reference_perplexity:.4g} (at most {budget.perplexity_ratio:g} times)",
+        ),
+        (
+            agreement >= budget.top1_agreement + error,
+            f"the most likely token agrees at {agreement:.2%} of positions "
+            f"(at least {budget.top1_agreement:.2%}{more})",
+        ),
+        (
+            quality.kl <= budget.kl,
+            f"KL divergence is {quality.kl:.4g} nats per token (at most {budget.kl:.4g}{uniform})",
+        ),
+    ]
+
+
+def gate(
+    engine: str,
+    quality: Quality,
+    budget: QualityBudget,
+    override: str | None = None,
+    sanity_problem: str | None = None,
+    *,
+    spare: bool = False,
+) -> Verdict:
+    """The verdict for the manifest. Raises BeyondBudget for an engine beyond its budget.
+
+    override: the reason for packaging it all the same, a sentence that somebody signs; it is recorded in the verdict.
+    An empty reason is refused with InvalidArgument. spare: as ``judge`` has it.
+    """
+    if override is not None and not override.strip():
+        raise InvalidArgument("override", "got an empty reason; say why an engine beyond its budget is acceptable")
+    verdict = judge(quality, budget, override, sanity_problem, spare=spare)
+    if not verdict.accepted:
+        kept = [said for passed, said in _bounds(quality, budget, spare) if passed]
+        within = f" Within budget, over {quality.tokens} tokens: {'; '.join(kept)}." if kept else ""
+        raise BeyondBudget(
+            f"engine {engine} is not packaged: {'; '.join(verdict.problems)}.{within} Use more bits or more "
+            "calibration text, or set [quality] in a recipe. To publish it all the same, with the reason in its "
+            'manifest: make build-engine ... ACCEPT_QUALITY="reason", or --accept-quality "reason".',
+            verdict,
+        )
+    return verdict
+
+
+def record(quality: Quality, budget: QualityBudget, verdict: Verdict) -> dict:
+    """For the manifest: plain JSON, infinities as null."""
+    scores = {key: value if math.isfinite(value) else None for key, value in asdict(quality).items()}
+    judged = asdict(verdict) | {"problems": list(verdict.problems)}
+    return {"quality": scores, "budget": asdict(budget), "verdict": judged}
+
+
+def table(rows: Sequence[tuple[str, Quality, float, Verdict]]) -> str:
+    """Markdown. A row: name, quality, megabytes of weights, verdict."""
+    lines = [
+        "| engine | weights MB | perplexity | ratio | top-1 agreement | KL nats/token | KL p99 | gate |",
+        "|---|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    if rows:
+        perplexity = rows[0][1].reference_perplexity
+        lines.append(f"| reference (bf16 weights, f32 arithmetic) | | {perplexity:.3f} | 1 | 100% | 0 | 0 | |")
+    for name, quality, megabytes, verdict in rows:
+        word = "passed" if verdict.passed else "overridden" if verdict.accepted else "refused"
+        lines.append(
+            f"| {name} | {megabytes:.1f} | {quality.perplexity:.3f} | {quality.perplexity_ratio:.4f} | "
+            f"{quality.top1_agreement:.2%} | {quality.kl:.5f} | {quality.kl_p99:.4f} | {word} |"
+        )
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint to measure. precision: whose default budget applies."""
+
+    name: str
+    precision: str
+    decoder: decoder.Decoder
+    weight_bytes: int
+
+
+def open_candidate(name: str, folder: Path) -> Candidate:
+    """A TensorRT-LLM checkpoint (its config.json has ``quantization``), or a Hugging Face one, quantised or not."""
+    path = folder / "config.json"
+    try:
+        is_trtllm = "quantization" in json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise InvalidArgument("candidate", f"{folder} is no checkpoint: {exc}") from exc
+    if is_trtllm:
+        checkpoint = trtllm_checkpoint.read(folder)
+        return Candidate(name, PRECISION_OF[checkpoint.quant_algo], checkpoint.decoder(), checkpoint.weight_bytes)
+    if (folder / hf_quantised.QUANT_CONFIG).is_file():
+        quantised = hf_quantised.read(folder)
+        return Candidate(name, PRECISION_OF[quantised.quant_algo], quantised.decoder(), quantised.weight_bytes)
+    opened = open_checkpoint(folder)
+    weight_bytes = sum(path.stat().st_size for path in {tensor.path for tensor in opened.tensors.values()})
+    return Candidate(name, "bf16", decoder.from_checkpoint(opened), weight_bytes)
+
+
+def held_out_blocks(
+    opened: Checkpoint, dataset: str, *, size: int, max_seq_length: int, seed: int = 1234
+) -> np.ndarray:
+    """i64[n, t] of the data set's ``test`` split (a single file is taken whole), in the model's tokens."""
+    encode, _, separator_id = open_tokenizer(opened)
+    texts = read_texts(dataset, "test")
+    return token_blocks(
+        texts, encode, size=size, max_seq_length=max_seq_length, separator_id=separator_id, seed=seed
+    ).ids
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--reference", type=Path, required=True, help="Hugging Face checkpoint, taken as bf16")
+    parser.add_argument("--candidate", action="append", required=True, metavar="NAME=FOLDER", help="may be repeated")
+    parser.add_argument("--text", default=CPYTHON, help="file, folder with split test, or cpython (held-out modules)")
+    parser.add_argument("--size", type=int, default=16, help="sequences (default 16)")
+    parser.add_argument("--max_seq_length", type=int, default=256, help="tokens per sequence (default 256)")
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--engine", help="hold every candidate to this recipe's budget, not to its precision's default")
+    parser.add_argument("--override", metavar="REASON", help="accept candidates beyond budget; recorded")
+    parser.add_argument("--prompt", default=sanity.PROMPT, help="each engine continues it for up to ten seconds")
+    parser.add_argument("--json", type=Path, help="also write everything here")
+    options = parser.parse_args(arguments)
+    try:
+        return _run(options)
+    except TridentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(options: argparse.Namespace) -> int:
+    candidates = []
+    for entry in options.candidate:
+        name, sep, folder = entry.partition("=")
+        if not sep or not name or name in [candidate.name for candidate in candidates]:
+            raise InvalidArgument("candidate", f"got {entry!r}; allowed is NAME=FOLDER with a name of its own")
+        candidates.append(open_candidate(name, Path(folder)))
+    opened = open_checkpoint(options.reference)
+    reference = decoder.from_checkpoint(opened)
+    blocks = held_out_blocks(
+        opened, options.text, size=options.size, max_seq_length=options.max_seq_length, seed=options.seed
+    )
+    print(f"{blocks.shape[0]} sequences of {blocks.shape[1]} tokens from {options.text}", file=sys.stderr)
+    started = time.monotonic()
+    with np.errstate(all="ignore"):  # a damaged engine may overflow; its logits are then not finite, and are counted
+        measured = compare(reference.logits(blocks), {c.name: c.decoder.logits(blocks) for c in candidates}, blocks)
+    print(f"measured in {time.monotonic() - started:.1f} s", file=sys.stderr)
+
+    encode, decode, _ = open_tokenizer(opened)
+
+    @np.errstate(all="ignore")
+    def speak(model: decoder.Decoder) -> sanity.Reply:
+        return sanity.speak(
+            lambda ids: next(model.logits(np.asarray([ids])))[-1, : opened.architecture.vocab_size],
+            encode(options.prompt),
+            eos_token_ids=opened.eos_token_ids,
+        )
+
+    expected = speak(reference)
+    rows, records, refused = [], {}, []
+    replies = {"reference": decode(expected.ids)}
+    for candidate in candidates:
+        quality, budget = measured[candidate.name], _budget(options.engine, candidate.precision)
+        reply = speak(candidate.decoder)
+        replies[candidate.name] = decode(reply.ids)
+        try:
+            verdict = gate(candidate.name, quality, budget, options.override, sanity.problem(reply, expected))
+        except BeyondBudget as error:
+            refused.append(str(error))
+            verdict = error.verdict
+        rows.append((candidate.name, quality, candidate.weight_bytes / 1e6, verdict))
+        records[candidate.name] = {"weight_bytes": candidate.weight_bytes} | record(quality, budget, verdict)
+    print(table(rows))
+    print(f"\nAfter {options.prompt!r}, greedily:")
+    for name, text in replies.items():
+        print(f"  {name}: {text!r}")
+    if options.json:
+        text = {"dataset": options.text, "sequences": blocks.shape[0], "tokens_per_sequence": blocks.shape[1]}
+        options.json.write_text(
+            json.dumps({"text": text, "prompt": options.prompt, "replies": replies, "engines": records}, indent=2)
+            + "\n",
+            encoding="utf-8",
+        )
+    for sentence in refused:
+        print(f"refused: {sentence}", file=sys.stderr)
+    return 1 if refused else 0
+
+
+def _budget(engine: str | None, precision: str) -> QualityBudget:
+    if engine is None:
+        return DEFAULT_QUALITY[precision]
+    return load_recipe(layout.RECIPES / f"{engine}.toml").quality
+
+
+if __name__ == "__main__":
+    sys.exit(program.run(main, "error"))

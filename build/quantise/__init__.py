@@ -1,0 +1,1 @@
+"""Quantised checkpoints: written by ModelOpt, read back for the quality gate."""

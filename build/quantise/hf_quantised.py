@@ -1,0 +1,194 @@
+"""A quantised Hugging Face checkpoint, as ModelOpt writes it for TensorRT-LLM's LLM API, read back.
+
+Beside each weight stand its scales (``weight_scale``, ``weight_scale_2``, ``input_scale``, ``pre_quant_scale``), and
+``hf_quant_config.json`` says what they mean. Where AWQ could, it multiplied ``pre_quant_scale`` into the norm before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from build.base import architecture as architectures
+from build.base import shards
+from build.base.architecture import Architecture
+from build.base.shards import StoredTensor
+from build.model.decoder import Decoder, Layer, Linear
+from build.quantise import quantised_linear
+from build.quantise.quantised_linear import (
+    AWQ,
+    KV_CACHE_QUANT_ALGOS,
+    QUANT_ALGOS,
+    WEIGHT_ONLY_BITS,
+    Stored,
+    kv_cache_rounding,
+)
+from build.quantise.trtllm_checkpoint import ARRAY_DTYPES, BadCheckpoint, as_f32, stored_array
+
+QUANT_CONFIG = "hf_quant_config.json"
+_LINEARS = ("_proj.weight",)
+
+
+@dataclass(frozen=True)
+class QuantisedCheckpoint:
+    """``tensors`` by name; nothing is loaded until asked for. quant_algo and kv_cache_quant_algo as TensorRT-LLM's."""
+
+    folder: Path
+    architecture: Architecture
+    quant_algo: str
+    kv_cache_quant_algo: str | None
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(path.stat().st_size for path in {tensor.path for tensor in self.tensors.values()})
+
+    def stored(self) -> Iterator[StoredTensor]:
+        return iter(self.tensors.values())
+
+    def f32(self, name: str) -> np.ndarray:
+        return as_f32(stored_array(self.tensors[name]), self.tensors[name].dtype)
+
+    def decoder(self) -> Decoder:
+        """The engine's numerics, as in ``trtllm_checkpoint``."""
+        head = "model.embed_tokens.weight" if self.architecture.tied else "lm_head.weight"
+        return Decoder(
+            architecture=self.architecture,
+            embedding=self.f32("model.embed_tokens.weight"),
+            layers=[partial(self._layer, index) for index in range(self.architecture.num_layers)],
+            final_norm=self.f32("model.norm.weight"),
+            head=Linear(self.f32(head)),
+        )
+
+    def _layer(self, index: int) -> Layer:
+        at = f"model.layers.{index}"
+        qk_norm = self.architecture.qk_norm
+        return Layer(
+            input_norm=self.f32(f"{at}.input_layernorm.weight"),
+            qkv=self._qkv(f"{at}.self_attn"),
+            dense=self.linear(f"{at}.self_attn.o_proj"),
+            post_norm=self.f32(f"{at}.post_attention_layernorm.weight"),
+            fc=self.linear(f"{at}.mlp.gate_proj"),
+            gate=self.linear(f"{at}.mlp.up_proj"),
+            proj=self.linear(f"{at}.mlp.down_proj"),
+            q_norm=self.f32(f"{at}.self_attn.q_norm.weight") if qk_norm else None,
+            k_norm=self.f32(f"{at}.self_attn.k_norm.weight") if qk_norm else None,
+            round_kv=kv_cache_rounding(self.kv_cache_quant_algo, lambda: self._kv_scale(f"{at}.self_attn")),
+        )
+
+    def linear(self, module: str) -> Linear:
+        def optional(kind: str) -> np.ndarray | None:
+            name = f"{module}.{kind}"
+            return np.atleast_1d(self.f32(name)) if name in self.tensors else None
+
+        weight = stored_array(self.tensors[f"{module}.weight"])
+        return quantised_linear.linear(
+            self.quant_algo,
+            Stored(
+                weight=weight.view(np.int8) if self.quant_algo in AWQ else weight,
+                scale=optional("weight_scale"),
+                scale_2=optional("weight_scale_2"),
+                input_scale=optional("input_scale"),
+                prequant=optional("pre_quant_scale"),
+                bias=optional("bias"),
+            ),
+        )
+
+    def _qkv(self, attention: str) -> Linear:
+        """q, k and v see one input, so they must round it alike; ModelOpt gives them one input_scale."""
+        parts = {side: self.linear(f"{attention}.{side}_proj") for side in "qkv"}
+        for kind in ("input_scale", "pre_quant_scale"):
+            names = [f"{attention}.{side}_proj.{kind}" for side in "qkv"]
+            there = [self.f32(name) for name in names if name in self.tensors]
+            if there and not (len(there) == 3 and all(np.array_equal(scale, there[0]) for scale in there)):
+                raise BadCheckpoint(str(self.folder), f"{', '.join(names)} are not equal")
+        biases = [part.bias for part in parts.values() if part.bias is not None]
+        return Linear(
+            weight=np.concatenate([part.weight for part in parts.values()]),
+            bias=np.concatenate(biases) if biases else None,
+            prequant=parts["q"].prequant,
+            round_input=parts["q"].round_input,
+        )
+
+    def _kv_scale(self, attention: str) -> np.ndarray:
+        return np.maximum(self.f32(f"{attention}.k_proj.k_scale"), self.f32(f"{attention}.v_proj.v_scale"))
+
+
+def read(folder: Path | str) -> QuantisedCheckpoint:
+    """Opens and checks a checkpoint; tensor values are not looked at.
+
+    Raises BadCheckpoint, which names the file, when a file, key or tensor is missing, unexpected, or of a wrong dtype
+    or shape.
+    """
+    folder = Path(folder)
+    config, quantization = _json(folder / "config.json"), _json(folder / QUANT_CONFIG).get("quantization", {})
+    algo, kv = quantization.get("quant_algo"), quantization.get("kv_cache_quant_algo")
+    if algo not in QUANT_ALGOS or algo in (None, *WEIGHT_ONLY_BITS) or kv not in KV_CACHE_QUANT_ALGOS:
+        raise BadCheckpoint(str(folder / QUANT_CONFIG), f"quant_algo {algo!r} with KV cache {kv!r} is not read")
+    if set(quantization.get("exclude_modules") or []) - {"lm_head"}:
+        problem = f"exclude_modules is {quantization['exclude_modules']}; only lm_head is read"
+        raise BadCheckpoint(str(folder / QUANT_CONFIG), problem)
+    try:
+        arch = architectures.from_config({key: value for key, value in config.items() if key != "quantization_config"})
+        files = sorted(folder.glob("*.safetensors"))
+        stored = {name: tensor for file in files for name, tensor in shards.read_header(file).items()}
+    except (architectures.UnsupportedModel, shards.BadShard) as exc:
+        raise BadCheckpoint(str(folder), str(exc)) from exc
+    _check(folder, stored, arch, algo, kv, int(quantization.get("group_size") or 0))
+    return QuantisedCheckpoint(folder, arch, algo, kv, stored)
+
+
+def _json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise BadCheckpoint(str(path), f"cannot be read: {exc}") from exc
+
+
+def _check(folder: Path, stored: Mapping, arch: Architecture, algo: str, kv: str | None, block: int) -> None:
+    needed: dict[str, tuple[str | None, tuple[int, ...]]] = {}
+    optional: dict[str, tuple[str | None, tuple[int, ...]]] = {}
+    if algo in AWQ and block < 1:
+        raise BadCheckpoint(str(folder / QUANT_CONFIG), "group_size is missing; AWQ scales cannot be read without it")
+    for name, shape in arch.expected_tensors().items():
+        if not name.endswith(_LINEARS):
+            needed[name] = (None, shape)  # in the model's own dtype
+            continue
+        module, (rows, columns) = name.removesuffix(".weight"), shape
+        needed |= {f"{module}.{kind}": entry for kind, entry in _scales(algo, rows, columns, block).items()}
+        if algo in AWQ or algo == "W8A8_SQ_PER_CHANNEL":
+            optional[f"{module}.pre_quant_scale"] = (None, (columns,))
+    if kv is not None:
+        for layer in range(arch.num_layers):
+            for side in "kv":
+                needed[f"model.layers.{layer}.self_attn.{side}_proj.{side}_scale"] = ("F32", ())
+    for name, (dtype, shape) in (needed | optional).items():
+        if name not in stored and name in optional:
+            continue
+        if name not in stored:
+            raise BadCheckpoint(str(folder), f"no *.safetensors file holds {name}")
+        tensor = stored[name]
+        if tensor.shape != shape or tensor.dtype not in ((dtype,) if dtype else ("BF16", "F16", "F32")):
+            expected = f"{dtype or 'a float'} {list(shape)}"
+            raise BadCheckpoint(str(tensor.path), f"{name} is {tensor.dtype} {list(tensor.shape)}, not {expected}")
+        item = np.dtype(ARRAY_DTYPES[tensor.dtype]).itemsize
+        if tensor.offset + int(np.prod(tensor.shape)) * item > tensor.path.stat().st_size:
+            raise BadCheckpoint(str(tensor.path), f"is truncated inside {name}")
+    if extra := sorted(stored.keys() - needed.keys() - optional.keys()):
+        raise BadCheckpoint(str(folder), f"holds {extra[0]}, for which config.json leaves no place")
+
+
+def _scales(algo: str, rows: int, columns: int, block: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    if algo == "FP8":
+        return {"weight": ("F8_E4M3", (rows, columns)), "weight_scale": ("F32", ()), "input_scale": ("F32", ())}
+    if algo == "FP8_PER_CHANNEL_PER_TOKEN":
+        return {"weight": ("F8_E4M3", (rows, columns)), "weight_scale": ("F32", (rows,))}
+    if algo == "W8A8_SQ_PER_CHANNEL":
+        return {"weight": ("I8", (rows, columns)), "weight_scale": ("F32", (rows,)), "input_scale": ("F32", ())}
+    awq = {"weight": ("U8", (rows // 2, columns)), "weight_scale": ("F32", (rows, columns // block))}
+    return awq | ({"weight_scale_2": ("F32", ()), "input_scale": ("F32", ())} if algo == "W4A8_AWQ" else {})

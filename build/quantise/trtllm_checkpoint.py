@@ -1,0 +1,405 @@
+"""A TensorRT-LLM checkpoint read back: ``config.json`` and one ``rank{N}.safetensors`` per tensor-parallel rank.
+
+``read`` checks every name, dtype and shape against what ``config.json`` implies, because ``trtllm-build`` only warns
+about a tensor that its network has no place for (a bias, say) and then compiles a wrong engine. ``Checkpoint.tensor``
+joins the ranks; ``Checkpoint.decoder`` dequantises and puts the engine's rounding into a numpy decoder.
+
+    python -m build.quantise.trtllm_checkpoint FOLDER        lists and checks what is stored
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from build.base import rope as rotary
+from build.base import (
+    shards,
+)
+from build.base.architecture import Architecture
+from build.base.numerics import bf16_to_f32, e4m3_to_f32
+from build.base.shards import StoredTensor
+from build.model.decoder import Decoder, Layer, Linear
+from build.quantise import quantised_linear
+from build.quantise.quantised_linear import (
+    AWQ,
+    KV_CACHE_QUANT_ALGOS,
+    QUANT_ALGOS,
+    WEIGHT_ONLY_BITS,
+    Stored,
+    kv_cache_rounding,
+)
+from contract.errors import InvalidArgument
+
+ARRAY_DTYPES = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "F8_E4M3": "u1", "I8": "i1", "U8": "u1"}
+FLOAT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+COLUMN = ("attention.qkv", "mlp.fc", "mlp.gate")  # split along out; the others along in
+Tensors = dict[str, tuple[str, tuple[int, ...]]]  # (safetensors dtype, shape) by name
+QK_NORM_TYPES = ("qwen3",)
+
+
+class BadCheckpoint(InvalidArgument):
+    """A TensorRT-LLM checkpoint is incomplete or contradicts itself. ``field`` is the file at fault."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """``ranks[r]`` holds the tensors of rank r by name; nothing is loaded until asked for."""
+
+    folder: Path
+    config: Mapping
+    ranks: tuple[Mapping[str, StoredTensor], ...]
+
+    @property
+    def quant_algo(self) -> str | None:
+        return self.config["quantization"].get("quant_algo")
+
+    @property
+    def kv_cache_quant_algo(self) -> str | None:
+        return self.config["quantization"].get("kv_cache_quant_algo")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all rank files together."""
+        return sum((self.folder / f"rank{rank}.safetensors").stat().st_size for rank in range(len(self.ranks)))
+
+    def stored(self) -> Iterator[StoredTensor]:
+        """Every tensor of every rank."""
+        return (tensor for rank in self.ranks for tensor in rank.values())
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A tensor of the whole model in its stored form (bf16 as u16 bits, FP8 as u8 bits, INT4 packed).
+
+        With several ranks this is, bit for bit, what an export for one rank would have stored. Raises BadCheckpoint
+        where ranks that must hold copies differ.
+        """
+        parts = [stored_array(rank[name]) for rank in self.ranks]
+        if name in ("transformer.vocab_embedding.weight", "lm_head.weight"):
+            return np.concatenate(parts)[: self.config["vocab_size"]]
+        module, _, kind = name.removeprefix("transformer.layers.").partition(".")[2].rpartition(".")
+        if module in COLUMN and kind not in ("prequant_scaling_factor",) and parts[0].size > 1:
+            return self._join_qkv(name, parts) if module == "attention.qkv" else np.concatenate(parts)
+        if module in ("attention.dense", "mlp.proj") and kind == "prequant_scaling_factor":
+            return np.concatenate(parts)
+        if module in ("attention.dense", "mlp.proj") and parts[0].ndim == 2:
+            return np.concatenate(parts, axis=1)
+        return self._copies(name, parts)
+
+    def f32(self, name: str) -> np.ndarray:
+        """A tensor of the whole model by value; FP8 and INT8 without their scale."""
+        return as_f32(self.tensor(name), self.ranks[0][name].dtype)
+
+    def decoder(self) -> Decoder:
+        """The engine's numerics: dequantised weights, inputs and KV cache rounded as its kernels round them."""
+        head = "lm_head.weight" if "lm_head.weight" in self.ranks[0] else "transformer.vocab_embedding.weight"
+        return Decoder(
+            architecture=architecture(self.config),
+            embedding=self.f32("transformer.vocab_embedding.weight"),
+            layers=[partial(self._layer, index) for index in range(self.config["num_hidden_layers"])],
+            final_norm=self.f32("transformer.ln_f.weight"),
+            head=Linear(self.f32(head)),
+        )
+
+    def _layer(self, index: int) -> Layer:
+        at = f"transformer.layers.{index}"
+        qk_norm = f"{at}.attention.q_layernorm.weight" in self.ranks[0]
+        return Layer(
+            input_norm=self.f32(f"{at}.input_layernorm.weight"),
+            qkv=self.linear(f"{at}.attention.qkv"),
+            dense=self.linear(f"{at}.attention.dense"),
+            post_norm=self.f32(f"{at}.post_layernorm.weight"),
+            fc=self.linear(f"{at}.mlp.fc"),
+            gate=self.linear(f"{at}.mlp.gate"),
+            proj=self.linear(f"{at}.mlp.proj"),
+            q_norm=self.f32(f"{at}.attention.q_layernorm.weight") if qk_norm else None,
+            k_norm=self.f32(f"{at}.attention.k_layernorm.weight") if qk_norm else None,
+            round_kv=kv_cache_rounding(
+                self.kv_cache_quant_algo, lambda: self.f32(f"{at}.attention.kv_cache_scaling_factor")
+            ),
+        )
+
+    def linear(self, module: str) -> Linear:
+        """``transformer.layers.0.mlp.fc`` and the like: weights dequantised, inputs rounded as the kernel does."""
+        whole = self.quant_algo is None or self.quant_algo in WEIGHT_ONLY_BITS
+        weight = f"{module}.weight"
+        stored = Stored(
+            weight=self.f32(weight) if whole else self.tensor(weight),
+            scale=self._optional(f"{module}.weights_scaling_factor", f"{module}.per_channel_scale"),
+            scale_2=self._optional(f"{module}.weights_scaling_factor_2"),
+            input_scale=self._optional(f"{module}.activation_scaling_factor"),
+            prequant=self._optional(f"{module}.prequant_scaling_factor"),
+            bias=self._optional(f"{module}.bias"),
+        )
+        return quantised_linear.linear(self.quant_algo, stored)
+
+    def _optional(self, *names: str) -> np.ndarray | None:
+        """The first of these tensors that the format has."""
+        return next((self.f32(name) for name in names if name in self.ranks[0]), None)
+
+    def _join_qkv(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
+        """Each rank holds [Q_r; K_r; V_r]; with fewer KV heads than ranks, neighbouring ranks share a KV head."""
+        config, tp = self.config, len(parts)
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        copies = max(1, tp // kv_heads)
+        local_q, local_kv = heads // tp, max(1, kv_heads // tp)
+        unit = len(parts[0]) // (local_q + 2 * local_kv)  # rows of one head; half of them where two are packed in one
+        split = [np.split(part, [local_q * unit, (local_q + local_kv) * unit]) for part in parts]
+        for rank, (_, key, value) in enumerate(split):
+            first = rank - rank % copies
+            if not (np.array_equal(key, split[first][1]) and np.array_equal(value, split[first][2])):
+                file = f"{self.folder}/rank{rank}.safetensors"
+                raise BadCheckpoint(file, f"the KV rows of {name} are not rank {first}'s")
+        return np.concatenate(
+            [query for query, _, _ in split]
+            + [key for _, key, _ in split[::copies]]
+            + [value for _, _, value in split[::copies]]
+        )
+
+    def _copies(self, name: str, parts: list[np.ndarray]) -> np.ndarray:
+        for rank, part in enumerate(parts):
+            if part.tobytes() != parts[0].tobytes():
+                raise BadCheckpoint(f"{self.folder}/rank{rank}.safetensors", f"{name} differs from rank 0's copy")
+        return parts[0]
+
+
+def stored_array(tensor: StoredTensor) -> np.ndarray:
+    """A read-only view of the mapped file: bf16 as u16 bits, FP8 as u8 bits, the rest by value."""
+    dtype = np.dtype(ARRAY_DTYPES[tensor.dtype])
+    return np.asarray(np.memmap(tensor.path, dtype=dtype, mode="r", offset=tensor.offset, shape=tensor.shape))
+
+
+def as_f32(array: np.ndarray, dtype: str) -> np.ndarray:
+    """The values of a :func:`stored_array` of safetensors' ``dtype``."""
+    if dtype == "BF16":
+        return bf16_to_f32(array)
+    return e4m3_to_f32(array) if dtype == "F8_E4M3" else array.astype(np.float32)
+
+
+def architecture(config: Mapping) -> Architecture:
+    """The decoder that config.json describes. ``vocab_size`` counts padding, see rule R37."""
+    has_bias, is_qwen = attention_bias(config), config["architecture"].startswith("Qwen")
+    rope = {"rope_theta": config.get("rotary_base"), "rope_scaling": config.get("rotary_scaling")}
+    return Architecture(
+        name=config["architecture"],
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_size"],
+        rms_norm_eps=config["norm_epsilon"],
+        rope=rotary.from_config(rope | {"max_position_embeddings": config["max_position_embeddings"]}),
+        max_positions=config["max_position_embeddings"],
+        tied=bool(config.get("share_embedding_table")),
+        qkv_bias=has_bias,
+        output_bias=has_bias and not is_qwen,
+        mlp_bias=bool(config.get("mlp_bias")),
+        qk_norm=config.get("qwen_type") in QK_NORM_TYPES,
+    )
+
+
+def attention_bias(config: Mapping) -> bool:
+    """Whether qkv has a bias. TensorRT-LLM's Qwen2 has one unless told otherwise; its Llama has none."""
+    return bool(config.get("attn_bias", config["architecture"] == "Qwen2ForCausalLM"))
+
+
+def expected_tensors(config: Mapping) -> Tensors:
+    """(safetensors dtype, shape) of every tensor in each rank's file, by name. Weights are [out, in].
+
+    ``lm_head.weight`` is in the list also where the embedding is shared; it may then be absent.
+    """
+    arch, tp = architecture(config), config["mapping"]["tp_size"]
+    dtype = FLOAT_DTYPES[config["dtype"]]
+    hidden, ffn = arch.hidden_size, arch.intermediate_size // tp
+    q_rows = arch.num_heads // tp * arch.head_dim
+    qkv_rows = q_rows + 2 * max(1, arch.num_kv_heads // tp) * arch.head_dim
+    vocab = -(-arch.vocab_size // tp)
+    tensors = {
+        "transformer.vocab_embedding.weight": (dtype, (vocab, hidden)),
+        "transformer.ln_f.weight": (dtype, (hidden,)),
+        "lm_head.weight": (dtype, (vocab, hidden)),
+    }
+    linears = {
+        "attention.qkv": (qkv_rows, hidden, arch.qkv_bias),
+        "attention.dense": (hidden, q_rows, arch.output_bias),
+        "mlp.fc": (ffn, hidden, arch.mlp_bias),
+        "mlp.gate": (ffn, hidden, arch.mlp_bias),
+        "mlp.proj": (hidden, ffn, arch.mlp_bias),
+    }
+    for layer in range(arch.num_layers):
+        at = f"transformer.layers.{layer}"
+        tensors[f"{at}.input_layernorm.weight"] = tensors[f"{at}.post_layernorm.weight"] = (dtype, (hidden,))
+        for name, (rows, columns, bias) in linears.items():
+            for kind, entry in _linear_tensors(config, rows, columns).items():
+                tensors[f"{at}.{name}.{kind}"] = entry
+            if bias:
+                tensors[f"{at}.{name}.bias"] = (dtype, (rows,))
+        if arch.qk_norm:
+            for side in ("q", "k"):
+                tensors[f"{at}.attention.{side}_layernorm.weight"] = (dtype, (arch.head_dim,))
+        if config["quantization"].get("kv_cache_quant_algo"):
+            for prefix in ("kv_cache", "k_cache", "v_cache"):
+                tensors[f"{at}.attention.{prefix}_scaling_factor"] = ("F32", (1,))
+    return tensors
+
+
+def _linear_tensors(config: Mapping, rows: int, columns: int) -> Tensors:
+    dtype, algo = FLOAT_DTYPES[config["dtype"]], config["quantization"].get("quant_algo")
+    scalar = ("F32", (1,))
+    if algo == "FP8":
+        weight = {"weight": ("F8_E4M3", (rows, columns))}
+        return weight | {"weights_scaling_factor": scalar, "activation_scaling_factor": scalar}
+    if algo == "FP8_PER_CHANNEL_PER_TOKEN":
+        return {"weight": ("F8_E4M3", (rows, columns)), "per_channel_scale": ("F32", (rows,))}
+    if algo == "W8A8_SQ_PER_CHANNEL":
+        return {
+            "weight": ("I8", (rows, columns)),
+            "weights_scaling_factor": ("F32", (rows,)),
+            "activation_scaling_factor": scalar,
+            "prequant_scaling_factor": (dtype, (columns,)),
+        }
+    if algo in AWQ:
+        tensors = {
+            "weight": ("I8", (rows // 2, columns)),
+            "weights_scaling_factor": ("F32", (rows, columns // config["quantization"]["group_size"])),
+            "prequant_scaling_factor": (dtype, (columns,)),
+        }
+        second = {"weights_scaling_factor_2": scalar, "activation_scaling_factor": scalar}
+        return tensors | second if algo == "W4A8_AWQ" else tensors
+    return {"weight": (dtype, (rows, columns))}
+
+
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_size", "max_position_embeddings",
+)  # fmt: skip
+
+
+def read(folder: Path | str) -> Checkpoint:
+    """Opens and checks a checkpoint; tensor values are not looked at.
+
+    Raises BadCheckpoint, which names the file, when config.json is absent or incomplete, when rank files do not match
+    its mapping (rule R33), or when a tensor is missing, unexpected, or of another dtype or shape.
+    """
+    folder = Path(folder)
+    config = _read_config(folder / "config.json")
+    tp = config["mapping"]["tp_size"]
+    files = {f"rank{rank}.safetensors" for rank in range(tp)}
+    found = {path.name for path in folder.glob("rank*.safetensors")}
+    if found != files:
+        raise BadCheckpoint(
+            str(folder), f"config.json says tp_size {tp}, so {_words(files)} belong here; found {_words(found)}"
+        )
+    expected = expected_tensors(config)
+    optional = {"lm_head.weight"} if config.get("share_embedding_table") else set()
+    ranks = tuple(_read_rank(folder / f"rank{rank}.safetensors", expected, optional) for rank in range(tp))
+    return Checkpoint(folder, config, ranks)
+
+
+def _read_config(path: Path) -> dict:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise BadCheckpoint(str(path), "does not exist; is this the folder of a TensorRT-LLM checkpoint?") from exc
+    except (OSError, ValueError) as exc:
+        raise BadCheckpoint(str(path), f"is not JSON: {exc}") from exc
+    missing = [key for key in ("architecture", "dtype", "norm_epsilon", "mapping", "quantization") if key not in config]
+    missing += [key for key in _SIZES if not isinstance(config.get(key), int) or config[key] < 1]
+    if missing:
+        raise BadCheckpoint(str(path), f"lacks a valid {', '.join(missing)}")
+    if config["dtype"] not in FLOAT_DTYPES:
+        raise BadCheckpoint(str(path), f"dtype is {config['dtype']!r}; allowed are {', '.join(FLOAT_DTYPES)}")
+    quantization = config["quantization"]
+    for key, allowed in (("quant_algo", QUANT_ALGOS), ("kv_cache_quant_algo", KV_CACHE_QUANT_ALGOS)):
+        if quantization.get(key) not in allowed:
+            problem = f"{key} is {quantization.get(key)!r}; read are {', '.join(map(str, allowed))}"
+            raise BadCheckpoint(str(path), problem)
+    if quantization.get("quant_algo") in AWQ and not isinstance(quantization.get("group_size"), int):
+        raise BadCheckpoint(str(path), "group_size is missing; AWQ scales cannot be read without it")
+    if set(quantization.get("exclude_modules") or []) - {"lm_head"}:
+        raise BadCheckpoint(str(path), f"exclude_modules is {quantization['exclude_modules']}; only lm_head is read")
+    mapping = config["mapping"]
+    if mapping.get("pp_size", 1) != 1 or mapping["tp_size"] != mapping["world_size"]:
+        raise BadCheckpoint(str(path), f"mapping is {mapping}; only tensor parallelism is read (pp_size 1)")
+    return config
+
+
+def _read_rank(path: Path, expected: Tensors, optional: set[str]) -> dict[str, StoredTensor]:
+    try:
+        tensors = shards.read_header(path)
+    except shards.BadShard as exc:
+        raise BadCheckpoint(str(path), str(exc)) from exc
+    if missing := sorted(expected.keys() - tensors.keys() - optional):
+        raise BadCheckpoint(str(path), f"lacks {_words(missing)}")
+    if extra := sorted(tensors.keys() - expected.keys()):
+        raise BadCheckpoint(str(path), f"holds {_words(extra)}, for which config.json leaves no place")
+    for name, tensor in tensors.items():
+        if (tensor.dtype, tensor.shape) != expected[name]:
+            dtype, shape = expected[name]
+            raise BadCheckpoint(
+                str(path), f"{name} is {tensor.dtype} {list(tensor.shape)}; config.json asks for {dtype} {list(shape)}"
+            )
+        item = np.dtype(ARRAY_DTYPES[tensor.dtype]).itemsize
+        if tensor.offset + int(np.prod(tensor.shape)) * item > path.stat().st_size:
+            raise BadCheckpoint(str(path), f"is truncated inside {name}")
+    return tensors
+
+
+def check_values(tensors: Iterable[StoredTensor]) -> None:
+    """Raises BadCheckpoint where a value is not finite or a scale is not positive. Looks at every value."""
+    for tensor in tensors:
+        array = stored_array(tensor)
+        # In bits, because making f32 of every weight would take four times the memory.
+        if tensor.dtype in ("I8", "U8"):
+            continue
+        if tensor.dtype == "BF16":
+            is_bad = (array & 0x7F80) == 0x7F80
+        elif tensor.dtype == "F8_E4M3":
+            is_bad = (array & 0x7F) == 0x7F
+        else:
+            is_bad = ~np.isfinite(array)
+        if is_bad.any():
+            raise BadCheckpoint(str(tensor.path), f"{tensor.name} has {int(is_bad.sum())} values that are not finite")
+        if "scal" in tensor.name and not (as_f32(array, tensor.dtype) > 0).all():
+            raise BadCheckpoint(str(tensor.path), f"{tensor.name} has a scale that is not positive")
+
+
+def _words(names: set[str] | list[str], limit: int = 4) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(names[:limit]) or "none") + more
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args(arguments).folder
+    try:
+        checkpoint = read(folder)
+        check_values(checkpoint.stored())
+        for name in sorted(checkpoint.ranks[0]):
+            tensor = checkpoint.ranks[0][name]
+            checkpoint.tensor(name)  # raises where ranks that must agree do not
+            print(f"{name:62} {tensor.dtype:8} {list(tensor.shape)}")
+    except BadCheckpoint as error:
+        print(error, file=sys.stderr)
+        return 1
+    config = checkpoint.config
+    print(
+        f"{config['architecture']}, {checkpoint.quant_algo or config['dtype']}, KV cache "
+        f"{checkpoint.kv_cache_quant_algo or config['dtype']}, {len(checkpoint.ranks)} rank(s), "
+        f"{checkpoint.weight_bytes / 1e6:.1f} MB"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

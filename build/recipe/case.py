@@ -1,0 +1,103 @@
+"""What a rule looks at, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from build.base.shape import Shape
+from build.recipe import commands
+from build.recipe.recipe import Recipe
+
+
+class Severity(str, Enum):
+    """REFUSE: no plan. WARN: it builds, and something is lost or changed. INFORM: worth knowing."""
+
+    REFUSE = "refuse"
+    WARN = "warn"
+    INFORM = "inform"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One rule's answer. instead: the nearest recipe for which the rule is silent and nothing is refused."""
+
+    rule: str
+    severity: Severity
+    reason: str
+    instead: str = ""
+
+    @property
+    def message(self) -> str:
+        """One sentence."""
+        return f"{self.reason}; nearest recipe that works: {self.instead}" if self.instead else self.reason
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe on a model, with what is known of the machine that will run it.
+
+    gpus_here: cards of this machine, None while planning for another one. rank_files: ``rank{N}.safetensors`` in the
+    checkpoint, None before there is one. memory_here: bytes of this machine's memory, None where it does not matter.
+    """
+
+    recipe: Recipe
+    shape: Shape
+    gpus_here: int | None = None
+    rank_files: int | None = None
+    memory_here: int | None = None
+
+    @cached_property
+    def algo(self) -> str | None:
+        return commands.QUANT_ALGO[self.recipe.precision]
+
+    @cached_property
+    def options(self) -> dict[str, object]:
+        """Options of trtllm-build as they will be passed."""
+        return commands.build_options(self.recipe, self.shape)
+
+    @cached_property
+    def route(self) -> str:
+        return commands.checkpoint_route(self.recipe, self.shape)
+
+    @property
+    def quantizes(self) -> bool:
+        return self.route == commands.QUANTIZE
+
+    @property
+    def is_llama(self) -> bool:
+        return self.shape.architecture.name == "LlamaForCausalLM"
+
+    def on(self, option: str) -> bool:
+        """Whether a switch or plugin of trtllm-build is in use."""
+        return self.options.get(option) not in (None, False, "disable")
+
+
+Reason = Callable[[Case], "str | None"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named check: says why not, or None."""
+
+    name: str
+    severity: Severity
+    reason: Reason
+
+
+class RuleBook(dict[str, Rule]):
+    """Rules by name, in the order they were written down."""
+
+    def rule(self, name: str, severity: Severity) -> Callable[[Reason], Reason]:
+        def register(reason: Reason) -> Reason:
+            assert name not in self, f"two rules are called {name}"
+            self[name] = Rule(name, severity, reason)
+            return reason
+
+        return register
+
+    def check(self, case: Case) -> list[Finding]:
+        answers = ((rule, rule.reason(case)) for rule in self.values())
+        return [Finding(rule.name, rule.severity, reason) for rule, reason in answers if reason]

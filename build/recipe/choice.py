@@ -1,0 +1,40 @@
+"""The settings a CPU engine may be built with when nobody chose one, fastest first.
+
+The build takes the first that passes the quality gate with a standard error to spare (``quality.judge``). The order
+is by measured speed, with the figures in docs/decisions/0021: int8 weights are as fast with the embedding and lm_head
+in bf16, and faster than bf16 weights up to about eight streams; f32 keys and values cost most and lose nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from build.recipe.recipe import DEFAULT_QUALITY, Recipe
+
+EXACT_KV = "f32"  # with it OpenVINO computes in f32 and never quantises activations (compile_cpu.properties)
+SETTINGS = (
+    {"precision": "int8", "head_precision": "int8", "kv_cache_precision": "u8"},
+    {"precision": "int8", "head_precision": "bf16", "kv_cache_precision": "u8"},
+    {"precision": "bf16", "head_precision": "int8", "kv_cache_precision": "u8"},
+    {"precision": "bf16", "head_precision": "int8", "kv_cache_precision": EXACT_KV},
+)
+
+
+def candidates(recipe: Recipe) -> tuple[Recipe, ...]:
+    """The recipes to try, fastest first; a recipe whose precision was given is its only candidate."""
+    return tuple(_variants(recipe)) if recipe.automatic else (recipe,)
+
+
+def _variants(recipe: Recipe) -> Iterator[Recipe]:
+    defaulted = recipe.quality in DEFAULT_QUALITY.values()
+    for setting in SETTINGS:
+        budget = DEFAULT_QUALITY[setting["precision"]] if defaulted else recipe.quality
+        yield replace(recipe, quality=budget, **setting)
+
+
+def words(recipe: Recipe) -> str:
+    """``int8 weights, bf16 embedding and lm_head, u8 KV``."""
+    wide = recipe.precision in ("int8", "int4") and recipe.head_precision == "bf16"
+    head = ", bf16 embedding and lm_head" if wide else ""
+    return f"{recipe.precision} weights{head}, {recipe.kv_cache_precision} KV"

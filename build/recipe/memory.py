@@ -1,0 +1,235 @@
+"""How much memory an engine takes: weights, activations, buffers per sequence, KV cache, by published formulas.
+
+Weights and KV cache follow from shapes. What TensorRT takes for activations and the runtime for its buffers has no
+published formula; ours is fitted to the allocation lines TensorRT-LLM prints, of four published logs (its memory
+documentation, issues 1188 and 3636, its benchmark guide); ``test_memory.py`` holds every one of them.
+``FORMULAS`` says in words what is computed, for the plan to print.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from build.base import hardware
+from build.base.architecture import Architecture
+from build.recipe.recipe import CPU, Recipe
+
+GIB = 1024**3
+BLOCK_TOKENS = 32  # tokens of one KV block, trtllm-build's default and OpenVINO's
+CONTEXT_BYTES = int(0.76 * GIB)  # CUDA context and libraries: 79.10 − 70.48 GiB less what the same log accounts for
+WORKSPACE_BYTES = 32 * 1024**2
+SEQUENCE_BYTES = 650_000  # per running sequence, whatever the vocabulary
+SEQUENCE_VOCAB_BYTES = 24.8  # per running sequence and vocabulary entry: logits, their copies, the decoder's scratch
+CPU_PROCESS_BYTES = 170 * 1024**2  # resident size of the engine process before any weight
+
+WEIGHT_BYTES = {
+    "fp32": 4.0,
+    "fp16": 2.0,
+    "bf16": 2.0,
+    "fp8": 1.0,
+    "fp8_pc_pt": 1.0,
+    "int8": 1.0,
+    "int8_sq": 1.0,
+    "int8_wo": 1.0,
+    "int4": 0.5,
+    "int4_wo": 0.5,
+    "int4_awq": 0.5,
+    "w4a8_awq": 0.5,
+    "nvfp4": 0.5,
+}
+KV_BYTES = {"auto": 2.0, "fp8": 1.0, "int8": 1.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "u8": 1.0}
+
+FORMULAS = {
+    "weights": (
+        "matrices x bytes of the precision + their scales; embedding, lm_head, norms and biases in bf16, lm_head kept "
+        "apart from a tied embedding; 1/tp of every matrix and of the layers of the fullest pp stage "
+        "(shapes of exported checkpoints; engine size is close to weight size: TensorRT-LLM docs, Memory Usage)"
+    ),
+    "kv_cache": (
+        "2 x layers/pp x max(1, kv_heads/tp) x head_dim x bytes of the KV precision per token, in blocks of 32 tokens "
+        "(TensorRT-LLM docs, Memory Usage: KV cache tensor)"
+    ),
+    "activations": (
+        "32 MiB + max_num_tokens x 2 x (2 x widest/tp + h x hidden) + sequences x vocab/tp x 2, widest = the MLP or "
+        "attention, h = 5 for 8-bit activations, else 2 (linear in max_num_tokens: TensorRT-LLM docs, Memory Usage; "
+        "factors fitted to published logs, a little high)"
+    ),
+    "buffers": (
+        "sequences x (650 kB + 24.8 x vocab), sequences = max_batch_size x max_beam_width "
+        "(runtime and decoder buffers, fitted to published logs)"
+    ),
+    "context": "0.76 GiB for the CUDA context and libraries (from the same logs)",
+    "kv_pool": (
+        "kv_cache_fraction x (card - all of the above), at most kv_cache_tokens "
+        "(TensorRT-LLM docs, Memory Usage: free_gpu_memory_fraction and max_tokens, the smaller wins)"
+    ),
+}
+FORMULAS_CPU = {
+    "weights": "every matrix x bytes of the precision + 4 bytes of scale per row or group; a tied lm_head is shared",
+    "kv_cache": "2 x layers x kv_heads x (head_dim x bytes of the KV precision + 8 for u8's scale and zero point)",
+    "activations": "max_num_tokens x 4 x (2 x widest + 5 x hidden) + sequences x vocab x 4, in f32",
+    "buffers": "none counted: the engine keeps logits only for the rows of one step",
+    "context": "170 MiB for the engine process before any weight (measured)",
+    "kv_pool": "kv_cache_tokens, as the recipe says",
+}
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on the fullest rank (on the CPU: of the process). pool_tokens: KV tokens that fit beside the rest.
+
+    available_bytes: the card's memory, None on the CPU, where the recipe itself sets the pool.
+    """
+
+    available_bytes: int | None
+    weight_bytes: int
+    activation_bytes: int
+    buffer_bytes: int
+    context_bytes: int
+    kv_bytes_per_token: float
+    pool_tokens: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Everything but the KV cache."""
+        return self.weight_bytes + self.activation_bytes + self.buffer_bytes + self.context_bytes
+
+    @property
+    def pool_bytes(self) -> int:
+        return int(self.pool_tokens * self.kv_bytes_per_token)
+
+    @property
+    def total_bytes(self) -> int:
+        """With the whole KV cache."""
+        return self.fixed_bytes + self.pool_bytes
+
+    def sequences(self, length: int) -> int:
+        """Sequences of ``length`` tokens the pool holds at once, each in whole blocks."""
+        return self.pool_tokens // BLOCK_TOKENS // max(1, -(-length // BLOCK_TOKENS))
+
+
+def footprint(recipe: Recipe, arch: Architecture) -> Footprint:
+    """What ``recipe`` takes on its own card at its own limits."""
+    weights, activations = weight_bytes(recipe, arch), activation_bytes(recipe, arch)
+    per_token = kv_bytes_per_token(recipe, arch)
+    if recipe.kind == CPU:
+        return Footprint(None, weights, activations, 0, CPU_PROCESS_BYTES, per_token, recipe.kv_cache_tokens or 0)
+    buffers, card = buffer_bytes(recipe, arch), int(hardware.find(str(recipe.gpu)).memory_gib * GIB)
+    free = card - weights - activations - buffers - CONTEXT_BYTES
+    tokens = max(0, int(recipe.kv_cache_fraction * free / per_token))
+    if recipe.kv_cache_tokens is not None:
+        tokens = min(tokens, recipe.kv_cache_tokens)
+    tokens -= tokens % BLOCK_TOKENS
+    return Footprint(card, weights, activations, buffers, CONTEXT_BYTES, per_token, tokens)
+
+
+def weight_bytes(recipe: Recipe, arch: Architecture) -> int:
+    """Bytes of the fullest rank's weights."""
+    return max(rank_weight_bytes(recipe, arch, stage) for stage in range(recipe.pp))
+
+
+def checkpoint_bytes(recipe: Recipe, arch: Architecture) -> int:
+    """Bytes of all ranks together, which is also about what the compiled engines take on disk."""
+    return recipe.tp * sum(rank_weight_bytes(recipe, arch, stage) for stage in range(recipe.pp))
+
+
+def rank_weight_bytes(recipe: Recipe, arch: Architecture, stage: int) -> int:
+    """Bytes of one rank of pipeline stage ``stage`` (0 holds the embedding, the last one lm_head)."""
+    layers = arch.num_layers // recipe.pp + (1 if stage < arch.num_layers % recipe.pp else 0)
+    hidden, tp = arch.hidden_size, recipe.tp
+    q_rows = arch.num_heads * arch.head_dim // tp
+    kv_rows = kv_heads_per_rank(recipe, arch) * arch.head_dim
+    mlp_rows = arch.intermediate_size // tp
+    matrices = [
+        (q_rows + 2 * kv_rows, hidden),
+        (hidden, q_rows),
+        (mlp_rows, hidden),
+        (mlp_rows, hidden),
+        (hidden, mlp_rows),
+    ]
+    per_layer = sum(_matrix_bytes(recipe, rows, columns) for rows, columns in matrices)
+    per_layer += 2 * (2 * hidden)  # the two norms
+    per_layer += 2 * (q_rows + 2 * kv_rows) * arch.qkv_bias + 2 * (2 * arch.head_dim) * arch.qk_norm
+    per_layer += 2 * hidden * arch.output_bias + 2 * (2 * mlp_rows + hidden) * arch.mlp_bias
+
+    vocabulary = padded_vocabulary(recipe, arch) * hidden // tp
+    total = layers * per_layer
+    if stage == 0:
+        total += _embedding_bytes(recipe, vocabulary, hidden)
+    if stage == recipe.pp - 1 and not (recipe.kind == CPU and arch.tied):
+        head_in_8_bits = recipe.precision == "fp8" and recipe.quantize.get("quantize_lm_head") is True
+        total += vocabulary if head_in_8_bits else _embedding_bytes(recipe, vocabulary, hidden)
+    return int(total)
+
+
+def kv_heads_per_rank(recipe: Recipe, arch: Architecture) -> int:
+    """With fewer KV heads than ranks every rank holds a copy of one."""
+    return max(1, arch.num_kv_heads // recipe.tp)
+
+
+def padded_vocabulary(recipe: Recipe, arch: Architecture) -> int:
+    """AWQ pads the vocabulary to a multiple of 64 (rule R37)."""
+    return -(-arch.vocab_size // 64) * 64 if "awq" in recipe.precision else arch.vocab_size
+
+
+def kv_bytes_per_token(recipe: Recipe, arch: Architecture) -> float:
+    """Bytes one token takes on the fullest rank."""
+    layers = -(-arch.num_layers // recipe.pp)
+    scale_bytes = 8 if recipe.kv_cache_precision == "u8" else 0
+    per_head = arch.head_dim * KV_BYTES[recipe.kv_cache_precision] + scale_bytes
+    return 2 * layers * kv_heads_per_rank(recipe, arch) * per_head
+
+
+def kv_arithmetic(recipe: Recipe, arch: Architecture) -> str:
+    """``kv_bytes_per_token`` with its numbers in place."""
+    layers, heads = -(-arch.num_layers // recipe.pp), kv_heads_per_rank(recipe, arch)
+    size = f"{KV_BYTES[recipe.kv_cache_precision]:g}"
+    per_head = f"({arch.head_dim} x {size} + 8)" if recipe.kv_cache_precision == "u8" else f"{arch.head_dim} x {size}"
+    return f"2 x {layers} x {heads} x {per_head} = {kv_bytes_per_token(recipe, arch):g} bytes per token"
+
+
+def activation_bytes(recipe: Recipe, arch: Architecture) -> int:
+    """Upper bound of what one step of max_num_tokens needs on one rank, all kernels' workspaces included."""
+    attention = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
+    widest = max(arch.intermediate_size, attention // 2) / recipe.tp
+    if recipe.kind == CPU:
+        per_token = 4 * (2 * widest + 5 * arch.hidden_size)
+        return int(recipe.max_num_tokens * per_token + recipe.max_batch_size * arch.vocab_size * 4)
+    hidden_copies = 5 if recipe.precision in ("fp8", "fp8_pc_pt", "w4a8_awq", "int8_sq", "nvfp4") else 2
+    per_token = 2 * (2 * widest + hidden_copies * arch.hidden_size)
+    gathered = any(recipe.build.get(key) for key in ("gather_context_logits", "gather_all_token_logits"))
+    logits_rows = recipe.max_num_tokens if gathered else sequences_running(recipe)
+    logits = logits_rows * arch.vocab_size / recipe.tp * 2
+    return int(WORKSPACE_BYTES + recipe.max_num_tokens * per_token + logits)
+
+
+def buffer_bytes(recipe: Recipe, arch: Architecture) -> int:
+    """What the runtime and its decoder keep for every sequence that may run."""
+    return int(sequences_running(recipe) * (SEQUENCE_BYTES + SEQUENCE_VOCAB_BYTES * arch.vocab_size))
+
+
+def sequences_running(recipe: Recipe) -> int:
+    return recipe.max_batch_size * recipe.max_beam_width
+
+
+def _matrix_bytes(recipe: Recipe, rows: int, columns: int) -> float:
+    size = rows * columns * WEIGHT_BYTES[recipe.precision]
+    if recipe.precision in ("int4_awq", "w4a8_awq"):  # a 16-bit scale per group and a prequant factor per column
+        return size + 2 * rows * columns / recipe.group_size + 2 * columns
+    if recipe.precision == "int4":
+        return size + 4 * rows * columns / recipe.group_size
+    if recipe.precision == "nvfp4":  # an 8-bit scale per 16 weights
+        return size + rows * columns / 16
+    if recipe.precision in ("int8", "int8_sq", "int8_wo", "int4_wo", "fp8_pc_pt"):
+        return size + 4 * rows
+    return size
+
+
+def _embedding_bytes(recipe: Recipe, elements: int, hidden: int) -> float:
+    """16 bits on a GPU; the CPU's int8 and int4 keep embedding and head in 8 bits with a scale per row, or in 16."""
+    if recipe.kind != CPU:
+        return 2 * elements
+    width = WEIGHT_BYTES[recipe.precision]
+    if width < 2 and recipe.head_precision == "bf16":
+        return 2 * elements
+    return elements * width if width >= 2 else elements + 4 * elements / hidden

@@ -1,0 +1,61 @@
+import pytest
+
+from build.base import hardware
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("H100", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA L40S", "l40s"),
+        ("a100", "a100-80gb"),
+        ("RTX 4090", "rtx-4090"),
+    ],
+)
+def test_cards_are_found_by_the_names_people_and_drivers_use(name, card):
+    assert hardware.find(name).name == card
+
+
+def test_an_unknown_card_is_answered_with_the_list_and_the_nearest():
+    assert "nearest is 'h200'" in hardware.problem("h201")
+    assert "l40s" in hardware.problem(5)
+    assert hardware.problem("l4") is None
+
+
+def test_every_compute_capability_has_cards_formats_and_an_offer_that_it_supports():
+    assert {card.sm for card in hardware.CARDS.values()} == set(hardware.SMS)
+    for sm in hardware.SMS:
+        assert hardware.reference(sm).sm == sm
+        for weights, kv in hardware.OFFERED[sm]:
+            assert weights in hardware.SUPPORT[sm] and kv in hardware.KV_SUPPORT[sm]
+
+
+def test_the_support_matrix_is_that_of_the_documentation():
+    assert hardware.supporting("fp8") == (89, 90, 100, 103, 120)
+    assert hardware.supporting("int4_awq") == (80, 86, 89, 90)
+    assert hardware.supporting("w4a8_awq") == (89, 90)
+    assert hardware.supporting("fp8_pc_pt") == (90,)
+    assert hardware.supporting("nvfp4") == (100, 103, 120)
+    assert hardware.supporting("bf16") == hardware.SMS
+
+
+def test_cards_of_this_machine_are_read_from_the_drivers_table():
+    table = "NVIDIA H100 80GB HBM3, 9.0, 81559, 590.44.01\nNVIDIA L4, 8.9, 23034, 590.44.01\n"
+    cards = hardware.present(lambda command: table)
+    assert [(card.sm, card.driver) for card in cards] == [(90, "590.44.01"), (89, "590.44.01")]
+    assert cards[0].memory_gib == pytest.approx(79.6, abs=0.1)
+    assert hardware.find(cards[0].name).name == "h100"
+
+
+@pytest.mark.parametrize("table", ["", "No devices were found\n", "x, [N/A], [N/A], 1\n"])
+def test_a_driver_without_cards_gives_none(table):
+    assert hardware.present(lambda command: table) == []
+
+
+def test_a_tool_without_a_driver_gives_none():
+    def fails(command: list[str]) -> str:
+        raise OSError("NVIDIA-SMI has failed")
+
+    assert hardware.present(fails) == []

@@ -1,0 +1,268 @@
+import importlib.util
+import json
+import shlex
+import subprocess
+import sys
+
+import gpu_recipes
+import pytest
+from gpu_recipes import LLAMA_70B, QWEN3_8B, accepted, case, make
+from hypothesis import given, settings
+from program_parser import parse
+
+from build.base import layout, option_table
+from build.base import shape as shapes
+from build.package import plan as plans
+from build.recipe import commands, memory, verdict
+from build.recipe import recipe as recipes
+from contract.errors import InvalidArgument
+
+GPU_RECIPES = [r for path in sorted(layout.RECIPES.glob("*.toml")) if (r := recipes.load(path)).kind != recipes.CPU]
+
+
+def plan_of(**changes: object) -> plans.Plan:
+    drawn = case(**changes)
+    return plans.make(drawn.recipe, drawn.shape)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "build.package.plan", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=layout.ROOT,
+    )
+
+
+@pytest.mark.parametrize("recipe", GPU_RECIPES, ids=lambda recipe: recipe.name)
+def test_every_shipped_recipe_has_a_plan_without_a_warning(recipe):
+    plan = plans.make(recipe, shapes.find(recipe.model))
+    assert not plan.refused
+    assert [f.message for f in plan.findings if f.severity.value == "warn"] == []
+    text = plans.as_text(plan, verbose=True)
+    assert recipe.image in text and "Memory per GPU" in text and "= max_seq_len" in text
+
+
+def test_the_stages_come_in_order_and_their_commands_are_accepted_by_the_programs():
+    plan = plan_of()
+    assert [s.name for s in plan.stages] == ["image", "fetch", "quantise", "verify", "compile", "package"]
+    by_name = {stage.name: stage for stage in plan.stages}
+    assert parse(list(by_name["compile"].argv)).max_batch_size == 64
+    assert parse(list(by_name["quantise"].argv)).qformat == "fp8"
+    assert by_name["quantise"].needs_gpu and by_name["compile"].needs_gpu and not by_name["package"].needs_gpu
+    assert by_name["quantise"].instead[:3] == (".venv-build/bin/python", "-m", "build.quantise.quantize")
+
+
+def test_a_local_model_is_not_fetched_and_a_plain_one_is_converted(tmp_path):
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024}
+    config |= {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = plan_of(model=str(tmp_path), precision="bf16", kv_cache_precision="auto")
+    assert [s.name for s in plan.stages] == ["image", "convert", "verify", "compile", "package"]
+    assert str(tmp_path) in plan.stages[1].argv
+
+
+def test_the_llm_api_has_no_engine_to_compile():
+    given_llmapi = recipes.parse({**recipe_table("qwen3-8b-fp8-llmapi")}, "x.toml")
+    plan = plans.make(given_llmapi, shapes.find(given_llmapi.model))
+    assert [s.name for s in plan.stages] == ["image", "fetch", "quantise", "verify", "package"]
+
+
+def recipe_table(name: str) -> dict:
+    return recipes.tomllib.loads((layout.RECIPES / f"{name}.toml").read_text())
+
+
+def test_a_cpu_recipe_is_planned_without_a_gpu_or_an_image(tmp_path):
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 8192}
+    config |= {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    recipe = recipes.parse(recipe_table("demo") | {"model": str(tmp_path)}, "demo.toml")
+    plan = plans.make(recipe, shapes.find(recipe.model))
+    assert [stage.name for stage in plan.stages] == ["compile"]
+    assert commands.line(plan.stages[0].argv) == ".venv/bin/python -m build.engine --engine demo"
+    assert "image" not in plans.as_json(plan) and not any(stage.needs_gpu for stage in plan.stages)
+    assert "on the CPU" in plans.as_text(plan) and "Memory of the process" in plans.as_text(plan, verbose=True)
+
+
+def test_calibrating_a_cpu_engine_is_in_the_estimate():
+    table = recipe_table("demo-int4")
+    calibrated, nearest = (recipes.parse(t, "x.toml") for t in (table, table | {"calibration": {"size": 1}}))
+    slow, fast = (plans.make(recipe, shapes.find(recipe.model)).stages[0] for recipe in (calibrated, nearest))
+    assert slow.seconds > fast.seconds and "(8192 tokens + 256)" in slow.basis
+
+
+def test_a_refused_recipe_has_no_stages():
+    plan = plan_of(gpu="b200", precision="int4_awq", kv_cache_precision="auto")
+    assert plan.refused and plan.stages == () and plan.footprint is None
+    text = plans.as_text(plan)
+    assert "refused R4: " in text and "nearest recipe that works" in text and "Stages" not in text
+
+
+def test_limits_are_those_the_engine_will_have():
+    plan = plan_of(precision="int4_awq", max_seq_len=256, max_batch_size=2)
+    limits = plans.limits(plan.recipe)
+    assert limits["max_num_tokens"] == 512 and limits["prefix_reuse"] is False and limits["chunked_context"] is False
+    assert "prefix_reuse     no" in plans.as_text(plan, verbose=True)
+    spec = {"mode": "eagle", "max_draft_len": 5}
+    assert plans.limits(make(speculative_decoding=spec))["max_seq_len"] == 4096 + 5
+
+
+def test_memory_and_concurrency_are_the_formulas():
+    plan = plan_of(model=LLAMA_70B, tp=4, max_seq_len=8192, max_batch_size=100)
+    foot = memory.footprint(plan.recipe, plan.shape.architecture)
+    rows = {row["total_tokens"]: row for row in plans.concurrency(plan)}
+    assert rows[8192]["fit_in_kv_pool"] == foot.pool_tokens // 32 // 256
+    assert rows[256]["run_at_once"] == 100 < rows[256]["fit_in_kv_pool"]
+    text = plans.as_text(plan, verbose=True)
+    assert f"{foot.weight_bytes / memory.GIB:7.2f} GiB" in text
+    assert "here 2 x 80 x 2 x 128 x 1 = 40960 bytes per token" in text
+
+
+def test_drafts_take_their_tokens_of_a_step():
+    spec = {"mode": "lookahead_decoding", "window_size": 7, "ngram_size": 7, "verification_set_size": 7}
+    rows = plans.concurrency(plan_of(speculative_decoding=spec, max_num_tokens=4096))
+    assert {row["run_at_once"] for row in rows} == {4096 // 84}
+
+
+def test_the_verdict_stands_first_and_formulas_only_where_asked():
+    text = plans.as_text(plan_of())
+    assert text.splitlines()[1].startswith("  verdict    fits: ") and " of 79.1 GiB per GPU" in text.splitlines()[1]
+    assert text.splitlines()[2].startswith("  at once    64 sequences of 256 tokens, ")
+    assert text.splitlines()[3].startswith("  build      about ")
+    assert "kv_pool =" not in text and "estimate:" not in text and len(text.splitlines()) < 40
+    assert "kv_pool =" in plans.as_text(plan_of(), verbose=True)
+    refused = plans.as_text(plan_of(gpu="b200", precision="int4_awq", kv_cache_precision="auto"))
+    assert refused.splitlines()[1] == "  verdict    refused by 1 rule, see below"
+
+
+@pytest.mark.parametrize("recipe", GPU_RECIPES, ids=lambda recipe: recipe.name)
+def test_every_printed_command_starts_with_a_program_that_is_there(recipe):
+    """What runs here names the environment that has what it needs; the rest runs in the image, through docker."""
+    text = plans.as_text(plans.make(recipe, shapes.find(recipe.model)))
+    printed = [shlex.split(line.partition("$ ")[2]) for line in text.splitlines() if "$ " in line]
+    assert printed
+    for argv in printed:
+        if argv[0] == "docker":
+            continue
+        torch = argv[2] == "build.quantise.quantize"
+        assert argv[:2] == [".venv-build/bin/python" if torch else ".venv/bin/python", "-m"]
+        assert importlib.util.find_spec(argv[2]) is not None
+
+
+def test_a_printed_command_runs_as_it_is_printed():
+    recipe = recipes.load(layout.RECIPES / "demo.toml")
+    line = commands.line(plans.make(recipe, shapes.find(recipe.model)).stages[-1].argv)
+    done = subprocess.run(f"{line} --dry-run", shell=True, cwd=layout.ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("demo: ")
+
+
+ODD = (
+    float("nan"),
+    float("-inf"),
+    -1,
+    10**30,
+    True,
+    "",
+    "a/b",
+    "x\0y",
+    "é" * 300,
+    "~nobody/x",
+    [float("nan")],
+    {"a": 1},
+)
+
+
+@pytest.mark.parametrize("kind", recipes.KINDS)
+def test_an_odd_value_anywhere_is_an_error_of_ours_or_a_plan_in_whole(kind, monkeypatch):
+    monkeypatch.setattr(verdict._Search, "nearest", lambda self, rule: "")  # what is nearest has its own tests
+    cpu = {"kind": "cpu", "model": "build/demo_model/checkpoint", "precision": "int4", "max_seq_len": 512}
+    cpu |= {"max_batch_size": 8, "max_num_tokens": 256, "kv_cache_tokens": 4096}
+    base = cpu if kind == recipes.CPU else gpu_recipes.table(kind=kind)
+    tables = {"calibration": recipes._CALIBRATION, "quality": recipes._QUALITY, "environment": {"A": None}}
+    tables["speculative_decoding"] = recipes._SPECULATIVE
+    programs = {"build": "trtllm_build", "quantize": "quantize", "convert": "convert_checkpoint_llama"}
+    tables |= {name: option_table.read(program).options for name, program in programs.items()}
+    drawn = [base | {key: value} for key in recipes.KEYS for value in ODD]
+    for name, keys in tables.items():
+        mode = {"mode": "medusa", "max_draft_len": 4} if name == "speculative_decoding" else {}
+        plain = {"precision": "bf16", "kv_cache_precision": "auto"} if name == "convert" else {}
+        drawn += [base | plain | {name: mode | {key: value}} for key in keys for value in ODD]
+    refusals = 0
+    for table in drawn:
+        try:
+            recipe = recipes.parse(table, "mine.toml")
+            plan = plans.make(recipe, shapes.find(recipe.model))
+        except InvalidArgument:
+            refusals += 1
+            continue
+        assert plans.as_text(plan, verbose=True) and json.dumps(plans.as_json(plan), allow_nan=False)
+    assert refusals > len(drawn) / 2
+
+
+def test_lengths_beyond_the_recipe_are_left_out():
+    assert {row["total_tokens"] for row in plans.concurrency(plan_of(max_seq_len=1000))} == {256, 1000}
+
+
+@pytest.mark.slow
+@settings(max_examples=50, deadline=None)
+@given(accepted())
+def test_json_and_text_say_the_same_for_every_accepted_recipe(drawn):
+    plan = plans.make(drawn.recipe, drawn.shape)
+    document, text = json.loads(json.dumps(plans.as_json(plan))), plans.as_text(plan, verbose=True)
+    assert document["refused"] is False and document["image"] == drawn.recipe.image
+    for stage in document["stages"]:
+        assert shlex.split(stage["command"]) == stage["argv"]
+        assert f"$ {stage['command']}" in text
+        if stage["where"] == "container":
+            assert shlex.split(stage["docker"])[-len(stage["argv"]) :] == stage["argv"]
+    memory_of = document["memory_per_gpu"]
+    parts = [memory_of[f"{name}_bytes"] for name in ("weight", "activation", "buffer", "context")]
+    assert sum(parts) == memory_of["fixed_bytes"]
+    assert memory_of["fixed_bytes"] + memory_of["kv_pool_bytes"] <= memory_of["available_bytes"]
+    assert document["disk_bytes"] == sum(stage["disk_bytes"] for stage in document["stages"])
+    longest = document["concurrency"][-1]
+    assert longest["total_tokens"] == drawn.recipe.max_seq_len
+    assert 1 <= longest["run_at_once"] <= drawn.recipe.max_batch_size
+
+
+def test_the_program_prints_a_plan():
+    done = run("--engine", "llama-3.1-8b-fp8-hopper")
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith("llama-3.1-8b-fp8-hopper: ")
+
+
+def test_the_program_prints_json():
+    document = json.loads(run("--engine", "qwen3-8b-fp8-ada", "--json").stdout)
+    assert document["engine"] == "qwen3-8b-fp8-ada" and document["recipe"]["model"] == QWEN3_8B
+    assert [stage["name"] for stage in document["stages"]][-2:] == ["compile", "package"]
+
+
+def test_the_program_refuses_with_status_2_and_one_sentence(tmp_path):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('kind = "trtllm"\nprecison = "fp8"\n')
+    done = run("--recipe", str(recipe))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "precison: unknown key; nearest is 'precision'" in done.stderr
+    done = run("--engine", "llama-3.1-8b-fp8-hoper")
+    assert done.returncode == 2 and "nearest is 'llama-3.1-8b-fp8-hopper'" in done.stderr
+
+
+def test_a_recipe_the_rules_refuse_prints_the_reason_and_status_2(tmp_path):
+    recipe = tmp_path / "mine.toml"
+    text = (layout.RECIPES / "llama-3.1-8b-fp8-hopper.toml").read_text()
+    recipe.write_text(text.replace('gpu = "h100"', 'gpu = "a100"'))
+    done = run("--recipe", str(recipe))
+    assert done.returncode == 2 and "refused H1: fp8 does not run on SM 80" in done.stdout
+
+
+def test_planning_loads_neither_torch_nor_an_engine():
+    code = "import sys; from build.package import plan; plan.main(['--engine', 'llama-3.1-8b-fp8-hopper']); "
+    code += "print([m for m in ('torch', 'openvino', 'tritonclient', 'grpc', 'modelopt') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=layout.ROOT)
+    assert done.stdout.rstrip().endswith("[]")

@@ -1,0 +1,216 @@
+import json
+
+import pytest
+from gpu_recipes import LLAMA_8B, LLAMA_70B, QWEN3_8B, QWEN_7B, case
+
+from build.base import shape as shapes
+from build.recipe import recipe as recipes
+from build.recipe.case import Case
+from build.recipe.fitness import CHECKS
+from build.recipe.verdict import check, judge, refused
+
+
+def reason(rule: str, **changes: object) -> str | None:
+    return CHECKS[rule].reason(case(**changes))
+
+
+@pytest.mark.parametrize("gpu", ["a100", "a10"])
+def test_h1_fp8_weights_do_not_run_below_sm_89(gpu):
+    assert "only on SM 89" in reason("H1", gpu=gpu)
+    assert reason("H1", gpu=gpu, precision="int4_awq", kv_cache_precision="auto") is None
+
+
+@pytest.mark.parametrize("precision", ["int4_awq", "int8_sq", "int8_wo", "int4_wo", "w4a8_awq"])
+def test_h1_integer_weights_do_not_run_on_sm_120(precision):
+    assert "SM 120 (Blackwell)" in reason("H1", gpu="rtx-5090", precision=precision, kv_cache_precision="auto")
+    assert reason("H1", precision=precision, kv_cache_precision="auto") is None
+
+
+def test_h1_nvfp4_needs_blackwell():
+    assert reason("H1", precision="nvfp4")
+    assert reason("H1", precision="nvfp4", gpu="b200") is None
+
+
+def test_one_fault_is_refused_once():
+    found = [f.rule for f in check(case(gpu="b200", precision="int4_awq", kv_cache_precision="auto"))]
+    assert "R4" in found and "H1" not in found
+
+
+def test_h2_int8_kv_does_not_run_on_sm_120():
+    assert reason("H2", gpu="rtx-5090", kv_cache_precision="int8")
+    assert reason("H2", gpu="rtx-5090") is None
+
+
+def test_h3_the_swiglu_plugin_is_for_hopper():
+    assert reason("H3", gpu="l40s", build={"gemm_swiglu_plugin": "fp8"})
+    assert reason("H3", build={"gemm_swiglu_plugin": "fp8"}) is None
+    assert reason("H3", gpu="l40s") is None
+
+
+def test_h4_w4a8_is_not_listed_for_qwen3():
+    assert reason("H4", model=QWEN3_8B, precision="w4a8_awq")
+    assert reason("H4", model=QWEN_7B, precision="w4a8_awq") is None
+
+
+def test_m1_weights_and_one_sequence_must_fit():
+    assert "leave room for 0 KV tokens" in reason("M1", model=LLAMA_70B, gpu="l40s")
+    assert reason("M1", model=LLAMA_70B, gpu="l40s", tp=4) is None
+    assert "less than one sequence of 4096" in reason("M1", kv_cache_tokens=1024)
+    spec = {"mode": "eagle", "max_draft_len": 256}
+    assert reason("M1", kv_cache_tokens=4096) is None
+    assert "4352" in reason("M1", kv_cache_tokens=4096, speculative_decoding=spec)
+
+
+def test_s1_sequences_must_not_outgrow_the_model():
+    assert "32768 tokens" in reason("S1", model=QWEN_7B, max_seq_len=32769)
+    assert reason("S1", model=QWEN_7B, max_seq_len=32768) is None
+
+
+def test_s2_ranks_must_divide_the_model():
+    assert "28 attention heads" in reason("S2", model=QWEN_7B, tp=8)
+    assert reason("S2", model=QWEN_7B, pp=16) is None
+    assert reason("S2", model=QWEN_7B, tp=4) is None
+    assert "cannot share 8 KV heads" in reason("S2", tp=16, precision="int8_sq", kv_cache_precision="auto")
+    assert reason("S2", tp=16) is None
+
+
+def test_s3_long_prompts_need_chunked_context():
+    assert "prompts over max_num_tokens 2048" in reason("S3", max_num_tokens=2048, chunked_context=False)
+    assert reason("S3", max_num_tokens=2048, precision="int4_awq", kv_cache_precision="fp8")
+    assert reason("S3", max_num_tokens=2048) is None
+    assert reason("S3", max_num_tokens=4096, chunked_context=False) is None
+
+
+def test_s4_lookahead_has_limits():
+    spec = {"mode": "lookahead_decoding", "window_size": 7, "ngram_size": 7, "verification_set_size": 7}
+    assert "max_beam_width 1" in reason("S4", speculative_decoding=spec, max_beam_width=2)
+    assert "drafts nothing" in reason("S4", speculative_decoding=spec | {"ngram_size": 1})
+    assert reason("S4", speculative_decoding=spec) is None
+
+
+def test_s5_the_network_must_have_a_place_for_every_bias(tmp_path):
+    config = json.loads(shapes.TABLE.read_text())["Qwen/Qwen3-8B"]
+    for biased, said in ((True, "a bias on o_proj, for which TensorRT-LLM's Qwen has no place"), (False, None)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"attention_bias": biased}))
+        found = reason("S5", model=str(tmp_path))
+        assert said in found if said else found is None
+    assert reason("S5", model=QWEN_7B) is None
+
+
+def test_c2_a_step_holds_a_token_of_each_running_sequence_of_a_gpu_engine_too():
+    found = judge(case(max_batch_size=2048, max_num_tokens=64))
+    assert found[0].rule == "C2" and "one token for each of 2048 sequences" in found[0].reason
+    assert "64 sequences of 4 beams" in reason("C2", max_num_tokens=255, max_beam_width=4)
+    assert reason("C2", max_num_tokens=256, max_beam_width=4) is None and reason("C2", max_num_tokens=64) is None
+
+
+def test_an_fp8_kv_cache_on_ampere_is_allowed_by_the_matrix_the_warning_cites():
+    found = judge(case(gpu="a100", precision="bf16", kv_cache_precision="fp8"))
+    assert not refused(found)
+    assert "NVIDIA's quantization hardware matrix lists it for Ampere" in " ".join(f.message for f in found)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("kv_cache_type", "continuous"),
+        ("kv_cache_type", "DISABLED"),
+        ("paged_kv_cache", "disable"),
+        ("paged_kv_cache", "a/b"),
+        ("remove_input_padding", "disable"),
+        ("gpt_attention_plugin", "disable"),
+    ],
+)
+def test_b1_requests_must_batch_in_flight(option, value):
+    assert "in-flight batching" in reason("B1", build={option: value})
+    assert f"without build.{option}" in judge(case(build={option: value}))[0].message
+    assert reason("B1", build={"kv_cache_type": "PAGED", "remove_input_padding": "enable"}) is None
+
+
+@pytest.mark.parametrize("tokens", [0, 48])
+def test_b2_a_kv_block_must_be_found(tokens):
+    assert f"tokens_per_block {tokens} is not a power of two" in reason("B2", build={"tokens_per_block": tokens})
+    assert reason("B2", build={"tokens_per_block": 64}) is None and reason("B2") is None
+
+
+@pytest.mark.parametrize("option", ["context_fmha", "use_paged_context_fmha"])
+def test_b3_what_the_recipe_asks_for_must_not_be_switched_off(option):
+    given = {"build": {option: "disable"}}
+    assert f"{option} disable leaves no prefix reuse and no chunked context" in reason("B3", **given)
+    assert "no prefix reuse, for which" in reason("B3", chunked_context=False, **given)
+    assert reason("B3", prefix_reuse=False, chunked_context=False, **given) is None and reason("B3") is None
+
+
+def test_b4_the_image_must_hold_the_pinned_version():
+    name = "registry.example:5000/tritonserver:{}-trtllm-python-py3"
+    assert "is of an older TensorRT-LLM" in reason("B4", image=name.format("26.03"))
+    assert "may have no engine builder" in reason("B4", image=name.format("26.08"))
+    assert reason("B4", image=name.format("26.05")) is None and reason("B4", image="our/own:latest") is None
+    assert 'nearest recipe that works: image = "' in judge(case(image=name.format("25.12")))[0].message
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"precision": "nvfp4", "gpu": "b200"}, {"Q1": "does not make nvfp4"}),
+        ({"precision": "bf16"}, {"Q1": "no fp8 KV cache"}),
+        ({"calibration": {"dataset": "./nowhere"}}, {"Q2": "neither a local file or folder"}),
+        ({"calibration": {"dataset": "wikitext"}}, {"Q2": "nor cnn_dailymail"}),
+        ({"precision": "int4_awq", "group_size": 256}, {"Q3": "896 inputs of o_proj"}),
+        ({"precision": "int4_awq"}, {}),
+        ({"calibration": {"dataset": "cpython"}}, {}),
+    ],
+)
+def test_a_checkpoint_for_the_llm_api_can_be_made(changes, said):
+    given = case(kind="llmapi", model="Qwen/Qwen2.5-0.5B-Instruct", **changes).recipe
+    found = [f for f in judge(Case(given, shapes.find(given.model))) if f.severity.value == "refuse"]
+    assert {f.rule for f in found} == said.keys()
+    assert all(said[f.rule] in f.reason and f.instead for f in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_seq_len": 4096}, {"C1": "the 1024 positions"}),
+        ({"max_num_tokens": 4}, {"C2": "less than one token for each of 8 sequences"}),
+        ({"chunked_context": False}, {"C3": "without chunked_context a prompt of max_seq_len 512"}),
+        ({}, {}),
+        ({"chunked_context": False, "max_num_tokens": 512}, {}),
+        (
+            {"max_seq_len": 200_000, "max_num_tokens": 1, "chunked_context": False, "kv_cache_tokens": 32},
+            {"M1": "less than one sequence", "C1": "1024 positions", "C2": "one token for each", "C3": "must fit"},
+        ),
+    ],
+)
+def test_the_cpu_engines_limits_must_agree(tmp_path, changes, said):
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    table = {"kind": "cpu", "model": str(tmp_path), "precision": "int8", "kv_cache_tokens": 8192, "max_seq_len": 512}
+    recipe = recipes.parse(table | {"max_batch_size": 8, "max_num_tokens": 256} | changes, "small.toml")
+    found = judge(Case(recipe, shapes.find(recipe.model)))
+    assert {f.rule for f in found} == said.keys()
+    assert all(said[f.rule] in f.reason and f.instead for f in found)
+
+
+def test_c4_only_four_bits_are_calibrated():
+    table = {"kind": "cpu", "model": LLAMA_8B, "max_batch_size": 8, "max_num_tokens": 256, "max_seq_len": 512}
+    table |= {"kv_cache_tokens": 8192, "calibration": {"size": 8}}
+    for precision, rules in (("int8", ["C4"]), ("int4", [])):
+        recipe = recipes.parse(table | {"precision": precision}, "mine.toml")
+        found = judge(Case(recipe, shapes.find(LLAMA_8B)))
+        assert [f.rule for f in found] == rules
+    recipe = recipes.parse(table | {"precision": "int8"}, "mine.toml")
+    assert "without [calibration]" in judge(Case(recipe, shapes.find(LLAMA_8B)))[0].message
+
+
+def test_u1_a_table_without_effect_is_refused():
+    assert "[convert] has no effect" in reason("U1", convert={"per_token": True})
+    assert "[quantize] has no effect" in reason("U1", precision="bf16", kv_cache_precision="auto", quantize={"seed": 1})
+    assert reason("U1", quantize={"seed": 1}) is None
+
+
+def test_u2_draft_heads_of_other_converters_are_announced():
+    assert "eagle" in reason("U2", speculative_decoding={"mode": "eagle", "max_draft_len": 4})
+    assert reason("U2", speculative_decoding={"mode": "medusa", "max_draft_len": 4}) is None
+    assert reason("U2", speculative_decoding={"mode": "draft_tokens_external", "max_draft_len": 4}) is None
