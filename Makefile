@@ -5,6 +5,7 @@ PRECISION  ?=
 ACCEPT_QUALITY ?=
 PROMPT     ?=
 VERBOSE    ?=
+SEED       := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 HOST       ?= $(or $(TRIDENT_HOST),127.0.0.1)
 GRPC_PORT  ?= $(or $(TRIDENT_GRPC_PORT),8001)
 HTTP_PORT  ?= $(or $(TRIDENT_HTTP_PORT),8000)
@@ -35,7 +36,7 @@ export TRIDENT_GATEWAY_METRICS_PORT ?= $(METRICS_PORT)
 export TRIDENT_GATEWAY_BATCH_DB ?= .triton/batches.sqlite
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-build demo demo-model serve gateway up chat build-engine plan-engine quality test-build test test-fast check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf clean
+.PHONY: help setup setup-build demo demo-model serve gateway up chat build-engine plan-engine quality test-build test test-fast search check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +99,10 @@ test: test-fast ## every test, the end-to-end ones with a real tritonserver
 
 test-fast: setup ## the tests that need no server (three at once: some wait more than they work)
 	$(BIN)/python -m pytest -m "not end_to_end and not slow and not build_env" -n 3
+
+search: setup ## the property tests with new examples, drawn by SEED
+	@echo "hypothesis seed $(SEED); repeat with: make search SEED=$(SEED)"
+	$(BIN)/python -m pytest -m "hypothesis and not end_to_end and not slow and not build_env" -n 3 --hypothesis-profile=search --hypothesis-seed=$(SEED)
 
 test-build: setup-build ## the tests that need torch and ModelOpt
 	$(BUILD_BIN)/python -m pytest -m build_env $$(grep -rl --include='test_*.py' mark.build_env tests)
