@@ -144,7 +144,7 @@ async def serve(service: Service) -> None:
 
 async def _started(server: HttpServer, serving: asyncio.Task) -> None:
     """Raises SystemExit if it ends before it has started."""
-    while not server.started and not serving.done():
+    while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has a flag and no event
         await asyncio.sleep(0.01)
     if serving.done():
         await serving

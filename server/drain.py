@@ -68,7 +68,7 @@ async def _refuse_new_requests(admin: Admin, metrics: Metrics, drain_file: Path)
     """Raises a TridentError if the server does not answer."""
     await admin.fail_readiness(NOT_READY)
     try:
-        drain_file.touch()
+        await asyncio.to_thread(drain_file.touch)
         countable = (await metrics()).live is not None
     except OSError:  # a full disk
         countable = False
