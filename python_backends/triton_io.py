@@ -1,15 +1,17 @@
 """Triton's Python API as the backends use it: the only importer of ``triton_python_backend_utils``.
 
-Shapes here carry Triton's batch dimension, which is always 1: a scalar is ``[1, 1]``, a vector ``[1, n]``.
+Shapes have Triton's batch dimension, which is always 1: a scalar is ``[1, 1]``, a vector ``[1, n]``.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from numpy.typing import DTypeLike
 
 from contract import errors
 from contract.errors import InvalidArgument, TridentError
@@ -18,8 +20,8 @@ from contract.errors import InvalidArgument, TridentError
 # them at import. The flag's value is TRITONSERVER_RESPONSE_COMPLETE_FINAL of Triton's C API.
 FINAL = 1
 
-# Triton has no RESOURCE_EXHAUSTED and no DEADLINE_EXCEEDED; the nearest code goes on the wire and the text
-# carries our own name (contract.errors.to_text), which clients translate back.
+# Triton has no RESOURCE_EXHAUSTED and no DEADLINE_EXCEEDED: the nearest code is sent, and the message names our error
+# (contract.errors.to_text), which the clients read.
 _TRITON_CODE = {
     "INVALID_ARGUMENT": "INVALID_ARG",
     "NOT_FOUND": "NOT_FOUND",
@@ -30,76 +32,122 @@ _TRITON_CODE = {
 }
 
 
-class Inputs:
-    """The input tensors of one request, by name, as Python values. Absent ones give the default."""
+class ResponseSender(Protocol):
+    """pb_utils.InferenceResponseSender."""
 
-    def __init__(self, request) -> None:
+    def send(self, response: Any = None, flags: int = 0) -> None: ...
+
+
+class Request(Protocol):
+    """pb_utils.InferenceRequest."""
+
+    def request_id(self) -> str: ...
+    def requested_output_names(self) -> list[str]: ...
+    def parameters(self) -> str: ...
+    def timeout(self) -> int: ...
+    def is_cancelled(self) -> bool: ...
+    def get_response_sender(self) -> ResponseSender: ...
+
+
+class Inputs:
+    """The input tensors of one request, by name, as Python values. An absent tensor gives the default."""
+
+    def __init__(self, request: Request) -> None:
         self._request = request
 
     def array(self, name: str) -> np.ndarray | None:
-        """The tensor as it came, batch dimension included, or None."""
+        """Return the tensor with its batch dimension, or None."""
         tensor = pb_utils.get_input_tensor_by_name(self._request, name)
         return None if tensor is None else tensor.as_numpy()
 
-    def scalar(self, name: str, default=None):
-        """The tensor's only value as int, float, bool or bytes; InvalidArgument if it holds none or several."""
+    def required(self, name: str) -> np.ndarray:
+        """Return the tensor with its batch dimension.
+
+        Raises:
+            InvalidArgument: it is absent.
+        """
+        array = self.array(name)
+        if array is None:
+            raise InvalidArgument(name, "must be sent, got no such tensor")
+        return array
+
+    def scalar(self, name: str, default: Any = None) -> Any:
+        """Return the tensor's value as int, float, bool or bytes.
+
+        Raises:
+            InvalidArgument: it holds no value or several.
+        """
         array = self.array(name)
         if array is None:
             return default
         if array.size != 1:
-            raise InvalidArgument(name, f"holds {array.size} values; allowed is exactly one")
+            raise InvalidArgument(name, f"must hold exactly one value, got {array.size}")
         return array.reshape(()).item()
 
     def text(self, name: str, default: str | None = None) -> str | None:
+        """Return a BYTES tensor's value as text; see decode_text for the errors."""
         value = self.scalar(name)
         return default if value is None else decode_text(name, value)
 
     def texts(self, name: str) -> list[str]:
+        """Return a BYTES tensor's values as text; see decode_text for the errors."""
         array = self.array(name)
         return [] if array is None else [decode_text(name, value) for value in array.reshape(-1)]
 
     def integers(self, name: str) -> list[int]:
+        """Return an integer tensor's values in order, [] if it is absent."""
+        return self._values(name)
+
+    def floats(self, name: str) -> list[float]:
+        """Return a float tensor's values in order, [] if it is absent."""
+        return self._values(name)
+
+    def _values(self, name: str) -> list[Any]:
         array = self.array(name)
         return [] if array is None else array.reshape(-1).tolist()
 
-    floats = integers
-
 
 def decode_text(name: str, value: bytes | str) -> str:
-    """UTF-8 without NUL, or InvalidArgument that says where it is not."""
+    """Decode UTF-8.
+
+    Raises:
+        InvalidArgument: the bytes are not UTF-8, or hold a NUL character.
+    """
     if isinstance(value, str):
         value = value.encode()
     try:
         text = value.decode("utf-8")
     except UnicodeDecodeError as exc:
-        raise InvalidArgument(name, f"is not valid UTF-8 at byte {exc.start}; send UTF-8 text") from exc
+        raise InvalidArgument(name, f"must be UTF-8, got an invalid sequence at byte {exc.start}") from exc
     if "\0" in text:
-        raise InvalidArgument(name, f"holds a NUL character at position {text.index(chr(0))}; remove it")
+        raise InvalidArgument(name, f"must hold no NUL character, got one at position {text.index(chr(0))}")
     return text
 
 
-def parameters(request) -> dict:
-    """The request's custom parameters and forwarded headers."""
+def parameters(request: Request) -> dict[str, Any]:
+    """Return the request's custom parameters and forwarded headers."""
     text = request.parameters()
     return json.loads(text) if text else {}
 
 
 def texts(*values: str) -> np.ndarray:
-    """BYTES[1, n] from strings."""
+    """Return BYTES[1, n]."""
     return np.array([[value.encode() for value in values]], dtype=np.object_)
 
 
-def response(outputs: dict[str, np.ndarray]):
+def response(outputs: dict[str, np.ndarray]) -> Any:
+    """Return an InferenceResponse with these tensors."""
     return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()])
 
 
-def error_response(error: TridentError):
+def error_response(error: TridentError) -> Any:
+    """Return an InferenceResponse with a Triton error whose message is ``errors.to_text``."""
     code = getattr(pb_utils.TritonError, _TRITON_CODE.get(error.grpc_status, "INTERNAL"))
     return pb_utils.InferenceResponse([], pb_utils.TritonError(errors.to_text(error), code))
 
 
 def stop_request(model: str, request_id: str) -> None:
-    """Sends TensorRT-LLM's stop for a live request to ``model`` and waits for its answer; call it in a thread."""
+    """Send TensorRT-LLM's stop request to ``model`` and wait for the response; do not call it in Triton's thread."""
     inputs = {
         "input_ids": row([0]),
         "input_lengths": row([1]),
@@ -116,9 +164,11 @@ def stop_request(model: str, request_id: str) -> None:
         pass
 
 
-def metric_family(name: str, description: str, kind: str):
-    """A family on the server's metrics page; ``kind`` is counter, gauge or histogram. The same family may be
-    made by several models: Triton merges them by name."""
+def metric_family(name: str, description: str, kind: str) -> Any:
+    """Return a Triton metric family; Triton merges families of one name that several models make.
+
+    kind: counter, gauge or histogram.
+    """
     kinds = {
         "counter": pb_utils.MetricFamily.COUNTER,
         "gauge": pb_utils.MetricFamily.GAUGE,
@@ -135,6 +185,6 @@ def log_info(message: str) -> None:
     pb_utils.Logger.log_info(message)
 
 
-def row(values: Sequence[int], dtype=np.int32) -> np.ndarray:
-    """[1, n] of ``dtype``."""
+def row(values: Sequence[float], dtype: DTypeLike = np.int32) -> np.ndarray:
+    """Return an array [1, n] of ``dtype``."""
     return np.asarray(values, dtype=dtype)[None]

@@ -20,9 +20,10 @@ from python_backends.cpu_engine.prefix_cache_estimate import PrefixCacheEstimate
 from python_backends.cpu_engine.request import EngineRequest
 from python_backends.cpu_engine.response_senders import ResponseSenders
 from python_backends.cpu_engine.scheduler import Scheduler
-from python_backends.cpu_engine.stream import Chunk, Sink, Stream
+from python_backends.cpu_engine.stream import Sink, Stream
 from python_backends.ensemble.control import ControlMessage, Verb
 from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.token_increment import TokenIncrement
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence, StepReport
 from python_backends.limits import EngineLimits
 from python_backends.triton_io import log_error
@@ -186,11 +187,13 @@ class Engine:
                     stream.first_scheduled_ns = max(report.start_ns, stream.started_ns)
                 keep = stream.stop_sequence_end(output.token_ids)
                 with stream.lock:
-                    stream.add_tokens(output.token_ids[:keep], output.log_probs[:keep], output.top[:keep], now_ns)
+                    stream.add_tokens(
+                        output.token_ids[:keep], output.log_probs[:keep], output.top_log_probs[:keep], now_ns
+                    )
                 if keep is not None:
                     self._end(output.id, StreamEvent.STOP)
                 elif output.event is StreamEvent.ERROR:
-                    self._finish(stream, output.event, error=EngineFailed(output.rejected))
+                    self._finish(stream, output.event, error=EngineFailed(output.error))
                 elif output.event.last:
                     stop_id = output.token_ids[-1] if output.event is StreamEvent.STOP and output.token_ids else -1
                     self._finish(stream, output.event, stop_id)
@@ -367,9 +370,9 @@ class Engine:
 
     # ---- sender threads -----------------------------------------------------------------------------------------
 
-    def _on_sent(self, stream: Stream, chunk: Chunk | None) -> None:
-        if chunk is not None and chunk.token_ids:
-            self._metrics.sent(stream, chunk)
+    def _on_sent(self, stream: Stream, increment: TokenIncrement) -> None:
+        if increment.token_ids:
+            self._metrics.sent(stream, increment)
             self._work.set()  # the ticker may have looked for the last time
 
     def _on_lost(self, stream: Stream, problem: Exception) -> None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from contract.errors import BY_NAME
-from python_backends.cpu_engine.stream import Chunk, Stream
+from python_backends.cpu_engine.stream import Stream
 from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.token_increment import TokenIncrement
 from python_backends.ensemble.worker_messages import StepReport
 from python_backends.limits import BLOCK_TOKENS
 from python_backends.metrics import DURATION_BUCKETS, PHASES, PHASES_HELP, TPOT_BUCKETS, TTFT_BUCKETS, Metrics
@@ -142,17 +143,17 @@ class EngineMetrics:
     def cancelled(self, reason: str) -> None:
         self._cancellations[reason](1)
 
-    def sent(self, stream: Stream, chunk: Chunk) -> None:
-        """One response with tokens has left."""
-        state, request = chunk.state, stream.request
+    def sent(self, stream: Stream, increment: TokenIncrement) -> None:
+        """Observe the latencies of a response with tokens."""
+        state, request = increment.state, stream.request
         if state.first:
             self._ttft((state.sent_ns - request.arrival_ns) / 1e9)
             self._phases["tokenize"]((request.tokenized_ns - request.arrival_ns) / 1e9)
             self._phases["queue"]((stream.first_scheduled_ns - request.tokenized_ns) / 1e9)
             self._phases["prefill"]((stream.first_token_ns - stream.first_scheduled_ns) / 1e9)
             self._phases["first_decode"]((state.sent_ns - stream.first_token_ns) / 1e9)
-        elif chunk.since_last_ns and chunk.token_ids:
-            self._itl(chunk.since_last_ns / 1e9 / len(chunk.token_ids))
+        elif stream.since_last_ns and increment.token_ids:
+            self._itl(stream.since_last_ns / 1e9 / len(increment.token_ids))
 
     def finished(self, stream: Stream, now_ns: int) -> None:
         self._finished[stream.event](1)

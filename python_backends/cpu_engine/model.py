@@ -10,64 +10,73 @@ from pathlib import Path
 import numpy as np
 
 from contract import manifest as manifests
-from contract.errors import EngineFailed, InvalidArgument, TridentError, to_text
+from contract.errors import EngineFailed, InvalidArgument, TridentError
 from contract.watchdog import Watchdog
 from python_backends.cpu_engine import http_disconnects
 from python_backends.cpu_engine.engine import Engine, Link
 from python_backends.cpu_engine.link import Listener, WorkerLink
 from python_backends.cpu_engine.metrics import EngineMetrics
 from python_backends.cpu_engine.request import EngineRequest, parse
-from python_backends.cpu_engine.stream import Chunk
 from python_backends.ensemble import priority
 from python_backends.ensemble.control import ControlListener
 from python_backends.ensemble.stream_options import StreamOptions
+from python_backends.ensemble.token_increment import TokenIncrement
 from python_backends.heartbeat import Heartbeat
 from python_backends.limits import EngineLimits
 from python_backends.metrics import Metrics
 from python_backends.settings import Settings
-from python_backends.triton_io import FINAL, Inputs, error_response, metric_family, parameters, response, row, texts
+from python_backends.triton_io import (
+    FINAL,
+    Inputs,
+    ResponseSender,
+    error_response,
+    metric_family,
+    parameters,
+    response,
+    row,
+    texts,
+)
 
 
 class ResponseSink:
-    """A request's response sender, with the outputs its caller asked for."""
+    """Write a stream's responses as the output tensors that the request names."""
 
-    def __init__(self, sender, wanted: set[str], inputs: Inputs) -> None:
+    def __init__(self, sender: ResponseSender, requested: set[str], inputs: Inputs) -> None:
         self._sender = sender
-        self._wanted = wanted
+        self._requested = requested
         self._log_probs = inputs.scalar("return_log_probs", False) or inputs.scalar("num_top_log_probs", 0) > 0
         self._perf = inputs.scalar("return_perf_metrics", False)
         self._input_count = inputs.scalar("return_num_input_tokens", False)
         self._output_count = inputs.scalar("return_num_output_tokens", False)
 
-    def send(self, chunk: Chunk, request: EngineRequest) -> None:
-        state = chunk.state
+    def send(self, increment: TokenIncrement, request: EngineRequest) -> None:
+        state = increment.state
         outputs = {
-            "output_ids": np.array([[chunk.token_ids]], dtype=np.int32),
-            "sequence_length": row([len(chunk.token_ids)]),
+            "output_ids": np.array([[increment.token_ids]], dtype=np.int32),
+            "sequence_length": row([len(increment.token_ids)]),
             "stream_state": state.to_array(),
         }
-        if chunk.options or chunk.error is not None:
-            outputs["stream_note"] = texts(
-                json.dumps({"options": chunk.options, "error": to_text(chunk.error) if chunk.error else ""})
-            )
-        if self._log_probs and (chunk.log_probs or state.event.last):
-            outputs["output_log_probs"] = np.array([[chunk.log_probs]], dtype=np.float32)
-            outputs["cum_log_probs"] = row([chunk.cum_log_prob], np.float32)
-        if chunk.top:
-            outputs["top_log_probs_ids"] = np.array([[entry.ids for entry in chunk.top]], dtype=np.int32)
-            outputs["top_log_probs"] = np.array([[entry.log_probs for entry in chunk.top]], dtype=np.float32)
+        if increment.options or increment.error:
+            outputs["stream_note"] = texts(json.dumps({"options": increment.options, "error": increment.error}))
+        if self._log_probs and (increment.log_probs or state.event.last):
+            outputs["output_log_probs"] = np.array([[increment.log_probs]], dtype=np.float32)
+            outputs["cum_log_probs"] = row([increment.cum_log_prob], np.float32)
+        if increment.top_log_probs:
+            top = increment.top_log_probs
+            outputs["top_log_probs_ids"] = np.array([[entry.ids for entry in top]], dtype=np.int32)
+            outputs["top_log_probs"] = np.array([[entry.log_probs for entry in top]], dtype=np.float32)
         if self._input_count:
             outputs["num_input_tokens"] = row([state.num_input_tokens])
         if self._output_count:
-            outputs["num_output_tokens"] = row([chunk.num_output_tokens])
+            outputs["num_output_tokens"] = row([increment.num_output_tokens])
         if self._perf and state.event.last:
             outputs["arrival_time_ns"] = row([state.arrival_ns], np.int64)
             outputs["first_scheduled_time_ns"] = row([state.first_scheduled_ns], np.int64)
             outputs["first_token_time_ns"] = row([state.first_token_ns], np.int64)
             outputs["last_token_time_ns"] = row([state.last_token_ns], np.int64)
-        wanted = {name: array for name, array in outputs.items() if name in self._wanted}
-        # The last tokens and the final flag leave together, so that the flag rides on the last response.
-        self._sender.send(response(wanted), flags=FINAL if state.event.last else 0)
+        requested = {name: array for name, array in outputs.items() if name in self._requested}
+        # The final flag goes with the last tokens, so that it rides on the last response.
+        self._sender.send(response(requested), flags=FINAL if state.event.last else 0)
 
     def refuse(self, error: TridentError) -> None:
         self._sender.send(error_response(error), flags=FINAL)

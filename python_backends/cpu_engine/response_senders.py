@@ -1,4 +1,4 @@
-"""From the engine to Triton: a few threads that hand each stream's pending tokens over as one response."""
+"""The threads that hand responses to Triton: each takes a stream and sends what is pending as one response."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ import threading
 import time
 from collections.abc import Callable
 
-from python_backends.cpu_engine.stream import Chunk, Stream
+from python_backends.cpu_engine.stream import Stream
+from python_backends.ensemble.token_increment import TokenIncrement
 from python_backends.triton_io import log_error
 
 
 class ResponseSenders:
-    """Streams are put in when due; a stream is in the queue at most once, so its responses keep their order.
-
-    ``on_sent`` hears of every response that left, None standing for a refusal; ``on_lost`` of a stream one of whose
-    responses could not leave, which must end because it has a gap now."""
+    """Send the responses of queued streams; a stream is queued at most once, so its responses stay in order."""
 
     def __init__(
         self,
         threads: int,
-        on_sent: Callable[[Stream, Chunk | None], None],
+        on_sent: Callable[[Stream, TokenIncrement], None],
         on_lost: Callable[[Stream, Exception], None],
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """
+        threads: number of sender threads.
+        on_sent: called after each response.
+        on_lost: called when a response could not be sent; the stream has a gap and must end.
+        """
         self._queue: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self._on_sent = on_sent
         self._on_lost = on_lost
@@ -33,9 +36,16 @@ class ResponseSenders:
             thread.start()
 
     def put(self, stream: Stream) -> None:
-        """Call with the stream's lock held."""
+        """Queue the stream. The caller holds the stream's lock."""
         stream.queued = True
         self._queue.put(stream)
+
+    def close(self) -> None:
+        """Send what is queued and stop the threads."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(timeout=2)
 
     def _send(self) -> None:
         while (stream := self._queue.get()) is not None:
@@ -43,46 +53,45 @@ class ResponseSenders:
                 pass
 
     def _send_pending(self, stream: Stream) -> bool:
-        """Sends what the stream has to say. True when its end came meanwhile, which must not wait for the next tick
-        nor stand in the queue behind the close of the senders."""
+        """Send one response. Return True if the stream ended meanwhile and its last response is still to be sent.
+
+        That response is sent by the same call chain: the next tick would be late, and close() may have queued the
+        threads' end already.
+        """
+        increment: TokenIncrement | None = None
         with stream.lock:
             stream.queued = False
             if stream.closed:
                 return False
-            if stream.error is not None and not stream.answered:
+            refusal = None if stream.responded else stream.error
+            if refusal is not None:
                 stream.closed = True
-                chunk = None
             else:
-                chunk = stream.take(self._clock_ns())
-                if chunk is None:
+                increment = stream.take(self._clock_ns())
+                if increment is None:
                     return False
-            # While this thread sends, nobody else may take later tokens of the same stream.
+            # Keeps other sender threads from the stream's later tokens while this one sends.
             stream.queued = True
         try:
-            if chunk is None:
-                stream.sink.refuse(stream.error)
-            else:
-                stream.sink.send(chunk, stream.request)
-        except Exception as exc:  # an answer that cannot leave must not take the sender thread with it
+            if refusal is not None:
+                stream.sink.refuse(refusal)
+            elif increment is not None:
+                stream.sink.send(increment, stream.request)
+        except Exception as exc:  # one response's failure must not end the thread that sends for other streams
             self._lose(stream, exc)
         else:
-            self._on_sent(stream, chunk)
+            if increment is not None:
+                self._on_sent(stream, increment)
         with stream.lock:
             stream.queued = False
             return stream.event.last and not stream.closed
 
     def _lose(self, stream: Stream, problem: Exception) -> None:
-        log_error(f"response of stream {stream.key} was lost: {problem!r}")
+        log_error(f"response lost: stream={stream.key} error={problem!r}")
         if not stream.closed:
             self._on_lost(stream, problem)
             return
         try:
             stream.sink.close()
-        except Exception as exc:  # nothing is left to try
-            log_error(f"the end of stream {stream.key} was lost: {exc!r}")
-
-    def close(self) -> None:
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join(timeout=2)
+        except Exception as exc:  # there is no other way left to complete the request
+            log_error(f"completion lost: stream={stream.key} error={exc!r}")

@@ -1,48 +1,49 @@
-"""One request inside the engine: what it has produced, what has been sent, and how it ends."""
+"""One request inside the engine: what it has generated, what was sent of it, and how it ended."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from contract.errors import TridentError
+from contract.errors import TridentError, to_text
 from python_backends.cpu_engine.request import EngineRequest
-from python_backends.cpu_engine.top_log_probs import TopLogProbs
 from python_backends.ensemble.stream_state import StreamEvent, StreamState
-
-
-class Chunk(NamedTuple):
-    """What one response adds. token_ids, log_probs and top are new since the last one; ``error`` goes with ERROR.
-    since_last_ns: since the stream's previous response with generated ids, 0 if there was none."""
-
-    state: StreamState
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
-    top: Sequence[TopLogProbs]
-    cum_log_prob: float
-    num_output_tokens: int
-    options: str
-    since_last_ns: int
-    error: TridentError | None
+from python_backends.ensemble.token_increment import TokenIncrement, TopLogProbs
 
 
 class Sink(Protocol):
-    """Where a stream's responses go. ``refuse`` is allowed only while nothing was sent: once a detokenizer step
-    may be running, a Triton error would leak the whole ensemble request (docs/decisions/0004)."""
+    """Where a stream's responses go."""
 
-    def send(self, chunk: Chunk, request: EngineRequest) -> None: ...
+    def send(self, increment: TokenIncrement, request: EngineRequest) -> None:
+        """Send a response; one whose event is last ends the stream."""
 
-    def refuse(self, error: TridentError) -> None: ...
+    def refuse(self, error: TridentError) -> None:
+        """Send a Triton error, allowed only before the first response.
+
+        Later the detokenizer step may be running, and an error would leak the ensemble request (docs/decisions/0004).
+        """
 
     def close(self) -> None:
-        """Ends the answer without a word, when the last one could not be sent."""
+        """Complete the request without a response, after its last response could not be sent."""
 
 
 @dataclass
 class Stream:
-    """Mutable; ``lock`` guards everything a sender thread reads."""
+    """One request's state; ``lock`` guards everything a sender thread reads. Times are CLOCK_MONOTONIC ns, 0 if unset.
+
+    epoch, key: see StreamState.
+    pending_ids, pending_log_probs, pending_top: generated and not sent yet.
+    tail: the last generated ids that may begin a stop sequence.
+    started_ns: the scheduler gave it a slot and the worker was told to start it.
+    last_sent_ids_ns: the last response with generated ids was sent.
+    since_last_ns: between the last two responses with generated ids, 0 before the second.
+    queued: a sender thread will take it, or is sending for it.
+    echoed: the prompt's ids were sent.
+    responded: a response was handed to Triton.
+    closed: the last response was.
+    """
 
     epoch: int
     key: int
@@ -60,21 +61,23 @@ class Stream:
     cum_log_prob: float = 0.0
     tail: tuple[int, ...] = ()
     submitted_ns: int = 0
-    started_ns: int = 0  # admitted and sent to the worker
+    started_ns: int = 0
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
     last_sent_ns: int = 0
-    last_sent_ids_ns: int = 0  # of the last response with generated ids
+    last_sent_ids_ns: int = 0
+    since_last_ns: int = 0
     queued: bool = False
     probe_due: bool = False
-    echoed: bool = False  # the prompt's ids were sent
-    answered: bool = False  # a response was handed to Triton
-    closed: bool = False  # the last one was
+    echoed: bool = False
+    responded: bool = False
+    closed: bool = False
 
     def add_tokens(
         self, token_ids: Sequence[int], log_probs: Sequence[float], top: Sequence[TopLogProbs], now_ns: int
     ) -> None:
+        """Append the tokens of one step; ignored once the stream has ended."""
         if not token_ids or self.event.last:
             return
         if not self.first_token_ns:
@@ -87,14 +90,14 @@ class Stream:
         self.cum_log_prob += sum(log_probs)
 
     def finish(self, event: StreamEvent, stop_id: int = -1, error: TridentError | None = None) -> bool:
-        """True the first time; a stream ends once, whoever comes first."""
+        """Set how the stream ended; return False and change nothing if it had ended already."""
         if self.event.last:
             return False
         self.event, self.stop_id, self.error = event, stop_id, error
         return True
 
     def stop_sequence_end(self, token_ids: Sequence[int]) -> int | None:
-        """How many of the new ids to keep because a stop sequence ends there, or None; remembers the tail."""
+        """Return how many of the new ids belong to the output because a stop sequence ends there, else None."""
         sequences = self.request.stop_sequences
         if not sequences:
             return None
@@ -107,7 +110,7 @@ class Stream:
         return None
 
     def due(self, flush: bool) -> bool:
-        """Whether a sender should come: for the first tokens and the end at once, for the rest with a flush."""
+        """Whether to send now: the first tokens and the end immediately, other tokens with a flush."""
         if self.closed or self.queued:
             return False
         if self.event.last:
@@ -116,31 +119,32 @@ class Stream:
             return False
         return bool(self.pending_ids) and (flush or not self.last_sent_ids_ns)
 
-    def take(self, now_ns: int) -> Chunk | None:
-        """Everything pending as one chunk, or None when there is nothing to say."""
-        streaming = self.request.streaming
+    def take(self, now_ns: int) -> TokenIncrement | None:
+        """Take everything pending as one response, or None if there is nothing to send."""
         last = self.event.last
-        token_ids, log_probs, top = [], [], []
-        if last or streaming:
+        event = self.event
+        token_ids: list[int] = []
+        log_probs: list[float] = []
+        top: list[TopLogProbs] = []
+        if last or self.request.streaming:
             token_ids, self.pending_ids = self.pending_ids, []
             log_probs, self.pending_log_probs = self.pending_log_probs, []
             top, self.pending_top = self.pending_top, []
-        event = self.event
         if not last and not token_ids:
             if not self.probe_due:
                 return None
             event = StreamEvent.PROBE
         first = bool(token_ids) and not self.last_sent_ids_ns
-        since_last_ns = now_ns - self.last_sent_ids_ns if token_ids and not first else 0
         if token_ids:
+            self.since_last_ns = 0 if first else now_ns - self.last_sent_ids_ns
             self.last_sent_ids_ns = now_ns
         if self.request.echo and not self.echoed and event is not StreamEvent.PROBE:
             self.echoed = True
             token_ids = self.request.input_ids.tolist() + token_ids
         self.probe_due = False
-        options = "" if self.answered else self.request.stream_options
+        options = "" if self.responded else self.request.stream_options
         self.last_sent_ns = now_ns
-        self.answered = True
+        self.responded = True
         self.closed = last
         state = StreamState(
             self.epoch,
@@ -156,14 +160,7 @@ class Stream:
             now_ns,
             int(first),
         )
-        return Chunk(
-            state,
-            token_ids,
-            log_probs,
-            top,
-            self.cum_log_prob,
-            self.num_output_tokens,
-            options,
-            since_last_ns,
-            self.error,
+        error = to_text(self.error) if self.error is not None else ""
+        return TokenIncrement(
+            state, token_ids, log_probs, top, self.cum_log_prob, self.num_output_tokens, options, error
         )

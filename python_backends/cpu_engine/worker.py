@@ -1,8 +1,8 @@
-"""The engine process: OpenVINO GenAI's continuous-batching pipeline and its step loop, nothing else.
+"""The engine process: OpenVINO GenAI's continuous-batching pipeline and its step loop.
 
-``step()`` holds the interpreter lock, so the loop shares an interpreter with nobody: the Triton-side model sends
-commands and receives one message per step with every sequence's new tokens (python_backends/cpu_engine/link.py
-starts this module and speaks with it). The process ends when its connection does.
+``step()`` holds the interpreter lock, so the loop runs in a process of its own: the Triton-side model (link.py) starts
+it, sends commands and receives one message per step with every sequence's new tokens. The process ends when its
+connection does.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from contract.generation import SamplingParams
 from python_backends.cpu_engine.pipeline import open_pipeline
 from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.ensemble.stream_state import StreamEvent
-from python_backends.ensemble.worker_messages import AddSequence, EndSequence, Failed, Ready, StepOutput, StepReport
+from python_backends.ensemble.worker_messages import AddSequence, Failed, Ready, StepOutput, StepReport
 
 _NICE = 5
 
 
 class StepLoop:
-    """Owns the pipeline and its live handles. ``run`` returns when the connection is closed."""
+    """Run the pipeline: drain commands, step, report."""
 
     def __init__(
         self, pipeline: genai.ContinuousBatchingPipeline, top_log_probs: TopLogProbsModel, connection: Connection
@@ -42,26 +42,32 @@ class StepLoop:
         self._ended: list[StepOutput] = []
 
     def run(self) -> None:
+        """Loop until the connection ends.
+
+        Raises:
+            EOFError, ConnectionError: the connection has ended.
+        """
         while True:
-            # Block only when there is nothing to step: an idle engine costs nothing.
-            while self._connection.poll(0 if self._handles else None):
-                self._obey(self._connection.recv())
+            self._drain_commands()
             start_ns = time.monotonic_ns()
             self._pipeline.step()
-            self._connection.send(self._report(start_ns))
+            self._report(start_ns)
 
-    def _obey(self, command: AddSequence | EndSequence) -> None:
-        if isinstance(command, AddSequence):
-            self._add(command)
-        else:
-            self._end(command.id)
+    def _drain_commands(self) -> None:
+        # Blocks only when there is nothing to step: an idle engine uses no CPU.
+        while self._connection.poll(0 if self._handles else None):
+            command = self._connection.recv()
+            if isinstance(command, AddSequence):
+                self._add(command)
+            else:
+                self._end(command.id)
 
     def _add(self, command: AddSequence) -> None:
         config = generation_config(command.max_tokens, command.sampling, command.stop_ids)
         try:
             handle = self._pipeline.add_request(command.id, ov.Tensor(command.input_ids[None]), config)
         except RuntimeError as exc:
-            rejected = StepOutput(command.id, [], [], StreamEvent.ERROR, rejected=_last_line(exc))
+            rejected = StepOutput(command.id, [], [], StreamEvent.ERROR, error=_last_line(exc))
             self._connection.send(StepReport(0, 0, [rejected]))
             return
         self._handles[command.id] = handle
@@ -77,36 +83,35 @@ class StepLoop:
             handle.cancel()
             self._ended.append(StepOutput(id, [], [], StreamEvent.CANCELLED))
             if not self._handles:
-                # A cancelled sequence's blocks are freed by the step after it; nobody else would make that step.
+                # The pipeline frees a cancelled sequence's blocks in its next step, and no live sequence causes one.
                 self._pipeline.step()
-                self._connection.send(self._report(time.monotonic_ns()))
+                self._report(time.monotonic_ns())
 
-    def _report(self, start_ns: int) -> StepReport:
-        outputs = self._take_ended()
+    def _report(self, start_ns: int) -> None:
+        """Send what the step added to every sequence."""
+        outputs, self._ended = self._ended, []
         for id, handle in list(self._handles.items()):
             output = self._read(id, handle)
             if output is not None:
                 outputs.append(output)
         metrics = self._pipeline.get_metrics()
-        return StepReport(
-            start_ns,
-            time.monotonic_ns(),
-            outputs,
-            metrics.scheduled_requests,
-            len(self._without_token),
-            sum(self._without_token.values()),
-            metrics.cache_usage / 100,
+        self._connection.send(
+            StepReport(
+                start_ns,
+                time.monotonic_ns(),
+                outputs,
+                metrics.scheduled_requests,
+                len(self._without_token),
+                sum(self._without_token.values()),
+                metrics.cache_usage / 100,
+            )
         )
-
-    def _take_ended(self) -> list[StepOutput]:
-        ended, self._ended = self._ended, []
-        return ended
 
     def _read(self, id: int, handle: genai.GenerationHandle) -> StepOutput | None:
         token_ids: list[int] = []
         log_probs: list[float] = []
         finish = genai.GenerationFinishReason.NONE
-        # read() on an empty queue would block for ever, with the interpreter lock held.
+        # read() on an empty queue blocks for ever, with the interpreter lock held.
         while handle.can_read():
             for output in handle.read().values():
                 token_ids += output.generated_ids
@@ -120,24 +125,22 @@ class StepLoop:
             event = StreamEvent.LENGTH if finish == genai.GenerationFinishReason.LENGTH else StreamEvent.STOP
         if token_ids:
             self._without_token.pop(id, None)
-        top = self._top_log_probs.read(id, token_ids)
-        if top:
-            log_probs = [entry.chosen for entry in top]
+        chosen, top = self._top_log_probs.score(id, token_ids)
         if event.last:
             del self._handles[id]
             self._without_token.pop(id, None)
             self._top_log_probs.close(id)
         elif not token_ids:
             return None
-        rejected = "the KV cache ran out of blocks" if event is StreamEvent.ERROR else ""
-        return StepOutput(id, token_ids, log_probs, event, top, rejected)
+        error = "the KV cache ran out of blocks" if event is StreamEvent.ERROR else ""
+        return StepOutput(id, token_ids, chosen or log_probs, event, top, error)
 
 
 def generation_config(max_tokens: int, sampling: SamplingParams, stop_ids: frozenset[int]) -> genai.GenerationConfig:
-    """OpenVINO GenAI's form of the sampling parameters; ``stop_ids`` is the whole truth about what ends a sequence.
+    """Return OpenVINO GenAI's form of the sampling parameters; only ``stop_ids`` end a sequence.
 
-    Left without an end id, the pipeline would take the ones of generation_config.json; naming any one stop id as the
-    end id keeps it from that, and ``ignore_eos`` does where there is none (it would also ignore stop ids).
+    Without an end id the pipeline uses those of generation_config.json. Setting one of the stop ids as the end id
+    prevents this; without stop ids ``ignore_eos`` does (it would ignore stop ids too).
     """
     config = genai.GenerationConfig()
     config.max_new_tokens = max_tokens
@@ -165,32 +168,34 @@ def generation_config(max_tokens: int, sampling: SamplingParams, stop_ids: froze
 
 
 def fold_seed(seed: int) -> int:
-    """A uint64 seed in the 32 bits that GenAI heeds: a small one as it is; seeds that differ only in the high half
-    differ still, and are not the small ones' doubles."""
+    """Fold a uint64 seed into the 32 bits that GenAI uses.
+
+    Seeds below 2**32 are unchanged; seeds that differ only in the high half stay different.
+    """
     return (seed ^ (seed >> 32) * 0x9E3779B1) & 0xFFFFFFFF
 
 
 def _last_line(exc: Exception) -> str:
-    """What a GenAI error says, without the source paths of its build."""
+    """Return a GenAI error's message without the source paths of its build."""
     return str(exc).strip().splitlines()[-1]
 
 
-def _step_aside() -> None:
-    """The step loop takes every cycle it gets; what carries its tokens away, clients included, must come first.
+def _lower_cpu_priority() -> None:
+    """Let the processes that carry tokens away, clients included, run before the step loop, which uses every core.
 
-    A session of its own is a scheduling group of its own on kernels that group by session; in the server's group the
-    loop starved readers outside it for up to a second on two cores (benchmarks/LOG.md).
+    On kernels that schedule by session (autogroup) a new session is a scheduling group of its own: in the server's
+    group the loop starved readers outside it for up to a second on two cores (benchmarks/LOG.md).
     """
     os.setsid()
     os.nice(_NICE)
-    with contextlib.suppress(OSError):  # a kernel without such groups
+    with contextlib.suppress(OSError):  # a kernel without autogroups
         Path("/proc/self/autogroup").write_text(str(_NICE))
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is for the server, which drains first
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the server, which drains before it ends this process
     descriptor, engine_dir = int(sys.argv[1]), Path(sys.argv[2])
-    _step_aside()
+    _lower_cpu_priority()
     connection = Connection(descriptor)
     try:
         manifest = manifests.load(engine_dir)
@@ -199,7 +204,7 @@ def main() -> None:
         top_log_probs = TopLogProbsModel(engine_dir / "openvino_model.xml", manifest.properties)
         StepLoop(pipeline, top_log_probs, connection).run()
     except (EOFError, ConnectionError):
-        return  # the model that started us has gone
+        return  # the engine model closed the connection
     except Exception as exc:
         connection.send(Failed(_last_line(exc)))
         raise

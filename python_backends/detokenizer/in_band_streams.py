@@ -1,44 +1,47 @@
-"""An engine that names its streams in band, as ours in Python do: state beside the ids, a socket for the way back."""
+"""Streams of a Python engine, which names each of them in its responses and listens for commands on a socket."""
 
 from __future__ import annotations
 
 import json
 
-from python_backends.detokenizer.streams import EngineChunk, TopEntry
 from python_backends.ensemble.control import ControlMessage, ControlSender, Verb
 from python_backends.ensemble.stream_state import StreamState
-from python_backends.triton_io import Inputs
+from python_backends.ensemble.token_increment import TokenIncrement, TopLogProbs
+from python_backends.triton_io import Inputs, Request
 
 
 class InBandStreams:
-    """The engine as the detokenizer sees it; see RequestIdStreams for the other kind."""
+    """Read the engine's responses and stop or cancel its streams; see RequestIdStreams for the C++ backend."""
 
     def __init__(self, control_socket: str) -> None:
         self._control = ControlSender(control_socket)
 
-    def chunk(self, request, inputs: Inputs) -> EngineChunk:
-        note = json.loads(inputs.text("stream_note", "{}"))
-        return EngineChunk(
-            StreamState.from_array(inputs.array("stream_state")),
+    def read(self, request: Request, inputs: Inputs) -> TokenIncrement:
+        """Return the increment that the detokenizer's input tensors hold."""
+        note = json.loads(inputs.text("stream_note") or "{}")
+        return TokenIncrement(
+            StreamState.from_array(inputs.required("stream_state")),
             inputs.integers("output_ids"),
             inputs.floats("output_log_probs"),
-            _top(inputs),
-            note.get("options", ""),
-            note.get("error", ""),
+            _top_log_probs(inputs),
+            options=note.get("options", ""),
+            error=note.get("error", ""),
         )
 
     def stop(self, state: StreamState) -> bool:
-        """A stop string matched. False when the engine could not be told."""
+        """End a stream in whose text a stop string matched; return whether the engine has the command."""
         return self._control.send(ControlMessage(Verb.STOP, state.epoch, state.key))
 
     def cancel(self, state: StreamState) -> bool:
-        """The client has gone. False when the engine could not be told."""
+        """End a stream whose client has disconnected; return whether the engine has the command."""
         return self._control.send(ControlMessage(Verb.CANCEL, state.epoch, state.key))
 
     def close(self) -> None:
         self._control.close()
 
 
-def _top(inputs: Inputs) -> list[TopEntry]:
+def _top_log_probs(inputs: Inputs) -> list[TopLogProbs]:
     ids, log_probs = inputs.array("top_log_probs_ids"), inputs.array("top_log_probs")
-    return [] if ids is None else list(zip(ids[0].tolist(), log_probs[0].tolist(), strict=True))
+    if ids is None or log_probs is None:
+        return []
+    return [TopLogProbs(*entry) for entry in zip(ids[0].tolist(), log_probs[0].tolist(), strict=True)]

@@ -1,7 +1,7 @@
-"""The Triton model ``detokenizer``: one instance, in order, never an error once a stream runs.
+"""The Triton model ``detokenizer``: one instance, requests in order, no Triton error once a stream runs.
 
-It is also where a client's going is noticed: Triton marks only a step's *next* request as cancelled, which is the
-one this model gets, so it looks and sends word to the engine (python_backends/ensemble/control.py).
+It also detects disconnected clients: Triton marks only the request of the *next* step as cancelled, which is this
+model's, so it checks the mark and cancels the stream at the engine (python_backends/ensemble/control.py).
 """
 
 from __future__ import annotations
@@ -14,36 +14,39 @@ from contract import manifest as manifests
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.in_band_streams import InBandStreams
 from python_backends.detokenizer.request_id_streams import RequestIdStreams
-from python_backends.detokenizer.streams import EngineChunk, Piece, Streams, failed_piece
+from python_backends.detokenizer.streams import Streams, TextIncrement, failed_increment
 from python_backends.ensemble.stream_state import StreamState
+from python_backends.ensemble.token_increment import TokenIncrement
 from python_backends.heartbeat import Heartbeat
 from python_backends.metrics import PHASES, PHASES_HELP, TTFT_BUCKETS, Metrics
 from python_backends.settings import Settings
-from python_backends.triton_io import FINAL, Inputs, log_error, metric_family, response, row, texts
+from python_backends.triton_io import FINAL, Inputs, Request, log_error, metric_family, response, row, texts
 
-# Asking Triton whether a request was cancelled is a call to the server process (11-22 µs), so each stream is asked
-# about at most this often; with the engine's probes of silent streams that bounds the time to notice.
+# is_cancelled() is a call to the server process (11-22 µs), so it is made at most this often per stream. Together with
+# the engine's probes of silent streams this bounds the time to detect a disconnect.
 _CANCEL_CHECK_NS = 40_000_000
 _METRICS_PERIOD_NS = 100_000_000
 
 
 class TritonPythonModel:
-    def initialize(self, args: dict) -> None:
+    """Triton's interface of a Python model."""
+
+    def initialize(self, args: dict[str, str]) -> None:
         settings = Settings.from_env()
         manifest = manifests.load(settings.engine_dir)
         if manifest.kind == "trtllm":
-            self._engine = RequestIdStreams(settings.metadata_socket)
+            self._engine: RequestIdStreams | InBandStreams = RequestIdStreams(settings.metadata_socket)
         else:
             self._engine = InBandStreams(settings.control_socket)
         self._streams = Streams(Decoding.from_tokenizer(settings.engine_dir / "tokenizer.json"), self._engine.stop)
         self._checked_ns: dict[int, int] = {}
         self._metrics = Metrics(metric_family)
         self._flushed_ns = 0
-        # Which engine answers here: caches in front of the server key what they keep by it.
+        # Caches in front of the server use this digest in their keys.
         digest = manifests.sha256_file(settings.engine_dir / manifests.FILE_NAME)
         self._metrics.gauge(
             "trident_engine_info",
-            "1, and which engine it is",
+            "1; the labels name the engine that is served",
             engine=manifest.name,
             kind=manifest.kind,
             manifest_sha256=digest,
@@ -53,55 +56,55 @@ class TritonPythonModel:
             PHASES, PHASES_HELP, TTFT_BUCKETS, model="detokenizer", phase="detokenize"
         )
         self._open_streams = self._metrics.gauge(
-            "trident_open_streams", "Streams whose text is under way", model="detokenizer"
+            "trident_open_streams", "Streams that have started and not ended", model="detokenizer"
         )
         self._heartbeat = Heartbeat(settings.supervisor_socket)
 
-    def execute(self, requests: list) -> None:
+    def execute(self, requests: list[Request]) -> None:
         with self._heartbeat:
             self._execute(requests)
 
-    def _execute(self, requests: list) -> None:
+    def _execute(self, requests: list[Request]) -> None:
         received_ns = time.monotonic_ns()
         for request in requests:
             sender = request.get_response_sender()
             try:
-                chunk = self._engine.chunk(request, Inputs(request))
-                self._relay_cancel(request, chunk.state)
-                piece = self._piece(chunk)
-                if piece is None:
+                increment = self._engine.read(request, Inputs(request))
+                self._relay_cancel(request, increment.state)
+                text = self._decode(increment)
+                if text is None:
                     sender.send(flags=FINAL)
                 else:
-                    sender.send(response(_outputs(chunk.state, piece, received_ns)), flags=FINAL)
+                    sender.send(response(_outputs(increment.state, text, received_ns)), flags=FINAL)
             except Exception as exc:  # the outer edge: an error here would leak the whole ensemble request
-                log_error(f"detokenizer: {exc!r}")
-                sender.send(response(_outputs(None, failed_piece(_failure(exc)))), flags=FINAL)
+                log_error(f"detokenizer failed: error={exc!r}")
+                sender.send(response(_outputs(None, failed_increment(_failure(exc)))), flags=FINAL)
 
-    def _piece(self, chunk: EngineChunk) -> Piece | None:
+    def _decode(self, increment: TokenIncrement) -> TextIncrement | None:
         try:
-            piece = self._streams.feed(chunk)
-        except Exception as exc:  # one stream's text could not be made: it ends, the others go on
-            log_error(f"detokenizer: stream {chunk.state.key}: {exc!r}")
-            self._streams.fail(chunk.state)
-            self._engine.cancel(chunk.state)
-            piece = failed_piece(_failure(exc))
-        self._observe(chunk.state)
-        return piece
+            text = self._streams.feed(increment)
+        except Exception as exc:  # the outer edge: one stream fails, the others go on
+            log_error(f"decoding failed: stream={increment.state.key} error={exc!r}")
+            self._streams.fail(increment.state)
+            self._engine.cancel(increment.state)
+            text = failed_increment(_failure(exc))
+        self._observe(increment.state)
+        return text
 
-    def _relay_cancel(self, request, state: StreamState) -> None:
+    def _relay_cancel(self, request: Request, state: StreamState) -> None:
         now_ns = time.monotonic_ns()
         if state.event.last:
             self._checked_ns.pop(state.key, None)
         elif now_ns - self._checked_ns.get(state.key, 0) >= _CANCEL_CHECK_NS:
             self._checked_ns[state.key] = now_ns
             if request.is_cancelled() and not self._engine.cancel(state):
-                del self._checked_ns[state.key]  # to be told with the next chunk
+                del self._checked_ns[state.key]  # check again with the next increment
 
     def _observe(self, state: StreamState) -> None:
         now_ns = time.monotonic_ns()
         if state.first and state.sent_ns:
             self._detokenize_phase((now_ns - state.sent_ns) / 1e9)
-        # The last stream's end is shown at once: nobody may come later to show it.
+        # After the last stream has ended no call may follow that would show it.
         if now_ns - self._flushed_ns >= _METRICS_PERIOD_NS or not len(self._streams):
             self._flushed_ns = now_ns
             self._open_streams(len(self._streams))
@@ -116,30 +119,30 @@ def _failure(exc: Exception) -> str:
     return f"the detokenizer failed: {exc!r}"
 
 
-def _outputs(state: StreamState | None, piece: Piece, received_ns: int = 0) -> dict[str, np.ndarray]:
-    """received_ns: when this model got what the piece was made of."""
-    outputs = {"text_output": texts(piece.text), "output_ids": row(piece.token_ids)}
-    if piece.log_probs:
-        outputs["output_log_probs"] = np.array([[piece.log_probs]], dtype=np.float32)
-        outputs["cum_log_probs"] = row([piece.cum_log_prob], np.float32)
-    if piece.top:
-        outputs["top_log_probs_ids"] = np.array([[ids for ids, _ in piece.top]], dtype=np.int32)
-        outputs["top_log_probs"] = np.array([[log_probs for _, log_probs in piece.top]], dtype=np.float32)
-    if piece.finish_reason is None:
+def _outputs(state: StreamState | None, increment: TextIncrement, received_ns: int = 0) -> dict[str, np.ndarray]:
+    """received_ns: CLOCK_MONOTONIC, this model got the engine's response."""
+    outputs = {"text_output": texts(increment.text), "output_ids": row(increment.token_ids)}
+    if increment.log_probs:
+        outputs["output_log_probs"] = np.array([[increment.log_probs]], dtype=np.float32)
+        outputs["cum_log_probs"] = row([increment.cum_log_prob], np.float32)
+    if increment.top_log_probs:
+        outputs["top_log_probs_ids"] = np.array([[ids for ids, _ in increment.top_log_probs]], dtype=np.int32)
+        outputs["top_log_probs"] = np.array([[log_probs for _, log_probs in increment.top_log_probs]], dtype=np.float32)
+    if increment.finish_reason is None:
         return outputs
-    outputs["finish_reason"] = texts(piece.finish_reason.value)
-    outputs["num_output_tokens"] = row([piece.num_output_tokens])
-    if piece.stop_reason:
-        outputs["stop_reason"] = texts(piece.stop_reason)
-    if piece.error:
-        outputs["error_message"] = texts(piece.error)
+    outputs["finish_reason"] = texts(increment.finish_reason.value)
+    outputs["num_output_tokens"] = row([increment.num_output_tokens])
+    if increment.stop_reason:
+        outputs["stop_reason"] = texts(increment.stop_reason)
+    if increment.error:
+        outputs["error_message"] = texts(increment.error)
     if state is not None:
         outputs["num_input_tokens"] = row([state.num_input_tokens])
         outputs["num_cached_tokens"] = row([state.num_cached_tokens])
-        if piece.timings and state.arrival_ns:
+        if increment.timings and state.arrival_ns:
             outputs["arrival_time_ns"] = row([state.arrival_ns], np.int64)
             outputs["first_scheduled_time_ns"] = row([state.first_scheduled_ns], np.int64)
             outputs["first_token_time_ns"] = row([state.first_token_ns], np.int64)
             outputs["last_token_time_ns"] = row([state.last_token_ns], np.int64)
-            outputs["stage_time_ns"] = row([piece.tokenized_ns, received_ns, time.monotonic_ns()], np.int64)
+            outputs["stage_time_ns"] = row([increment.tokenized_ns, received_ns, time.monotonic_ns()], np.int64)
     return outputs

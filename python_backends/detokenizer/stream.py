@@ -1,35 +1,22 @@
-"""The text of one generation: ids in, text out, ended by a stop string at the token that completes it."""
+"""The text of one generation, ended by a stop string at the token that completes it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.stop import StopMatcher, StopStrings
 
 
-class TextPiece(NamedTuple):
-    """What one feed adds.
-
-    text: new text, possibly empty. consumed: how many of the ids fed belong to the generation, which is all of them,
-    or those up to and including the one whose text completed the stop string. stop: that stop string, or None.
-    """
-
-    text: str
-    consumed: int
-    stop: str | None
-
-
 class TextStream:
-    """Decodes ids and looks for stop strings in their text.
+    """Decode ids and look for stop strings in their text.
 
     A stop string is found with the first id after which the text, if it ended there, would contain it. So a stop
-    string of byte tokens (a newline is one in Llama 2's vocabulary) ends the generation at once, although its text
-    is undecided until the next token. An incomplete character is never taken for text.
+    string of byte tokens (a newline is one in Llama 2's vocabulary) ends the generation with that token, although its
+    text is undecided until the next one. An incomplete character is never matched.
 
-    While the stream is not armed no stop string is looked for, and the text that the ids fed before ``arm`` spell is
-    never part of a match; that is what ``min_tokens`` needs. To arm it inside a chunk, feed the chunk in two.
+    A stream that is not armed looks for no stop string, and the text of the ids fed before ``arm`` is never part of a
+    match; ``min_tokens`` needs this. To arm it inside an increment, feed the increment's ids in two parts.
     """
 
     def __init__(
@@ -40,58 +27,73 @@ class TextStream:
         include_stop: bool = False,
         armed: bool = True,
     ) -> None:
-        self._stream = decoding.open(skip_special_tokens)
+        """
+        decoding: the tokenizer's decoder.
+        stops: the request's stop strings.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop: leave the matched stop string in the text.
+        armed: look for stop strings from the start.
+        """
+        self._decoder = decoding.open(skip_special_tokens)
         self._has_stops = bool(stops)
         self._stops = stops
         self._matcher = StopMatcher(stops, include_stop, armed)
-        self._exempt = 0  # characters of the decoder's draft that came before the stream was armed
-        self._foreseen: int | None = None  # the matcher's state after the draft, as far as it was looked at
-        self._looked_at = 0  # parts of the draft
+        self._unarmed_draft = 0  # characters of the decoder's draft that came before the stream was armed
+        self._draft_state: int | None = None  # the matcher's state after the scanned parts of the draft
+        self._draft_scanned = 0  # parts of the draft
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text, None so far."""
+        return self._matcher.stop
 
     def arm(self) -> None:
+        """Look for stop strings from here on."""
         if not self._matcher.armed:
             self._matcher.arm()
-            self._looked_at = len(self._stream.draft)
-            self._exempt = sum(map(len, self._stream.draft))
+            self._draft_scanned = len(self._decoder.draft)
+            self._unarmed_draft = sum(map(len, self._decoder.draft))
 
-    def feed(self, token_ids: Sequence[int]) -> TextPiece:
-        """The text these ids add. After a stop nothing is consumed and nothing added."""
+    def feed(self, token_ids: Sequence[int]) -> tuple[str, int]:
+        """Return the text these ids add, and how many of them belong to the generation.
+
+        These are all of them, or those up to the one whose text completes a stop string; after a stop, none.
+        """
         matcher = self._matcher
         if matcher.stop is not None:
-            return TextPiece("", 0, matcher.stop)
+            return "", 0
         if not self._has_stops or not matcher.armed:
-            return TextPiece(self._stream.feed(token_ids), len(token_ids), None)
+            return self._decoder.feed(token_ids), len(token_ids)
         texts = []
         for consumed, token_id in enumerate(token_ids, 1):
-            text = self._stream.feed((token_id,))
+            text = self._decoder.feed((token_id,))
             if text:
                 texts.append(self._match(text))
-            if not self._stream.draft:
-                self._foreseen, self._looked_at = None, 0
+            if not self._decoder.draft:
+                self._draft_state, self._draft_scanned = None, 0
             elif matcher.stop is None and self._draft_matches():
-                texts.append(self._match("".join(self._stream.draft)))
+                texts.append(self._match("".join(self._decoder.draft)))
             if matcher.stop is not None:
-                return TextPiece("".join(texts), consumed, matcher.stop)
-        return TextPiece("".join(texts), len(token_ids), None)
+                return "".join(texts), consumed
+        return "".join(texts), len(token_ids)
 
-    def finish(self) -> TextPiece:
-        """The rest of the text, when no more ids come. A stop string may still be completed by it."""
+    def finish(self) -> str:
+        """Return the rest of the text after the last id; it may still complete a stop string."""
         if self._matcher.stop is not None:
-            return TextPiece("", 0, self._matcher.stop)
-        text = self._match(self._stream.finish()) + self._matcher.finish()
-        return TextPiece(text, 0, self._matcher.stop)
+            return ""
+        return self._match(self._decoder.finish()) + self._matcher.finish()
 
     def _match(self, text: str) -> str:
-        exempt, self._exempt = text[: self._exempt], 0
-        return exempt + self._matcher.feed(text[len(exempt) :])
+        unarmed, self._unarmed_draft = text[: self._unarmed_draft], 0
+        return unarmed + self._matcher.feed(text[len(unarmed) :])
 
     def _draft_matches(self) -> bool:
-        """Whether the draft completes a stop string, each part of it looked at once."""
-        draft = self._stream.draft
-        state = self._matcher.state if self._foreseen is None else self._foreseen
-        for part in draft[self._looked_at :]:
+        """Whether the draft completes a stop string. Scans each part of the draft once."""
+        draft = self._decoder.draft
+        state = self._matcher.state if self._draft_state is None else self._draft_state
+        for part in draft[self._draft_scanned :]:
             state, _, stop = self._stops.scan(state, part)
             if stop is not None:
                 return True
-        self._foreseen, self._looked_at = state, len(draft)
+        self._draft_state, self._draft_scanned = state, len(draft)
         return False

@@ -1,4 +1,4 @@
-"""What the engine model and its worker process say to each other."""
+"""The messages between the engine model and the process (or the LLM) that computes its tokens."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from contract.generation import SamplingParams
-from python_backends.cpu_engine.top_log_probs import TopLogProbs
 from python_backends.ensemble.priority import NORMAL
 from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.token_increment import TopLogProbs
 
 
 @dataclass(frozen=True)
 class AddSequence:
-    """Start a sequence. input_ids: int64[n]; id is unique for the life of the worker. priority: 0 to 1, 1 the first."""
+    """Start a sequence.
+
+    id: unique for the lifetime of the worker.
+    input_ids: int64[n], the prompt.
+    stop_ids: ids that end the sequence.
+    priority: 0 (last) to 1 (first).
+    """
 
     id: int
     input_ids: np.ndarray
@@ -26,40 +32,52 @@ class AddSequence:
 
 @dataclass(frozen=True)
 class EndSequence:
-    """Stop a sequence and free its blocks; answered by its CANCELLED output, or by the end it had reached before."""
+    """Stop a sequence and free its blocks. The worker answers with its last StepOutput."""
 
     id: int
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The pipeline is loaded and takes commands."""
+    """The model is loaded and the worker takes commands."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A step raised; the pipeline cannot be used again and this process ends."""
+    """A step raised: the pipeline cannot be used again and the worker's process ends."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """New ids of one sequence; ``event`` is RUNNING or how it ended; ``top`` has one entry per id where asked;
-    ``rejected`` says why it never ran."""
+    """What one step added to one sequence.
+
+    token_ids: new ids.
+    log_probs: one per new id, or empty if not requested.
+    event: RUNNING, or how the sequence ended.
+    top_log_probs: one entry per new id, or empty if not requested.
+    error: why it failed, with the event ERROR only.
+    """
 
     id: int
     token_ids: list[int]
     log_probs: list[float]
     event: StreamEvent
-    top: list[TopLogProbs] = field(default_factory=list)
-    rejected: str = ""
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    error: str = ""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One engine step. Times are CLOCK_MONOTONIC ns. scheduled: sequences in this step's batch; context: live
-    sequences without a token yet, context_tokens: their prompts together. cache_usage: fraction of KV blocks held."""
+    """One engine step.
+
+    start_ns, end_ns: CLOCK_MONOTONIC; both 0 in a report that no step made.
+    scheduled: sequences in this step's batch.
+    context: live sequences without a generated token.
+    context_tokens: prompt tokens of those.
+    cache_usage: fraction of KV blocks held, 0 to 1.
+    """
 
     start_ns: int
     end_ns: int

@@ -1,7 +1,7 @@
-"""What the LLM API is told and what it answers, in its own words: the only importer of ``tensorrt_llm``.
+"""Requests and outputs of TensorRT-LLM's LLM API: the only importer of ``tensorrt_llm``.
 
-Ids in, ids out: no tokenizer is opened. The stop ids are the whole truth about what ends a sequence and stay in its
-output, as with the CPU engine; so the LLM's own end id is switched off.
+Ids in, ids out: no tokenizer is opened. Only the request's stop ids end a sequence, and they stay in its output, as
+with the CPU engine; so the LLM's own end id is switched off.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from contract.generation import SamplingParams
 from contract.manifest import EngineManifest
-from python_backends.cpu_engine.top_log_probs import TopLogProbs
 from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.token_increment import TopLogProbs
 from python_backends.ensemble.worker_messages import AddSequence, StepOutput
 
 NO_END_ID = -1
@@ -21,8 +22,8 @@ EVENTS = {"stop": StreamEvent.STOP, "length": StreamEvent.LENGTH, "cancelled": S
 
 
 def llm_arguments(engine_dir: Path, manifest: EngineManifest) -> dict[str, object]:
-    """Arguments of ``tensorrt_llm.LLM``; only such as are left in 1.3, where engines are gone."""
-    recipe = manifest.recipe
+    """Return the arguments of ``tensorrt_llm.LLM``: only those that 1.3, which has no compiled engines, still has."""
+    recipe: Mapping[str, Any] = manifest.recipe
     return {
         "model": str(engine_dir / "checkpoint"),
         "skip_tokenizer_init": True,
@@ -37,8 +38,8 @@ def llm_arguments(engine_dir: Path, manifest: EngineManifest) -> dict[str, objec
 
 
 def kv_cache_arguments(manifest: EngineManifest) -> dict[str, object]:
-    """Arguments of ``KvCacheConfig``."""
-    recipe = manifest.recipe
+    """Return the arguments of ``KvCacheConfig``."""
+    recipe: Mapping[str, Any] = manifest.recipe
     return {
         "enable_block_reuse": bool(recipe["prefix_reuse"]),
         "free_gpu_memory_fraction": float(recipe["kv_cache_fraction"]),
@@ -47,8 +48,8 @@ def kv_cache_arguments(manifest: EngineManifest) -> dict[str, object]:
     }
 
 
-def open_llm(engine_dir: Path, manifest: EngineManifest):
-    """Loads the checkpoint onto the GPUs: minutes for a large one."""
+def open_llm(engine_dir: Path, manifest: EngineManifest) -> Any:
+    """Load the checkpoint onto the GPUs; takes minutes for a large one."""
     from tensorrt_llm import LLM
     from tensorrt_llm.llmapi import KvCacheConfig
 
@@ -56,19 +57,19 @@ def open_llm(engine_dir: Path, manifest: EngineManifest):
     return LLM(**llm_arguments(engine_dir, manifest), kv_cache_config=kv_cache)
 
 
-def generate(llm, command: AddSequence):
-    """Starts the sequence; the answer is iterated for its outputs, and ``abort()`` ends it."""
+def generate(llm: Any, command: AddSequence) -> Any:
+    """Start the sequence. Iterating the result gives its outputs; ``abort()`` ends it."""
     from tensorrt_llm import SamplingParams as LlmSamplingParams
 
     sampling = LlmSamplingParams(**sampling_arguments(command))
-    # 1.2 has no priorities: there the order in which admission lets requests in is all there is.
-    known = "priority" in inspect.signature(llm.generate_async).parameters
-    urgent = {"priority": command.priority} if known else {}
-    return llm.generate_async(command.input_ids.tolist(), sampling_params=sampling, streaming=True, **urgent)
+    # 1.2 has no priorities: there only the order in which the scheduler starts requests follows them.
+    has_priority = "priority" in inspect.signature(llm.generate_async).parameters
+    priority_argument = {"priority": command.priority} if has_priority else {}
+    return llm.generate_async(command.input_ids.tolist(), sampling_params=sampling, streaming=True, **priority_argument)
 
 
 def sampling_arguments(command: AddSequence) -> dict[str, object]:
-    """Arguments of the LLM API's ``SamplingParams``."""
+    """Return the arguments of the LLM API's ``SamplingParams``."""
     sampling = command.sampling
     arguments: dict[str, object] = {
         "max_tokens": command.max_tokens,
@@ -90,40 +91,42 @@ def sampling_arguments(command: AddSequence) -> dict[str, object]:
     return arguments | chosen | ({} if sampling.seed is None else {"seed": sampling.seed})
 
 
-class Reading:
-    """What of one sequence has been passed on. The LLM API repeats all ids with every answer."""
+class CompletionReader:
+    """Read the new part of each output of one sequence; the LLM API repeats all earlier ids in every output."""
 
     def __init__(self, id: int, sampling: SamplingParams) -> None:
         self._id = id
         self._sampling = sampling
-        self._seen = 0
+        self._read = 0
 
     @property
-    def begun(self) -> bool:
-        return self._seen > 0
+    def started(self) -> bool:
+        """Whether an id was read."""
+        return self._read > 0
 
-    def output(self, completion) -> StepOutput:
-        """The new part of a ``CompletionOutput``, and how the sequence stands after it."""
-        ids = list(completion.token_ids)[self._seen :]
-        entries = list(completion.logprobs or [])[self._seen : self._seen + len(ids)]
-        self._seen += len(ids)
-        event, rejected = StreamEvent.RUNNING, ""
+    def read(self, completion: Any) -> StepOutput:
+        """Return the new ids of a ``CompletionOutput`` and whether they end the sequence."""
+        ids = list(completion.token_ids)[self._read :]
+        entries = list(completion.logprobs or [])[self._read : self._read + len(ids)]
+        self._read += len(ids)
+        event, error = StreamEvent.RUNNING, ""
         if completion.finish_reason is not None:
             event = EVENTS.get(completion.finish_reason, StreamEvent.ERROR)
-            rejected = f"the LLM API ended it with {completion.finish_reason!r}" if event is StreamEvent.ERROR else ""
-        likeliest = [_top(id, entry, self._sampling.top_log_probs) for id, entry in zip(ids, entries, strict=False)]
-        chosen = [entry.chosen for entry in likeliest]
-        return StepOutput(self._id, ids, chosen, event, likeliest if self._sampling.top_log_probs else [], rejected)
+            error = f"the LLM API ended it with {completion.finish_reason!r}" if event is StreamEvent.ERROR else ""
+        chosen = [entry[id].logprob for id, entry in zip(ids, entries, strict=False)]
+        k = self._sampling.top_log_probs
+        top = [_top(entry, k) for entry in entries] if k else []
+        return StepOutput(self._id, ids, chosen, event, top, error)
 
 
-def _top(id: int, entry: Mapping, count: int) -> TopLogProbs:
-    """entry: ``Logprob`` by id, of the chosen one and the likeliest."""
-    best = sorted(entry, key=lambda other: -entry[other].logprob)[:count]
-    return TopLogProbs(entry[id].logprob, best, [entry[other].logprob for other in best])
+def _top(entry: Mapping[int, Any], k: int) -> TopLogProbs:
+    """entry: ``Logprob`` by id, of the chosen id and the likeliest."""
+    best = sorted(entry, key=lambda id: -entry[id].logprob)[:k]
+    return TopLogProbs(best, [entry[id].logprob for id in best])
 
 
-def cache_usage(stats: Mapping) -> float:
-    """Fraction of KV blocks in use, from one of ``get_stats_async``'s dictionaries; 0 where it does not say."""
+def cache_usage(stats: Mapping[str, Any]) -> float:
+    """Return the fraction of KV blocks in use from one of ``get_stats_async``'s dictionaries; 0 if it is not there."""
     blocks = stats.get("kvCacheStats") or {}
     most = blocks.get("maxNumBlocks") or 0
     return blocks.get("usedNumBlocks", 0) / most if most else 0.0

@@ -123,7 +123,7 @@ class TritonPythonModel:
         outputs = {
             "input_ids": row(ids),
             "input_lengths": row([len(ids)]),
-            "request_output_len": row([max_tokens]),
+            "max_tokens": row([max_tokens]),
             # An engine takes one end id; every other id that ends the output goes as a stop word of one id.
             "end_id": row([end_ids[0] if end_ids else -1]),
             "stop_words_list": encode_word_list([(token,) for token in (*end_ids[1:], *prompt.stop_token_ids)]),

@@ -38,7 +38,7 @@ def test_a_scalar_is_a_plain_python_value_of_its_kind(triton):
 
 @pytest.mark.parametrize("values", [[[]], [[1, 2]]])
 def test_a_scalar_that_is_none_or_several_is_refused_by_name(triton, values):
-    with pytest.raises(InvalidArgument, match=f"max_tokens: holds {len(values[0])} values; allowed is exactly one"):
+    with pytest.raises(InvalidArgument, match=f"max_tokens: must hold exactly one value, got {len(values[0])}"):
         inputs(triton, max_tokens=("INT32", values)).scalar("max_tokens")
 
 
@@ -55,10 +55,10 @@ def test_text_in_utf_8_is_read_as_it_is(text):
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (b"ab\xff", "is not valid UTF-8 at byte 2"),
-        ("é".encode()[:1], "is not valid UTF-8 at byte 0"),
-        (b"\xed\xa0\x80", "is not valid UTF-8 at byte 0"),  # half a surrogate pair
-        (b"ab\0c", "holds a NUL character at position 2"),
+        (b"ab\xff", "must be UTF-8, got an invalid sequence at byte 2"),
+        ("é".encode()[:1], "must be UTF-8, got an invalid sequence at byte 0"),
+        (b"\xed\xa0\x80", "must be UTF-8, got an invalid sequence at byte 0"),  # half a surrogate pair
+        (b"ab\0c", "must hold no NUL character, got one at position 2"),
     ],
 )
 def test_what_is_no_text_is_refused_by_name_and_place(value, problem):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from contract.errors import DeadlineExceeded, EngineFailed, Overloaded, Unavailable
+from contract.errors import DeadlineExceeded, EngineFailed, Overloaded, Unavailable, from_text
 from contract.generation import SamplingParams
 from python_backends.cpu_engine import engine as engine_module
 from python_backends.cpu_engine.engine import Engine
@@ -69,18 +69,18 @@ class Link:
 
 class Sink:
     def __init__(self):
-        self.chunks, self.error, self.closed, self._changed = [], None, False, threading.Condition()
+        self.increments, self.error, self.closed, self._changed = [], None, False, threading.Condition()
 
-    def send(self, chunk, request):
+    def send(self, increment, request):
         with self._changed:
             assert not self.closed, "a response after the last"
-            self.chunks.append(chunk)
-            self.closed = chunk.state.event.last
+            self.increments.append(increment)
+            self.closed = increment.state.event.last
             self._changed.notify_all()
 
     def refuse(self, error):
         with self._changed:
-            assert not self.chunks and not self.closed, "a refusal after an answer"
+            assert not self.increments and not self.closed, "a refusal after an answer"
             self.error, self.closed = error, True
             self._changed.notify_all()
 
@@ -89,15 +89,15 @@ class Sink:
 
     def wait(self, condition):
         with self._changed:
-            assert self._changed.wait_for(lambda: condition(self), timeout=60), (self.chunks, self.error)
+            assert self._changed.wait_for(lambda: condition(self), timeout=60), (self.increments, self.error)
 
     def end(self):
         """The event and the ids, once it has ended."""
         self.wait(lambda sink: sink.closed)
-        return (self.chunks[-1].state.event if self.chunks else None), self.ids()
+        return (self.increments[-1].state.event if self.increments else None), self.ids()
 
     def ids(self):
-        return [token for chunk in self.chunks for token in chunk.token_ids]
+        return [token for increment in self.increments for token in increment.token_ids]
 
 
 class Setting:
@@ -215,7 +215,7 @@ def test_a_request_goes_to_the_worker_and_its_tokens_come_back_in_order(setting)
         setting.link.report((key, [token], StreamEvent.RUNNING))
     setting.link.report((key, [99], StreamEvent.STOP))
     assert sink.end() == (StreamEvent.STOP, [0, 1, 2, 3, 4, 99])
-    last = sink.chunks[-1].state
+    last = sink.increments[-1].state
     assert (last.epoch, last.key, last.stop_id, last.num_input_tokens) == (setting.epoch, key, 99, 4)
     assert setting.link.ended() == [] and setting.is_empty()
 
@@ -224,7 +224,7 @@ def test_a_sequence_that_reaches_its_length_ends_without_a_stop_id(setting):
     key, sink = setting.submit(max_tokens=2)
     setting.link.report((key, [1, 2], StreamEvent.LENGTH))
     assert sink.end() == (StreamEvent.LENGTH, [1, 2])
-    assert sink.chunks[-1].state.stop_id == -1
+    assert sink.increments[-1].state.stop_id == -1
 
 
 def test_requests_join_while_others_run_and_wait_for_slots_and_blocks(setting):
@@ -271,7 +271,7 @@ def test_a_repeated_prompt_is_counted_as_cached_where_prefixes_are_kept(open_set
         key, sink = setting.submit(prompt=70, max_tokens=1)
         setting.link.report((key, [1], StreamEvent.LENGTH))
         sink.end()
-        assert sink.chunks[-1].state.num_cached_tokens == expected
+        assert sink.increments[-1].state.num_cached_tokens == expected
 
 
 def test_a_unary_request_gets_one_response(setting):
@@ -280,7 +280,7 @@ def test_a_unary_request_gets_one_response(setting):
         setting.link.report((key, [token], StreamEvent.RUNNING))
     setting.link.report((key, [3], StreamEvent.LENGTH))
     assert sink.end() == (StreamEvent.LENGTH, [0, 1, 2, 3])
-    assert len(sink.chunks) == 1 and sink.chunks[0].options == "options"
+    assert len(sink.increments) == 1 and sink.increments[0].options == "options"
 
 
 def test_times_of_a_stream_grow_from_arrival_to_the_last_token(setting):
@@ -290,7 +290,7 @@ def test_times_of_a_stream_grow_from_arrival_to_the_last_token(setting):
     setting.clock.move(1)
     setting.link.report((key, [2], StreamEvent.LENGTH))
     sink.end()
-    state = sink.chunks[-1].state
+    state = sink.increments[-1].state
     times = (state.arrival_ns, state.first_scheduled_ns, state.first_token_ns, state.last_token_ns)
     assert times == (5 * SECOND, 6 * SECOND, 6 * SECOND, 7 * SECOND)
 
@@ -303,7 +303,7 @@ def test_a_stop_sequence_ends_the_stream_where_it_ends_and_stops_the_worker(sett
     setting.link.report((key, [5, 7], StreamEvent.RUNNING))
     setting.link.report((key, [8, 9], StreamEvent.RUNNING))
     assert sink.end() == (StreamEvent.STOP, [5, 7, 8])
-    assert [value for chunk in sink.chunks for value in chunk.log_probs] == [-0.5] * 3
+    assert [value for increment in sink.increments for value in increment.log_probs] == [-0.5] * 3
     assert setting.link.ended() == [key]
     setting.link.report((key, [9], StreamEvent.RUNNING))  # it was in a step
     setting.link.confirm(key)
@@ -371,7 +371,7 @@ def test_the_detokenizers_stop_ends_with_stop(setting):
     setting.link.report((key, [1], StreamEvent.RUNNING))
     setting.control(Verb.STOP, key)
     assert sink.end() == (StreamEvent.STOP, [1]) and setting.link.ended() == [key]
-    assert sink.chunks[-1].state.stop_id == -1
+    assert sink.increments[-1].state.stop_id == -1
 
 
 def test_a_stop_request_ends_every_stream_of_its_id_and_no_other(setting):
@@ -423,11 +423,11 @@ def test_a_deadline_that_passes_in_the_queue_never_reaches_the_worker(setting):
 def test_a_deadline_that_passes_while_running_stops_the_worker(setting):
     key, sink = setting.submit(timeout_ns=SECOND)
     setting.link.report((key, [1], StreamEvent.RUNNING))
-    sink.wait(lambda sink: sink.chunks)
+    sink.wait(lambda sink: sink.increments)
     setting.clock.move(1)
     assert sink.end() == (StreamEvent.ERROR, [1])
-    assert isinstance(sink.chunks[-1].error, DeadlineExceeded)
-    assert "while it was generating" in str(sink.chunks[-1].error) and setting.link.ended() == [key]
+    assert isinstance(from_text(sink.increments[-1].error), DeadlineExceeded)
+    assert "while it was generating" in sink.increments[-1].error and setting.link.ended() == [key]
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------
@@ -437,11 +437,11 @@ def test_when_the_worker_dies_running_streams_end_and_waiting_ones_go_to_the_nex
     running = [setting.submit() for _ in range(2)]
     waiting, patient = setting.submit()
     setting.link.report((running[0][0], [1], StreamEvent.RUNNING))
-    running[0][1].wait(lambda sink: sink.chunks)
+    running[0][1].wait(lambda sink: sink.increments)
     setting.engine.on_death("the engine process was killed by signal 9")
     assert running[0][1].end() == (StreamEvent.ERROR, [1])
     running[1][1].wait(lambda sink: sink.closed)
-    for error in (running[0][1].chunks[-1].error, running[1][1].error):
+    for error in (from_text(running[0][1].increments[-1].error), running[1][1].error):
         assert isinstance(error, EngineFailed)
         assert str(error) == "the engine process was killed by signal 9; it is being restarted"
     assert len(setting.links) == 2 and not setting.link.commands and not patient.closed
@@ -516,7 +516,7 @@ def test_a_worker_that_cannot_be_started_now_is_started_later(setting, monkeypat
 
 def test_a_request_the_pipeline_rejects_ends_with_its_words(setting):
     key, sink = setting.submit()
-    output = StepOutput(key, [], [], StreamEvent.ERROR, rejected="the KV cache ran out of blocks")
+    output = StepOutput(key, [], [], StreamEvent.ERROR, error="the KV cache ran out of blocks")
     setting.engine.on_report(StepReport(0, 0, [output]))
     sink.wait(lambda sink: sink.closed)
     assert isinstance(sink.error, EngineFailed) and str(sink.error) == "the KV cache ran out of blocks"
@@ -525,15 +525,15 @@ def test_a_request_the_pipeline_rejects_ends_with_its_words(setting):
 
 def test_a_response_that_is_lost_ends_its_stream_in_band(setting):
     class Leaky(Sink):
-        def send(self, chunk, request):
-            if chunk.state.event is StreamEvent.RUNNING:
+        def send(self, increment, request):
+            if increment.state.event is StreamEvent.RUNNING:
                 raise RuntimeError("no shared memory")
-            super().send(chunk, request)
+            super().send(increment, request)
 
     key, sink = setting.submit(sink=Leaky())
     setting.link.report((key, [1], StreamEvent.RUNNING))
     assert sink.end() == (StreamEvent.ERROR, [])
-    assert "a response could not be sent: RuntimeError('no shared memory')" in str(sink.chunks[-1].error)
+    assert "a response could not be sent: RuntimeError('no shared memory')" in sink.increments[-1].error
     assert setting.link.ended() == [key]
 
 
@@ -543,10 +543,10 @@ def test_a_response_that_is_lost_ends_its_stream_in_band(setting):
 def test_an_abort_ends_every_stream_with_its_reason_and_takes_no_more(setting):
     submitted = [setting.submit() for _ in range(3)]
     setting.link.report((submitted[0][0], [1], StreamEvent.RUNNING))
-    submitted[0][1].wait(lambda sink: sink.chunks)
+    submitted[0][1].wait(lambda sink: sink.increments)
     setting.engine.on_control(ControlMessage(Verb.ABORT, reason="the server is draining"))
     assert submitted[0][1].end() == (StreamEvent.ERROR, [1])
-    errors = [submitted[0][1].chunks[-1].error]
+    errors = [from_text(submitted[0][1].increments[-1].error)]
     for _, sink in submitted[1:]:
         sink.wait(lambda sink: sink.closed)
         errors.append(sink.error)
@@ -576,13 +576,13 @@ def test_a_silent_running_stream_is_probed_and_a_waiting_one_less_often(setting)
     setting.submit()
     _, waiting = setting.submit()
     setting.clock.move(0.1)
-    running.wait(lambda sink: len(sink.chunks) == 1)
-    assert running.chunks[0].state.event is StreamEvent.PROBE and running.chunks[0].options == "options"
-    assert not waiting.chunks
+    running.wait(lambda sink: len(sink.increments) == 1)
+    assert running.increments[0].state.event is StreamEvent.PROBE and running.increments[0].options == "options"
+    assert not waiting.increments
     setting.clock.move(0.2)
-    waiting.wait(lambda sink: len(sink.chunks) == 1)
-    running.wait(lambda sink: len(sink.chunks) == 2)
-    assert waiting.chunks[0].state.event is StreamEvent.PROBE and not waiting.ids()
+    waiting.wait(lambda sink: len(sink.increments) == 1)
+    running.wait(lambda sink: len(sink.increments) == 2)
+    assert waiting.increments[0].state.event is StreamEvent.PROBE and not waiting.ids()
 
 
 def test_a_stream_that_speaks_is_not_probed(setting):
@@ -591,7 +591,7 @@ def test_a_stream_that_speaks_is_not_probed(setting):
         setting.clock.move(0.07)
         setting.link.report((key, [token], StreamEvent.RUNNING))
         setting.wait_until_sent(key, sink, list(range(token + 1)))
-    assert all(chunk.state.event is StreamEvent.RUNNING for chunk in sink.chunks)
+    assert all(increment.state.event is StreamEvent.RUNNING for increment in sink.increments)
 
 
 def test_only_the_oldest_waiting_streams_are_probed(open_setting, monkeypatch):
@@ -600,10 +600,10 @@ def test_only_the_oldest_waiting_streams_are_probed(open_setting, monkeypatch):
     sinks = [setting.submit()[1] for _ in range(6)]
     setting.clock.move(1)
     for sink in sinks[:4]:
-        sink.wait(lambda sink: sink.chunks)
+        sink.wait(lambda sink: sink.increments)
     looks = setting.clock.looks
     wait_until(lambda: setting.clock.looks > looks + 3)  # some ticks later
-    assert [len(sink.chunks) for sink in sinks] == [1, 1, 1, 1, 0, 0]
+    assert [len(sink.increments) for sink in sinks] == [1, 1, 1, 1, 0, 0]
 
 
 def test_tokens_held_back_by_the_window_are_sent_by_the_ticker(open_setting):
@@ -713,9 +713,9 @@ def test_a_response_that_leaves_after_the_engine_went_idle_is_observed_all_the_s
     release = threading.Event()
 
     class Slow(Sink):
-        def send(self, chunk, request):
+        def send(self, increment, request):
             release.wait(60)
-            super().send(chunk, request)
+            super().send(increment, request)
 
     key, sink = setting.submit(sink=Slow())
     setting.link.report((key, [1], StreamEvent.LENGTH))
@@ -815,8 +815,8 @@ def test_whatever_happens_every_stream_gets_its_tokens_in_order_and_one_end(open
     setting.engine.close()
     for key, sink in sinks.items():
         sink.wait(lambda sink: sink.closed)
-        assert sink.ids() == produced[key] or (sink.error and not sink.chunks), key
-        assert [chunk.state.event.last for chunk in sink.chunks] == [False] * (len(sink.chunks) - 1) + [True] * bool(
-            sink.chunks
-        )
+        assert sink.ids() == produced[key] or (sink.error and not sink.increments), key
+        assert [increment.state.event.last for increment in sink.increments] == [False] * (len(sink.increments) - 1) + [
+            True
+        ] * bool(sink.increments)
     assert not setting.engine._streams

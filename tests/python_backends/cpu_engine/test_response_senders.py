@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from contract.errors import EngineFailed, Unavailable
+from contract.errors import EngineFailed, Unavailable, to_text
 from contract.generation import SamplingParams
 from python_backends.cpu_engine.request import EngineRequest
 from python_backends.cpu_engine.response_senders import ResponseSenders
@@ -16,23 +16,23 @@ from python_backends.ensemble.stream_state import StreamEvent
 class Sink:
     """What one client gets. ``pause`` is called in the sender's thread before every response is taken."""
 
-    def __init__(self, pause=lambda: None, fails=lambda chunk: False):
-        self.chunks, self.errors, self.closed = [], [], threading.Event()
+    def __init__(self, pause=lambda: None, fails=lambda increment: False):
+        self.increments, self.errors, self.closed = [], [], threading.Event()
         self._pause, self._fails, self._busy = pause, fails, threading.Lock()
 
-    def send(self, chunk, request):
+    def send(self, increment, request):
         assert self._busy.acquire(blocking=False), "two threads send for one stream"
         self._pause()
         self._busy.release()
-        if self._fails(chunk):
+        if self._fails(increment):
             raise RuntimeError("no shared memory")
         assert not self.closed.is_set(), "a response after the last"
-        self.chunks.append(chunk)
-        if chunk.state.event.last:
+        self.increments.append(increment)
+        if increment.state.event.last:
             self.closed.set()
 
     def refuse(self, error):
-        assert not self.chunks, "a refusal after an answer"
+        assert not self.increments, "a refusal after an answer"
         self.errors.append(error)
         self.closed.set()
 
@@ -40,7 +40,7 @@ class Sink:
         self.closed.set()
 
     def ids(self):
-        return [token for chunk in self.chunks for token in chunk.token_ids]
+        return [token for increment in self.increments for token in increment.token_ids]
 
 
 def stream(key, sink, streaming=True):
@@ -84,7 +84,7 @@ def heard():
 @pytest.fixture
 def senders(triton, heard):
     senders = ResponseSenders(
-        4, lambda one, chunk: heard["sent"].append((one, chunk)), lambda one, exc: heard["lost"].append(one)
+        4, lambda one, increment: heard["sent"].append((one, increment)), lambda one, exc: heard["lost"].append(one)
     )
     yield senders
     senders.close()
@@ -106,7 +106,7 @@ def test_many_streams_over_few_threads_keep_their_order_also_with_a_slow_reader(
     for sink in sinks:
         assert sink.closed.wait(60)
         assert sink.ids() == list(range(40))
-    assert not heard["lost"] and max(len(sink.chunks) for sink in sinks) > 3
+    assert not heard["lost"] and max(len(sink.increments) for sink in sinks) > 3
 
 
 def test_tokens_that_come_while_one_is_being_sent_wait_for_the_next_response(senders):
@@ -125,21 +125,21 @@ def test_tokens_that_come_while_one_is_being_sent_wait_for_the_next_response(sen
     finish(senders, one)
     release.set()
     assert sink.closed.wait(60)
-    assert [chunk.token_ids for chunk in sink.chunks] == [[1], [2, 3, 4]]
+    assert [increment.token_ids for increment in sink.increments] == [[1], [2, 3, 4]]
 
 
 def test_an_error_before_any_answer_is_a_refusal_and_after_one_it_is_in_band(senders, heard):
     silent, speaking = Sink(), Sink()
     error = Unavailable("going")
     finish(senders, stream(1, silent), StreamEvent.ERROR, error)
-    assert silent.closed.wait(60) and silent.errors == [error] and not silent.chunks
+    assert silent.closed.wait(60) and silent.errors == [error] and not silent.increments
     one = stream(2, speaking)
     add(senders, one, 5)
-    while not speaking.chunks:
+    while not speaking.increments:
         time.sleep(0.001)
     finish(senders, one, StreamEvent.ERROR, error)
     assert speaking.closed.wait(60) and not speaking.errors
-    assert speaking.chunks[-1].error is error and speaking.chunks[-1].state.event is StreamEvent.ERROR
+    assert speaking.increments[-1].error == to_text(error) and speaking.increments[-1].state.event is StreamEvent.ERROR
 
 
 def test_a_probe_counts_as_an_answer(senders):
@@ -148,40 +148,43 @@ def test_a_probe_counts_as_an_answer(senders):
     with one.lock:
         one.probe_due = True
         senders.put(one)
-    while not sink.chunks:
+    while not sink.increments:
         time.sleep(0.001)
     finish(senders, one, StreamEvent.ERROR, EngineFailed("broke"))
     assert sink.closed.wait(60)
-    assert [chunk.state.event for chunk in sink.chunks] == [StreamEvent.PROBE, StreamEvent.ERROR] and not sink.errors
+    assert [increment.state.event for increment in sink.increments] == [
+        StreamEvent.PROBE,
+        StreamEvent.ERROR,
+    ] and not sink.errors
 
 
 def test_a_lost_response_is_told_and_logged_and_the_others_go_on(senders, heard, triton):
-    bad, good = Sink(fails=lambda chunk: not chunk.state.event.last), Sink()
+    bad, good = Sink(fails=lambda increment: not increment.state.event.last), Sink()
     one, other = stream(1, bad), stream(2, good)
     add(senders, one, 1)
     while not heard["lost"]:
         time.sleep(0.001)
     assert heard["lost"] == [one] and not heard["sent"]
-    assert triton.log == [("error", "response of stream 1 was lost: RuntimeError('no shared memory')")]
+    assert triton.log == [("error", "response lost: stream=1 error=RuntimeError('no shared memory')")]
     finish(senders, one, StreamEvent.ERROR, EngineFailed("a response was lost"))  # what the engine does then
     for token in range(10):  # every sender thread is still there
         add(senders, other, token)
     finish(senders, other)
     assert bad.closed.wait(60) and good.closed.wait(60)
-    assert bad.chunks[-1].state.event is StreamEvent.ERROR and good.ids() == list(range(10))
+    assert bad.increments[-1].state.event is StreamEvent.ERROR and good.ids() == list(range(10))
 
 
 def test_an_end_that_cannot_be_sent_still_closes_the_answer(senders, heard, triton):
-    sink = Sink(fails=lambda chunk: True)
+    sink = Sink(fails=lambda increment: True)
     one = stream(1, sink)
     add(senders, one, 1)
     finish(senders, one)
-    assert sink.closed.wait(60) and not sink.chunks
+    assert sink.closed.wait(60) and not sink.increments
 
 
 def test_close_lets_every_end_out_first(triton):
     sinks = [Sink(pause=lambda: time.sleep(0.005)) for _ in range(8)]
-    senders = ResponseSenders(2, lambda one, chunk: None, lambda one, problem: None)
+    senders = ResponseSenders(2, lambda one, increment: None, lambda one, problem: None)
     streams = [stream(key, sink) for key, sink in enumerate(sinks)]
     for one in streams:
         add(senders, one, 1)
@@ -190,7 +193,7 @@ def test_close_lets_every_end_out_first(triton):
     senders.close()
     assert all(sink.closed.wait(60) for sink in sinks)
     assert [sink.ids() for sink in sinks] == [[1]] * 8
-    assert all(sink.chunks[-1].state.event is StreamEvent.CANCELLED for sink in sinks)
+    assert all(sink.increments[-1].state.event is StreamEvent.CANCELLED for sink in sinks)
 
 
 def test_an_end_that_comes_while_its_stream_is_being_sent_does_not_stand_behind_close(triton):
@@ -201,7 +204,7 @@ def test_an_end_that_comes_while_its_stream_is_being_sent_does_not_stand_behind_
         release.wait(60)
 
     sink = Sink(pause=hold)
-    senders = ResponseSenders(1, lambda one, chunk: None, lambda one, problem: None)
+    senders = ResponseSenders(1, lambda one, increment: None, lambda one, problem: None)
     one = stream(1, sink)
     add(senders, one, 1)
     assert entered.wait(60)
@@ -212,7 +215,7 @@ def test_an_end_that_comes_while_its_stream_is_being_sent_does_not_stand_behind_
         time.sleep(0.001)
     release.set()
     closing.join()
-    assert sink.closed.wait(60) and sink.chunks[-1].state.event is StreamEvent.LENGTH
+    assert sink.closed.wait(60) and sink.increments[-1].state.event is StreamEvent.LENGTH
 
 
 def test_every_response_is_reported_with_its_stream(senders, heard):
@@ -221,7 +224,7 @@ def test_every_response_is_reported_with_its_stream(senders, heard):
     add(senders, one, 1)
     finish(senders, one)
     assert sink.closed.wait(60)
-    while len(heard["sent"]) < len(sink.chunks):
+    while len(heard["sent"]) < len(sink.increments):
         time.sleep(0.001)
-    assert [reported for reported, _ in heard["sent"]] == [one] * len(sink.chunks)
-    assert [chunk for _, chunk in heard["sent"]] == sink.chunks
+    assert [reported for reported, _ in heard["sent"]] == [one] * len(sink.increments)
+    assert [increment for _, increment in heard["sent"]] == sink.increments

@@ -7,8 +7,8 @@ from contract.errors import EngineFailed
 from contract.generation import SamplingParams
 from python_backends.cpu_engine.request import EngineRequest
 from python_backends.cpu_engine.stream import Stream
-from python_backends.cpu_engine.top_log_probs import TopLogProbs
 from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.token_increment import TopLogProbs
 
 MS = 1_000_000
 
@@ -43,9 +43,14 @@ def test_the_first_chunk_names_the_stream_and_carries_its_options():
     one = stream()
     one.num_cached_tokens, one.first_scheduled_ns = 2, 5
     add(one, 1, 2, now_ns=10)
-    chunk = one.take(20)
-    assert (chunk.token_ids, chunk.log_probs, chunk.options, chunk.error) == ([1, 2], [-0.5, -0.5], "options", None)
-    state = chunk.state
+    increment = one.take(20)
+    assert (increment.token_ids, increment.log_probs, increment.options, increment.error) == (
+        [1, 2],
+        [-0.5, -0.5],
+        "options",
+        "",
+    )
+    state = increment.state
     assert (state.epoch, state.key, state.event, state.stop_id) == (11, 22, StreamEvent.RUNNING, -1)
     assert (state.num_input_tokens, state.num_cached_tokens, state.first) == (3, 2, 1)
     times = (state.arrival_ns, state.first_scheduled_ns, state.first_token_ns, state.last_token_ns, state.sent_ns)
@@ -57,19 +62,24 @@ def test_later_chunks_carry_what_is_new_and_no_options():
     add(one, 1)
     one.take(20)
     add(one, 2, 3, now_ns=30)
-    chunk = one.take(40)
-    assert (chunk.token_ids, chunk.options, chunk.state.first, chunk.num_output_tokens) == ([2, 3], "", 0, 3)
-    assert chunk.cum_log_prob == -1.5 and chunk.state.last_token_ns == 30
+    increment = one.take(40)
+    assert (increment.token_ids, increment.options, increment.state.first, increment.num_output_tokens) == (
+        [2, 3],
+        "",
+        0,
+        3,
+    )
+    assert increment.cum_log_prob == -1.5 and increment.state.last_token_ns == 30
     assert one.take(50) is None
 
 
 def test_likeliest_ids_leave_with_the_ids_they_belong_to():
     one = stream()
-    entries = [TopLogProbs(-0.1, [1], [-0.1]), TopLogProbs(-0.2, [2], [-0.2]), TopLogProbs(-0.3, [3], [-0.3])]
+    entries = [TopLogProbs([1], [-0.1]), TopLogProbs([2], [-0.2]), TopLogProbs([3], [-0.3])]
     one.add_tokens([1], [-0.1], entries[:1], 10)
-    assert one.take(20).top == entries[:1]
+    assert one.take(20).top_log_probs == entries[:1]
     one.add_tokens([2, 3], [-0.2, -0.3], entries[1:], 30)
-    assert one.take(40).top == entries[1:]
+    assert one.take(40).top_log_probs == entries[1:]
 
 
 def test_the_first_token_and_the_end_are_due_at_once_the_rest_with_a_flush():
@@ -103,8 +113,13 @@ def test_a_unary_stream_says_everything_at_its_end():
         assert not one.due(flush=True) and one.take(99 * MS) is None
     one.finish(StreamEvent.STOP, stop_id=3)
     assert one.due(flush=False)
-    chunk = one.take(99 * MS)
-    assert (chunk.token_ids, chunk.options, chunk.state.stop_id, chunk.state.first) == ([1, 2, 3], "options", 3, 1)
+    increment = one.take(99 * MS)
+    assert (increment.token_ids, increment.options, increment.state.stop_id, increment.state.first) == (
+        [1, 2, 3],
+        "options",
+        3,
+        1,
+    )
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -138,13 +153,17 @@ def test_a_probe_that_is_overtaken_by_tokens_is_not_sent():
 def test_time_between_responses_counts_those_with_tokens_only():
     one = stream()
     add(one, 1)
-    assert one.take(100).since_last_ns == 0
+    one.take(100)
+    assert one.since_last_ns == 0
     one.probe_due = True
-    assert one.take(150).since_last_ns == 0
+    one.take(150)
+    assert one.since_last_ns == 0
     add(one, 2)
-    assert one.take(200).since_last_ns == 100
+    one.take(200)
+    assert one.since_last_ns == 100
     one.finish(StreamEvent.LENGTH)
-    assert one.take(300).since_last_ns == 0  # no token in it
+    one.take(300)  # has no tokens
+    assert one.since_last_ns == 100
 
 
 def test_an_echo_comes_once_in_front_of_the_first_tokens_and_not_with_a_probe():
@@ -152,8 +171,8 @@ def test_an_echo_comes_once_in_front_of_the_first_tokens_and_not_with_a_probe():
     one.probe_due = True
     assert one.take(10).token_ids == []
     add(one, 1)
-    chunk = one.take(20)
-    assert (chunk.token_ids, chunk.log_probs, chunk.num_output_tokens) == ([7, 8, 9, 1], [-0.5], 1)
+    increment = one.take(20)
+    assert (increment.token_ids, increment.log_probs, increment.num_output_tokens) == ([7, 8, 9, 1], [-0.5], 1)
     add(one, 2)
     assert one.take(30).token_ids == [2]
 
@@ -161,18 +180,18 @@ def test_an_echo_comes_once_in_front_of_the_first_tokens_and_not_with_a_probe():
 def test_an_echo_comes_also_when_nothing_was_generated():
     one = stream(echo=True)
     one.finish(StreamEvent.CANCELLED)
-    chunk = one.take(10)
-    assert (chunk.token_ids, chunk.num_output_tokens, chunk.state.first) == ([7, 8, 9], 0, 0)
+    increment = one.take(10)
+    assert (increment.token_ids, increment.num_output_tokens, increment.state.first) == ([7, 8, 9], 0, 0)
 
 
-def test_a_stream_ends_once_whoever_comes_first():
+def test_a_stream_ends_once_and_the_first_end_counts():
     one = stream()
     add(one, 1)
     assert one.finish(StreamEvent.CANCELLED)
     assert not one.finish(StreamEvent.ERROR, error=EngineFailed("late"))
     add(one, 2)
-    chunk = one.take(20)
-    assert (chunk.token_ids, chunk.state.event, chunk.error) == ([1], StreamEvent.CANCELLED, None)
+    increment = one.take(20)
+    assert (increment.token_ids, increment.state.event, increment.error) == ([1], StreamEvent.CANCELLED, "")
     assert one.closed
 
 
@@ -190,7 +209,7 @@ def test_a_stream_ends_once_whoever_comes_first():
         ([[], [1], [], [2]], [None, None, None, 1]),
     ],
 )
-def test_a_stop_sequence_is_found_across_chunks(chunks, keeps):
+def test_a_stop_sequence_is_found_across_steps(chunks, keeps):
     one = stream(stop_sequences=((1, 2), (3, 4, 5)))
     assert [one.stop_sequence_end(chunk) for chunk in chunks] == keeps
 
@@ -221,7 +240,7 @@ def test_a_stop_sequence_is_found_where_it_first_ends_however_the_ids_are_cut(ge
 )
 def test_whatever_the_order_of_things_every_token_leaves_once_and_in_order(steps, streaming, echo, end):
     one = stream(streaming=streaming, echo=echo)
-    generated, chunks = [], []
+    generated, increments = [], []
     for now_ns, step in enumerate([*steps, "finish", "take"], 1):
         if step == "tokens" and not one.event.last:
             generated.append(len(generated))
@@ -231,16 +250,22 @@ def test_whatever_the_order_of_things_every_token_leaves_once_and_in_order(steps
         elif step == "finish":
             one.finish(end)
         elif step == "take" and not one.closed:
-            chunk = one.take(now_ns)
-            chunks += [chunk] if chunk else []
+            increment = one.take(now_ns)
+            increments += [increment] if increment else []
         elif step == "tick" and one.due(flush=now_ns % 2 == 0):
-            chunks.append(one.take(now_ns))
-    assert one.closed and None not in chunks
-    assert [token for chunk in chunks for token in chunk.token_ids] == [7, 8, 9] * echo + generated
-    assert [value for chunk in chunks for value in chunk.log_probs] == [-float(token) for token in generated]
-    assert [chunk.state.event for chunk in chunks if chunk.state.event.last] == [chunks[-1].state.event] == [end]
-    assert sum(chunk.state.first for chunk in chunks) == (1 if generated else 0)
-    assert [chunk.options for chunk in chunks] == ["options"] + [""] * (len(chunks) - 1)
-    assert chunks[-1].num_output_tokens == len(generated)
+            increments.append(one.take(now_ns))
+    assert one.closed and None not in increments
+    assert [token for increment in increments for token in increment.token_ids] == [7, 8, 9] * echo + generated
+    assert [value for increment in increments for value in increment.log_probs] == [
+        -float(token) for token in generated
+    ]
+    assert (
+        [increment.state.event for increment in increments if increment.state.event.last]
+        == [increments[-1].state.event]
+        == [end]
+    )
+    assert sum(increment.state.first for increment in increments) == (1 if generated else 0)
+    assert [increment.options for increment in increments] == ["options"] + [""] * (len(increments) - 1)
+    assert increments[-1].num_output_tokens == len(generated)
     if not streaming:
-        assert all(chunk.state.event is StreamEvent.PROBE for chunk in chunks[:-1])
+        assert all(increment.state.event is StreamEvent.PROBE for increment in increments[:-1])

@@ -248,7 +248,7 @@ def test_a_request_the_pipeline_rejects_is_told_in_one_line_and_harms_no_other(w
     id = worker.add([], 5)
     worker.wait(lambda: worker.ended(id))
     [output] = worker.outputs(id)
-    assert output.event is StreamEvent.ERROR and output.rejected and "\n" not in output.rejected
+    assert output.event is StreamEvent.ERROR and output.error and "\n" not in output.error
     assert len(worker.result(running)[0]) == 50
 
 
@@ -267,11 +267,11 @@ def test_top_log_probs_agree_with_the_chosen_ones(worker):
     id = worker.add([1, 2, 3], 12, asked, stop_ids=())
     ids, log_probs, _ = worker.result(id)
     plain_ids, plain_log_probs, _ = worker.generate([1, 2, 3], 12, stop_ids=())
-    top = [entry for output in worker.outputs(id) for entry in output.top]
+    top = [entry for output in worker.outputs(id) for entry in output.top_log_probs]
     assert ids == plain_ids and len(top) == 12
     np.testing.assert_allclose(log_probs, plain_log_probs, atol=1e-3)
     for token, value, entry in zip(ids, log_probs, top, strict=True):
-        assert entry.ids[0] == token and entry.log_probs[0] == entry.chosen == value  # greedy takes the likeliest
+        assert entry.ids[0] == token and entry.log_probs[0] == value  # greedy takes the likeliest
         assert entry.log_probs == sorted(entry.log_probs, reverse=True) and len(set(entry.ids)) == 5
 
 

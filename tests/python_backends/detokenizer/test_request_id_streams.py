@@ -43,9 +43,9 @@ def streams(clock):
 
 def test_options_come_with_the_first_ids_only(streams):
     streams.accept(metadata())
-    state, options = streams.state("r", [1])
+    state, options = streams.advance("r", [1])
     assert (state.first, state.num_input_tokens, options) == (1, 3, metadata().options)
-    state, options = streams.state("r", [2])
+    state, options = streams.advance("r", [2])
     assert (state.first, state.event, options) == (0, StreamEvent.RUNNING, "")
 
 
@@ -62,35 +62,35 @@ def test_options_come_with_the_first_ids_only(streams):
 )
 def test_an_end_is_inferred_from_the_ids(streams, ids, event, stop_id):
     streams.accept(metadata(end_ids=(256, 7)))
-    state, _ = streams.state("r", ids)
+    state, _ = streams.advance("r", ids)
     assert (state.event, state.stop_id) == (event, stop_id)
 
 
 def test_the_token_budget_is_counted_over_all_responses(streams):
     streams.accept(metadata(max_tokens=3))
-    events = [streams.state("r", ids)[0].event for ids in ([1], [2], [3])]
+    events = [streams.advance("r", ids)[0].event for ids in ([1], [2], [3])]
     assert events == [StreamEvent.RUNNING, StreamEvent.RUNNING, StreamEvent.LENGTH]
 
 
 def test_an_empty_response_after_a_cancel_is_a_cancel(streams):
     streams.accept(metadata())
     assert streams.mark_cancelled("r") and not streams.mark_cancelled("r")
-    assert streams.state("r", [])[0].event is StreamEvent.CANCELLED
+    assert streams.advance("r", [])[0].event is StreamEvent.CANCELLED
     assert not streams.mark_cancelled("r") and not streams.mark_cancelled("nobody")
 
 
 def test_an_id_is_taken_until_its_stream_ends_and_then_names_another_one(streams):
     assert streams.accept(metadata())
     assert not streams.accept(metadata())
-    first, _ = streams.state("r", [256])
+    first, _ = streams.advance("r", [256])
     assert streams.accept(metadata())
-    second, _ = streams.state("r", [256])
+    second, _ = streams.advance("r", [256])
     assert first.key != second.key
 
 
 def test_ids_under_an_id_that_no_stream_has_are_an_error(streams):
     with pytest.raises(EngineFailed, match="for the request id 'x', which no stream has"):
-        streams.state("x", [1])
+        streams.advance("x", [1])
 
 
 def test_a_stream_that_shows_no_life_is_forgotten_and_one_that_does_is_not(streams, clock):
@@ -98,7 +98,7 @@ def test_a_stream_that_shows_no_life_is_forgotten_and_one_that_does_is_not(strea
         streams.accept(metadata(request_id, max_tokens=100))
     for seconds in (300, 599):
         clock.now_ns = seconds * SECOND
-        streams.state("alive", [1])
+        streams.advance("alive", [1])
     assert not streams.accept(metadata("silent"))
     clock.now_ns = 600 * SECOND
     assert not streams.accept(metadata("alive"))
@@ -217,7 +217,7 @@ def test_a_stop_that_triton_refuses_is_logged_and_the_stream_goes_on(triton, mod
     post(max_tokens=100, stop=("fox",))
     hear(encode("The fox"))  # no model engine is there
     model._engine._stops.shutdown(wait=True)
-    assert any("the stop of request 'r' did not reach the engine" in message for _, message in triton.log)
+    assert any("stop request failed: request_id='r'" in message for _, message in triton.log)
     assert hear([])["stop_reason"].item() == b"fox"
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.tokenizer_families import FAMILIES, TEXTS
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.stop import StopStrings
-from python_backends.detokenizer.stream import TextPiece, TextStream
+from python_backends.detokenizer.stream import TextStream
 from tests.python_backends.detokenizer.test_decoding import DECODINGS, id_chunks, joined
 from tests.python_backends.detokenizer.test_stop import first_match
 
@@ -18,8 +18,9 @@ AT_ONCE = sorted(set(FAMILIES) - {"sentencepiece_bpe_with_strip_both", "unigram_
 
 
 def followed(stream: TextStream, chunks: list[list[int]]) -> tuple[str, int, str | None]:
-    results = [stream.feed(chunk) for chunk in chunks] + [stream.finish()]
-    return "".join(result.text for result in results), sum(result.consumed for result in results), results[-1].stop
+    increments = [stream.feed(chunk) for chunk in chunks]
+    text = "".join(text for text, _ in increments) + stream.finish()
+    return text, sum(consumed for _, consumed in increments), stream.stop
 
 
 def stop_strings(draw: st.DrawFn, text: str) -> list[str]:
@@ -37,7 +38,7 @@ def test_the_text_is_the_library_s_up_to_the_first_match(family: str, data: st.D
     tokenizer = FAMILIES[family]()
     chunks = data.draw(id_chunks(tokenizer).filter(lambda chunks: any(chunks)))
     # Where the ids stop is part of the text, so it is read off the ids consumed.
-    text = "".join(TextStream(DECODINGS[family], StopStrings()).feed(joined(chunks)).text)
+    text, _ = TextStream(DECODINGS[family], StopStrings()).feed(joined(chunks))
     stops = stop_strings(data.draw, text)
     given_out, consumed, stop = followed(
         TextStream(DECODINGS[family], StopStrings(stops), include_stop=include_stop), chunks
@@ -80,13 +81,12 @@ def test_stops_are_looked_for_only_behind_the_ids_fed_before_arming(family: str,
     before = tokenizer.decode(ids[:cut])
     stops = stop_strings(data.draw, tokenizer.decode(ids))
     stream = TextStream(DECODINGS[family], StopStrings(stops), armed=False)
-    text, consumed, _ = stream.feed(ids[:cut])
+    text, consumed = stream.feed(ids[:cut])
     stream.arm()
     for token_id in ids[cut:]:
-        piece = stream.feed([token_id])
-        text, consumed = text + piece.text, consumed + piece.consumed
-    rest = stream.finish()
-    text, stop = text + rest.text, rest.stop
+        added, used = stream.feed([token_id])
+        text, consumed = text + added, consumed + used
+    text, stop = text + stream.finish(), stream.stop
     for count in range(cut + 1, len(ids) + 1):
         so_far = tokenizer.decode(ids[:count])
         if not so_far.startswith(before):
@@ -109,52 +109,52 @@ def test_a_newline_that_is_a_byte_token_stops_with_that_token() -> None:
     decoding, vocab = byte_fallback()
     stream = TextStream(decoding, StopStrings(["\n"]))
     ids = [vocab["▁"], vocab["e"], vocab["<0x0A>"], vocab["e"]]
-    assert stream.feed(ids) == TextPiece("e", 3, "\n")
-    assert stream.feed(ids) == TextPiece("", 0, "\n")
-    assert stream.finish() == TextPiece("", 0, "\n")
+    assert (stream.feed(ids), stream.stop) == (("e", 3), "\n")
+    assert (stream.feed(ids), stream.stop) == (("", 0), "\n")
+    assert (stream.finish(), stream.stop) == ("", "\n")
 
 
 def test_a_stop_string_across_a_run_of_bytes_and_the_text_before_it() -> None:
     decoding, vocab = byte_fallback()
     stream = TextStream(decoding, StopStrings(["e€"]))
-    assert stream.feed([vocab["▁"], vocab["h"], vocab["e"]]) == TextPiece("h", 3, None)
-    assert stream.feed([vocab["<0xE2>"], vocab["<0x82>"]]) == TextPiece("", 2, None)
-    assert stream.feed([vocab["<0xAC>"], vocab["<0xFF>"]]) == TextPiece("", 1, "e€")
+    assert (stream.feed([vocab["▁"], vocab["h"], vocab["e"]]), stream.stop) == (("h", 3), None)
+    assert (stream.feed([vocab["<0xE2>"], vocab["<0x82>"]]), stream.stop) == (("", 2), None)
+    assert (stream.feed([vocab["<0xAC>"], vocab["<0xFF>"]]), stream.stop) == (("", 1), "e€")
 
 
 def test_a_draft_that_is_taken_back_gives_no_match() -> None:
     decoding, vocab = byte_fallback()
     stream = TextStream(decoding, StopStrings(["€€"]))
     euro = [vocab["<0xE2>"], vocab["<0x82>"], vocab["<0xAC>"]]
-    assert stream.feed([*euro, vocab["<0xFF>"]]) == TextPiece("\ufffd" * 4, 4, None)
-    assert stream.feed([vocab["e"], *euro]) == TextPiece("e", 4, None)
-    assert stream.feed([vocab["e"], *euro, *euro]) == TextPiece("€e", 7, "€€")
+    assert (stream.feed([*euro, vocab["<0xFF>"]]), stream.stop) == (("\ufffd" * 4, 4), None)
+    assert (stream.feed([vocab["e"], *euro]), stream.stop) == (("e", 4), None)
+    assert (stream.feed([vocab["e"], *euro, *euro]), stream.stop) == (("€e", 7), "€€")
 
 
 def test_a_newline_from_before_arming_does_not_match_when_it_is_decided_after_it() -> None:
     decoding, vocab = byte_fallback()
     stream = TextStream(decoding, StopStrings(["\n", "\ne"]), armed=False)
-    assert stream.feed([vocab["e"], vocab["<0x0A>"]]) == TextPiece("e", 2, None)
+    assert (stream.feed([vocab["e"], vocab["<0x0A>"]]), stream.stop) == (("e", 2), None)
     stream.arm()
-    assert stream.feed([vocab["e"]]) == TextPiece("\ne", 1, None)
-    assert stream.feed([vocab["<0x0A>"]]) == TextPiece("", 1, "\n")
+    assert (stream.feed([vocab["e"]]), stream.stop) == (("\ne", 1), None)
+    assert (stream.feed([vocab["<0x0A>"]]), stream.stop) == (("", 1), "\n")
 
 
 def test_a_run_begun_before_arming_stops_with_its_next_character() -> None:
     decoding, vocab = byte_fallback()
     stream = TextStream(decoding, StopStrings(["\n"]), armed=False)
-    assert stream.feed([vocab["<0x0A>"]]) == TextPiece("", 1, None)
+    assert (stream.feed([vocab["<0x0A>"]]), stream.stop) == (("", 1), None)
     stream.arm()
-    assert stream.feed([vocab["<0x41>"], vocab["<0x0A>"], vocab["e"]]) == TextPiece("\nA", 2, "\n")
+    assert (stream.feed([vocab["<0x41>"], vocab["<0x0A>"], vocab["e"]]), stream.stop) == (("\nA", 2), "\n")
 
 
 def test_a_run_begun_before_arming_is_still_held_until_it_is_decided() -> None:
     decoding, vocab = byte_fallback()
     stream = TextStream(decoding, StopStrings(["\n"]), armed=False)
-    assert stream.feed([vocab["<0x0A>"]]) == TextPiece("", 1, None)
+    assert (stream.feed([vocab["<0x0A>"]]), stream.stop) == (("", 1), None)
     stream.arm()
-    assert stream.feed([vocab["<0x41>"]]) == TextPiece("", 1, None)
-    assert stream.feed([vocab["<0xFF>"]]) == TextPiece("\ufffd" * 3, 1, None)
+    assert (stream.feed([vocab["<0x41>"]]), stream.stop) == (("", 1), None)
+    assert (stream.feed([vocab["<0xFF>"]]), stream.stop) == (("\ufffd" * 3, 1), None)
 
 
 def test_the_run_after_the_one_in_which_the_stream_was_armed_is_looked_at_in_full() -> None:
@@ -162,32 +162,32 @@ def test_the_run_after_the_one_in_which_the_stream_was_armed_is_looked_at_in_ful
     stream = TextStream(decoding, StopStrings(["\n"]), armed=False)
     stream.feed([vocab["e"], vocab["<0x41>"]])
     stream.arm()
-    assert stream.feed([vocab["e"], vocab["<0x0A>"]]) == TextPiece("Ae", 2, "\n")
+    assert (stream.feed([vocab["e"], vocab["<0x0A>"]]), stream.stop) == (("Ae", 2), "\n")
 
 
 def test_an_incomplete_character_is_not_taken_for_the_replacement_character() -> None:
     decoding, vocab = byte_fallback()
     stream = TextStream(decoding, StopStrings(["\ufffd"]))
-    assert stream.feed([vocab["<0xC3>"], vocab["<0xA9>"], vocab["e"]]) == TextPiece("ée", 3, None)
-    assert stream.feed([vocab["<0xC3>"]]) == TextPiece("", 1, None)
-    assert stream.finish() == TextPiece("", 0, "\ufffd")
+    assert (stream.feed([vocab["<0xC3>"], vocab["<0xA9>"], vocab["e"]]), stream.stop) == (("ée", 3), None)
+    assert (stream.feed([vocab["<0xC3>"]]), stream.stop) == (("", 1), None)
+    assert (stream.finish(), stream.stop) == ("", "\ufffd")
 
 
 def test_a_skipped_or_unknown_id_is_consumed_and_adds_nothing() -> None:
     decoding, vocab = byte_fallback()
     stream = TextStream(decoding, StopStrings(["</s>"]))
-    assert stream.feed([vocab["<s>"], vocab["e"], 10**6, vocab["</s>"]]) == TextPiece("e", 4, None)
+    assert (stream.feed([vocab["<s>"], vocab["e"], 10**6, vocab["</s>"]]), stream.stop) == (("e", 4), None)
     kept = TextStream(decoding, StopStrings(["</s>"]), skip_special_tokens=False, include_stop=True)
-    assert kept.feed([vocab["e"], vocab["</s>"], vocab["e"]]) == TextPiece("e</s>", 2, "</s>")
+    assert (kept.feed([vocab["e"], vocab["</s>"], vocab["e"]]), kept.stop) == (("e</s>", 2), "</s>")
 
 
 def test_without_stop_strings_a_chunk_is_decoded_at_once_and_finish_gives_the_rest() -> None:
     tokenizer = FAMILIES["byte_level_bpe"]()
     ids = tokenizer.encode(TEXTS[12], add_special_tokens=False).ids
     stream = TextStream(DECODINGS["byte_level_bpe"], StopStrings())
-    assert stream.feed(ids) == TextPiece(TEXTS[12], len(ids), None)
+    assert (stream.feed(ids), stream.stop) == ((TEXTS[12], len(ids)), None)
     broken = tokenizer.encode("é", add_special_tokens=False).ids
     stream = TextStream(DECODINGS["byte_level_bpe"], StopStrings())
     cut = tokenizer.decode(broken[:1])
-    fed, rest = stream.feed(broken[:1]), stream.finish()
-    assert (fed.text + rest.text, fed.consumed, rest.consumed) == (cut, 1, 0)
+    assert stream.feed(broken[:1]) == ("", 1)
+    assert stream.finish() == cut

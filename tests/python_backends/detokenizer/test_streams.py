@@ -5,11 +5,12 @@ from hypothesis import strategies as st
 from benchmarks import tokenizer_families
 from contract.generation import FinishReason
 from python_backends.detokenizer.decoding import Decoding
-from python_backends.detokenizer.streams import EngineChunk, Streams
+from python_backends.detokenizer.streams import Streams
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.stream_state import StreamEvent, StreamState
+from python_backends.ensemble.token_increment import TokenIncrement
 
-FAMILIES = ("byte_level_bpe", "sentencepiece_bpe", "word_piece")
+FAMILIES = ("byte_level_bpe", "sentencepiece_bpe", "metaspace_first")
 TOKENIZERS = {name: tokenizer_families.FAMILIES[name]() for name in FAMILIES}
 DECODINGS = {name: Decoding.from_tokenizer(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 TEXT = "The quick brown fox jumps over the lazy dog. 我能吞下玻璃 👩‍💻"
@@ -18,43 +19,48 @@ TEXT = "The quick brown fox jumps over the lazy dog. 我能吞下玻璃 👩‍�
 class Reader:
     """One stream of ``streams`` from the engine's end to the client's."""
 
-    def __init__(self, family="byte_level_bpe", key=1, epoch=5, streams=None, prompt=0, hears=True, **options):
+    def __init__(self, family="byte_level_bpe", key=1, epoch=5, streams=None, prompt=0, accepts_stops=True, **options):
         self.tokenizer = TOKENIZERS[family]
-        self.asked = []
-        self.hears = hears
-        self.streams = Streams(DECODINGS[family], self._ask) if streams is None else streams
+        self.stops = []
+        self.accepts_stops = accepts_stops
+        self.streams = Streams(DECODINGS[family], self._request_stop) if streams is None else streams
         self.key, self.epoch, self.prompt = key, epoch, prompt
         self.options = StreamOptions(**{"stream": True} | options).to_json()
-        self.pieces = []
+        self.increments = []
 
-    def _ask(self, state):
-        self.asked.append(state.key)
-        return self.hears
+    def _request_stop(self, state):
+        self.stops.append(state.key)
+        return self.accepts_stops
 
     def feed(self, *ids, event=StreamEvent.RUNNING, stop_id=-1, log_probs=None, top=(), error=""):
         state = StreamState(self.epoch, self.key, event, stop_id, num_input_tokens=self.prompt)
-        chunk = EngineChunk(
-            state, list(ids), [-float(n) for n in ids] if log_probs is None else log_probs, top, self.options, error
+        increment = TokenIncrement(
+            state,
+            list(ids),
+            [-float(n) for n in ids] if log_probs is None else log_probs,
+            top,
+            options=self.options,
+            error=error,
         )
         self.options = ""
-        piece = self.streams.feed(chunk)
-        self.pieces += [piece] if piece else []
-        return piece
+        text = self.streams.feed(increment)
+        self.increments += [text] if text else []
+        return text
 
     def encode(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     @property
     def text(self):
-        return "".join(piece.text for piece in self.pieces)
+        return "".join(text.text for text in self.increments)
 
     @property
     def ids(self):
-        return [token for piece in self.pieces for token in piece.token_ids]
+        return [token for text in self.increments for token in text.token_ids]
 
     @property
     def log_probs(self):
-        return [value for piece in self.pieces for value in piece.log_probs]
+        return [value for text in self.increments for value in text.log_probs]
 
 
 def cut(ids, sizes):
@@ -67,18 +73,18 @@ def cut(ids, sizes):
 @given(
     st.sampled_from(FAMILIES), st.lists(st.integers(0, 400), max_size=40), st.lists(st.integers(0, 5)), st.booleans()
 )
-def test_however_a_stream_is_cut_its_pieces_are_the_whole_text_and_every_id_comes_once(family, ids, sizes, stream):
+def test_however_a_stream_is_cut_its_increments_are_the_whole_text_and_every_id_comes_once(family, ids, sizes, stream):
     reader = Reader(family, stream=stream)
-    for chunk in cut(ids, iter(sizes)):
-        reader.feed(*chunk)
+    for increment in cut(ids, iter(sizes)):
+        reader.feed(*increment)
     last = reader.feed(event=StreamEvent.LENGTH)
     assert reader.text == reader.tokenizer.decode(ids, skip_special_tokens=True)
     assert reader.ids == ids and reader.log_probs == [-float(n) for n in ids]
     assert last.finish_reason is FinishReason.LENGTH and last.num_output_tokens == len(ids)
     assert last.cum_log_prob == pytest.approx(-float(sum(ids)))
-    assert all(piece.finish_reason is None for piece in reader.pieces[:-1])
-    assert all(piece.text for piece in reader.pieces[:-1])  # half a character waits with its ids
-    assert stream or len(reader.pieces) == 1
+    assert all(text.finish_reason is None for text in reader.increments[:-1])
+    assert all(text.text for text in reader.increments[:-1])  # half a character waits with its ids
+    assert stream or len(reader.increments) == 1
     assert not len(reader.streams)
 
 
@@ -87,7 +93,7 @@ def test_special_tokens_are_skipped_or_kept_as_asked():
     for skip, expected in ((True, "fox"), (False, "fox</s>")):
         reader = Reader(skip_special_tokens=skip)
         reader.feed(*reader.encode("fox"), end, event=StreamEvent.STOP, stop_id=end)
-        assert reader.text == expected and reader.pieces[-1].stop_reason == str(end)
+        assert reader.text == expected and reader.increments[-1].stop_reason == str(end)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +117,7 @@ def test_a_probe_gives_the_client_nothing_and_the_options_it_brought_are_kept():
     reader = Reader(stop=("fox",))
     assert reader.feed(event=StreamEvent.PROBE) is None
     reader.feed(*reader.encode("quick fox jumps"))
-    assert reader.text == "quick " and reader.asked == [1]
+    assert reader.text == "quick " and reader.stops == [1]
 
 
 # ---- stop strings ---------------------------------------------------------------------------------------------------
@@ -122,27 +128,27 @@ def test_a_probe_gives_the_client_nothing_and_the_options_it_brought_are_kept():
 def test_a_stop_string_ends_the_text_wherever_it_is_cut(family, sizes, include_stop, stream):
     reader = Reader(family, stop=("nothing", "jumps over"), include_stop=include_stop, stream=stream)
     ids = reader.encode(TEXT)
-    for chunk in cut(ids, iter(sizes)):
-        reader.feed(*chunk)
+    for increment in cut(ids, iter(sizes)):
+        reader.feed(*increment)
     last = reader.feed(event=StreamEvent.LENGTH)  # the engine got there before the word reached it
     before, stop, _ = reader.tokenizer.decode(ids).partition("jumps over")
     assert reader.text == before + (stop if include_stop else "")
     assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, "jumps over")
     count = next(n for n in range(len(ids) + 1) if "jumps over" in reader.tokenizer.decode(ids[:n]))
     assert reader.ids == ids[:count] and reader.log_probs == [-float(n) for n in ids[:count]]
-    assert last.num_output_tokens == count and reader.asked == [1]
+    assert last.num_output_tokens == count and reader.stops == [1]
 
 
 def test_an_engine_that_could_not_be_told_is_told_again_with_every_chunk_until_it_hears():
-    reader = Reader(stop=("fox",), hears=False)
+    reader = Reader(stop=("fox",), accepts_stops=False)
     reader.feed(*reader.encode("The fox"))
     for _ in range(3):
         assert reader.feed(5, 6) is None
-    assert reader.asked == [1] * 4
-    reader.hears = True
+    assert reader.stops == [1] * 4
+    reader.accepts_stops = True
     reader.feed(5)
     reader.feed(5)
-    assert reader.asked == [1] * 5
+    assert reader.stops == [1] * 5
     last = reader.feed(event=StreamEvent.STOP)
     assert (reader.text, last.stop_reason) == ("The ", "fox")
 
@@ -150,7 +156,7 @@ def test_an_engine_that_could_not_be_told_is_told_again_with_every_chunk_until_i
 def test_a_stop_string_in_the_last_chunk_needs_no_stop():
     reader = Reader(stop=("fox",))
     last = reader.feed(*reader.encode("The fox runs"), event=StreamEvent.LENGTH)
-    assert (last.text, last.finish_reason, last.stop_reason, reader.asked) == ("The ", FinishReason.STOP, "fox", [])
+    assert (last.text, last.finish_reason, last.stop_reason, reader.stops) == ("The ", FinishReason.STOP, "fox", [])
 
 
 def test_what_was_held_back_for_a_stop_string_comes_with_the_end():
@@ -173,8 +179,8 @@ def test_after_a_stop_string_the_text_is_whole_whatever_happens_to_the_engine(ev
 def test_no_stop_string_counts_before_min_tokens(sizes):
     reader = Reader(min_tokens=3, stop=("ab",))
     ids = [reader.tokenizer.token_to_id(letter) for letter in "ababab"]
-    for chunk in cut(ids, iter(sizes)):
-        reader.feed(*chunk)
+    for increment in cut(ids, iter(sizes)):
+        reader.feed(*increment)
     last = reader.feed(event=StreamEvent.LENGTH)
     assert (reader.text, last.stop_reason) == ("abab", "ab")  # "ab" of ids 5 and 6: the third id is not looked at
     assert reader.ids == ids
@@ -186,7 +192,7 @@ def test_no_stop_string_counts_before_min_tokens(sizes):
 def test_a_stop_id_of_the_callers_ends_the_text_and_is_not_part_of_it_but_counts():
     reader = Reader(hidden_ids=(7,))
     reader.feed(*reader.encode("fox"), 7, event=StreamEvent.STOP, stop_id=7)
-    last = reader.pieces[-1]
+    last = reader.increments[-1]
     assert reader.text == "fox" and 7 not in reader.ids and len(reader.log_probs) == len(reader.ids)
     assert (last.finish_reason, last.stop_reason, last.num_output_tokens) == (
         FinishReason.STOP,
@@ -211,8 +217,8 @@ def test_an_echoed_prompt_is_text_but_neither_counted_nor_searched_nor_given_log
     prompt, generated = reader.encode("The fox says "), reader.encode("ring fox")
     first, *rest = cut(generated, iter(sizes))
     reader.feed(*prompt, *first, log_probs=[-float(n) for n in first])
-    for chunk in rest:
-        reader.feed(*chunk)
+    for increment in rest:
+        reader.feed(*increment)
     last = reader.feed(event=StreamEvent.LENGTH)
     assert reader.text == reader.tokenizer.decode(prompt + generated)[: -len("fox")]
     assert reader.ids == prompt + generated and reader.log_probs == [-float(n) for n in generated]
@@ -235,9 +241,9 @@ def test_likeliest_ids_stay_with_the_ids_they_belong_to():
     for token in ids:
         reader.feed(token, top=[tops[token]])
     reader.feed(event=StreamEvent.STOP)
-    for piece in reader.pieces:
-        assert list(piece.top) == [tops[token] for token in piece.token_ids]
-        assert list(piece.log_probs) == [-float(token) for token in piece.token_ids]
+    for text in reader.increments:
+        assert list(text.top_log_probs) == [tops[token] for token in text.token_ids]
+        assert list(text.log_probs) == [-float(token) for token in text.token_ids]
 
 
 def test_without_log_probs_there_are_none():

@@ -125,7 +125,7 @@ def test_one_requests_fault_is_its_own(link, listener):
     link.send(add(1, ids=(13,)))
     link.send(add(2))
     outputs = listener.until_end_of(1, 2)
-    assert (outputs[1][0].event, outputs[1][0].rejected) == (StreamEvent.ERROR, "the executor refuses 13")
+    assert (outputs[1][0].event, outputs[1][0].error) == (StreamEvent.ERROR, "the executor refuses 13")
     assert outputs[2][-1].event is StreamEvent.LENGTH
 
 
@@ -134,13 +134,13 @@ def test_log_probabilities_are_of_the_chosen_id_and_the_likeliest(link, listener
     link.send(add(2, max_tokens=2, log_probs=True))
     link.send(add(3, max_tokens=2))
     outputs = listener.until_end_of(1, 2, 3)
-    top = [entry for output in outputs[1] for entry in output.top]
-    assert [(entry.chosen, entry.ids, entry.log_probs) for entry in top] == [
-        (-0.5, [1, 101], [-0.5, -1.5]),
-        (-0.5, [2, 102], [-0.5, -1.5]),
+    top = [entry for output in outputs[1] for entry in output.top_log_probs]
+    assert [(list(entry.ids), list(entry.log_probs)) for entry in top] == [
+        ([1, 101], [-0.5, -1.5]),
+        ([2, 102], [-0.5, -1.5]),
     ]
     assert [p for output in outputs[2] for p in output.log_probs] == [-0.5, -0.5]
-    assert not any(output.top for output in outputs[2]) and not any(output.log_probs for output in outputs[3])
+    assert not any(output.top_log_probs for output in outputs[2]) and not any(output.log_probs for output in outputs[3])
 
 
 def test_the_load_is_reported(link, listener):

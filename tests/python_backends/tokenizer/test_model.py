@@ -57,10 +57,10 @@ def test_a_prompt_becomes_the_engines_tensors(ask, library):
     ids = library.encode("Hello, 世界").ids
     assert found["input_ids"].tolist() == [ids]
     assert found["input_lengths"].tolist() == [[len(ids)]]
-    assert found["request_output_len"].tolist() == [[7]]
+    assert found["max_tokens"].tolist() == [[7]]
     assert found["end_id"].tolist() == [[END]]
     assert found["stop_words_list"].shape == (1, 2, 0)
-    assert found.keys() <= {tensor.name for tensor in ENGINE_INPUTS}
+    assert found.keys() <= {tensor.name for tensor in ENGINE_INPUTS} | {"max_tokens"}
     for absent in ("seed", "min_tokens", "bad_words_list", "embedding_bias"):
         assert absent not in found  # the engine's own default is taken
 
@@ -165,8 +165,8 @@ def test_a_chat_that_is_too_long_is_refused_under_its_own_name(ask):
 
 
 def test_without_max_tokens_there_is_room_for_128_or_for_what_is_left(ask):
-    assert ask(text_input="a")["request_output_len"].tolist() == [[128]]
-    assert ask(text_input="a" * 200)["request_output_len"].tolist() == [[56]]
+    assert ask(text_input="a")["max_tokens"].tolist() == [[128]]
+    assert ask(text_input="a" * 200)["max_tokens"].tolist() == [[56]]
 
 
 def test_what_was_sent_is_handed_on(ask):
