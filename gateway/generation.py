@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import math
 import time
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.trace import Span, SpanKind
 
 from clients.wire.connection import new_request_id
-from clients.wire.token_stream import TokenStream
+from clients.wire.token_stream import NO_OUTPUTS, TokenStream
 from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, Overloaded, TridentError, Unavailable
 from contract.generation import FinishReason, GenerationRequest, TokenDelta, Usage
 from gateway.admission.degradation import overflow_note
@@ -26,8 +25,6 @@ from gateway.telemetry import observability, replica_spans
 from gateway.telemetry.observability import end_span
 
 if TYPE_CHECKING:
-    import grpc.aio
-
     from gateway.admission.permit import Permit
     from gateway.request_context import RequestContext
     from gateway.service import Service
@@ -39,8 +36,8 @@ class Generation:
     """An asynchronous iterator of TokenDelta that ends or raises TridentError. ``request`` is what is served.
 
     target: the overflow target that serves it, "" for the usual replicas. turn: its slot, which it waits for before it
-    is sent and releases at its end. ended: called once, at the end. The KServe endpoint reads raw messages instead of
-    iterating, and reports them by ``saw``.
+    is sent and releases at its end. ended: called once, at the end. After ``relay`` it yields a delta for each message
+    of the replica, NO_OUTPUTS for one without outputs, and ``message`` holds its bytes.
 
     Before its first token a request may change places: to another replica when its own makes nothing or is taken for
     unhealthy, at most ``hang_retries`` times, and to the next overflow target or back to the replicas when a place
@@ -67,7 +64,6 @@ class Generation:
         self._earlier_attempts = 0  # at places before this one
         self._deadline_s = math.inf
         self._started = False  # anything arrived: from then on nothing is tried elsewhere
-        self._abandoned: TridentError | None = None
         self.id = new_request_id()
         self.began_s = began_s
         self.first_s = 0.0
@@ -82,9 +78,7 @@ class Generation:
         self._answered_ns: int | None = None  # when the replica's last response came, wall clock
         self._door: Door | None = None
         self._stream: TokenStream | UpstreamStream | None = None
-        self._call: grpc.aio.Call | None = None
-        self.attempts = 0  # calls at this place, of what is read as raw messages
-        self._task: asyncio.Task | None = None
+        self._payload = b""  # the ModelInferRequest to send as it is
         self._shadow = service.shadow.begin(request) if service.shadow else None
         self._closed = False
         service.opened(self)
@@ -97,7 +91,7 @@ class Generation:
             try:
                 return await self._next()
             except TridentError as error:
-                if not await self.goes_on(error):
+                if not await self._goes_on(error):
                     raise
                 self._stream = None
 
@@ -108,7 +102,7 @@ class Generation:
             if self._cut_error is not None:
                 raise self._cut_error
             self._stream = self._opened()
-        self.awaits()
+        self._awaits()
         try:
             delta = await self._stream.__anext__()
         except Cancelled:
@@ -118,7 +112,7 @@ class Generation:
         except TridentError as error:
             if error is self._cut_error:
                 raise
-            raise self.failed(error, self._stream.attempts) from error.__cause__
+            raise self._failed(error, self._stream.attempts) from error.__cause__
         except StopAsyncIteration:
             self._waiting_since_s = 0.0
             if self.finish_reason or self._closed:
@@ -126,6 +120,9 @@ class Generation:
             # cut between two deltas, or by the replica
             ended = EngineFailed("the replica ended its answer without saying why")
             raise self._cut_error or from_backend(ended) from None
+        if self._payload:
+            self._saw_message(delta)
+            return delta
         self.saw(delta)
         if delta.finish_reason is FinishReason.CANCELLED:
             raise from_backend(Unavailable("the replica ended the generation before it was done"))
@@ -133,18 +130,18 @@ class Generation:
             return dataclasses.replace(delta, usage=dataclasses.replace(delta.usage, cached_tokens=0))
         return delta
 
-    def awaits(self) -> None:
+    def _awaits(self) -> None:
         """It is the replica's turn now, and its silence counts."""
         self._waiting_since_s = time.monotonic()
 
-    def failed(self, error: TridentError, attempts: int) -> TridentError:
+    def _failed(self, error: TridentError, attempts: int) -> TridentError:
         """``error`` of the place under way after ``attempts`` calls there, as the caller may be told it."""
         self._waiting_since_s = 0.0
         error = from_backend(error)
         error.attempts = self._earlier_attempts + attempts
         return error
 
-    async def goes_on(self, error: TridentError) -> bool:
+    async def _goes_on(self, error: TridentError) -> bool:
         """Whether the request is to be tried at another place after ``error``, which is then ``target``, with its slot
         at the replicas where it needs one. Raises the refusal of the queue."""
         going_on = (Unavailable, Overloaded, EngineFailed) if self.upstream is not None else (Unavailable, Overloaded)
@@ -213,7 +210,7 @@ class Generation:
         """Waits for a slot in another pool, which is no silence of a replica, and names the pool."""
         self._waiting_since_s = 0.0
         pool = await self._turn.move()
-        self.awaits()
+        self._awaits()
         return pool
 
     def _routed(self, span: Span) -> None:
@@ -246,18 +243,25 @@ class Generation:
         if self._shadow is not None:
             self._shadow.saw(delta)
 
-    def watched_by(self, task: asyncio.Task) -> None:
-        """The task that reads raw messages; ``cut`` cancels it."""
-        self._task = task
+    def relay(self, payload: bytes) -> None:
+        """Send this serialised ModelInferRequest in place of one made from ``request``, and keep each message."""
+        self._payload = payload
 
-    def reads(self, call: grpc.aio.Call) -> None:
-        """The call whose raw messages are read; it is cancelled when the request is to be tried elsewhere."""
-        self._call = call
+    @property
+    def message(self) -> bytes:
+        """The bytes of the latest message, also of one that carried the error which ended the stream; else empty."""
+        return self._stream.message if isinstance(self._stream, TokenStream) else b""
 
-    def taken_away(self) -> TridentError | None:
-        """Why the call that was read has been cancelled here, or None. Says it once."""
-        error, self._abandoned = self._abandoned, None
-        return error
+    @property
+    def deferred_error(self) -> TridentError | None:
+        """The error that the latest message carried behind its text, raised by the next step."""
+        return self._stream.deferred_error if isinstance(self._stream, TokenStream) else None
+
+    def _saw_message(self, delta: TokenDelta) -> None:
+        if delta is not NO_OUTPUTS:
+            self.saw(delta)
+        if not self.finish_reason and self._stream.whole:
+            self.saw(TokenDelta(finish_reason=FinishReason.STOP))
 
     def check(self, now_s: float) -> None:
         """Ends what has waited for too long, or has it tried elsewhere. Time that a request without a token spends at
@@ -291,15 +295,12 @@ class Generation:
     def _abandon(self, error: TridentError) -> None:
         """Has the request tried elsewhere. An upstream's silence is booked there with it."""
         self._hang_retries += 1
-        self.awaits()
+        self._awaits()
         if self._stream is not None:
             self._stream.abandon(error)
-        elif self._call is not None:
-            self._abandoned = error
-            self._call.cancel()
 
     def _cut_silent(self, patience_s: float) -> None:
-        attempts = self._earlier_attempts + (self._stream.attempts if self._stream is not None else self.attempts)
+        attempts = self._earlier_attempts + (self._stream.attempts if self._stream is not None else 0)
         tried = f"; it was tried {attempts} times" if attempts > 1 else ""
         error = DeadlineExceeded(f"the engine was silent for {patience_s:g} s{tried}")
         if isinstance(self._stream, UpstreamStream):
@@ -315,22 +316,16 @@ class Generation:
             self._turn.fail(error)
             if self._stream is not None:
                 self._stream.cancel()
-            elif self._task is not None:
-                self._task.cancel()
 
-    @property
-    def cut_error(self) -> TridentError | None:
-        return self._cut_error
-
-    def close(self, error: BaseException | None = None, attempts: int = 0) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """The end, whichever: ``error`` is what the caller saw, or Cancelled if the caller went. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
+        attempts = self._earlier_attempts
         if self._stream is not None:
-            attempts = self._stream.attempts
+            attempts += self._stream.attempts
             self._stream.cancel()
-        attempts += self._earlier_attempts
         if error is None and not self.finish_reason:
             error = Cancelled("the caller went away")
         if error is not None and not isinstance(error, TridentError):
@@ -382,8 +377,9 @@ class Generation:
     def _opened(self) -> TokenStream | UpstreamStream:
         upstream, left_s = self.upstream, self.left_s
         if upstream is None:
-            asked = dataclasses.replace(self.request, request_id=self.id, timeout_s=left_s)
-            return TokenStream(self.door(), asked, self._service.replicas.schedule())
+            request_id = self.request.request_id if self._payload else self.id
+            asked = dataclasses.replace(self.request, request_id=request_id, timeout_s=left_s)
+            return TokenStream(self.door(self._payload), asked, self._service.replicas.schedule(), bool(self._payload))
         self._replica_span = self._service.tracing.child(self._span, "upstream", SpanKind.CLIENT)
         asked = dataclasses.replace(self.request, timeout_s=left_s)
         return upstream.stream(asked, observability.traceparent(self._replica_span, self._asking.carrier))

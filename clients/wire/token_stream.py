@@ -18,12 +18,15 @@ from clients.wire import completion
 from clients.wire.answer import Answer
 from clients.wire.failures import RetryHint
 from clients.wire.latency import Stopwatch
+from clients.wire.protobuf import WireError
 from clients.wire.retries import RetrySchedule
 from contract.errors import Cancelled, TridentError
 from contract.generation import GenerationRequest, TokenDelta
 
 # How long to wait for the status after the final response; it usually arrives in the same packet.
 STATUS_PATIENCE_S = 2.0
+# Stands for a message without outputs in a stream that is read raw.
+NO_OUTPUTS = TokenDelta()
 
 
 class Attempt(Protocol):
@@ -54,12 +57,18 @@ class TokenStream:
 
     Also an asynchronous context manager, for callers that keep it: leaving the block cancels what still runs.
     ``request_id`` is what ``stop`` takes; ``attempts`` counts the calls made for it.
+
+    raw: for relays. Every message yields a delta, one without outputs NO_OUTPUTS. ``message`` holds the bytes of the
+    latest, also of one that carried the error which is raised; it is empty where the error came otherwise.
+    ``deferred_error`` is an error that came behind text in one message: raised after the delta with the text.
     """
 
-    def __init__(self, door: Door, request: GenerationRequest, schedule: RetrySchedule) -> None:
+    def __init__(self, door: Door, request: GenerationRequest, schedule: RetrySchedule, raw: bool = False) -> None:
         self.request = request
         self.request_id = request.request_id
         self.attempts = 0
+        self.message = b""
+        self._raw = raw
         self._answer = Answer(request)
         self._door = door
         self._schedule = schedule
@@ -75,6 +84,15 @@ class TokenStream:
     def tokens(self) -> int:
         """Tokens received so far."""
         return self._answer.tokens
+
+    @property
+    def whole(self) -> bool:
+        """Whether the last delta has been handed out."""
+        return self._answer.whole
+
+    @property
+    def deferred_error(self) -> TridentError | None:
+        return self._answer.broken
 
     def __aiter__(self) -> _Loop:
         return _Loop(self)
@@ -115,12 +133,17 @@ class TokenStream:
                 if self._abandoned is not None:
                     await self._next_attempt()
                     continue
+                self.message = data
                 delta = self._answer.take(data)
             except StopAsyncIteration:
+                self.message = b""
                 await self._failed(self._answer.cut(self._attempt.url), RetryHint())
             except grpc.aio.AioRpcError as exc:
+                self.message = b""
                 await self._failed(*self._answer.broke(exc, self._attempt.url), cause=exc)
             except TridentError as error:
+                if isinstance(error.__cause__, WireError):  # a relay's client could not read it either
+                    self.message = b""
                 await self._failed(error, RetryHint())
             except asyncio.CancelledError:
                 if self._ended:  # closed by another task: this one was not cancelled
@@ -140,6 +163,8 @@ class TokenStream:
                         self._began = True
                         self._attempt.began()
                     return delta
+                if self._raw:
+                    return NO_OUTPUTS
 
     async def complete(self) -> completion.Completion:
         """Reads to the end. The errors are those of the iteration; Cancelled if the stream was closed before."""
@@ -166,6 +191,7 @@ class TokenStream:
                 self._end(error := self._answer.late())
                 raise error
             self.attempts += 1
+            self.message = b""
             try:
                 attempt = await self._door.open(self.request, self._answer.left_s)
             except TridentError as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import logging
 import math
@@ -25,12 +24,9 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from clients.wire import protobuf
-from clients.wire.answer import Answer
 from clients.wire.connection import new_request_id
-from clients.wire.failures import RetryHint
-from clients.wire.protobuf import WireError
 from clients.wire.request import MAX_REQUEST_ID, can_travel
-from clients.wire.token_stream import is_cancelled
+from clients.wire.token_stream import NO_OUTPUTS
 from contract import priority
 from contract.errors import (
     Cancelled,
@@ -45,7 +41,7 @@ from contract.errors import (
     Unavailable,
     to_text,
 )
-from contract.generation import FinishReason, GenerationRequest, TokenDelta
+from contract.generation import GenerationRequest
 from gateway.admission.permit import Tenant
 from gateway.api import error_responses
 from gateway.api.caller_errors import for_caller, from_backend
@@ -255,22 +251,20 @@ class KServeDoor:
         asking = _asking(tenant, request, carrier)
         choices = await service.choices((asked,), asking)
         (generation,) = choices.generations
-        generation.watched_by(asyncio.current_task())
-        await writer.say(choices.headers)
         error: BaseException | None = None
         try:
+            await writer.say(choices.headers)
             if generation.request.max_tokens != asked.max_tokens:
                 lower(request, generation.request.max_tokens)
             hidden = ask_for_counts(request)
             if service.tracing.on:
                 hidden |= ask_for_timings(request)
             request.model_name = service.settings.triton_model
-            error = await self._relay(generation, request.SerializeToString(), hidden, writer, asking)
+            generation.relay(request.SerializeToString())
+            error = await self._relay(generation, hidden, writer, asking)
             return error
         except asyncio.CancelledError as exc:
-            error = generation.cut_error or exc
-            if generation.cut_error is not None:
-                raise generation.cut_error from None
+            error = exc
             raise
         except TridentError as exc:
             error = exc
@@ -283,112 +277,36 @@ class KServeDoor:
             error = EngineFailed(f"the gateway failed; quote {asking.request_id} when you report it")
             raise error from exc
         finally:
-            generation.close(error, generation.attempts)
+            generation.close(error)
 
     async def _relay(
-        self,
-        generation: Generation,
-        payload: bytes,
-        hidden: Collection[str],
-        writer: _Writer,
-        asking: RequestContext,
+        self, generation: Generation, hidden: Collection[str], writer: _Writer, asking: RequestContext
     ) -> TridentError | None:
-        """Responses as they come, without the outputs that are hidden from the caller; tries another replica, then
-        another pool, as long as none came. Returns the error that a relayed response carried."""
-        answer = Answer(generation.request)
-        while True:
-            try:
-                return await self._relay_from_pool(generation, answer, payload, hidden, writer, asking)
-            except TridentError as error:
-                if not await generation.goes_on(error):
-                    raise
-                generation.attempts = 0
-
-    async def _relay_from_pool(
-        self,
-        generation: Generation,
-        answer: Answer,
-        payload: bytes,
-        hidden: Collection[str],
-        writer: _Writer,
-        asking: RequestContext,
-    ) -> TridentError | None:
-        asked = dataclasses.replace(generation.request, timeout_s=generation.left_s)
-        door, schedule = generation.door(payload), self._service.replicas.schedule()
-        while True:
-            generation.attempts += 1
-            if answer.left_s <= 0:
-                raise generation.failed(answer.late(), generation.attempts)
-            try:
-                booking = await door.open(asked, answer.left_s)
-            except TridentError as exc:
-                raise generation.failed(exc, generation.attempts) from None
-            generation.reads(booking.call)
-            error: BaseException | None = asyncio.CancelledError()
-            taken: TridentError | None = None
-            held = b""  # an error that another replica may yet save the caller from
-            hint = RetryHint()
-            try:
-                reader = booking.call.__aiter__()
-                while True:
-                    generation.awaits()
-                    data = await anext(reader, None)
-                    if data is not None and (taken := generation.taken_away()) is not None:
-                        error = taken
-                        break
-                    if data is None:
-                        error = answer.broken or (None if answer.whole else answer.cut(booking.url))
-                        break
-                    if answer.over:
-                        continue  # nothing belongs behind the end
-                    fresh = not answer.started
-                    try:
-                        delta = answer.take(data)
-                    except TridentError as exc:
-                        # What we cannot read the caller could not read either.
-                        unreadable = isinstance(exc.__cause__, WireError)
-                        error, held = exc, b"" if unreadable or hidden else data
-                        break
-                    if delta is not None:
-                        if fresh:
-                            booking.began()
-                        generation.saw(delta)
-                    if answer.whole and not generation.finish_reason:
-                        generation.saw(TokenDelta(finish_reason=FinishReason.STOP))
-                    if delta is not None and delta.usage is not None and not self._service.tells_cached_tokens:
-                        data = without_cached_tokens(data)
-                    if answer.broken is not None:  # an error behind text, in the same message
-                        data = with_error(data, for_caller(from_backend(answer.broken), asking.request_id))
-                    if hidden and delta is not None:
-                        data = without_outputs(data, hidden)
-                    await writer.write(data)
-            except asyncio.CancelledError:
-                taken = generation.taken_away()
-                if taken is None or is_cancelled():
-                    raise
-                error = taken
-            except grpc.aio.AioRpcError as exc:
-                # Whatever breaks behind the end does not take the answer back.
-                error, hint = (answer.broken, hint) if answer.over else answer.broke(exc, booking.url)
-            finally:
-                booking.call.cancel()
-                # A caller that left, or was taken away, says nothing about the replica.
-                left = isinstance(error, asyncio.CancelledError) or (taken is not None and error is taken)
-                booking.release(Cancelled("the caller went away") if left else error, answer)
-            if error is None or (error is answer.broken and not hidden):
+        """Relay the messages of one request as they come, without the outputs that are hidden from the caller. Return
+        the error that a relayed message carried."""
+        relayed: TridentError | None = None
+        try:
+            async for delta in generation:
+                data = generation.message
+                if delta.usage is not None and not self._service.tells_cached_tokens:
+                    data = without_cached_tokens(data)
+                deferred = generation.deferred_error
+                if deferred is not None:  # it came behind text in this message
+                    data = with_error(data, for_caller(from_backend(deferred), asking.request_id))
+                    relayed = None if hidden else deferred
+                if hidden and delta is not NO_OUTPUTS:
+                    data = without_outputs(data, hidden)
+                await writer.write(data)
+        except TridentError as error:
+            if error is relayed:
                 return error
-            wait_s = None
-            if not answer.started:
-                wait_s = schedule.wait_s(error, hint, answer.left_s, door.has_alternative())
-            if wait_s is not None:
-                await asyncio.sleep(wait_s)
-                continue
-            error = generation.failed(error, generation.attempts)
-            if held and not _wants_status(error, asking.carrier):
-                told = for_caller(error, asking.request_id)
-                await writer.write(held if told is error else with_error(held, told))
-                return error
-            raise error
+            carrier = b"" if hidden else generation.message
+            if not carrier or _wants_status(error, asking.carrier):
+                raise
+            shown = for_caller(error, asking.request_id)
+            await writer.write(carrier if shown is error else with_error(carrier, shown))
+            return error
+        return None
 
 
 class _Writer:

@@ -7,8 +7,10 @@ import random
 
 import grpc
 import pytest
+from tritonclient.grpc import service_pb2
 
-from clients import NO_RETRY, AsyncClient, RetryPolicy
+from clients import NO_RETRY, AsyncClient, RetryBudget, RetryPolicy, TokenStream
+from clients.wire.retries import RetrySchedule
 from contract.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -436,3 +438,34 @@ async def test_a_stream_that_was_closed_between_two_deltas_is_no_completion(repl
         stream.cancel()
         with pytest.raises(Cancelled, match="was closed while it was being read"):
             await stream.complete()
+
+
+def raw_stream(client: AsyncClient) -> TokenStream:
+    stream = client.generate("x")
+    return TokenStream(stream._door, stream.request, RetrySchedule(NO_RETRY, RetryBudget(), random.Random(1)), raw=True)
+
+
+async def test_a_relay_gets_the_bytes_of_every_message_and_none_behind_the_end(replica, playlist) -> None:
+    playlist.set(Script(ABC, empty_final=True, sparse=True))
+    async with AsyncClient(replica.url) as client:
+        stream = raw_stream(client)
+        read = [(delta.text, service_pb2.ModelStreamInferResponse.FromString(stream.message)) async for delta in stream]
+    assert [text for text, _ in read] == ["a", "b", "c"] and stream.whole
+    assert all(len(message.infer_response.raw_output_contents) for _, message in read)
+
+
+@pytest.mark.parametrize(
+    ("script", "carries"),
+    [
+        (Script(refuse=Overloaded("full")), True),
+        (Script(fail_after=0, error=EngineFailed("boom")), True),
+        (Script(status_after=0, status=(grpc.StatusCode.INTERNAL, "bad", ())), False),
+    ],
+)
+async def test_a_relay_gets_the_bytes_of_a_message_that_carried_the_error(replica, playlist, script, carries) -> None:
+    playlist.set(script)
+    async with AsyncClient(replica.url) as client:
+        stream = raw_stream(client)
+        with pytest.raises(TridentError):
+            await stream.__anext__()
+        assert bool(stream.message) is carries
