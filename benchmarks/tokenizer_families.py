@@ -161,49 +161,6 @@ def unigram_with_byte_fallback() -> Tokenizer:
     return _with_added_tokens(tokenizer)
 
 
-def _word_piece(cleanup: bool) -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=VOCABULARY_SIZE, show_progress=False, special_tokens=["[UNK]"])
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.decoder = decoders.WordPiece(cleanup=cleanup)
-    return _with_added_tokens(tokenizer)
-
-
-def word_piece() -> Tokenizer:
-    """BERT."""
-    return _word_piece(cleanup=True)
-
-
-def word_piece_without_cleanup() -> Tokenizer:
-    return _word_piece(cleanup=False)
-
-
-def bpe_with_suffix() -> Tokenizer:
-    """The first BPE and CLIP's vocabulary: ``</w>`` ends a word."""
-    tokenizer = _trained_bpe(pre_tokenizers.Whitespace(), end_of_word_suffix="</w>")
-    tokenizer.decoder = decoders.BPEDecoder("</w>")
-    return _with_added_tokens(tokenizer)
-
-
-def ctc() -> Tokenizer:
-    """Wav2Vec2: letters, repeated, with a mark between words."""
-    letters = ["<pad>", "|", "'", *"abcdefghijklmnopqrstuvwxyz", "n't", " do not"]
-    tokenizer = Tokenizer(models.WordLevel({letter: place for place, letter in enumerate(letters)}, unk_token="<pad>"))
-    tokenizer.decoder = decoders.CTC()
-    return _with_added_tokens(tokenizer)
-
-
-def no_decoder() -> Tokenizer:
-    """Whole words; the library joins them with spaces."""
-    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    trainer = trainers.WordLevelTrainer(vocab_size=VOCABULARY_SIZE, show_progress=False, special_tokens=["<unk>"])
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    return _with_added_tokens(tokenizer)
-
-
 # Tokens on which the decoders disagree with each other and with themselves, for decoders made up by a test.
 AWKWARD_TOKENS = (
     "a", "", " ", "  ", "▁", "▁a", "▁▁", "a▁b", "##a", "##", "a##", "a</w>", "</w>", "</w>b", "</w", ">",
@@ -234,10 +191,5 @@ _BUILDERS: tuple[Callable[[], Tokenizer], ...] = (
     metaspace_never,
     unigram,
     unigram_with_byte_fallback,
-    word_piece,
-    word_piece_without_cleanup,
-    bpe_with_suffix,
-    ctc,
-    no_decoder,
 )
 FAMILIES: dict[str, Callable[[], Tokenizer]] = {builder.__name__: cache(builder) for builder in _BUILDERS}

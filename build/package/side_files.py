@@ -31,11 +31,17 @@ def check(folder: Path, say: Callable[[str], None]) -> None:
 def _load_tokenizer(path: Path) -> None:
     import tokenizers
 
+    from python_backends.detokenizer.decoding import Decoding
+
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
         tokenizer.decode(tokenizer.encode(SAMPLE).ids)
     except Exception as exc:  # the library raises nothing narrower
         raise CheckpointError(f"{path} is not a tokenizer that the tokenizers library reads: {_line(exc)}") from exc
+    try:
+        Decoding(tokenizer)
+    except InvalidArgument as exc:
+        raise CheckpointError(f"{path}: {_line(exc)}") from exc
 
 
 def _check_tokenizer_config(path: Path) -> None:

@@ -94,3 +94,20 @@ def test_a_tokenizer_that_loads_and_cannot_encode_is_refused(folder):
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
     assert "tokenizer.json is not a tokenizer that the tokenizers library reads: WordLevel error" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "named"),
+    [
+        ({"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True}, "CTC"),
+        (None, "no decoder"),
+    ],
+)
+def test_a_decoder_that_the_detokenizer_does_not_support_is_refused_by_name(folder, decoder, named):
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder": decoder}))
+    message = refusal(folder)
+    assert (
+        f"decoder: must be made of ByteFallback, ByteLevel, Fuse, Metaspace, Replace, Sequence, Strip, got {named}"
+        in message
+    )

@@ -331,7 +331,8 @@ def test_behind_the_cpp_backend_words_become_ids(cpp, library):
 
 
 def test_a_word_of_which_the_tokenizer_makes_nothing_is_refused_by_name(gpu_engine, request):
-    library = tokenizer_families.word_piece()
+    library = tokenizer_families.byte_level_bpe()
+    library.normalizer = tokenizers.normalizers.Strip()
     library.save(str(gpu_engine / "tokenizer.json"))
     dataclasses.replace(manifests.load(gpu_engine), vocab_size=library.get_vocab_size()).save(gpu_engine)
     cpp = request.getfixturevalue("cpp")
