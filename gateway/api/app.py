@@ -16,13 +16,14 @@ from starlette.routing import Route
 
 from contract.errors import TridentError
 from gateway.api import error_responses, openapi
-from gateway.api.chat import Chat
-from gateway.api.completions import Completions
-from gateway.api.openai_http import HttpDoor, bearer
+from gateway.api.chat import ChatFormatter
+from gateway.api.completions import CompletionFormatter
+from gateway.api.openai_http import OpenAIEndpoint
+from gateway.api.request_body import bearer_token
 from gateway.api.vocabulary import Vocabulary
 from gateway.batch.batch import Batches
 from gateway.cache import semantic_cache
-from gateway.cache.reuse import Reuse
+from gateway.cache.reuse import ResponseReuse
 from gateway.service import Service
 from gateway.telemetry import metrics_server
 
@@ -32,14 +33,14 @@ def build(service: Service) -> Starlette:
     settings = service.settings
     vocabulary = Vocabulary(settings.tokenizer)
     semantic = semantic_cache.configured(settings, time.monotonic, service.metrics.registry)
-    reuse = Reuse(service, service.configuration.policy.reuse, time.monotonic, semantic)
+    reuse = ResponseReuse(service, service.configuration.policy.reuse, time.monotonic, semantic)
     batches = Batches(service, vocabulary) if settings.batch_db else None
 
     model = {"id": settings.model, "object": "model", "created": 0, "owned_by": "trident"}
 
     async def models(request: Request) -> Response:
         try:
-            tenant = service.tenant(bearer(request.headers.get("authorization", "")))
+            tenant = service.tenant(bearer_token(request.headers.get("authorization", "")))
         except TridentError as error:
             return _refused(error_responses.http(error))
         table = {"object": "list", "data": [model] if service.may_use(settings.model, tenant) else []}
@@ -47,7 +48,7 @@ def build(service: Service) -> Starlette:
 
     async def one_model(request: Request) -> Response:
         try:
-            tenant = service.tenant(bearer(request.headers.get("authorization", "")))
+            tenant = service.tenant(bearer_token(request.headers.get("authorization", "")))
             service.check_model(request.path_params["name"], tenant)
         except TridentError as error:
             return _refused(error_responses.http(error))
@@ -72,8 +73,8 @@ def build(service: Service) -> Starlette:
         routes=[
             Route("/v1/models", models),
             Route("/v1/models/{name}", one_model),
-            Route("/v1/chat/completions", HttpDoor(service, reuse, Chat, vocabulary), methods=["POST"]),
-            Route("/v1/completions", HttpDoor(service, reuse, Completions, vocabulary), methods=["POST"]),
+            Route("/v1/chat/completions", OpenAIEndpoint(service, reuse, ChatFormatter, vocabulary), methods=["POST"]),
+            Route("/v1/completions", OpenAIEndpoint(service, reuse, CompletionFormatter, vocabulary), methods=["POST"]),
             *metrics_server.health_routes(service, public=True),
             Route("/openapi.json", schema),
             *(batches.routes() if batches is not None else ()),

@@ -1,4 +1,4 @@
-"""POST /v1/completions: what its answers look like."""
+"""Format the responses of POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from gateway.api.schemas import CompletionRequest
 from gateway.api.vocabulary import Vocabulary
 
 
-class Completions:
-    """The form of one answer. ``choice`` is the place of a generation among those of the request."""
+class CompletionFormatter:
+    """Format one response. ``choice`` is the index of a generation among those of the request."""
 
     operation = "text_completion"
     schema = CompletionRequest
 
-    def __init__(self, asked: CompletionRequest, request_id: str, created_s: int, vocabulary: Vocabulary) -> None:
-        self._asked, self._vocabulary = asked, vocabulary
+    def __init__(self, request: CompletionRequest, request_id: str, created_s: int, vocabulary: Vocabulary) -> None:
+        self._request, self._vocabulary = request, vocabulary
         self._head = {
             "id": f"cmpl-{request_id}",
             "object": "text_completion",
             "created": created_s,
-            "model": asked.model,
+            "model": request.model,
         }
         self._offsets: dict[int, int] = defaultdict(int)  # characters that the tokens of a choice have had so far
 
@@ -36,36 +36,35 @@ class Completions:
         if not delta.text and not reason and not delta.log_probs:
             return None
         chunk = {**self._head, "choices": [self._choice(choice, delta, reason)]}
-        return {**chunk, "usage": None} if self._asked.include_usage else chunk
+        return {**chunk, "usage": None} if self._request.include_usage else chunk
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         return {**self._head, "choices": [], "usage": usage}
 
-    def whole(self, answers: Sequence[Completion], usage: dict[str, Any]) -> dict[str, Any]:
+    def response(self, completions: Sequence[Completion], usage: dict[str, Any]) -> dict[str, Any]:
         choices = [
-            self._choice(choice, answer, answer.finish_reason.value if answer.finish_reason else None)
-            for choice, answer in enumerate(answers)
+            self._choice(choice, completion, completion.finish_reason.value if completion.finish_reason else None)
+            for choice, completion in enumerate(completions)
         ]
         return {**self._head, "choices": choices, "usage": usage}
 
-    def _choice(self, choice: int, seen: TokenDelta | Completion, reason: str | None) -> dict[str, Any]:
-        logprobs = None if self._asked.logprobs is None else self._logprobs(choice, seen)
-        return {"text": seen.text, "index": choice, "logprobs": logprobs, "finish_reason": reason}
+    def _choice(self, choice: int, output: TokenDelta | Completion, reason: str | None) -> dict[str, Any]:
+        logprobs = None if self._request.logprobs is None else self._logprobs(choice, output)
+        return {"text": output.text, "index": choice, "logprobs": logprobs, "finish_reason": reason}
 
-    def _logprobs(self, choice: int, seen: TokenDelta | Completion) -> dict[str, Any]:
-        ids = seen.token_ids[: len(seen.log_probs)]
+    def _logprobs(self, choice: int, output: TokenDelta | Completion) -> dict[str, Any]:
+        ids = output.token_ids[: len(output.log_probs)]
         tokens = [self._vocabulary.token(token_id)[0] for token_id in ids]
         offsets = []
         for token in tokens:
             offsets.append(self._offsets[choice])
             self._offsets[choice] += len(token)
-        top = [
-            {self._vocabulary.token(other)[0]: log_prob for other, log_prob in likeliest}
-            for likeliest in seen.top_log_probs
+        candidates = [
+            {self._vocabulary.token(other)[0]: log_prob for other, log_prob in top} for top in output.top_log_probs
         ]
         return {
             "tokens": tokens,
-            "token_logprobs": list(seen.log_probs),
-            "top_logprobs": top or None,
+            "token_logprobs": list(output.log_probs),
+            "top_logprobs": candidates or None,
             "text_offset": offsets,
         }

@@ -45,7 +45,7 @@ from contract.generation import GenerationRequest
 from gateway.admission.permit import Tenant
 from gateway.api import error_responses
 from gateway.api.caller_errors import for_caller, from_backend
-from gateway.api.openai_http import bearer
+from gateway.api.request_body import bearer_token
 from gateway.config.settings import variable
 from gateway.request_context import RequestContext
 from gateway.service import Generation, Service
@@ -141,7 +141,7 @@ class KServeDoor:
 
         async def answer(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
             try:
-                self._service.tenant(bearer(_carrier(context).get("authorization", "")))
+                self._service.tenant(bearer_token(_carrier(context).get("authorization", "")))
                 if not method.endswith("ServerMetadata"):
                     if _name(request) not in self._models:
                         raise NotFound(f"the model {_name(request)!r:.100} does not exist")
@@ -228,7 +228,7 @@ class KServeDoor:
         """One request of ``size`` bytes to its end. Raises what the caller has not been told yet, returns what it was
         told in band."""
         service = self._service
-        tenant = service.tenant(bearer(carrier.get("authorization", "")))
+        tenant = service.tenant(bearer_token(carrier.get("authorization", "")))
         with service.bodies.lease(tenant.name, alone=service.configuration.keyless) as held:
             try:
                 held.take(size)

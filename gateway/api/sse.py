@@ -1,111 +1,121 @@
-"""The caller's side of a stream: heartbeats, and readers that stall or leave."""
+"""Encode the deltas of a response as server-sent events."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import time
-from collections.abc import Callable, Iterable
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
-from gateway.config.settings import Settings
-from gateway.watchdog import Watchdog
+import orjson
 
-HEARTBEAT = b": keep-alive\n\n"
-SSE_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
-]
+from clients.wire.completion import Completion
+from contract.generation import TokenDelta, Usage
+from gateway.choices import ChoiceDelta
+
+DONE = b"data: [DONE]\n\n"
+# Line ends of str.splitlines, beside those that JSON escapes anyway: some clients split events with it.
+_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+_MARK = secrets.token_hex(16)  # stands for the text in a template; no client can guess it
 
 
-class Reader:
-    """Whoever reads one HTTP response. Used as ``async with Reader(...) as reader`` by the task that answers.
+class Formatter(Protocol):
+    """The JSON of one endpoint's responses."""
 
-    If the caller goes, or takes nothing for ``stall_timeout_s``, that task is cancelled, and the block swallows this
-    one cancellation; ``gone`` then says what happened. Between ``start_events`` and the end, silence is filled with
-    heartbeats.
+    def first_chunk(self, choice: int) -> dict[str, Any] | None: ...
+    def chunk(self, choice: int, delta: TokenDelta) -> dict[str, Any] | None: ...
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]: ...
+    def response(self, completions: Sequence[Completion], usage: dict[str, Any]) -> dict[str, Any]: ...
+
+
+class EventEncoder:
+    """Encode one response's deltas as events.
+
+    A delta that only adds text, as almost all do, is written into a template made once for each choice.
+
+    choices_per_prompt: how many consecutive choices share a prompt, which counts once in the usage.
+    include_usage: whether the stream ends with the usage.
+    first_event: number of the first delta, which becomes its event's ``id``; None: events have no ids.
+    replayed: deltas that the client has received already on an earlier connection.
     """
 
-    def __init__(self, scope: dict, receive: Callable, send: Callable, settings: Settings, watchdog: Watchdog) -> None:
-        self._scope, self._receive, self._send = scope, receive, send
-        self._settings, self._watchdog = settings, watchdog
-        self._task: asyncio.Task | None = None
-        self._watch: asyncio.Task | None = None
-        self._beats: set[asyncio.Task] = set()
-        self._sending_since_s = 0.0
-        self._sent_s = 0.0
-        self._events = self._ended = False
-        self.started = False
-        self.gone = ""
+    def __init__(
+        self,
+        formatter: Formatter,
+        choices_per_prompt: int = 1,
+        *,
+        include_usage: bool = False,
+        first_event: int | None = None,
+        replayed: Iterable[ChoiceDelta] = (),
+    ) -> None:
+        self._formatter, self._choices_per_prompt = formatter, choices_per_prompt
+        self._include_usage = include_usage
+        self._templates: dict[int, tuple[bytes, bytes]] = {}
+        self._usages: dict[int, Usage | None] = {}
+        self._number: int | None = None
+        for item in replayed:
+            self.encode(item)
+        self._number = first_event
 
-    async def __aenter__(self) -> Reader:
-        self._task = asyncio.current_task()
-        self._watch = asyncio.ensure_future(self._receive())
-        self._watch.add_done_callback(self._left)
-        self._watchdog.add(self)
-        return self
+    def encode(self, item: ChoiceDelta) -> bytes:
+        """Return the events of one delta: none if it adds nothing visible, two where a choice has a first event."""
+        choice, delta = item
+        first = b"" if choice in self._templates else self._first_event(choice)
+        if delta.text and not (delta.finish_reason or delta.log_probs):
+            before, after = self._templates[choice]
+            event = b"%b%b%b" % (before, _json(delta.text), after)
+        else:
+            chunk = self._formatter.chunk(choice, delta)
+            event = b"" if chunk is None else encode_event(chunk)
+        if delta.usage is not None:
+            self._usages[choice] = delta.usage
+        if self._number is not None:
+            if event or first:
+                # The id belongs to the last event of the delta, so that a client that has it has all of the delta.
+                event, first = (event, first) if event else (first, b"")
+                event = b"id: %d\n%b" % (self._number, event)
+            self._number += 1
+        return first + event if first else event
 
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        self._watchdog.discard(self)
-        self._watch.remove_done_callback(self._left)
-        for task in (self._watch, *self._beats):
-            task.cancel()
-        if self.gone == "stalled":
-            # Closing would wait until the reader has taken what is buffered, which it never will.
-            self._scope.get("extensions", {}).get("trident.abort", lambda: None)()
-            await asyncio.sleep(0)
-        if kind is None and self.gone:  # the cancellation is still on its way; nobody outside shall meet it
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(0)
-        return kind is asyncio.CancelledError and bool(self.gone)
+    def end(self) -> bytes:
+        """Return the usage event, if the client asked for it, and the end of the stream."""
+        if not self._include_usage:
+            return DONE
+        usages = [self._usages[choice] for choice in sorted(self._usages)]
+        return encode_event(self._formatter.usage_chunk(usage_fields(usages, self._choices_per_prompt))) + DONE
 
-    async def start_events(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Status 200 and the headers of an event stream."""
-        self.started = self._events = True
-        await self._put({"type": "http.response.start", "status": 200, "headers": [*SSE_HEADERS, *headers]})
+    def _first_event(self, choice: int) -> bytes:
+        first, pattern = self._formatter.first_chunk(choice), self._formatter.chunk(choice, TokenDelta(_MARK))
+        assert pattern is not None, "a delta with text has a chunk"
+        before, _, after = encode_event(pattern).partition(_json(_MARK))
+        self._templates[choice] = before, after
+        self._usages.setdefault(choice, None)
+        return b"" if first is None else encode_event(first)
 
-    async def write(self, data: bytes) -> None:
-        await self._put({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def end(self, data: bytes) -> None:
-        """The last of it; one packet says both."""
-        self._events, self._ended = False, True
-        await self._put({"type": "http.response.body", "body": data, "more_body": False})
+def encode_event(fields: Mapping[str, Any]) -> bytes:
+    return b"data: %b\n\n" % _json(fields)
 
-    async def respond(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
-        """A whole response at once."""
-        self.started = self._ended = True
-        length = (b"content-length", b"%d" % len(body))
-        await self._put({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-        await self._put({"type": "http.response.body", "body": body, "more_body": False})
 
-    def check(self, now_s: float) -> None:
-        if self._sending_since_s:
-            if now_s - self._sending_since_s > self._settings.stall_timeout_s:
-                self._cut("stalled")
-        elif self._events and now_s - self._sent_s > self._settings.heartbeat_s:
-            self._sent_s = now_s
-            beat = asyncio.ensure_future(self._beat())
-            self._beats.add(beat)
-            beat.add_done_callback(self._beats.discard)
+def usage_fields(usages: Sequence[Usage | None], choices_per_prompt: int) -> dict[str, Any]:
+    """Return the ``usage`` object of a response. A prompt counts once, however many choices it has.
 
-    async def _beat(self) -> None:
-        with contextlib.suppress(Exception):  # the stream ended meanwhile: its own task says what there is to say
-            await self.write(HEARTBEAT)
+    usages: of all choices, prompt by prompt; None for a choice without a count.
+    """
+    known = [usage or Usage(0, 0) for usage in usages]
+    prompts = known[::choices_per_prompt]
+    input_tokens, output_tokens = sum(usage.input_tokens for usage in prompts), sum(u.output_tokens for u in known)
+    return {
+        "prompt_tokens": input_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": input_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
+    }
 
-    async def _put(self, message: dict) -> None:
-        self._sending_since_s = time.monotonic()
-        try:
-            await self._send(message)
-        finally:
-            self._sending_since_s = 0.0
-            self._sent_s = time.monotonic()
 
-    def _left(self, _watch: asyncio.Task) -> None:
-        if not self._ended:  # ASGI says "disconnected" behind every response that is complete, too
-            self._cut("left")
-
-    def _cut(self, why: str) -> None:
-        if not self.gone:
-            self.gone = why
-            self._task.cancel()
+def _json(value: Any) -> bytes:
+    """Return JSON in one line, whichever line ends the client recognises."""
+    data = orjson.dumps(value)
+    if not data.isascii():
+        for character, escaped in _LINE_ENDS:
+            data = data.replace(character, escaped)
+    return data

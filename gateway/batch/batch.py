@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from gateway.api.openai_http import answered
+from gateway.api.openai_http import complete
 from gateway.api.vocabulary import Vocabulary
 from gateway.batch.aimd import PacePolicy
 from gateway.batch.endpoints import BatchDoor
@@ -64,4 +64,4 @@ class Batches:
         self._store.close()
 
     async def _answer(self, form: Form, asking: RequestContext, body: bytes) -> Mapping[str, Any]:
-        return await answered(self._service, form, self._vocabulary, asking, body)
+        return await complete(self._service, form, self._vocabulary, asking, body)

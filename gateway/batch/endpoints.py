@@ -20,7 +20,7 @@ from clients.wire.request import can_travel
 from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Overloaded, TridentError
 from gateway.admission.permit import Tenant
 from gateway.api import error_responses, schemas
-from gateway.api.openai_http import bearer
+from gateway.api.request_body import bearer_token
 from gateway.batch import multipart
 from gateway.batch.store import OUTPUT_PURPOSE, PURPOSE, Batch, BatchStore, File, FileTooLarge
 from gateway.batch.webhook import Webhooks
@@ -190,7 +190,7 @@ class BatchDoor:
         async def endpoint(request: Request) -> Response:
             answer = answers["GET" if request.method == "HEAD" else request.method]
             try:
-                said = await answer(request, self._tenant(bearer(request.headers.get("authorization", ""))))
+                said = await answer(request, self._tenant(bearer_token(request.headers.get("authorization", ""))))
             except TridentError as error:
                 said = _refused(error, close=not await _read_off(request))
             request_id = request.headers.get("x-request-id", "")

@@ -29,8 +29,8 @@ from contract.errors import (
     Unavailable,
 )
 from gateway.admission.permit import Tenant
-from gateway.api.chat import Chat
-from gateway.api.completions import Completions
+from gateway.api.chat import ChatFormatter
+from gateway.api.completions import CompletionFormatter
 from gateway.batch import jsonl, webhook
 from gateway.batch.aimd import Pace, PacePolicy, Signals
 from gateway.batch.jsonl import LineReader
@@ -42,14 +42,14 @@ from gateway.config.tenants import LOWEST_PRIORITY
 from gateway.request_context import RequestContext
 
 _LOG = logging.getLogger("gateway.batch.batch")
-FORMS = {"/v1/chat/completions": Chat, "/v1/completions": Completions}
+FORMS = {"/v1/chat/completions": ChatFormatter, "/v1/completions": CompletionFormatter}
 TRIES = 3  # of a line whose generation breaks; being refused for lack of room is not a try
 PREEMPTIONS = 3  # of a line; then it runs to its end, or nothing ever would
 MOST_PAUSE_S = 60.0
 _AT_ONCE = 64  # lines of a batch that are held in memory
 _SLICE = 256  # lines validated before others have a turn
 
-Form = type[Chat] | type[Completions]
+Form = type[ChatFormatter] | type[CompletionFormatter]
 # (form, asking, body) → the answer's JSON as a table. Raises TridentError.
 Answer = Callable[[Form, RequestContext, bytes], Awaitable[Mapping[str, Any]]]
 

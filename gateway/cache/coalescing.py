@@ -1,9 +1,9 @@
-"""One engine stream, many readers: identical deterministic requests that are under way at the same time.
+"""Share one stream among several readers: identical deterministic requests that run at the same time.
 
-The stream runs at the engine's pace into a log; every reader follows the log at its own. The engine is cancelled
-when the last reader has left. What the log may hold is bounded: when all readers are behind, the engine waits for the
-fastest; when one is, the log's beginning is dropped, and a reader that had not read it yet is cut off. Nobody can join
-any more once the beginning is gone.
+The source is read at the engine's pace into a log; each reader reads the log at its own pace. The source is closed
+when the last reader has left. The log is bounded: while all readers are behind, the source waits for the fastest; if
+only some are, the beginning of the log is dropped, and a reader that still needs it fails. A stream whose beginning is
+dropped cannot be joined.
 """
 
 from __future__ import annotations
@@ -12,130 +12,142 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Generic, Protocol, TypeVar
 
 from contract.errors import Cancelled, Overloaded
 from contract.generation import TokenDelta
 
-Source = AsyncIterator[TokenDelta]
 MAX_BYTES = 4 * 1024 * 1024
-JOIN_BYTES = 64 * 1024  # of its beginning that a stream keeps for those who join: some hundred tokens
+JOIN_BYTES = 64 * 1024  # of a stream's beginning that is kept for joining readers: some hundred tokens
+T = TypeVar("T")
+_Out = TypeVar("_Out", covariant=True)
+
+
+class Source(Protocol[_Out]):
+    """A stream to share. An ``aclose`` method is called at its end, if it has one."""
+
+    def __aiter__(self) -> AsyncIterator[_Out]: ...
 
 
 def size_bytes(delta: TokenDelta) -> int:
-    """About what a delta takes in memory."""
+    """Estimate the memory of a delta."""
     numbers = len(delta.token_ids) + len(delta.log_probs) + 3 * sum(map(len, delta.top_log_probs))
     return 400 + len(delta.text.encode(errors="surrogatepass")) + len(delta.error) + 32 * numbers
 
 
-class SharedStream:
-    """A source that is read once and can be followed by many, from the start or from where they were.
+class SharedStream(Generic[T]):
+    """A source that is read once and followed by many readers, each from any item still in the log.
 
-    size: about how many bytes an item takes. keep_bytes: how much of what all have read is kept for others. linger_s:
-    how long it goes on without any reader before the source is cancelled; 0 is at once. Made inside a running event
-    loop. ``ended`` is called once, when the source is over.
+    Made inside a running event loop.
+    size: estimates the bytes of an item.
+    max_bytes: bound of the log; the source then waits, or the oldest items are dropped.
+    keep_bytes: bytes of items that every reader has read which are kept for readers that join.
+    linger_s: how long the stream goes on without readers before the source is closed; 0: at once.
+    ended: called once, when the source has ended.
     """
 
     def __init__(
         self,
-        source: Source,
+        source: Source[T],
         *,
-        size: Callable[[Any], int] = size_bytes,
+        size: Callable[[T], int],
         max_bytes: int = MAX_BYTES,
         keep_bytes: int = MAX_BYTES,
         linger_s: float = 0.0,
-        ended: Callable[[SharedStream], None] = lambda stream: None,
+        ended: Callable[[SharedStream[T]], None] = lambda stream: None,
     ) -> None:
         self.source = source
         self._size, self._max_bytes, self._keep_bytes = size, max_bytes, keep_bytes
-        self._linger_s, self._ended = linger_s, ended
-        self._log: deque[TokenDelta] = deque()
-        self._dropped = 0  # deltas that are no longer in the log
+        self._linger_s, self._on_end = linger_s, ended
+        self._log: deque[T] = deque()
+        self._dropped = 0  # items that are no longer in the log
         self._grown = asyncio.Event()
         self._failure: BaseException | None = None
-        self._lonely: asyncio.TimerHandle | None = None
-        self._reading: set[SharedReader] = set()
-        self._moved: asyncio.Event | None = None  # what the source waits for while all readers are behind
+        self._abandoned: asyncio.TimerHandle | None = None
+        self._readers: set[SharedReader[T]] = set()
+        self._space: asyncio.Event | None = None  # set for the source, which waits while all readers are behind
         self.bytes = 0
         self.done = False
         self.cancelled = False
         self._started = False
-        self._pump = asyncio.ensure_future(self._run())
+        self._task = asyncio.ensure_future(self._run())
 
     def __len__(self) -> int:
-        """Deltas so far, the dropped ones included."""
+        """Return the number of items so far, dropped ones included."""
         return self._dropped + len(self._log)
 
     @property
     def readers(self) -> int:
-        return len(self._reading)
+        return len(self._readers)
 
     @property
     def complete(self) -> bool:
-        """It came to its end without an error and all of it is in the log."""
+        """Whether it ended without an error and all of it is in the log."""
         return self.done and self._failure is None and not self._dropped
 
     @property
     def joinable(self) -> bool:
-        """A new reader would get all of it, unless it ends badly."""
+        """Whether a new reader could read it from its start."""
         return not (self._dropped or self._failure or self.cancelled)
 
-    def deltas(self) -> tuple[TokenDelta, ...]:
+    def deltas(self) -> tuple[T, ...]:
         return tuple(self._log)
 
-    def follow(self, start: int = 0) -> SharedReader:
-        """The deltas from number ``start`` on. Counted as a reader from this call, so close it, by reading to the
-        end or by ``aclose``. Raises what the source raised, Overloaded if the log's beginning is gone."""
-        if self._lonely is not None:
-            self._lonely.cancel()
-            self._lonely = None
+    def follow(self, start: int = 0) -> SharedReader[T]:
+        """Return a reader from item ``start`` on. It counts as a reader until it is read to its end or closed.
+
+        Raises, while it is read: what the source raised; Overloaded if the item it needs is dropped.
+        """
+        if self._abandoned is not None:
+            self._abandoned.cancel()
+            self._abandoned = None
         reader = SharedReader(self, start)
-        self._reading.add(reader)
+        self._readers.add(reader)
         return reader
 
     def cancel(self) -> None:
-        """Ends the source, whoever reads. Readers are told Cancelled."""
+        """End the source. Its readers raise Cancelled."""
         if not self.done:
             self.cancelled = True
-            if self._started:  # a task that is cancelled before its first step never takes one, not even to clean up
-                self._pump.cancel()
+            if self._started:  # a task that is cancelled before its first step would not run its cleanup
+                self._task.cancel()
 
     async def _run(self) -> None:
         self._started = True
         try:
             if self.cancelled:
                 raise asyncio.CancelledError
-            async for delta in self.source:
-                self._append(delta)
+            async for item in self.source:
+                self._append(item)
                 if self.bytes > self._max_bytes:
                     await self._make_room()
         except asyncio.CancelledError:
             self._failure = Cancelled("the stream was cancelled")
-        except Exception as exc:  # whatever it is, the readers are told and raise it where it is answered
+        except Exception as exc:  # every reader raises it where its response is handled
             self._failure = exc
         finally:
             self.done = True
-            with contextlib.suppress(Exception):  # the readers hear of the first failure, not of the closing
+            with contextlib.suppress(Exception):  # readers raise the first failure, not one of closing
                 close = getattr(self.source, "aclose", None)
                 if close is not None:
                     await close()
-            self._wake()
-            self._ended(self)
+            self.wake()
+            self._on_end(self)
 
-    def _append(self, delta: TokenDelta) -> None:
-        self._log.append(delta)
-        self.bytes += self._size(delta)
-        if self.bytes > self._keep_bytes and self._reading:
-            read_by_all = min(reader.next for reader in self._reading)
+    def _append(self, item: T) -> None:
+        self._log.append(item)
+        self.bytes += self._size(item)
+        if self.bytes > self._keep_bytes and self._readers:
+            read_by_all = min(reader.next for reader in self._readers)
             while self.bytes > self._keep_bytes and self._dropped < read_by_all:
                 self._drop()
-        self._wake()
+        self.wake()
 
     async def _make_room(self) -> None:
         while self.bytes > self._max_bytes and len(self._log) > 1:
-            if self._reading and max(reader.next for reader in self._reading) <= self._dropped:
-                self._moved = asyncio.Event()
-                await self._moved.wait()
+            if self._readers and max(reader.next for reader in self._readers) <= self._dropped:
+                self._space = asyncio.Event()
+                await self._space.wait()
             else:
                 self._drop()
 
@@ -143,102 +155,105 @@ class SharedStream:
         self.bytes -= self._size(self._log.popleft())
         self._dropped += 1
 
-    def moved(self) -> None:
-        """A reader has read, left or come."""
-        if self._moved is not None:
-            self._moved.set()
-            self._moved = None
+    def advanced(self) -> None:
+        """Resume a source that waits for its readers. Called when a reader has read or left."""
+        if self._space is not None:
+            self._space.set()
+            self._space = None
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Resume the readers that wait."""
         self._grown.set()
         self._grown = asyncio.Event()
 
-    def left(self, reader: SharedReader) -> None:
-        self._reading.discard(reader)
-        self.moved()
-        if self._reading or self.done:
+    def leave(self, reader: SharedReader[T]) -> None:
+        self._readers.discard(reader)
+        self.advanced()
+        if self._readers or self.done:
             return
         if self._linger_s <= 0:
             self.cancel()
         else:
-            self._lonely = asyncio.get_running_loop().call_later(self._linger_s, self.cancel)
+            self._abandoned = asyncio.get_running_loop().call_later(self._linger_s, self.cancel)
 
-    async def _at(self, number: int, reader: SharedReader) -> TokenDelta | None:
-        """Delta ``number`` as soon as there is one; None past the end."""
+    async def item(self, number: int, reader: SharedReader[T]) -> T:
+        """Return item ``number`` as soon as it exists. Raises StopAsyncIteration past the end."""
         while number >= len(self) and not self.done and reader.failure is None:
             await self._grown.wait()
         if reader.failure is not None:
             raise reader.failure
         if number < self._dropped:
-            raise Overloaded("the reader was too slow: the part of the stream it needs next is no longer kept")
+            raise Overloaded("the client read too slowly: the part of the stream that it needs next was dropped")
         if number < len(self):
             return self._log[number - self._dropped]
-        if self._failure is not None:
-            raise self._failure
-        return None
+        raise self._failure if self._failure is not None else StopAsyncIteration
 
 
-class SharedReader:
-    """One reader's place in a stream. ``failure`` is what ended it alone, others read on."""
+class SharedReader(Generic[T]):
+    """One reader's position in a stream.
 
-    def __init__(self, stream: SharedStream, start: int) -> None:
+    next: number of the item that it reads next.
+    failure: the error that ends this reader only, if there is one.
+    """
+
+    def __init__(self, stream: SharedStream[T], start: int) -> None:
         self.stream = stream
         self.failure: BaseException | None = None
-        self.next = start  # the number of the delta it reads next
+        self.next = start
         self._left = False
 
-    def __aiter__(self) -> SharedReader:
+    def __aiter__(self) -> SharedReader[T]:
         return self
 
-    async def __anext__(self) -> TokenDelta:
+    async def __anext__(self) -> T:
         if self._left:
             raise StopAsyncIteration
         try:
-            delta = await self.stream._at(self.next, self)
+            item = await self.stream.item(self.next, self)
         except BaseException:
             self.leave()
             raise
-        if delta is None:
-            self.leave()
-            raise StopAsyncIteration
         self.next += 1
-        self.stream.moved()
-        return delta
+        self.stream.advanced()
+        return item
 
     def fail(self, error: BaseException) -> None:
-        """Whoever reads is told ``error``."""
+        """Make this reader raise ``error`` at its next item."""
         self.failure = self.failure or error
-        self.stream._wake()
+        self.stream.wake()
 
     def leave(self) -> None:
-        """Safe to call twice."""
+        """Stop reading. Safe to call twice."""
         if not self._left:
             self._left = True
-            self.stream.left(self)
+            self.stream.leave(self)
 
     async def aclose(self) -> None:
         self.leave()
 
 
-class Coalescer:
-    """The streams under way, by key (see request_key). ``joined`` counts readers that cost no engine work."""
+class Coalescer(Generic[T]):
+    """The streams that run, by request key.
 
-    def __init__(self, max_bytes: int = MAX_BYTES, size: Callable[[Any], int] = size_bytes) -> None:
+    joined: number of readers that joined a stream.
+    """
+
+    def __init__(self, size: Callable[[T], int], max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes, self._size = max_bytes, size
-        self._streams: dict[str, SharedStream] = {}
+        self._streams: dict[str, SharedStream[T]] = {}
         self.joined = 0
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    def follow(self, key: str, open_source: Callable[[], Source]) -> SharedReader:
-        """The stream of ``key`` from its start: the one under way, or a new one of ``open_source``."""
+    def follow(self, key: str, open_source: Callable[[], Source[T]]) -> SharedReader[T]:
+        """Read the stream of ``key`` from its start: the one that runs, or a new one of ``open_source``."""
         stream = self._streams.get(key)
         if stream is not None and stream.joinable and not stream.done and stream.readers:
             self.joined += 1
             return stream.follow()
 
-        def ended(over: SharedStream) -> None:
+        def ended(over: SharedStream[T]) -> None:
             if self._streams.get(key) is over:
                 del self._streams[key]
 

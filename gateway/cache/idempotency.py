@@ -1,7 +1,7 @@
-"""The same request sent twice is answered once: ``Idempotency-Key`` attaches a retry to the stream of the first try,
-running or finished, and ``Last-Event-ID`` goes on where the reader was. The engine hears of neither.
+"""Run a retried request once: ``Idempotency-Key`` attaches a retry to the stream of the first attempt, running or
+finished, and ``Last-Event-ID`` resumes it after an event.
 
-A key means something within its tenant only. It belongs to one request: with another one it is refused.
+A key is valid within its tenant only. It belongs to one request: another request with it is rejected.
 """
 
 from __future__ import annotations
@@ -10,47 +10,56 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar
 
 from contract.errors import InvalidArgument, Overloaded
-from gateway.cache.coalescing import MAX_BYTES, SharedReader, SharedStream, Source, size_bytes
+from gateway.cache.coalescing import MAX_BYTES, SharedReader, SharedStream, Source
 
 HEADER, RESUME_HEADER = "Idempotency-Key", "Last-Event-ID"
 MAX_KEY_LENGTH = 255
 
 
+T = TypeVar("T")
+
+
 @dataclass(eq=False)
-class _Known:
+class _Keyed(Generic[T]):
+    """request: its key. expires_s: when a finished stream is removed."""
+
     request: str
-    stream: SharedStream
-    forget_s: float = math.inf
+    stream: SharedStream[T]
+    expires_s: float = math.inf
 
 
-class Idempotency:
-    """The streams that had a key: those that run, and those that ended within the last ``ttl_s`` seconds.
+class Idempotency(Generic[T]):
+    """The streams of requests with a key. A stream that failed is removed at once, so that a retry is a new attempt.
 
-    linger_s: how long a stream goes on after its last reader has dropped, for that one to come back. Of finished
-    streams, ``max_finished`` are kept and ``max_bytes`` in all, the oldest go first; ``max_running`` run, and the
-    next new key is refused. Streams that failed are forgotten at once, so that the retry is a new try.
+    clock: seconds.
+    size: estimates the bytes of an item.
+    ttl_s: how long a finished stream is kept.
+    linger_s: how long a stream runs on after its last reader has disconnected.
+    max_running: streams that run; a further new key is rejected.
+    max_finished, max_bytes: bounds of finished streams; the oldest is removed first.
+    max_stream_bytes: bound of one stream's log.
     """
 
     def __init__(
         self,
         clock: Callable[[], float],
         *,
+        size: Callable[[T], int],
         ttl_s: float = 600.0,
         linger_s: float = 30.0,
         max_running: int = 10_000,
         max_finished: int = 10_000,
         max_bytes: int = 256 * 1024 * 1024,
         max_stream_bytes: int = MAX_BYTES,
-        size: Callable[[Any], int] = size_bytes,
     ) -> None:
         self._clock, self._ttl_s, self._linger_s, self._size = clock, ttl_s, linger_s, size
         self._max_running, self._max_finished = max_running, max_finished
         self._max_bytes, self._max_stream_bytes = max_bytes, max_stream_bytes
-        self._running: dict[tuple[str, str], _Known] = {}
-        self._finished: OrderedDict[tuple[str, str], _Known] = OrderedDict()  # in the order they are forgotten
+        self._running: dict[tuple[str, str], _Keyed[T]] = {}
+        self._finished: OrderedDict[tuple[str, str], _Keyed[T]] = OrderedDict()  # in the order of their expiry
         self._bytes = 0
         self.attached = 0
 
@@ -58,56 +67,57 @@ class Idempotency:
         return len(self._running) + len(self._finished)
 
     def follow(
-        self, tenant: str, key: str, request: str, open_source: Callable[[], Source], start: int = 0
-    ) -> SharedReader:
-        """The stream of ``key`` from delta ``start`` on: the one there is, or a new one of ``open_source``.
+        self, tenant: str, key: str, request: str, open_source: Callable[[], Source[T]], start: int = 0
+    ) -> SharedReader[T]:
+        """Read the stream of ``key`` from item ``start`` on: the existing one, or a new one of ``open_source``.
 
-        request: its request_key. Raises InvalidArgument (the key is that of another request, or not a key; there is
-        no delta before ``start``), Overloaded (too many streams run).
+        request: its request_key.
+        Raises: InvalidArgument (the key belongs to another request or is malformed; there is no item before
+        ``start``), Overloaded (too many streams run).
         """
         if not 1 <= len(key) <= MAX_KEY_LENGTH or not key.isprintable():
-            raise InvalidArgument(HEADER, f"allowed are 1 to {MAX_KEY_LENGTH} printable characters")
-        self._forget()
-        place = (tenant, key)
-        known = self._running.get(place) or self._finished.get(place)
-        if known is not None and known.request != request:
-            raise InvalidArgument(HEADER, "was used for another request before; every request needs a key of its own")
-        if known is not None and not known.stream.cancelled:
-            if start > len(known.stream):
-                problem = f"got {start - 1}; the last event of this stream so far is {len(known.stream) - 1}"
+            raise InvalidArgument(HEADER, f"must be 1 to {MAX_KEY_LENGTH} printable characters")
+        self._expire()
+        tenant_key = (tenant, key)
+        found = self._running.get(tenant_key) or self._finished.get(tenant_key)
+        if found is not None and found.request != request:
+            raise InvalidArgument(HEADER, "must not be the key of an earlier, different request")
+        if found is not None and not found.stream.cancelled:
+            if start > len(found.stream):
+                problem = f"must be at most {len(found.stream) - 1}, this stream's last event so far, got {start - 1}"
                 raise InvalidArgument(RESUME_HEADER, problem)
             self.attached += 1
-            return known.stream.follow(start)
+            return found.stream.follow(start)
         if start:
-            raise InvalidArgument(RESUME_HEADER, "there is no such stream, or no longer; send the request without it")
+            raise InvalidArgument(RESUME_HEADER, "must be an event of a stream that is still kept")
         if len(self._running) >= self._max_running:
-            raise Overloaded(f"{len(self._running)} streams with an {HEADER} are under way, no more are taken")
+            raise Overloaded(f"{len(self._running)}/{self._max_running} streams with an {HEADER} are running")
         stream = SharedStream(
             open_source(),
             size=self._size,
             max_bytes=self._max_stream_bytes,
             linger_s=self._linger_s,
-            ended=lambda over: self._ended(place, over),
+            ended=lambda over: self._ended(tenant_key, over),
         )
-        self._running[place] = _Known(request, stream)
+        self._running[tenant_key] = _Keyed(request, stream)
         return stream.follow()
 
-    def _ended(self, place: tuple[str, str], over: SharedStream) -> None:
-        known = self._running.get(place)
-        if known is None or known.stream is not over:
+    def _ended(self, tenant_key: tuple[str, str], over: SharedStream[T]) -> None:
+        found = self._running.get(tenant_key)
+        if found is None or found.stream is not over:
             return
-        del self._running[place]
+        del self._running[tenant_key]
         if over.complete:
-            known.forget_s = self._clock() + self._ttl_s
-            self._finished[place] = known
+            found.expires_s = self._clock() + self._ttl_s
+            self._finished[tenant_key] = found
             self._bytes += over.bytes
-            self._forget()
+            self._expire()
 
-    def _forget(self) -> None:
+    def _expire(self) -> None:
         now_s = self._clock()
         while self._finished:
             oldest = next(iter(self._finished.values()))
             too_much = len(self._finished) > self._max_finished or self._bytes > self._max_bytes
-            if oldest.forget_s > now_s and not too_much:
+            if oldest.expires_s > now_s and not too_much:
                 return
             self._bytes -= self._finished.popitem(last=False)[1].stream.bytes

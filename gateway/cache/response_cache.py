@@ -1,4 +1,4 @@
-"""Answers that were given before, whole, by request_key: exact, for a time, within a size."""
+"""Complete responses by request key, within a size and an age."""
 
 from __future__ import annotations
 
@@ -13,28 +13,33 @@ from contract.generation import FinishReason, TokenDelta
 from gateway.cache.coalescing import size_bytes
 
 Answer = tuple[TokenDelta, ...]
-_WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
+_COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Stored:
     answer: Answer
-    at_s: float
+    stored_s: float
 
 
 class ResponseCache:
-    """At most ``max_bytes``, least recently used out first; an answer is good for ``ttl_s``. clock: seconds."""
+    """A least-recently-used cache of deltas.
+
+    max_bytes: bound, of the deltas.
+    ttl_s: longest age of a hit.
+    clock: seconds.
+    """
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float]) -> None:
         for name, value in (("max_bytes", max_bytes), ("ttl_s", ttl_s)):
             if not value > 0:
-                raise InvalidArgument(name, f"got {value!r}; allowed is more than 0")
+                raise InvalidArgument(name, f"must be above 0, got {value!r}")
         self._clock = clock
-        self._answers: TLRUCache[str, _Kept] = TLRUCache(
+        self._answers: TLRUCache[str, _Stored] = TLRUCache(
             max_bytes,
-            ttu=lambda key, kept, now_s: kept.at_s + ttl_s,
+            ttu=lambda key, stored, now_s: stored.stored_s + ttl_s,
             timer=clock,
-            getsizeof=lambda kept: answer_bytes(kept.answer),
+            getsizeof=lambda stored: answer_bytes(stored.answer),
         )
         self.hits = 0
         self.misses = 0
@@ -47,25 +52,25 @@ class ResponseCache:
         return self._answers.currsize
 
     def get(self, key: str, max_age_s: float = math.inf) -> Answer | None:
-        """The deltas as they came from the engine; None if there are none, or no longer."""
-        kept = self._answers.get(key)
-        if kept is None or self._clock() - kept.at_s > max_age_s:
+        """Return the deltas as the engine sent them, or None."""
+        stored = self._answers.get(key)
+        if stored is None or self._clock() - stored.stored_s > max_age_s:
             self.misses += 1
             return None
         self.hits += 1
-        return kept.answer
+        return stored.answer
 
     def put(self, key: str, answer: Answer) -> bool:
-        """Keeps an answer that came to its own end; False for others and for those larger than the cache."""
-        if whole(answer) and answer_bytes(answer) <= self._answers.maxsize:
-            self._answers[key] = _Kept(answer, self._clock())
+        """Store a complete response. Returns False for an incomplete one and for one larger than the cache."""
+        if is_complete(answer) and answer_bytes(answer) <= self._answers.maxsize:
+            self._answers[key] = _Stored(answer, self._clock())
             return True
         return False
 
 
-def whole(answer: Answer) -> bool:
-    """It came to its own end."""
-    return bool(answer) and answer[-1].finish_reason in _WHOLE and not any(delta.error for delta in answer)
+def is_complete(answer: Answer) -> bool:
+    """Return whether a response ended by a stop or by its length, without an error."""
+    return bool(answer) and answer[-1].finish_reason in _COMPLETE and not any(delta.error for delta in answer)
 
 
 def answer_bytes(answer: Answer) -> int:

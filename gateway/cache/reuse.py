@@ -1,11 +1,11 @@
-"""Answers that need no engine, or not one of their own: a retry's, one given before, one being made just now.
+"""Serve a response without a new generation: to a retry, from a cache, or by joining an equal request under way.
 
-In this order: Idempotency-Key → exact cache → semantic cache → coalescing → engine. Only within a tenant. The cache and
-coalescing are for single deterministic choices; ``cache-control: no-store`` (or ``x-trident-cache: off``) keeps a
-request out of them altogether, ``no-cache`` has it made anew and kept. An answer that was cut short or sent elsewhere
-under load is never kept. What it costs: a request of the budget and a place in the caps, no tokens.
+Looked up in this order: Idempotency-Key → exact cache → semantic cache → coalescing → engine. Nothing is shared
+between tenants. Caches and coalescing serve single deterministic choices; ``cache-control: no-store`` (or
+``x-trident-cache: off``) bypasses them, ``no-cache`` generates anew and stores. A degraded response, or one of an
+overflow target, is never stored. A reused response is charged one request and no tokens.
 
-The response says where it came from: ``x-trident-cache: hit | semantic | coalesced | replayed | miss``.
+The response names its origin: ``x-trident-cache: hit | semantic | coalesced | replayed | miss``.
 """
 
 from __future__ import annotations
@@ -14,304 +14,325 @@ import asyncio
 import dataclasses
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from contract.errors import DeadlineExceeded, InvalidArgument
 from contract.generation import GenerationRequest, TokenDelta
-from gateway.cache.cache_control import HEADER as SAID
+from gateway.cache.cache_control import HEADER as CACHE_HEADER
 from gateway.cache.cache_control import CacheControl
 from gateway.cache.coalescing import Coalescer, SharedReader, size_bytes
 from gateway.cache.idempotency import HEADER, RESUME_HEADER, Idempotency
 from gateway.cache.request_key import deterministic, request_key
 from gateway.cache.response_cache import Answer, ResponseCache
-from gateway.cache.reused_answer import ReusedAnswer
+from gateway.cache.reused_response import ReusedResponse
 from gateway.cache.semantic_cache import SemanticCache
 from gateway.choices import ChoiceDelta
 from gateway.config.policy import ReuseRules
 from gateway.request_context import RequestContext
 from gateway.service import Service
 
-DEGRADED = "x-trident-degraded"
+DEGRADED_HEADER = "x-trident-degraded"
+NO_TIMEOUT_S = 86_400.0
+Deltas = AsyncGenerator[ChoiceDelta, None] | SharedReader[ChoiceDelta]
 
 
 @dataclass(eq=False)
-class Served:
-    """An answer for one caller, wherever it comes from. Read ``pieces``, then ``close``, whatever happens.
+class ResponseDeltas:
+    """One response, generated or reused. Read ``deltas``, then call ``close``, whatever happens.
 
-    request_id, created_s: what names it, those of the first try where this is a retry. first_event: the number of the
-    first piece where pieces are numbered, so that a reader that was cut off can go on; else None. before: those that
-    it has had already.
+    deltas: of all choices, in order of arrival.
+    headers: of the response.
+    close: with the error that the client saw, or None.
+    request_id, created_s: identify the response; a retry gets those of the first attempt.
+    first_event: number of the first delta, where the client can resume after an event; else None.
+    replayed: deltas before ``first_event``, which the client has received.
     """
 
-    pieces: AsyncIterator[ChoiceDelta]
+    deltas: Deltas
     headers: Mapping[str, str]
     close: Callable[[BaseException | None], None]
     request_id: str
     created_s: int
     first_event: int | None = None
-    before: tuple[ChoiceDelta, ...] = ()
+    replayed: tuple[ChoiceDelta, ...] = ()
 
 
-class Reuse:
-    """One for a gateway, over its service. semantic: None where no embedding model is set."""
+class ResponseReuse:
+    """Open responses to requests, reusing what is allowed.
+
+    semantic: None without an embeddings endpoint.
+    """
 
     def __init__(
         self, service: Service, rules: ReuseRules, clock: Callable[[], float], semantic: SemanticCache | None = None
     ) -> None:
         self._service, self._rules, self._semantic = service, rules, semantic
-        self._coalescer = Coalescer(size=_size) if rules.coalesce else None
+        self._coalescer = Coalescer(size=_size_bytes) if rules.coalesce else None
         self._cache = ResponseCache(rules.cache_bytes, rules.cache_ttl_s, clock) if rules.cache_bytes else None
         self._idempotency = Idempotency(
             clock,
             ttl_s=rules.idempotency_ttl_s,
             linger_s=rules.idempotency_linger_s,
             max_bytes=rules.idempotency_bytes,
-            size=_size,
+            size=_size_bytes,
         )
-        self._keeping: set[asyncio.Task] = set()
+        self._storing: set[asyncio.Task[bool]] = set()
 
-    async def served(self, wanted: Sequence[GenerationRequest], asking: RequestContext) -> Served:
-        """Raises what ``Service.choices`` raises, and InvalidArgument for headers that cannot be obeyed."""
-        control, carrier = CacheControl.from_headers(asking.carrier), asking.carrier
-        key, seen = carrier.get(HEADER.lower()), carrier.get(RESUME_HEADER.lower())
+    async def open(self, requests: Sequence[GenerationRequest], context: RequestContext) -> ResponseDeltas:
+        """Return the response to one request of one or several choices.
+
+        Raises: what ``Service.choices`` raises, and InvalidArgument for headers that cannot be honoured.
+        """
+        control, headers = CacheControl.from_headers(context.carrier), context.carrier
+        key, last_event = headers.get(HEADER.lower()), headers.get(RESUME_HEADER.lower())
         if key is None:
-            if seen is not None:
-                raise InvalidArgument(RESUME_HEADER, f"is allowed only with the {HEADER} of the stream it goes on with")
-            return await self._made(wanted, asking, control)
+            if last_event is not None:
+                raise InvalidArgument(RESUME_HEADER, f"must be sent with the {HEADER} of the stream to resume")
+            return await self._cached_or_generated(requests, context, control)
         if not control.enabled or not self._rules.idempotency_bytes:
-            problem = "asks for the answer to be kept; cache-control, x-trident-cache or the gateway's rules forbid it"
+            problem = "needs the response to be stored; cache-control, x-trident-cache or the gateway's rules forbid it"
             raise InvalidArgument(HEADER, problem)
-        if seen is not None and not wanted[0].stream:
-            raise InvalidArgument(RESUME_HEADER, "is allowed only with stream=true; a whole answer has no events")
-        tenant, start = asking.tenant.name, _start(seen)
-        what = hashlib.sha256("".join(request_key(one, tenant, asking.operation) for one in wanted).encode())
-        making = _Making(lambda: self._made(self._lasting(wanted), asking, control))
-        reader = self._idempotency.follow(tenant, key, what.hexdigest(), lambda: making, start)
-        served = await self._read(reader, making, wanted, asking, "replayed")
-        return dataclasses.replace(served, first_event=start, before=reader.stream.deltas()[:start])
+        if last_event is not None and not requests[0].stream:
+            raise InvalidArgument(RESUME_HEADER, "must be sent with stream=true; a complete response has no events")
+        tenant, start = context.tenant.name, _first_event(last_event)
+        digest = hashlib.sha256("".join(request_key(one, tenant, context.operation) for one in requests).encode())
+        generation = SharedGeneration(
+            lambda: self._cached_or_generated(self._with_longest_timeout(requests), context, control)
+        )
+        reader = self._idempotency.follow(tenant, key, digest.hexdigest(), lambda: generation, start)
+        response = await self._follow(reader, generation, requests, context, "replayed")
+        return dataclasses.replace(response, first_event=start, replayed=reader.stream.deltas()[:start])
 
     async def aclose(self) -> None:
-        for task in self._keeping:
+        for task in self._storing:
             task.cancel()
-        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await asyncio.gather(*self._storing, return_exceptions=True)
         if self._semantic is not None:
             await self._semantic.aclose()
 
-    async def _made(self, wanted: Sequence[GenerationRequest], asking: RequestContext, control: CacheControl) -> Served:
-        """An answer of the caches, of a stream under way, or a new one."""
-        asked, tenant = wanted[0], asking.tenant.name
-        if len(wanted) > 1 or not control.enabled or not deterministic(asked):
-            return await self._fresh(wanted, asking, "bypass")
-        engine, anew = self._engine(asking), control.max_age_s <= 0
-        key = request_key(asked, tenant, engine)
-        if engine and not anew:
-            if self._cache is not None and (found := self._cache.get(key, control.max_age_s)) is not None:
-                return await self._given(found, wanted, asking, {SAID: "hit"})
+    async def _cached_or_generated(
+        self, requests: Sequence[GenerationRequest], context: RequestContext, control: CacheControl
+    ) -> ResponseDeltas:
+        """Serve a cache hit, join an equal request under way, or generate."""
+        request, tenant = requests[0], context.tenant.name
+        if len(requests) > 1 or not control.enabled or not deterministic(request):
+            return await self._generate(requests, context, "bypass")
+        engine, no_cache = self._engine(context), control.max_age_s <= 0
+        key = request_key(request, tenant, engine)
+        if engine and not no_cache:
+            if self._cache is not None and (answer := self._cache.get(key, control.max_age_s)) is not None:
+                return await self._serve_hit(answer, requests, context, {CACHE_HEADER: "hit"})
             if self._semantic is not None:
-                hit = await self._semantic.get(asked, tenant, engine, control)
+                hit = await self._semantic.get(request, tenant, engine, control)
                 if hit is not None:
-                    return await self._given(hit.answer, wanted, asking, hit.headers)
+                    return await self._serve_hit(hit.answer, requests, context, hit.headers)
 
-        def keep(answer: Answer) -> None:
-            self._keep(key, answer, asked, asking, engine, control)
+        def store(answer: Answer) -> None:
+            self._store(key, answer, request, context, engine, control)
 
-        if self._coalescer is None or anew:
-            return await self._fresh(wanted, asking, "miss", keep)
-        making = _Making(lambda: self._fresh(self._lasting(wanted), asking, "miss", keep))
-        reader = self._coalescer.follow(key, lambda: making)
-        return await self._read(reader, making, wanted, asking, "coalesced")
+        if self._coalescer is None or no_cache:
+            return await self._generate(requests, context, "miss", store)
+        generation = SharedGeneration(
+            lambda: self._generate(self._with_longest_timeout(requests), context, "miss", store)
+        )
+        reader = self._coalescer.follow(key, lambda: generation)
+        return await self._follow(reader, generation, requests, context, "coalesced")
 
-    async def _fresh(
+    async def _generate(
         self,
-        wanted: Sequence[GenerationRequest],
-        asking: RequestContext,
+        requests: Sequence[GenerationRequest],
+        context: RequestContext,
         result: str,
-        keep: Callable[[Answer], None] | None = None,
-    ) -> Served:
-        """The engine's. keep: told the whole answer, if nothing was given up in it."""
-        choices = await self._service.choices(wanted, asking)
+        store: Callable[[Answer], None] | None = None,
+    ) -> ResponseDeltas:
+        """Generate on an engine. store: called with the complete response, unless it was degraded."""
+        choices = await self._service.choices(requests, context)
         self._count(result)
-        pieces = aiter(choices)
-        if keep is not None and DEGRADED not in choices.headers:
-            pieces = _kept(pieces, lambda answer: None if choices.made_elsewhere else keep(answer))
+        deltas = aiter(choices)
+        if store is not None and DEGRADED_HEADER not in choices.headers:
+            deltas = _stored_at_end(deltas, lambda answer: None if choices.made_elsewhere else store(answer))
         if result == "miss":
-            choices.headers[SAID] = result
-        return Served(pieces, choices.headers, choices.close, asking.request_id, int(time.time()))
+            choices.headers[CACHE_HEADER] = result
+        return ResponseDeltas(deltas, choices.headers, choices.close, context.request_id, int(time.time()))
 
-    async def _given(
-        self, answer: Answer, wanted: Sequence[GenerationRequest], asking: RequestContext, headers: Mapping[str, str]
-    ) -> Served:
-        """An answer that is there."""
-        reused = ReusedAnswer(self._service, asking, wanted, headers[SAID])
-        paid = await reused.admitted()
-        self._count(headers[SAID])
-        pieces = reused.read(_each(answer))
-        return Served(pieces, {**paid, **headers}, reused.close, asking.request_id, int(time.time()))
-
-    async def _read(
+    async def _serve_hit(
         self,
-        reader: SharedReader,
-        making: _Making,
-        wanted: Sequence[GenerationRequest],
-        asking: RequestContext,
-        joined: str,
-    ) -> Served:
-        """What ``reader`` reads: ``making`` if it is the first, else what is being made already, or was."""
-        first, making, timeout_s = reader.stream.source is making, reader.stream.source, wanted[0].timeout_s
-        late = DeadlineExceeded("the request's time was up")
-        alarm = asyncio.get_running_loop().call_later(timeout_s or 86_400.0, reader.fail, late)
-        paid: Mapping[str, str] = {}
+        answer: Answer,
+        requests: Sequence[GenerationRequest],
+        context: RequestContext,
+        headers: Mapping[str, str],
+    ) -> ResponseDeltas:
+        """Serve a cached response."""
+        reused = ReusedResponse(self._service, context, requests, headers[CACHE_HEADER])
+        budget_headers = await reused.admit()
+        self._count(headers[CACHE_HEADER])
+        deltas = reused.read(_replay(answer))
+        return ResponseDeltas(deltas, {**budget_headers, **headers}, reused.close, context.request_id, int(time.time()))
 
-        def nothing(error: BaseException | None) -> None:
-            """The first reader's permit is settled by what it reads."""
-
-        settle: Callable[[BaseException | None], None] = nothing
-        pieces: AsyncIterator[ChoiceDelta] = reader
+    async def _follow(
+        self,
+        reader: SharedReader[ChoiceDelta],
+        generation: SharedGeneration,
+        requests: Sequence[GenerationRequest],
+        context: RequestContext,
+        result: str,
+    ) -> ResponseDeltas:
+        """Read a shared stream: ``generation`` if this is its first reader, else the one under way or finished."""
+        source = reader.stream.source
+        assert isinstance(source, SharedGeneration)
+        first, timeout_s = source is generation, requests[0].timeout_s
+        late = DeadlineExceeded(f"the response was not complete within {timeout_s or NO_TIMEOUT_S:g} s")
+        timer = asyncio.get_running_loop().call_later(timeout_s or NO_TIMEOUT_S, reader.fail, late)
+        deltas: Deltas = reader
+        reused: ReusedResponse | None = None
+        budget_headers: Mapping[str, str] = {}
         try:
-            if not first:
-                reused = ReusedAnswer(self._service, asking, wanted, joined)
-                paid = await reused.admitted()
-                settle, pieces = reused.close, reused.read(reader)
-            await asyncio.wait_for(making.decided.wait(), timeout_s)
+            if not first:  # the first reader's permit is settled by the generation
+                joining = ReusedResponse(self._service, context, requests, result)
+                budget_headers = await joining.admit()
+                reused, deltas = joining, joining.read(reader)
+            await asyncio.wait_for(source.admitted.wait(), timeout_s)
         except BaseException as exc:
-            alarm.cancel()
+            timer.cancel()
             reader.leave()
-            settle(exc)
+            if reused is not None:
+                reused.close(exc)
             if isinstance(exc, asyncio.TimeoutError):
                 raise late from None
             raise
-        original = making.served
+        original = source.response
         headers: Mapping[str, str] = original.headers if original else {}
         if not first:
-            self._count(joined)
-            headers = _Joined({**paid, SAID: joined}, headers)
+            self._count(result)
+            headers = _JoinedHeaders({**budget_headers, CACHE_HEADER: result}, headers)
 
         def close(error: BaseException | None) -> None:
-            alarm.cancel()
+            timer.cancel()
             reader.leave()
-            settle(error)
+            if reused is not None:
+                reused.close(error)
 
-        names = original if original and joined == "replayed" else None
-        return Served(
-            pieces,
-            headers,
-            close,
-            names.request_id if names else asking.request_id,
-            names.created_s if names else int(time.time()),
-        )
+        if original and result == "replayed":
+            return ResponseDeltas(deltas, headers, close, original.request_id, original.created_s)
+        return ResponseDeltas(deltas, headers, close, context.request_id, int(time.time()))
 
-    def _lasting(self, wanted: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-        """The same for many readers: the time of one is not that of all."""
-        most_s = self._service.settings.request_timeout_s
-        return [dataclasses.replace(one, timeout_s=most_s) for one in wanted]
+    def _with_longest_timeout(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+        """Use the gateway's timeout: a shared generation must outlive its first reader."""
+        timeout_s = self._service.settings.request_timeout_s
+        return [dataclasses.replace(request, timeout_s=timeout_s) for request in requests]
 
-    def _engine(self, asking: RequestContext) -> str:
-        """The hash of the engine that will answer, "" if it is not known or there are several."""
-        return self._rules.engine or self._service.replicas.engine(asking.tenant.pool)
+    def _engine(self, context: RequestContext) -> str:
+        """Return the hash of the engine that will respond; "" if it is unknown or there are several."""
+        return self._rules.engine or self._service.replicas.engine(context.tenant.pool)
 
-    def _keep(
+    def _store(
         self,
         key: str,
         answer: Answer,
-        asked: GenerationRequest,
-        asking: RequestContext,
+        request: GenerationRequest,
+        context: RequestContext,
         engine: str,
         control: CacheControl,
     ) -> None:
-        if not engine or engine != self._engine(asking):
-            return  # it may have come from an engine that was on its way in or out
+        if not engine or engine != self._engine(context):
+            return  # during a roll-out the response may come from the other engine
         if self._cache is not None:
             self._cache.put(key, answer)
         if self._semantic is not None:
-            putting = self._semantic.put(asked, asking.tenant.name, engine, answer, control)
-            task = asyncio.ensure_future(putting)
-            self._keeping.add(task)
-            task.add_done_callback(self._keeping.discard)
+            task = asyncio.ensure_future(self._semantic.put(request, context.tenant.name, engine, answer, control))
+            self._storing.add(task)
+            task.add_done_callback(self._storing.discard)
 
     def _count(self, result: str) -> None:
         self._service.metrics.reuse.labels(result).inc()
 
 
-class _Joined(Mapping[str, str]):
-    """The headers of one that joined an answer: its own, and what was given up in the answer, which may change until
-    its first token."""
+class _JoinedHeaders(Mapping[str, str]):
+    """The headers of a joined response: its own, and the original's degradation, which may change until its first
+    token."""
 
     def __init__(self, own: Mapping[str, str], original: Mapping[str, str]) -> None:
         self._own, self._original = own, original
 
-    def _now(self) -> dict[str, str]:
-        return {name: value for name, value in self._original.items() if name == DEGRADED} | dict(self._own)
+    def _current(self) -> dict[str, str]:
+        return {name: value for name, value in self._original.items() if name == DEGRADED_HEADER} | dict(self._own)
 
     def __getitem__(self, name: str) -> str:
-        return self._now()[name]
+        return self._current()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._now())
+        return iter(self._current())
 
     def __len__(self) -> int:
-        return len(self._now())
+        return len(self._current())
 
 
-class _Making:
-    """An answer that is made for the readers of a SharedStream, its admission included. ``served``: once admitted."""
+class SharedGeneration:
+    """The source of a SharedStream: a response that is admitted and generated once for all its readers.
 
-    def __init__(self, make: Callable[[], Awaitable[Served]]) -> None:
-        self._make = make
-        self.decided = asyncio.Event()  # admitted, or refused: then the refusal is what readers read
-        self.served: Served | None = None
-        self._pieces: AsyncIterator[ChoiceDelta] | None = None
+    admitted: set once the response is admitted or rejected; a rejection is raised to the readers.
+    response: None until it is admitted.
+    """
 
-    def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
-        self._pieces = self._run()
-        return self._pieces
+    def __init__(self, open_: Callable[[], Awaitable[ResponseDeltas]]) -> None:
+        self._open = open_
+        self.admitted = asyncio.Event()
+        self.response: ResponseDeltas | None = None
+        self._deltas: AsyncGenerator[ChoiceDelta, None] | None = None
+
+    def __aiter__(self) -> AsyncGenerator[ChoiceDelta, None]:
+        self._deltas = self._run()
+        return self._deltas
 
     async def aclose(self) -> None:
-        if self._pieces is not None:
-            await self._pieces.aclose()
+        if self._deltas is not None:
+            await self._deltas.aclose()
 
-    async def _run(self) -> AsyncIterator[ChoiceDelta]:
+    async def _run(self) -> AsyncGenerator[ChoiceDelta, None]:
         try:
-            self.served = await self._make()
+            self.response = response = await self._open()
         finally:
-            self.decided.set()
+            self.admitted.set()
         error: BaseException | None = None
         try:
-            async for piece in self.served.pieces:
-                yield piece
+            async for delta in response.deltas:
+                yield delta
         except BaseException as exc:
             error = exc
             raise
         finally:
-            self.served.close(error)
-            await self.served.pieces.aclose()
+            response.close(error)
+            await response.deltas.aclose()
 
 
-async def _kept(pieces: AsyncIterator[ChoiceDelta], keep: Callable[[Answer], None]) -> AsyncIterator[ChoiceDelta]:
-    """``pieces`` of one choice as they are, kept once they have come to their end."""
+async def _stored_at_end(
+    deltas: AsyncGenerator[ChoiceDelta, None], store: Callable[[Answer], None]
+) -> AsyncGenerator[ChoiceDelta, None]:
+    """Pass on the deltas of one choice; store them once they are complete."""
     seen: list[TokenDelta] = []
     try:
-        async for piece in pieces:
-            seen.append(piece.delta)
-            yield piece
+        async for item in deltas:
+            seen.append(item.delta)
+            yield item
     finally:
-        await pieces.aclose()
-    keep(tuple(seen))
+        await deltas.aclose()
+    store(tuple(seen))
 
 
-async def _each(answer: Iterable[TokenDelta]) -> AsyncIterator[ChoiceDelta]:
+async def _replay(answer: Iterable[TokenDelta]) -> AsyncGenerator[ChoiceDelta, None]:
     for delta in answer:
         yield ChoiceDelta(0, delta)
 
 
-def _size(piece: ChoiceDelta) -> int:
-    return size_bytes(piece.delta)
+def _size_bytes(item: ChoiceDelta) -> int:
+    return size_bytes(item.delta)
 
 
-def _start(seen: str | None) -> int:
-    """The first piece that a reader wants which has seen event ``seen``."""
-    if seen is None:
+def _first_event(last_event: str | None) -> int:
+    """Return the number of the first delta to send to a client that has received ``last_event``."""
+    if last_event is None:
         return 0
-    if not (seen.isascii() and seen.isdecimal() and len(seen) < 10):
-        raise InvalidArgument(RESUME_HEADER, f"got {seen!r:.50}; allowed is the id of an event of this stream")
-    return int(seen) + 1
+    if not (last_event.isascii() and last_event.isdecimal() and len(last_event) < 10):
+        raise InvalidArgument(RESUME_HEADER, f"must be the id of an event of this stream, got {last_event!r:.50}")
+    return int(last_event) + 1

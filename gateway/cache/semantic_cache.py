@@ -20,7 +20,7 @@ from contract.generation import GenerationRequest
 from gateway.cache.cache_control import HEADER, CacheControl
 from gateway.cache.embeddings import EmbeddingsClient
 from gateway.cache.request_key import request_key
-from gateway.cache.response_cache import Answer, answer_bytes, whole
+from gateway.cache.response_cache import Answer, answer_bytes, is_complete
 from gateway.config.settings import Settings, variable
 
 MAX_CHARACTERS = 1000  # of a last turn; longer ones are documents, which one vector describes too coarsely
@@ -174,7 +174,7 @@ class SemanticCache:
 
         answer: never a hit of this cache, or a response would drift from prompt to prompt.
         """
-        if not whole(answer) or exclusion(request, control, self._exclude):
+        if not is_complete(answer) or exclusion(request, control, self._exclude):
             return False
         scope, text = cache_scope(request, tenant, engine)
         vector = await self._embedding(scope, text)

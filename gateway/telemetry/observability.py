@@ -18,7 +18,6 @@ from contract.errors import TridentError
 from contract.generation import Usage
 
 if TYPE_CHECKING:
-    from gateway.cache.reused_answer import ReusedAnswer
     from gateway.generation import Generation
     from gateway.request_context import RequestContext
     from gateway.service import Service
@@ -132,13 +131,15 @@ class Metrics:
         if usage is not None and first_s and usage.output_tokens > 1:
             self.per_token.labels(*labels).observe((now_s - first_s) / (usage.output_tokens - 1))
 
-    def reused(self, answer: ReusedAnswer, asking: RequestContext, end: str, error: TridentError | None) -> None:
-        """An answer that needed no engine is over."""
-        labels = (asking.operation, self._model, answer.source, "")
-        self.duration.labels(*labels, end_of(error)).observe(time.monotonic() - answer.began_s)
-        self.ends.labels(end, "", answer.source).inc()
-        if answer.first_s:
-            self.first_token.labels(*labels).observe(answer.first_s - answer.began_s)
+    def reused(
+        self, operation: str, source: str, began_s: float, first_s: float, end: str, error: TridentError | None
+    ) -> None:
+        """Count a reused response that has ended. first_s: when its first token was sent; 0 for never."""
+        labels = (operation, self._model, source, "")
+        self.duration.labels(*labels, end_of(error)).observe(time.monotonic() - began_s)
+        self.ends.labels(end, "", source).inc()
+        if first_s:
+            self.first_token.labels(*labels).observe(first_s - began_s)
 
     def used(self, tenant: str, usage: Usage, source: str = ENGINE) -> None:
         """Tokens of one caller's answer: a prompt once, however many choices were made of it. Those of an engine are

@@ -8,18 +8,10 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from contract.errors import Unauthenticated
-from contract.generation import FinishReason, TokenDelta
 from gateway.admission.permit import Tenant
 from gateway.admission.pool_slots import Shares
-from gateway.api.chat import Chat
-from gateway.api.completions import Completions
-from gateway.api.openai_http import Events
-from gateway.api.schemas import ChatRequest, CompletionRequest
-from gateway.api.vocabulary import Vocabulary
 from tests.fakes.replica import FakeReplica, Script, final_only
 from tests.gateway.running import Running, gateway, until
 
@@ -55,42 +47,6 @@ class Keys:
         if api_key != "right":
             raise Unauthenticated("no such key")
         return Tenant("acme")
-
-
-@given(
-    deltas=st.lists(
-        st.builds(
-            lambda choice, text, ended, counted: (
-                choice,
-                TokenDelta(text, (5,), (-0.5,) * counted, FinishReason.STOP if ended else None),
-            ),
-            st.integers(0, 2),
-            st.text(max_size=5),
-            st.booleans(),
-            st.booleans(),
-        )
-    ),
-    more=st.fixed_dictionaries({}, optional={"stream_options": st.just({"include_usage": True})}),
-    logprobs=st.booleans(),
-    chat=st.booleans(),
-)
-def test_events_say_what_the_form_says_of_each_piece(deltas: list, more: dict, logprobs: bool, chat: bool):
-    def form() -> Chat | Completions:
-        if chat:
-            turns = [{"role": "user", "content": "x"}]
-            asked = ChatRequest(model="demo", messages=turns, stream=True, logprobs=logprobs, **more)
-            return Chat(asked, "r", 7, Vocabulary())
-        asked = CompletionRequest(model="demo", prompt="x", stream=True, logprobs=1 if logprobs else None, **more)
-        return Completions(asked, "r", 7, Vocabulary())
-
-    events, plain, begun = Events(form()), form(), set()
-    for choice, delta in deltas:
-        first = None if choice in begun else plain.first_chunk(choice)
-        begun.add(choice)
-        expected = [said for said in (first, plain.chunk(choice, delta)) if said is not None]
-        found = events.of(choice, delta)
-        assert all(len(line.decode().splitlines()) == 2 for line in found)
-        assert [json.loads(line.removeprefix(b"data: ")) for line in found] == expected
 
 
 async def test_an_event_stream_is_data_lines_up_to_done():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from contract.errors import EngineFailed, InvalidArgument, Overloaded
+from gateway.cache.coalescing import size_bytes
 from gateway.cache.idempotency import Idempotency
 from tests.gateway.scripted_source import ScriptedSource, words
 
@@ -22,7 +23,7 @@ async def _all(reader: Any) -> list:
 
 
 async def test_a_retry_attaches_to_the_running_stream_and_to_the_finished_one(clock: Any) -> None:
-    known, source = Idempotency(clock), ScriptedSource(words(5), hold=True)
+    known, source = Idempotency(clock, size=size_bytes), ScriptedSource(words(5), hold=True)
     first = known.follow("a", "k", "r", source)
     await anext(first)
     retry = asyncio.ensure_future(_all(known.follow("a", "k", "r", source)))
@@ -34,7 +35,7 @@ async def test_a_retry_attaches_to_the_running_stream_and_to_the_finished_one(cl
 
 
 async def test_a_dropped_reader_goes_on_where_it_was(clock: Any) -> None:
-    known, source = Idempotency(clock), ScriptedSource(words(5), hold=True)
+    known, source = Idempotency(clock, size=size_bytes), ScriptedSource(words(5), hold=True)
     dropped = known.follow("a", "k", "r", source)
     assert [(await anext(dropped)).text, (await anext(dropped)).text] == ["w0 ", "w1 "]
     await dropped.aclose()
@@ -46,37 +47,37 @@ async def test_a_dropped_reader_goes_on_where_it_was(clock: Any) -> None:
 
 
 async def test_keys_are_not_shared_across_tenants(clock: Any) -> None:
-    known = Idempotency(clock)
+    known = Idempotency(clock, size=size_bytes)
     mine, theirs = ScriptedSource(words(2)), ScriptedSource(words(3))
     assert await _all(known.follow("a", "k", "r", mine)) == words(2)
     assert await _all(known.follow("b", "k", "r", theirs)) == words(3)
-    with pytest.raises(InvalidArgument, match="Last-Event-ID: there is no such stream"):
+    with pytest.raises(InvalidArgument, match="^Last-Event-ID: "):
         known.follow("c", "k", "r", mine, start=1)
 
 
 async def test_a_key_belongs_to_one_request(clock: Any) -> None:
-    known, source = Idempotency(clock), ScriptedSource(words(2))
+    known, source = Idempotency(clock, size=size_bytes), ScriptedSource(words(2))
     await _all(known.follow("a", "k", "r", source))
-    with pytest.raises(InvalidArgument, match="Idempotency-Key: was used for another request"):
+    with pytest.raises(InvalidArgument, match="^Idempotency-Key: "):
         known.follow("a", "k", "other", source)
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "a\nb", "\x00"])
 async def test_what_is_no_key_is_refused(clock: Any, key: str) -> None:
-    with pytest.raises(InvalidArgument, match="Idempotency-Key: allowed are 1 to 255"):
-        Idempotency(clock).follow("a", key, "r", ScriptedSource(words(1)))
+    with pytest.raises(InvalidArgument, match="^Idempotency-Key: "):
+        Idempotency(clock, size=size_bytes).follow("a", key, "r", ScriptedSource(words(1)))
 
 
 async def test_nobody_resumes_after_what_was_never_sent(clock: Any) -> None:
-    known, source = Idempotency(clock), ScriptedSource(words(2))
+    known, source = Idempotency(clock, size=size_bytes), ScriptedSource(words(2))
     await _all(known.follow("a", "k", "r", source))
     assert await _all(known.follow("a", "k", "r", source, start=2)) == []
-    with pytest.raises(InvalidArgument, match="Last-Event-ID: got 2; the last event of this stream so far is 1"):
+    with pytest.raises(InvalidArgument, match="^Last-Event-ID: "):
         known.follow("a", "k", "r", source, start=3)
 
 
 async def test_a_failed_try_is_tried_again(clock: Any) -> None:
-    known = Idempotency(clock)
+    known = Idempotency(clock, size=size_bytes)
     with pytest.raises(EngineFailed):
         await _all(known.follow("a", "k", "r", ScriptedSource(words(2, None), failure=EngineFailed("broke"))))
     await _settle()
@@ -84,7 +85,7 @@ async def test_a_failed_try_is_tried_again(clock: Any) -> None:
 
 
 async def test_nobody_came_back_in_time_so_the_retry_is_a_new_try(clock: Any) -> None:
-    known, source = Idempotency(clock, linger_s=0.0), ScriptedSource(words(3), hold=True)
+    known, source = Idempotency(clock, size=size_bytes, linger_s=0.0), ScriptedSource(words(3), hold=True)
     dropped = known.follow("a", "k", "r", source)
     await anext(dropped)
     await dropped.aclose()
@@ -95,7 +96,7 @@ async def test_nobody_came_back_in_time_so_the_retry_is_a_new_try(clock: Any) ->
 
 
 async def test_finished_streams_are_forgotten_after_their_time(clock: Any) -> None:
-    known, source = Idempotency(clock, ttl_s=60), ScriptedSource(words(2))
+    known, source = Idempotency(clock, size=size_bytes, ttl_s=60), ScriptedSource(words(2))
     await _all(known.follow("a", "k", "r", source))
     await _settle()
     clock.advance(60)
@@ -104,17 +105,17 @@ async def test_finished_streams_are_forgotten_after_their_time(clock: Any) -> No
 
 
 async def test_bounds_hold(clock: Any) -> None:
-    known = Idempotency(clock, max_running=3, max_finished=2)
+    known = Idempotency(clock, size=size_bytes, max_running=3, max_finished=2)
     source = ScriptedSource(words(2), hold=True)
     readers = [known.follow("a", str(number), "r", source) for number in range(3)]
-    with pytest.raises(Overloaded, match="3 streams with an Idempotency-Key are under way"):
+    with pytest.raises(Overloaded, match="3/3 streams with an Idempotency-Key"):
         known.follow("a", "new", "r", source)
     source.go.set()
     for reader in readers:
         await _all(reader)
     await _settle()
     assert len(known) == 2
-    small = Idempotency(clock, max_bytes=1)
+    small = Idempotency(clock, size=size_bytes, max_bytes=1)
     await _all(small.follow("a", "k", "r", source))
     await _settle()
     assert len(small) == 0 and small._bytes == 0

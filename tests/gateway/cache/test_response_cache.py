@@ -48,5 +48,5 @@ def test_a_caller_may_ask_for_one_that_is_not_old(clock: Any) -> None:
 
 
 def test_sizes_and_times_are_positive(clock: Any) -> None:
-    with pytest.raises(InvalidArgument, match="ttl_s: got 0"):
+    with pytest.raises(InvalidArgument, match="^ttl_s: must be above 0, got 0"):
         ResponseCache(1, 0, clock)

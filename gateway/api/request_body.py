@@ -1,0 +1,59 @@
+"""Read request bodies within bounds of size, memory and time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from starlette.requests import Request
+
+from gateway.admission.body_budget import Lease
+from gateway.api.response_stream import Receive
+
+LINGER_S = 2.0  # how long the rest of a rejected body is discarded
+
+
+class BodyTooLarge(Exception):
+    """The body is larger than allowed."""
+
+
+async def read(request: Request, lease: Lease, max_bytes: int, timeout_s: float) -> bytes:
+    """Return the body, its bytes counted in ``lease`` as they arrive.
+
+    Raises: BodyTooLarge, asyncio.TimeoutError, ClientDisconnect, and Overloaded if ``lease`` cannot hold it.
+    """
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise BodyTooLarge
+
+    async def receive() -> bytes:
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > max_bytes:
+                raise BodyTooLarge
+            lease.take(len(part))
+            parts.append(part)
+        return b"".join(parts)
+
+    return await asyncio.wait_for(receive(), timeout_s)
+
+
+async def discard(receive: Receive) -> None:
+    """Read what is left of a rejected body until its end, the client's disconnect, or ``LINGER_S``.
+
+    A client that is still sending when its connection closes never sees the response.
+    """
+
+    async def drain() -> None:
+        while (message := await receive())["type"] == "http.request" and message.get("more_body"):
+            pass
+
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(drain(), LINGER_S)
+
+
+def bearer_token(header: str) -> str:
+    """Return the token of an ``authorization`` header; empty for another scheme."""
+    scheme, _, token = header.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""

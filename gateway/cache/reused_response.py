@@ -1,0 +1,124 @@
+"""A response that no engine generated for its request: admitted, measured, traced and logged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+from contract.errors import Cancelled, TridentError
+from contract.generation import GenerationRequest, Usage
+from gateway.admission.prompt_tokens import prompt_of
+from gateway.cache.coalescing import SharedReader
+from gateway.choices import ChoiceDelta, total
+from gateway.request_context import RequestContext
+from gateway.service import Service
+from gateway.telemetry import observability
+from gateway.telemetry.observability import end_span
+
+# The metrics' label ``source``, by the value of x-trident-cache.
+SOURCES = {"hit": "cache", "semantic": "semantic", "coalesced": "coalesced", "replayed": "replayed"}
+
+
+class ReusedResponse:
+    """Admit it, ``read`` the deltas through it, then ``close`` it, whatever happens.
+
+    result: the value of x-trident-cache.
+    """
+
+    def __init__(
+        self, service: Service, context: RequestContext, requests: Sequence[GenerationRequest], result: str
+    ) -> None:
+        self._service, self._context, self._requests = service, context, requests
+        self._result, self._source = result, SOURCES[result]
+        self._began_s = time.monotonic()
+        self._first_s = 0.0
+        self._tokens = 0
+        self._usages: dict[int, Usage | None] = {}
+        self._ends: dict[int, str] = {}
+        self._complete = self._closed = False
+        attributes = {
+            "gen_ai.operation.name": context.operation,
+            "gen_ai.provider.name": "trident",
+            "gen_ai.request.model": service.settings.model,
+            "trident.cache": result,
+            "trident.source": self._source,
+        }
+        name = f"{context.operation} {service.settings.model}"
+        self._span = service.tracing.start(name, context.carrier, attributes)
+
+    async def admit(self) -> Mapping[str, str]:
+        """Charge one request; return the budget's response headers.
+
+        Raises: what admission raises; then there is nothing to close.
+        """
+        service = self._service
+        try:
+            service.check_open()
+            self._permit = await service.admission.admit_reader(self._context.tenant)
+        except BaseException as exc:
+            end_span(self._span, exc)
+            if isinstance(exc, TridentError):
+                service.refused(self._context, exc, self._began_s)
+            raise
+        service.metrics.in_flight.inc()
+        return self._permit.headers
+
+    async def read(
+        self, deltas: AsyncGenerator[ChoiceDelta, None] | SharedReader[ChoiceDelta]
+    ) -> AsyncGenerator[ChoiceDelta, None]:
+        """Pass on the deltas and count their tokens."""
+        try:
+            async for item in deltas:
+                self._record(item)
+                yield item
+            self._complete = True
+        finally:
+            await deltas.aclose()
+
+    def close(self, error: BaseException | None) -> None:
+        """Settle and record the response. Safe to call twice.
+
+        error: what the client saw; None if there was no error or the client disconnected.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._permit.settle(None)
+        service, context = self._service, self._context
+        service.metrics.in_flight.dec()
+        if not self._complete and not isinstance(error, TridentError):
+            error = Cancelled("the client disconnected")
+        seen = error if isinstance(error, TridentError) else None
+        usage = self._usage()
+        ends = [self._ends[choice] for choice in sorted(self._ends)]
+        end = observability.end_of(seen) or next(iter(ends), "")
+        service.metrics.reused(context.operation, self._source, self._began_s, self._first_s, end, seen)
+        if usage is not None:
+            service.metrics.used(context.tenant.name, usage, self._source)
+        end_span(self._span, seen, **observability.generation_attributes(usage, ends))
+        service.log(
+            context,
+            seen,
+            self._began_s,
+            reuse=self._result,
+            finish_reason=end if seen is None else "",
+            ttft_s=round(self._first_s - self._began_s, 6) if self._first_s else None,
+            input_tokens=usage.input_tokens if usage else 0,
+            output_tokens=usage.output_tokens if usage else 0,
+        )
+
+    def _record(self, item: ChoiceDelta) -> None:
+        choice, delta = item
+        tokens = len(delta.token_ids) or bool(delta.text)
+        self._tokens += tokens
+        if not self._first_s and (tokens or delta.finish_reason):
+            self._first_s = time.monotonic()
+        if delta.finish_reason:
+            self._ends[choice], self._usages[choice] = delta.finish_reason.value, delta.usage
+
+    def _usage(self) -> Usage | None:
+        """Return the tokens of a complete response; of a cut or resumed one, the tokens that were sent."""
+        if len(self._usages) == len(self._requests):
+            usages = [self._usages[choice] for choice in range(len(self._requests))]
+            return total(usages, [id(prompt_of(request)) for request in self._requests])
+        return Usage(0, self._tokens) if self._tokens else None
