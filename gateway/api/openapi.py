@@ -58,7 +58,7 @@ def document(settings: Settings) -> dict[str, Any]:
             "/v1/models": get("application/json", "401", schema=any_object),
             "/v1/models/{name}": one_model,
             "/health/live": get("text/plain"),
-            "/health/ready": get("text/plain", "503"),
+            "/health/ready": get("application/json", "503", schema=any_object),
             "/health/deep": get("application/json", "404", "503", schema=any_object),
             **(openapi.paths(settings, refusals) if settings.batch_db else {}),
         },
