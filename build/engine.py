@@ -28,7 +28,7 @@ from build.base.architecture import Architecture
 from build.base.checkpoint import Checkpoint, open_checkpoint
 from build.base.fetch import fetch, local_folder
 from build.package import engine_folder, side_files
-from build.recipe import choice, memory, provenance
+from build.recipe import choice, memory, provenance, schema
 from build.recipe import recipe as recipes
 from build.recipe.recipe import Recipe
 from contract.errors import EngineFailed, InvalidArgument, TridentError
@@ -71,7 +71,7 @@ def build(recipe: Recipe, into: Path, say: Say, accept: str | None = None) -> Pa
     TridentError with one sentence (verdict.Refused for a recipe that the rules refuse); then, and after a kill at any
     point, the engine that was there before (or none) is there.
     """
-    if recipe.kind != recipes.CPU:
+    if recipe.kind != schema.CPU:
         raise InvalidArgument("engine", f"{recipe.name} is of kind {recipe.kind!r}; this builds kind 'cpu'")
     checkpoint = open_checkpoint(fetch(recipe.model, recipe.revision))
     folder = into / recipe.name
@@ -250,7 +250,7 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
             raise InvalidArgument("model", f"{lost}; name its model again (MODEL=<hub id or folder>)")
         loaded = recipes.load(path)
         written = recipes.tomllib.loads(path.read_text("utf-8"))
-        if precision is not None and loaded.kind != recipes.CPU:
+        if precision is not None and loaded.kind != schema.CPU:
             raise InvalidArgument("precision", f"{path.name} is of kind {loaded.kind!r}: set its precision in the file")
         return loaded if precision is None else recipes.parse(_in_precision(written, precision), path)
     name = _checked(engine or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip(".-_"))
@@ -258,10 +258,10 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
     arch = open_checkpoint(folder).architecture if folder else _hub_architecture(model, download)
     length = min(arch.max_positions, DEFAULT_SEQ_LEN)
     table = {
-        "kind": recipes.CPU,
+        "kind": schema.CPU,
         "description": "made by build-engine for a given model",
         "model": model if folder is None else str(layout.relative(folder)),
-        "precision": recipes.AUTO,
+        "precision": schema.AUTO,
         "max_batch_size": 64,
         "max_num_tokens": 512,
         "max_seq_len": length,
@@ -289,9 +289,9 @@ def _in_precision(table: dict[str, object], precision: str | None) -> dict[str, 
     if precision in (None, table.get("precision")):
         return table
     left = {"quality", "head_precision"}
-    if table.get("kind") == recipes.CPU and precision != "int4":
+    if table.get("kind") == schema.CPU and precision != "int4":
         left |= {"calibration", "group_size"}
-    if precision == recipes.AUTO:
+    if precision == schema.AUTO:
         left |= {"kv_cache_precision"}
     changes = {"precision": precision}
     if precision == EXACT:
@@ -315,10 +315,10 @@ def _kept_recipe(name: str) -> dict[str, object] | None:
     except TridentError:
         return None
     keys = ("kind", "description", "model", "precision", "max_batch_size", "max_num_tokens", "max_seq_len")
-    if kept.get("kind") != recipes.CPU:
+    if kept.get("kind") != schema.CPU:
         return None
     if kept.get("automatic"):
-        return {key: kept[key] for key in (*keys, "kv_cache_tokens")} | {"precision": recipes.AUTO}
+        return {key: kept[key] for key in (*keys, "kv_cache_tokens")} | {"precision": schema.AUTO}
     calibration = {"calibration": kept["calibration"]} if kept.get("calibration") else {}
     return {key: kept[key] for key in (*keys, "kv_cache_tokens", "kv_cache_precision")} | calibration
 
@@ -343,7 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", metavar="FOLDER_OR_HUB_ID", help="build from this checkpoint, with default limits")
     parser.add_argument(
         "--precision",
-        choices=(*recipes.PRECISIONS[recipes.CPU], EXACT, recipes.AUTO),
+        choices=(*schema.PRECISIONS[schema.CPU], EXACT, schema.AUTO),
         help="of a CPU engine's weights; exact: as stored, with f32 arithmetic and KV cache; auto: the fastest that "
         "passes the quality gate (default: the recipe's; with --model, auto)",
     )
@@ -355,7 +355,7 @@ def main(arguments: list[str] | None = None) -> int:
         recipe = recipe_for(options.engine, options.model, options.precision, download=not options.dry_run)
         if options.dry_run:
             return _plan(recipe, options)
-        if recipe.kind == recipes.CPU:
+        if recipe.kind == schema.CPU:
             build(recipe, layout.ENGINES, _say, options.accept_quality)
         else:
             from build.package import (

@@ -27,7 +27,8 @@ from build.quality.evaluation import Simulated, Speaker
 from build.quantise import environment
 from build.recipe import provenance
 from build.recipe import recipe as recipes
-from build.recipe.recipe import DEFAULT_QUALITY, Calibration, Recipe
+from build.recipe.recipe import DEFAULT_QUALITY, Recipe
+from build.recipe.schema import Calibration
 from contract.errors import EngineFailed, TridentError
 
 MODEL = layout.ROOT / "build" / "demo_model" / "checkpoint"

@@ -14,8 +14,6 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from build.base.option_table import nearest
-
 GENERATIONS = {
     80: "Ampere",
     86: "Ampere",
@@ -112,16 +110,13 @@ def canonical(name: str) -> str:
     return ALIASES.get(word, word)
 
 
-def problem(name: object) -> str | None:
-    """Why ``name`` is not a card of this table, or None."""
-    if isinstance(name, str) and canonical(name) in CARDS:
-        return None
-    near = f"; nearest is {nearest(canonical(name), tuple(CARDS))!r}" if isinstance(name, str) and name else ""
-    return f"allowed is one of {', '.join(CARDS)}{near}"
+def known(name: str) -> bool:
+    """Whether ``name`` is a card of this table."""
+    return canonical(name) in CARDS
 
 
 def find(name: str) -> Gpu:
-    """The card called ``name``; KeyError if ``problem(name)`` has something to say."""
+    """The card called ``name``; KeyError unless it is ``known``."""
     return CARDS[canonical(name)]
 
 

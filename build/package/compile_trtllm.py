@@ -25,7 +25,8 @@ from build.package import container
 from build.recipe import commands
 from build.recipe import recipe as recipes
 from build.recipe.case import Case
-from build.recipe.recipe import TRTLLM, TRTLLM_VERSION, Recipe
+from build.recipe.recipe import Recipe
+from build.recipe.schema import TRTLLM, TRTLLM_VERSION
 from build.recipe.verdict import judge, require
 from contract.errors import EngineFailed, InvalidArgument, TridentError, Unavailable
 

@@ -36,7 +36,8 @@ from build.quality import evaluation
 from build.recipe import commands, provenance
 from build.recipe import recipe as recipes
 from build.recipe.case import Case
-from build.recipe.recipe import CPU, LLMAPI, TRTLLM, TRTLLM_VERSION, Recipe
+from build.recipe.recipe import Recipe
+from build.recipe.schema import CPU, LLMAPI, TRTLLM, TRTLLM_VERSION
 from build.recipe.verdict import judge, require
 from contract import tensors
 from contract.errors import EngineFailed, InvalidArgument, TridentError

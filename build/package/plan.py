@@ -22,7 +22,8 @@ from build.package.stage import CONTAINER, Stage, image_stage, stages
 from build.recipe import choice, commands, memory
 from build.recipe import recipe as recipes
 from build.recipe.case import Case, Finding, Severity
-from build.recipe.recipe import CPU, TRTLLM, Recipe
+from build.recipe.recipe import Recipe
+from build.recipe.schema import CPU, TRTLLM
 from build.recipe.verdict import judge, refused
 from contract.errors import InvalidArgument
 

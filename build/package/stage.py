@@ -11,7 +11,8 @@ from build.base import hardware, layout
 from build.base.shape import Shape
 from build.quality.evaluation import BLOCK_TOKENS, block_count
 from build.recipe import commands, memory
-from build.recipe.recipe import CPU, LLMAPI, Recipe
+from build.recipe.recipe import Recipe
+from build.recipe.schema import CPU, LLMAPI
 
 HERE, CONTAINER = "here", "container"
 IMAGE_GB = 14.2  # compressed size of the 26.04 to 26.07 images

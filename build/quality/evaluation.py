@@ -34,7 +34,7 @@ from build.base.shape import local_folder
 from build.model import decoder
 from build.model.calibration import CPYTHON, open_tokenizer
 from build.quality import comparison, sanity
-from build.recipe import commands, provenance
+from build.recipe import commands, provenance, schema
 from build.recipe import recipe as recipes
 from build.recipe.recipe import DEFAULT_QUALITY, QualityBudget, Recipe
 from contract.errors import EngineFailed, InvalidArgument, TridentError
@@ -285,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         recipe = recipes.named(options.engine)
-        if recipe.kind == recipes.CPU:
+        if recipe.kind == schema.CPU:
             raise InvalidArgument("engine", f"{recipe.name} is of kind 'cpu', which is verified while it is built")
         path = evaluate_checkpoint(recipe, lambda line: print(line, flush=True), options.accept_quality)
     except TridentError as error:

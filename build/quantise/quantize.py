@@ -28,7 +28,7 @@ from build.base.shape import local_folder
 from build.model.calibration import TokenBlocks, open_tokenizer, read_texts, token_blocks
 from build.quantise import hf_quantised, trtllm_checkpoint
 from build.quantise.exporters import export_hf, export_trtllm, link_model, rope_scaling, translated, write_json
-from build.recipe import commands
+from build.recipe import commands, schema
 from build.recipe import recipe as recipes
 from build.recipe.quantization import (
     AWQ_CALIB_SIZE,
@@ -236,10 +236,10 @@ def _move_into_place(partial: Path, output: Path) -> None:
 def from_recipe(name: str, model_dir: Path | None = None, output_dir: Path | None = None) -> Quantization:
     """The job of ``build/recipes/<name>.toml``. Raises RecipeError or InvalidArgument."""
     recipe = recipes.named(name)
-    if recipe.kind not in recipes.GPU_KINDS:
-        problem = f"{name} is of kind {recipe.kind!r}; this stage is for {' and '.join(recipes.GPU_KINDS)}"
+    if recipe.kind not in schema.GPU_KINDS:
+        problem = f"{name} is of kind {recipe.kind!r}; this stage is for {' and '.join(schema.GPU_KINDS)}"
         raise InvalidArgument("engine", problem)
-    if recipe.kind == recipes.TRTLLM and recipe.pp > 1:
+    if recipe.kind == schema.TRTLLM and recipe.pp > 1:
         raise InvalidArgument("pp", f"{name} asks for {recipe.pp} pipeline ranks; this stage splits by tensor only")
     if recipe.convert:
         keys = ", ".join(sorted(recipe.convert))
@@ -262,7 +262,7 @@ def from_recipe(name: str, model_dir: Path | None = None, output_dir: Path | Non
             "output_dir": output_dir or layout.checkpoint(name),
             "qformat": qformat,
             "kv_cache_dtype": None if recipe.kv_cache_precision == "auto" else recipe.kv_cache_precision,
-            "checkpoint_format": TRTLLM if recipe.kind == recipes.TRTLLM else HF,
+            "checkpoint_format": TRTLLM if recipe.kind == schema.TRTLLM else HF,
             "tp_size": recipe.tp,
             "awq_block_size": recipe.group_size,
             "calib_dataset": recipe.calibration.dataset,

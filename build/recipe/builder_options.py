@@ -7,7 +7,7 @@ tables in ``build/trtllm/``; the inputs of ``build/trtllm/ensemble.pbtxt``.
 from __future__ import annotations
 
 from build.recipe.case import Case, RuleBook, Severity
-from build.recipe.recipe import TRTLLM
+from build.recipe.schema import TRTLLM
 
 REFUSE = Severity.REFUSE
 BUILDER_OPTIONS = RuleBook()

@@ -15,7 +15,8 @@ from build.base import layout, option_table
 from build.base.shape import Shape, is_hub_id, local_folder
 from build.model.calibration import CPYTHON
 from build.recipe.quantization import HF, HF_QFORMATS, QFORMATS, Quantization
-from build.recipe.recipe import CPU, LLMAPI, TRTLLM, Recipe
+from build.recipe.recipe import Recipe
+from build.recipe.schema import CPU, LLMAPI, TRTLLM
 
 QUANTIZE, CONVERT = "quantize", "convert"
 QUANT_ALGO = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from build.base.shape import local_folder
 from build.recipe import commands
 from build.recipe.case import Case, RuleBook, Severity
-from build.recipe.recipe import CPU, TRTLLM, Calibration
+from build.recipe.schema import CPU, TRTLLM, Calibration
 
 EFFECTS = RuleBook()
 

@@ -15,8 +15,8 @@ from build.model.calibration import CNN_DAILYMAIL, CPYTHON
 from build.recipe import commands, memory
 from build.recipe.case import Case, RuleBook, Severity
 from build.recipe.quantization import bias_problem
-from build.recipe.recipe import CPU, LLMAPI, TRTLLM, TRTLLM_VERSION
 from build.recipe.rules import integer_weights_fail_on_sm_100
+from build.recipe.schema import CPU, LLMAPI, TRTLLM, TRTLLM_VERSION
 
 REFUSE, WARN = Severity.REFUSE, Severity.WARN
 CHECKS = RuleBook()

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from build.base import hardware
 from build.base.architecture import Architecture
-from build.recipe.recipe import CPU, Recipe
+from build.recipe.recipe import Recipe
+from build.recipe.schema import CPU
 
 GIB = 1024**3
 BLOCK_TOKENS = 32  # tokens of one KV block, trtllm-build's default and OpenVINO's

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from build.base import digest, layout
 from build.base.checkpoint import Checkpoint
-from build.recipe.recipe import CPU, Recipe
+from build.recipe.recipe import Recipe
+from build.recipe.schema import CPU
 from contract.manifest import EngineManifest
 
 

@@ -1,22 +1,25 @@
 """A recipe: how one engine is made, read from ``build/recipes/<engine>.toml``.
 
-``load`` checks form only: known keys, types, ranges, and that the keys belong to the recipe's kind. Whether the
-combination works on the target GPU is ``rules.py``'s question. ``KEYS`` is the list of everything a recipe may say.
+``load`` checks form only: the keys, types and limits of ``schema.py``. Whether the combination works on the target GPU
+is checked by the rules (``verdict.py``).
 """
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from build.base import hardware, layout
 from build.base.option_table import closest, nearest, shown
 from build.base.option_table import read as read_option_table
+from build.recipe import schema
+from build.recipe.schema import AUTO, CPU, IMAGE, KINDS, Calibration, CpuCalibration
 from contract.errors import InvalidArgument
 
 if sys.version_info >= (3, 11):
@@ -26,35 +29,7 @@ else:  # the same parser under its older name
 
 MAX_NEAREST = 3  # names offered for one that is not there
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-CPU, TRTLLM, LLMAPI = "cpu", "trtllm", "llmapi"
-KINDS = (CPU, TRTLLM, LLMAPI)
-GPU_KINDS = (TRTLLM, LLMAPI)
-
-TRTLLM_VERSION = "1.2.1"
-# One image builds and serves, so TensorRT is the same on both sides.
-IMAGE = "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
-
-PRECISIONS = {
-    CPU: ("bf16", "fp16", "fp32", "int8", "int4"),
-    TRTLLM: ("bf16", "fp8", "fp8_pc_pt", "int4_awq", "w4a8_awq", "int8_sq", "int8_wo", "int4_wo", "nvfp4"),
-    LLMAPI: ("bf16", "fp8", "fp8_pc_pt", "int4_awq", "w4a8_awq", "nvfp4"),
-}
-AUTO = "auto"  # precision of a CPU recipe: the fastest setting of choice.py that passes the quality gate
 FIRST_TRIED = "int8"
-HEAD_PRECISIONS = ("int8", "bf16")
-KV_CACHE_PRECISIONS = {
-    CPU: ("u8", "f16", "bf16", "f32"),  # OpenVINO's KV_CACHE_PRECISION
-    TRTLLM: ("auto", "fp8", "int8"),  # auto = the model's own dtype
-    LLMAPI: ("auto", "fp8"),
-}
-SPECULATIVE_KEYS = {
-    "draft_tokens_external": ("max_draft_len",),
-    "lookahead_decoding": ("window_size", "ngram_size", "verification_set_size"),
-    "medusa": ("max_draft_len", "medusa_model", "num_medusa_heads", "choices"),
-    "explicit_draft_tokens": ("max_draft_len",),
-    "eagle": ("max_draft_len", "choices"),
-}
-OPTIMIZE_FOR = ("balanced", "latency", "throughput")
 
 
 class RecipeError(InvalidArgument):
@@ -67,23 +42,7 @@ class RecipeError(InvalidArgument):
         super().__init__(f"{file}: {key[:128]}" if key else file, problem)
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """The texts activations are measured on.
-
-    dataset: ``cnn_dailymail``, ``cpython`` (the standard library, read by our own stages only) or a local folder that
-    loads with split ``train`` and a ``text`` column.
-    size: texts. max_seq_length: tokens kept of each. batch_size: texts per forward pass.
-    """
-
-    dataset: str = "cnn_dailymail"
-    size: int = 512
-    batch_size: int = 8
-    max_seq_length: int = 2048
-
-
-# A pass over 8192 tokens takes seconds for a small model and minutes for one of a billion parameters.
-CPU_CALIBRATION = Calibration(dataset="cpython", size=32, batch_size=1, max_seq_length=256)
+CPU_CALIBRATION = Calibration(**asdict(CpuCalibration()))
 
 
 @dataclass(frozen=True)
@@ -136,26 +95,14 @@ DEFAULT_QUALITY = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """One engine, as wanted. Limits are of the engine, so of all requests together unless said otherwise.
+    """One engine to build: a recipe file with every default filled in. ``docs/recipes.md`` explains each key.
 
-    name: the file's stem; also the engine's folder and its ``configs/<name>.pbtxt``.
-    model: Hugging Face id or local folder; revision: the hub commit, None for the newest.
-    max_batch_size: sequences running at once. max_num_tokens: tokens of one step over all sequences.
-    max_seq_len: prompt plus output of one sequence; None only when a trtllm recipe leaves it out (rule R11 refuses it).
-    prefix_reuse: prompts that begin alike share KV blocks. chunked_context: long prompts are prefilled in pieces.
+    max_seq_len: None only when a trtllm recipe leaves it out (rule R11 refuses it).
+    automatic: the build chooses precision, head_precision and kv_cache_precision by measuring (precision "auto").
+    calibration: None for CPU weights that are rounded to nearest.
+    kv_cache_tokens: the KV pool on the CPU; on a GPU its upper limit, or None.
+    gpu, sm: both set for the GPU kinds; the file gives one or both.
     given: keys the file sets itself, so that one without effect is refused even where it repeats its default.
-    group_size: input columns that share a weight scale (AWQ block size; int4 groups on the CPU).
-
-    cpu: head_precision is that of the embedding and lm_head under int8 or int4 weights: int8, or bf16, which costs a
-    byte per entry and gives back a third of int8's loss. automatic: the build chooses precision, head_precision and
-    kv_cache_precision by measuring (precision "auto" in the file). With calibration, for int4 only, ``gptq.py``
-    chooses the weights; without (None) they are rounded to nearest. kv_cache_tokens is the size of the KV pool. On a
-    GPU it is an upper bound of the pool, None for kv_cache_fraction of the memory left after load alone.
-    trtllm, llmapi: gpu names a card of ``hardware.py`` and sm its compute capability times ten (90 for 9.0); a recipe
-    gives either, ``load`` fills in the other (the reference card of an sm); tp and pp are tensor- and
-    pipeline-parallel ranks; image is the container that builds and serves.
-    trtllm: build, quantize and convert are options passed on to the programs of those names, checked against their
-    option tables; they win over what the plan would choose.
     """
 
     name: str
@@ -198,115 +145,6 @@ class Recipe:
         return self.tp * self.pp
 
 
-# A check takes a value and says what is allowed instead, or returns None.
-Check = Callable[[object], "str | None"]
-
-
-def _integer(low: int, high: int) -> Check:
-    def check(value: object) -> str | None:
-        ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-        return None if ok else f"allowed is an integer from {low} to {high}"
-
-    return check
-
-
-def _number(low: float, high: float) -> Check:
-    def check(value: object) -> str | None:
-        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        return None if ok and low <= value <= high else f"allowed is a number from {low:g} to {high:g}"
-
-    return check
-
-
-def _boolean(value: object) -> str | None:
-    return None if isinstance(value, bool) else "allowed is true or false"
-
-
-def _text(value: object) -> str | None:
-    ok = isinstance(value, str) and value.strip() and value.isprintable()
-    return None if ok else "allowed is a non-empty string on one line"
-
-
-def _matching(pattern: str, what: str) -> Check:
-    def check(value: object) -> str | None:
-        ok = isinstance(value, str) and re.fullmatch(pattern, value) and ".." not in value
-        return None if ok else f"allowed is {what}"
-
-    return check
-
-
-def _one_of(*allowed: object) -> Check:
-    def check(value: object) -> str | None:
-        if type(value) in {type(a) for a in allowed} and value in allowed:
-            return None
-        words = tuple(map(str, allowed))
-        near = f"; nearest is {nearest(value, words)!r}" if isinstance(value, str) else ""
-        return f"allowed is one of {', '.join(words)}{near}"
-
-    return check
-
-
-@dataclass(frozen=True)
-class _Key:
-    check: Check | None = None  # None: the allowed values depend on the kind, or the value is a table
-    kinds: tuple[str, ...] = KINDS
-    required_for: tuple[str, ...] = ()
-
-
-KEYS: dict[str, _Key] = {
-    "name": _Key(_text),
-    "kind": _Key(_one_of(*KINDS), required_for=KINDS),
-    "description": _Key(_text),
-    "model": _Key(_text, required_for=KINDS),
-    "revision": _Key(_matching(r"[A-Za-z0-9][A-Za-z0-9._/-]*", "a branch, tag or commit of the hub")),
-    "precision": _Key(required_for=KINDS),
-    "kv_cache_precision": _Key(),
-    "head_precision": _Key(_one_of(*HEAD_PRECISIONS), (CPU,)),
-    "max_batch_size": _Key(_integer(1, 4096), required_for=KINDS),
-    "max_num_tokens": _Key(_integer(1, 1_048_576), required_for=KINDS),
-    "max_seq_len": _Key(_integer(2, 10_485_760), required_for=(CPU, LLMAPI)),
-    "prefix_reuse": _Key(_boolean),
-    "chunked_context": _Key(_boolean),
-    "group_size": _Key(_one_of(32, 64, 128, 256)),
-    "kv_cache_tokens": _Key(_integer(32, 2**31 - 1), required_for=(CPU,)),
-    "kv_cache_fraction": _Key(_number(0.01, 1.0), GPU_KINDS),
-    "gpu": _Key(hardware.problem, GPU_KINDS),
-    "sm": _Key(_one_of(*hardware.SMS), GPU_KINDS),
-    "tp": _Key(_one_of(1, 2, 4, 8, 16), GPU_KINDS),
-    "pp": _Key(_one_of(1, 2, 4, 8, 16), GPU_KINDS),
-    "max_beam_width": _Key(_integer(1, 64), (TRTLLM,)),
-    "multiple_profiles": _Key(_boolean, (TRTLLM,)),
-    "optimize_for": _Key(_one_of(*OPTIMIZE_FOR), (TRTLLM,)),
-    "image": _Key(_matching(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "a container image, e.g. registry/name:tag"), GPU_KINDS),
-    "calibration": _Key(),
-    "speculative_decoding": _Key(kinds=(TRTLLM,)),
-    "quality": _Key(),
-    "build": _Key(kinds=(TRTLLM,)),
-    "quantize": _Key(kinds=(TRTLLM,)),
-    "convert": _Key(kinds=(TRTLLM,)),
-    "environment": _Key(kinds=GPU_KINDS),
-}
-_CALIBRATION: dict[str, Check] = {
-    "dataset": _text,
-    "size": _integer(1, 100_000),
-    "batch_size": _integer(1, 1024),
-    "max_seq_length": _integer(8, 131_072),
-}
-_QUALITY: dict[str, Check] = {
-    "perplexity_ratio": _number(1.0, 10.0),
-    "top1_agreement": _number(0.0, 1.0),
-    "kl": _number(0.0, 10.0),
-}
-_SPECULATIVE: dict[str, Check] = {
-    "mode": _one_of(*SPECULATIVE_KEYS),
-    "max_draft_len": _integer(1, 1024),
-    "window_size": _integer(1, 64),
-    "ngram_size": _integer(1, 64),
-    "verification_set_size": _integer(1, 64),
-    "medusa_model": _text,
-    "num_medusa_heads": _integer(1, 16),
-    "choices": _text,
-}
 # Options the recipe has its own keys for: one value, one home.
 _OWN_KEY = {
     "build": {
@@ -341,8 +179,12 @@ _OWN_KEY = {
         "group_size": "group_size",
     },
 }
+_PROGRAMS = {
+    "build": ("trtllm_build",),
+    "quantize": ("quantize",),
+    "convert": ("convert_checkpoint_llama", "convert_checkpoint_qwen"),
+}
 _PATHS = ("checkpoint_dir", "model_dir", "output_dir")  # the plan's own
-_TABLES = {"calibration", "speculative_decoding", "quality", "build", "quantize", "convert", "environment"}
 
 
 def named(engine: str) -> Recipe:
@@ -381,100 +223,115 @@ def load(path: Path | str) -> Recipe:
 def parse(table: Mapping[str, object], path: Path | str) -> Recipe:
     """The recipe inside a TOML table; ``path`` gives it its name and stands in its errors."""
     path = Path(path)
-    for key in table:
-        if key not in KEYS:
-            raise RecipeError(path, key, _unknown(key, tuple(KEYS)))
-    kind = table.get("kind")
-    if "kind" not in table:
-        raise RecipeError(path, "kind", f"is missing; allowed is one of {', '.join(KINDS)}")
-    _require(path, "kind", kind, KEYS["kind"].check)
-
-    for key, rule in KEYS.items():
-        if key in table and kind not in rule.kinds:
-            raise RecipeError(path, key, f"does not apply to kind {kind!r}; it belongs to {' and '.join(rule.kinds)}")
-        if key not in table and kind in rule.required_for:
-            raise RecipeError(path, key, f"is missing; every recipe of kind {kind!r} must set it")
-        if key in table and key in _TABLES:
-            if not isinstance(table[key], Mapping):
-                raise RecipeError(path, key, f"got {shown(table[key])}; allowed is a table: [{key}]")
-        elif key in table and rule.check is not None:
-            _require(path, key, table[key], rule.check)
-    _require(path, "precision", table["precision"], _one_of(*PRECISIONS[kind], *((AUTO,) if kind == CPU else ())))
-    kv_default = KV_CACHE_PRECISIONS[kind][0]
-    _require(
-        path, "kv_cache_precision", table.get("kv_cache_precision", kv_default), _one_of(*KV_CACHE_PRECISIONS[kind])
-    )
+    _refuse_unknown(path, "", table, schema.KEYS)
+    _refuse_unknown(path, "speculative_decoding", table.get("speculative_decoding"), schema.SPECULATIVE_KEYS)
+    try:
+        declared = schema.FILE.validate_python(dict(table))
+    except ValidationError as exc:
+        raise _refusal(path, table, exc) from exc
     if not NAME.fullmatch(path.stem):
-        raise RecipeError(path, "name", f"got {path.stem!r}; a recipe's file name is letters, digits, '.', '_' and '-'")
-    if table.get("name", path.stem) != path.stem:
-        raise RecipeError(path, "name", f"got {table['name']!r}; a recipe is named by its file: {path.stem!r}")
-    if kind in GPU_KINDS and "gpu" not in table and "sm" not in table:
-        raise RecipeError(path, "gpu", "is missing; name the target card (gpu) or its compute capability (sm, e.g. 90)")
+        raise RecipeError(
+            path, "name", f"a recipe's file name must be letters, digits, '.', '_' and '-', got {path.stem!r}"
+        )
+    if declared.name not in (None, path.stem):
+        raise RecipeError(path, "name", f"must be the file's name, {path.stem!r}, got {shown(declared.name)}")
 
-    values = {key: value for key, value in table.items() if key not in _TABLES}
-    if kind in GPU_KINDS:
-        values |= _card(path, table)
-    values |= {"name": path.stem, "kv_cache_precision": table.get("kv_cache_precision", kv_default)}
-    values.setdefault("max_seq_len", None)
-    if table["precision"] == AUTO:
+    names = {entry.name for entry in fields(Recipe)}
+    values = {key: value for key, value in declared if key in names}
+    values |= {"name": path.stem, "given": tuple(table)}
+    if isinstance(declared, schema.CpuRecipe):
+        values |= _chosen(path, table, declared)
+    else:
+        values |= _card(path, declared) | {"environment": _environment(path, declared.environment)}
+    if isinstance(declared, schema.TrtllmRecipe):
+        values["speculative_decoding"] = _speculative(declared.speculative_decoding)
+        for name, programs in _PROGRAMS.items():
+            values[name] = _options(path, name, values[name], programs)
+    values["quality"] = _quality(declared.quality, DEFAULT_QUALITY[str(values["precision"])])
+    return Recipe(**values)
+
+
+def _refuse_unknown(path: Path, name: str, table: object, known: tuple[str, ...]) -> None:
+    for key in table if isinstance(table, Mapping) else ():
+        if key not in known:
+            raise RecipeError(path, f"{name}.{key}" if name else key, _unknown(key, known))
+
+
+def _unknown(key: str, known: tuple[str, ...]) -> str:
+    return f"unknown key; nearest is {nearest(key, known)!r}; must be one of {', '.join(known)}"
+
+
+def _refusal(path: Path, table: Mapping[str, object], error: ValidationError) -> RecipeError:
+    """The first problem that pydantic found, keys that do not belong before values, in our words."""
+    found = error.errors(include_url=False, include_context=False)
+    first = min(found, key=lambda entry: entry["type"] not in ("extra_forbidden", "unexpected_keyword_argument"))
+    keys = tuple(str(part) for part in first["loc"][1:])  # without the kind
+    declared: type = schema.RECIPE_TABLES.get(str(table.get("kind")), schema.AnyRecipe)
+    if keys[:1] == ("speculative_decoding",) and len(keys) > 1:  # without the mode
+        declared, keys = schema.MODES[keys[1]], (keys[0], *keys[2:])
+    elif len(keys) > 1:
+        declared = {"quality": schema.Quality}.get(keys[0]) or (CpuCalibration if table["kind"] == CPU else Calibration)
+    if first["type"].startswith("union_tag"):
+        key, tags = ("mode", tuple(schema.MODES)) if keys else ("kind", KINDS)
+        holder = table[keys[0]] if keys else table
+        assert isinstance(holder, Mapping)
+        return RecipeError(path, ".".join((*keys, key)), _must_be(f"one of {', '.join(tags)}", holder, key, tags))
+    key, known = keys[-1], schema.fields_of(declared)
+    name = ".".join(keys)
+    if key not in known:
+        if len(keys) == 1:
+            kinds = [kind for kind, other in schema.RECIPE_TABLES.items() if key in schema.fields_of(other)]
+            return RecipeError(
+                path, name, f"does not apply to kind {table['kind']!r}; it belongs to {' and '.join(kinds)}"
+            )
+        if declared in schema.SPECULATIVE_TABLES:
+            mode = first["loc"][2]
+            return RecipeError(path, name, f"does not apply to mode {mode!r}; must be one of {', '.join(known)}")
+        return RecipeError(path, name, _unknown(key, tuple(known)))
+    limit = schema.limit(known[key])
+    must_be = limit.must_be if limit else f"a table: [{name}]"
+    holder = {} if first["type"] == "missing" else {key: first["input"]}
+    return RecipeError(path, name, _must_be(must_be, holder, key, limit.names if limit else ()))
+
+
+def _must_be(must_be: str, holder: Mapping[str, object], key: str, names: tuple[str, ...]) -> str:
+    """``must be …, got …``, with the nearest of ``names`` to a wrong one; or that the key is missing."""
+    if key not in holder:
+        return f"is missing; must be {must_be}"
+    value = holder[key]
+    near = f"; nearest is {nearest(value[:128].lower(), names)!r}" if names and isinstance(value, str) and value else ""
+    return f"must be {must_be}, got {shown(value)}{near}"
+
+
+def _chosen(path: Path, table: Mapping[str, object], declared: schema.CpuRecipe) -> dict[str, object]:
+    """What of a CPU recipe is not as the file has it: precision "auto" is the first setting that is tried."""
+    if declared.precision == AUTO:
         for key in ("kv_cache_precision", "head_precision", "calibration", "group_size"):
             if key in table:
                 raise RecipeError(path, key, f"does not go with precision {AUTO!r}, which chooses it; leave it out")
-        values |= {"precision": FIRST_TRIED, "automatic": True}
-    precision = str(values["precision"])
-    if values.get("head_precision", "int8") != "int8" and precision not in ("int8", "int4"):
+        return {"precision": FIRST_TRIED, "automatic": True}
+    precision = declared.precision
+    if declared.head_precision != "int8" and precision not in ("int8", "int4"):
         problem = f"has no effect on {precision} weights, whose embedding and lm_head are {precision} too; leave it out"
         raise RecipeError(path, "head_precision", problem)
-    return Recipe(
-        **values,
-        calibration=_calibration(path, table),
-        speculative_decoding=_speculative(path, table),
-        quality=_quality(path, table, DEFAULT_QUALITY[precision]),
-        build=_options(path, "build", table, ("trtllm_build",)),
-        quantize=_options(path, "quantize", table, ("quantize",)),
-        convert=_options(path, "convert", table, ("convert_checkpoint_llama", "convert_checkpoint_qwen")),
-        environment=_environment(path, table),
-        given=tuple(table),
-    )
+    calibration = declared.calibration
+    return {"calibration": Calibration(**asdict(calibration)) if calibration else None}
 
 
-def _card(path: Path, table: Mapping) -> dict[str, object]:
-    if "gpu" not in table:
-        return {"gpu": hardware.reference(table["sm"]).name, "sm": table["sm"]}
-    card = hardware.find(table["gpu"])
-    if table.get("sm", card.sm) != card.sm:
-        raise RecipeError(path, "sm", f"got {table['sm']}; {card.name} is SM {card.sm}, so allowed is {card.sm}")
+def _card(path: Path, declared: schema.GpuRecipe) -> dict[str, object]:
+    """``gpu`` and ``sm``, each found from the other where the file has one."""
+    if declared.gpu is None and declared.sm is None:
+        raise RecipeError(path, "gpu", "is missing; name the target card (gpu) or its compute capability (sm, e.g. 90)")
+    if declared.gpu is None:
+        return {"gpu": hardware.reference(declared.sm).name}
+    card = hardware.find(declared.gpu)
+    if declared.sm not in (None, card.sm):
+        raise RecipeError(path, "sm", f"must be {card.sm}, the SM of {card.name}, got {declared.sm}")
     return {"gpu": card.name, "sm": card.sm}
 
 
-def _unknown(key: str, allowed: tuple[str, ...]) -> str:
-    return f"unknown key; nearest is {nearest(key, allowed)!r}; allowed are {', '.join(allowed)}"
-
-
-def _require(path: Path, key: str, value: object, check: Check) -> None:
-    if (allowed := check(value)) is not None:
-        raise RecipeError(path, key, f"got {shown(value)}; {allowed}")
-
-
-def _checked(path: Path, name: str, table: Mapping, checks: Mapping[str, Check]) -> dict:
-    values = dict(table.get(name, {}))
-    for key, value in values.items():
-        if key not in checks:
-            raise RecipeError(path, f"{name}.{key}", _unknown(key, tuple(checks)))
-        _require(path, f"{name}.{key}", value, checks[key])
-    return values
-
-
-def _calibration(path: Path, table: Mapping) -> Calibration | None:
-    if table["kind"] == CPU and "calibration" not in table:
-        return None
-    default = CPU_CALIBRATION if table["kind"] == CPU else Calibration()
-    return replace(default, **_checked(path, "calibration", table, _CALIBRATION))
-
-
-def _quality(path: Path, table: Mapping, default: QualityBudget) -> QualityBudget:
-    given = {k: float(v) for k, v in _checked(path, "quality", table, _QUALITY).items()}
-    return QualityBudget(**({f.name: getattr(default, f.name) for f in fields(default)} | given))
+def _quality(declared: schema.Quality | None, default: QualityBudget) -> QualityBudget:
+    return replace(default, **declared.model_dump(exclude_none=True)) if declared else default
 
 
 def lookahead_draft_len(window: int, ngram: int, verification: int) -> int:
@@ -485,44 +342,26 @@ def lookahead_draft_len(window: int, ngram: int, verification: int) -> int:
     return 0 if ngram == 1 else (ngram - 2) + (window - 1 + verification) * (ngram - 1)
 
 
-def _speculative(path: Path, table: Mapping) -> SpeculativeDecoding | None:
-    name = "speculative_decoding"
-    if name not in table:
+def _speculative(declared: schema.Lookahead | schema.Medusa | schema.Eagle | schema.Drafted | None):
+    if declared is None:
         return None
-    values = _checked(path, name, table, _SPECULATIVE)
-    if "mode" not in values:
-        raise RecipeError(path, f"{name}.mode", f"is missing; allowed is one of {', '.join(SPECULATIVE_KEYS)}")
-    mode = values["mode"]
-    for key in values:
-        if key != "mode" and key not in SPECULATIVE_KEYS[mode]:
-            allowed = ", ".join(SPECULATIVE_KEYS[mode])
-            raise RecipeError(path, f"{name}.{key}", f"does not apply to mode {mode!r}; allowed are {allowed}")
-    if mode == "lookahead_decoding":
-        for key in SPECULATIVE_KEYS[mode]:
-            if key not in values:
-                raise RecipeError(path, f"{name}.{key}", "is missing; lookahead needs all three sizes, e.g. 7")
+    values = declared.model_dump()
+    if isinstance(declared, schema.Lookahead):
         values["max_draft_len"] = lookahead_draft_len(
-            values["window_size"], values["ngram_size"], values["verification_set_size"]
-        )
-    elif "max_draft_len" not in values:
-        raise RecipeError(
-            path, f"{name}.max_draft_len", f"is missing; mode {mode!r} must say how many tokens it drafts"
+            declared.window_size, declared.ngram_size, declared.verification_set_size
         )
     return SpeculativeDecoding(**values)
 
 
-def _options(path: Path, name: str, table: Mapping, programs: tuple[str, ...]) -> dict[str, object]:
+def _options(path: Path, name: str, values: dict[str, object], programs: tuple[str, ...]) -> dict[str, object]:
     """Options passed on to a program; with several programs (one per model family) one of them must know the option."""
-    values = dict(table.get(name, {}))
     for key, value in values.items():
         if key in _PATHS:
             raise RecipeError(path, f"{name}.{key}", "is chosen by the build; leave it out")
         if key in _OWN_KEY[name]:
             raise RecipeError(path, f"{name}.{key}", f"is set by the recipe's own key: {_OWN_KEY[name][key]}")
         if key == "cp_size" and value != 1:
-            raise RecipeError(
-                path, f"{name}.{key}", f"got {shown(value)}; allowed is 1: context parallelism is not offered"
-            )
+            raise RecipeError(path, f"{name}.{key}", f"must be 1 (no context parallelism), got {shown(value)}")
         if name == "build" and key in ("tp_size", "pp_size", "tp", "pp"):
             raise RecipeError(
                 path, f"{name}.{key}", "trtllm-build has no such option (R33): set tp and pp on the recipe"
@@ -533,11 +372,10 @@ def _options(path: Path, name: str, table: Mapping, programs: tuple[str, ...]) -
     return values
 
 
-def _environment(path: Path, table: Mapping) -> dict[str, str]:
-    values = dict(table.get("environment", {}))
+def _environment(path: Path, values: Mapping[str, object]) -> dict[str, str]:
     for key, value in values.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
-            raise RecipeError(path, f"environment.{key}", "allowed is a name of letters, digits and '_'")
+            raise RecipeError(path, f"environment.{key}", "must be a name of letters, digits and '_'")
         if not isinstance(value, str) or "\0" in value:
-            raise RecipeError(path, f"environment.{key}", f"got {shown(value)}; allowed is a string")
-    return values
+            raise RecipeError(path, f"environment.{key}", f"must be a string, got {shown(value)}")
+    return {key: str(value) for key, value in values.items()}

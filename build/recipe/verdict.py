@@ -18,18 +18,9 @@ from build.recipe.builder_options import BUILDER_OPTIONS
 from build.recipe.case import Case, Finding, Severity
 from build.recipe.drafting import DRAFTING
 from build.recipe.fitness import CHECKS
-from build.recipe.recipe import (
-    CPU,
-    IMAGE,
-    KV_CACHE_PRECISIONS,
-    PRECISIONS,
-    TRTLLM,
-    Calibration,
-    Recipe,
-    RecipeError,
-    load,
-)
+from build.recipe.recipe import Recipe, RecipeError, load
 from build.recipe.rules import EAGLE_BATCH, EAGLE_DRAFT, RULES
+from build.recipe.schema import CPU, IMAGE, KV_CACHE_PRECISIONS, PRECISIONS, TRTLLM, Calibration
 from contract.errors import InvalidArgument
 
 # Keys in which a recipe may differ from the one that is named as an alternative.

@@ -16,7 +16,7 @@ from benchmarks import checkpoints
 from build import engine
 from build.base import host, layout, shape
 from build.package import plan
-from build.recipe import memory
+from build.recipe import memory, schema
 from build.recipe import recipe as recipes
 from build.recipe.verdict import Refused
 from contract.errors import EngineFailed, InvalidArgument, TridentError, Unavailable
@@ -225,7 +225,7 @@ def test_another_precision_leaves_a_recipes_calibration_behind():
 def test_changed_calibration_texts_build_it_again(checkpoint, tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "train.txt").write_text("some text to calibrate on " * 40)
-    asked = recipes.Calibration(dataset=str(tmp_path / "texts"), size=2, max_seq_length=64)
+    asked = schema.Calibration(dataset=str(tmp_path / "texts"), size=2, max_seq_length=64)
     made = dataclasses.replace(engine.recipe_for("mine", str(checkpoint), "int4"), calibration=asked)
     assert any("calibrating on 2 sequences of 64 tokens" in line for line in build(made, tmp_path / "engines"))
     assert len(build(made, tmp_path / "engines")) == 1
@@ -309,7 +309,7 @@ def test_settings_beyond_this_machines_memory_are_not_tried(checkpoint, tmp_path
 
 def test_ctrl_c_is_one_line_and_leaves_nothing_half_built(checkpoint, tmp_path):
     code = (
-        "import signal, program\n"
+        "import signal; from build.base import program\n"
         "stop = lambda line: line.startswith('writing') and signal.raise_signal(signal.SIGINT)\n"
         "sys.exit(program.run(lambda: engine.build(made, into, stop), 'build-engine'))"
     )
@@ -398,9 +398,9 @@ def test_the_command_of_a_plan_builds_what_was_planned(checkpoint, capsys):
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(layout.RECIPES.glob("demo*.toml"))])
-@pytest.mark.parametrize("precision", recipes.PRECISIONS[recipes.CPU])
+@pytest.mark.parametrize("precision", schema.PRECISIONS[schema.CPU])
 def test_every_cpu_recipe_can_be_planned_in_every_precision(name, precision, capsys):
-    if recipes.named(name).kind != recipes.CPU:
+    if recipes.named(name).kind != schema.CPU:
         pytest.skip("the precision of a GPU recipe is its own")
     assert engine.main(["--engine", name, "--precision", precision, "--dry-run"]) == 0
     assert "verdict    needs " in capsys.readouterr().out

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from build.base import hardware
 from build.base import shape as shapes
 from build.recipe import recipe as recipes
-from build.recipe import verdict
+from build.recipe import schema, verdict
 from build.recipe.case import Case
 from build.recipe.recipe import Recipe
 
@@ -96,8 +96,8 @@ def tables(draw: st.DrawFn) -> dict[str, object]:
     given = {
         "kind": "trtllm",
         "model": draw(st.sampled_from(MODELS)),
-        "precision": draw(st.sampled_from(recipes.PRECISIONS[recipes.TRTLLM])),
-        "kv_cache_precision": draw(st.sampled_from(recipes.KV_CACHE_PRECISIONS[recipes.TRTLLM])),
+        "precision": draw(st.sampled_from(schema.PRECISIONS[schema.TRTLLM])),
+        "kv_cache_precision": draw(st.sampled_from(schema.KV_CACHE_PRECISIONS[schema.TRTLLM])),
         "gpu": card,
         "tp": draw(st.sampled_from([1, 1, 2, 4, 8])),
         "pp": draw(st.sampled_from([1, 1, 1, 2])),
@@ -106,7 +106,7 @@ def tables(draw: st.DrawFn) -> dict[str, object]:
         "max_seq_len": draw(st.integers(64, 32_768)),
         "max_beam_width": draw(st.sampled_from([1, 1, 1, 4])),
         "multiple_profiles": draw(st.booleans()),
-        "optimize_for": draw(st.sampled_from(recipes.OPTIMIZE_FOR)),
+        "optimize_for": draw(st.sampled_from(schema.OPTIMIZE_FOR)),
         "prefix_reuse": draw(st.booleans()),
         "chunked_context": draw(st.booleans()),
         "group_size": draw(st.sampled_from([64, 128])),

@@ -7,7 +7,7 @@ import gpu_recipes
 import pytest
 
 from build.base import shape as shapes
-from build.recipe import memory
+from build.recipe import memory, schema
 from build.recipe import recipe as recipes
 from contract.manifest import EngineManifest
 from server.footprint import footprint
@@ -51,14 +51,14 @@ def manifest(recipe: recipes.Recipe) -> EngineManifest:
     )
 
 
-CPU = recipes.Recipe("mine", recipes.CPU, "m", "int8", "u8", 64, 512, 4096, kv_cache_tokens=262144)
+CPU = recipes.Recipe("mine", schema.CPU, "m", "int8", "u8", 64, 512, 4096, kv_cache_tokens=262144)
 
 
 @pytest.mark.parametrize(
     "recipe",
     [
         CPU,
-        recipes.Recipe("mine", recipes.CPU, "m", "bf16", "f32", 8, 1024, 4096, kv_cache_tokens=32768),
+        recipes.Recipe("mine", schema.CPU, "m", "bf16", "f32", 8, 1024, 4096, kv_cache_tokens=32768),
         gpu_recipes.make(kv_cache_tokens=65536),
         gpu_recipes.make(tp=2, kv_cache_tokens=65536),
         gpu_recipes.make(tp=2, pp=2, kv_cache_precision="auto", precision="bf16", kv_cache_tokens=32768),
@@ -70,7 +70,7 @@ def test_pool_and_workspace_are_the_plans(recipe, tmp_path):
     arch = shapes.from_config("mine", CONFIG, "test").architecture
     planned = memory.footprint(recipe, arch)
     found = footprint(manifest(recipe), tmp_path)
-    context = 0 if recipe.kind == recipes.CPU else planned.context_bytes
+    context = 0 if recipe.kind == schema.CPU else planned.context_bytes
     assert found.workspace_bytes == planned.activation_bytes + planned.buffer_bytes + context
     assert found.pool_bytes == recipe.kv_cache_tokens * planned.kv_bytes_per_token
 

@@ -18,10 +18,8 @@ def test_cards_are_found_by_the_names_people_and_drivers_use(name, card):
     assert hardware.find(name).name == card
 
 
-def test_an_unknown_card_is_answered_with_the_list_and_the_nearest():
-    assert "nearest is 'h200'" in hardware.problem("h201")
-    assert "l40s" in hardware.problem(5)
-    assert hardware.problem("l4") is None
+def test_only_a_card_of_the_table_is_known():
+    assert hardware.known("l4") and not hardware.known("h201")
 
 
 def test_every_compute_capability_has_cards_formats_and_an_offer_that_it_supports():

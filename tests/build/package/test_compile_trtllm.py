@@ -16,7 +16,8 @@ from build.base import shape as shapes
 from build.package import container
 from build.package.compile_trtllm import WrongMachine, check_engine, compile_trtllm, main, option_differences
 from build.recipe import commands
-from build.recipe.recipe import IMAGE, Recipe
+from build.recipe.recipe import Recipe
+from build.recipe.schema import IMAGE
 from contract.errors import EngineFailed, InvalidArgument
 
 H100 = [("NVIDIA H100 80GB HBM3", "9.0", 81559)]

@@ -15,7 +15,7 @@ from build.lint import __main__, repository
 from build.package import container, gpu_engine
 from build.package.compile_trtllm import WrongMachine
 from build.quantise import environment
-from build.recipe import commands, verdict
+from build.recipe import commands, schema, verdict
 from build.recipe import recipe as recipes
 from contract.errors import EngineFailed, NotFound, Unavailable
 from contract.manifest import load, verify
@@ -125,7 +125,7 @@ def test_the_gpu_machine_goes_on_from_there_and_the_result_can_be_served(bare, p
     assert programs.ran == ["quantize", "evaluation", "compile"]
     assert lines[-1].endswith("tiny is ready (fp8 from " + str(bare.parent / "model") + ")")
     manifest = verify(layout.ENGINES / "tiny")
-    assert (manifest.kind, manifest.sm, manifest.image) == ("trtllm", 90, recipes.IMAGE)
+    assert (manifest.kind, manifest.sm, manifest.image) == ("trtllm", 90, schema.IMAGE)
     assert manifest.versions["tensorrt_llm"] == "1.2.1" and manifest.versions["driver"] == "590.44.01"
     assert {"tokenizer.json", "engine/config.json", "engine/rank0.engine"} <= manifest.files.keys()
     assert manifest.evaluation["verdict"] == {"passed": True, "override": None, "problems": []}

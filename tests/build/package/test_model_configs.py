@@ -14,12 +14,12 @@ from build.base import shape as shapes
 from build.lint import __main__, repository
 from build.package import model_configs
 from build.package.compile_trtllm import check_engine
-from build.recipe import commands
+from build.recipe import commands, schema
 from build.recipe import recipe as recipes
 from contract import tensors
 from contract.errors import EngineFailed, InvalidArgument
 
-SHIPPED = [r for path in sorted(layout.RECIPES.glob("*.toml")) if (r := recipes.load(path)).kind == recipes.TRTLLM]
+SHIPPED = [r for path in sorted(layout.RECIPES.glob("*.toml")) if (r := recipes.load(path)).kind == schema.TRTLLM]
 
 
 def parsed(recipe: recipes.Recipe) -> ModelConfig:

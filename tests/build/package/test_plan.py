@@ -13,11 +13,11 @@ from program_parser import parse
 from build.base import layout, option_table
 from build.base import shape as shapes
 from build.package import plan as plans
-from build.recipe import commands, memory, verdict
+from build.recipe import commands, memory, schema, verdict
 from build.recipe import recipe as recipes
 from contract.errors import InvalidArgument
 
-GPU_RECIPES = [r for path in sorted(layout.RECIPES.glob("*.toml")) if (r := recipes.load(path)).kind != recipes.CPU]
+GPU_RECIPES = [r for path in sorted(layout.RECIPES.glob("*.toml")) if (r := recipes.load(path)).kind != schema.CPU]
 
 
 def plan_of(**changes: object) -> plans.Plan:
@@ -178,17 +178,17 @@ ODD = (
 )
 
 
-@pytest.mark.parametrize("kind", recipes.KINDS)
+@pytest.mark.parametrize("kind", schema.KINDS)
 def test_an_odd_value_anywhere_is_an_error_of_ours_or_a_plan_in_whole(kind, monkeypatch):
     monkeypatch.setattr(verdict._Search, "nearest", lambda self, rule: "")  # what is nearest has its own tests
     cpu = {"kind": "cpu", "model": "build/demo_model/checkpoint", "precision": "int4", "max_seq_len": 512}
     cpu |= {"max_batch_size": 8, "max_num_tokens": 256, "kv_cache_tokens": 4096}
-    base = cpu if kind == recipes.CPU else gpu_recipes.table(kind=kind)
-    tables = {"calibration": recipes._CALIBRATION, "quality": recipes._QUALITY, "environment": {"A": None}}
-    tables["speculative_decoding"] = recipes._SPECULATIVE
+    base = cpu if kind == schema.CPU else gpu_recipes.table(kind=kind)
+    tables = {"calibration": schema.fields_of(schema.Calibration), "quality": schema.fields_of(schema.Quality)}
+    tables |= {"environment": {"A": None}, "speculative_decoding": schema.SPECULATIVE_KEYS}
     programs = {"build": "trtllm_build", "quantize": "quantize", "convert": "convert_checkpoint_llama"}
     tables |= {name: option_table.read(program).options for name, program in programs.items()}
-    drawn = [base | {key: value} for key in recipes.KEYS for value in ODD]
+    drawn = [base | {key: value} for key in schema.KEYS for value in ODD]
     for name, keys in tables.items():
         mode = {"mode": "medusa", "max_draft_len": 4} if name == "speculative_decoding" else {}
         plain = {"precision": "bf16", "kv_cache_precision": "auto"} if name == "convert" else {}

@@ -165,7 +165,7 @@ def _large():
 
 
 def test_openvino_and_the_numpy_reference_give_the_same_logits_piece_by_piece(tmp_path, random_checkpoint, monkeypatch):
-    monkeypatch.setattr("openvino_engine.PIECE_TOKENS", 5)
+    monkeypatch.setattr("build.model.openvino_engine.PIECE_TOKENS", 5)
     made = recipe(model=str(random_checkpoint), precision="fp32", kv_cache_precision="f32")
     opened = open_checkpoint(random_checkpoint)
     compile_cpu.compile_cpu(opened, made, tmp_path, lambda line: None)

@@ -17,7 +17,7 @@ from build.base import layout
 from build.model import decoder
 from build.model.calibration import TokenBlocks
 from build.quantise import exporters, quantize, trtllm_checkpoint
-from build.recipe import recipe
+from build.recipe import schema
 from build.recipe.quantization import HF_QFORMATS, QFORMATS, Quantization
 from contract.errors import EngineFailed, InvalidArgument
 from tests.fakes.quantisable_models import BLOCKS, HELD_OUT, LLAMA, MODELS
@@ -121,9 +121,9 @@ def test_an_engine_of_another_kind_is_refused(recipes):
 
 
 def test_every_precision_of_a_trtllm_recipe_but_nvfp4_is_a_format():
-    precisions = set(recipe.PRECISIONS[recipe.TRTLLM])
+    precisions = set(schema.PRECISIONS[schema.TRTLLM])
     assert {"full_prec" if p == "bf16" else p for p in precisions} - {"nvfp4"} == set(QFORMATS)
-    precisions = set(recipe.PRECISIONS[recipe.LLMAPI])
+    precisions = set(schema.PRECISIONS[schema.LLMAPI])
     assert {"full_prec" if p == "bf16" else p for p in precisions} - {"nvfp4"} == set(HF_QFORMATS)
 
 

@@ -8,7 +8,7 @@ import pytest
 from build import engine
 from build.base import layout, shape
 from build.quality.comparison import BeyondBudget
-from build.recipe import choice, memory
+from build.recipe import choice, memory, schema
 from build.recipe import recipe as recipes
 from contract.errors import TridentError
 from contract.manifest import load
@@ -33,7 +33,7 @@ def settings(made: recipes.Recipe) -> tuple[str, str, str]:
 
 
 def test_a_given_precision_is_the_only_candidate():
-    for precision in recipes.PRECISIONS[recipes.CPU]:
+    for precision in schema.PRECISIONS[schema.CPU]:
         made = recipe(precision=precision)
         assert choice.candidates(made) == (made,) and not made.automatic
 

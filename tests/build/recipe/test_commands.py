@@ -7,9 +7,10 @@ from program_parser import parse
 
 from build.base import layout
 from build.base import shape as shapes
-from build.recipe import commands
+from build.recipe import commands, schema
 from build.recipe import recipe as recipes
-from build.recipe.recipe import CPU, TRTLLM, load
+from build.recipe.recipe import load
+from build.recipe.schema import CPU, TRTLLM
 
 SHIPPED = [
     r
@@ -160,7 +161,7 @@ def test_docker_mounts_the_repository_and_what_lies_outside_it(tmp_path):
     mounts = [argv[n + 1] for n, word in enumerate(argv) if word == "-v"]
     assert mounts == [f"{layout.ROOT}:/trident", f"{tmp_path}:{tmp_path}:ro"]
     assert "NCCL_DEBUG=INFO" in argv and argv[argv.index("-w") + 1] == "/trident"
-    assert argv[argv.index(recipes.IMAGE) + 1] == "bash" and argv[-1] == "true"
+    assert argv[argv.index(schema.IMAGE) + 1] == "bash" and argv[-1] == "true"
 
 
 def test_the_hub_token_is_passed_on_by_name_only(monkeypatch):

@@ -5,7 +5,7 @@ from gpu_recipes import LLAMA_8B, LLAMA_70B, QWEN_7B, accepted, make
 from hypothesis import given
 
 from build.base import shape as shapes
-from build.recipe import memory
+from build.recipe import memory, schema
 from build.recipe import recipe as recipes
 from build.recipe.memory import GIB
 
@@ -155,8 +155,8 @@ def test_an_upper_bound_of_tokens_bounds_the_pool():
 
 
 def test_every_precision_a_recipe_may_name_has_a_size():
-    assert {p for allowed in recipes.PRECISIONS.values() for p in allowed} == set(memory.WEIGHT_BYTES)
-    assert {p for allowed in recipes.KV_CACHE_PRECISIONS.values() for p in allowed} == set(memory.KV_BYTES)
+    assert {p for allowed in schema.PRECISIONS.values() for p in allowed} == set(memory.WEIGHT_BYTES)
+    assert {p for allowed in schema.KV_CACHE_PRECISIONS.values() for p in allowed} == set(memory.KV_BYTES)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from build.base import shape as shapes
 from build.recipe import recipe as recipes
-from build.recipe import verdict
+from build.recipe import schema, verdict
 from build.recipe.case import Case, Severity
 
 if recipes.sys.version_info >= (3, 11):
@@ -28,7 +28,7 @@ def applied(drawn: Case, instead: str) -> Case:
         if part.startswith("without "):
             table, _, key = part.removeprefix("without ").strip("[]").partition(".")
             if not key and table in ("group_size", "calibration", "revision"):
-                default = {"group_size": 128, "calibration": recipes.Calibration(), "revision": None}[table]
+                default = {"group_size": 128, "calibration": schema.Calibration(), "revision": None}[table]
                 left = tuple(given for given in recipe.given if given != table)
                 recipe = replace(recipe, **{table: default, "given": left})
                 continue

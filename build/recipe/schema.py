@@ -1,0 +1,311 @@
+"""What a recipe file may hold: every key with its type, limits, default and meaning, one class per ``kind``.
+
+``recipe.py`` validates files with these classes, words its errors with ``must_be`` and ``docs/recipes.md`` is generated
+from them (``reference.py``), so a key is declared once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass as plain_dataclass
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
+
+from build.base import hardware
+
+CPU, TRTLLM, LLMAPI = "cpu", "trtllm", "llmapi"
+KINDS = (CPU, TRTLLM, LLMAPI)
+GPU_KINDS = (TRTLLM, LLMAPI)
+
+TRTLLM_VERSION = "1.2.1"
+# One image builds and serves, so TensorRT is the same on both sides.
+IMAGE = "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
+
+PRECISIONS = {
+    CPU: ("bf16", "fp16", "fp32", "int8", "int4"),
+    TRTLLM: ("bf16", "fp8", "fp8_pc_pt", "int4_awq", "w4a8_awq", "int8_sq", "int8_wo", "int4_wo", "nvfp4"),
+    LLMAPI: ("bf16", "fp8", "fp8_pc_pt", "int4_awq", "w4a8_awq", "nvfp4"),
+}
+AUTO = "auto"  # precision of a CPU recipe: the fastest setting of choice.py that passes the quality gate
+HEAD_PRECISIONS = ("int8", "bf16")
+KV_CACHE_PRECISIONS = {
+    CPU: ("u8", "f16", "bf16", "f32"),  # OpenVINO's KV_CACHE_PRECISION
+    TRTLLM: ("auto", "fp8", "int8"),  # auto = the model's own dtype
+    LLMAPI: ("auto", "fp8"),
+}
+OPTIMIZE_FOR = ("balanced", "latency", "throughput")
+
+
+@plain_dataclass(frozen=True, eq=False)
+class Limit:
+    """The values a key takes.
+
+    must_be: the words after "must be" in errors and in docs/recipes.md.
+    schema: pydantic's check of type and range; strict, so true is no integer and "2" no number.
+    holds: a further check, or None.
+    names: the valid names, for the nearest spelling in an error.
+    """
+
+    must_be: str
+    schema: CoreSchema
+    holds: Callable[[Any], bool] | None = None
+    names: tuple[str, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> CoreSchema:
+        if self.holds is None:
+            return self.schema
+        return core_schema.no_info_after_validator_function(self._checked, self.schema)
+
+    def _checked(self, value: object) -> object:
+        assert self.holds is not None
+        if not self.holds(value):
+            raise ValueError(self.must_be)
+        return value
+
+
+def _integer(low: int, high: int) -> Limit:
+    return Limit(f"an integer from {low} to {high}", core_schema.int_schema(strict=True, ge=low, le=high))
+
+
+def _number(low: float, high: float) -> Limit:
+    schema = core_schema.float_schema(strict=True, ge=low, le=high, allow_inf_nan=False)
+    return Limit(f"a number from {low:g} to {high:g}", schema)
+
+
+def _one_of(values: Iterable[str | int]) -> Limit:
+    allowed = tuple(values)
+    schema = core_schema.int_schema(strict=True) if isinstance(allowed[0], int) else _STRING
+    names = tuple(map(str, allowed))
+    return Limit(f"one of {', '.join(names)}", schema, allowed.__contains__, names)
+
+
+def _matching(pattern: str, must_be: str) -> Limit:
+    return Limit(must_be, _STRING, lambda value: bool(re.fullmatch(pattern, value)) and ".." not in value)
+
+
+_STRING = core_schema.str_schema(strict=True)
+_TEXT = Limit("a non-empty string on one line", _STRING, lambda value: bool(value.strip()) and value.isprintable())
+_SWITCH = Limit("true or false", core_schema.bool_schema(strict=True))
+_CARD = Limit(
+    f"one of {', '.join(hardware.CARDS)}",
+    _STRING,
+    hardware.known,
+    tuple(hardware.CARDS),
+)
+_RANKS = _one_of((1, 2, 4, 8, 16))
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Calibration:
+    """``[calibration]``: the texts on which activations are measured."""
+
+    dataset: Annotated[str, _TEXT] = Field(
+        "cnn_dailymail",
+        description="`cnn_dailymail`, `cpython` (the standard library; read by our own stages only) or a local folder "
+        "that loads with split `train` and a `text` column",
+    )
+    size: Annotated[int, _integer(1, 100_000)] = Field(512, description="texts")
+    batch_size: Annotated[int, _integer(1, 1024)] = Field(8, description="texts per forward pass")
+    max_seq_length: Annotated[int, _integer(8, 131_072)] = Field(2048, description="tokens kept of each text")
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class CpuCalibration(Calibration):
+    """``[calibration]`` on the CPU: 8192 tokens take seconds for a small model, minutes for a billion parameters."""
+
+    dataset: Annotated[str, _TEXT] = Field("cpython", description="as above")
+    size: Annotated[int, _integer(1, 100_000)] = Field(32, description="texts")
+    batch_size: Annotated[int, _integer(1, 1024)] = Field(1, description="texts per forward pass")
+    max_seq_length: Annotated[int, _integer(8, 131_072)] = Field(256, description="tokens kept of each text")
+
+
+class Quality(Table):
+    """``[quality]``: how far an engine may stray from the bf16 reference on held-out text before it is refused."""
+
+    perplexity_ratio: Annotated[float | None, _number(1.0, 10.0)] = Field(
+        None, description="perplexity of the engine over the reference's, at most"
+    )
+    top1_agreement: Annotated[float | None, _number(0.0, 1.0)] = Field(
+        None, description="share of positions with the same most likely token, at least"
+    )
+    kl: Annotated[float | None, _number(0.0, 10.0)] = Field(
+        None, description="mean KL(reference, engine) in nats per token, at most"
+    )
+
+
+_DRAFT_LEN = "draft tokens per step"
+_CHOICES = "the tree of draft tokens, as the program takes it"
+
+
+class Lookahead(Table):
+    """Draft tokens from the model's own n-grams; ``max_draft_len`` follows from the three sizes (83 for 7, 7, 7)."""
+
+    mode: Literal["lookahead_decoding"]
+    window_size: Annotated[int, _integer(1, 64)] = Field(description="W, the lookahead window")
+    ngram_size: Annotated[int, _integer(1, 64)] = Field(description="N, tokens of an n-gram")
+    verification_set_size: Annotated[int, _integer(1, 64)] = Field(description="G, n-grams verified per step")
+
+
+class Medusa(Table):
+    """Draft tokens from Medusa heads."""
+
+    mode: Literal["medusa"]
+    max_draft_len: Annotated[int, _integer(1, 1024)] = Field(description=_DRAFT_LEN)
+    medusa_model: Annotated[str | None, _TEXT] = Field(None, description="hub id or folder of the heads")
+    num_medusa_heads: Annotated[int | None, _integer(1, 16)] = Field(None, description="heads")
+    choices: Annotated[str | None, _TEXT] = Field(None, description=_CHOICES)
+
+
+class Eagle(Table):
+    """Draft tokens from an EAGLE head."""
+
+    mode: Literal["eagle"]
+    max_draft_len: Annotated[int, _integer(1, 1024)] = Field(description=_DRAFT_LEN)
+    choices: Annotated[str | None, _TEXT] = Field(None, description=_CHOICES)
+
+
+class Drafted(Table):
+    """Draft tokens from a ReDrafter checkpoint, or sent with a request (which rule D2 refuses)."""
+
+    mode: Literal["explicit_draft_tokens", "draft_tokens_external"]
+    max_draft_len: Annotated[int, _integer(1, 1024)] = Field(description=_DRAFT_LEN)
+
+
+SPECULATIVE_TABLES = (Lookahead, Medusa, Eagle, Drafted)
+Speculative = Annotated[Lookahead | Medusa | Eagle | Drafted, Field(discriminator="mode")]
+
+
+class AnyRecipe(Table):
+    """Keys that every recipe may have."""
+
+    name: Annotated[str | None, _TEXT] = Field(None, description="the file's name without `.toml`; may be left out")
+    description: Annotated[str, _TEXT] = Field("", description="one line for people")
+    model: Annotated[str, _TEXT] = Field(description="Hugging Face id, or a local folder from the repository's root")
+    revision: Annotated[str | None, _matching(r"[A-Za-z0-9][A-Za-z0-9._/-]*", "a branch, tag or commit of the hub")] = (
+        Field(None, description="of a hub model; without it the newest")
+    )
+    max_batch_size: Annotated[int, _integer(1, 4096)] = Field(description="sequences that run at once")
+    max_num_tokens: Annotated[int, _integer(1, 1_048_576)] = Field(description="tokens of one step, of all sequences")
+    prefix_reuse: Annotated[bool, _SWITCH] = Field(True, description="prompts that begin alike share KV blocks")
+    chunked_context: Annotated[bool, _SWITCH] = Field(True, description="long prompts are prefilled in several steps")
+    group_size: Annotated[int, _one_of((32, 64, 128, 256))] = Field(
+        128, description="input columns that share a weight scale, of int4 and AWQ weights"
+    )
+    quality: Quality | None = Field(
+        None, description="limits of the quality gate; each key not set has its precision's default"
+    )
+
+
+_SEQ_LEN = "prompt and output tokens of one sequence"
+_KV_PRECISION = "number format of the KV cache"
+
+
+class CpuRecipe(AnyRecipe):
+    """An OpenVINO engine."""
+
+    kind: Literal["cpu"]
+    precision: Annotated[str, _one_of((*PRECISIONS[CPU], AUTO))] = Field(
+        description="of the weights; `auto`: the fastest setting that passes the quality gate"
+    )
+    kv_cache_precision: Annotated[str, _one_of(KV_CACHE_PRECISIONS[CPU])] = Field(
+        KV_CACHE_PRECISIONS[CPU][0], description=_KV_PRECISION
+    )
+    head_precision: Annotated[str, _one_of(HEAD_PRECISIONS)] = Field(
+        "int8",
+        description="of embedding and lm_head under int8 or int4 weights; `bf16` takes a byte more per entry and gives "
+        "back a third of int8's loss",
+    )
+    max_seq_len: Annotated[int, _integer(2, 10_485_760)] = Field(description=_SEQ_LEN)
+    kv_cache_tokens: Annotated[int, _integer(32, 2**31 - 1)] = Field(description="size of the KV pool, in tokens")
+    calibration: CpuCalibration | None = Field(
+        None, description="of int4 weights: GPTQ chooses them; without this table they are rounded to nearest"
+    )
+
+
+class GpuRecipe(AnyRecipe):
+    """Keys of an engine on NVIDIA GPUs (``trtllm`` and ``llmapi``). One of ``gpu`` and ``sm`` is required."""
+
+    gpu: Annotated[str | None, _CARD] = Field(None, description="the card it is built for")
+    sm: Annotated[int | None, _one_of(hardware.SMS)] = Field(
+        None, description="compute capability times ten, in place of `gpu`"
+    )
+    tp: Annotated[int, _RANKS] = Field(1, description="tensor-parallel ranks")
+    pp: Annotated[int, _RANKS] = Field(1, description="pipeline-parallel ranks")
+    kv_cache_tokens: Annotated[int | None, _integer(32, 2**31 - 1)] = Field(
+        None, description="upper limit of the KV pool, in tokens"
+    )
+    kv_cache_fraction: Annotated[float, _number(0.01, 1.0)] = Field(
+        0.9, description="KV pool, as a share of the GPU memory left after load"
+    )
+    image: Annotated[str, _matching(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "a container image, e.g. registry/name:tag")] = (
+        Field(IMAGE, description="the container that builds and serves")
+    )
+    calibration: Calibration = Field(Calibration(), description="texts that activations are measured on")
+    environment: dict[str, object] = Field(
+        default_factory=dict, description="environment variables of the build's programs"
+    )
+
+
+class TrtllmRecipe(GpuRecipe):
+    """A compiled TensorRT-LLM engine for Triton's C++ backend."""
+
+    kind: Literal["trtllm"]
+    precision: Annotated[str, _one_of(PRECISIONS[TRTLLM])] = Field(description="of the weights")
+    kv_cache_precision: Annotated[str, _one_of(KV_CACHE_PRECISIONS[TRTLLM])] = Field("auto", description=_KV_PRECISION)
+    max_seq_len: Annotated[int | None, _integer(2, 10_485_760)] = Field(
+        None, description=f"{_SEQ_LEN}; rule R11 refuses a recipe without it"
+    )
+    max_beam_width: Annotated[int, _integer(1, 64)] = Field(1, description="beams of one request, at most")
+    multiple_profiles: Annotated[bool, _SWITCH] = Field(True, description="several TensorRT optimisation profiles")
+    optimize_for: Annotated[str, _one_of(OPTIMIZE_FOR)] = Field(
+        "balanced", description="which plugins and queue delay the build chooses"
+    )
+    speculative_decoding: Speculative | None = Field(None, description="how draft tokens are made")
+    build: dict[str, object] = Field(default_factory=dict, description="options of `trtllm-build`")
+    quantize: dict[str, object] = Field(default_factory=dict, description="options of NVIDIA's `quantize.py`")
+    convert: dict[str, object] = Field(default_factory=dict, description="options of NVIDIA's `convert_checkpoint.py`")
+
+
+class LlmapiRecipe(GpuRecipe):
+    """TensorRT-LLM's LLM API in a Python model; nothing is compiled ahead."""
+
+    kind: Literal["llmapi"]
+    precision: Annotated[str, _one_of(PRECISIONS[LLMAPI])] = Field(description="of the weights")
+    kv_cache_precision: Annotated[str, _one_of(KV_CACHE_PRECISIONS[LLMAPI])] = Field("auto", description=_KV_PRECISION)
+    max_seq_len: Annotated[int, _integer(2, 10_485_760)] = Field(description=_SEQ_LEN)
+
+
+RECIPE_TABLES = {CPU: CpuRecipe, TRTLLM: TrtllmRecipe, LLMAPI: LlmapiRecipe}
+FILE: TypeAdapter[CpuRecipe | TrtllmRecipe | LlmapiRecipe] = TypeAdapter(
+    Annotated[CpuRecipe | TrtllmRecipe | LlmapiRecipe, Field(discriminator="kind")]
+)
+
+
+def fields_of(table: type) -> Mapping[str, FieldInfo]:
+    """The declared keys of a table, by name."""
+    found: Mapping[str, FieldInfo] = table.__pydantic_fields__  # type: ignore[attr-defined]
+    return found
+
+
+def keys(tables: Iterable[type]) -> tuple[str, ...]:
+    """Every key that one of ``tables`` has, in the order of their declaration."""
+    return tuple(dict.fromkeys(key for table in tables for key in fields_of(table)))
+
+
+KEYS = keys(RECIPE_TABLES.values())
+SPECULATIVE_KEYS = keys(SPECULATIVE_TABLES)
+MODES = {mode: table for table in SPECULATIVE_TABLES for mode in get_args(fields_of(table)["mode"].annotation)}
+
+
+def limit(field: FieldInfo) -> Limit | None:
+    """The declared limit of a key; None where its value is a table."""
+    return next((entry for entry in field.metadata if isinstance(entry, Limit)), None)
