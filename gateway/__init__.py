@@ -1,7 +1,7 @@
-"""How is a public request served? Files in the order of the flow.
+"""How is a public request served?
 
-settings → configuration (tenants, policy) → schemas → app (chat, completions, kserve) → reuse → permit (admission) →
-generation (routing, upstream) → streaming → observability
+A request passes ``api`` (OpenAI, KServe) → ``cache`` → ``service`` → ``admission`` → ``choices`` → ``generation`` →
+``routing`` → a replica or an upstream. ``config`` and ``telemetry`` serve all; ``batch`` runs files of requests.
 """
 
 from contract import grpc_environment, interpreter

@@ -17,15 +17,14 @@ from functools import partial
 import uvicorn
 
 from contract.errors import InvalidArgument
-from gateway import banner, command_line, sighup
-from gateway.api import app, http_connection
+from gateway import app, banner, command_line, sighup
+from gateway.api import http_connection, monitoring
 from gateway.api.kserve import KServeDoor
-from gateway.config import tenants
+from gateway.config import pools, tenants
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings, unknown, variable
-from gateway.routing import pools
 from gateway.service import Service
-from gateway.telemetry import logs, metrics_server
+from gateway.telemetry import logs
 
 _LOG = logging.getLogger("gateway")
 OPEN_FILES = 65_536
@@ -47,7 +46,7 @@ def monitoring_server(service: Service) -> HttpServer:
     settings = service.settings
     return HttpServer(
         uvicorn.Config(
-            metrics_server.build(service),
+            monitoring.build(service),
             host=settings.monitoring_host,
             port=settings.own_metrics_port,
             http=http_connection.bounded(settings.header_timeout_s),

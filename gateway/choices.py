@@ -1,11 +1,12 @@
-"""What was admitted for one caller: a generation for each choice, read together, settled together."""
+"""The choices of one admitted request: generated and read together, settled together."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 from opentelemetry.trace import Span
 
@@ -14,48 +15,50 @@ from clients.wire.completion import Completion
 from contract.errors import TridentError
 from contract.generation import TokenDelta, Usage
 from gateway.admission.permit import Permit
-from gateway.admission.prompt_tokens import prompt_of
-from gateway.generation import Generation
-from gateway.telemetry import observability
-from gateway.telemetry.observability import end_span
-
-if TYPE_CHECKING:
-    from gateway.request_context import RequestContext
-    from gateway.service import Service
+from gateway.admission.prompt_tokens import PromptTokens, prompt_of
+from gateway.generation import Generation, GenerationRuntime
+from gateway.request_context import RequestContext
+from gateway.telemetry.metrics import error_type
+from gateway.telemetry.tracing import end_span, generation_attributes
 
 
 class ChoiceDelta(NamedTuple):
-    """A delta, and which choice it adds to."""
+    """choice: its index. delta: what it adds to the choice."""
 
     choice: int
     delta: TokenDelta
 
 
 class Choices:
-    """The generations behind one permit; ``headers`` is what the response says about them.
+    """The generations of one permit.
 
-    Read with ``async for``, in order of arrival; the first error ends them all, and so does ``close``, which whoever
-    has them calls whatever happens. The permit is settled when the last generation has ended, with what all of them
-    used; a prompt counts once, however many choices were made of it.
+    Iterate to read their deltas in order of arrival. The first error ends all of them, and so does ``close``, which
+    the caller must call in any case. The permit is settled when the last generation has ended, with the usage of all.
+
+    headers: of the response. A generation that moves to another target changes them.
     """
 
     def __init__(
-        self, service: Service, permit: Permit, asking: RequestContext, began_s: float, span: Span | None
+        self,
+        runtime: GenerationRuntime,
+        permit: Permit,
+        prompt_tokens: PromptTokens,
+        context: RequestContext,
+        began_s: float,
+        span: Span | None,
     ) -> None:
-        self._service, self._tenant, self._permit, self._span = service, asking.tenant.name, permit, span
-        self.headers: dict[str, str] = permit.headers  # one that goes elsewhere changes what it says
-        self._open = len(permit.requests)
-        self.generations = [
-            Generation(service, request, permit, turn, asking, began_s, span, self._ended)
-            for request, turn in zip(permit.requests, permit.turns, strict=True)
-        ]
-        for generation, count in zip(self.generations, permit.counts, strict=True):
-            generation.prompt_count = count
-        self._pieces: AsyncIterator[ChoiceDelta] | None = None
+        """prompt_tokens: learns from the engine's token counts. began_s: arrival. span: of the request."""
+        self._metrics, self._permit, self._prompt_tokens = runtime.metrics, permit, prompt_tokens
+        self._tenant, self._span = context.tenant.name, span
+        self.headers: dict[str, str] = permit.headers
+        self._live = len(permit.requests)
+        self.generations: list[Generation] = []
+        for index, (request, turn) in enumerate(zip(permit.requests, permit.turns, strict=True)):
+            count, on_end = permit.counts[index], partial(self._ended, index)
+            self.generations.append(Generation(runtime, request, permit, turn, count, context, began_s, span, on_end))
 
     def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
-        self._pieces = _merged(self.generations)
-        return self._pieces
+        return _merged(self.generations)
 
     @property
     def made_elsewhere(self) -> bool:
@@ -63,27 +66,33 @@ class Choices:
         return any(generation.target for generation in self.generations)
 
     def close(self, error: BaseException | None = None) -> None:
+        """Ends all generations. error: what the caller saw; None for success, or if the caller left."""
         for generation in self.generations:
             generation.close(error)
 
-    def _ended(self, one: Generation) -> None:
-        # Of an upstream's tokens and of what was cut the engine's count is not known.
-        if one.finish_reason and one.usage is not None and one.prompt_count is not None and not self._permit.target:
-            self._service.admission.prompt_tokens.learn(self._tenant, one.prompt_count, one.usage.input_tokens)
-        self._open -= 1
-        if self._open:
+    def _ended(self, index: int) -> None:
+        ended = self.generations[index]
+        # An upstream counts with another tokenizer, and the count of a cut generation is an estimate.
+        if ended.finish_reason and ended.usage is not None and ended.prompt_count is not None:
+            if not self._permit.target:
+                self._prompt_tokens.learn(self._tenant, ended.prompt_count, ended.usage.input_tokens)
+        self._live -= 1
+        if self._live:
             return
         usage = total([one.usage for one in self.generations], [id(prompt_of(one.request)) for one in self.generations])
         self._permit.settle(usage)
         if usage is not None:
-            self._service.metrics.used(self._tenant, usage)
-        ends = [one.finish_reason or observability.end_of(one.error) for one in self.generations]
+            self._metrics.used(self._tenant, usage)
+        ends = [one.finish_reason or error_type(one.error) for one in self.generations]
         error = next((one.error for one in self.generations if one.error is not None), None)
-        end_span(self._span, error, **observability.generation_attributes(usage, ends))
+        end_span(self._span, error, **generation_attributes(usage, ends))
 
 
 def total(usages: Sequence[Usage | None], prompts: Iterable[object]) -> Usage | None:
-    """Tokens of all choices. prompts: which prompt each is of; None: nothing was generated at all."""
+    """Returns the usage of all choices; each prompt counts once. None if nothing was generated.
+
+    prompts: the identity of each choice's prompt.
+    """
     known = [(prompt, usage) for prompt, usage in zip(prompts, usages, strict=True) if usage is not None]
     if not known:
         return None
@@ -96,16 +105,16 @@ def total(usages: Sequence[Usage | None], prompts: Iterable[object]) -> Usage | 
     return Usage(sum(one.input_tokens for one in each), output_tokens, sum(one.cached_tokens for one in each))
 
 
-async def together(pieces: AsyncIterable[ChoiceDelta], request_id: str) -> list[Completion]:
-    """Every choice, read to its end. The first error ends them all."""
-    deltas: defaultdict[int, list[TokenDelta]] = defaultdict(list)
-    async for choice, delta in pieces:
-        deltas[choice].append(delta)
-    return [completion.join(deltas[choice], request_id) for choice in sorted(deltas)]
+async def together(deltas: AsyncIterable[ChoiceDelta], request_id: str) -> list[Completion]:
+    """Reads every choice to its end. Raises the first error."""
+    by_choice: defaultdict[int, list[TokenDelta]] = defaultdict(list)
+    async for choice, delta in deltas:
+        by_choice[choice].append(delta)
+    return [completion.join(by_choice[choice], request_id) for choice in sorted(by_choice)]
 
 
 async def _merged(generations: list[Generation]) -> AsyncIterator[ChoiceDelta]:
-    """A slow reader holds all of them back."""
+    """Yields deltas in order of arrival. A slow reader applies backpressure to all generations."""
     if len(generations) == 1:
         async for delta in generations[0]:
             yield ChoiceDelta(0, delta)
@@ -116,7 +125,7 @@ async def _merged(generations: list[Generation]) -> AsyncIterator[ChoiceDelta]:
         try:
             async for delta in generation:
                 await arrived.put((choice, delta))
-            generation.close()  # its slot is free for one that waits
+            generation.close()  # frees its slot at once
             await arrived.put((choice, None))
         except TridentError as error:
             generation.close(error)
@@ -124,13 +133,13 @@ async def _merged(generations: list[Generation]) -> AsyncIterator[ChoiceDelta]:
 
     tasks = [asyncio.ensure_future(read(*one)) for one in enumerate(generations)]
     try:
-        left = len(tasks)
-        while left:
+        live = len(tasks)
+        while live:
             choice, item = await arrived.get()
             if isinstance(item, TridentError):
                 raise item
             if item is None:
-                left -= 1
+                live -= 1
             else:
                 yield ChoiceDelta(choice, item)
     finally:

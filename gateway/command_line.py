@@ -12,9 +12,8 @@ from pathlib import Path
 
 from contract import interpreter
 from contract.errors import InvalidArgument
-from gateway.config import configuration, tenants
+from gateway.config import configuration, pools, tenants
 from gateway.config.settings import PREFIX, Settings, unknown, variable
-from gateway.routing import pools
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""One generation under way: its deltas as they come, watched, and whichever end it has."""
+"""One generation in flight: its deltas, its timeouts, its moves to other targets, and its end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from opentelemetry.trace import Span, SpanKind
 
@@ -16,54 +17,85 @@ from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, Overloade
 from contract.generation import FinishReason, GenerationRequest, TokenDelta, Usage
 from gateway.admission.degradation import overflow_note
 from gateway.admission.engine_priority import engine_priority
-from gateway.admission.permit import Turn
+from gateway.admission.permit import Permit, Turn
 from gateway.admission.prompt_tokens import PromptCount
-from gateway.api.caller_errors import from_backend
-from gateway.routing.replicas import Door
+from gateway.config.settings import Settings
+from gateway.live_generations import LiveGenerations
+from gateway.request_context import RequestContext
+from gateway.routing.backend_errors import from_backend
+from gateway.routing.fallback import Fallback
+from gateway.routing.replicas import Door, Replicas
+from gateway.routing.shadow import Copy
 from gateway.routing.upstream import Upstream, UpstreamStream
-from gateway.telemetry import observability, replica_spans
-from gateway.telemetry.observability import end_span
+from gateway.telemetry import replica_spans, request_log
+from gateway.telemetry.metrics import GenerationRecord, Metrics, error_type
+from gateway.telemetry.tracing import Tracing, end_span, traceparent
 
-if TYPE_CHECKING:
-    from gateway.admission.permit import Permit
-    from gateway.request_context import RequestContext
-    from gateway.service import Service
+# A request without a token leaves a replica that is unhealthy and has made no progress for this long.
+UNHEALTHY_S = 1.0
+LEFT = "the caller went away"
 
-UNHEALTHY_S = 1.0  # a replica that was taken out and has made nothing for so long keeps no request without a token
+
+@dataclass(frozen=True)
+class GenerationRuntime:
+    """What all generations of a gateway use.
+
+    settings: timeouts, and how often a silent request is retried.
+    replicas: endpoints of the replicas, and the retry schedule.
+    fallback: where a failed request goes next.
+    live: the registry of generations in flight.
+    shadow: begins the shadow copy of a request; returns None for most.
+    reports_cached_tokens: whether callers may see prefix cache hits. All tenants share the replicas' prefix cache, so
+        the number would tell one tenant about the prompts of another.
+    """
+
+    settings: Settings
+    replicas: Replicas
+    fallback: Fallback
+    live: LiveGenerations
+    metrics: Metrics
+    tracing: Tracing
+    shadow: Callable[[GenerationRequest], Copy | None] = lambda request: None
+    reports_cached_tokens: Callable[[], bool] = lambda: True
 
 
 class Generation:
-    """An asynchronous iterator of TokenDelta that ends or raises TridentError. ``request`` is what is served.
+    """An asynchronous iterator of TokenDelta that ends, or raises TridentError.
 
-    target: the overflow target that serves it, "" for the usual replicas. turn: its slot, which it waits for before it
-    is sent and releases at its end. ended: called once, at the end. After ``relay`` it yields a delta for each message
-    of the replica, NO_OUTPUTS for one without outputs, and ``message`` holds its bytes.
+    After ``relay`` it yields a delta for each message of the replica, NO_OUTPUTS for one without outputs, and
+    ``message`` holds its bytes.
 
-    Before its first token a request may change places: to another replica when its own makes nothing or is taken for
-    unhealthy, at most ``hang_retries`` times, and to the next overflow target or back to the replicas when a place
-    fails, each place once (docs/decisions/0018).
+    Before its first token a request may move: to another replica when its own makes no progress or becomes unhealthy,
+    at most ``hang_retries`` times, and to the next target when one fails, each target once (docs/decisions/0018).
+
+    request: what is served, perhaps with fewer ``max_tokens`` than requested.
+    target: the overflow target that serves it; "" for replicas of its own pool.
     """
 
     def __init__(
         self,
-        service: Service,
+        runtime: GenerationRuntime,
         request: GenerationRequest,
         permit: Permit,
         turn: Turn,
-        asking: RequestContext,
+        prompt_count: PromptCount | None,
+        context: RequestContext,
         began_s: float,
         span: Span | None,
-        ended: Callable[[Generation], None],
+        on_end: Callable[[], None],
     ) -> None:
-        self._service, self._permit, self._asking, self._span, self._ended = service, permit, asking, span, ended
-        self._turn = turn
+        """turn: its slot. began_s: arrival, ``time.monotonic()``. span: of the request. on_end: called once, at the
+        end."""
+        self._runtime, self._permit, self._context, self._span = runtime, permit, context, span
+        self._on_end, self._turn = on_end, turn
         self.request = request
         self.target = permit.target
-        self._tried = {permit.target}  # places, "" for the usual replicas
+        self.prompt_count = prompt_count
+        self._tried = {permit.target}  # targets
         self._hang_retries = 0
-        self._earlier_attempts = 0  # at places before this one
+        self._earlier_attempts = 0  # at targets before this one
         self._deadline_s = math.inf
-        self._started = False  # anything arrived: from then on nothing is tried elsewhere
+        self._started = False  # any response arrived: from then on nothing is retried
         self.id = new_request_id()
         self.began_s = began_s
         self.first_s = 0.0
@@ -71,17 +103,16 @@ class Generation:
         self.finish_reason = ""
         self.tokens = 0
         self.error: TridentError | None = None
-        self.prompt_count: PromptCount | None = None
-        self._waiting_since_s = 0.0
+        self._waiting_since_s = 0.0  # 0: the idle timer is stopped
         self._cut_error: TridentError | None = None
         self._replica_span: Span | None = None
-        self._answered_ns: int | None = None  # when the replica's last response came, wall clock
-        self._door: Door | None = None
+        self._answered_ns: int | None = None  # last response of the replica, wall clock
+        self._endpoint: Door | None = None
         self._stream: TokenStream | UpstreamStream | None = None
-        self._payload = b""  # the ModelInferRequest to send as it is
-        self._shadow = service.shadow.begin(request) if service.shadow else None
+        self._payload = b""  # a serialised ModelInferRequest to send as it is
+        self._shadow = runtime.shadow(request)
         self._closed = False
-        service.opened(self)
+        runtime.live.add(self)
 
     def __aiter__(self) -> Generation:
         return self
@@ -91,7 +122,7 @@ class Generation:
             try:
                 return await self._next()
             except TridentError as error:
-                if not await self._goes_on(error):
+                if not await self._retry_elsewhere(error):
                     raise
                 self._stream = None
 
@@ -102,7 +133,7 @@ class Generation:
             if self._cut_error is not None:
                 raise self._cut_error
             self._stream = self._opened()
-        self._awaits()
+        self._start_idle_timer()
         try:
             delta = await self._stream.__anext__()
         except Cancelled:
@@ -112,136 +143,140 @@ class Generation:
         except TridentError as error:
             if error is self._cut_error:
                 raise
-            raise self._failed(error, self._stream.attempts) from error.__cause__
+            raise self._backend_error(error, self._stream.attempts) from error.__cause__
         except StopAsyncIteration:
             self._waiting_since_s = 0.0
             if self.finish_reason or self._closed:
                 raise
-            # cut between two deltas, or by the replica
-            ended = EngineFailed("the replica ended its answer without saying why")
+            ended = EngineFailed("the replica ended its stream without a finish_reason")
             raise self._cut_error or from_backend(ended) from None
         if self._payload:
-            self._saw_message(delta)
+            self._observe_message(delta)
             return delta
-        self.saw(delta)
+        self._observe(delta)
         if delta.finish_reason is FinishReason.CANCELLED:
             raise from_backend(Unavailable("the replica ended the generation before it was done"))
-        if delta.usage is not None and not self._service.tells_cached_tokens:
+        if delta.usage is not None and not self._runtime.reports_cached_tokens():
             return dataclasses.replace(delta, usage=dataclasses.replace(delta.usage, cached_tokens=0))
         return delta
 
-    def _awaits(self) -> None:
-        """It is the replica's turn now, and its silence counts."""
+    def _start_idle_timer(self) -> None:
+        """Starts the idle timer: the replica owes a response."""
         self._waiting_since_s = time.monotonic()
 
-    def _failed(self, error: TridentError, attempts: int) -> TridentError:
-        """``error`` of the place under way after ``attempts`` calls there, as the caller may be told it."""
+    def _backend_error(self, error: TridentError, attempts: int) -> TridentError:
+        """Returns the error of the current target, after ``attempts`` calls there, as the caller may see it."""
         self._waiting_since_s = 0.0
         error = from_backend(error)
         error.attempts = self._earlier_attempts + attempts
         return error
 
-    async def _goes_on(self, error: TridentError) -> bool:
-        """Whether the request is to be tried at another place after ``error``, which is then ``target``, with its slot
-        at the replicas where it needs one. Raises the refusal of the queue."""
-        going_on = (Unavailable, Overloaded, EngineFailed) if self.upstream is not None else (Unavailable, Overloaded)
-        left_s = self._deadline_s - time.monotonic()
-        if self._started or self._closed or error is self._cut_error or not isinstance(error, going_on) or left_s <= 0:
+    async def _retry_elsewhere(self, error: TridentError) -> bool:
+        """Moves the request to the next target after ``error``; False if there is none, or it may not move.
+
+        Raises Overloaded, DeadlineExceeded: the queue for a slot there refuses it.
+        """
+        retryable = (Unavailable, Overloaded, EngineFailed) if self.upstream is not None else (Unavailable, Overloaded)
+        remaining_s = self._deadline_s - time.monotonic()
+        if self._started or self._closed or error is self._cut_error:
             return False
-        service, asking = self._service, self._asking
-        place = service.next_place(asking, self.request, self._tried)
-        if place is None:
+        if not isinstance(error, retryable) or remaining_s <= 0:
+            return False
+        fallback, context = self._runtime.fallback, self._context
+        target = fallback.next_target(context, self.request, self._tried)
+        if target is None:
             if isinstance(error, Overloaded | Unavailable):
-                error.retry_after_s = service.retry_after_s(asking, self.request, error)
+                error.retry_after_s = fallback.retry_after_s(context, self.request, error)
             return False
         try:
-            await self._turn.go(place, left_s)
+            await self._turn.go(target, remaining_s)
         except TridentError as refused:
             refused.__cause__ = error
             raise
         if self._closed or self._cut_error is not None:
             self._turn.release()
-            raise self._cut_error or Cancelled("the caller went away")
+            raise self._cut_error or Cancelled(LEFT)
         self._earlier_attempts = error.attempts
-        self._tried.add(place)
-        self._service.moved(asking, self.id, self.target or "replicas", place or "replicas", error)
+        self._tried.add(target)
+        fallback.moved(target)
+        request_log.moved(context, self.id, self.target or "replicas", target or "replicas", error)
         end_span(self._replica_span, error)
-        self._replica_span = self._door = None
-        self.target = place
-        if place:
-            self._permit.headers["x-trident-degraded"] = overflow_note(place)
+        self._replica_span = self._endpoint = None
+        self.target = target
+        if target:
+            self._permit.headers["x-trident-degraded"] = overflow_note(target)
         elif self._permit.headers.get("x-trident-degraded", "").startswith("overflow="):
             del self._permit.headers["x-trident-degraded"]
         return True
 
     @property
     def upstream(self) -> Upstream | None:
-        """The upstream that serves the request, if one does."""
-        return self._service.overflow.upstream(self.target)
+        """The upstream that serves the request; None if replicas do."""
+        return self._runtime.fallback.upstream(self.target)
 
     @property
-    def left_s(self) -> float | None:
-        """Seconds until the request's own deadline, which begins when it first waits for its slot and goes on
-        elsewhere."""
+    def remaining_s(self) -> float:
+        """Seconds until the deadline, which starts when the request first waits for its slot."""
         self._begin_deadline()
         return max(0.001, self._deadline_s - time.monotonic())
 
     def _begin_deadline(self) -> None:
         if self._deadline_s == math.inf:
-            most_s = self._service.settings.request_timeout_s
-            self._deadline_s = time.monotonic() + (self.request.timeout_s or most_s)
+            timeout_s = self.request.timeout_s or self._runtime.settings.request_timeout_s
+            self._deadline_s = time.monotonic() + timeout_s
 
-    def door(self, payload: bytes = b"") -> Door:
-        """Where the generation may go; its span begins."""
-        service, asking = self._service, self._asking
-        route_span = service.tracing.child(self._span, "route")
-        self._replica_span = service.tracing.child(self._span, "replica", SpanKind.CLIENT)
-        handed = observability.traceparent(self._replica_span, asking.carrier)
-        self._door = service.replicas.door(self.request, self._turn.pool, asking.session, handed, payload)
-        self._door.priority = engine_priority(asking.tenant.priority, asking.own_priority)
+    def _open_endpoint(self) -> Door:
+        """Return the endpoint of the replicas and start its spans."""
+        tracing, context = self._runtime.tracing, self._context
+        route_span = tracing.child(self._span, "route")
+        self._replica_span = tracing.child(self._span, "replica", SpanKind.CLIENT)
+        parent = traceparent(self._replica_span, context.carrier)
+        endpoint = self._runtime.replicas.door(self.request, self._turn.pool, context.session, parent, self._payload)
+        endpoint.priority = engine_priority(context.tenant.priority, context.own_priority)
         if self._turn.may_move:
-            self._door.move = self._moved
+            endpoint.move = self._change_pool
         if route_span is not None:
-            self._door.explain = route_span.is_recording()
-            self._door.picked = lambda: self._routed(route_span)
-        return self._door
+            endpoint.explain = route_span.is_recording()
+            endpoint.picked = lambda: self._routed(endpoint, route_span)
+        self._endpoint = endpoint
+        return endpoint
 
-    async def _moved(self) -> str:
-        """Waits for a slot in another pool, which is no silence of a replica, and names the pool."""
+    async def _change_pool(self) -> str:
+        """Waits for a slot in another pool and returns its name. The idle timer is stopped meanwhile."""
         self._waiting_since_s = 0.0
         pool = await self._turn.move()
-        self._awaits()
+        self._start_idle_timer()
         return pool
 
-    def _routed(self, span: Span) -> None:
-        """A replica is picked: the first ends the span, later ones are attempts after a failure."""
-        place: dict[str, Any] = {"server.address": self._door.replica, "trident.pool": self._door.pool}
-        if self._door.explanation is not None:
-            place |= self._door.explanation.attributes()
-        if span.is_recording():
-            end_span(span, **place)
-        else:
-            self._replica_span.add_event("failover", place)
+    def _routed(self, endpoint: Door, route_span: Span) -> None:
+        """Records the picked replica: the first one ends the route span, later ones are failovers."""
+        attributes: dict[str, Any] = {"server.address": endpoint.replica, "trident.pool": endpoint.pool}
+        if endpoint.explanation is not None:
+            attributes |= endpoint.explanation.attributes()
+        if route_span.is_recording():
+            end_span(route_span, **attributes)
+        elif self._replica_span is not None:
+            self._replica_span.add_event("failover", attributes)
 
-    def saw(self, delta: TokenDelta) -> None:
-        """Something arrived from the replica."""
+    def _observe(self, delta: TokenDelta) -> None:
+        """Take over a response of the target: timers, counts, usage and the end."""
         self._waiting_since_s = 0.0
         self._started = True
-        if self._door is not None:
-            self._door.made_tokens()
-        # An upstream names no ids; a chunk of it is a token or a little more.
+        if self._endpoint is not None:
+            self._endpoint.made_tokens()
+        # Upstreams send no token ids; a chunk of theirs is about one token.
         tokens = len(delta.token_ids) or bool(delta.text)
         self.tokens += tokens
         if not self.first_s and (tokens or delta.finish_reason):
             self.first_s = time.monotonic()
         if delta.finish_reason:
             self.finish_reason, self.usage = delta.finish_reason.value, delta.usage
-            self._turn.release()  # now: another choice of the same caller may be waiting for it
+            self._turn.release()  # at once: another choice may wait for it
             if self._replica_span is not None:
                 self._answered_ns = time.time_ns()
-                replica_spans.record(self._service.tracing, self._replica_span, delta.timings, self._answered_ns)
+                replica_spans.record(self._runtime.tracing, self._replica_span, delta.timings, self._answered_ns)
         if self._shadow is not None:
-            self._shadow.saw(delta)
+            self._shadow.observe(delta)
 
     def relay(self, payload: bytes) -> None:
         """Send this serialised ModelInferRequest in place of one made from ``request``, and keep each message."""
@@ -257,52 +292,54 @@ class Generation:
         """The error that the latest message carried behind its text, raised by the next step."""
         return self._stream.deferred_error if isinstance(self._stream, TokenStream) else None
 
-    def _saw_message(self, delta: TokenDelta) -> None:
+    def _observe_message(self, delta: TokenDelta) -> None:
         if delta is not NO_OUTPUTS:
-            self.saw(delta)
+            self._observe(delta)
         if not self.finish_reason and self._stream.whole:
-            self.saw(TokenDelta(finish_reason=FinishReason.STOP))
+            self._observe(TokenDelta(finish_reason=FinishReason.STOP))
 
     def check(self, now_s: float) -> None:
-        """Ends what has waited for too long, or has it tried elsewhere. Time that a request without a token spends at
-        a replica which works for others is no silence: it is queueing, and ends with the request's own deadline."""
+        """Retries or cuts a request whose target is silent for too long.
+
+        A request without a token that waits at a replica which makes progress for others is queued, not silent: only
+        its own deadline ends it.
+        """
         if not self._waiting_since_s:
             return
-        settings, door = self._service.settings, self._door
-        progress_s = door.progress_s if door is not None else 0.0
+        settings, endpoint = self._runtime.settings, self._endpoint
+        progress_s = endpoint.progress_s if endpoint is not None else 0.0
         silent_s = now_s - (self._waiting_since_s if self._started else max(self._waiting_since_s, progress_s))
         first_s, idle_s = settings.first_token_timeout_s, settings.idle_timeout_s
         if silent_s <= min(UNHEALTHY_S, first_s, idle_s):
             return
-        moves = not self._started and self._hang_retries < settings.hang_retries and self._has_elsewhere()
-        patience_s = min(first_s, idle_s) if moves else idle_s
-        if silent_s > patience_s:
-            silent = DeadlineExceeded(f"silent for {patience_s:g} s")
-            if door is not None and now_s - progress_s > patience_s:
-                door.was_silent(silent)
-            if moves:
-                self._abandon(Unavailable(f"{self._place()[1]} made nothing for {patience_s:g} s"))
+        may_retry = not self._started and self._hang_retries < settings.hang_retries and self._has_alternative()
+        timeout_s = min(first_s, idle_s) if may_retry else idle_s
+        if silent_s > timeout_s:
+            if endpoint is not None and now_s - progress_s > timeout_s:
+                endpoint.was_silent(DeadlineExceeded(f"silent for {timeout_s:g} s"))
+            if may_retry:
+                self._abandon(Unavailable(f"{self._location()[1]} made no progress for {timeout_s:g} s"))
             else:
-                self._cut_silent(patience_s)
-        elif moves and door is not None and door.is_down():
-            self._abandon(Unavailable(f"{door.replica} was taken out before it made a token"))
+                self._cut_silent(timeout_s)
+        elif may_retry and endpoint is not None and endpoint.is_down():
+            self._abandon(Unavailable(f"{endpoint.replica} became unhealthy before it made a token"))
 
-    def _has_elsewhere(self) -> bool:
-        if self.upstream is None and self._door is not None and self._door.has_alternative():
+    def _has_alternative(self) -> bool:
+        if self.upstream is None and self._endpoint is not None and self._endpoint.has_alternative():
             return True
-        return self._service.next_place(self._asking, self.request, self._tried) is not None
+        return self._runtime.fallback.next_target(self._context, self.request, self._tried) is not None
 
     def _abandon(self, error: TridentError) -> None:
-        """Has the request tried elsewhere. An upstream's silence is booked there with it."""
+        """Cancels the attempt, so that the request is retried; an upstream counts ``error`` as its failure."""
         self._hang_retries += 1
-        self._awaits()
+        self._start_idle_timer()
         if self._stream is not None:
             self._stream.abandon(error)
 
-    def _cut_silent(self, patience_s: float) -> None:
+    def _cut_silent(self, timeout_s: float) -> None:
         attempts = self._earlier_attempts + (self._stream.attempts if self._stream is not None else 0)
         tried = f"; it was tried {attempts} times" if attempts > 1 else ""
-        error = DeadlineExceeded(f"the engine was silent for {patience_s:g} s{tried}")
+        error = DeadlineExceeded(f"the engine was silent for {timeout_s:g} s{tried}")
         if isinstance(self._stream, UpstreamStream):
             self._cut_error = error
             self._stream.abandon(error)
@@ -310,7 +347,7 @@ class Generation:
             self.cut(error)
 
     def cut(self, error: TridentError) -> None:
-        """Ends it with ``error``, for its reader to see; the engine is freed at once."""
+        """Ends the generation with ``error``, which its reader sees; the engine is freed at once."""
         if self._cut_error is None and not self._closed:
             self._cut_error = error
             self._turn.fail(error)
@@ -318,7 +355,10 @@ class Generation:
                 self._stream.cancel()
 
     def close(self, error: BaseException | None = None) -> None:
-        """The end, whichever: ``error`` is what the caller saw, or Cancelled if the caller went. Safe to call twice."""
+        """Ends the generation; a second call does nothing.
+
+        error: what the caller saw; None for success, or if the caller left.
+        """
         if self._closed:
             return
         self._closed = True
@@ -327,28 +367,40 @@ class Generation:
             attempts += self._stream.attempts
             self._stream.cancel()
         if error is None and not self.finish_reason:
-            error = Cancelled("the caller went away")
+            error = Cancelled(LEFT)
         if error is not None and not isinstance(error, TridentError):
-            error = Cancelled("the caller went away")
+            error = Cancelled(LEFT)
         self.error, self.usage = error, self.usage or self._usage_so_far()
         self._turn.release()
-        self._service.closed(self)
+        self._runtime.live.discard(self)
         try:
-            self._tell(error, attempts)
+            self._record(error, attempts)
         finally:
-            self._ended(self)  # what was reserved comes back, whatever becomes of what is said
+            self._on_end()  # settles the permit even if recording fails
 
-    def _tell(self, error: TridentError | None, attempts: int) -> None:
-        """Metrics, spans and the log hear of the end."""
-        pool, replica = self._place()
-        self._service.metrics.ended(self, self._asking, pool, attempts)
+    def _record(self, error: TridentError | None, attempts: int) -> None:
+        """Writes metrics, spans and the log line of the end."""
+        pool, replica = self._location()
+        usage = self.usage
+        self._runtime.metrics.ended(
+            GenerationRecord(
+                operation=self._context.operation,
+                pool=pool,
+                began_s=self.began_s,
+                ended_s=time.monotonic(),
+                first_s=self.first_s,
+                finish_reason=self.finish_reason,
+                error_type=error_type(error),
+                output_tokens=usage.output_tokens if usage else 0,
+                attempts=attempts,
+            )
+        )
         if self._shadow is not None:
             self._shadow.ended(error)
-        place = {"server.address": replica, "trident.attempts": attempts}
-        end_span(self._replica_span, error, end_ns=self._answered_ns, **place)
-        usage = self.usage
-        self._service.log(
-            self._asking,
+        location = {"server.address": replica, "trident.attempts": attempts}
+        end_span(self._replica_span, error, end_ns=self._answered_ns, **location)
+        request_log.write(
+            self._context,
             error,
             self.began_s,
             generation_id=self.id,
@@ -361,25 +413,26 @@ class Generation:
             output_tokens=usage.output_tokens if usage else 0,
         )
 
-    def _place(self) -> tuple[str, str]:
-        """(pool or target, replica or upstream), empty if nothing was asked."""
+    def _location(self) -> tuple[str, str]:
+        """Returns (pool or overflow target, URL of the replica or upstream); empty before the first attempt."""
         if isinstance(self._stream, UpstreamStream):
             return self.target, self._stream.url
-        return (self._door.pool, self._door.replica) if self._door else ("", "")
+        return (self._endpoint.pool, self._endpoint.replica) if self._endpoint else ("", "")
 
     def _usage_so_far(self) -> Usage | None:
-        """Of a generation that was cut: what it produced, and its prompt as counted or estimated when it was admitted.
-        None if nothing was produced."""
+        """Returns the usage of a generation that was cut: tokens so far, and the prompt as counted or estimated at
+        admission. None without a token."""
         if not self.tokens:
             return None
         return Usage(self.prompt_count.likely if self.prompt_count else 0, self.tokens)
 
     def _opened(self) -> TokenStream | UpstreamStream:
-        upstream, left_s = self.upstream, self.left_s
+        upstream, runtime = self.upstream, self._runtime
+        request = dataclasses.replace(self.request, timeout_s=self.remaining_s)
         if upstream is None:
-            request_id = self.request.request_id if self._payload else self.id
-            asked = dataclasses.replace(self.request, request_id=request_id, timeout_s=left_s)
-            return TokenStream(self.door(self._payload), asked, self._service.replicas.schedule(), bool(self._payload))
-        self._replica_span = self._service.tracing.child(self._span, "upstream", SpanKind.CLIENT)
-        asked = dataclasses.replace(self.request, timeout_s=left_s)
-        return upstream.stream(asked, observability.traceparent(self._replica_span, self._asking.carrier))
+            relayed = bool(self._payload)
+            if not relayed:
+                request = dataclasses.replace(request, request_id=self.id)
+            return TokenStream(self._open_endpoint(), request, runtime.replicas.schedule(), relayed)
+        self._replica_span = runtime.tracing.child(self._span, "upstream", SpanKind.CLIENT)
+        return upstream.stream(request, traceparent(self._replica_span, self._context.carrier))

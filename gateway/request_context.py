@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from contract.priority import NORMAL
-from gateway.admission.permit import Tenant
+from gateway.config.tenant import Tenant
 
 
 @dataclass(frozen=True)

@@ -1,47 +1,54 @@
-"""The one path behind both doors: tenant → permit → replica → deltas, watched and settled to the end.
+"""What the endpoints share: the tenant of a key, admission, and the choices of an admitted request.
 
-A door asks for ``Service.choices``, reads them, and leaves them; whatever the end is, the permit is settled once, the
-replicas are released, and metrics, spans and log lines say how it ended.
+An endpoint calls ``Service.choices``, reads the choices and closes them. Whatever the end is, the permit is settled
+once, the replicas are released, and metrics, spans and a log line record it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import logging
 import random
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
 
-from contract.errors import InvalidArgument, NotFound, PermissionDenied, TridentError, Unavailable
+from opentelemetry.trace import Span
+
+from contract.errors import NotFound, PermissionDenied, TridentError
 from contract.generation import GenerationRequest
 from gateway.admission.body_budget import BodyBudget
 from gateway.admission.budget_store import BudgetStore, MemoryStore, RedisStore, connect
 from gateway.admission.concurrency import Concurrency
-from gateway.admission.degradation import Stage
-from gateway.admission.fair_admission import FairAdmission, Takes
-from gateway.admission.permit import Keys, Tenant
-from gateway.admission.prompt_tokens import PromptTokens
-from gateway.api import vocabulary
+from gateway.admission.fair_admission import FairAdmission
+from gateway.admission.permit import Keys, Permit
+from gateway.admission.prompt_tokens import PromptTokens, load_tokenizer
 from gateway.choices import Choices
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings
-from gateway.generation import Generation
+from gateway.config.tenant import Tenant
+from gateway.generation import GenerationRuntime
+from gateway.live_generations import LiveGenerations
 from gateway.request_context import RequestContext
 from gateway.routing.circuit_breaker import BreakerPolicy
+from gateway.routing.fallback import Fallback
 from gateway.routing.overflow import Overflow
 from gateway.routing.replicas import Replicas
-from gateway.routing.shadow import Shadow
-from gateway.telemetry import observability
-from gateway.telemetry.observability import Metrics, ReplicaSeconds, StateMetrics, Tracing, end_span
+from gateway.routing.shadow import Copy, Shadow
+from gateway.telemetry import request_log
+from gateway.telemetry.metrics import ENGINE, Metrics, refusal_reason
+from gateway.telemetry.state_metrics import PoolState, ReplicaSeconds, StateMetrics
+from gateway.telemetry.tracing import Tracing, end_span
 from gateway.watchdog import Watchdog
 
-_LOG = logging.getLogger("gateway.request")
-SETTLING_S = 60.0  # longer than a settlement takes that is tried again
+# A settlement that is retried takes less. Leases of reserved budget outlive the longest request by this much.
+SETTLING_S = 60.0
 
 
 class Service:
-    """What the doors share. ``start`` and ``close`` on the loop that serves; drained before it is closed."""
+    """Holds the components of one gateway. ``start`` and ``close`` it on the loop that serves; drain before closing.
+
+    keys: finds the tenant of an API key; the configuration by default.
+    replicas: made from the settings by default.
+    """
 
     def __init__(
         self,
@@ -56,16 +63,11 @@ class Service:
         self.keys = keys or configuration
         self.metrics = Metrics(settings.model)
         self.tracing = tracing or Tracing(settings.otlp_endpoint)
-        shortest_s = min(
-            settings.heartbeat_s, settings.stall_timeout_s, settings.idle_timeout_s, settings.first_token_timeout_s
-        )
-        self.watchdog = Watchdog(shortest_s, self.metrics.lag.observe)
+        self.watchdog = Watchdog(settings.shortest_timeout_s, self.metrics.lag.observe)
+        self.live = LiveGenerations(self.watchdog, self.metrics.in_flight)
         self.bodies = BodyBudget(settings.own_max_bodies_bytes, settings.max_body_bytes)
-        self.draining = self._cutting = False
-        self._replicas = replicas
-        self.overflow = Overflow(
-            lambda: self.replicas.fit(), BreakerPolicy(settings.breaker_failures, settings.breaker_open_s)
-        )
+        self.replicas = replicas or Replicas(settings)
+        self.overflow = Overflow(self.replicas.fit, BreakerPolicy(settings.breaker_failures, settings.breaker_open_s))
         policy = configuration.policy
         lease_s = settings.request_timeout_s + policy.admission.max_wait_s + SETTLING_S
         self._redis = connect(policy.budgets.redis) if policy.budgets.redis else None
@@ -77,68 +79,58 @@ class Service:
             self.budgets,
             self._concurrency,
             time.monotonic,
-            target_pool=lambda target: self.overflow.pool(target),
-            prompt_tokens=PromptTokens(vocabulary.load(settings.tokenizer) if settings.tokenizer else None),
+            pools=self.replicas,
+            target_pool=self.overflow.pool,
+            prompt_tokens=PromptTokens(load_tokenizer(settings.tokenizer) if settings.tokenizer else None),
         )
+        self.fallback = Fallback(self.overflow, self.replicas, self._overflow_targets, self.admission.degraded)
         self.replica_seconds = ReplicaSeconds(lambda: len(self.replicas.fit()))
         self.shadow: Shadow | None = None
-        self._live: set[Generation] = set()
-        self._entering = 0  # callers in admission
-        self._idle = asyncio.Event()
+        self._runtime = GenerationRuntime(
+            settings,
+            self.replicas,
+            self.fallback,
+            self.live,
+            self.metrics,
+            self.tracing,
+            self._shadow_copy,
+            lambda: self.reports_cached_tokens,
+        )
         self._tasks: list[asyncio.Task] = []
 
-    @property
-    def replicas(self) -> Replicas:
-        assert self._replicas is not None, "start() comes first"
-        return self._replicas
-
     async def start(self) -> None:
-        self._replicas = self._replicas or Replicas(self.settings)
-        self.admission.pools = self._replicas
         self.overflow.start()
         self.apply()
         self.configuration.changed = self.apply
-        self.metrics.registry.register(StateMetrics(self))
-        await self._replicas.start()
+        self.metrics.registry.register(self._state_metrics())
+        await self.replicas.start()
         self.watchdog.add(self.replica_seconds)
         self.watchdog.add(self.admission)
         self._tasks = [asyncio.create_task(self.watchdog.run()), asyncio.create_task(self.configuration.watch())]
 
     def apply(self) -> None:
-        """The configuration's rules, from now on."""
+        """Applies the current configuration to later requests."""
         policy, pools = self.configuration.policy, self.configuration.pools
         self.replicas.change(pools.places, pools.shares)
-        rules, shares, per_tenant = policy.admission, policy.shares, policy.admission.max_waiting_per_tenant
-        if self.configuration.keyless:  # there are no others to keep places for
-            shares = dataclasses.replace(shares, tenant_share=1.0, short_reserve=0.0)
-            per_tenant = rules.max_waiting_per_class
+        rules = policy.admission
+        if self.configuration.keyless:  # one tenant: there are no others to keep slots free for
+            alone = {"tenant_share": 1.0, "short_reserve": 0.0, "max_waiting_per_tenant": rules.max_waiting_per_class}
+            rules = rules.model_copy(update=alone)
         self._concurrency.pools = tuple(pools.places)
         self.overflow.change(policy.overflow)
-        bounds = {
-            "max_per_class": rules.max_waiting_per_class,
-            "max_per_tenant": per_tenant,
-            "quantum_tokens": rules.quantum_tokens,
-            "aging_s": rules.aging_s,
-        }
-        self.admission.change(shares, policy.ladder, rules.max_in_flight_of_class, bounds)
+        self.admission.change(rules, policy.degradation)
         if policy.shadow is None:
             self.shadow = None
         elif self.shadow is None or self.shadow.rules != policy.shadow:
-            self.shadow = Shadow(policy.shadow, self.replicas, self.metrics, random.Random())
+            self.shadow = Shadow(policy.shadow, self.replicas, self.metrics.shadow, random.Random())
 
-    async def drain(self, patience_s: float) -> int:
-        """Takes nothing new and waits for what is under way; returns how many had to be cut off."""
-        self.draining = True
-        self._tell_if_idle()
-        try:
-            await asyncio.wait_for(self._idle.wait(), patience_s)
-        except asyncio.TimeoutError:
-            self._cutting = True
-            left = tuple(self._live)
-            for generation in left:
-                generation.cut(Unavailable("the gateway is stopping"))
-            return len(left)
-        return 0
+    @property
+    def draining(self) -> bool:
+        return self.live.draining
+
+    async def drain(self, timeout_s: float) -> int:
+        """Admits nothing new, waits for what is in flight, cuts off the rest; returns the number cut off."""
+        return await self.live.drain(timeout_s)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -155,18 +147,18 @@ class Service:
         self.tracing.close()
 
     def ready(self) -> bool:
-        """Whether callers can be served: a pool that they are sent to, by weight or because it is their own, has a fit
-        replica. Pools for copies and overflow alone do not count."""
+        """Returns whether a pool that callers are sent to has a healthy replica; pools for shadow copies and overflow
+        alone do not count."""
         return not self.draining and any(self.replicas.fit_in(pool) for pool in self.serving_pools())
 
     def serving_pools(self) -> list[str]:
-        """The pools that callers are sent to: public ones, and those of tenants."""
+        """Returns the pools that callers are sent to: public ones, and those that tenants are pinned to."""
         pinned = self.configuration.pinned_pools()
         public = self.replicas.public()
         return [pool for pool in self.replicas.pools if pool in public or pool in pinned]
 
     def tenant(self, api_key: str) -> Tenant:
-        """Raises Unauthenticated."""
+        """Returns the tenant of a key. Raises Unauthenticated."""
         return self.keys.tenant(api_key)
 
     def check_model(self, model: str, tenant: Tenant) -> None:
@@ -179,119 +171,78 @@ class Service:
     def may_use(self, model: str, tenant: Tenant) -> bool:
         return not tenant.models or not {self.settings.model, model}.isdisjoint(tenant.models)
 
-    async def choices(self, wanted: Sequence[GenerationRequest], asking: RequestContext) -> Choices:
-        """The admitted generations of one caller. Nothing is sent before they are read; leave them with ``close``,
-        whatever happens.
+    async def choices(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Choices:
+        """Admits the requests of one caller together and returns their choices.
 
-        Raises what admission raises, and Unavailable while the gateway drains.
+        Nothing is sent to a replica before the choices are read. The caller must close them in any case.
+        Raises what FairAdmission.admit raises, and Unavailable while the gateway drains.
         """
-        began_s, asked = time.monotonic(), wanted[0]
-        attributes = {
-            "gen_ai.operation.name": asking.operation,
-            "gen_ai.provider.name": "trident",
-            "gen_ai.request.model": self.settings.model,
-            "gen_ai.request.max_tokens": asked.max_tokens,
-            "gen_ai.request.stream": asked.stream,
-            "gen_ai.request.choice.count": len(wanted),
-            "trident.source": observability.ENGINE,
-        }
-        span = self.tracing.start(f"{asking.operation} {self.settings.model}", asking.carrier, attributes)
+        began_s, span = time.monotonic(), self._request_span(requests, context)
         queue_span = self.tracing.child(span, "queue")
-        self._entering += 1
         try:
-            with self.metrics.waiting.track_inprogress(), self.metrics.queue.time():
-                self.check_open()
-                down = not self.replicas.serves(asking.tenant.pool)
-                permit = await self.admission.admit(wanted, asking.tenant, self.takes(asking), down, asking.session)
-                if self._cutting:
-                    permit.settle(None)
-                    self.check_open()
+            with self.metrics.waiting.track_inprogress(), self.metrics.queue.time(), self.live.admitting():
+                permit = await self._admit(requests, context)
             end_span(queue_span)
-            return Choices(self, permit, asking, began_s, span)
-        except BaseException as exc:  # or the caller left the queue
+            return Choices(self._runtime, permit, self.admission.prompt_tokens, context, began_s, span)
+        except BaseException as exc:  # CancelledError too: the caller left the queue
             end_span(queue_span, exc)
             end_span(span, exc)
             if isinstance(exc, TridentError):
-                self.refused(asking, exc, began_s)
+                self.refused(context, exc, began_s)
             raise
-        finally:
-            self._entering -= 1
-            self._tell_if_idle()
 
-    def takes(self, asking: RequestContext) -> Takes:
-        """What says whether an overflow target takes requests. What came as tensors goes on as tensors, which no
-        upstream understands."""
-        return self.overflow.takes if asking.protocol == "http" else self.overflow.has_pool
+    async def _admit(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Permit:
+        tenant, accepts = context.tenant, self.fallback.accepts(context)
+        down = not self.replicas.serves(tenant.pool)
+        permit = await self.admission.admit(requests, tenant, accepts, down, context.session)
+        try:
+            self.live.check_not_cut_off()
+        except TridentError:
+            permit.settle(None)
+            raise
+        return permit
 
-    def next_place(self, asking: RequestContext, request: GenerationRequest, tried: Collection[str]) -> str | None:
-        """Where a request may go that could not be served in ``tried``: the first overflow target that takes it, then
-        "", the usual replicas, then None."""
-        ladder, takes = self.configuration.policy.ladder, self.takes(asking)
-        for target in ladder.overflow if ladder is not None else ():
-            if target not in tried and takes(target, (request,)):
-                return target
-        return "" if "" not in tried and self.replicas.serves(asking.tenant.pool) else None
-
-    def retry_after_s(self, asking: RequestContext, request: GenerationRequest, error: TridentError) -> float | None:
-        """What a refusal says of the time to come back, when every place has failed: with the tenant's pool down, when
-        the first upstream may be asked again."""
-        said = getattr(error, "retry_after_s", None)
-        ladder = self.configuration.policy.ladder
-        if ladder is None or asking.protocol != "http" or self.replicas.serves(asking.tenant.pool):
-            return said
-        wait_s = self.overflow.wait_s(ladder.overflow, request)
-        return said if wait_s is None else max(1.0, wait_s)
-
-    def moved(self, asking: RequestContext, generation_id: str, before: str, after: str, error: TridentError) -> None:
-        """A request goes on elsewhere before its first token. after: an overflow target, or "replicas"."""
-        if after != "replicas":
-            self.admission.degraded[Stage.OVERFLOW.value] += 1
-        fields = {"request_id": asking.request_id, "generation_id": generation_id, "from": before, "to": after}
-        _LOG.warning("request is tried elsewhere", extra={"fields": {**fields, "error": str(error)}})
+    def _request_span(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Span | None:
+        attributes = {
+            "gen_ai.operation.name": context.operation,
+            "gen_ai.provider.name": "trident",
+            "gen_ai.request.model": self.settings.model,
+            "gen_ai.request.max_tokens": requests[0].max_tokens,
+            "gen_ai.request.stream": requests[0].stream,
+            "gen_ai.request.choice.count": len(requests),
+            "trident.source": ENGINE,
+        }
+        return self.tracing.start(f"{context.operation} {self.settings.model}", context.carrier, attributes)
 
     @property
-    def tells_cached_tokens(self) -> bool:
-        """Whether callers hear how much of their prompt a replica had in its prefix cache. All tenants share it, so it
-        would tell one what another has asked."""
+    def reports_cached_tokens(self) -> bool:
+        """Whether callers see prefix cache hits; see GenerationRuntime."""
         return self.configuration.keyless
 
-    def check_open(self) -> None:
-        if self.draining:
-            raise Unavailable("the gateway is stopping; another one may serve you", 1.0)
+    def refused(self, context: RequestContext, error: TridentError, began_s: float) -> None:
+        """Counts and logs a request that was refused before generation."""
+        self.metrics.rejections.labels(refusal_reason(error)).inc()
+        request_log.write(context, error, began_s)
 
-    def refused(self, asking: RequestContext, error: TridentError, began_s: float) -> None:
-        """Nothing was made for the caller; it is counted and logged."""
-        self.metrics.rejections.labels(observability.reason(error)).inc()
-        self.log(asking, error, began_s)
+    def _overflow_targets(self) -> Sequence[str]:
+        degradation = self.configuration.policy.degradation
+        return degradation.overflow if degradation is not None else ()
 
-    def opened(self, generation: Generation) -> None:
-        self._live.add(generation)
-        self.metrics.in_flight.inc()
-        self.watchdog.add(generation)
+    def _shadow_copy(self, request: GenerationRequest) -> Copy | None:
+        return self.shadow.begin(request) if self.shadow is not None else None
 
-    def closed(self, generation: Generation) -> None:
-        self.watchdog.discard(generation)
-        self.metrics.in_flight.dec()
-        self._live.discard(generation)
-        self._tell_if_idle()
+    def _state_metrics(self) -> StateMetrics:
+        return StateMetrics(
+            replicas=self.replicas.all,
+            upstreams=self.overflow.upstreams,
+            pools=self._pool_states,
+            body_bytes=lambda: self.bodies.held,
+            degraded=lambda: self.admission.degraded,
+            replica_seconds=self.replica_seconds.total,
+            tokens=lambda: self.metrics.engine_tokens,
+            prices=lambda: self.configuration.policy.prices,
+        )
 
-    def _tell_if_idle(self) -> None:
-        if not self._live and not self._entering:
-            self._idle.set()
-        else:
-            self._idle.clear()
-
-    def log(self, asking: RequestContext, error: TridentError | None, began_s: float, **more: object) -> None:
-        fields = {
-            "request_id": asking.request_id,
-            "tenant": asking.tenant.name,
-            "protocol": asking.protocol,
-            "operation": asking.operation,
-            "error_type": type(error).__name__ if error else "",
-            "error": str(error) if error and (error.internal or not isinstance(error, InvalidArgument)) else "",
-            "duration_s": round(time.monotonic() - began_s, 6),
-            **more,
-        }
-        level = logging.ERROR if error and error.http_status == 500 else logging.INFO
-        said = f"generation failed: {error}" if level == logging.ERROR else "generation"
-        _LOG.log(level, said.replace("%", "%%"), extra={"fields": fields})
+    def _pool_states(self) -> Iterator[PoolState]:
+        for pool in self.replicas.pools:
+            yield PoolState(pool, self.admission.slots(pool), self.replicas.fit_in(pool))

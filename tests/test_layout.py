@@ -123,6 +123,52 @@ def test_no_module_imports_itself_in_a_circle():
         visit(name)
 
 
+# The gateway's packages and modules from the lowest layer to the highest. One may import its own and lower layers.
+GATEWAY_LAYERS = (
+    ("config", "request_key", "watchdog"),
+    ("request_context",),
+    ("admission",),
+    ("routing",),
+    ("telemetry",),
+    ("live_generations",),
+    ("generation",),
+    ("choices",),
+    ("service",),
+    ("cache",),
+    ("api",),
+    ("batch",),
+    ("openapi",),
+    ("app",),
+    ("banner", "command_line", "sighup"),
+    ("__main__",),
+)
+
+
+def test_imports_inside_the_gateway_point_down():
+    layer_of = {name: layer for layer, names in enumerate(GATEWAY_LAYERS) for name in names}
+    for name, path in MODULES.items():
+        package, _, inner = name.partition(".")
+        if package != "gateway" or not inner:
+            continue
+        own = inner.split(".")[0]
+        for found in imports(path):
+            other = found.removeprefix("gateway.").split(".")[0]
+            if not found.startswith("gateway.") or other == own:
+                continue
+            assert layer_of[other] < layer_of[own], f"{name} imports {found}, which is not in a lower layer"
+
+
+# build/engine.py imports its stages when they are run: torch is large, and most recipes do not need it.
+@pytest.mark.parametrize("room", sorted(MAY_IMPORT.keys() - {"build"}))
+def test_no_import_of_our_own_hides_behind_type_checking(room):
+    for path in (ROOT / room).rglob("*.py"):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+                for inner in ast.walk(node):
+                    if isinstance(inner, ast.ImportFrom):
+                        assert inner.module.split(".")[0] not in MAY_IMPORT, f"{path.relative_to(ROOT)}: {inner.module}"
+
+
 def test_only_one_module_knows_tritons_python_api():
     knowing = {str(path.relative_to(ROOT)) for path in SOURCES if "triton_python_backend_utils" in set(imports(path))}
     assert knowing == {"python_backends/triton_io.py"}

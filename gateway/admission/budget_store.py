@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from contract.errors import Unavailable
-from gateway.admission.budgets import Bucket, Level, Reservation, Standing, demands, is_idle
+from gateway.admission.budgets import Bucket, Reservation, Standing, demands, is_idle
+from gateway.config.tenant import Level
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis

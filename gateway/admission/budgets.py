@@ -15,28 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from contract.errors import InvalidArgument
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one level may use; None is no limit. A burst is the bucket's size, one minute's worth if left out.
-
-    max_in_flight: requests between the door and the end of their stream.
-    """
-
-    tokens_per_minute: int | None = None
-    burst_tokens: int | None = None
-    requests_per_minute: int | None = None
-    burst_requests: int | None = None
-    max_in_flight: int | None = None
-
-
-@dataclass(frozen=True)
-class Level:
-    """One step of the hierarchy. name: its whole path, such as ``acme/research/alice``."""
-
-    name: str
-    limits: Limits = Limits()
+from gateway.config.tenant import Level
 
 
 @dataclass(frozen=True)

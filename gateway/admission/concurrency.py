@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from contract.errors import InvalidArgument, Overloaded
-from gateway.admission.budgets import Level
+from gateway.config.tenant import Level
 
 
 @dataclass(eq=False)

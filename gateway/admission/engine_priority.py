@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contract.priority import NORMAL
-from gateway.config.policy import LOWEST_PRIORITY
+from gateway.config.tenant import LOWEST_PRIORITY
 
 _BAND = 1.0 / (LOWEST_PRIORITY + 1)
 

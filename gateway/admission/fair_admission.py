@@ -19,14 +19,15 @@ from contract.errors import DeadlineExceeded, Overloaded, TridentError
 from contract.generation import GenerationRequest, Usage
 from gateway.admission import retry_after
 from gateway.admission.budget_store import BudgetStore
-from gateway.admission.budgets import Level, Reservation
+from gateway.admission.budgets import Reservation
 from gateway.admission.concurrency import Concurrency, Slot
-from gateway.admission.degradation import Ladder, Stage, degrade
+from gateway.admission.degradation import Stage, degrade, stage_at
 from gateway.admission.fair_queue import Entry, FairQueue
-from gateway.admission.permit import Tenant
-from gateway.admission.pool_slots import Claim, PoolSlots, Shares
+from gateway.admission.pool_slots import Claim, PoolSlots
 from gateway.admission.prompt_tokens import PromptCount, PromptTokens
 from gateway.admission.sharing import UNKNOWN, Capacity
+from gateway.config.policy import AdmissionRules, DegradationRules
+from gateway.config.tenant import Level, Tenant
 
 _Refusal = TypeVar("_Refusal", Overloaded, DeadlineExceeded)
 Takes = Callable[[str, Sequence[GenerationRequest]], bool]  # whether an overflow target can have these requests now
@@ -72,16 +73,15 @@ class FairAdmission:
         *,
         pools: Pools | None = None,
         target_pool: Callable[[str], str] = lambda target: "",
-        shares: Shares | None = None,
-        ladder: Ladder | None = None,
-        queue_bounds: Mapping[str, float] | None = None,
+        rules: AdmissionRules | None = None,
+        degradation: DegradationRules | None = None,
         prompt_tokens: PromptTokens | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self._budgets, self._concurrency, self._clock = budgets, concurrency, clock
         self.pools: Pools = pools or OnePool()
         self.target_pool = target_pool
-        self._shares, self._ladder, self._queue_bounds = shares or Shares(), ladder, dict(queue_bounds or {})
+        self._rules, self._degradation = rules or AdmissionRules(), degradation
         self.prompt_tokens = prompt_tokens or PromptTokens()
         self._rng = rng or random.Random()
         self._slots: dict[str, PoolSlots] = {}
@@ -103,30 +103,22 @@ class FairAdmission:
         found = self._slots.get(pool)
         if found is None:
             found = self._slots[pool] = PoolSlots(
-                FairQueue(**self._queue_bounds),
+                FairQueue(**_queue_bounds(self._rules)),
                 self._clock,
                 lambda: self.pools.capacity(pool),
-                self._shares,
+                self._rules,
                 expired=lambda error: self._refusal("deadline", error, pool),
                 full=lambda: self._concurrency.fullness(pool) >= 1,
             )
         return found
 
-    def change(
-        self,
-        shares: Shares,
-        ladder: Ladder | None,
-        class_limits: Mapping[int, int],
-        queue_bounds: Mapping[str, float] | None = None,
-    ) -> None:
-        """Other rules from now on. What runs and waits stays. queue_bounds: all of FairQueue's; None: as before."""
-        self._shares, self._ladder = shares, ladder
-        self._queue_bounds = self._queue_bounds if queue_bounds is None else dict(queue_bounds)
-        self._concurrency.class_limits = class_limits
+    def change(self, rules: AdmissionRules, degradation: DegradationRules | None) -> None:
+        """Applies new rules to later decisions. Requests that run or wait stay."""
+        self._rules, self._degradation = rules, degradation
+        self._concurrency.class_limits = rules.max_in_flight_of_class
         for slots in self._slots.values():
-            slots.shares = shares
-            if queue_bounds is not None:
-                slots.queue.bound(**queue_bounds)
+            slots.rules = rules
+            slots.queue.bound(**_queue_bounds(rules))
             slots.dispatch()
 
     def check(self, now_s: float) -> None:
@@ -203,18 +195,18 @@ class FairAdmission:
         self, requests: tuple[GenerationRequest, ...], tenant: Tenant, pool: str, takes: Takes, down: bool
     ) -> tuple[tuple[GenerationRequest, ...], str, dict[str, str]]:
         """The requests as they may be served under the pressure there is, where, and what is said about it."""
-        ladder = self._ladder
-        if ladder is None:
+        rules = self._degradation
+        if rules is None:
             return requests, "", {}
-        stage = ladder.stage(self.pressure(tenant, pool))
+        stage = stage_at(self.pressure(tenant, pool), rules)
         if stage is Stage.REFUSE:
             raise self._refusal("pressure", Overloaded("there is more work than can be done"), pool)
         target = ""
         if down or stage is Stage.OVERFLOW:
-            takers = (name for name in ladder.overflow if takes(name, requests))
+            takers = (name for name in rules.overflow if takes(name, requests))
             target = next((name for name in takers if down or self._has_room(name, requests, tenant)), "")
             stage = Stage.OVERFLOW if target else Stage.SHORTER if stage is Stage.OVERFLOW else stage
-        lowered = [degrade(one, stage, ladder, target) for one in requests]
+        lowered = [degrade(one, stage, rules, target) for one in requests]
         note = next((one.note for one in lowered if one.note), "")
         if not note:
             return requests, "", {}
@@ -267,6 +259,15 @@ class FairAdmission:
         return error
 
 
+def _queue_bounds(rules: AdmissionRules) -> dict[str, float]:
+    return {
+        "max_per_class": rules.max_waiting_per_class,
+        "max_per_tenant": rules.max_waiting_per_tenant,
+        "quantum_tokens": rules.quantum_tokens,
+        "aging_s": rules.aging_s,
+    }
+
+
 def _longest(requests: Sequence[GenerationRequest]) -> int:
     """The most tokens that one of them may generate."""
     return max(one.max_tokens for one in requests)
@@ -296,7 +297,7 @@ class _Ticket:
     def claim(self, pool: str, tokens: int, count: int, left_s: float = math.inf) -> Claim:
         """Queues for ``count`` slots of a pool. left_s: what is left of the request's time. Raises Overloaded."""
         admission, tenant = self.admission, self.tenant
-        until_s = min(admission._clock() + min(admission._shares.max_wait_s, left_s), self.ends_s)
+        until_s = min(admission._clock() + min(admission._rules.max_wait_s, left_s), self.ends_s)
         longest_tokens = _longest(self.requests)
         entry = Entry(tenant.name, max(1, tokens), tenant.priority, tenant.weight, until_s, count, longest_tokens)
         try:

@@ -18,10 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import InvalidArgument, Overloaded
-
-# A tenant's turn in tokens, times its weight. Well below a chat's answer: rounds cost nothing, and turns of several
-# answers in a row let a tenant with a large weight run against its share and lose what it could not send meanwhile.
-QUANTUM_TOKENS = 128
+from gateway.config.policy import QUANTUM_TOKENS
 
 
 @dataclass(eq=False)

@@ -16,31 +16,12 @@ no caller waits for another one's end while it keeps slots idle.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Protocol
 
 from contract.errors import TridentError
 from contract.generation import GenerationRequest, Usage
-from gateway.admission.budgets import Level
 from gateway.admission.prompt_tokens import PromptCount
-
-
-@dataclass(frozen=True)
-class Tenant:
-    """Who pays for a request and is kept apart from the others.
-
-    name: stable, from configuration, never from the request: it keys caches and labels metrics. models: the public
-    model names it may use, empty for all. pool: the label of the replicas it is pinned to, empty for any.
-    priority: 0 is the most urgent class. weight: its share among tenants that compete. levels: whose limits hold,
-    outermost first: organisation, team, key; none for callers without a key.
-    """
-
-    name: str = "anonymous"
-    models: tuple[str, ...] = ()
-    pool: str = ""
-    priority: int = 1
-    weight: float = 1.0
-    levels: tuple[Level, ...] = ()
+from gateway.config.tenant import Tenant
 
 
 class Turn(Protocol):

@@ -17,26 +17,11 @@ from contract.errors import DeadlineExceeded, TridentError
 from gateway.admission import retry_after
 from gateway.admission.fair_queue import Entry, FairQueue
 from gateway.admission.sharing import Capacity
+from gateway.config.policy import AdmissionRules
 
 # A request is short if it may generate at most this part of what the running ones may on average: then no answer that
 # holds a reserved slot takes longer than this part of the others.
 SHORT = 0.25
-
-
-@dataclass(frozen=True)
-class Shares:
-    """How many requests may be at the replicas of a pool at once, and how many of those one tenant may have.
-
-    max_running: in each pool; 0 for as many as the replicas report. tenant_share: below 1, the rest is free for others'
-    requests at any time, so that long answers of one tenant do not hold all slots when short ones of another come.
-    short_reserve: the part of the slots, one at least, that only short requests may take, whoever sends them; 0: none.
-    max_wait_s: longest time in the queue, whatever the request's own deadline.
-    """
-
-    max_running: int = 0
-    tenant_share: float = 0.8
-    max_wait_s: float = 30.0
-    short_reserve: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,12 +45,12 @@ class PoolSlots:
         queue: FairQueue,
         clock: Callable[[], float],
         capacity: Callable[[], Capacity],
-        shares: Shares,
+        rules: AdmissionRules,
         *,
         expired: Callable[[DeadlineExceeded], DeadlineExceeded] = lambda error: error,
         full: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.queue, self.shares = queue, shares
+        self.queue, self.rules = queue, rules
         self._clock, self._capacity, self._expired, self._full = clock, capacity, expired, full
         self.running = 0  # slots that were given and not released
         self._reserved = 0  # of which so many are kept for short requests, or only wait at a replica
@@ -79,8 +64,8 @@ class PoolSlots:
     @property
     def capacity(self) -> Capacity:
         """What this gateway may have running in the pool, and what it may have sent there."""
-        if self.shares.max_running:
-            return Capacity(self.shares.max_running, self.shares.max_running)
+        if self.rules.max_running:
+            return Capacity(self.rules.max_running, self.rules.max_running)
         return self._capacity()
 
     @property
@@ -139,12 +124,12 @@ class PoolSlots:
             self._wake = asyncio.get_running_loop().call_later(max(0.0, next_s - now_s) + 0.001, self.dispatch)
 
     def _limits(self) -> _Limits:
-        capacity, shares = self.capacity, self.shares
+        capacity, rules = self.capacity, self.rules
         # A share is one of what runs: a request that only waits at a replica makes no room for others.
-        share = max(1, math.floor(capacity.slots * shares.tenant_share)) if shares.tenant_share < 1 else capacity.limit
-        if not shares.short_reserve or capacity.slots < 2:
+        share = max(1, math.floor(capacity.slots * rules.tenant_share)) if rules.tenant_share < 1 else capacity.limit
+        if not rules.short_reserve or capacity.slots < 2:
             return _Limits(capacity.limit, capacity.limit, share)
-        reserved = min(max(1, math.floor(capacity.slots * shares.short_reserve)), capacity.slots - 1)
+        reserved = min(max(1, math.floor(capacity.slots * rules.short_reserve)), capacity.slots - 1)
         return _Limits(capacity.limit, capacity.slots - reserved, share)
 
     def _length_allowed(self, limits: _Limits) -> float:

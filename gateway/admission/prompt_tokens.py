@@ -13,8 +13,11 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest
 
 if TYPE_CHECKING:
@@ -88,6 +91,20 @@ def size_by_bytes(texts: Sequence[str]) -> tuple[float, int]:
         endless = lower - spaces > _LONGEST_WORDS * (spaces + 1)
         size += lower * (0.5 if endless else 0.25) + upper + 0.5 * high + 0.75 * (len(data) - lower - upper - high)
     return size, length
+
+
+@lru_cache(maxsize=1)
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Loads a tokenizer.json without its truncation and padding. Raises InvalidArgument."""
+    from tokenizers import Tokenizer  # 30 MB of memory, only where a tokenizer is configured
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as exc:  # the library raises nothing more specific
+        raise InvalidArgument("TRIDENT_GATEWAY_TOKENIZER", f"must be a tokenizer.json, got {path}: {exc}") from exc
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class PromptTokens:

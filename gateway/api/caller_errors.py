@@ -7,9 +7,6 @@ caller can mend it. An upstream's 400 is told with its ``param``, if that is one
 
 from __future__ import annotations
 
-import re
-
-from clients.wire.failures import is_wrong_request
 from contract.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -17,12 +14,11 @@ from contract.errors import (
     InvalidArgument,
     NotFound,
     Overloaded,
-    PermissionDenied,
     PromptTooLong,
     TridentError,
-    Unauthenticated,
     Unavailable,
 )
+from gateway.routing.backend_errors import INPUT_NAME
 
 _SENTENCES: dict[type[TridentError], str] = {
     PromptTooLong: "the prompt and the tokens asked for do not fit the model that was to serve the request",
@@ -34,29 +30,6 @@ _SENTENCES: dict[type[TridentError], str] = {
     DeadlineExceeded: "the request's time was up before its answer was complete",
     EngineFailed: "the engine failed while it served the request",
 }
-_INPUT_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
-
-
-def from_backend(error: TridentError) -> TridentError:
-    """``error`` as raised by a replica's or an upstream's stream, marked internal unless it is about the request.
-
-    That the gateway itself may not do something there is nothing the caller could mend: it becomes Unavailable.
-    """
-    if error.internal or is_about_the_request(error):
-        return error
-    if isinstance(error, Unauthenticated | PermissionDenied):
-        refused = Unavailable(f"{type(error).__name__}: {error}")
-        refused.__cause__ = error
-        error = refused
-    error.internal = True
-    return error
-
-
-def is_about_the_request(error: TridentError) -> bool:
-    """Whether the text is a replica's complaint about the request's own inputs, in our words or in Triton's."""
-    if not isinstance(error, InvalidArgument):
-        return False
-    return bool(_INPUT_NAME.fullmatch(error.field)) or is_wrong_request(error.problem)
 
 
 def for_caller(error: TridentError, request_id: str = "") -> TridentError:
@@ -71,7 +44,7 @@ def for_caller(error: TridentError, request_id: str = "") -> TridentError:
         said += f"; quote request {request_id} when you report it"
     if isinstance(error, InvalidArgument):
         return (PromptTooLong if kind is PromptTooLong else InvalidArgument)(
-            error.field if _INPUT_NAME.fullmatch(error.field) else "", said
+            error.field if INPUT_NAME.fullmatch(error.field) else "", said
         )
     told = (EngineFailed if kind is TridentError else kind)(said)
     if isinstance(error, Overloaded | Unavailable) and isinstance(told, Overloaded | Unavailable):

@@ -42,14 +42,16 @@ from contract.errors import (
     to_text,
 )
 from contract.generation import GenerationRequest
-from gateway.admission.permit import Tenant
 from gateway.api import error_responses
-from gateway.api.caller_errors import for_caller, from_backend
+from gateway.api.caller_errors import for_caller
 from gateway.api.request_body import bearer_token
 from gateway.config.settings import variable
+from gateway.config.tenant import Tenant
+from gateway.generation import Generation
 from gateway.request_context import RequestContext
-from gateway.service import Generation, Service
-from gateway.telemetry import observability
+from gateway.routing.backend_errors import from_backend
+from gateway.service import Service
+from gateway.telemetry.metrics import refusal_reason
 
 _LOG = logging.getLogger(__name__)
 _SERVICE = "inference.GRPCInferenceService"
@@ -233,7 +235,7 @@ class KServeDoor:
             try:
                 held.take(size)
             except Overloaded as error:
-                service.metrics.rejections.labels(observability.reason(error)).inc()
+                service.metrics.rejections.labels(refusal_reason(error)).inc()
                 raise
             return await self._generate(request, tenant, carrier, context, writer)
 
@@ -288,7 +290,7 @@ class KServeDoor:
         try:
             async for delta in generation:
                 data = generation.message
-                if delta.usage is not None and not self._service.tells_cached_tokens:
+                if delta.usage is not None and not self._service.reports_cached_tokens:
                     data = without_cached_tokens(data)
                 deferred = generation.deferred_error
                 if deferred is not None:  # it came behind text in this message

@@ -18,7 +18,6 @@ from clients.wire.request import MAX_REQUEST_ID, can_travel
 from contract.errors import EngineFailed, InvalidArgument, TridentError
 from contract.generation import GenerationRequest
 from gateway.admission.body_budget import Lease
-from gateway.admission.permit import Tenant
 from gateway.api import error_responses, request_body, schemas
 from gateway.api.caller_errors import for_caller
 from gateway.api.chat import ChatFormatter
@@ -30,9 +29,10 @@ from gateway.api.sse import EventEncoder, Formatter, encode_event, usage_fields
 from gateway.api.vocabulary import Vocabulary
 from gateway.cache.reuse import ResponseReuse
 from gateway.choices import ChoiceDelta, together
+from gateway.config.tenant import Tenant
 from gateway.request_context import RequestContext
 from gateway.service import Service
-from gateway.telemetry import observability
+from gateway.telemetry.metrics import refusal_reason
 
 _LOG = logging.getLogger(__name__)
 _JSON = (b"content-type", b"application/json")
@@ -90,7 +90,7 @@ class OpenAIEndpoint:
         except ClientDisconnect:
             return None
         except TridentError as exc:
-            self._service.metrics.rejections.labels(observability.reason(exc)).inc()
+            self._service.metrics.rejections.labels(refusal_reason(exc)).inc()
             rejection = error_responses.http(exc)
         except BodyTooLarge:
             problem = f"the body must be at most {settings.max_body_bytes} bytes"

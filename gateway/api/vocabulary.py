@@ -9,28 +9,10 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from contract.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from gateway.admission.prompt_tokens import load_tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-@lru_cache(maxsize=1)
-def load(path: Path) -> Tokenizer:
-    """The tokenizer in a tokenizer.json, without its truncation and padding. Raises InvalidArgument."""
-    from tokenizers import Tokenizer  # 30 MB that only those who ask for it carry
-
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as exc:  # the library raises nothing more exact
-        raise InvalidArgument("TRIDENT_GATEWAY_TOKENIZER", f"{path} is no tokenizer: {exc}") from exc
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 class Vocabulary:
@@ -39,7 +21,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Path | None = None) -> None:
         self._tokenizer = None
         if tokenizer is not None:
-            self._tokenizer = load(tokenizer)
+            self._tokenizer = load_tokenizer(tokenizer)
             self._byte_level = '"ByteLevel"' in tokenizer.read_text(encoding="utf-8")
         self.token = lru_cache(65_536)(self._token)
 

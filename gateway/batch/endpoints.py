@@ -18,13 +18,13 @@ from starlette.routing import Route
 from clients.wire.connection import new_request_id
 from clients.wire.request import can_travel
 from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Overloaded, TridentError
-from gateway.admission.permit import Tenant
 from gateway.api import error_responses, schemas
 from gateway.api.request_body import bearer_token
 from gateway.batch import multipart
 from gateway.batch.store import OUTPUT_PURPOSE, PURPOSE, Batch, BatchStore, File, FileTooLarge
 from gateway.batch.webhook import Webhooks
 from gateway.batch.worker import FORMS
+from gateway.config.tenant import Tenant
 
 MAX_BODY_BYTES = 64 * 1024  # of a request that is not an upload
 MAX_UPLOADS = 8  # at once

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from gateway.batch.aimd import Signals
 from gateway.service import Service
-from gateway.telemetry.observability import ENGINE
+from gateway.telemetry.metrics import ENGINE
 
 OPERATION = "batch"  # the label of batch work in every metric, which keeps it out of interactive objectives
 TTFT_OBJECTIVE_S = 0.5  # a bound of the histogram's buckets

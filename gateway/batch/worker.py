@@ -28,7 +28,6 @@ from contract.errors import (
     Unauthenticated,
     Unavailable,
 )
-from gateway.admission.permit import Tenant
 from gateway.api.chat import ChatFormatter
 from gateway.api.completions import CompletionFormatter
 from gateway.batch import jsonl, webhook
@@ -38,7 +37,7 @@ from gateway.batch.metrics import BatchMetrics
 from gateway.batch.signals import OPERATION
 from gateway.batch.store import Batch, BatchStore, Line
 from gateway.batch.webhook import Webhooks
-from gateway.config.tenants import LOWEST_PRIORITY
+from gateway.config.tenant import LOWEST_PRIORITY, Tenant
 from gateway.request_context import RequestContext
 
 _LOG = logging.getLogger("gateway.batch.batch")

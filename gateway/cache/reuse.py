@@ -23,13 +23,13 @@ from gateway.cache.cache_control import HEADER as CACHE_HEADER
 from gateway.cache.cache_control import CacheControl
 from gateway.cache.coalescing import Coalescer, SharedReader, size_bytes
 from gateway.cache.idempotency import HEADER, RESUME_HEADER, Idempotency
-from gateway.cache.request_key import deterministic, request_key
 from gateway.cache.response_cache import Answer, ResponseCache
 from gateway.cache.reused_response import ReusedResponse
 from gateway.cache.semantic_cache import SemanticCache
 from gateway.choices import ChoiceDelta
 from gateway.config.policy import ReuseRules
 from gateway.request_context import RequestContext
+from gateway.request_key import deterministic, request_key
 from gateway.service import Service
 
 DEGRADED_HEADER = "x-trident-degraded"

@@ -12,8 +12,9 @@ from gateway.cache.coalescing import SharedReader
 from gateway.choices import ChoiceDelta, total
 from gateway.request_context import RequestContext
 from gateway.service import Service
-from gateway.telemetry import observability
-from gateway.telemetry.observability import end_span
+from gateway.telemetry import request_log
+from gateway.telemetry.metrics import GenerationRecord, error_type
+from gateway.telemetry.tracing import end_span, generation_attributes
 
 # The metrics' label ``source``, by the value of x-trident-cache.
 SOURCES = {"hit": "cache", "semantic": "semantic", "coalesced": "coalesced", "replayed": "replayed"}
@@ -53,7 +54,7 @@ class ReusedResponse:
         """
         service = self._service
         try:
-            service.check_open()
+            service.live.check_open()
             self._permit = await service.admission.admit_reader(self._context.tenant)
         except BaseException as exc:
             end_span(self._span, exc)
@@ -91,12 +92,23 @@ class ReusedResponse:
         seen = error if isinstance(error, TridentError) else None
         usage = self._usage()
         ends = [self._ends[choice] for choice in sorted(self._ends)]
-        end = observability.end_of(seen) or next(iter(ends), "")
-        service.metrics.reused(context.operation, self._source, self._began_s, self._first_s, end, seen)
+        end = error_type(seen) or next(iter(ends), "")
+        service.metrics.ended(
+            GenerationRecord(
+                operation=context.operation,
+                pool="",
+                began_s=self._began_s,
+                ended_s=time.monotonic(),
+                first_s=self._first_s,
+                finish_reason=end if seen is None else "",
+                error_type=error_type(seen),
+                source=self._source,
+            )
+        )
         if usage is not None:
             service.metrics.used(context.tenant.name, usage, self._source)
-        end_span(self._span, seen, **observability.generation_attributes(usage, ends))
-        service.log(
+        end_span(self._span, seen, **generation_attributes(usage, ends))
+        request_log.write(
             context,
             seen,
             self._began_s,

@@ -19,9 +19,9 @@ from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest
 from gateway.cache.cache_control import HEADER, CacheControl
 from gateway.cache.embeddings import EmbeddingsClient
-from gateway.cache.request_key import request_key
 from gateway.cache.response_cache import Answer, answer_bytes, is_complete
 from gateway.config.settings import Settings, variable
+from gateway.request_key import request_key
 
 MAX_CHARACTERS = 1000  # of a last turn; longer ones are documents, which one vector describes too coarsely
 MAX_REMEMBERED = 1024  # embeddings kept between a lookup and the storing of its response

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import InvalidArgument
-from gateway.admission.permit import Tenant
 from gateway.config import policy, tenants
 from gateway.config.policy import Policy
+from gateway.config.pools import Pools
+from gateway.config.tenant import Tenant
 from gateway.config.tenants import KeyTable
-from gateway.routing.pools import Pools
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -56,11 +56,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from contract.errors import InvalidArgument
-from gateway.admission.degradation import Ladder
-from gateway.admission.fair_admission import Shares
-from gateway.admission.fair_queue import QUANTUM_TOKENS
 
-LOWEST_PRIORITY = 9
+# A tenant's turn in tokens, times its weight. Well below a chat's answer: rounds cost nothing, and turns of several
+# answers in a row let a tenant with a large weight run against its share and lose what it could not send meanwhile.
+QUANTUM_TOKENS = 128
 _RULES = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, strict=True)
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Size = Annotated[int, Field(ge=0, lt=2**48)]
@@ -79,6 +78,18 @@ def _names(value: Any) -> Any:
 
 
 class AdmissionRules(BaseModel):
+    """Who may run, and who waits.
+
+    max_running: requests at the replicas of each pool; 0 for as many as the replicas report.
+    tenant_share: share of the slots that one tenant may hold; the rest stays free for other tenants at any time.
+    short_reserve: share of the slots, at least one, that only short requests may take; 0 for none.
+    max_wait_s: longest time in the queue, whatever the request's own deadline.
+    max_waiting_per_class, max_waiting_per_tenant: requests that may wait at each pool.
+    max_in_flight_of_class: requests in flight at each pool, by priority class.
+    quantum_tokens: tokens of a tenant's turn, times its weight.
+    aging_s: waiting time after which a class shares the turns of the next more urgent one.
+    """
+
     model_config = _RULES
     max_running: Annotated[int, Field(ge=0, lt=2**31)] = 0
     tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.8
@@ -92,6 +103,16 @@ class AdmissionRules(BaseModel):
 
 
 class DegradationRules(BaseModel):
+    """From which pressure on requests are degraded. Pressure: the fullest bound as a fraction, 1 is full.
+
+    shorter_at: from here on ``max_tokens`` of a request is capped.
+    overflow_at: from here on requests go to an overflow target that accepts them.
+    refuse_at: from here on requests are refused.
+    max_tokens: the cap.
+    overflow: names of the targets, in order of preference. They also serve requests whose pool has no healthy replica,
+        and those that fail elsewhere before their first token.
+    """
+
     model_config = _RULES
     shorter_at: _Fullness = 0.7
     overflow_at: _Fullness = 0.85
@@ -176,15 +197,6 @@ class Policy(BaseModel):
     shadow: ShadowRules | None = None
     pools: Mapping[_PoolName, Annotated[PoolRules, BeforeValidator(_pool)]] = {}
     prices: Prices | None = None
-
-    @property
-    def shares(self) -> Shares:
-        rules = self.admission
-        return Shares(rules.max_running, rules.tenant_share, rules.max_wait_s, rules.short_reserve)
-
-    @property
-    def ladder(self) -> Ladder | None:
-        return None if self.degradation is None else Ladder(**self.degradation.model_dump())
 
     @property
     def pools_used(self) -> list[tuple[str, str]]:

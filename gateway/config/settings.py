@@ -295,6 +295,11 @@ class Settings:
         return weights
 
     @property
+    def shortest_timeout_s(self) -> float:
+        """The shortest timeout of a stream."""
+        return min(self.heartbeat_s, self.stall_timeout_s, self.idle_timeout_s, self.first_token_timeout_s)
+
+    @property
     def own_metrics_port(self) -> int:
         """The port of the monitoring listener; 0 for a free one."""
         if self.monitoring_port is not None:

@@ -31,9 +31,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
 from contract.errors import InvalidArgument, Unauthenticated
-from gateway.admission.budgets import Level, Limits
-from gateway.admission.permit import Tenant
-from gateway.config.policy import LOWEST_PRIORITY, SECTIONS
+from gateway.config.policy import SECTIONS
+from gateway.config.tenant import LOWEST_PRIORITY, Level, Limits, Tenant
 
 API_KEYS = "TRIDENT_GATEWAY_API_KEYS"
 LEAST_KEY_LENGTH = 20

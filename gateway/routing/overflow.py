@@ -36,10 +36,12 @@ class Overflow:
         }
         self._targets, self._upstreams = targets, kept | new
 
-    def takes(self, target: str, requests: Sequence[GenerationRequest]) -> bool:
+    def accepts(self, target: str, requests: Sequence[GenerationRequest]) -> bool:
         """Whether all of ``requests`` can be served there now."""
         upstream = self._upstreams.get(target)
-        return all(upstream.takes(one) for one in requests) if upstream is not None else self.has_pool(target, requests)
+        return (
+            all(upstream.accepts(one) for one in requests) if upstream is not None else self.has_pool(target, requests)
+        )
 
     def wait_s(self, targets: Sequence[str], request: GenerationRequest) -> float | None:
         """Seconds until an upstream of ``targets`` that understands ``request`` may be asked; None without one."""

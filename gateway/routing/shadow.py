@@ -11,15 +11,16 @@ import dataclasses
 import hashlib
 import random
 
+from prometheus_client import Counter
+
 from clients.wire.connection import new_request_id
 from clients.wire.retries import NO_RETRY, RetryBudget, RetrySchedule
 from clients.wire.token_stream import TokenStream
 from contract.errors import TridentError
 from contract.generation import GenerationRequest, TokenDelta
-from gateway.cache.request_key import deterministic
 from gateway.config.policy import ShadowRules
+from gateway.request_key import deterministic
 from gateway.routing.replicas import Replicas
-from gateway.telemetry.observability import Metrics
 
 # agree, differ: the texts of a deterministic request; undetermined: both are there and need not be equal;
 # failed: the copy; unfinished: the original; full: no copy was made, too many run.
@@ -29,8 +30,8 @@ RESULTS = ("agree", "differ", "undetermined", "failed", "unfinished", "full")
 class Shadow:
     """Makes copies for one pool. ``close`` ends those that run."""
 
-    def __init__(self, rules: ShadowRules, replicas: Replicas, metrics: Metrics, rng: random.Random) -> None:
-        self.rules, self._replicas, self._metrics, self._rng = rules, replicas, metrics, rng
+    def __init__(self, rules: ShadowRules, replicas: Replicas, results: Counter, rng: random.Random) -> None:
+        self.rules, self._replicas, self._results, self._rng = rules, replicas, results, rng
         self._copies: set[asyncio.Task] = set()
         self._comparing: set[asyncio.Task] = set()
 
@@ -50,7 +51,7 @@ class Shadow:
         return task
 
     def count(self, result: str) -> None:
-        self._metrics.shadow.labels(result).inc()
+        self._results.labels(result).inc()
 
     def compare(self, copy: asyncio.Task[str], original: str, determined: bool) -> None:
         """Counts what came out, once the copy is there. original: the digest, "" if it did not come to its end."""
@@ -97,7 +98,7 @@ class Copy:
         self._task: asyncio.Task[str] | None = None
         self._begun = self._whole = False
 
-    def saw(self, delta: TokenDelta) -> None:
+    def observe(self, delta: TokenDelta) -> None:
         self._text.update(delta.text.encode(errors="surrogatepass"))
         self._whole = self._whole or delta.finish_reason is not None
         if not self._begun:

@@ -59,7 +59,7 @@ class Upstream:
         self.outstanding = 0
         self._cool_until_s = 0.0
 
-    def takes(self, request: GenerationRequest) -> bool:
+    def accepts(self, request: GenerationRequest) -> bool:
         """Whether it may be asked now, and the request asks for nothing that is lost on the way."""
         return self.understands(request) and self.wait_s() <= 0
 

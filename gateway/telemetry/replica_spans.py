@@ -7,7 +7,7 @@ import time
 from opentelemetry.trace import Span
 
 from contract.generation import Timings
-from gateway.telemetry.observability import Tracing
+from gateway.telemetry.tracing import Tracing
 
 TOLERANCE_NS = 1_000_000  # by which two readings of clocks of one machine may differ
 

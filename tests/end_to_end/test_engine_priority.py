@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from clients import AsyncClient
-from gateway.admission.permit import Tenant
+from gateway.config.tenant import Tenant
 from server.replica import Replica
 from tests.gateway.admission.test_engine_priority import sent_by_grpc
 from tests.gateway.running import Running, gateway, until

@@ -51,4 +51,4 @@ async def test_requests_at_a_stopped_server_are_served_by_the_other(replica: Rep
             assert page["trident_gateway_retries_total"] >= 1
         finally:
             os.kill(pid, signal.SIGCONT)
-        await until(lambda: not served.service._live)
+        await until(lambda: not served.service.live)

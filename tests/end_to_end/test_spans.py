@@ -15,7 +15,7 @@ for needed in ("starlette", "uvicorn", "orjson", "opentelemetry.sdk", "httptools
 
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from gateway.telemetry.observability import Tracing
+from gateway.telemetry.tracing import Tracing
 from server.replica import Replica
 from tests.gateway.running import gateway, until
 

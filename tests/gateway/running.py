@@ -16,11 +16,11 @@ import aiohttp
 from gateway.__main__ import HttpServer, http_server, monitoring_server
 from gateway.admission.permit import Keys
 from gateway.api.kserve import KServeDoor
+from gateway.config import pools
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings
-from gateway.routing import pools
 from gateway.service import Service
-from gateway.telemetry.observability import Tracing
+from gateway.telemetry.tracing import Tracing
 from tests.fakes.replica import FakeReplica
 
 

@@ -22,7 +22,7 @@ from tritonclient.grpc import service_pb2
 from clients.wire import infer_request
 from clients.wire.request import build
 from contract.errors import Unauthenticated
-from gateway.admission.permit import Tenant
+from gateway.config.tenant import Tenant
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import Running, gateway, until
 
@@ -166,7 +166,7 @@ async def test_who_sends_ahead_and_leaves_frees_the_replica(stream: bool):
         )
         await until(lambda: replica.counts.running == 1)
         writer.close()
-        await until(lambda: replica.counts.cancelled == 1 and not running.service._live)
+        await until(lambda: replica.counts.cancelled == 1 and not running.service.live)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ async def test_who_sends_ahead_and_leaves_frees_the_replica(stream: bool):
 async def test_who_sends_too_far_ahead_is_cut_off(ahead: bytes):
     async with FakeReplica(lambda seen: Script((" a",), stall_after=0)) as replica, gateway(replica) as running:
         assert await said(running, LINE + LENGTH + b"\r\n" + BODY + ahead, 30) == b""
-        await until(lambda: replica.counts.running == 0 and not running.service._live)
+        await until(lambda: replica.counts.running == 0 and not running.service.live)
 
 
 async def test_floods_of_headers_and_long_lines_are_refused_while_they_come():

@@ -221,7 +221,7 @@ async def test_a_client_that_leaves_frees_the_replica():
         await stream.close()
         await until(lambda: replica.counts.running == 0)
         assert replica.counts.cancelled == 1
-        await until(lambda: not running.service._live)
+        await until(lambda: not running.service.live)
 
 
 async def test_every_refusal_is_the_clients_own_type_with_what_it_needs_to_know():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import EngineFailed
-from gateway.admission.budgets import Limits
+from gateway.config.tenant import Limits
 from tests.fakes.replica import FakeReplica, Script, SeenRequest
 from tests.gateway.api.test_kserve import ours
 from tests.gateway.cache.test_reuse import as_
@@ -34,7 +34,7 @@ def exact(seen: SeenRequest) -> Script:
 
 def nothing_left(running: Running) -> bool:
     admission, service = running.service.admission, running.service
-    held = (admission.running, admission.waiting, admission._concurrency.in_flight, len(service._live))
+    held = (admission.running, admission.waiting, admission._concurrency.in_flight, len(service.live))
     return held == (0, 0, 0, 0) and all(replica.work.outstanding == 0 for replica in service.replicas.all())
 
 

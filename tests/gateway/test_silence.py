@@ -212,6 +212,6 @@ async def test_a_deep_probe_that_waits_behind_real_requests_takes_nobody_out():
                 assert one.health.healthy and one.health.run == 0
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
-            await until(lambda: not running.service._live)
+            await until(lambda: not running.service.live)
             await running.service.replicas._probe(one)
             assert one.health.run == 1  # nobody had a token meanwhile: it failed

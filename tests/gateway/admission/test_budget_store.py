@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from contract.errors import InvalidArgument, Unavailable
 from gateway.admission.budget_store import BudgetStore, MemoryStore, RedisStore, connect
-from gateway.admission.budgets import Level, Limits
+from gateway.config.tenant import Level, Limits
 
 ORG, TEAM, KEY = "acme", "acme/research", "acme/research/alice"
 Make = Callable[..., BudgetStore]

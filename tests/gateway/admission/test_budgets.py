@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from contract.errors import InvalidArgument
-from gateway.admission.budgets import Bucket, Demand, Level, Limits, Reservation, Standing, demands
+from gateway.admission.budgets import Bucket, Demand, Reservation, Standing, demands
+from gateway.config.tenant import Level, Limits
 
 
 def _demand(amount: float, capacity: float = 100, rate_per_s: float = 10) -> Demand:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument, Overloaded
-from gateway.admission.budgets import Level, Limits
 from gateway.admission.concurrency import Concurrency, Slot
+from gateway.config.tenant import Level, Limits
 
 LEVELS = (Level("acme", Limits(max_in_flight=3)), Level("acme/r"), Level("acme/r/k", Limits(max_in_flight=2)))
 

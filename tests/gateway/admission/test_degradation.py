@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest, SamplingParams
-from gateway.admission.degradation import Degraded, Ladder, Stage, degrade
+from gateway.admission.degradation import Degraded, Stage, degrade, stage_at
+from gateway.config.policy import DegradationRules
 
 ASKED = GenerationRequest("Hello", max_tokens=1000)
 
@@ -25,39 +25,32 @@ ASKED = GenerationRequest("Hello", max_tokens=1000)
     ],
 )
 def test_stages_begin_where_they_are_set(pressure: float, overflow: str, stage: Stage) -> None:
-    assert Ladder(overflow=overflow).stage(pressure) is stage
+    assert stage_at(pressure, DegradationRules(overflow=overflow)) is stage
 
 
 @given(st.floats(0, 2), st.floats(0, 2))
 def test_more_pressure_never_gives_up_less(one: float, other: float) -> None:
     order = list(Stage)
-    ladder = Ladder(overflow="small")
-    assert order.index(ladder.stage(min(one, other))) <= order.index(ladder.stage(max(one, other)))
+    degradation = DegradationRules(overflow="small")
+    assert order.index(stage_at(min(one, other), degradation)) <= order.index(stage_at(max(one, other), degradation))
 
 
 def test_answers_are_shortened_and_it_is_said() -> None:
-    lowered = degrade(ASKED, Stage.SHORTER, Ladder(max_tokens=64))
+    lowered = degrade(ASKED, Stage.SHORTER, DegradationRules(max_tokens=64))
     assert (lowered.request.max_tokens, lowered.note) == (64, "max_tokens=64")
     assert ASKED.max_tokens == 1000
 
 
 def test_what_asks_for_less_is_left_alone() -> None:
     asked = GenerationRequest("Hello", max_tokens=10)
-    assert degrade(asked, Stage.SHORTER, Ladder()) == Degraded(asked)
+    assert degrade(asked, Stage.SHORTER, DegradationRules()) == Degraded(asked)
 
 
 def test_a_promised_minimum_is_kept() -> None:
     asked = GenerationRequest("Hello", max_tokens=1000, sampling=SamplingParams(min_tokens=300))
-    assert degrade(asked, Stage.SHORTER, Ladder(max_tokens=64)).request.max_tokens == 300
+    assert degrade(asked, Stage.SHORTER, DegradationRules(max_tokens=64)).request.max_tokens == 300
 
 
 def test_overflow_names_its_target() -> None:
-    lowered = degrade(ASKED, Stage.OVERFLOW, Ladder(overflow="small"))
+    lowered = degrade(ASKED, Stage.OVERFLOW, DegradationRules(overflow="small"))
     assert lowered == Degraded(ASKED, "small", "overflow=small")
-
-
-def test_steps_that_fall_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="rising"):
-        Ladder(shorter_at=0.9, overflow_at=0.8)
-    with pytest.raises(InvalidArgument, match="max_tokens: got 0"):
-        Ladder(max_tokens=0)

@@ -11,8 +11,7 @@ from tritonclient.grpc import service_pb2
 from clients.wire import infer_request
 from contract.generation import GenerationRequest
 from gateway.admission.engine_priority import engine_priority
-from gateway.admission.permit import Tenant
-from gateway.config.policy import LOWEST_PRIORITY
+from gateway.config.tenant import LOWEST_PRIORITY, Tenant
 from tests.fakes.replica import FakeReplica
 from tests.gateway.running import gateway, until
 

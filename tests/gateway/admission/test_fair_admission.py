@@ -12,17 +12,20 @@ import pytest
 from contract.errors import DeadlineExceeded, InvalidArgument, Overloaded
 from contract.generation import GenerationRequest, Usage
 from gateway.admission.budget_store import MemoryStore
-from gateway.admission.budgets import Level, Limits
 from gateway.admission.concurrency import Concurrency
-from gateway.admission.degradation import Ladder
 from gateway.admission.fair_admission import FairAdmission, OnePool
-from gateway.admission.permit import Tenant
-from gateway.admission.pool_slots import Shares
 from gateway.admission.prompt_tokens import PromptTokens
 from gateway.admission.sharing import Capacity
+from gateway.config.policy import AdmissionRules, DegradationRules
+from gateway.config.tenant import Level, Limits, Tenant
 
 ASKED = GenerationRequest("Hello there", max_tokens=100)
 COST = PromptTokens().estimate(ASKED).tokens + 100
+
+
+def rules(**options: Any) -> AdmissionRules:
+    """Rules without a reserve for short requests, which the tests of that reserve set."""
+    return AdmissionRules(**{"short_reserve": 0.0, **options})
 
 
 class Door:
@@ -31,7 +34,9 @@ class Door:
     def __init__(self, clock: Any, *, limit: int = 200, **options: Any) -> None:
         self.budgets = MemoryStore(clock)
         self.concurrency = Concurrency(limit)
-        self.admission = FairAdmission(self.budgets, self.concurrency, clock, rng=random.Random(1), **options)
+        self.admission = FairAdmission(
+            self.budgets, self.concurrency, clock, rng=random.Random(1), **{"rules": rules(), **options}
+        )
 
     async def left(self, tenant: Tenant) -> dict[str, float]:
         standings = (await self.budgets.reserve(tenant.levels, 0)).standings
@@ -108,7 +113,7 @@ async def test_the_hard_cap_refuses_at_once_with_the_drain_rates_hint(clock: Any
 
 
 async def test_a_full_queue_refuses_and_takes_nothing_from_the_budget(clock: Any) -> None:
-    door = Door(clock, shares=Shares(max_running=1), queue_bounds={"max_per_tenant": 1})
+    door = Door(clock, rules=rules(max_running=1, max_waiting_per_tenant=1))
     tenant = _tenant(requests=60)
     permit = await door.admission.admit([ASKED], tenant)
     waiting = asyncio.ensure_future(door.admission.admit([ASKED], tenant))
@@ -122,7 +127,7 @@ async def test_a_full_queue_refuses_and_takes_nothing_from_the_budget(clock: Any
 
 
 async def test_leaving_the_queue_gives_everything_back(clock: Any) -> None:
-    door, tenant = Door(clock, shares=Shares(max_running=1)), _tenant()
+    door, tenant = Door(clock, rules=rules(max_running=1)), _tenant()
     permit = await door.admission.admit([ASKED], tenant)
     waiting = asyncio.ensure_future(door.admission.admit([ASKED], tenant))
     await asyncio.sleep(0)
@@ -134,7 +139,7 @@ async def test_leaving_the_queue_gives_everything_back(clock: Any) -> None:
 
 
 async def test_leaving_the_queue_makes_room_at_once(clock: Any) -> None:
-    door = Door(clock, shares=Shares(max_running=1))
+    door = Door(clock, rules=rules(max_running=1))
     permit = await door.admission.admit([ASKED], Tenant())
     waiting = asyncio.ensure_future(door.admission.admit([ASKED], Tenant()))
     await asyncio.sleep(0)
@@ -148,7 +153,7 @@ async def test_leaving_the_queue_makes_room_at_once(clock: Any) -> None:
 
 
 async def test_leaving_in_the_moment_of_being_let_in_gives_everything_back(clock: Any) -> None:
-    door, tenant = Door(clock, shares=Shares(max_running=1)), _tenant()
+    door, tenant = Door(clock, rules=rules(max_running=1)), _tenant()
     permit = await door.admission.admit([ASKED], tenant)
     waiting = asyncio.ensure_future(door.admission.admit([ASKED], tenant))
     await asyncio.sleep(0)
@@ -161,7 +166,7 @@ async def test_leaving_in_the_moment_of_being_let_in_gives_everything_back(clock
 
 
 async def test_who_waited_until_the_deadline_is_told_and_never_served(clock: Any) -> None:
-    door, tenant = Door(clock, shares=Shares(max_running=1)), _tenant()
+    door, tenant = Door(clock, rules=rules(max_running=1)), _tenant()
     permit = await door.admission.admit([ASKED], tenant)
     hurried = GenerationRequest("Hello", timeout_s=2.0)
     waiting = asyncio.ensure_future(door.admission.admit([hurried], tenant))
@@ -176,14 +181,14 @@ async def test_who_waited_until_the_deadline_is_told_and_never_served(clock: Any
 
 
 async def test_a_deadline_passes_without_anybody_else_moving() -> None:
-    door = Door(time.monotonic, shares=Shares(max_running=1, max_wait_s=0.02))
+    door = Door(time.monotonic, rules=rules(max_running=1, max_wait_s=0.02))
     await door.admission.admit([ASKED], Tenant())
     with pytest.raises(DeadlineExceeded):
         await door.admission.admit([ASKED], Tenant())
 
 
 async def test_one_tenant_never_has_all_places(clock: Any) -> None:
-    door = Door(clock, shares=Shares(max_running=10, tenant_share=0.8))
+    door = Door(clock, rules=rules(max_running=10, tenant_share=0.8))
     flood = [asyncio.ensure_future(door.admission.admit([ASKED], Tenant("flood"))) for _ in range(30)]
     await asyncio.sleep(0)
     assert door.admission.running == 8
@@ -197,7 +202,7 @@ async def test_one_tenant_never_has_all_places(clock: Any) -> None:
 
 async def test_places_that_only_wait_at_the_replicas_are_no_room_for_others(clock: Any) -> None:
     pools = OnePool(lambda: Capacity(slots=8, limit=10))  # 8 run, and 2 are sent early
-    door = Door(clock, pools=pools, shares=Shares(tenant_share=0.8))
+    door = Door(clock, pools=pools, rules=rules(tenant_share=0.8))
     flood = [asyncio.ensure_future(door.admission.admit([ASKED], Tenant("flood"))) for _ in range(30)]
     await asyncio.sleep(0)
     assert door.admission.running == 6
@@ -209,8 +214,8 @@ async def test_places_that_only_wait_at_the_replicas_are_no_room_for_others(cloc
 
 
 async def test_pressure_shortens_overflows_and_refuses_and_says_so(clock: Any) -> None:
-    ladder = Ladder(shorter_at=0.2, overflow_at=0.4, refuse_at=0.6, max_tokens=30, overflow="small")
-    door = Door(clock, limit=10, shares=Shares(max_running=1, tenant_share=1), ladder=ladder)
+    degradation = DegradationRules(shorter_at=0.2, overflow_at=0.4, refuse_at=0.6, max_tokens=30, overflow="small")
+    door = Door(clock, limit=10, rules=rules(max_running=1, tenant_share=1), degradation=degradation)
     tenant = _tenant()
     first = await door.admission.admit([ASKED], tenant)
     second = asyncio.ensure_future(door.admission.admit([ASKED], tenant))
@@ -236,7 +241,7 @@ async def test_pressure_shortens_overflows_and_refuses_and_says_so(clock: Any) -
 
 async def test_a_thousand_callers_with_every_end_leave_the_books_balanced(clock: Any) -> None:
     rng = random.Random(9)
-    door = Door(clock, limit=400, shares=Shares(max_running=20), queue_bounds={"max_per_tenant": 60})
+    door = Door(clock, limit=400, rules=rules(max_running=20, max_waiting_per_tenant=60))
     tenants = [_tenant(f"org/{name}", tokens=40_000, priority=name % 3) for name in range(5)]
     used = dict.fromkeys((tenant.name for tenant in tenants), 0)
     most_running = 0
@@ -286,7 +291,7 @@ async def test_choices_are_reserved_together_their_prompt_once_and_count_as_one_
 
 
 async def test_callers_with_many_choices_never_wait_for_each_others_places(clock: Any) -> None:
-    door = Door(clock, shares=Shares(max_running=4, tenant_share=1))
+    door = Door(clock, rules=rules(max_running=4, tenant_share=1))
     served = 0
 
     async def one(tenant: Tenant, count: int) -> None:
@@ -305,7 +310,7 @@ async def test_callers_with_many_choices_never_wait_for_each_others_places(clock
 
 
 async def test_a_wide_request_is_not_kept_out_by_narrow_ones(clock: Any) -> None:
-    door = Door(clock, shares=Shares(max_running=4, tenant_share=1))
+    door = Door(clock, rules=rules(max_running=4, tenant_share=1))
     running = [await door.admission.admit([ASKED], Tenant("narrow")) for _ in range(4)]
     wide = asyncio.ensure_future(door.admission.admit(_choices(4), Tenant("wide")))
     await asyncio.sleep(0)
@@ -355,8 +360,8 @@ async def test_a_reader_of_anothers_answer_costs_a_request_and_no_tokens(clock: 
 
 
 async def test_an_overflow_target_that_cannot_take_them_leaves_the_stage_below(clock: Any) -> None:
-    ladder = Ladder(shorter_at=0.1, overflow_at=0.1, refuse_at=1.0, max_tokens=30, overflow="small")
-    door = Door(clock, limit=10, ladder=ladder)
+    degradation = DegradationRules(shorter_at=0.1, overflow_at=0.1, refuse_at=1.0, max_tokens=30, overflow="small")
+    door = Door(clock, limit=10, degradation=degradation)
     first = await door.admission.admit([ASKED], Tenant())
     assert (await door.admission.admit([ASKED], Tenant(), lambda target, requests: target == "small")).target == "small"
     shortened = await door.admission.admit(_choices(2), Tenant(), lambda target, requests: len(requests) < 2)
@@ -366,13 +371,13 @@ async def test_an_overflow_target_that_cannot_take_them_leaves_the_stage_below(c
 
 async def test_rules_change_while_requests_run_and_wait(clock: Any) -> None:
     places = 1
-    door = Door(clock, pools=OnePool(lambda: Capacity(places, places)), shares=Shares(tenant_share=1))
+    door = Door(clock, pools=OnePool(lambda: Capacity(places, places)), rules=rules(tenant_share=1))
     first = await door.admission.admit([ASKED], Tenant())
     waiting = asyncio.ensure_future(door.admission.admit([ASKED], Tenant()))
     await asyncio.sleep(0)
     assert not waiting.done() and door.admission.slots().queue.depths() == {1: 1}
     places = 2
-    door.admission.change(Shares(tenant_share=1), Ladder(0.001, 0.001, 0.002), {})
+    door.admission.change(rules(tenant_share=1), DegradationRules(shorter_at=0.001, overflow_at=0.001, refuse_at=0.002))
     (await waiting).settle(None)
     with pytest.raises(Overloaded, match="more work"):
         await door.admission.admit([ASKED], Tenant())

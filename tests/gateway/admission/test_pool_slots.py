@@ -15,12 +15,12 @@ from contract.errors import DeadlineExceeded, Overloaded
 from contract.generation import GenerationRequest, Usage
 from gateway.admission.budget_store import MemoryStore
 from gateway.admission.concurrency import Concurrency
-from gateway.admission.degradation import Ladder
 from gateway.admission.fair_admission import FairAdmission, QueuedPermit
 from gateway.admission.fair_queue import Entry, FairQueue
-from gateway.admission.permit import Tenant
-from gateway.admission.pool_slots import SHORT, Claim, PoolSlots, Shares
+from gateway.admission.pool_slots import SHORT, Claim, PoolSlots
 from gateway.admission.sharing import Capacity
+from gateway.config.policy import AdmissionRules, DegradationRules
+from gateway.config.tenant import Tenant
 
 
 class SomePools:
@@ -37,9 +37,14 @@ class SomePools:
         return Capacity(self.slots[pool], math.ceil(self.slots[pool] * 1.25))
 
 
+def rules(**options: Any) -> AdmissionRules:
+    """Rules without a reserve for short requests, which the tests of that reserve set."""
+    return AdmissionRules(**{"short_reserve": 0.0, **options})
+
+
 def made(pools: SomePools, clock: Any, **options: Any) -> FairAdmission:
     concurrency = Concurrency(options.pop("limit", 1000), pools=tuple(pools.slots))
-    return FairAdmission(MemoryStore(clock), concurrency, clock, pools=pools, **options)
+    return FairAdmission(MemoryStore(clock), concurrency, clock, pools=pools, **{"rules": rules(), **options})
 
 
 def asked(max_tokens: int = 100, count: int = 1, **more: Any) -> list[GenerationRequest]:
@@ -82,7 +87,7 @@ async def test_a_flood_at_one_pool_takes_no_slot_of_another(clock: Any) -> None:
 
 
 async def test_slots_of_an_idle_pool_are_no_slots_of_a_busy_one(clock: Any) -> None:
-    admission = made(SomePools(main=4, side=64), clock, shares=Shares(tenant_share=1.0))
+    admission = made(SomePools(main=4, side=64), clock, rules=rules(tenant_share=1.0))
     flood = start(admission, pinned("flood", "main"), 60)
     await settled()
     assert admission.slots("main").running == 5 and admission.slots("main").waiting == 55
@@ -91,8 +96,8 @@ async def test_slots_of_an_idle_pool_are_no_slots_of_a_busy_one(clock: Any) -> N
 
 
 async def test_pressure_is_of_the_pool_that_is_asked_for(clock: Any) -> None:
-    ladder = Ladder(shorter_at=0.05, overflow_at=0.05, refuse_at=0.1, max_tokens=30)
-    admission = made(SomePools(private=1, shared=4), clock, ladder=ladder)
+    degradation = DegradationRules(shorter_at=0.05, overflow_at=0.05, refuse_at=0.1, max_tokens=30)
+    admission = made(SomePools(private=1, shared=4), clock, degradation=degradation)
     flood = start(admission, pinned("flood", "private"), 40)
     await settled()
     assert admission.pressure(pinned("flood", "private"), "private") >= 0.1
@@ -103,7 +108,7 @@ async def test_pressure_is_of_the_pool_that_is_asked_for(clock: Any) -> None:
 
 
 async def test_a_flood_at_one_pool_leaves_another_its_part_of_the_hard_cap(clock: Any) -> None:
-    admission = made(SomePools(private=1, shared=4), clock, limit=100, queue_bounds={"max_per_tenant": 1000})
+    admission = made(SomePools(private=1, shared=4), clock, limit=100, rules=rules(max_waiting_per_tenant=1000))
     flood = start(admission, pinned("flood", "private"), 150)
     await settled()
     assert sum(isinstance(one.exception(), Overloaded) for one in flood if one.done() and one.exception()) == 60
@@ -114,8 +119,8 @@ async def test_a_flood_at_one_pool_leaves_another_its_part_of_the_hard_cap(clock
 
 
 async def test_an_overflow_pool_is_sent_what_it_can_run_and_keeps_a_queue_no_longer_than_that(clock: Any) -> None:
-    ladder = Ladder(shorter_at=0.01, overflow_at=0.01, refuse_at=9.0, max_tokens=30, overflow="small")
-    admission = made(SomePools(main=4, draft=2), clock, ladder=ladder, target_pool=lambda target: "draft")
+    degradation = DegradationRules(shorter_at=0.01, overflow_at=0.01, refuse_at=9.0, max_tokens=30, overflow="small")
+    admission = made(SomePools(main=4, draft=2), clock, degradation=degradation, target_pool=lambda target: "draft")
     tenants = [pinned(f"t{number}", "main") for number in range(8)]
     flood = [task for tenant in tenants for task in start(admission, tenant, 25)]
     await settled()
@@ -126,7 +131,7 @@ async def test_an_overflow_pool_is_sent_what_it_can_run_and_keeps_a_queue_no_lon
 
 
 async def test_choices_begin_and_end_one_by_one_and_block_nobody(clock: Any) -> None:
-    admission = made(SomePools(main=8), clock, shares=Shares(tenant_share=0.75))
+    admission = made(SomePools(main=8), clock, rules=rules(tenant_share=0.75))
     main = admission.slots("main")
     wide = await admission.admit(asked(count=16), pinned("wide", "main"))
     turns = [turn.begin() for turn in wide.turns]
@@ -145,7 +150,7 @@ async def test_choices_begin_and_end_one_by_one_and_block_nobody(clock: Any) -> 
 
 
 async def test_choices_that_wait_longer_than_the_queue_allows_have_the_requests_own_time(clock: Any) -> None:
-    admission = made(SomePools(main=2), clock, shares=Shares(tenant_share=1.0, max_wait_s=10.0))
+    admission = made(SomePools(main=2), clock, rules=rules(tenant_share=1.0, max_wait_s=10.0))
     wide = await admission.admit(asked(count=4, timeout_s=60.0), pinned("wide", "main"))
     last = wide.turns[3].begin()
     clock.advance(20)
@@ -161,7 +166,7 @@ async def test_choices_that_wait_longer_than_the_queue_allows_have_the_requests_
 
 async def test_a_choice_moves_to_another_pool_and_takes_a_slot_there(clock: Any) -> None:
     pools = SomePools(one=2, two=1)
-    admission = made(pools, clock, shares=Shares(tenant_share=1.0))
+    admission = made(pools, clock, rules=rules(tenant_share=1.0))
     permits = [await admission.admit(asked(), Tenant("a")) for _ in range(3)]
     assert [permit.turns[0].pool for permit in permits] == ["one"] * 3
     pools.dead.add("one")
@@ -178,7 +183,7 @@ async def test_a_choice_moves_to_another_pool_and_takes_a_slot_there(clock: Any)
 
 
 async def test_long_answers_of_many_tenants_leave_slots_for_short_ones(clock: Any) -> None:
-    admission = made(SomePools(main=8), clock, shares=Shares(short_reserve=0.1))
+    admission = made(SomePools(main=8), clock, rules=rules(short_reserve=0.1))
     main = admission.slots("main")
     flood = [task for number in range(6) for task in start(admission, pinned(f"t{number}", "main"), 10)]
     await settled()
@@ -195,7 +200,7 @@ async def test_long_answers_of_many_tenants_leave_slots_for_short_ones(clock: An
 
 
 async def test_an_endless_stream_of_short_requests_does_not_starve_a_long_one(clock: Any) -> None:
-    admission = made(SomePools(main=4), clock, shares=Shares(short_reserve=0.25))
+    admission = made(SomePools(main=4), clock, rules=rules(short_reserve=0.25))
     (first,) = start(admission, pinned("long", "main"), max_tokens=1000)
     await settled()
     flood = [task for number in range(3) for task in start(admission, pinned(f"t{number}", "main"), 30, max_tokens=5)]
@@ -216,7 +221,7 @@ async def test_an_endless_stream_of_short_requests_does_not_starve_a_long_one(cl
 
 async def test_a_pool_that_can_run_more_is_noticed(clock: Any) -> None:
     pools = SomePools(main=1)
-    admission = made(pools, clock, shares=Shares(tenant_share=1.0))
+    admission = made(pools, clock, rules=rules(tenant_share=1.0))
     flood = start(admission, pinned("a", "main"), 6)
     await settled()
     assert admission.slots("main").running == 2
@@ -237,13 +242,16 @@ def test_whatever_happens_no_slot_is_lost_and_none_is_idle_while_somebody_may_ha
 
 async def _anything(data: st.DataObject) -> None:
     now_s, sizes = 0.0, {pool: data.draw(st.integers(1, 9), label=pool) for pool in POOLS}
-    shares = Shares(0, data.draw(st.sampled_from([0.5, 0.8, 1.0])), 30.0, data.draw(st.sampled_from([0.0, 0.1, 0.3])))
+    drawn = rules(
+        tenant_share=data.draw(st.sampled_from([0.5, 0.8, 1.0])),
+        short_reserve=data.draw(st.sampled_from([0.0, 0.1, 0.3])),
+    )
     pools = {
         pool: PoolSlots(
             FairQueue(max_per_tenant=8, max_per_class=20),
             lambda: now_s,
             lambda pool=pool: Capacity(sizes[pool], math.ceil(sizes[pool] * 1.25)),
-            shares,
+            drawn,
         )
         for pool in POOLS
     }

@@ -18,12 +18,10 @@ from contract.errors import InvalidArgument, Overloaded
 from contract.generation import GenerationRequest, Usage
 from gateway.admission import prompt_tokens
 from gateway.admission.budget_store import MemoryStore
-from gateway.admission.budgets import Level, Limits
 from gateway.admission.concurrency import Concurrency
 from gateway.admission.fair_admission import FairAdmission
-from gateway.admission.permit import Tenant
-from gateway.admission.prompt_tokens import TEMPLATE_TOKENS, PromptTokens
-from gateway.api import vocabulary
+from gateway.admission.prompt_tokens import TEMPLATE_TOKENS, PromptTokens, load_tokenizer
+from gateway.config.tenant import Level, Limits, Tenant
 
 TOKENIZER = Path(__file__).resolve().parents[3] / "build" / "demo_model" / "checkpoint" / "tokenizer.json"
 ENGLISH = "the quick brown fox jumps over the lazy dog while nobody watches from afar "
@@ -47,7 +45,7 @@ async def left(budgets: MemoryStore) -> float:
 
 @pytest.fixture
 def tokenizer() -> tokenizers.Tokenizer:
-    return vocabulary.load(TOKENIZER)
+    return load_tokenizer(TOKENIZER)
 
 
 async def test_a_prompt_of_2500_words_fits_a_budget_of_8000_and_four_of_1000_fit_together(clock) -> None:

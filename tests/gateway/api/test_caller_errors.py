@@ -28,9 +28,10 @@ from contract.errors import (
 )
 from contract.generation import FinishReason
 from gateway.api import error_responses, kserve
-from gateway.api.caller_errors import for_caller, from_backend
+from gateway.api.caller_errors import for_caller
 from gateway.batch.jsonl import refused
 from gateway.batch.store import Line
+from gateway.routing.backend_errors import from_backend
 from tests.fakes.replica import FakeReplica, Script, SeenRequest, content
 from tests.gateway.openai_upstream import upstream
 from tests.gateway.routing.test_overflow import elsewhere, pressed

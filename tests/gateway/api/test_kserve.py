@@ -25,9 +25,9 @@ from contract.errors import (
     Unavailable,
 )
 from contract.generation import FinishReason
-from gateway.admission.permit import Tenant
 from gateway.api import kserve
-from gateway.telemetry.observability import Tracing
+from gateway.config.tenant import Tenant
+from gateway.telemetry.tracing import Tracing
 from tests.fakes.replica import FakeReplica, Script, content
 from tests.gateway.running import Running, gateway, until
 
@@ -93,7 +93,7 @@ async def test_a_cancelled_call_frees_the_replica():
     async with FakeReplica(lambda seen: script) as replica, gateway(replica) as running, ours(running) as client:
         async for _ in client.generate("x", max_tokens=500):
             break
-        await until(lambda: replica.counts.running == 0 and not running.service._live)
+        await until(lambda: replica.counts.running == 0 and not running.service.live)
         assert replica.counts.cancelled == 1
 
 

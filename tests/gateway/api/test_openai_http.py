@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from contract.errors import Unauthenticated
-from gateway.admission.permit import Tenant
-from gateway.admission.pool_slots import Shares
+from gateway.config.policy import AdmissionRules
+from gateway.config.tenant import Tenant
 from tests.fakes.replica import FakeReplica, Script, final_only
 from tests.gateway.running import Running, gateway, until
 
@@ -107,7 +107,7 @@ async def test_a_caller_that_leaves_before_the_first_token_frees_the_replica():
             _, writer = await send(running, body)
             await until(lambda: replica.counts.running == 1)
             writer.close()
-            await until(lambda: replica.counts.running == 0 and not running.service._live)
+            await until(lambda: replica.counts.running == 0 and not running.service.live)
         assert replica.counts.cancelled == 2
 
 
@@ -120,7 +120,7 @@ async def test_a_reader_that_takes_nothing_is_cut_off_and_its_replica_freed():
             body = streamed(max_tokens=20_000)
             lazy.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
             await until(lambda: replica.counts.started == 1)
-            await until(lambda: replica.counts.running == 0 and not running.service._live)
+            await until(lambda: replica.counts.running == 0 and not running.service.live)
         await until(lambda: not running.http.server_state.connections)
 
 
@@ -184,7 +184,7 @@ async def test_a_drain_that_takes_too_long_cuts_streams_off_with_an_error():
     async with FakeReplica(lambda seen: Script((" a", " b"), stall_after=1)) as replica, gateway(replica) as running:
         reader, writer = await send(running, streamed())
         await until(lambda: replica.counts.running == 1)
-        running.service.admission.change(Shares(max_running=1), None, {})
+        running.service.admission.change(AdmissionRules(short_reserve=0.0, max_running=1), None)
         waiting = asyncio.ensure_future(running.post(COMPLETIONS, ASKED))
         await until(lambda: running.service.admission.waiting == 1)
         assert await running.service.drain(0.05) == 1

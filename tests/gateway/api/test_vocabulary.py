@@ -30,5 +30,5 @@ def test_an_id_beyond_the_vocabulary_has_no_bytes():
 
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(InvalidArgument, match="is no tokenizer"):
+    with pytest.raises(InvalidArgument, match="must be a tokenizer.json"):
         Vocabulary(tmp_path / "tokenizer.json")

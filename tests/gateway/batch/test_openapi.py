@@ -11,7 +11,7 @@ import pytest
 for needed in ("starlette", "uvicorn", "orjson", "pydantic", "prometheus_client", "opentelemetry.sdk", "schemathesis"):
     pytest.importorskip(needed)
 
-from gateway.api import openapi
+from gateway import openapi
 from gateway.config.settings import Settings
 from tests.fakes.replica import FakeReplica
 from tests.gateway.running import gateway

@@ -22,12 +22,11 @@ for needed in ("starlette", "orjson", "pydantic", "prometheus_client", "opentele
 from prometheus_client import CollectorRegistry
 
 from contract.errors import EngineFailed, InvalidArgument, NotFound, Overloaded, Unavailable
-from gateway.admission.permit import Tenant
 from gateway.batch.aimd import PacePolicy, Signals
 from gateway.batch.store import Batch, BatchStore, Line
 from gateway.batch.webhook import Webhooks
 from gateway.batch.worker import TRIES, BatchWorker
-from gateway.config.tenants import LOWEST_PRIORITY
+from gateway.config.tenant import LOWEST_PRIORITY, Tenant
 from gateway.request_context import RequestContext
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import until

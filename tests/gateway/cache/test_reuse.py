@@ -183,7 +183,7 @@ async def test_the_last_reader_to_leave_frees_the_engine():
         await until(lambda: replica.counts.running == 1)
         for one in asked:
             one.cancel()
-        await until(lambda: replica.counts.running == 0 and not running.service._live)
+        await until(lambda: replica.counts.running == 0 and not running.service.live)
         assert replica.counts.cancelled == 1 and running.service.admission._concurrency.in_flight == 0
 
 
@@ -213,7 +213,7 @@ async def test_an_answer_that_was_cut_short_under_load_is_not_kept():
             assert headers["x-trident-degraded"] == "max_tokens=2" and headers["x-trident-cache"] == "miss"
             assert body["usage"]["completion_tokens"] == 2
         held.cancel()
-        await until(lambda: not running.service._live)
+        await until(lambda: not running.service.live)
         _, headers, body = await running.post(COMPLETIONS, asked)
         assert "x-trident-degraded" not in headers and body["usage"]["completion_tokens"] == 6
 

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from gateway.telemetry.observability import Tracing
+from gateway.telemetry.tracing import Tracing
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import Running, gateway, until
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from contract.errors import InvalidArgument, Unauthenticated
-from gateway.admission.degradation import Ladder
-from gateway.admission.permit import Tenant
 from gateway.config import configuration
 from gateway.config.configuration import Configuration
+from gateway.config.policy import DegradationRules
+from gateway.config.tenant import Tenant
 from gateway.config.tenants import API_KEYS, digest
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import gateway, until
@@ -64,8 +64,8 @@ def test_rules_are_read_and_names_with_a_dollar_come_from_the_environment(tmp_pa
     fraction = 0.5
     """
     policy = read(tmp_path, text, {"SECRET": "hush"}).policy
-    assert policy.shares.max_running == 12 and policy.admission.max_in_flight_of_class == {2: 5}
-    assert policy.ladder == Ladder(max_tokens=9, overflow="there") == Ladder(max_tokens=9, overflow=("there",))
+    assert policy.admission.max_running == 12 and policy.admission.max_in_flight_of_class == {2: 5}
+    assert policy.degradation == DegradationRules(max_tokens=9, overflow=("there",))
     assert policy.overflow["there"].api_key == "hush" and "hush" not in repr(policy)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from contract.errors import InvalidArgument, Unauthenticated
-from gateway.admission.budgets import Level, Limits
 from gateway.config import configuration
+from gateway.config.tenant import Level, Limits
 from gateway.config.tenants import API_KEYS, KeyTable, digest, new_key
 
 SALT = "00112233445566778899aabbccddeeff"

@@ -172,7 +172,7 @@ async def test_a_caller_that_leaves_while_it_waits_to_come_back_leaves_nothing_b
             leaving = asyncio.ensure_future(running.post(COMPLETIONS, ASKED))
             await until(lambda: admission.waiting == 1)
             leaving.cancel()
-            await until(lambda: admission.waiting == 0 and len(running.service._live) == 1)
+            await until(lambda: admission.waiting == 0 and len(running.service.live) == 1)
             assert admission.running == 1 and admission._concurrency.in_flight == 1
             held.cancel()
 
@@ -338,7 +338,7 @@ async def test_a_caller_that_leaves_or_is_late_frees_the_upstream():
             leaving = asyncio.ensure_future(running.post(COMPLETIONS, ASKED))
             await until(lambda: there.running == 1)
             leaving.cancel()
-            await until(lambda: there.running == 0 and len(running.service._live) == 1)
+            await until(lambda: there.running == 0 and len(running.service.live) == 1)
             status, _, _ = await running.post(COMPLETIONS, ASKED, x_trident_timeout_s="0.2")
             assert status == 504
             await until(lambda: there.running == 0)

@@ -13,7 +13,7 @@ import pytest
 
 from clients import NO_RETRY, AsyncClient
 from contract.errors import DeadlineExceeded, EngineFailed
-from gateway.admission.permit import Tenant
+from gateway.config.tenant import Tenant
 from gateway.routing.circuit_breaker import BreakerState, token_digest
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import gateway, until

@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from contract.generation import Timings
 from gateway.telemetry import replica_spans
-from gateway.telemetry.observability import Tracing
+from gateway.telemetry.tracing import Tracing
 
 INSTANT = st.integers(1, 10**18)
 BEGAN_NS, NOW_NS = 1_700_000_000_000_000_000, 1_700_000_001_000_000_000

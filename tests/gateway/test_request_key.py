@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from contract.generation import GenerationRequest, SamplingParams
-from gateway.cache.request_key import deterministic, request_key
+from gateway.request_key import deterministic, request_key
 
 ASKED = GenerationRequest("Hello", sampling=SamplingParams(temperature=0.0))
 OTHERS = {

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument
-from gateway.config import configuration
+from gateway.config import configuration, pools
+from gateway.config.pools import Pools
 from gateway.config.settings import Settings
-from gateway.routing import pools
-from gateway.routing.pools import Pools
 from gateway.routing.scoring import choose_pool
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import Running, gateway, until

@@ -12,9 +12,10 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from contract.errors import EngineFailed
-from gateway.admission.permit import Tenant
+from gateway.config.tenant import Tenant
 from gateway.telemetry.logs import JsonLines
-from gateway.telemetry.observability import MAX_TENANTS, Metrics, Tracing
+from gateway.telemetry.metrics import MAX_TENANTS, Metrics
+from gateway.telemetry.tracing import Tracing
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import gateway, until
 
@@ -53,7 +54,7 @@ async def test_refusals_and_failures_are_counted_by_reason():
             found = await running.metrics()
             assert found['trident_gateway_rejections_total{reason="pressure"}'] == 1
             assert found['trident_gateway_generations_total{end="EngineFailed",pool="",source="engine"}'] == 1
-            await until(lambda: not running.service._live)
+            await until(lambda: not running.service.live)
             found = await running.metrics()
             assert found["trident_gateway_in_flight"] == 0
 

@@ -15,7 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from contract.errors import TridentError
-from gateway.api import error_responses, openapi
+from gateway import openapi
+from gateway.api import error_responses, monitoring
 from gateway.api.chat import ChatFormatter
 from gateway.api.completions import CompletionFormatter
 from gateway.api.openai_http import OpenAIEndpoint
@@ -25,7 +26,6 @@ from gateway.batch.batch import Batches
 from gateway.cache import semantic_cache
 from gateway.cache.reuse import ResponseReuse
 from gateway.service import Service
-from gateway.telemetry import metrics_server
 
 
 def build(service: Service) -> Starlette:
@@ -75,7 +75,7 @@ def build(service: Service) -> Starlette:
             Route("/v1/models/{name}", one_model),
             Route("/v1/chat/completions", OpenAIEndpoint(service, reuse, ChatFormatter, vocabulary), methods=["POST"]),
             Route("/v1/completions", OpenAIEndpoint(service, reuse, CompletionFormatter, vocabulary), methods=["POST"]),
-            *metrics_server.health_routes(service, public=True),
+            *monitoring.health_routes(service, public=True),
             Route("/openapi.json", schema),
             *(batches.routes() if batches is not None else ()),
         ],

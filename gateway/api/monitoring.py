@@ -16,7 +16,7 @@ def build(service: Service) -> Starlette:
     ``/health/deep`` with the address of every replica."""
 
     async def metrics(request: Request) -> Response:
-        return Response(service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return Starlette(routes=[Route("/metrics", metrics), *health_routes(service, public=False)])
 

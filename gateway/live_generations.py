@@ -1,0 +1,91 @@
+"""The generations in flight: checked by the watchdog, counted, and waited for by the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+from prometheus_client import Gauge
+
+from contract.errors import TridentError, Unavailable
+from gateway.watchdog import Watchdog
+
+STOPPING = "the gateway is stopping"
+
+
+class LiveGeneration(Protocol):
+    """A generation in flight."""
+
+    def check(self, now_s: float) -> None:
+        """See watchdog.Watched."""
+
+    def cut(self, error: TridentError) -> None:
+        """Ends it with ``error``."""
+
+
+class LiveGenerations:
+    """The registry of one gateway. draining: no new request is admitted. in_flight: its gauge."""
+
+    def __init__(self, watchdog: Watchdog, in_flight: Gauge) -> None:
+        self._watchdog, self._in_flight = watchdog, in_flight
+        self._generations: set[LiveGeneration] = set()
+        self._admitting = 0
+        self._idle = asyncio.Event()
+        self.draining = self._cut_off = False
+
+    def __len__(self) -> int:
+        return len(self._generations)
+
+    def add(self, generation: LiveGeneration) -> None:
+        self._generations.add(generation)
+        self._in_flight.inc()
+        self._watchdog.add(generation)
+
+    def discard(self, generation: LiveGeneration) -> None:
+        self._watchdog.discard(generation)
+        self._in_flight.dec()
+        self._generations.discard(generation)
+        self._update_idle()
+
+    @contextlib.contextmanager
+    def admitting(self) -> Iterator[None]:
+        """Keeps the drain waiting while a request is in admission. Raises Unavailable while draining."""
+        self.check_open()
+        self._admitting += 1
+        try:
+            yield
+        finally:
+            self._admitting -= 1
+            self._update_idle()
+
+    def check_open(self) -> None:
+        """Raises Unavailable while draining."""
+        if self.draining:
+            raise Unavailable(f"{STOPPING}; retry at another one", 1.0)
+
+    def check_not_cut_off(self) -> None:
+        """Raises Unavailable if the drain is over."""
+        if self._cut_off:
+            self.check_open()
+
+    async def drain(self, timeout_s: float) -> int:
+        """Admits nothing new, waits for what is in flight, cuts off the rest; returns the number cut off."""
+        self.draining = True
+        self._update_idle()
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            self._cut_off = True
+            remaining = tuple(self._generations)
+            for generation in remaining:
+                generation.cut(Unavailable(STOPPING))
+            return len(remaining)
+        return 0
+
+    def _update_idle(self) -> None:
+        if not self._generations and not self._admitting:
+            self._idle.set()
+        else:
+            self._idle.clear()

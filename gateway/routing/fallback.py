@@ -1,0 +1,62 @@
+"""Where a request goes next when its replicas, or an overflow target, failed before its first token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+
+from contract.errors import TridentError
+from contract.generation import GenerationRequest
+from gateway.admission.degradation import Stage
+from gateway.request_context import RequestContext
+from gateway.routing.overflow import Overflow
+from gateway.routing.replicas import Replicas
+from gateway.routing.upstream import Upstream
+
+REPLICAS = ""  # the target name of the request's own pool
+
+
+class Fallback:
+    """Chooses the next target of a failed request.
+
+    targets: returns the names of the overflow targets, in order of preference.
+    degraded: counts requests by stage; a move to a target is one of OVERFLOW.
+    """
+
+    def __init__(
+        self, overflow: Overflow, replicas: Replicas, targets: Callable[[], Sequence[str]], degraded: Counter[str]
+    ) -> None:
+        self._overflow, self._replicas, self._targets, self._degraded = overflow, replicas, targets, degraded
+
+    def accepts(self, context: RequestContext) -> Callable[[str, Sequence[GenerationRequest]], bool]:
+        """Returns the test whether a target can serve requests of this protocol.
+
+        KServe requests go to replica pools only: they stay tensors, which OpenAI upstreams do not understand.
+        """
+        return self._overflow.accepts if context.protocol == "http" else self._overflow.has_pool
+
+    def next_target(self, context: RequestContext, request: GenerationRequest, tried: Collection[str]) -> str | None:
+        """Returns the first overflow target that accepts the request, then REPLICAS, then None; never one of
+        ``tried``."""
+        accepts = self.accepts(context)
+        for target in self._targets():
+            if target not in tried and accepts(target, (request,)):
+                return target
+        return REPLICAS if REPLICAS not in tried and self._replicas.serves(context.tenant.pool) else None
+
+    def retry_after_s(self, context: RequestContext, request: GenerationRequest, error: TridentError) -> float | None:
+        """Returns the ``retry-after`` when all targets failed: of the first upstream where the pool is down."""
+        own_s: float | None = getattr(error, "retry_after_s", None)
+        if context.protocol != "http" or self._replicas.serves(context.tenant.pool):
+            return own_s
+        wait_s = self._overflow.wait_s(self._targets(), request)
+        return own_s if wait_s is None else max(1.0, wait_s)
+
+    def moved(self, target: str) -> None:
+        """Counts a request that moved to ``target``."""
+        if target != REPLICAS:
+            self._degraded[Stage.OVERFLOW.value] += 1
+
+    def upstream(self, target: str) -> Upstream | None:
+        """Returns the upstream of a target; None if replicas serve it."""
+        return self._overflow.upstream(target)

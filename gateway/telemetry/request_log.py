@@ -1,0 +1,38 @@
+"""One log line for every request that ended. It holds no prompt and no generated text."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from contract.errors import InvalidArgument, TridentError
+from gateway.request_context import RequestContext
+
+_LOG = logging.getLogger("gateway.request")
+
+
+def write(context: RequestContext, error: TridentError | None, began_s: float, **more: object) -> None:
+    """Logs the end of a generation, at level ERROR for a defect.
+
+    began_s: arrival, ``time.monotonic()``. more: further fields.
+    """
+    fields = {
+        "request_id": context.request_id,
+        "tenant": context.tenant.name,
+        "protocol": context.protocol,
+        "operation": context.operation,
+        "error_type": type(error).__name__ if error else "",
+        # The text of a client's own mistake may quote its prompt.
+        "error": str(error) if error and (error.internal or not isinstance(error, InvalidArgument)) else "",
+        "duration_s": round(time.monotonic() - began_s, 6),
+        **more,
+    }
+    level = logging.ERROR if error and error.http_status == 500 else logging.INFO
+    message = f"generation failed: {error}" if level == logging.ERROR else "generation"
+    _LOG.log(level, message.replace("%", "%%"), extra={"fields": fields})
+
+
+def moved(context: RequestContext, generation_id: str, before: str, after: str, error: TridentError) -> None:
+    """Logs that a request continues at another target before its first token."""
+    fields = {"request_id": context.request_id, "generation_id": generation_id, "from": before, "to": after}
+    _LOG.warning("request moved to another target", extra={"fields": {**fields, "error": str(error)}})

@@ -1,0 +1,162 @@
+"""Metrics that are computed at each scrape: replicas, upstreams, pools, degraded requests, cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from gateway.admission.pool_slots import PoolSlots
+from gateway.config.policy import Prices
+from gateway.routing.replicas import Replica
+from gateway.routing.upstream import Upstream
+
+
+class PoolState(NamedTuple):
+    """name: of the pool. slots: its slots and queue. healthy: its replicas that can serve now."""
+
+    name: str
+    slots: PoolSlots
+    healthy: list[Replica]
+
+
+class ReplicaSeconds:
+    """Integrates the number of healthy replicas over time. Call ``check`` periodically.
+
+    healthy: returns the number of healthy replicas now.
+    """
+
+    def __init__(self, healthy: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+        self._healthy, self._clock = healthy, clock
+        self._at_s, self._count, self._total = clock(), 0, 0.0
+
+    def total(self) -> float:
+        """Returns the replica-seconds so far."""
+        now_s = self._clock()
+        self._total += self._count * (now_s - self._at_s)
+        self._at_s, self._count = now_s, self._healthy()
+        return self._total
+
+    def check(self, now_s: float) -> None:
+        self.total()
+
+
+@dataclass(frozen=True, eq=False)
+class StateMetrics:
+    """A Prometheus collector. Every field returns the state at the time of the scrape.
+
+    replicas: all known replicas.
+    upstreams: all overflow upstreams.
+    pools: all pools of replicas.
+    body_bytes: bytes that request bodies hold.
+    degraded: degraded requests by stage.
+    replica_seconds: healthy replicas integrated over time, seconds.
+    tokens: input and output tokens that engines processed.
+    prices: None where no price is set; then no cost is reported.
+    """
+
+    replicas: Callable[[], Iterable[Replica]]
+    upstreams: Callable[[], Iterable[Upstream]]
+    pools: Callable[[], Iterable[PoolState]]
+    body_bytes: Callable[[], int]
+    degraded: Callable[[], Mapping[str, int]]
+    replica_seconds: Callable[[], float]
+    tokens: Callable[[], int]
+    prices: Callable[[], Prices | None]
+
+    def describe(self) -> list[Metric]:
+        return []  # or registering would collect before the state exists
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._backends()
+        yield GaugeMetricFamily("trident_gateway_body_bytes", "Bytes of request bodies in flight", self.body_bytes())
+        yield from self._pools()
+        degraded = CounterMetricFamily("trident_gateway_degraded", "Degraded requests, by stage", labels=("stage",))
+        for stage, count in self.degraded().items():
+            degraded.add_metric((stage,), count)
+        yield degraded
+        replica_seconds = self.replica_seconds()
+        yield CounterMetricFamily(
+            "trident_gateway_replica_seconds", "Healthy replicas integrated over time, seconds", replica_seconds
+        )
+        prices = self.prices()
+        if prices is not None:
+            yield from _cost(prices, replica_seconds, self.tokens())
+
+    def _backends(self) -> Iterator[Metric]:
+        labels = ("replica", "pool")
+        healthy = GaugeMetricFamily("trident_gateway_replica_healthy", "1 if health probes succeed", labels=labels)
+        breaker = GaugeMetricFamily("trident_gateway_breaker_state", "0 closed, 1 half open, 2 open", labels=labels)
+        outstanding = GaugeMetricFamily(
+            "trident_gateway_replica_outstanding", "Requests of this gateway at the replica", labels=labels
+        )
+        waiting = GaugeMetricFamily(
+            "trident_gateway_replica_waiting", "Requests waiting at the replica, by its metrics", labels=labels
+        )
+        kv_usage = GaugeMetricFamily(
+            "trident_gateway_replica_kv_usage_ratio", "KV cache blocks in use, by the replica's metrics", labels=labels
+        )
+        now_s = time.monotonic()
+        for replica in self.replicas():
+            values = (replica.url, replica.pool)
+            healthy.add_metric(values, float(bool(replica.health.healthy)))
+            breaker.add_metric(values, replica.breaker.state_at(now_s).value)
+            outstanding.add_metric(values, replica.work.outstanding)
+            waiting.add_metric(values, replica.page.waiting)
+            kv_usage.add_metric(values, replica.page.kv_usage)
+        for upstream in self.upstreams():
+            breaker.add_metric((upstream.url, upstream.name), upstream.breaker.state_at(now_s).value)
+            outstanding.add_metric((upstream.url, upstream.name), upstream.outstanding)
+        yield from (healthy, breaker, outstanding, waiting, kv_usage)
+
+    def _pools(self) -> Iterator[Metric]:
+        help_texts = {
+            "ready": "1 if the pool has a healthy replica",
+            "slots": "Requests that its healthy replicas can run, less those of other gateways",
+            "limit": "Requests that this gateway may have there",
+            "running": "Requests that hold a slot",
+            "waiting": "Requests that wait for a slot",
+            "queued_tokens": "Tokens that waiting requests may use",
+            "others": "Requests of other gateways there, by the replicas' metrics",
+        }
+        families = {
+            name: GaugeMetricFamily(f"trident_gateway_pool_{name}", text, labels=("pool",))
+            for name, text in help_texts.items()
+        }
+        depth = GaugeMetricFamily(
+            "trident_gateway_queue_depth",
+            "Requests that wait for a slot, by priority class",
+            labels=("pool", "priority"),
+        )
+        for pool in self.pools():
+            slots, healthy = pool.slots, pool.healthy
+            capacity = slots.capacity
+            values = {
+                "ready": bool(healthy),
+                "slots": capacity.slots if healthy else 0,
+                "limit": capacity.limit if healthy else 0,
+                "running": slots.running,
+                "waiting": slots.waiting,
+                "queued_tokens": slots.queue.backlog_tokens,
+                "others": sum(replica.others.requests for replica in healthy),
+            }
+            for name, value in values.items():
+                families[name].add_metric((pool.name,), float(value))
+            for priority, count in sorted(slots.queue.depths().items()):
+                depth.add_metric((pool.name, str(priority)), count)
+        yield from (*families.values(), depth)
+
+
+def _cost(prices: Prices, replica_seconds: float, tokens: int) -> Iterator[Metric]:
+    cost = replica_seconds * prices.replica_hour / 3600
+    spent = CounterMetricFamily("trident_gateway_cost", "Cost of the replica-seconds", labels=("currency",))
+    spent.add_metric((prices.currency,), cost)
+    per_1000 = GaugeMetricFamily(
+        "trident_gateway_cost_per_1000_tokens", "Since the start, input and output tokens", labels=("currency",)
+    )
+    if tokens:
+        per_1000.add_metric((prices.currency,), cost / tokens * 1000)
+    yield from (spent, per_1000)
