@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from contract.errors import EngineFailed, NotFound
 
@@ -49,7 +50,7 @@ class EngineManifest:
     model: str
     architecture: str
     checkpoint_sha256: str
-    recipe: Mapping[str, object]
+    recipe: Mapping[str, Any]
     recipe_sha256: str
     precision: str
     kv_cache_precision: str

@@ -1,6 +1,6 @@
-"""How Triton is run: one supervisor per tritonserver, from installation check to the last process gone.
+"""The supervisor of one tritonserver: checks, start, liveness probes, restarts, drain and clean-up.
 
-``python -m server`` is the door for people and make; :func:`server.running` the one for tests and tools.
+``python -m server`` is the command line; :func:`server.running` starts a server from Python.
 """
 
 from contract import grpc_environment, interpreter
@@ -8,6 +8,6 @@ from contract import grpc_environment, interpreter
 interpreter.require("grpc", "server")
 grpc_environment.for_library()
 
-from server.replica import Replica, running  # noqa: E402 - needs what was just required
+from server.replica import Replica, running  # noqa: E402 - needs the package checked above
 
 __all__ = ["Replica", "running"]

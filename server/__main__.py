@@ -1,7 +1,7 @@
-"""``python -m server``: serve an engine, serve it for one command, or say how servers are.
+"""``python -m server``: serve an engine, serve it while a command runs, or show the status of servers.
 
 python -m server [--engine NAME] [--host H] [--grpc-port P] [--http-port P] [--metrics-port P]
-python -m server [options] -- COMMAND ARG...     COMMAND runs once the server is ready; its exit code is ours
+python -m server [options] -- COMMAND ARG...     runs COMMAND once the server is ready; exits with its code
 python -m server status [--json]                 exit code 0 if every server is ready
 """
 
@@ -19,19 +19,19 @@ from dataclasses import asdict
 from contract import interpreter
 from contract.errors import NotFound, TridentError
 from server import ports, status
-from server.health import State
+from server.recovery import State
 from server.settings import PORT_FIELDS, Settings
 from server.supervisor import Supervisor
 
 
 def main(argv: Sequence[str]) -> int:
-    own, command = split_command(argv)
-    arguments = _parser().parse_args(own)
+    options, command = split_command(argv)
+    arguments = _parser().parse_args(options)
     try:
         if arguments.verb == "status":
             return _show_status(arguments.json)
         if command and shutil.which(command[0]) is None:
-            raise NotFound(f"there is no command {command[0]!r} to serve")
+            raise NotFound(f"command: must be on PATH, got {command[0]!r}")
         overrides = {name: getattr(arguments, name) for name in ("engine", "host", *PORT_FIELDS)}
         if arguments.free_ports:
             overrides |= dict(zip(PORT_FIELDS, ports.free(3), strict=True))
@@ -43,17 +43,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own arguments, and the command after the first ``--``."""
+    """Split ``argv`` into options and the command after the first ``--``."""
     words = list(argv)
-    where = words.index("--") if "--" in words else len(words)
-    return words[:where], words[where + 1 :]
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end], words[end + 1 :]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"{interpreter.command()} -m server",
-        description="Serves an engine with tritonserver until Ctrl-C, or for one command given after --.",
-        epilog="Everything else is set by TRIDENT_* variables; docs/environment.md lists them.",
+        description="Serves an engine with tritonserver until Ctrl-C, or while the command after -- runs.",
+        epilog="Other settings are TRIDENT_* environment variables: docs/environment.md.",
     )
     parser.add_argument("verb", nargs="?", choices=("serve", "status"), default="serve", help="default: serve")
     parser.add_argument("--engine", metavar="NAME", help="folder under engines/ (TRIDENT_ENGINE, default demo)")
@@ -62,18 +62,18 @@ def _parser() -> argparse.ArgumentParser:
         default = Settings.model_fields[name].default
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=int, metavar="PORT", help=f"{Settings.variable(name)}, default {default}")
-    parser.add_argument("--free-ports", action="store_true", help="listen on ports nobody uses, whatever else is set")
-    parser.add_argument("--json", action="store_true", help="status as a JSON list")
+    parser.add_argument("--free-ports", action="store_true", help="listen on free ports; overrides all port settings")
+    parser.add_argument("--json", action="store_true", help="print the status as a JSON list")
     return parser
 
 
 def _show_status(as_json: bool) -> int:
-    found = status.read_all(Settings.from_environment(os.environ).state_dir)
+    statuses = status.read_all(Settings.from_environment(os.environ).state_dir)
     if as_json:
-        print(json.dumps([asdict(one) for one in found], indent=2))
+        print(json.dumps([asdict(each) for each in statuses], indent=2))
     else:
-        print("\n".join(status.describe(one) for one in found) or "no server was started here")
-    return 0 if found and all(one.state == State.READY.value for one in found) else 1
+        print("\n".join(map(status.describe, statuses)) or "no server found")
+    return 0 if statuses and all(each.state == State.READY.value for each in statuses) else 1
 
 
 if __name__ == "__main__":

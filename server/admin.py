@@ -1,4 +1,4 @@
-"""Triton's management API over HTTP, with the key only we know."""
+"""Client of Triton's management API over HTTP."""
 
 from __future__ import annotations
 
@@ -11,19 +11,27 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from contract.errors import EngineFailed, TridentError, Unavailable, from_text
-from server.command import ADMIN_HEADER
+from server.triton_command import ADMIN_HEADER
 
 
 @dataclass(frozen=True)
-class Admin:
-    """Every call raises Unavailable if the server does not answer, EngineFailed if it says no."""
+class AdminClient:
+    """Loads and unloads models, and reads their states.
+
+    key: unlocks the management API.
+    timeout_s: of a request, unless the method has its own.
+
+    Raises of every method but ``is_ready``:
+        Unavailable: the server does not answer.
+        EngineFailed: it answers with an error.
+    """
 
     http_url: str
     key: str
     timeout_s: float = 5.0
 
     async def is_ready(self) -> bool:
-        """What /v2/health/ready says; False also while nobody answers."""
+        """Return whether /v2/health/ready answers with 200."""
         try:
             await self._call("GET", "/v2/health/ready")
         except TridentError:
@@ -31,7 +39,7 @@ class Admin:
         return True
 
     async def states(self) -> dict[str, str]:
-        """Model → READY, LOADING, UNLOADING, UNAVAILABLE, or "" if it was never loaded."""
+        """Return READY, LOADING, UNLOADING, UNAVAILABLE or "" (never loaded) by model."""
         index = json.loads(await self._call("POST", "/v2/repository/index"))
         return {model["name"]: model.get("state", "") for model in index}
 
@@ -42,10 +50,11 @@ class Admin:
         await self._call("POST", f"/v2/repository/models/{model}/unload")
 
     async def fail_readiness(self, model: str) -> None:
-        """Makes /v2/health/ready and ServerReady say no until the server ends; loaded models go on as before.
+        """Make /v2/health/ready and ServerReady false until the server ends; loaded models keep serving.
 
-        Triton is not ready while a model it was told to load has failed. ``model`` names one that cannot load: its
-        files come with the call, and its backend does not exist.
+        Triton is not ready while a requested model has failed to load.
+
+        model: name of a model made for this call, whose backend does not exist.
         """
         empty = {"data_type": "TYPE_INT32", "dims": [1]}
         config = {
@@ -56,7 +65,7 @@ class Admin:
         }
         files = {"config": json.dumps(config), "file:1/none": base64.b64encode(b"none").decode()}
         body = json.dumps({"parameters": files}).encode()
-        with contextlib.suppress(EngineFailed):  # it says that the model failed to load
+        with contextlib.suppress(EngineFailed):  # the load fails, as intended
             await self._call("POST", f"/v2/repository/models/{model}/load", body=body)
 
     async def _call(self, method: str, path: str, timeout_s: float | None = None, body: bytes | None = None) -> bytes:
@@ -72,18 +81,25 @@ def fetch(
     timeout_s: float = 5.0,
     body: bytes | None = None,
 ) -> bytes:
-    """Body of a 200 answer. Unavailable if there is none, EngineFailed with the server's words for another status."""
+    """Send an HTTP request and return the body of a 200 response.
+
+    Raises:
+        Unavailable: no response.
+        EngineFailed, or the TridentError that the body contains: another status.
+    """
     parts = urlsplit(url)
+    if parts.hostname is None:
+        raise Unavailable(f"{method} {url}: the URL has no host")
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
     try:
         connection.request(method, parts.path, body, headers or {})
         response = connection.getresponse()
-        answer = response.read()
+        content = response.read()
     except (OSError, http.client.HTTPException) as error:
-        raise Unavailable(f"{method} {url}: no answer ({error or type(error).__name__})") from error
+        raise Unavailable(f"{method} {url}: no response ({error or type(error).__name__})") from error
     finally:
         connection.close()
     if response.status != 200:
-        words = answer.decode(errors="replace")
-        raise from_text(words) or EngineFailed(f"{method} {url}: {response.status} {words}".strip())
-    return answer
+        message = content.decode(errors="replace")
+        raise from_text(message) or EngineFailed(f"{method} {url}: {response.status} {message}".strip())
+    return content

@@ -1,9 +1,9 @@
-"""Stopping without cutting anybody off: refuse new requests, let streams end, then end what is left in band.
+"""Drains a server: refuses new requests, lets streams end, then ends the remaining ones with an in-band error.
 
-SIGTERM alone would not do: Triton 2.51 then refuses the detokenizer its next step and every stream of the
-ensemble hangs until its client gives up. Nor is unloading the ensemble enough: new requests then get Triton's words
-for a model it does not know (HTTP 404), which no client takes for a reason to try elsewhere. So the tokenizers refuse
-while the drain file exists, and a model that cannot load makes the server's readiness false.
+SIGTERM alone does not drain: Triton 2.51 then refuses the detokenizer its next step, and every stream of the ensemble
+hangs until its client times out. Unloading the ensemble alone does not either: new requests then get Triton's error for
+an unknown model (HTTP 404), which clients do not retry elsewhere. So the tokenizers refuse requests while the drain
+file exists, and a model that cannot load makes the server's readiness false.
 """
 
 from __future__ import annotations
@@ -16,68 +16,61 @@ from enum import Enum
 from pathlib import Path
 
 from contract.errors import TridentError
-from server import traffic
-from server.admin import Admin
+from server.admin import AdminClient
 from server.repository import ENSEMBLE
+from server.server_metrics import IdleDetector, ServerMetrics
 
-Metrics = Callable[[], Awaitable[traffic.Traffic]]
+Scrape = Callable[[], Awaitable[ServerMetrics]]
 
-LOOK_EVERY_S = 0.05
-QUIET_S = 0.25
-ABORT_EVERY_S = 0.2
+POLL_INTERVAL_S = 0.05
+IDLE_S = 0.25
+ABORT_INTERVAL_S = 0.2
 NOT_READY = "draining"  # name of the model that fails to load
 
 
-class Drained(Enum):
+class DrainResult(Enum):
     """How the last stream ended."""
 
-    BY_ITSELF = "all streams had ended"
-    BY_ABORT = "the streams left were ended with an error in band"
+    COMPLETED = "all streams completed"
+    ABORTED = "remaining streams ended with an in-band error"
     CUT_OFF = "some streams did not end and are cut off"
 
 
 async def drain(
-    admin: Admin,
-    metrics: Metrics,
+    admin: AdminClient,
+    scrape: Scrape,
     control_socket: str,
     drain_file: Path,
     drain_s: float,
     abort_s: float,
     reason: str,
-) -> Drained:
-    """Takes at most about ``drain_s + abort_s`` seconds.
+) -> DrainResult:
+    """Drain the server within about ``drain_s + abort_s`` seconds.
 
-    drain_file: created here; the tokenizers refuse requests while it exists. reason: what the streams that are ended
-    by force are told.
+    scrape: returns the server's metrics.
+    control_socket: name of the engine's control socket.
+    drain_file: created here; the tokenizers refuse requests while it exists.
+    drain_s: seconds that streams may go on.
+    abort_s: seconds that the engine may take to end the remaining streams.
+    reason: error text of the streams that are aborted.
     """
     try:
-        await _refuse_new_requests(admin, metrics, drain_file)
+        await _refuse_new_requests(admin, scrape, drain_file)
     except TridentError:
-        return Drained.CUT_OFF
-    quiet = traffic.Quiet(QUIET_S)
-    if await _empty(admin, metrics, quiet, drain_s):
-        return Drained.BY_ITSELF
+        return DrainResult.CUT_OFF
+    idle = IdleDetector(IDLE_S)
+    if await _is_idle_within(drain_s, admin, scrape, idle):
+        return DrainResult.COMPLETED
     aborts = asyncio.create_task(_keep_aborting(control_socket, reason))
     try:
-        return Drained.BY_ABORT if await _empty(admin, metrics, quiet, abort_s) else Drained.CUT_OFF
+        aborted = await _is_idle_within(abort_s, admin, scrape, idle)
+        return DrainResult.ABORTED if aborted else DrainResult.CUT_OFF
     finally:
         aborts.cancel()
 
 
-async def _refuse_new_requests(admin: Admin, metrics: Metrics, drain_file: Path) -> None:
-    """Raises a TridentError if the server does not answer."""
-    await admin.fail_readiness(NOT_READY)
-    try:
-        await asyncio.to_thread(drain_file.touch)
-        countable = (await metrics()).live is not None
-    except OSError:  # a full disk
-        countable = False
-    if not countable:  # without the engine's gauges only the index says when it is empty, once it is unloaded
-        await admin.unload(ENSEMBLE)
-
-
 def abort(control_socket: str, reason: str) -> bool:
-    """Tells the engine to end every live request with an error; False if no engine listens."""
+    """Tell the engine to end every request with an error; return False if no engine listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.setblocking(False)
         try:
@@ -87,25 +80,36 @@ def abort(control_socket: str, reason: str) -> bool:
     return True
 
 
+async def _refuse_new_requests(admin: AdminClient, scrape: Scrape, drain_file: Path) -> None:
+    """Raises TridentError if the server does not answer."""
+    await admin.fail_readiness(NOT_READY)
+    try:
+        await asyncio.to_thread(drain_file.touch)
+        has_gauges = (await scrape()).in_engine is not None
+    except OSError:  # full disk
+        has_gauges = False
+    if not has_gauges:  # only the state of the unloaded ensemble then shows when the server is idle
+        await admin.unload(ENSEMBLE)
+
+
 async def _keep_aborting(control_socket: str, reason: str) -> None:
-    """More than once: a request still in the tokenizer reaches the engine after the first."""
+    """Abort repeatedly: a request still in the tokenizer reaches the engine after the first abort."""
     while True:
         abort(control_socket, reason)
-        await asyncio.sleep(ABORT_EVERY_S)
+        await asyncio.sleep(ABORT_INTERVAL_S)
 
 
-async def _empty(admin: Admin, metrics: Metrics, quiet: traffic.Quiet, limit_s: float) -> bool:
-    """Whether nothing is in flight any more within ``limit_s``."""
+async def _is_idle_within(limit_s: float, admin: AdminClient, scrape: Scrape, idle: IdleDetector) -> bool:
     try:
-        await asyncio.wait_for(_until_empty(admin, metrics, quiet), limit_s)
+        await asyncio.wait_for(_wait_until_idle(admin, scrape, idle), limit_s)
     except (asyncio.TimeoutError, TridentError):
         return False
     return True
 
 
-async def _until_empty(admin: Admin, metrics: Metrics, quiet: traffic.Quiet) -> None:
-    # An unloaded ensemble is empty for certain, but a client that keeps a stream open, however idle, holds it.
+async def _wait_until_idle(admin: AdminClient, scrape: Scrape, idle: IdleDetector) -> None:
+    # An unloaded ensemble is idle for certain, but an open gRPC stream, however idle, keeps it from unloading.
     while (await admin.states()).get(ENSEMBLE) != "UNAVAILABLE":
-        if quiet(await metrics(), time.monotonic()):
+        if idle.is_idle(await scrape(), time.monotonic()):
             return
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(POLL_INTERVAL_S)

@@ -1,8 +1,8 @@
-"""Where tritonserver comes from: NVIDIA's image, where we run in one, or the nvidia-pytriton wheel of this environment.
+"""Finds tritonserver: in NVIDIA's image, or in the nvidia-pytriton wheel of this environment.
 
-Triton runs its Python models in a stub process per instance, and a stub embeds one version of Python. The wheel has a
-stub for each and silently corrupts tensors when it meets numpy 2; an image has one, and C++ backends (``tensorrtllm``)
-that the wheel lacks. So where an image brings its own server, that one is taken.
+Triton runs each instance of a Python model in a stub process, which embeds one version of Python. The wheel has a stub
+for each version and silently corrupts tensors with numpy 2. An image has one stub, and C++ backends (``tensorrtllm``)
+that the wheel lacks, so an image's server takes precedence.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from contract.errors import InvalidArgument, Unavailable
 
 PYTHONS = ((3, 10), (3, 11), (3, 12))
 GLIBC = (2, 35)
-IN_IMAGES = Path("/opt/tritonserver")  # where NVIDIA's images keep it
+IN_IMAGES = Path("/opt/tritonserver")  # in NVIDIA's images
 STUB = "triton_python_backend_stub"
 
 
 @dataclass(frozen=True)
 class Installation:
-    """A server that can run here. ``libraries`` is the folder of libpython, or "" if the loader knows it."""
+    """Files of a tritonserver that can run here.
+
+    libraries: folder of libpython, or "" if the dynamic loader finds it.
+    """
 
     tritonserver: Path
     backend_files: Path
@@ -36,10 +39,9 @@ class Installation:
     libraries: str
 
     def link_backends(self, state_dir: Path) -> Path:
-        """The folder for --backend-directory: an image's own, or ``state_dir/backends``, made of links into the wheel.
+        """Return the folder for --backend-directory: an image's own, or one in ``state_dir`` with links into the wheel.
 
-        Links, not copies: the wheel's libraries find each other relative to their real paths, and
-        the environment stays untouched.
+        Links, because the wheel's libraries find each other relative to their real paths.
         """
         if self.stub.parent == self.backend_files:
             return self.backend_files.parent
@@ -51,13 +53,16 @@ class Installation:
 
 
 def find(folder: Path | None = None) -> Installation:
-    """The installation in ``folder``, else in NVIDIA's image, else the wheel's.
+    """Find the installation in ``folder``, else in NVIDIA's image, else in the wheel.
 
-    folder: one with bin/tritonserver. Raises Unavailable that says what is missing and what to do, InvalidArgument for
-    a folder that holds no server.
+    folder: contains bin/tritonserver.
+
+    Raises:
+        InvalidArgument: ``folder`` contains no server.
+        Unavailable: a file or package is missing; the message tells how to install it.
     """
     if folder is not None and not (folder / "bin" / "tritonserver").is_file():
-        raise InvalidArgument("TRIDENT_TRITONSERVER", f"{folder} holds no bin/tritonserver")
+        raise InvalidArgument("TRIDENT_TRITONSERVER", f"must be a folder with bin/tritonserver, got {folder}")
     if folder is not None or (IN_IMAGES / "bin" / "tritonserver").is_file():
         return _in_image(folder or IN_IMAGES)
     return _in_wheel()
@@ -83,7 +88,7 @@ def _in_image(root: Path) -> Installation:
 
 
 def embedded_python(stub: Path) -> str | None:
-    """``3.12``: the Python whose library a stub loads, as the stub names it; None where it names none."""
+    """Return the version of the libpython that ``stub`` loads, such as ``3.12``; None if it names none."""
     named = re.search(rb"libpython(\d\.\d+)\.so", stub.read_bytes())
     return named.group(1).decode() if named else None
 
@@ -115,23 +120,24 @@ def _in_wheel() -> Installation:
 def check_python(version: tuple[int, int]) -> None:
     if version not in PYTHONS:
         raise Unavailable(
-            f"Python {version[0]}.{version[1]} cannot run Triton's Python models: 3.10, 3.11 or 3.12 can "
+            f"Python {version[0]}.{version[1]} cannot run Triton's Python models; use 3.10, 3.11 or 3.12 "
             "(their backend needs numpy < 2, which has no build for others)"
         )
 
 
 def check_glibc(version: tuple[int, int] | None) -> None:
-    """``version`` is None where the C library is not glibc."""
+    """version: None if the C library is not glibc."""
     if version is None:
-        raise Unavailable("tritonserver needs glibc 2.35 or newer; this system's C library is another one")
+        raise Unavailable("tritonserver needs glibc 2.35 or newer; this system has another C library")
     if version < GLIBC:
         raise Unavailable(
-            f"tritonserver needs glibc 2.35 or newer (Debian 12, Ubuntu 22.04); here it is {version[0]}.{version[1]}"
+            "tritonserver needs glibc 2.35 or newer (Debian 12, Ubuntu 22.04); "
+            f"this system has {version[0]}.{version[1]}"
         )
 
 
 def check_numpy(version: str | None) -> None:
-    """``version`` is None where numpy is not installed."""
+    """version: None if numpy is not installed."""
     if version is None:
         raise Unavailable(f"numpy is not installed for {sys.executable}: `make setup` installs it")
     if int(version.split(".")[0]) >= 2:
@@ -141,7 +147,7 @@ def check_numpy(version: str | None) -> None:
 
 
 def find_libpython(version: str) -> str:
-    """The folder of the libpython that belongs to this interpreter; "" if only the loader's own one exists."""
+    """Return the folder of this interpreter's libpython; "" if only the dynamic loader's exists."""
     name = f"libpython{version}.so.1.0"
     own = sysconfig.get_config_var("LIBDIR") or ""
     if (Path(own) / name).exists():
@@ -159,7 +165,10 @@ def _glibc() -> tuple[int, int] | None:
         name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
     except ValueError:
         return None
-    return tuple(int(part) for part in version.split(".")[:2]) if name == "glibc" else None
+    if name != "glibc":
+        return None
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _version(package: str) -> str | None:
@@ -172,7 +181,7 @@ def _version(package: str) -> str | None:
 def _link(source: Path, link: Path) -> None:
     if link.is_symlink() and link.readlink() == source:
         return
-    # Made beside and moved over: a second supervisor starting now never finds it missing.
+    # Replaced atomically: a second supervisor that starts now never finds it missing.
     fresh = link.with_name(f".{link.name}.{os.getpid()}")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(source)

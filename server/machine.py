@@ -1,9 +1,9 @@
-"""What this machine has for a GPU engine: cards, driver, and the libraries that are really installed.
+"""GPUs, driver and installed libraries of this machine.
 
-    python3 server/machine.py        prints it as JSON; the compile stage runs this inside the container
+    python3 server/machine.py        prints them as JSON; the compile stage runs this inside the container
 
-Only the standard library is needed. The version of TensorRT is asked of libnvinfer itself, because an image's label
-and its Python packages can say something else than the library that will load the engine.
+Uses only the standard library. The version of TensorRT is read from libnvinfer itself, because an image's label and its
+Python packages can differ from the library that loads the engine.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pathlib import Path
 QUERY = ("name", "compute_cap", "memory.total", "memory.free", "driver_version")
 LIBNVINFER = ("libnvinfer.so.11", "libnvinfer.so.10", "libnvinfer.so")
 TENSORRT_PACKAGES = ("tensorrt", "tensorrt_cu13", "tensorrt_cu12")
-IMAGE_ENVIRONMENT = Path("/opt/venv-tritonserver")  # where NVIDIA's images keep the packages that the C++ backend is of
+IMAGE_ENVIRONMENT = Path("/opt/venv-tritonserver")  # Python packages of NVIDIA's images
 
 
 @dataclass(frozen=True)
-class Card:
-    """sm: compute capability times ten. Memory in bytes."""
+class Gpu:
+    """sm: compute capability times ten, e.g. 90."""
 
     name: str
     sm: int
@@ -38,22 +38,25 @@ class Card:
 
 @dataclass(frozen=True)
 class Machine:
-    """cards: those the driver lists. driver, tensorrt, tensorrt_llm, cuda: versions, None where there is none."""
+    """gpus: those that the driver lists.
+    driver, tensorrt, tensorrt_llm, cuda: versions; None if not installed.
+    """
 
-    cards: tuple[Card, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
     tensorrt: str | None = None
     tensorrt_llm: str | None = None
     cuda: str | None = None
 
 
-def look() -> Machine:
-    cards, driver = _cards()
-    return Machine(cards, driver, _tensorrt(), package("tensorrt_llm") or _in_image("tensorrt_llm"), _cuda())
+def inspect() -> Machine:
+    """Inspect this machine."""
+    gpus, driver = _gpus()
+    return Machine(gpus, driver, _tensorrt(), package("tensorrt_llm") or _in_image("tensorrt_llm"), _cuda())
 
 
 def package(name: str) -> str | None:
-    """The version of an installed Python package, without importing it."""
+    """Return the version of an installed Python package without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -61,44 +64,33 @@ def package(name: str) -> str | None:
 
 
 def _in_image(name: str) -> str | None:
-    """The version of a package of the image's environment, which is not ours when we run in one of our own there."""
+    """The version of a package in the image's environment, which this interpreter need not belong to."""
     folders = [str(folder) for folder in IMAGE_ENVIRONMENT.glob("lib/python3*/site-packages")]
     return next((found.version for found in importlib.metadata.distributions(name=name, path=folders)), None)
 
 
-def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Memory a new process can have without swapping, None where the kernel does not say."""
-    try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
-
-
 def tensorrt_version(number: int) -> str:
-    """libnvinfer's own number in words: 101401 is 10.14.1 (10 000 x major since 10.0), 8601 was 8.6.1."""
+    """Convert libnvinfer's version number: 101401 → 10.14.1 (10 000 x major since 10.0), 8601 → 8.6.1."""
     scale = 10_000 if number >= 10_000 else 1000
     return f"{number // scale}.{number % scale // 100}.{number % 100}"
 
 
-def _cards() -> tuple[tuple[Card, ...], str | None]:
+def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
     if shutil.which("nvidia-smi") is None:
         return (), None
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
     try:
         table = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return (), None  # the tool is there and the driver is not
+        return (), None  # nvidia-smi is installed, the driver is not
     rows = [row for row in csv.reader(io.StringIO(table), skipinitialspace=True) if len(row) == len(QUERY)]
-    cards = tuple(_card(row) for row in rows)
-    return cards, rows[0][4] if rows else None
+    gpus = tuple(_gpu(row) for row in rows)
+    return gpus, rows[0][4] if rows else None
 
 
-def _card(row: Sequence[str]) -> Card:
+def _gpu(row: Sequence[str]) -> Gpu:
     mib = [int(text) * 1024 * 1024 if text.isdigit() else 0 for text in row[2:4]]
-    return Card(row[0], int(row[1].replace(".", "")) if row[1].replace(".", "").isdigit() else 0, *mib)
+    return Gpu(row[0], int(row[1].replace(".", "")) if row[1].replace(".", "").isdigit() else 0, *mib)
 
 
 def _tensorrt() -> str | None:
@@ -107,12 +99,12 @@ def _tensorrt() -> str | None:
             return tensorrt_version(ctypes.CDLL(name).getInferLibVersion())
         except (OSError, AttributeError):
             continue
-    # Wheels keep the library in their own folder, off the loader's path; importing them would load all of CUDA.
+    # Wheels keep the library outside the loader's path; importing them would load all of CUDA.
     return next((v for name in TENSORRT_PACKAGES if (v := package(name) or _in_image(name))), None)
 
 
 def _cuda() -> str | None:
-    """The newest CUDA the driver runs."""
+    """The newest CUDA version that the driver supports."""
     number = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
@@ -122,5 +114,5 @@ def _cuda() -> str | None:
 
 
 if __name__ == "__main__":
-    json.dump(asdict(look()), sys.stdout)
+    json.dump(asdict(inspect()), sys.stdout)
     print()

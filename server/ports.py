@@ -1,26 +1,33 @@
-"""The three ports: free before anything starts, or a clear error that names the port and who holds it."""
+"""The three ports: checked before anything starts, with an error that names the port and the process that holds it."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
+import shlex
 import socket
-from collections.abc import Iterator
-from pathlib import Path
+
+import psutil
 
 from contract import interpreter
 from contract.errors import InvalidArgument, Unavailable
 
-LISTEN = "0A"  # st of /proc/net/tcp
+MAX_COMMAND_CHARS = 100
 
 
 def check(host: str, ports: dict[str, int]) -> None:
-    """``ports``: variable → port. Raises Unavailable for a busy one, InvalidArgument for one that cannot be."""
+    """Check that every port can be bound.
+
+    ports: by environment variable.
+
+    Raises:
+        Unavailable: a port is in use.
+        InvalidArgument: two ports are equal, or a port cannot be bound.
+    """
     seen: dict[int, str] = {}
     for variable, port in ports.items():
         if port in seen:
-            raise InvalidArgument(variable, f"{port} is also {seen[port]}; the three ports must differ")
+            raise InvalidArgument(variable, f"must differ from {seen[port]}, got {port} for both")
         seen[port] = variable
     for variable, port in ports.items():
         try:
@@ -28,15 +35,19 @@ def check(host: str, ports: dict[str, int]) -> None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise Unavailable(
-                    f"port {port} on {host} is in use{_held_by(port)}; stop that or set {variable} to another port"
+                    f"port {port} on {host} is in use{_by_process(port)}; stop that or set {variable} to another port"
                 ) from error
-            raise InvalidArgument(variable, f"cannot listen on {host}:{port}: {os.strerror(error.errno)}") from error
+            problem = f"must be a port to listen on, got {host}:{port}: {error.strerror}"
+            raise InvalidArgument(variable, problem) from error
 
 
 def claim(grpc_port: int) -> socket.socket:
-    """Marks ``grpc_port`` as this supervisor's for as long as the returned socket lives.
+    """Claim ``grpc_port`` for this supervisor for as long as the returned socket is open.
 
-    A supervisor that is restarting its server holds no port; this name keeps a second one away meanwhile.
+    A supervisor that restarts its server holds no port; the claim keeps a second supervisor away meanwhile.
+
+    Raises:
+        Unavailable: another supervisor has the port.
     """
     claimed = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
@@ -51,45 +62,34 @@ def claim(grpc_port: int) -> socket.socket:
 
 
 def free(count: int, host: str = "127.0.0.1") -> list[int]:
-    """``count`` different ports nobody listens on right now."""
+    """Return ``count`` different ports on which no process listens now."""
     with contextlib.ExitStack() as stack:
         return [stack.enter_context(_bind(host, 0)).getsockname()[1] for _ in range(count)]
 
 
-def holder(port: int) -> tuple[int, str] | None:
-    """(pid, command line) of a process that listens on ``port``, if /proc shows it to us."""
-    inodes = set(_listening_inodes(port))
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(os.readlink(fd) in inodes for fd in (process / "fd").iterdir()):
-                return int(process.name), (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(
-                    errors="replace"
-                ).strip()
-        except OSError:  # it ended meanwhile, or is somebody else's
-            continue
+def listener(port: int) -> psutil.Process | None:
+    """Return a process that listens on ``port``; None if there is none that this user may see."""
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid is not None:
+            return psutil.Process(connection.pid)
     return None
 
 
-def _listening_inodes(port: int) -> Iterator[str]:
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                columns = line.split()
-                if columns[3] == LISTEN and int(columns[1].rpartition(":")[2], 16) == port:
-                    yield f"socket:[{columns[9]}]"
-
-
-def _held_by(port: int) -> str:
-    found = holder(port)
+def _by_process(port: int) -> str:
+    try:
+        found = listener(port)
+        command = shlex.join(found.cmdline()) if found else ""
+    except psutil.Error:  # it exited meanwhile
+        return ""
     if found is None:
         return ""
-    pid, command = found
-    return f" by process {pid} ({command if len(command) <= 100 else command[:100] + ' …'})"
+    shown = command if len(command) <= MAX_COMMAND_CHARS else f"{command[:MAX_COMMAND_CHARS]} …"
+    return f" by process {found.pid} ({shown})"
 
 
 def _bind(host: str, port: int) -> socket.socket:
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # Connections of the last server that still linger in TIME_WAIT do not make its port busy.
+    # Connections of the previous server in TIME_WAIT do not make the port busy.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))

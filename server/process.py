@@ -1,4 +1,4 @@
-"""tritonserver as a process: started under its keeper, its exit an awaitable, its end certain."""
+"""Processes: tritonserver under its reaper, and what the supervisor needs to know of a pid."""
 
 from __future__ import annotations
 
@@ -11,60 +11,78 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 from contract.errors import EngineFailed
 from server.settings import ROOT
 
-KEEPER = Path(__file__).with_name("keeper.py")
+REAPER = Path(__file__).with_name("reaper.py")
 
 
-def is_alive(pid: int) -> bool:
-    """Whether ``pid`` runs; a zombie does not."""
+def is_running(pid: int) -> bool:
+    """Return whether ``pid`` runs; a zombie does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except (FileNotFoundError, ProcessLookupError):
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return False
 
 
-def zombies_of(parent: int) -> list[int]:
-    """Pids of the children of ``parent`` that have ended and that it has not waited for."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_bytes().rpartition(b")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if fields[0] == b"Z" and int(fields[1]) == parent:
-            found.append(int(stat.parent.name))
-    return found
+def zombie_children(parent: int) -> list[int]:
+    """Return the pids of the children of ``parent`` that have exited and that it has not waited for."""
+    zombies = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(parent).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.status() == psutil.STATUS_ZOMBIE:
+                    zombies.append(child.pid)
+    return zombies
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when ``pid`` started, in clock ticks since boot; None if there is no such process.
+
+    Unlike psutil's create_time it does not change with the system clock, so processes can compare it.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 def kill(pid: int) -> None:
-    """SIGKILL, which ends a stopped process too; nothing if it is gone."""
+    """Send SIGKILL, which ends a stopped process too; do nothing if ``pid`` has exited."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
-class Server:
-    """One life of a tritonserver. ``pid`` is tritonserver's; ``exited`` resolves to its exit code
-    (128 + n for signal n) once it and every process that descends from it are gone."""
+class TritonProcess:
+    """One run of tritonserver.
 
-    def __init__(self, keeper: subprocess.Popen[bytes], pid: int) -> None:
+    pid: of tritonserver.
+    exited: resolves to its exit code (128 + n for signal n) once it and all its descendants have exited.
+    """
+
+    def __init__(self, reaper: subprocess.Popen[bytes], pid: int) -> None:
         self.pid = pid
-        self._keeper = keeper
+        self._reaper = reaper
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()
-        self._pidfd = os.pidfd_open(keeper.pid)
-        self._loop.add_reader(self._pidfd, self._on_keeper_exit)
+        self._pidfd = os.pidfd_open(reaper.pid)
+        self._loop.add_reader(self._pidfd, self._on_reaper_exit)
 
     @classmethod
-    def start(cls, command: Sequence[str], environ: Mapping[str, str], log: Path, shm_prefix: str) -> Server:
-        """Starts ``command`` and appends its output to ``log``; ``shm_prefix`` starts the names of its /dev/shm files.
+    def start(cls, command: Sequence[str], environ: Mapping[str, str], log: Path, shm_prefix: str) -> TritonProcess:
+        """Start ``command`` in the event loop's thread.
 
-        To be called from the loop's thread.
+        log: file that its output is appended to.
+        shm_prefix: start of the names of its files in /dev/shm.
+
+        Raises:
+            EngineFailed: the reaper exited before it started the command.
         """
         with log.open("ab") as output:
-            keeper = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(KEEPER), shm_prefix, *command],
+            reaper = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(REAPER), shm_prefix, *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -73,38 +91,40 @@ class Server:
                 cwd=ROOT,
                 start_new_session=True,  # a Ctrl-C in the terminal is for the supervisor alone
             )
-        # Blocks for the start of a bare interpreter; awaiting it could be cancelled and would lose the process.
-        line = keeper.stdout.readline()
+        assert reaper.stdout is not None
+        # Blocks while a bare interpreter starts; awaiting it could be cancelled and would leak the process.
+        line = reaper.stdout.readline()
         if not line.strip().isdigit():
-            raise EngineFailed(
-                f"the keeper of tritonserver ended with code {keeper.wait()} before it started it; see {log}"
-            )
-        return cls(keeper, int(line))
+            raise EngineFailed(f"the reaper of tritonserver exited with code {reaper.wait()} at its start; see {log}")
+        return cls(reaper, int(line))
 
     def terminate(self) -> None:
-        """Asks tritonserver to stop by itself."""
+        """Send SIGTERM to tritonserver."""
         if not self.exited.done():
             os.kill(self.pid, signal.SIGTERM)
 
     async def kill(self) -> int:
-        """Ends tritonserver and all that descends from it, now; returns its exit code when nothing is left."""
-        self._keeper.stdin.close()  # the keeper's sign; it knows every descendant, whatever its process group
+        """Kill tritonserver and all its descendants; return its exit code once they have exited."""
+        self._close_reaper_stdin()  # makes the reaper kill all descendants, whatever their process group
         if not self.exited.done():
-            self._keeper.send_signal(signal.SIGCONT)  # should it have been stopped
+            self._reaper.send_signal(signal.SIGCONT)  # it may have been stopped
         return await asyncio.shield(self.exited)
 
-    def _on_keeper_exit(self) -> None:
+    def _on_reaper_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        code = self._keeper.wait()
-        self._keeper.stdin.close()
-        self._keeper.stdout.close()
+        code = self._reaper.wait()
+        self._close_reaper_stdin()
+        assert self._reaper.stdout is not None
+        self._reaper.stdout.close()
         if code == -signal.SIGKILL:
-            # Somebody killed the keeper itself. tritonserver dies with it; its process group is ours to end.
-            try:
+            # The reaper itself was killed. tritonserver dies with it; the rest of its process group is killed here.
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             code = 128 + signal.SIGKILL
         if not self.exited.done():
             self.exited.set_result(code)
+
+    def _close_reaper_stdin(self) -> None:
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.close()

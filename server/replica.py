@@ -1,4 +1,8 @@
-"""A running server as a context manager, for tests and tools: the real supervisor in a process of its own."""
+"""Public API: a running server as a context manager, with the supervisor in a process of its own.
+
+with server.running("demo") as replica:
+    print(replica.grpc_url)
+"""
 
 from __future__ import annotations
 
@@ -14,19 +18,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contract.errors import EngineFailed
-from server import log, ports, status, stubs
-from server.command import ADMIN_HEADER
-from server.health import State
+from server import ports, stubs, triton_log
+from server import status as status_file
+from server.child_command import with_parent_death_signal
+from server.recovery import State
 from server.settings import PORT_FIELDS, ROOT, Settings
-from server.tenant import leashed
+from server.status import Status
+from server.triton_command import ADMIN_HEADER
 
-LOOK_EVERY_S = 0.02
-STOP_PATIENCE_S = 60.0
+POLL_INTERVAL_S = 0.02
+STOP_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Replica:
-    """What ``running`` gives. ``output`` is the file of what the supervisor printed."""
+    """A running server.
+
+    process: the supervisor.
+    output: file of what the supervisor prints.
+    """
 
     settings: Settings
     process: subprocess.Popen[bytes]
@@ -34,7 +44,7 @@ class Replica:
 
     @property
     def grpc_url(self) -> str:
-        """``host:port``."""
+        """``HOST:PORT``."""
         return self.settings.grpc_url
 
     @property
@@ -52,45 +62,53 @@ class Replica:
 
     @property
     def pid(self) -> int:
-        """Of the supervisor."""
+        """Process id of the supervisor."""
         return self.process.pid
 
     @property
-    def status(self) -> status.Status:
-        """How the supervisor says it is. EngineFailed if it says nothing any more."""
-        found = status.read(status.path(self.settings.state_dir, self.settings.grpc_port))
+    def status(self) -> Status:
+        """Content of the status file.
+
+        Raises:
+            EngineFailed: there is none, because the supervisor has stopped.
+        """
+        found = status_file.read(status_file.path(self.settings.state_dir, self.settings.grpc_port))
         if found is None:
             raise EngineFailed(f"the supervisor {self.pid} has no status file")
         return found
 
     @property
     def server_pid(self) -> int:
-        """Of tritonserver; another one after a restart."""
+        """Process id of tritonserver; a restart changes it."""
         return self.status.server_pid
 
     def stubs(self, model: str | None = None) -> list[stubs.Stub]:
-        """The living stub processes, of one model or of all."""
+        """Return the running stub processes of ``model``, or of all models."""
         return [stub for stub in stubs.find(self.server_pid) if model in (None, stub.model)]
 
     def log(self) -> str:
-        """tritonserver's log since the supervisor started."""
-        return log.path(self.settings.state_dir, self.settings.grpc_port).read_text(errors="replace")
+        """Return tritonserver's log since the supervisor started."""
+        return triton_log.path(self.settings.state_dir, self.settings.grpc_port).read_text(errors="replace")
 
-    def wait_until_ready(self, restarts: int = 0, revivals: int = 0, timeout_s: float = 120.0) -> status.Status:
-        """Returns when it is ready after at least so many restarts and revivals. EngineFailed if that does not come."""
+    def wait_until_ready(self, restarts: int = 0, reloads: int = 0, timeout_s: float = 120.0) -> Status:
+        """Wait until the server is ready after at least that many restarts and model reloads.
+
+        Raises:
+            EngineFailed: it is not ready within ``timeout_s``, or the supervisor exited.
+        """
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
-            found = status.read(status.path(self.settings.state_dir, self.settings.grpc_port))
+            found = status_file.read(status_file.path(self.settings.state_dir, self.settings.grpc_port))
             if found and found.pid == self.pid and found.state == State.READY.value:
-                if found.restarts >= restarts and found.revivals >= revivals:
+                if found.restarts >= restarts and found.reloads >= reloads:
                     return found
             if self.process.poll() is not None:
                 break
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
         raise EngineFailed(f"the server is not ready:\n{self.output.read_text(errors='replace')}")
 
-    def stop(self, timeout_s: float = STOP_PATIENCE_S) -> int:
-        """Ends it with SIGTERM; returns the exit code, also if it has ended before. SIGKILL if it takes too long."""
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Send SIGTERM, and SIGKILL after ``timeout_s`` beyond the drain; return the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -108,25 +126,28 @@ def running(
     env: Mapping[str, str] | None = None,
     **overrides: object,
 ) -> Iterator[Replica]:
-    """A server that is ready; stopped when the block ends.
+    """Start a server, wait until it is ready, and stop it when the block ends.
 
-    listen: gRPC, HTTP and metrics port; free ones if left out. env: variables for supervisor, server and models, on
-    top of ours. overrides: any other field of :class:`~server.settings.Settings`, e.g. ``model_repository``,
-    ``engines_dir``, ``drain_s``. Raises EngineFailed with what the supervisor said if it does not become ready.
+    listen: gRPC, HTTP and metrics port; default: free ports.
+    env: variables for supervisor, server and models, added to this process's environment.
+    overrides: any other field of :class:`~server.settings.Settings`, e.g. ``model_repository``.
+
+    Raises:
+        EngineFailed: it does not become ready; the message has the supervisor's output.
     """
     environ = {**os.environ, **(env or {})}
     for name, port in zip(PORT_FIELDS, listen or ports.free(3), strict=True):
         overrides[name] = port
     overrides.setdefault("admin_key", secrets.token_hex(16))
     if not environ.get(Settings.variable("drain_s")):
-        overrides.setdefault("drain_s", 2.0)  # who leaves streams open here is not waiting for their text
+        overrides.setdefault("drain_s", 2.0)  # a caller that leaves streams open does not need their text
     settings = Settings.from_environment(environ, engine=engine, **overrides)
     settings.state_dir.mkdir(parents=True, exist_ok=True)
     output = settings.state_dir / f"supervisor-{settings.grpc_port}.out"
     environ |= {Settings.variable(name): str(value) for name, value in {"engine": engine, **overrides}.items()}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))
     with output.open("wb") as file:
-        command = leashed([sys.executable, "-m", "server"])
+        command = with_parent_death_signal([sys.executable, "-m", "server"])
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environ
         )

@@ -1,4 +1,4 @@
-"""What the served ensemble consists of, read from the model repository the way Triton reads it."""
+"""The steps of the ensemble, read from the model repository as Triton reads it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ENSEMBLE = "ensemble"
 class Model:
     """One step of the ensemble.
 
-    stubs: processes the Python backend runs for it, 0 for other backends.
-    streams: it, or a step before it, answers many times; streams in flight cannot outlive its stub.
+    stubs: processes that the Python backend runs for it; 0 for other backends.
+    streams: it or an earlier step is decoupled, so requests in flight cannot continue without its stub.
     """
 
     name: str
@@ -36,19 +36,21 @@ class Pipeline:
         return next(model for model in self.models if model.name == name)
 
     @property
-    def first(self) -> Model:
-        return self.models[0]
-
-    @property
     def last(self) -> Model:
         return self.models[-1]
 
 
 def read_pipeline(repository: Path, config_name: str) -> Pipeline:
-    """The pipeline of ``repository``; ``config_name`` picks ``configs/<name>.pbtxt`` where a model has one."""
+    """Read the ensemble of ``repository``.
+
+    config_name: selects ``configs/<name>.pbtxt`` of a model that has it.
+
+    Raises:
+        NotFound: a model is missing or its config cannot be read.
+    """
     steps = _read_config(repository, ENSEMBLE, config_name).ensemble_scheduling.step
     if not steps:
-        raise NotFound(f"{repository / ENSEMBLE}/config.pbtxt is not an ensemble: it has no ensemble_scheduling")
+        raise NotFound(f"{repository / ENSEMBLE}/config.pbtxt: must be an ensemble, got no ensemble_scheduling")
     models: list[Model] = []
     streams = False
     for step in steps:

@@ -1,7 +1,7 @@
-"""Paths for a shell: Triton starts every stub through ``bash -c`` with the paths of stub and model unquoted.
+"""Paths without shell metacharacters: Triton starts every stub by ``bash -c`` with unquoted paths of stub and model.
 
-A checkout in a folder named ``a b`` or ``it's`` is therefore passed to tritonserver by links without such characters.
-They lie in /dev/shm under the server's own prefix, so that whatever removes its shared memory removes them too.
+A folder named ``a b`` or ``it's`` is therefore passed to tritonserver as a symbolic link. The links are in /dev/shm
+under the server's prefix, so they are removed together with its shared memory.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from pathlib import Path
 from contract.errors import Unavailable
 from server import shared_memory
 
-PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
+SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 
-def is_plain(path: Path) -> bool:
-    """Whether a shell takes ``path`` for one word and as it is."""
-    return PLAIN.fullmatch(str(path)) is not None
+def is_shell_safe(path: Path) -> bool:
+    """Return whether a shell reads ``path`` as one unchanged word."""
+    return SAFE.fullmatch(str(path)) is not None
 
 
-def plain(path: Path, name: str, shm_prefix: str, folder: Path = shared_memory.FOLDER) -> Path:
-    """``path`` itself where a shell can take it, else a link to it.
+def shell_safe(path: Path, name: str, shm_prefix: str, folder: Path = shared_memory.FOLDER) -> Path:
+    """Return ``path`` if it is shell-safe, else a link to it.
 
-    name: what the link is called after the prefix.
+    name: of the link, after the prefix.
+    folder: of the link.
 
     Raises:
         Unavailable: the link cannot be made.
     """
-    if is_plain(path):
+    if is_shell_safe(path):
         return path
     link = folder / f"{shm_prefix}{name}"
     try:
@@ -36,7 +37,7 @@ def plain(path: Path, name: str, shm_prefix: str, folder: Path = shared_memory.F
         link.symlink_to(path)
     except OSError as error:
         raise Unavailable(
-            f"{path} holds characters that the shell which starts Triton's Python models does not take, and the link "
-            f"{link} around them cannot be made ({error.strerror}); move the folder to a path without blanks and quotes"
+            f"{path}: must be a path without blanks and shell metacharacters, "
+            f"because the link {link} to it cannot be made ({error.strerror})"
         ) from error
     return link

@@ -1,6 +1,6 @@
-"""How a supervisor and its server are, as a small JSON file for people and tools.
+"""Status file of a supervisor: a small JSON file for people and tools.
 
-``.triton/status-<grpc port>.json`` exists from start to clean stop; after a failure it stays and says why.
+``.triton/status-<grpc port>.json`` exists from start to clean stop; after a failure it stays and gives the reason.
 """
 
 from __future__ import annotations
@@ -12,20 +12,28 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from server.health import State
+from server.process import start_ticks
+from server.recovery import State
 
 
 @dataclass(frozen=True)
 class Status:
-    """state: see health.State, or "dead" if its supervisor is gone. since: UTC, ISO 8601. reason: one sentence or "".
+    """Content of the status file.
 
-    pid and started (clock ticks since boot) are the supervisor's; server_pid is tritonserver's, 0 while there is none.
+    state: a recovery.State, or "dead" if the supervisor was killed.
+    since: when the state was entered, UTC, ISO 8601.
+    restarts, reloads: server restarts and model reloads since the supervisor started.
+    reason: one sentence or "".
+    pid: of the supervisor.
+    started: start time of the supervisor in clock ticks since boot.
+    server_pid: of tritonserver; 0 while it does not run.
+    log: path of tritonserver's log.
     """
 
     state: str
     since: str
     restarts: int
-    revivals: int
+    reloads: int
     reason: str
     engine: str
     grpc_url: str
@@ -38,22 +46,24 @@ class Status:
 
 
 def utc_now() -> str:
+    """Return the time in UTC, ISO 8601, to the millisecond."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 def path(state_dir: Path, grpc_port: int) -> Path:
+    """Return the path of the status file of the supervisor on ``grpc_port``."""
     return state_dir / f"status-{grpc_port}.json"
 
 
 def write(file: Path, status: Status) -> None:
-    """Whole or not at all: a reader never sees half a file."""
+    """Write ``status`` atomically."""
     fresh = file.with_name(f".{file.name}.{os.getpid()}")
     fresh.write_text(json.dumps(asdict(status), indent=2) + "\n")
     fresh.replace(file)
 
 
 def read(file: Path) -> Status | None:
-    """The status in ``file``, "dead" if its supervisor is; None if there is no such file."""
+    """Read the status in ``file``, with state "dead" if its supervisor was killed; None if there is no file."""
     try:
         status = Status(**json.loads(file.read_text()))
     except FileNotFoundError:
@@ -64,26 +74,19 @@ def read(file: Path) -> Status | None:
 
 
 def read_all(state_dir: Path) -> list[Status]:
-    """Of every supervisor that keeps its state in ``state_dir``, by file name."""
+    """Read the status of every supervisor that keeps its state in ``state_dir``, sorted by file name."""
     found = (read(file) for file in sorted(state_dir.glob("status-*.json")))
     return [status for status in found if status is not None]
 
 
 def remove(file: Path) -> None:
+    """Remove ``file`` if it exists."""
     with contextlib.suppress(FileNotFoundError):
         file.unlink()
 
 
-def start_ticks(pid: int) -> int | None:
-    """When the process ``pid`` started, in clock ticks since boot; None if there is none."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-
-
 def describe(status: Status) -> str:
-    """One line for people."""
-    counts = f"{status.restarts} restarts, {status.revivals} revivals"
-    why = f": {status.reason.splitlines()[0]}" if status.reason else ""
-    return f"{status.grpc_url}  {status.engine}  {status.state} since {status.since}  ({counts}){why}"
+    """Return one line for people."""
+    counts = f"{status.restarts} restarts, {status.reloads} reloads"
+    reason = f": {status.reason.splitlines()[0]}" if status.reason else ""
+    return f"{status.grpc_url}  {status.engine}  {status.state} since {status.since}  ({counts}){reason}"

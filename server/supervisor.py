@@ -1,7 +1,7 @@
-"""Keeps one tritonserver running: starts it, watches it, mends it, drains it, and leaves nothing behind.
+"""Runs one tritonserver: starts it, watches it, restarts it after failures, drains it and leaves no process behind.
 
-Everything that happens becomes an event in one queue; :func:`server.health.decide` says what to do about it;
-this module does it. At any time at most one repair is under way, and any event may overtake it.
+Everything that happens becomes an event in one queue; :func:`server.recovery.decide` decides what to do and this module
+does it. At most one start, restart or reload is under way at any time, and every event may cancel it.
 """
 
 from __future__ import annotations
@@ -18,26 +18,41 @@ from typing import TextIO
 
 from contract import manifest
 from contract.errors import TridentError
-from server import command as flags
-from server import health, installation, log, ports, preflight, progress, shared_memory, status, welcome
-from server.drain import Drained, drain
-from server.health import State
-from server.life import Life
+from server import (
+    installation,
+    ports,
+    preflight,
+    process,
+    progress,
+    recovery,
+    shared_memory,
+    status,
+    triton_command,
+    triton_log,
+)
+from server.child_command import ChildCommand
+from server.drain import DrainResult, drain
+from server.instance import ServerInstance
+from server.ready_message import ready_message
+from server.recovery import State
 from server.repository import read_pipeline
 from server.settings import Settings
-from server.tenant import Tenant
 
 ABORT_S = 3.0
-ANY_LIFE = -1  # events of our own: signals, the command
+ANY_INSTANCE = -1  # for events that belong to no server instance: signals, the child command's exit
 STOP_SIGNALS = {
-    signal.SIGINT: "it was interrupted",
-    signal.SIGTERM: "it was asked to terminate",
-    signal.SIGHUP: "its terminal was closed",
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "terminated",
+    signal.SIGHUP: "terminal closed",
 }
 
 
 class Supervisor:
-    """Runs one server of ``settings`` until it is told to stop. Messages go to ``err``, the welcome to ``out``."""
+    """Supervisor of one server.
+
+    out: receives the message of a ready server.
+    err: receives progress, logs and errors.
+    """
 
     def __init__(self, settings: Settings, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> None:
         self._settings = settings
@@ -45,40 +60,44 @@ class Supervisor:
         self._err = err
         self._shm_prefix = shared_memory.prefix(settings.grpc_port, os.getpid())
         self._status_file = status.path(settings.state_dir, settings.grpc_port)
-        self._log = log.path(settings.state_dir, settings.grpc_port)
-        self._record = health.Record(since_s=time.monotonic())
+        self._log = triton_log.path(settings.state_dir, settings.grpc_port)
+        self._record = recovery.Record(since_s=time.monotonic())
         self._since = status.utc_now()
-        self._events: asyncio.Queue[tuple[int, health.Event | BaseException]] = asyncio.Queue()
-        self._life: Life | None = None
-        self._lives = 0  # number of the current life; what earlier ones still had to say is void
-        self._repair: asyncio.Task[None] | None = None
-        self._tenant: Tenant | None = None
-        self._opened = False
+        self._events: asyncio.Queue[tuple[int, recovery.Event | BaseException]] = asyncio.Queue()
+        self._instance: ServerInstance | None = None
+        self._generation = 0  # of the current instance; events of earlier ones are ignored
+        self._recovery: asyncio.Task[None] | None = None  # a start, restart or reload
+        self._child: ChildCommand | None = None
+        self._announced = False
 
     async def run(self, command: Sequence[str] = ()) -> int:
-        """Serves until SIGINT, SIGTERM or the end of ``command``; returns the exit code.
+        """Serve until SIGINT, SIGTERM, SIGHUP or the exit of ``command``.
 
-        The code is ``command``'s own, 0 after a signal, 130 after a second one, 1 if the server could not be
-        kept running. Raises a TridentError if it cannot even be tried: no engine, no installation, no port.
+        command: started once the server is ready.
+
+        Returns ``command``'s exit code, 0 after a signal, 130 after a second one, 1 if the server keeps failing.
+
+        Raises:
+            TridentError: the server cannot be started: no engine, no installation, no port.
         """
         with self._prepare():
-            self._catch_signals()
+            self._handle_signals()
             try:
                 return await self._serve(command)
             except asyncio.CancelledError:
                 return 128 + signal.SIGINT
             finally:
-                if self._tenant is not None:
-                    self._tenant.kill()
-                if self._life is not None:
-                    await self._life.end()
+                if self._child is not None:
+                    self._child.kill()
+                if self._instance is not None:
+                    await self._instance.stop()
                 shared_memory.clean(self._shm_prefix)
                 self._settings.drain_file.unlink(missing_ok=True)
                 if self._record.state is not State.FAILED:
                     status.remove(self._status_file)
 
     def _prepare(self) -> socket.socket:
-        """Checks all that can be checked before a process starts. The returned claim holds while it is open."""
+        """Check all that can be checked before a process starts; return the claim of the port, held while open."""
         settings = self._settings
         self._engine_folder = (settings.engines_dir / settings.engine).absolute()
         preflight.check(manifest.verify(self._engine_folder), self._engine_folder)
@@ -86,7 +105,7 @@ class Supervisor:
         self._pipeline = read_pipeline(settings.model_repository, settings.engine)
         ports.check(settings.host, settings.ports)
         claimed = ports.claim(settings.grpc_port)
-        # The port is free and ours, so whoever left these is gone.
+        # No other supervisor has the port, so these files are left over from earlier ones.
         shared_memory.clean(shared_memory.port_prefix(settings.grpc_port))
         stubs = sum(model.stubs for model in self._pipeline.models)
         shared_memory.region_bytes(stubs, shared_memory.free_bytes())
@@ -95,15 +114,16 @@ class Supervisor:
         self._log.write_bytes(b"")
         return claimed
 
-    def _catch_signals(self) -> None:
-        this = asyncio.current_task()
-        asked: list[int] = []
+    def _handle_signals(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        received: list[int] = []
 
         def on_signal(signal_number: signal.Signals) -> None:
-            if asked:
-                this.cancel()
-            asked.append(signal_number)
-            self._post(health.StopAsked(STOP_SIGNALS[signal_number]))
+            if received:
+                task.cancel()
+            received.append(signal_number)
+            self._post(recovery.StopRequested(STOP_SIGNALS[signal_number]))
 
         for signal_number in STOP_SIGNALS:
             if signal_number == signal.SIGHUP and signal.getsignal(signal_number) is signal.SIG_IGN:
@@ -112,113 +132,108 @@ class Supervisor:
 
     async def _serve(self, command: Sequence[str]) -> int:
         self._write_status()
-        self._begin_repair(self._start(delay_s=0))
+        self._begin_recovery(self._start(delay_s=0))
         while True:
-            life, event = await self._events.get()
+            generation, event = await self._events.get()
             if isinstance(event, BaseException):
                 raise event
-            if life not in (ANY_LIFE, self._lives):
+            if generation not in (ANY_INSTANCE, self._generation):
                 continue
-            was = self._record
-            self._record, action = health.decide(was, event, time.monotonic())
-            if self._record == was:
+            before = self._record
+            self._record, action = recovery.decide(before, event, time.monotonic())
+            if self._record == before:
                 continue
-            self._tell(was)
-            if isinstance(event, health.BecameReady) and not self._opened:
-                self._open(command)
-            if isinstance(action, (health.Restart, health.Revive)):
-                await self._end_repair()
-                self._begin_repair(self._mend(action))
-            elif isinstance(action, health.GiveUp):
-                await self._end_repair()
+            self._publish_change(before)
+            if isinstance(event, recovery.BecameReady) and not self._announced:
+                self._announce(command)
+            if isinstance(action, recovery.Reload):
+                await self._cancel_recovery()
+                self._begin_recovery(self._reload(action.model))
+            elif isinstance(action, recovery.Restart):
+                await self._cancel_recovery()
+                self._generation += 1
+                self._begin_recovery(self._restart(action))
+            elif isinstance(action, recovery.GiveUp):
+                await self._cancel_recovery()
                 return 1
-            elif isinstance(action, health.Drain):
-                await self._end_repair()
+            elif isinstance(action, recovery.Drain):
+                await self._cancel_recovery()
                 return await self._stop()
 
-    def _mend(self, action: health.Restart | health.Revive) -> Coroutine[None, None, None]:
-        if isinstance(action, health.Revive):
-            return self._revive(action.model)
-        self._lives += 1
-        return self._restart(action)
-
-    async def _restart(self, action: health.Restart) -> None:
-        if action.farewell and self._life.serving:
-            life, socket_name = self._life, flags.control_socket(self._shm_prefix)
-            drain_file = self._settings.drain_file
-            await drain(life.admin, life.traffic, socket_name, drain_file, 0, ABORT_S, action.farewell)
-        await self._life.end()
-        self._settings.drain_file.unlink(missing_ok=True)  # a drain's that was cut short included
-        # The keeper does so too, unless it was killed itself; a crash loop must not fill /dev/shm.
+    async def _restart(self, action: recovery.Restart) -> None:
+        if self._instance is not None:
+            if action.stream_error and self._instance.is_serving:
+                await self._drain(self._instance, 0, action.stream_error)
+            await self._instance.stop()
+        self._settings.drain_file.unlink(missing_ok=True)  # also that of a drain which was cancelled
+        # The reaper removes these files, unless it was killed itself; a crash loop must not fill /dev/shm.
         shared_memory.clean(self._shm_prefix)
         await self._start(action.delay_s)
 
     async def _start(self, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
-        report = partial(self._post, life=self._lives)
+        report = partial(self._post, generation=self._generation)
         try:
-            self._life = Life(
+            instance = self._instance = ServerInstance(
                 self._settings, self._installation, self._pipeline, self._engine_folder, self._shm_prefix, report
             )
-        except TridentError as error:  # somebody else has filled /dev/shm
-            report(health.StartFailed(str(error)))
+        except TridentError as error:  # another process has filled /dev/shm
+            report(recovery.StartFailed(str(error)))
             return
-        async with progress.shown(f"starting tritonserver with engine {self._settings.engine}", self._err):
-            event = await self._life.begin()
-        if isinstance(event, health.StartFailed):
-            await self._life.end()
+        async with progress.show(f"starting tritonserver with engine {self._settings.engine}", self._err):
+            event = await instance.start()
+        if isinstance(event, recovery.StartFailed):
+            await instance.stop()
         report(event)
 
-    async def _revive(self, model: str) -> None:
-        report = partial(self._post, life=self._lives)
+    async def _reload(self, model: str) -> None:
+        assert self._instance is not None
+        report = partial(self._post, generation=self._generation)
         try:
-            await self._life.revive(model)
+            await self._instance.reload(model)
         except TridentError as error:
-            report(health.RevivalFailed(model, str(error)))
+            report(recovery.ReloadFailed(model, str(error)))
         else:
-            report(health.BecameReady())
+            report(recovery.BecameReady())
 
-    def _begin_repair(self, repair: Coroutine[None, None, None]) -> None:
+    def _begin_recovery(self, work: Coroutine[None, None, None]) -> None:
         def on_done(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and task.exception() is not None:
-                self._post(task.exception())  # a mistake of ours must end us; nobody else would miss the repair
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                self._post(error)  # a defect of this program ends it
 
-        self._repair = asyncio.create_task(repair)
-        self._repair.add_done_callback(on_done)
+        self._recovery = asyncio.create_task(work)
+        self._recovery.add_done_callback(on_done)
 
-    async def _end_repair(self) -> None:
-        if self._repair is not None:
-            self._repair.cancel()
-            await asyncio.wait({self._repair})
+    async def _cancel_recovery(self) -> None:
+        if self._recovery is not None:
+            self._recovery.cancel()
+            await asyncio.wait({self._recovery})
 
     async def _stop(self) -> int:
-        """Ends the command if there is one, then drains and ends the server. Returns the exit code."""
-        code = await self._tenant.evict() if self._tenant is not None else 0
-        if self._life is None or not self._life.serving:
+        """End the child command, drain and stop the server; return the exit code."""
+        code = await self._child.terminate() if self._child is not None else 0
+        if self._instance is None or not self._instance.is_serving:
             return code
-        settings = self._settings
-        label = f"draining for up to {settings.drain_s:g} s; a second signal stops at once"
-        async with progress.shown(label, self._err):
-            drained = await drain(
-                self._life.admin,
-                self._life.traffic,
-                flags.control_socket(self._shm_prefix),
-                settings.drain_file,
-                settings.drain_s,
-                ABORT_S,
-                "the server is shutting down",
-            )
-            await self._life.end(terminate=drained is not Drained.CUT_OFF)
-        self._say(f"stopped; {drained.value}")
+        drain_s = self._settings.drain_s
+        async with progress.show(f"draining for up to {drain_s:g} s; a second signal stops at once", self._err):
+            result = await self._drain(self._instance, drain_s, "the server is shutting down")
+            await self._instance.stop(terminate=result is not DrainResult.CUT_OFF)
+        self._print(f"stopped; {result.value}")
         return code
 
-    def _open(self, command: Sequence[str]) -> None:
-        """Ready for the first time: lets the command in, or says how to talk to the server."""
-        self._opened = True
+    async def _drain(self, instance: ServerInstance, drain_s: float, reason: str) -> DrainResult:
+        socket_name = triton_command.control_socket(self._shm_prefix)
+        drain_file = self._settings.drain_file
+        return await drain(instance.admin, instance.metrics, socket_name, drain_file, drain_s, ABORT_S, reason)
+
+    def _announce(self, command: Sequence[str]) -> None:
+        """Start the child command, or print the endpoints, when the server is ready for the first time."""
+        self._announced = True
         if not command:
-            print(welcome.text(self._settings), file=self._out, flush=True)
+            print(ready_message(self._settings), file=self._out, flush=True)
             return
-        offered = {
+        variables = {
             "TRIDENT_URL": self._settings.grpc_url,
             "TRIDENT_HTTP_URL": self._settings.http_url,
             "TRIDENT_METRICS_URL": self._settings.metrics_url,
@@ -226,32 +241,30 @@ class Supervisor:
             "TRIDENT_STATUS_FILE": str(self._status_file),
             "TRIDENT_TOKENIZER": str(self._engine_folder / "tokenizer.json"),
         }
-        on_end = partial(self._post, health.StopAsked("its command has ended"))
-        self._tenant = Tenant(command, offered, on_end, self._settings.drain_s)
+        on_exit = partial(self._post, recovery.StopRequested("child command exited"))
+        self._child = ChildCommand(command, variables, on_exit, self._settings.drain_s)
 
-    def _post(self, event: health.Event | BaseException, life: int = ANY_LIFE) -> None:
-        self._events.put_nowait((life, event))
+    def _post(self, event: recovery.Event | BaseException, generation: int = ANY_INSTANCE) -> None:
+        self._events.put_nowait((generation, event))
 
-    def _tell(self, was: health.Record) -> None:
-        """Says what changed, on the terminal and in the status file."""
+    def _publish_change(self, before: recovery.Record) -> None:
+        """Print a change of state and write it to the status file."""
         record = self._record
-        if (record.state, record.reason) == (was.state, was.reason):
+        if (record.state, record.reason) == (before.state, before.reason):
             return
         self._since = status.utc_now()
         self._write_status()
-        took_s = record.since_s - was.since_s
-        if record.state is State.READY:
-            self._say(
-                f"ready in {took_s:.1f} s at {self._settings.grpc_url} (gRPC)"
-                if was.state is State.STARTING
-                else f"ready again after {took_s:.1f} s"
-            )
+        elapsed_s = record.since_s - before.since_s
+        if record.state is State.READY and before.state is State.STARTING:
+            self._print(f"ready in {elapsed_s:.1f} s at {self._settings.grpc_url} (gRPC)")
+        elif record.state is State.READY:
+            self._print(f"ready again after {elapsed_s:.1f} s")
         elif record.state is State.FAILED:
-            self._say(f"error: {record.reason}\nThe whole log: {self._log}")
+            self._print(f"error: {record.reason}\nFull log: {self._log}")
         elif record.state is not State.DRAINING:
-            self._say(record.reason)
+            self._print(record.reason)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(f"trident: {text}", file=self._err, flush=True)
 
     def _write_status(self) -> None:
@@ -262,15 +275,15 @@ class Supervisor:
                 state=record.state.value,
                 since=self._since,
                 restarts=record.restarts,
-                revivals=record.revivals,
+                reloads=record.reloads,
                 reason=record.reason,
                 engine=settings.engine,
                 grpc_url=settings.grpc_url,
                 http_url=settings.http_url,
                 metrics_url=settings.metrics_url,
                 pid=os.getpid(),
-                started=status.start_ticks(os.getpid()) or 0,
-                server_pid=self._life.pid if self._life else 0,
+                started=process.start_ticks(os.getpid()) or 0,
+                server_pid=self._instance.pid if self._instance else 0,
                 log=str(self._log),
             ),
         )

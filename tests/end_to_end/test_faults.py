@@ -68,12 +68,12 @@ async def test_a_killed_engine_process_ends_running_streams_in_band_and_serves_t
     assert (await serve_one(replica)).finish_reasons == ["length"]
 
 
-async def test_a_killed_tokenizer_stub_is_revived_and_no_stream_in_flight_notices(replica):
+async def test_a_killed_tokenizer_stub_is_reloaded_while_streams_in_flight_continue(replica):
     await until_idle(replica)
-    before = replica.status.revivals
+    before = replica.status.reloads
     answers = await strike(replica, 20, lambda: os.kill(replica.stubs("tokenizer")[0].pid, signal.SIGKILL))
     assert {tuple(answer.finish_reasons) for answer in answers} == {("length",)}
-    replica.wait_until_ready(revivals=before + 1)
+    replica.wait_until_ready(reloads=before + 1)
     assert (await serve_one(replica)).finish_reasons == ["length"]
 
 

@@ -27,7 +27,7 @@ LONG = {"text_input": "def fibonacci(n):\n", "max_tokens": 900, "ignore_eos": Tr
 
 @pytest.fixture(scope="module")
 def replica(engine_dir) -> Iterator[Replica]:
-    """With a canary every 5 s, because an idle engine's hang shows at the next request only."""
+    """With a liveness probe every 5 s, because an idle engine's hang shows at the next request only."""
     with running("demo", canary_interval_s=5.0) as server:
         yield server
 
@@ -83,7 +83,7 @@ async def hang(replica: Replica, streams: int, *pids: int) -> list[Answer]:
                 await asyncio.sleep(0.02)
             while True:
                 now = replica.status
-                mended = now.restarts + now.revivals > before.restarts + before.revivals
+                mended = now.restarts + now.reloads > before.restarts + before.reloads
                 if now.state == "ready" and mended and is_ready(replica, "/v2/health/ready"):
                     break
                 assert time.monotonic() < deadline_s, now
@@ -113,7 +113,7 @@ async def test_an_engine_that_makes_no_step_ends_its_streams_by_name_and_is_repl
     await serves_whole(replica)
 
 
-async def test_an_idle_engine_that_hangs_is_found_by_the_canary(replica):
+async def test_an_idle_engine_that_hangs_is_found_by_the_liveness_probe(replica):
     hung = worker(replica)
     await hang(replica, 0, hung)
     assert worker(replica) != hung
@@ -127,7 +127,7 @@ async def test_a_hung_stub_that_streams_run_through_restarts_the_server(replica,
     answers = await hang(replica, streams, hung)
     assert replica.status.restarts == before + 1 and stub(replica, model) != hung
     assert all(answer.error == "UNAVAILABLE" or "is not healthy" in answer.error for answer in answers)
-    assert f"the {model}'s process hangs" in replica.output.read_text()
+    assert f"{model} process hangs" in replica.output.read_text()
     await serves_whole(replica)
 
 
@@ -135,7 +135,7 @@ async def test_a_hung_stub_that_streams_run_through_restarts_the_server(replica,
 async def test_a_hung_tokenizer_is_loaded_anew_and_streams_in_flight_go_on(replica, streams):
     before, hung = replica.status, stub(replica, "tokenizer")
     answers = await hang(replica, streams, hung)
-    assert (replica.status.restarts, replica.status.revivals) == (before.restarts, before.revivals + 1)
+    assert (replica.status.restarts, replica.status.reloads) == (before.restarts, before.reloads + 1)
     assert hung not in {found.pid for found in replica.stubs("tokenizer")}
     assert {tuple(answer.finish_reasons) for answer in answers} <= {("length",)}
     await serves_whole(replica)
@@ -176,4 +176,4 @@ async def test_a_pause_shorter_than_a_hang_is_noticed_by_nobody(replica):
             answers = await asyncio.gather(*tasks)
             assert [answer.finish_reasons for answer in answers] == [["length"]] * 2
     after = replica.status
-    assert (after.restarts, after.revivals, after.state) == (before.restarts, before.revivals, "ready")
+    assert (after.restarts, after.reloads, after.state) == (before.restarts, before.reloads, "ready")

@@ -67,7 +67,7 @@ def replica(engine_dir, tmp_path_factory):
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorrt_llm\nVersion: 1.2.1\n")
     env = {"PATH": f"{machine / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(package.parent)}
-    # The canary of the supervisor sends an id of its own with each request, as this engine insists on.
+    # The liveness probe of the supervisor sends an id of its own with each request, as this engine insists on.
     with running("demo", env=env, engines_dir=str(engines), model_repository=str(repository)) as server:
         yield server
 

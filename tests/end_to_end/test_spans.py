@@ -72,7 +72,7 @@ async def test_spans_are_true(replica: Replica, streaming: bool):
         theirs_s = after[phase][0] - before.get(phase, (0.0, 0.0))[0]
         count = after[phase][1] - before.get(phase, (0.0, 0.0))[1]
         assert ours_s > 0
-        if count == AT_ONCE:  # nobody else asked meanwhile, as a canary may
+        if count == AT_ONCE:  # no other request came meanwhile, such as a liveness probe
             assert ours_s == pytest.approx(theirs_s, rel=1e-3, abs=1e-5), name
         else:
             assert ours_s <= theirs_s * 1.001 + 1e-5, name

@@ -1,4 +1,4 @@
-"""A built engine folder, a server of the fixture ensemble, and streams to try it with."""
+"""A built engine folder, a server of the fixture ensemble, and streams to it."""
 
 import struct
 import threading
@@ -9,14 +9,14 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from contract import manifest
-from server import canary, running
+from server import liveness_probe, running
 
 REPOSITORY = Path(__file__).parent / "fixtures" / "model_repository"
 
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory):
-    """A folder with one engine, ``demo``, as whole as the supervisor can tell."""
+    """A folder with one engine, ``demo``, that passes the supervisor's checks."""
     folder = tmp_path_factory.mktemp("engines")
     build_engine(folder / "demo")
     return folder
@@ -54,7 +54,9 @@ def open_stream():
 class Stream:
     """One request on a gRPC stream of its own, read in the background; the client side stays open until closed.
 
-    texts: what came so far. finish_reason, error_message: of the last response. failure: what broke it, or "".
+    texts: text_output of every response so far.
+    finish_reason, error_message: of the last response.
+    failure: gRPC status or Triton error that ended the stream, or "".
     """
 
     def __init__(self, url, max_tokens, step_ms):
@@ -62,7 +64,7 @@ class Stream:
         self.ended, self.started = threading.Event(), threading.Event()
         self._closing = threading.Event()
         self._channel = grpc.insecure_channel(url, options=[("grpc.use_local_subchannel_pool", 1)])
-        request = service_pb2.ModelInferRequest.FromString(canary.request())
+        request = service_pb2.ModelInferRequest.FromString(liveness_probe.request())
         request.raw_input_contents[1] = struct.pack("<i", max_tokens)
         request.parameters["step_ms"].int64_param = step_ms
         self._call = service_pb2_grpc.GRPCInferenceServiceStub(self._channel).ModelStreamInfer(self._send(request))
@@ -90,7 +92,7 @@ class Stream:
 
     def _take(self, response: service_pb2.ModelStreamInferResponse):
         self.failure = response.error_message
-        outputs = canary.texts(response.infer_response)
+        outputs = liveness_probe.text_outputs(response.infer_response)
         if outputs:
             self.texts.append(outputs["text_output"])
             self.finish_reason, self.error_message = outputs.get("finish_reason", ""), outputs.get("error_message", "")

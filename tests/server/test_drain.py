@@ -1,4 +1,4 @@
-"""The abort that ends streams in band; draining itself is tested with a real server in test_supervisor.py."""
+"""The abort of streams; test_supervisor.py tests drains with a real server."""
 
 import os
 import socket
@@ -15,5 +15,5 @@ def test_an_abort_reaches_the_engines_control_socket_as_one_line():
         assert engine.recv(4096) == b"abort the server is shutting down"
 
 
-def test_an_abort_nobody_listens_to_is_told():
-    assert not drain.abort(f"trident-test-nobody-{os.getpid()}", "why")
+def test_an_abort_without_a_listening_engine_returns_false():
+    assert not drain.abort(f"trident-test-none-{os.getpid()}", "why")

@@ -1,4 +1,4 @@
-"""The installation: found here, and refused with a cure where it cannot run."""
+"""The installation: found here, and refused with a hint where it cannot run."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ import gpu_machine
 import pytest
 
 from contract.errors import InvalidArgument, Unavailable
-from server import command, installation
+from server import installation, triton_command
 from server.settings import Settings
 
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -26,7 +26,7 @@ def test_in_an_image_its_own_server_is_taken_with_its_own_backends(monkeypatch, 
     assert found.tritonserver == image / "bin" / "tritonserver" and found.libraries == ""
     backends = found.link_backends(tmp_path / "state")
     assert (backends / "tensorrtllm" / "libtriton_tensorrtllm.so").is_file() and not (tmp_path / "state").exists()
-    flags = command.tritonserver(Settings(engine="h100"), found, backends, "prefix")
+    flags = triton_command.arguments(Settings(engine="h100"), found, backends, "prefix")
     assert flags[0] == str(image / "bin" / "tritonserver") and f"--backend-directory={image}/backends" in flags
     assert f"--cache-directory={image}/caches" in flags
 
@@ -36,14 +36,16 @@ def test_another_server_can_be_named(monkeypatch, tmp_path):
     monkeypatch.setattr(installation, "IN_IMAGES", gpu_machine.triton(tmp_path / "image", HERE))
     settings = Settings.from_environment({"TRIDENT_TRITONSERVER": str(mine)})
     assert installation.find(settings.tritonserver).stub.is_relative_to(mine)
-    with pytest.raises(InvalidArgument, match=r"^TRIDENT_TRITONSERVER: .*elsewhere holds no bin/tritonserver$"):
+    with pytest.raises(
+        InvalidArgument, match=r"^TRIDENT_TRITONSERVER: must be a folder with bin/tritonserver, got .*elsewhere$"
+    ):
         installation.find(tmp_path / "elsewhere")
 
 
-def test_an_image_that_cannot_run_our_models_is_refused_with_a_cure(tmp_path):
+def test_an_image_with_another_python_is_refused_with_the_command_to_run(tmp_path):
     image = gpu_machine.triton(tmp_path / "image", "3.99")
-    cure = f"runs Python 3.99 models, and this is Python {HERE}: .*`make setup PYTHON=python3.99`"
-    with pytest.raises(Unavailable, match=cure):
+    hint = f"runs Python 3.99 models, and this is Python {HERE}: .*`make setup PYTHON=python3.99`"
+    with pytest.raises(Unavailable, match=hint):
         installation.find(image)
     (image / "backends" / "python" / installation.STUB).unlink()
     with pytest.raises(Unavailable, match=r"image is incomplete: .*triton_python_backend_stub is missing"):
@@ -56,7 +58,7 @@ def test_a_stub_names_the_python_it_embeds(tmp_path):
     assert installation.embedded_python(tmp_path / "stub") is None
 
 
-def test_backends_are_links_made_once_and_mended_when_they_point_elsewhere(tmp_path):
+def test_backends_are_links_that_are_corrected_if_they_point_elsewhere(tmp_path):
     found = installation.find()
     backends = found.link_backends(tmp_path)
     links = {link.name: link.readlink() for link in (backends / "python").iterdir()}
@@ -71,7 +73,7 @@ def test_backends_are_links_made_once_and_mended_when_they_point_elsewhere(tmp_p
 @pytest.mark.parametrize("version", [(3, 9), (3, 13)])
 def test_a_python_without_numpy_1_is_refused(version):
     with pytest.raises(
-        Unavailable, match=f"Python 3.{version[1]} cannot run Triton's Python models: 3.10, 3.11 or 3.12"
+        Unavailable, match=f"Python 3.{version[1]} cannot run Triton's Python models; use 3.10, 3.11 or 3.12"
     ):
         installation.check_python(version)
 
@@ -90,14 +92,14 @@ def test_numpy_2_is_refused_because_it_corrupts_tensors():
 
 
 def test_an_old_or_foreign_c_library_is_refused():
-    with pytest.raises(Unavailable, match="glibc 2.35 or newer .*here it is 2.31"):
+    with pytest.raises(Unavailable, match="glibc 2.35 or newer .*this system has 2.31"):
         installation.check_glibc((2, 31))
-    with pytest.raises(Unavailable, match="this system's C library is another one"):
+    with pytest.raises(Unavailable, match="this system has another C library"):
         installation.check_glibc(None)
     installation.check_glibc((2, 35))
 
 
-def test_a_missing_libpython_is_refused_with_two_cures():
+def test_a_missing_libpython_is_refused_with_two_remedies():
     with pytest.raises(Unavailable, match=r"libpython3\.99\.so\.1\.0 is missing.*--enable-shared"):
         installation.find_libpython("3.99")
 

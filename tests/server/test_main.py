@@ -5,7 +5,7 @@ import pytest
 from server.__main__ import main, split_command
 
 
-def test_what_follows_the_first_double_dash_is_the_command():
+def test_the_arguments_after_the_first_double_dash_are_the_command():
     assert split_command(["--engine", "demo", "--", "sh", "-c", "x", "--", "y"]) == (
         ["--engine", "demo"],
         ["sh", "-c", "x", "--", "y"],
@@ -19,15 +19,15 @@ def test_a_bad_setting_is_one_line_and_code_1(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: TRIDENT_HTTP_PORT: must be an integer from 1 to 65535, got 'http'\n"
 
 
-def test_an_engine_that_was_never_built_is_told_with_how_to_build_it(monkeypatch, capsys, tmp_path):
+def test_an_engine_that_was_not_built_is_refused_with_the_command_that_builds_it(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("TRIDENT_ENGINES_DIR", str(tmp_path))
     assert main(["--engine", "nosuch"]) == 1
     assert "make build-engine ENGINE=nosuch" in capsys.readouterr().err
 
 
-def test_no_status_is_not_a_ready_server(monkeypatch, capsys, tmp_path):
+def test_status_without_a_server_exits_with_code_1(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("TRIDENT_STATE_DIR", str(tmp_path))
-    assert main(["status"]) == 1 and capsys.readouterr().out == "no server was started here\n"
+    assert main(["status"]) == 1 and capsys.readouterr().out == "no server found\n"
 
 
 def test_an_unknown_verb_is_refused():

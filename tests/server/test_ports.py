@@ -1,4 +1,4 @@
-"""Ports: free, or named with who holds them."""
+"""Ports: free, or refused with the process that holds them."""
 
 import os
 import socket
@@ -17,42 +17,44 @@ def test_free_ports_differ_and_pass_the_check():
     ports.check("127.0.0.1", dict(zip("abc", found, strict=True)))
 
 
-def test_a_busy_port_is_named_with_its_variable_and_its_holder():
+def test_a_busy_port_is_refused_with_its_variable_and_its_process():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(Unavailable) as refusal:
             ports.check("127.0.0.1", {"TRIDENT_HTTP_PORT": port})
-    words = str(refusal.value)
+    message = str(refusal.value)
     assert (
-        f"port {port} on 127.0.0.1 is in use by process {os.getpid()} (" in words and "set TRIDENT_HTTP_PORT" in words
+        f"port {port} on 127.0.0.1 is in use by process {os.getpid()} (" in message
+        and "set TRIDENT_HTTP_PORT" in message
     )
 
 
-def test_a_port_held_on_every_address_is_busy_and_its_holder_is_found_in_another_process():
+def test_a_port_held_on_every_address_by_another_process_is_found():
     hold = (
         "import socket, sys; s = socket.create_server(('0.0.0.0', 0)); print(s.getsockname()[1], flush=True); input()"
     )
     with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         port = int(holder.stdout.readline())
-        pid, command = ports.holder(port)
+        found = ports.listener(port)
+        command = found.cmdline()
         with pytest.raises(Unavailable, match="in use"):
             ports.check("127.0.0.1", {"TRIDENT_GRPC_PORT": port})
         holder.communicate(b"\n")
-    assert pid == holder.pid and "create_server" in command
-    assert ports.holder(port) is None
+    assert found.pid == holder.pid and "create_server" in command[-1]
+    assert ports.listener(port) is None
 
 
-def test_one_port_cannot_have_two_jobs():
-    with pytest.raises(InvalidArgument, match="TRIDENT_HTTP_PORT: 8001 is also TRIDENT_GRPC_PORT"):
+def test_two_equal_ports_are_refused():
+    with pytest.raises(InvalidArgument, match="TRIDENT_HTTP_PORT: must differ from TRIDENT_GRPC_PORT, got 8001"):
         ports.check("127.0.0.1", {"TRIDENT_GRPC_PORT": 8001, "TRIDENT_HTTP_PORT": 8001})
 
 
 def test_an_address_of_another_machine_is_refused():
-    with pytest.raises(InvalidArgument, match="TRIDENT_GRPC_PORT: cannot listen on 192.0.2.1"):
+    with pytest.raises(InvalidArgument, match="TRIDENT_GRPC_PORT: must be a port to listen on, got 192.0.2.1"):
         ports.check("192.0.2.1", {"TRIDENT_GRPC_PORT": ports.free(1)[0]})
 
 
-def test_a_claim_keeps_a_second_supervisor_away_until_it_is_released():
+def test_a_claimed_port_is_refused_to_a_second_supervisor_until_released():
     (port,) = ports.free(1)
     with ports.claim(port):
         with pytest.raises(Unavailable, match=f"gRPC port {port} belongs to another supervisor"):

@@ -1,20 +1,18 @@
-"""One sentence before anything loads, for every way in which engine and machine can differ."""
+"""One error before any model loads, for every mismatch of engine and machine."""
 
 import json
 from dataclasses import replace
 
-import gpu_machine
 import pytest
 
 from contract.errors import EngineFailed, Unavailable
 from contract.manifest import EngineManifest, sha256_file
-from server import machine as machines
 from server import preflight
-from server.machine import Card, Machine, tensorrt_version
+from server.machine import Gpu, Machine
 
 GIB = 1024**3
 IMAGE = "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
-H100 = Card("NVIDIA H100 80GB HBM3", 90, 80 * GIB, 78 * GIB)
+H100 = Gpu("NVIDIA H100 80GB HBM3", 90, 80 * GIB, 78 * GIB)
 GPU = Machine((H100, H100), driver="590.44.01", tensorrt="10.14.1", tensorrt_llm="1.2.1", cuda="13.1")
 
 
@@ -63,28 +61,28 @@ def gpu_manifest(folder, **changes) -> EngineManifest:
 
 def check_cpu(folder, made, installed=None, available=64 * GIB):
     installed = installed or {"openvino": "2026.4.1-1", "openvino-genai": "2026.4.1.0"}
-    preflight.check(made, folder, look=unasked, package=installed.get, available_bytes=lambda: available)
+    preflight.check(made, folder, inspect=not_called, package=installed.get, available_bytes=lambda: available)
 
 
-def unasked() -> Machine:
-    raise AssertionError("a CPU engine asks no driver")
+def not_called() -> Machine:
+    raise AssertionError("a CPU engine needs no GPU")
 
 
 def check_gpu(folder, made, machine=GPU, package={"tensorrt_llm": "1.2.1"}.get):
-    preflight.check(made, folder, look=lambda: machine, package=package)
+    preflight.check(made, folder, inspect=lambda: machine, package=package)
 
 
 def problem(check, *arguments) -> str:
     with pytest.raises(Unavailable) as caught:
         check(*arguments)
-    said = str(caught.value)
-    assert said.startswith("engine mine cannot be served here: ") and "\n" not in said
-    return said
+    message = str(caught.value)
+    assert message.startswith("engine mine cannot be served here: ") and "\n" not in message
+    return message
 
 
-def test_what_fits_passes(folder):
+def test_an_engine_that_fits_the_machine_passes(folder):
     check_cpu(folder, manifest(folder))
-    check_cpu(folder, manifest(folder), available=None)
+    preflight.check(manifest(folder), folder, package={"openvino": "2026.4.1-1", "openvino-genai": "2026.4.1.0"}.get)
     check_gpu(folder, gpu_manifest(folder))
     check_gpu(folder, gpu_manifest(folder), replace(GPU, driver="610.1"))
     check_gpu(folder, gpu_manifest(folder, recipe={"tp": 2, "pp": 1}))
@@ -94,15 +92,15 @@ def test_what_fits_passes(folder):
 def test_another_tokenizer_is_refused(folder, kind):
     made = manifest(folder) if kind == "cpu" else gpu_manifest(folder)
     (folder / "tokenizer.json").write_text("{ }")
-    with pytest.raises(EngineFailed, match="is not the tokenizer the model was built with.*make build-engine"):
+    with pytest.raises(EngineFailed, match="must be the tokenizer that the model was built with.*make build-engine"):
         preflight.check(made, folder)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(EngineFailed, match="is not the tokenizer"):
+    with pytest.raises(EngineFailed, match="must be the tokenizer"):
         preflight.check(made, folder)
 
 
 @pytest.mark.parametrize(
-    ("installed", "said"),
+    ("installed", "expected"),
     [
         (
             {"openvino": "2027.1", "openvino-genai": "2026.4.1.0"},
@@ -112,22 +110,22 @@ def test_another_tokenizer_is_refused(folder, kind):
         ({"openvino": "2026.4.1-1"}, "openvino-genai is not installed; `make setup` installs it"),
     ],
 )
-def test_another_openvino_is_named(folder, installed, said):
-    assert said in problem(check_cpu, folder, manifest(folder), installed)
+def test_another_openvino_is_named(folder, installed, expected):
+    assert expected in problem(check_cpu, folder, manifest(folder), installed)
 
 
 def test_a_pool_that_does_not_fit_is_named_with_its_size(folder):
     # 2 x 8 layers x 2 KV heads x 64 x 2 bytes = 4 KiB a token
-    said = problem(check_cpu, folder, manifest(folder, kv_cache_tokens=4 * 1024**2), None, 8 * GIB)
-    assert "4194304 tokens of KV cache take 16.3 GiB, and 8.0 GiB of memory are free" in said
+    message = problem(check_cpu, folder, manifest(folder, kv_cache_tokens=4 * 1024**2), None, 8 * GIB)
+    assert "4194304 tokens of KV cache take 16.3 GiB, and 8.0 GiB of memory are free" in message
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
-        ({"cards": ()}, "needs 1 GPU(s) of SM 90, and this machine has none"),
+        ({"gpus": ()}, "needs 1 GPU(s) of SM 90, and the driver of this machine lists none"),
         (
-            {"cards": (replace(H100, name="NVIDIA L40S", sm=89),)},
+            {"gpus": (replace(H100, name="NVIDIA L40S", sm=89),)},
             "built for SM 90, and this machine has NVIDIA L40S (SM",
         ),
         ({"driver": "570.86.15"}, "the driver here is 570.86.15, older than 590.44.01"),
@@ -135,80 +133,44 @@ def test_a_pool_that_does_not_fit_is_named_with_its_size(folder):
         ({"tensorrt_llm": "1.1.0"}, "an engine of TensorRT-LLM 1.2.1, which no other version loads, and 1.1.0 is"),
         ({"tensorrt": "10.13.3"}, "compiled by TensorRT 10.14.1.48, which no other version loads, and 10.13.3 is"),
         ({"tensorrt": None}, "compiled by TensorRT 10.14.1.48, which no other version loads, and there is none here"),
-        ({"cards": (replace(H100, free_bytes=1024),)}, "NVIDIA H100 80GB HBM3 has 0.0 GiB free of 80.0"),
+        ({"gpus": (replace(H100, free_bytes=1024),)}, "NVIDIA H100 80GB HBM3 has 0.0 GiB free of 80.0"),
     ],
 )
-def test_a_gpu_machine_that_differs_is_named_with_the_image_to_use(folder, changes, said):
-    sentence = problem(check_gpu, folder, gpu_manifest(folder), replace(GPU, **changes))
-    assert said in sentence and sentence.endswith(f"; serve it in {IMAGE} on 1 x SM 90")
+def test_a_gpu_machine_that_differs_is_named_with_the_image_to_use(folder, changes, expected):
+    message = problem(check_gpu, folder, gpu_manifest(folder), replace(GPU, **changes))
+    assert expected in message and message.endswith(f"; serve it in {IMAGE} on 1 x SM 90")
 
 
 def test_a_gpu_must_hold_weights_workspace_and_kv_pool_together(folder):
     # 4 KiB of KV cache a token; 0.8 GiB are the CUDA context and libraries
     made = gpu_manifest(folder, kv_cache_tokens=4 * 1024**2)
-    said = problem(check_gpu, folder, made, replace(GPU, cards=(replace(H100, free_bytes=16 * GIB),)))
-    assert "it takes 16.8 GiB of each GPU (0.0 weights, 0.8 workspace, 16.0 for 4194304 tokens of KV cache)" in said
-    check_gpu(folder, made, replace(GPU, cards=(replace(H100, free_bytes=17 * GIB),)))
+    message = problem(check_gpu, folder, made, replace(GPU, gpus=(replace(H100, free_bytes=16 * GIB),)))
+    assert "it takes 16.8 GiB of each GPU (0.0 weights, 0.8 workspace, 16.0 for 4194304 tokens of KV cache)" in message
+    check_gpu(folder, made, replace(GPU, gpus=(replace(H100, free_bytes=17 * GIB),)))
     split = replace(made, recipe={"tp": 2, "pp": 1})
-    check_gpu(folder, split, replace(GPU, cards=(replace(H100, free_bytes=9 * GIB),) * 2))
+    check_gpu(folder, split, replace(GPU, gpus=(replace(H100, free_bytes=9 * GIB),) * 2))
 
 
-def test_an_engine_that_sizes_its_pool_needs_one_sequence_of_it(folder):
+def test_an_engine_that_sizes_its_pool_needs_room_for_one_sequence(folder):
     made = gpu_manifest(folder, kv_cache_tokens=None, max_seq_len=1024**2)
-    said = problem(check_gpu, folder, made, replace(GPU, cards=(replace(H100, free_bytes=4 * GIB),)))
-    assert "4.0 for 1048576 tokens of KV cache" in said
+    message = problem(check_gpu, folder, made, replace(GPU, gpus=(replace(H100, free_bytes=4 * GIB),)))
+    assert "4.0 for 1048576 tokens of KV cache" in message
 
 
-def test_ranks_need_as_many_cards(folder):
-    said = problem(check_gpu, folder, gpu_manifest(folder, recipe={"tp": 4, "pp": 1}))
-    assert "split over 4 GPUs of SM 90, and this machine has 2" in said and said.endswith("on 4 x SM 90")
+def test_each_rank_needs_a_gpu(folder):
+    message = problem(check_gpu, folder, gpu_manifest(folder, recipe={"tp": 4, "pp": 1}))
+    assert "split over 4 GPUs of SM 90, and this machine has 2" in message and message.endswith("on 4 x SM 90")
 
 
-def test_the_llm_api_takes_newer_versions_and_no_tensorrt(folder):
+def test_an_llm_api_engine_accepts_newer_versions_and_needs_no_tensorrt(folder):
     made = gpu_manifest(folder, kind="llmapi", versions={"tensorrt_llm": "1.2.1"})
     check_gpu(folder, made, replace(GPU, tensorrt=None, tensorrt_llm="1.3.0rc22"))
-    said = problem(check_gpu, folder, made, replace(GPU, tensorrt_llm="1.1.0"))
-    assert "TensorRT-LLM here is 1.1.0, older than the 1.2.1 it was made for" in said
+    message = problem(check_gpu, folder, made, replace(GPU, tensorrt_llm="1.1.0"))
+    assert "TensorRT-LLM here is 1.1.0, older than the 1.2.1 it was made for" in message
 
 
 def test_an_llm_api_engine_needs_tensorrt_llm_in_the_python_that_runs_it(folder):
     made = gpu_manifest(folder, kind="llmapi", versions={"tensorrt_llm": "1.2.1"})
-    said = problem(check_gpu, folder, made, GPU, {}.get)
-    assert "has no TensorRT-LLM; run the server with the image's own /opt/venv-tritonserver/bin/python3" in said
+    message = problem(check_gpu, folder, made, GPU, {}.get)
+    assert "has no TensorRT-LLM; run the server with the image's own /opt/venv-tritonserver/bin/python3" in message
     check_gpu(folder, gpu_manifest(folder), GPU, {}.get)
-
-
-def test_the_driver_is_asked_for_its_cards(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert machines.look().cards == () and machines.look().driver is None
-    gpu_machine.driver(tmp_path, [("NVIDIA L40S", "8.9", 46068), ("NVIDIA L40S", "8.9", 46068)], "580.1")
-    found = machines.look()
-    assert found.cards == (Card("NVIDIA L40S", 89, 46068 * 1024**2, 23034 * 1024**2),) * 2
-    assert found.driver == "580.1"
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    assert machines.look().cards == ()
-
-
-def test_the_images_packages_are_found_from_an_environment_of_our_own(tmp_path, monkeypatch):
-    assert machines.look().tensorrt_llm is None
-    monkeypatch.setattr(machines, "IMAGE_ENVIRONMENT", tmp_path)
-    for name, version in (("tensorrt_llm", "1.2.1"), ("tensorrt_cu13", "10.14.1.48")):
-        folder = tmp_path / "lib" / "python3.12" / "site-packages" / f"{name}-{version}.dist-info"
-        folder.mkdir(parents=True)
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    found = machines.look()
-    assert (found.tensorrt_llm, found.tensorrt) == ("1.2.1", "10.14.1.48")
-
-
-@pytest.mark.parametrize(("number", "version"), [(101401, "10.14.1"), (100300, "10.3.0"), (8601, "8.6.1")])
-def test_libnvinfers_number_is_read(number, version):
-    assert tensorrt_version(number) == version
-
-
-def test_memory_is_what_the_kernel_says_is_available(tmp_path):
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 16 kB\nMemFree: 1 kB\nMemAvailable:    8 kB\n")
-    assert machines.available_memory_bytes(meminfo) == 8192
-    meminfo.write_text("MemTotal: 16 kB\n")
-    assert machines.available_memory_bytes(meminfo) is None
-    assert machines.available_memory_bytes(tmp_path / "none") is None

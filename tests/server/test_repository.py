@@ -1,4 +1,4 @@
-"""The pipeline as read from config files."""
+"""The pipeline, read from config files."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from server.settings import ROOT
 FIXTURE = Path(__file__).parent / "fixtures" / "model_repository"
 
 
-def test_steps_come_in_order_with_their_stubs_and_what_dies_with_them():
+def test_steps_are_in_order_with_their_stubs_and_streams():
     assert read_pipeline(FIXTURE, "demo").models == (
         Model("tokenizer", stubs=2, streams=False),
         Model("engine", stubs=1, streams=True),
@@ -19,7 +19,7 @@ def test_steps_come_in_order_with_their_stubs_and_what_dies_with_them():
     )
 
 
-def test_the_models_we_ship_are_a_pipeline_too():
+def test_the_model_repository_is_a_pipeline():
     pipeline = read_pipeline(ROOT / "model_repository", "demo")
     assert [model.name for model in pipeline.models] == ["tokenizer", "engine", "detokenizer"]
     assert [model.streams for model in pipeline.models] == [False, True, True]
@@ -45,5 +45,5 @@ def test_a_missing_model_and_a_broken_config_are_named(tmp_path):
     with pytest.raises(NotFound, match="model 'ensemble' cannot be read: .*config.pbtxt:1:1"):
         read_pipeline(tmp_path, "demo")
     (tmp_path / "ensemble" / "config.pbtxt").write_text('name: "ensemble"')
-    with pytest.raises(NotFound, match="is not an ensemble"):
+    with pytest.raises(NotFound, match="must be an ensemble"):
         read_pipeline(tmp_path, "demo")

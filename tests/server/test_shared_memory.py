@@ -1,4 +1,4 @@
-"""Which files in /dev/shm are ours."""
+"""Files in /dev/shm: which are removed, and how large they may be."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from contract.errors import Unavailable
 from server import shared_memory
 
 
-def test_only_files_of_the_prefix_go(tmp_path):
+def test_only_files_of_the_prefix_are_removed(tmp_path):
     for name in ("trident_8001_7_a", "trident_8001_9_b", "trident_80011_7_c", "other"):
         (tmp_path / name).touch()
     assert shared_memory.clean(shared_memory.prefix(8001, 7), tmp_path) == ["trident_8001_7_a"]
@@ -17,26 +17,26 @@ def test_only_files_of_the_prefix_go(tmp_path):
 
 
 def test_a_foreign_prefix_is_refused(tmp_path):
-    with pytest.raises(AssertionError, match="not ours"):
+    with pytest.raises(AssertionError, match="prefix: must start with trident_"):
         shared_memory.clean("", tmp_path)
 
 
 @given(st.integers(1, 64), st.integers(0, 1 << 40))
-def test_all_regions_together_leave_room_and_each_is_large_enough_or_the_size_is_refused(stubs, free):
+def test_all_regions_leave_a_reserve_and_are_large_enough_or_are_refused(stubs, free):
     try:
         each = shared_memory.region_bytes(stubs, free)
     except Unavailable as error:
-        assert free * 7 // 8 < stubs * shared_memory.LEAST_BYTES
+        assert free * 7 // 8 < stubs * shared_memory.MIN_BYTES
         assert f"/dev/shm has {free // shared_memory.MIB} MiB free" in str(error) and "--shm-size" in str(error)
         return
-    assert shared_memory.LEAST_BYTES <= each <= shared_memory.MOST_BYTES
+    assert shared_memory.MIN_BYTES <= each <= shared_memory.MAX_BYTES
     assert stubs * each <= free * 7 // 8
 
 
 def test_a_container_with_64_mib_is_enough_for_the_ensembles_four_stubs():
     assert shared_memory.region_bytes(4, 64 * shared_memory.MIB) == 14 * shared_memory.MIB
-    assert shared_memory.region_bytes(4, 1 << 34) == shared_memory.MOST_BYTES
+    assert shared_memory.region_bytes(4, 1 << 34) == shared_memory.MAX_BYTES
 
 
-def test_a_folder_that_is_missing_has_no_room(tmp_path):
+def test_a_missing_folder_has_no_free_bytes(tmp_path):
     assert shared_memory.free_bytes(tmp_path / "none") == 0 < shared_memory.free_bytes(tmp_path)

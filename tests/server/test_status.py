@@ -5,25 +5,26 @@ import subprocess
 from dataclasses import replace
 
 from server import status
+from server.process import start_ticks
 
 STATUS = status.Status(
     state="ready",
     since="2026-01-01T00:00:00.000+00:00",
     restarts=1,
-    revivals=2,
+    reloads=2,
     reason="",
     engine="demo",
     grpc_url="127.0.0.1:8001",
     http_url="http://127.0.0.1:8000",
     metrics_url="http://127.0.0.1:8002/metrics",
     pid=os.getpid(),
-    started=status.start_ticks(os.getpid()),
+    started=start_ticks(os.getpid()),
     server_pid=0,
     log="log",
 )
 
 
-def test_what_is_written_is_read_and_listed(tmp_path):
+def test_a_written_status_is_read_and_listed(tmp_path):
     file = status.path(tmp_path, 8001)
     assert status.read(file) is None
     status.write(file, STATUS)
@@ -34,7 +35,7 @@ def test_what_is_written_is_read_and_listed(tmp_path):
     assert status.read_all(tmp_path) == []
 
 
-def test_a_supervisor_that_is_gone_is_dead_whatever_it_wrote_and_a_recycled_pid_does_not_count(tmp_path):
+def test_a_killed_supervisor_is_dead_also_when_its_pid_is_reused(tmp_path):
     file = status.path(tmp_path, 8001)
     gone = subprocess.Popen(["true"])
     gone.wait()
@@ -45,6 +46,6 @@ def test_a_supervisor_that_is_gone_is_dead_whatever_it_wrote_and_a_recycled_pid_
     assert status.read(file).state == "failed"
 
 
-def test_a_line_for_people_tells_state_counts_and_reason():
+def test_the_description_has_state_counts_and_reason():
     line = status.describe(replace(STATUS, state="failed", reason="no weights\nmore"))
-    assert "failed since" in line and "1 restarts, 2 revivals" in line and line.endswith(": no weights")
+    assert "failed since" in line and "1 restarts, 2 reloads" in line and line.endswith(": no weights")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import EngineFailed, Unavailable
-from server import installation, ports, shared_memory, status, stubs, traffic
+from server import installation, ports, server_metrics, shared_memory, status, stubs
 from server.admin import fetch
 from server.settings import ROOT
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.end_to_end
 
 
 def descendants(pid):
-    """pid → command line of every process that descends from ``pid``, zombies included."""
+    """Pids of all descendants of ``pid``, zombies included."""
     parents = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -41,9 +41,9 @@ def descendants(pid):
     return found
 
 
-def wait_until(happened, timeout_s=60.0):
+def wait_until(condition, timeout_s=60.0):
     deadline_s = time.monotonic() + timeout_s
-    while not happened():
+    while not condition():
         if time.monotonic() > deadline_s:
             return False
         time.sleep(0.01)
@@ -74,29 +74,29 @@ def replica(serve):
 
 @pytest.fixture(scope="module")
 def untouched(serve):
-    """A replica for tests that only look."""
+    """A replica for tests that do not change it."""
     with serve() as replica:
         yield replica
 
 
-def test_a_server_is_ready_answers_says_so_and_leaves_nothing_behind(serve, open_stream):
+def test_a_server_starts_answers_reports_itself_ready_and_leaves_nothing_behind(serve, open_stream):
     with serve() as replica:
         assert is_ready(replica)
         stream = open_stream(replica, max_tokens=8)
         assert stream.ended.wait(60) and "".join(stream.texts) == "pingping" and stream.finish_reason == "length"
-        assert replica.status.state == "ready" and replica.status.revivals == 0
+        assert replica.status.state == "ready" and replica.status.reloads == 0
         assert {stub.model for stub in replica.stubs()} == {"tokenizer", "engine", "detokenizer"}
         assert files_of(replica)
         everything = descendants(replica.pid)
         assert replica.server_pid in everything
-        welcome = replica.output.read_text()
-        assert f"python -m clients --url {replica.grpc_url}" in welcome and f"{replica.http_url}/v2/models" in welcome
+        message = replica.output.read_text()
+        assert f"python -m clients --url {replica.grpc_url}" in message and f"{replica.http_url}/v2/models" in message
     assert replica.process.returncode == 0
     assert gone(everything) and files_of(replica) == []
     assert not status.path(replica.settings.state_dir, replica.settings.grpc_port).exists()
 
 
-def test_strangers_may_look_and_infer_but_not_unload_or_map_memory(untouched):
+def test_clients_without_the_key_may_read_and_infer_but_not_unload_or_map_memory(untouched):
     for path in ("/v2", "/v2/models/ensemble/config", "/v2/models/ensemble/stats"):
         assert fetch(untouched.http_url + path)
     for path in ("/v2/repository/models/ensemble/unload", "/v2/repository/index", "/v2/systemsharedmemory/status"):
@@ -117,11 +117,11 @@ def test_a_killed_streaming_stub_ends_every_stream_at_once_and_the_server_is_rea
         replica.wait_until_ready(restarts=restarts)
         again = open_stream(replica, max_tokens=4)
         assert again.ended.wait(60) and "".join(again.texts) == "ping"
-        assert f"the {model}'s process died" in replica.output.read_text()
+        assert f"{model} process exited" in replica.output.read_text()
         assert replica.server_pid != before and len(files_of(replica)) == 4
 
 
-def test_a_killed_tokenizer_stub_is_revived_while_streams_go_on_and_readiness_says_so(serve, open_stream, tmp_path):
+def test_a_killed_tokenizer_stub_is_reloaded_while_streams_continue_and_readiness_fails(serve, open_stream, tmp_path):
     hold = tmp_path / "hold"
     with serve(env={"TRIDENT_FIXTURE_HOLD": str(hold)}) as replica:
         stream = open_stream(replica, max_tokens=100_000)
@@ -130,20 +130,20 @@ def test_a_killed_tokenizer_stub_is_revived_while_streams_go_on_and_readiness_sa
         hold.touch()
         os.kill(replica.stubs("tokenizer")[0].pid, signal.SIGKILL)
         assert wait_until(lambda: not is_ready(replica))
-        assert goes_on(stream) and not is_ready(replica)
+        assert continues(stream) and not is_ready(replica)
         hold.unlink()
-        found = replica.wait_until_ready(revivals=1)
-        assert (found.restarts, found.revivals) == (0, 1) and replica.server_pid == before
+        found = replica.wait_until_ready(reloads=1)
+        assert (found.restarts, found.reloads) == (0, 1) and replica.server_pid == before
         assert is_ready(replica)
         assert {stub.instance for stub in replica.stubs("tokenizer")} == {"tokenizer_0_0", "tokenizer_0_1"}
         again = open_stream(replica, max_tokens=4)
         assert again.ended.wait(60) and "".join(again.texts) == "ping"
-        assert goes_on(stream) and not stream.ended.is_set()
+        assert continues(stream) and not stream.ended.is_set()
         assert set(stream.texts[0::4]) == {"p"} and set(stream.texts[3::4]) == {"g"}  # nothing was lost
 
 
-def goes_on(stream):
-    """Whether more of its text comes from now on."""
+def continues(stream):
+    """Return whether more text arrives from now on."""
     seen = len(stream.texts)
     return wait_until(lambda: len(stream.texts) > seen)
 
@@ -151,17 +151,17 @@ def goes_on(stream):
 def test_all_stubs_and_then_tritonserver_itself_may_be_killed_again_and_again(replica, open_stream):
     for restarts in (1, 2):
         for stub in replica.stubs():
-            with contextlib.suppress(ProcessLookupError):  # the first death ends the others
+            with contextlib.suppress(ProcessLookupError):  # the first exit ends the others
                 os.kill(stub.pid, signal.SIGKILL)
         replica.wait_until_ready(restarts=restarts)
     os.kill(replica.server_pid, signal.SIGKILL)
     found = replica.wait_until_ready(restarts=3)
-    assert found.restarts >= 3 and "tritonserver ended with signal 9" in replica.output.read_text()
+    assert found.restarts >= 3 and "tritonserver exited with signal 9" in replica.output.read_text()
     again = open_stream(replica, max_tokens=4)
     assert again.ended.wait(60) and again.finish_reason == "length"
 
 
-def test_a_model_loaded_anew_by_hand_is_no_fault(serve, open_stream, tmp_path):
+def test_a_model_reloaded_by_an_operator_is_no_failure(serve, open_stream, tmp_path):
     repository = tmp_path / "model_repository"
     shutil.copytree(REPOSITORY, repository)
     with serve(model_repository=repository, canary_interval_s=0.2) as replica:
@@ -171,30 +171,30 @@ def test_a_model_loaded_anew_by_hand_is_no_fault(serve, open_stream, tmp_path):
         fetch(load, "POST", replica.admin_headers, timeout_s=60)
         assert gone([old.pid])
         assert wait_until(lambda: len(replica.stubs("detokenizer")) == 1)
-        before = answers(replica)
-        assert wait_until(lambda: answers(replica) >= before + 2)  # to canaries, nobody else asks
+        before = responses(replica)
+        assert wait_until(lambda: responses(replica) >= before + 2)  # to liveness probes: there are no other requests
         assert replica.status.restarts == 0 and is_ready(replica)
         # Its new process is watched as the old one was.
         os.kill(replica.stubs("detokenizer")[0].pid, signal.SIGKILL)
         replica.wait_until_ready(restarts=1)
 
 
-def answers(replica):
-    """How often the ensemble has answered."""
-    page = fetch(replica.metrics_url, timeout_s=60).decode()
-    return traffic.read(page, "detokenizer").answered
+def responses(replica):
+    """Responses of the ensemble so far."""
+    metrics = fetch(replica.metrics_url, timeout_s=60).decode()
+    return server_metrics.parse(metrics, "detokenizer").responses
 
 
-def test_a_hung_engine_is_told_from_a_full_one_and_restarted(serve, open_stream):
+def test_a_hung_engine_is_restarted_and_a_full_one_is_not(serve, open_stream):
     with serve(canary_interval_s=0.3, canary_timeout_s=2.0, env={"TRIDENT_FIXTURE_SLOTS": "4"}) as replica:
         busy = [open_stream(replica, max_tokens=20, step_ms=100) for _ in range(4)]
         assert all(stream.ended.wait(60) for stream in busy) and replica.status.restarts == 0
         os.kill(replica.stubs("engine")[0].pid, signal.SIGSTOP)
         replica.wait_until_ready(restarts=1)
-        assert "canary requests in a row failed" in replica.output.read_text()
+        assert "liveness probes in a row failed" in replica.output.read_text()
 
 
-def test_a_stop_lets_short_streams_end_and_tells_long_ones_why(serve, open_stream):
+def test_a_stop_lets_short_streams_end_and_ends_long_ones_with_an_error(serve, open_stream):
     with serve(drain_s=6.0) as replica:
         short = [open_stream(replica, max_tokens=4, step_ms=250) for _ in range(20)]
         long = [open_stream(replica, max_tokens=100_000, step_ms=250) for _ in range(80)]
@@ -213,9 +213,9 @@ def test_a_stop_lets_short_streams_end_and_tells_long_ones_why(serve, open_strea
     assert gone(everything) and files_of(replica) == []
 
 
-def test_a_stop_waits_for_text_that_is_still_in_the_detokenizer(serve, open_stream):
+def test_a_stop_waits_for_streams_that_are_still_in_the_detokenizer(serve, open_stream):
     with serve(drain_s=30.0, env={"TRIDENT_FIXTURE_DETOKENIZE_S": "0.4"}) as replica:
-        # Far longer for each piece of text than an empty engine without answers must stay so to be called quiet.
+        # Detokenizing one response takes longer than an empty engine must stay without responses to count as idle.
         stream = open_stream(replica, max_tokens=8, step_ms=1)
         assert stream.started.wait(60)
         assert replica.stop() == 0
@@ -223,7 +223,7 @@ def test_a_stop_waits_for_text_that_is_still_in_the_detokenizer(serve, open_stre
     assert "".join(stream.texts) == "pingping"
 
 
-def test_what_a_killed_supervisor_left_of_its_drain_does_not_keep_the_next_one_from_serving(serve, open_stream):
+def test_the_drain_file_of_a_killed_supervisor_does_not_stop_the_next_one_from_serving(serve, open_stream):
     with serve(drain_s=600) as replica:
         stream = open_stream(replica, max_tokens=100_000)
         assert stream.started.wait(60)
@@ -239,7 +239,7 @@ def test_what_a_killed_supervisor_left_of_its_drain_does_not_keep_the_next_one_f
     assert not settings.drain_file.exists()
 
 
-def test_a_stop_cuts_off_streams_of_an_engine_that_does_not_listen(serve, open_stream):
+def test_a_stop_cuts_off_streams_of_an_engine_that_does_not_respond(serve, open_stream):
     with serve(drain_s=0.2) as replica:
         stream = open_stream(replica, max_tokens=100_000)
         assert stream.started.wait(60)
@@ -264,12 +264,12 @@ def test_a_second_signal_stops_at_once(serve, open_stream):
     assert gone(everything) and files_of(replica) == []
 
 
-def test_a_killed_keeper_is_a_restart_and_nothing_survives_a_killed_supervisor(replica, open_stream):
+def test_a_killed_reaper_is_a_restart_and_no_process_survives_a_killed_supervisor(replica, open_stream):
     stream = open_stream(replica, max_tokens=100_000)
     assert stream.started.wait(60)
     everything = descendants(replica.pid)
-    keeper = int(Path(f"/proc/{replica.server_pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-    os.kill(keeper, signal.SIGKILL)
+    reaper = int(Path(f"/proc/{replica.server_pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+    os.kill(reaper, signal.SIGKILL)
     replica.wait_until_ready(restarts=1)
     assert stream.ended.wait(60) and stream.failure == "UNAVAILABLE"
     assert gone(everything)
@@ -298,7 +298,7 @@ def run(*arguments, env=None, cwd=ROOT, **settings):
 
 
 @pytest.fixture
-def place(engines, tmp_path):
+def fixture_settings(engines, tmp_path):
     """Settings of a server of the fixture ensemble on free ports."""
     grpc_port, http_port, metrics_port = ports.free(3)
     return {
@@ -311,22 +311,24 @@ def place(engines, tmp_path):
     }
 
 
-def test_a_command_runs_once_the_server_is_ready_from_any_folder_and_its_exit_code_is_ours(place, tmp_path):
-    ended = run("--", sys.executable, "-c", ASK_READY, cwd=tmp_path, **place)
-    assert ended.returncode == 7 and ended.stdout == f"127.0.0.1:{place['grpc_port']} 200\n"
+def test_a_command_runs_once_the_server_is_ready_from_any_folder_and_its_exit_code_is_returned(
+    fixture_settings, tmp_path
+):
+    ended = run("--", sys.executable, "-c", CHECK_READINESS, cwd=tmp_path, **fixture_settings)
+    assert ended.returncode == 7 and ended.stdout == f"127.0.0.1:{fixture_settings['grpc_port']} 200\n"
     assert "ready in" in ended.stderr and "stopped" in ended.stderr
-    ended = run("--", "no-such-command", **place)
+    ended = run("--", "no-such-command", **fixture_settings)
     assert ended.returncode == 1 and "no-such-command" in ended.stderr
 
 
-ASK_READY = """
+CHECK_READINESS = """
 import os, sys, urllib.request
 print(os.environ["TRIDENT_URL"], urllib.request.urlopen(os.environ["TRIDENT_HTTP_URL"] + "/v2/health/ready").status)
 sys.exit(7)
 """
 
 
-def test_over_tls_the_canary_trusts_what_it_is_told_to_and_plain_clients_are_turned_away(serve, open_stream):
+def test_over_tls_the_liveness_probe_trusts_the_given_authority_and_plain_text_clients_fail(serve, open_stream):
     certificates = ROOT / "tests" / "clients" / "certificates"
     tls = {"tls_cert": certificates / "server.pem", "tls_key": certificates / "server.key"}
     with serve(**tls, tls_ca=certificates / "ca.pem", tls_name="server.test") as replica:
@@ -335,18 +337,18 @@ def test_over_tls_the_canary_trusts_what_it_is_told_to_and_plain_clients_are_tur
         assert stream.ended.wait(60) and stream.failure == "UNAVAILABLE" and not stream.texts
 
 
-def test_a_busy_port_and_a_damaged_engine_are_one_line_each_before_anything_starts(place, tmp_path):
-    with socket.create_server(("127.0.0.1", place["http_port"])):
-        ended = run(**place)
+def test_a_busy_port_and_a_damaged_engine_are_one_line_of_error_before_anything_starts(fixture_settings, tmp_path):
+    with socket.create_server(("127.0.0.1", fixture_settings["http_port"])):
+        ended = run(**fixture_settings)
     assert ended.returncode == 1 and f"by process {os.getpid()}" in ended.stderr and "TRIDENT_HTTP_PORT" in ended.stderr
-    shutil.copytree(place["engines_dir"], tmp_path / "engines")
+    shutil.copytree(fixture_settings["engines_dir"], tmp_path / "engines")
     (tmp_path / "engines" / "demo" / "weights.bin").write_bytes(b"other weights")
-    ended = run(**place | {"engines_dir": tmp_path / "engines"})
+    ended = run(**fixture_settings | {"engines_dir": tmp_path / "engines"})
     assert ended.returncode == 1 and "weights.bin is not the file that was built" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1 and not (tmp_path / "logs").exists()
 
 
-def test_a_stop_during_a_restart_is_obeyed(serve, tmp_path):
+def test_a_stop_request_during_a_restart_ends_the_supervisor(serve, tmp_path):
     hold = tmp_path / "hold"
     with serve(env={"TRIDENT_FIXTURE_HOLD": str(hold)}) as replica:
         hold.touch()
@@ -357,18 +359,18 @@ def test_a_stop_during_a_restart_is_obeyed(serve, tmp_path):
         assert gone(everything) and files_of(replica) == []
 
 
-def test_a_model_that_does_not_load_is_one_clear_error_with_the_logs_own_words(place):
-    ended = run(env={"TRIDENT_FIXTURE_FAULT": "engine-load"}, **place)
+def test_a_model_that_does_not_load_is_one_error_with_the_message_of_the_log(fixture_settings):
+    ended = run(env={"TRIDENT_FIXTURE_FAULT": "engine-load"}, **fixture_settings)
     assert ended.returncode == 1
     assert "the fixture's weights are missing" in ended.stderr and "Traceback" not in ended.stderr
     assert len(ended.stderr.splitlines()) < 20
-    (found,) = status.read_all(place["state_dir"])
+    (found,) = status.read_all(fixture_settings["state_dir"])
     assert found.state == "failed" and "weights are missing" in found.reason
-    assert not list(Path("/dev/shm").glob(f"{shared_memory.port_prefix(place['grpc_port'])}*"))
+    assert not list(Path("/dev/shm").glob(f"{shared_memory.port_prefix(fixture_settings['grpc_port'])}*"))
 
 
-def test_a_stub_that_cannot_start_ends_the_start_with_its_own_words(place, tmp_path):
-    """As where its library is missing: it ends before it speaks, and Triton goes on waiting for it."""
+def test_a_stub_that_cannot_start_fails_the_start_with_its_own_message(fixture_settings, tmp_path):
+    """As with a missing library: the stub exits before its first message, and Triton waits for it."""
     wheel = installation.find()
     image = tmp_path / "image"
     (image / "bin").mkdir(parents=True)
@@ -381,12 +383,12 @@ def test_a_stub_that_cannot_start_ends_the_start_with_its_own_words(place, tmp_p
     stub = python / installation.STUB
     stub.write_text("#!/bin/sh\nexec /no/such/program\n")
     stub.chmod(0o755)
-    ended = run(tritonserver=image, start_timeout_s=3600, **place)
-    assert ended.returncode == 1 and "ended before it could load the model" in ended.stderr
+    ended = run(tritonserver=image, start_timeout_s=3600, **fixture_settings)
+    assert ended.returncode == 1 and "exited before it could load the model" in ended.stderr
     assert "/no/such/program: not found" in ended.stderr and "Traceback" not in ended.stderr
 
 
-def test_paths_that_a_shell_would_split_or_expand_are_served_all_the_same(place, tmp_path):
+def test_paths_with_shell_metacharacters_are_served(fixture_settings, tmp_path):
     awkward = tmp_path / "a b's $HOME & (c); *"
     shutil.copytree(REPOSITORY, awkward / "model_repository")
     (awkward / "state").mkdir()
@@ -394,41 +396,39 @@ def test_paths_that_a_shell_would_split_or_expand_are_served_all_the_same(place,
         "--",
         sys.executable,
         "-c",
-        ASK_READY,
-        **place | {"model_repository": awkward / "model_repository", "state_dir": awkward / "state"},
+        CHECK_READINESS,
+        **fixture_settings | {"model_repository": awkward / "model_repository", "state_dir": awkward / "state"},
     )
     assert ended.returncode == 7, ended.stderr
-    assert not list(Path("/dev/shm").glob(f"{shared_memory.port_prefix(place['grpc_port'])}*"))
+    assert not list(Path("/dev/shm").glob(f"{shared_memory.port_prefix(fixture_settings['grpc_port'])}*"))
 
 
-def test_crashes_leave_nothing_in_shared_memory_while_the_supervisor_lives(serve):
+def test_crashes_leave_no_files_in_shared_memory_while_the_supervisor_runs(serve):
     with serve() as replica:
         names = {file.name for file in files_of(replica)}
-        for restarts, of_keeper in ((1, False), (2, True), (3, True)):
+        for restarts, of_reaper in ((1, False), (2, True), (3, True)):
             server = replica.server_pid
-            keeper = int(Path(f"/proc/{server}/stat").read_bytes().rpartition(b")")[2].split()[1])
-            os.kill(keeper if of_keeper else server, signal.SIGKILL)
+            reaper = int(Path(f"/proc/{server}/stat").read_bytes().rpartition(b")")[2].split()[1])
+            os.kill(reaper if of_reaper else server, signal.SIGKILL)
             replica.wait_until_ready(restarts=restarts)
             found = {file.name for file in files_of(replica)}
             assert len(found) == 4 and not found & names
             names |= found
 
 
-def test_a_server_filled_by_clients_that_came_back_is_ready_although_the_canary_finds_no_slot(
-    serve, open_stream, tmp_path
-):
+def test_a_server_filled_by_reconnecting_clients_is_ready_although_the_probe_gets_no_slot(serve, open_stream, tmp_path):
     crowded = tmp_path / "crowded"
     with serve(start_timeout_s=30, env={"TRIDENT_FIXTURE_CROWDED": str(crowded)}) as replica:
         crowded.touch()
         stop = threading.Event()
 
-        def come_back():
+        def reconnect():
             while not stop.is_set():
                 stream = open_stream(replica, max_tokens=20)
                 stream.ended.wait(60)
                 stream.close()
 
-        client = threading.Thread(target=come_back)
+        client = threading.Thread(target=reconnect)
         client.start()
         try:
             os.kill(replica.server_pid, signal.SIGKILL)
@@ -439,27 +439,27 @@ def test_a_server_filled_by_clients_that_came_back_is_ready_although_the_canary_
             client.join(60)
 
 
-def test_a_server_that_fails_to_start_again_and_again_is_given_up(serve, tmp_path):
+def test_a_server_that_keeps_failing_to_start_ends_the_supervisor(serve, tmp_path):
     repository = tmp_path / "model_repository"
     shutil.copytree(REPOSITORY, repository)
     with serve(model_repository=repository) as replica:
         repository.rename(tmp_path / "lost")
         os.kill(replica.server_pid, signal.SIGKILL)
         assert replica.process.wait(120) == 1
-        said = replica.output.read_text()
-        assert "did not start 3 times in a row" in said and str(repository) in said
+        output = replica.output.read_text()
+        assert "did not start 3 times in a row" in output and str(repository) in output
         assert replica.status.state == "failed" and replica.status.restarts == 3
 
 
-def test_status_lists_a_server_that_runs(untouched):
+def test_status_lists_a_running_server(untouched):
     listed = run("status", "--json", state_dir=untouched.settings.state_dir)
-    assert [one["server_pid"] for one in json.loads(listed.stdout)] == [untouched.server_pid]
+    assert [each["server_pid"] for each in json.loads(listed.stdout)] == [untouched.server_pid]
     listed = run("status", state_dir=untouched.settings.state_dir)
     assert listed.returncode == 0
     assert untouched.grpc_url in listed.stdout and "ready since" in listed.stdout
 
 
-def test_generate_stream_over_http_speaks_through_the_ensemble(untouched):
+def test_generate_stream_over_http_reaches_the_ensemble(untouched):
     body = json.dumps({"text_input": "abc", "max_tokens": 3}).encode()
     with urllib.request.urlopen(f"{untouched.http_url}/v2/models/ensemble/generate_stream", body, timeout=60) as answer:
         events = [json.loads(line.removeprefix(b"data: ")) for line in answer if line.startswith(b"data: ")]

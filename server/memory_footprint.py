@@ -1,7 +1,7 @@
-"""How much memory an engine takes beside its weights: KV pool and workspace, from its manifest and its config.json.
+"""Memory that an engine needs beside its weights: KV pool and workspace, from its manifest and its config.json.
 
-The formulas are those of ``build.recipe.memory``, where they are explained and held to published logs; a test holds
-these here to the same numbers, because nothing under ``build/`` is there when an engine is only served.
+``build.recipe.memory`` explains the formulas. They are repeated here because ``build/`` is absent where engines are
+only served; a test compares the results.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ ACTIVATIONS_IN_8_BITS = ("fp8", "fp8_pc_pt", "w4a8_awq", "int8_sq", "nvfp4")
 
 
 @dataclass(frozen=True)
-class Footprint:
-    """Bytes on the fullest rank; on the CPU, of the engine process. pool_tokens: KV tokens that must find room."""
+class MemoryFootprint:
+    """Memory on the rank that needs most; on the CPU, of the engine process.
+
+    pool_tokens: KV tokens that must fit.
+    pool_bytes, workspace_bytes: in bytes.
+    """
 
     pool_tokens: int
     pool_bytes: int
     workspace_bytes: int
 
 
-def footprint(manifest: EngineManifest, folder: Path) -> Footprint:
-    """Returns what ``manifest`` needs beside its weights.
+def memory_footprint(manifest: EngineManifest, folder: Path) -> MemoryFootprint:
+    """Return the memory that the engine in ``folder`` needs beside its weights.
 
-    An engine that sizes its pool when it loads needs one for a sequence of max_seq_len at least. Where the folder has
-    no config.json of a known form, only what the manifest says itself is counted.
+    An engine that sizes its pool when it loads needs one for a sequence of max_seq_len at least. Without a known
+    config.json in the folder only the values of the manifest are counted.
     """
     tokens = manifest.kv_cache_tokens or (0 if manifest.kind == "cpu" else manifest.max_seq_len)
     try:
@@ -44,7 +48,7 @@ def footprint(manifest: EngineManifest, folder: Path) -> Footprint:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         per_token = activations = 0
     beside = 0 if manifest.kind == "cpu" else CONTEXT_BYTES + _buffer_bytes(manifest)
-    return Footprint(tokens, tokens * per_token, activations + beside)
+    return MemoryFootprint(tokens, tokens * per_token, activations + beside)
 
 
 def _head_size(config: Mapping[str, int]) -> int:
@@ -56,14 +60,14 @@ def _kv_heads(config: Mapping[str, int]) -> int:
 
 
 def _kv_bytes_per_token(manifest: EngineManifest, config: Mapping[str, int]) -> int:
-    tp, pp = _split(manifest)
+    tp, pp = parallelism(manifest)
     scale = U8_SCALE_BYTES if manifest.kv_cache_precision == "u8" else 0
     per_head = _head_size(config) * KV_BYTES[manifest.kv_cache_precision] + scale
     return 2 * -(-config["num_hidden_layers"] // pp) * max(1, _kv_heads(config) // tp) * per_head
 
 
 def _activation_bytes(manifest: EngineManifest, config: Mapping[str, int]) -> int:
-    tp, _ = _split(manifest)
+    tp, _ = parallelism(manifest)
     hidden = config["hidden_size"]
     attention = (2 * config["num_attention_heads"] + 2 * _kv_heads(config)) * _head_size(config)
     widest = max(config.get("intermediate_size", 0), attention // 2) / tp
@@ -86,5 +90,6 @@ def _sequences(manifest: EngineManifest) -> int:
     return manifest.max_batch_size * int(manifest.recipe.get("max_beam_width") or 1)
 
 
-def _split(manifest: EngineManifest) -> tuple[int, int]:
+def parallelism(manifest: EngineManifest) -> tuple[int, int]:
+    """Return the numbers of tensor-parallel and of pipeline-parallel ranks."""
     return int(manifest.recipe.get("tp") or 1), int(manifest.recipe.get("pp") or 1)

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from server import command, installation
+from server import installation, triton_command
 from server.settings import ROOT, Settings
 
 INSTALLATION = installation.Installation(
@@ -12,14 +12,14 @@ INSTALLATION = installation.Installation(
 
 
 def flags(**settings):
-    built = command.tritonserver(
+    built = triton_command.arguments(
         Settings(admin_key="key", **settings), INSTALLATION, Path("/state/backends"), "trident_8001_7_"
     )
     assert built[0] == "/wheel/bin/tritonserver"
     return [flag.removeprefix("--") for flag in built[1:]]
 
 
-def test_only_the_ensemble_is_loaded_and_only_by_us():
+def test_only_the_ensemble_is_loaded_and_only_with_the_key():
     found = flags(engine="h100")
     assert "model-control-mode=explicit" in found and "load-model=ensemble" in found
     assert "model-config-name=h100" in found
@@ -27,10 +27,10 @@ def test_only_the_ensemble_is_loaded_and_only_by_us():
         assert f"{kind}=model-repository,shared-memory,trace,logging:trident-admin-key=key" in found
 
 
-def test_every_door_listens_on_the_host_that_was_set():
+def test_every_endpoint_listens_on_the_configured_host():
     found = flags(host="0.0.0.0", grpc_port=1, http_port=2, metrics_port=3)
-    for door, port in (("grpc", 1), ("http", 2), ("metrics", 3)):
-        assert f"{door}-address=0.0.0.0" in found and f"{door}-port={port}" in found
+    for endpoint, port in (("grpc", 1), ("http", 2), ("metrics", 3)):
+        assert f"{endpoint}-address=0.0.0.0" in found and f"{endpoint}-port={port}" in found
 
 
 def test_a_vanished_peer_is_pinged_and_clients_may_ping_as_often():
@@ -39,7 +39,7 @@ def test_a_vanished_peer_is_pinged_and_clients_may_ping_as_often():
     assert "grpc-http2-min-recv-ping-interval-without-data=2000" in found
 
 
-def test_tls_traces_and_log_levels_are_there_only_when_asked_for(tmp_path):
+def test_tls_traces_and_log_levels_are_set_only_if_configured(tmp_path):
     assert not [flag for flag in flags() if "ssl" in flag or "trace-config" in flag]
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     cert.touch(), key.touch()
@@ -51,13 +51,15 @@ def test_tls_traces_and_log_levels_are_there_only_when_asked_for(tmp_path):
     assert {"log-info=false", "log-warning=false"} <= set(flags(log_level="error"))
 
 
-def test_children_find_this_environment_our_sources_the_engine_and_the_control_socket():
-    environ = {"PATH": "/usr/bin", "PYTHONPATH": "/theirs", "HOME": "/root"}
-    found = command.environment(Settings(), INSTALLATION, Path("/engines/demo"), "trident_8001_7_", environ)
+def test_stubs_get_this_environment_the_source_folder_the_engine_and_the_control_socket():
+    environ = {"PATH": "/usr/bin", "PYTHONPATH": "/other", "HOME": "/root"}
+    found = triton_command.environment(Settings(), INSTALLATION, Path("/engines/demo"), "trident_8001_7_", environ)
     assert found["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
-    assert found["PYTHONPATH"] == f"{ROOT}:/theirs" and found["LD_LIBRARY_PATH"] == "/python/lib"
+    assert found["PYTHONPATH"] == f"{ROOT}:/other" and found["LD_LIBRARY_PATH"] == "/python/lib"
     assert found["TRIDENT_HTTP_PORT"] == "8000" and found["TRIDENT_DRAIN_FILE"] == str(Settings().drain_file)
     assert found["TRIDENT_ENGINE_DIR"] == "/engines/demo" and found["HOME"] == "/root"
     assert (
-        found["TRIDENT_CONTROL_SOCKET"] == command.control_socket("trident_8001_7_") == "trident-trident_8001_7_-engine"
+        found["TRIDENT_CONTROL_SOCKET"]
+        == triton_command.control_socket("trident_8001_7_")
+        == "trident-trident_8001_7_-engine"
     )

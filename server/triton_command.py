@@ -1,4 +1,4 @@
-"""The command line and the environment tritonserver is started with, each flag with its reason."""
+"""Command line and environment of tritonserver."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from server.repository import ENSEMBLE
 from server.settings import ROOT, Settings
 
 ADMIN_HEADER = "trident-admin-key"
-# Strangers may infer and look; only who has the key may load, unload, map memory, or redirect traces and logs.
+# Any client may infer and read; only a client with the key may load, unload, map memory, or redirect traces and logs.
 RESTRICTED = "model-repository,shared-memory,trace,logging"
 FORWARDED_HEADERS = "(?i)(traceparent|tracestate|x-.*)"
-# Four sender threads of the engine, the detokenizer's relay, and room; the default of 32 per instance is idle weight.
+# Four sender threads of the engine, the detokenizer's relay, and a reserve; most of the default 32 would be idle.
 BACKEND_THREADS = 8
-# Only reached when the supervisor's own, shorter patience fails.
+# The supervisor kills tritonserver earlier than this.
 EXIT_TIMEOUT_S = 10
 
 
-def tritonserver(
+def arguments(
     settings: Settings,
     installation: Installation,
     backends: Path,
     shm_prefix: str,
-    shm_bytes: int = shared_memory.MOST_BYTES,
+    shm_bytes: int = shared_memory.MAX_BYTES,
 ) -> list[str]:
-    """argv of a tritonserver that serves the ensemble of ``settings`` and nothing else.
+    """Return argv of a tritonserver that serves the ensemble.
 
-    shm_bytes: size of each stub's file in /dev/shm.
+    backends: folder for --backend-directory.
+    shm_prefix: start of the names of its files in /dev/shm.
+    shm_bytes: size of each stub's file there.
     """
     keepalive_ms = round(settings.keepalive_s * 1000)
     return [
@@ -39,11 +41,11 @@ def tritonserver(
         f"--model-repository={settings.model_repository}",
         f"--backend-directory={backends}",
         f"--cache-directory={installation.caches}",
-        # Explicit control is what makes a drain (unload) and a revival (unload, load) possible.
+        # A drain unloads models and a reload unloads and loads them.
         "--model-control-mode=explicit",
         f"--load-model={ENSEMBLE}",
         f"--model-config-name={settings.engine}",
-        # Configs are complete; completing them would start every stub twice.
+        # The configs are complete; auto-completion would start every stub twice.
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
         f"--grpc-address={settings.host}",
@@ -56,12 +58,12 @@ def tritonserver(
         f"--http-restricted-api={RESTRICTED}:{ADMIN_HEADER}={settings.admin_key}",
         f"--grpc-header-forward-pattern={FORWARDED_HEADERS}",
         f"--http-header-forward-pattern={FORWARDED_HEADERS}",
-        # A peer that vanished without closing its socket is noticed after time + timeout; without these after 2 h.
+        # Detects a peer that vanished without closing its socket after time + timeout; without these after 2 h.
         f"--grpc-keepalive-time={keepalive_ms}",
         f"--grpc-keepalive-timeout={keepalive_ms // 2}",
         "--grpc-keepalive-permit-without-calls=1",
         "--grpc-http2-max-pings-without-data=0",
-        # Clients may ping us as often as we ping them; the default of 5 min would close their connections.
+        # Clients may ping as often as the server does; the default of 5 min would close their connections.
         f"--grpc-http2-min-recv-ping-interval-without-data={keepalive_ms // 2}",
         f"--allow-gpu-metrics={str(Path('/dev/nvidiactl').exists()).lower()}",
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
@@ -74,18 +76,18 @@ def tritonserver(
 
 
 def control_socket(shm_prefix: str) -> str:
-    r"""Name of the engine's control socket, an abstract unix datagram socket: bind and send to ``"\0" + name``."""
+    r"""Return the name of the engine's control socket, an abstract unix datagram socket at ``"\0" + name``."""
     return f"trident-{shm_prefix}-engine"
 
 
 def environment(
     settings: Settings, installation: Installation, engine_folder: Path, shm_prefix: str, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Environment of tritonserver and of the stubs, which inherit it."""
+    """Return the environment of tritonserver, which the stubs inherit."""
     variables = dict(environ)
-    # The stub runs the models with the first python3 on PATH: this one's environment.
+    # A stub runs its model with the first python3 on PATH: this environment's.
     variables["PATH"] = _prepended(str(Path(sys.executable).parent), environ.get("PATH", ""))
-    # For processes the models start; the stubs themselves ignore it (see process.py).
+    # For processes that the models start; the stubs themselves ignore it (see process.py).
     variables["PYTHONPATH"] = _prepended(str(ROOT), environ.get("PYTHONPATH", ""))
     variables["PYTHONUNBUFFERED"] = "1"
     if installation.libraries:

@@ -1,6 +1,6 @@
-"""Finding the lines that matter in a log of Triton's."""
+"""Errors and last lines of tritonserver's log."""
 
-from server import log
+from server import triton_log
 
 FAILED_LOAD = """\
 W1121 03:03:27.296278 9855 pinned_memory_manager.cc:273] "Unable to allocate pinned system memory"
@@ -21,10 +21,10 @@ error: creating server: Internal - failed to load all models
 """
 
 
-def test_complaints_are_the_errors_with_what_belongs_to_them_and_no_noise(tmp_path):
+def test_errors_include_their_further_lines_and_no_harmless_messages(tmp_path):
     file = tmp_path / "log"
     file.write_text(FAILED_LOAD)
-    assert log.complaints(file).splitlines() == [
+    assert triton_log.errors(file).splitlines() == [
         "failed to load 'engine' version 1: RuntimeError: no weights",
         "At:",
         "/engine/1/model.py(23): initialize",
@@ -32,27 +32,27 @@ def test_complaints_are_the_errors_with_what_belongs_to_them_and_no_noise(tmp_pa
     ]
 
 
-def test_complaints_of_an_earlier_life_do_not_count(tmp_path):
+def test_errors_of_an_earlier_instance_are_not_included(tmp_path):
     file = tmp_path / "log"
     file.write_text(FAILED_LOAD)
     start = file.stat().st_size
     with file.open("a") as more:
         more.write('E1121 03:04:28.0 9856 server.cc:1] "the second"\n')
-    assert log.complaints(file, start) == "the second"
+    assert triton_log.errors(file, start) == "the second"
 
 
-def test_without_complaints_the_end_of_the_log_is_shown_without_tables(tmp_path):
+def test_without_errors_the_last_lines_are_returned_without_tables(tmp_path):
     file = tmp_path / "log"
     file.write_text("a line\n+--+\n| x |\nanother line\n")
-    assert log.complaints(file) == "a line\nanother line"
-    assert log.tail(file, 1) == "another line"
+    assert triton_log.errors(file) == "a line\nanother line"
+    assert triton_log.tail(file, 1) == "another line"
 
 
-def test_a_log_that_is_not_there_has_nothing_to_say(tmp_path):
-    assert log.complaints(tmp_path / "none") == ""
+def test_a_missing_log_has_no_errors(tmp_path):
+    assert triton_log.errors(tmp_path / "none") == ""
 
 
-def test_of_a_huge_log_only_the_end_is_read(tmp_path):
+def test_only_the_end_of_a_large_log_is_read(tmp_path):
     file = tmp_path / "log"
-    file.write_text("x" * log.READ_BYTES + "\nthe end\n")
-    assert log.tail(file, 1) == "the end" and len(log.tail(file)) <= log.READ_BYTES
+    file.write_text("x" * triton_log.READ_BYTES + "\nthe end\n")
+    assert triton_log.tail(file, 1) == "the end" and len(triton_log.tail(file)) <= triton_log.READ_BYTES

@@ -10,7 +10,7 @@ from build.base import shape as shapes
 from build.recipe import memory, schema
 from build.recipe import recipe as recipes
 from contract.manifest import EngineManifest
-from server.footprint import footprint
+from server.memory_footprint import memory_footprint
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -69,12 +69,12 @@ def test_pool_and_workspace_are_the_plans(recipe, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     arch = shapes.from_config("mine", CONFIG, "test").architecture
     planned = memory.footprint(recipe, arch)
-    found = footprint(manifest(recipe), tmp_path)
+    found = memory_footprint(manifest(recipe), tmp_path)
     context = 0 if recipe.kind == schema.CPU else planned.context_bytes
     assert found.workspace_bytes == planned.activation_bytes + planned.buffer_bytes + context
     assert found.pool_bytes == recipe.kv_cache_tokens * planned.kv_bytes_per_token
 
 
 def test_without_a_known_config_what_the_manifest_says_is_counted(tmp_path):
-    assert footprint(manifest(CPU), tmp_path).workspace_bytes == 0
-    assert footprint(manifest(gpu_recipes.make(kv_cache_tokens=32)), tmp_path).workspace_bytes > 0
+    assert memory_footprint(manifest(CPU), tmp_path).workspace_bytes == 0
+    assert memory_footprint(manifest(gpu_recipes.make(kv_cache_tokens=32)), tmp_path).workspace_bytes > 0

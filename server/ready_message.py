@@ -1,4 +1,4 @@
-"""How to talk to a server that is ready, in lines to copy."""
+"""The message printed when the server is ready: its endpoints and commands to try."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from server.repository import ENSEMBLE
 from server.settings import Settings
 
 
-def text(settings: Settings) -> str:
+def ready_message(settings: Settings) -> str:
+    """Return endpoints and example commands, ready to copy."""
     default = Settings(admin_key=settings.admin_key)
     url = "" if settings.grpc_url == default.grpc_url else f" --url {settings.grpc_url}"
     return f"""

@@ -1,0 +1,181 @@
+"""Decisions of the supervisor about each event, without a server."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server import recovery
+from server.recovery import (
+    BecameReady,
+    Drain,
+    EngineHung,
+    GiveUp,
+    NoAction,
+    ProbeFailed,
+    ProbePassed,
+    Record,
+    Reload,
+    ReloadFailed,
+    Restart,
+    ServerExited,
+    ServerHung,
+    StartFailed,
+    State,
+    StopRequested,
+    StubExited,
+    StubHung,
+    decide,
+)
+
+READY = Record(state=State.READY, since_s=0.0)
+LONG_AFTER_S = 1000.0
+
+
+def after(record, *events, now_s=LONG_AFTER_S):
+    action = None
+    for event in events:
+        record, action = decide(record, event, now_s)
+    return record, action
+
+
+def test_a_first_start_that_fails_is_not_retried():
+    record, action = after(Record(), StartFailed("no such weights"))
+    assert action == GiveUp() and record.state is State.FAILED
+    assert record.reason == "tritonserver did not start: no such weights"
+
+
+def test_a_first_start_that_crashes_is_retried_a_limited_number_of_times():
+    record, action = after(Record(), StartFailed("signal 6", crashed=True))
+    assert action == Restart(0.5) and record.state is State.STARTING
+    record, action = after(record, StartFailed("signal 6", crashed=True), StartFailed("signal 6", crashed=True))
+    assert action == GiveUp() and record.reason == "tritonserver did not start 3 times in a row: signal 6"
+
+
+def test_the_exit_of_a_stub_with_streams_restarts_the_server_at_once():
+    record, action = after(READY, StubExited("engine", streams=True))
+    assert action == Restart(0.0) and (record.state, record.restarts) == (State.RESTARTING, 1)
+    assert record.reason.startswith("engine process exited; its streams cannot end")
+
+
+def test_the_exit_of_a_tokenizer_stub_reloads_the_tokenizer():
+    record, action = after(READY, StubExited("tokenizer", streams=False))
+    assert action == Reload("tokenizer")
+    assert (record.state, record.restarts, record.reloads) == (State.RESTARTING, 0, 1)
+    record, action = after(record, BecameReady())
+    assert action == NoAction() and record.state is State.READY and record.reason == ""
+
+
+def test_an_exit_during_a_reload_and_a_failed_reload_restart_the_server():
+    reloading, _ = after(READY, StubExited("tokenizer", streams=False))
+    for event in (StubExited("tokenizer", False), StubExited("engine", True), ReloadFailed("tokenizer", "no")):
+        record, action = after(reloading, event)
+        assert action == Restart(0.0) and record.restarts == 1
+
+
+def test_the_reason_of_an_exit_names_its_signal_or_code():
+    assert "signal 9" in after(READY, ServerExited(137))[0].reason
+    assert "code 1" in after(READY, ServerExited(1))[0].reason
+
+
+def test_three_liveness_probes_in_a_row_must_fail():
+    record, action = after(READY, ProbeFailed("slow"), ProbeFailed("slow"), ProbePassed(), ProbeFailed("slow"))
+    assert action == NoAction() and record.state is State.READY
+    record, action = after(record, ProbeFailed("slow"), ProbeFailed("no token within 5 s"))
+    assert action == Restart(0.0) and "no token within 5 s" in record.reason
+
+
+def test_starts_that_fail_in_a_row_are_retried_with_pauses_and_then_end_the_supervisor():
+    record, actions = after(READY, ServerExited(1))[0], []
+    while record.state is not State.FAILED:
+        record, action = after(record, StartFailed("port taken"))
+        actions.append(action)
+    assert actions == [Restart(0.5), Restart(1.0), GiveUp()]
+    assert record.reason == "tritonserver did not start 3 times in a row: port taken"
+
+
+def test_early_failures_back_off_up_to_a_bound_and_end_the_supervisor():
+    record, delays = READY, []
+    while record.state is not State.FAILED:
+        record, action = decide(record, ServerExited(139), now_s=1.0)
+        if isinstance(action, Restart):
+            delays.append(action.delay_s)
+            record, _ = decide(record, BecameReady(), now_s=0.5)
+    assert delays[:6] == [0.0, 0.5, 1.0, 2.0, 4.0, 5.0] and max(delays) == 5.0
+    assert len(delays) == recovery.MAX_EARLY_FAILURES - 1 and "failed 20 times" in record.reason
+
+
+def test_a_failure_long_after_readiness_is_restarted_without_a_pause():
+    record = Record(state=State.READY, since_s=0.0, early_failures=7)
+    record, action = decide(record, ServerExited(139), now_s=recovery.EARLY_S)
+    assert action == Restart(0.0) and record.early_failures == 1
+
+
+@pytest.mark.parametrize("state", [State.STARTING, State.READY, State.RESTARTING])
+def test_a_stop_request_drains_in_every_state(state):
+    record, action = after(Record(state=state), StopRequested("interrupted"))
+    assert action == Drain() and record.state is State.DRAINING
+
+
+EVENTS = st.one_of(
+    st.just(BecameReady()),
+    st.builds(StartFailed, st.just("broken"), st.booleans()),
+    st.builds(ServerExited, st.integers(0, 255)),
+    st.builds(StubExited, st.sampled_from(["tokenizer", "engine"]), st.booleans()),
+    st.builds(ReloadFailed, st.just("tokenizer"), st.just("broken")),
+    st.just(ProbePassed()),
+    st.builds(ProbeFailed, st.just("slow")),
+    st.builds(StopRequested, st.just("interrupted")),
+)
+
+
+@given(st.lists(st.tuples(EVENTS, st.floats(0, 100)), max_size=30))
+def test_invariants_of_every_sequence_of_events(history):
+    record, now_s = Record(), 0.0
+    for event, pause_s in history:
+        now_s += pause_s
+        before = record
+        record, action = decide(record, event, now_s)
+        # Only a passed probe makes it ready.
+        assert record.state is not State.READY or before.state is State.READY or isinstance(event, BecameReady)
+        # Draining and failed are final.
+        if before.state in (State.DRAINING, State.FAILED):
+            assert (record, action) == (before, NoAction())
+        # Counters count actions; every action has a reason and the matching state.
+        assert record.restarts - before.restarts == isinstance(action, Restart)
+        assert record.reloads - before.reloads == isinstance(action, Reload)
+        if isinstance(action, (Restart, Reload)):
+            is_first_start = isinstance(event, StartFailed) and before.state is State.STARTING
+            assert record.state is (State.STARTING if is_first_start else State.RESTARTING) and record.reason
+        if isinstance(action, Restart):
+            assert 0.0 <= action.delay_s <= recovery.MAX_BACKOFF_S
+        assert isinstance(action, GiveUp) == (record.state is State.FAILED and before.state is not State.FAILED)
+
+
+def test_a_hung_engine_ends_its_streams_with_an_error_and_restarts_the_server():
+    record, action = decide(
+        replace(READY, failed_probes=2), EngineHung("the engine process hung and before killed"), 60.0
+    )
+    assert action == Restart(0.0, stream_error="the engine process hung and before killed")
+    assert record.state is State.RESTARTING and record.restarts == 1 and record.failed_probes == 0
+    assert record.reason == "the engine process hung and before killed; restarting tritonserver"
+
+
+def test_a_hung_server_and_a_hung_stub_of_running_streams_restart_the_server_at_once():
+    for event in (ServerHung("no answer"), StubHung("detokenizer", True, "no heartbeat")):
+        record, action = decide(READY, event, 60.0)
+        assert action == Restart(0.0) and record.state is State.RESTARTING and event.reason in record.reason
+
+
+def test_a_hung_tokenizer_is_reloaded_and_during_a_reload_the_server_is_restarted():
+    hung = StubHung("tokenizer", False, "no heartbeat")
+    record, action = decide(READY, hung, 60.0)
+    assert action == Reload("tokenizer") and (record.state, record.reloads) == (State.RESTARTING, 1)
+    assert "hangs (no heartbeat)" in record.reason
+    assert decide(record, hung, 61.0)[1] == Restart(0.0)
+
+
+def test_a_probe_that_fails_during_a_restart_is_not_counted():
+    restarting = replace(READY, state=State.RESTARTING, failed_probes=2)
+    assert decide(restarting, ProbeFailed("no such model"), 60.0) == (restarting, NoAction())
