@@ -1,7 +1,7 @@
-"""What a stub tells the supervisor about itself: once a second that it runs, and how far its calls have got.
+"""Heartbeats of a stub to the supervisor: once a second that it runs, and how many calls of its model have ended.
 
-A supervisor that hears no heartbeat, or always the same call, takes the stub for hung (server/liveness.py). Without a
-supervisor nobody listens and nothing is sent. One datagram is ``beat <calls> <0|1, whether one is under way>``,
+The supervisor treats a stub without heartbeats, or with a call that does not end, as hung (server/hang_detection.py).
+Without a supervisor there is no socket and nothing is sent. A datagram is ``beat <calls> <0|1: call under way>``,
 ``engine_hung <reason>``, or ``end`` when the model is unloaded; the kernel adds the sender's pid.
 """
 
