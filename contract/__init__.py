@@ -1,4 +1,4 @@
-"""What passes between rooms: requests, deltas, tensors, errors, loads, manifests.
+"""What the packages exchange: requests, deltas, tensors, errors, loads, manifests.
 
-Imports nothing of ours; the standard library and numpy only.
+Imports the standard library and numpy only.
 """

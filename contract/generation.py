@@ -1,7 +1,7 @@
-"""A generation, as every room names it: what is asked, what comes back, how it ends.
+"""A generation: the request, the increments of its output, and how it ends.
 
-``SamplingParams.validate`` is the only place that knows which sampling values are allowed; the engine's
-door, the clients and the gateway all call it.
+Only ``SamplingParams.validate`` defines which sampling values are allowed; the engine, the clients and the gateway call
+it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from contract.errors import InvalidArgument
 
@@ -17,7 +18,7 @@ UINT64_MAX = 2**64 - 1
 
 
 class FinishReason(str, Enum):
-    """Why a stream ended. The wire form is the value; a running stream has the empty string."""
+    """Why a stream ended. The value is sent on the wire; a running stream sends an empty string."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -27,13 +28,19 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen. Defaults are greedy-free neutral values; None means "engine's own".
+    """How the next token is chosen. The defaults sample from the model's unchanged distribution.
 
-    temperature: 0 or top_k == 1 is greedy. top_k: 0 keeps all. top_p in (0, 1], min_p in [0, 1).
-    Penalties follow the usual definitions (repetition multiplicative, presence and frequency additive).
-    seed: equal seeds and parameters give equal text on one machine.
-    min_tokens: no end before so many generated tokens. ignore_eos: the model's end tokens do not end it.
-    log_probs: return the log probability of every generated token. top_log_probs: and of so many likeliest ids.
+    temperature: 0 is greedy.
+    top_k: 1 is greedy, 0 keeps all tokens.
+    top_p: (0, 1].
+    min_p: [0, 1).
+    repetition_penalty: multiplicative, (0, 100].
+    presence_penalty, frequency_penalty: additive, [-2, 2].
+    seed: equal seeds and parameters give equal text on one machine; None for a random one.
+    min_tokens: the output does not end before so many tokens.
+    ignore_eos: the model's end tokens do not end the output.
+    log_probs: return the log probability of every generated token.
+    top_log_probs: return so many likeliest ids per position with their log probabilities, 0 to 20.
     """
 
     temperature: float = 1.0
@@ -54,7 +61,11 @@ class SamplingParams:
         return self.temperature == 0.0 or self.top_k == 1
 
     def validate(self) -> SamplingParams:
-        """Returns self, or raises InvalidArgument that names the field and what is allowed."""
+        """Return self.
+
+        Raises:
+            InvalidArgument: a field holds a value that is not allowed.
+        """
         _number("temperature", self.temperature, 0.0, 100.0)
         _integer("top_k", self.top_k, 0, INT32_MAX)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -71,15 +82,21 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One valid request in text form: what a client or the gateway sends to an ensemble.
+    """One request in text form, as a client or the gateway sends it to an ensemble.
 
-    Exactly one of ``text_input`` and ``messages`` (a chat, oldest first, ``{"role", "content"}``) is set.
-    ``stop``: strings matched on text; ``stop_token_ids``: ids; neither appears in the output.
-    ``timeout_s``: total time allowed, queueing included; None for no deadline.
+    text_input: the prompt; exactly one of text_input and messages is set.
+    messages: a chat, oldest message first, each ``{"role", "content"}``.
+    max_tokens: longest output.
+    stop: strings that end the output and are not part of it.
+    stop_token_ids: ids that end the output and are not part of it.
+    stream: send increments, else the whole output at its end.
+    echo: the output begins with the prompt.
+    timeout_s: total time allowed, queueing included; None for no deadline.
+    json_schema: a JSON schema that the output must match.
     """
 
     text_input: str | None = None
-    messages: tuple[dict, ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
     max_tokens: int = 128
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
@@ -92,11 +109,15 @@ class GenerationRequest:
     json_schema: str | None = None
 
     def validate(self) -> GenerationRequest:
-        """Returns self, or raises InvalidArgument that names the field and what is allowed."""
+        """Return self.
+
+        Raises:
+            InvalidArgument: a field holds a value that is not allowed.
+        """
         if (self.text_input is None) == (self.messages is None):
-            raise InvalidArgument("text_input", "set exactly one of text_input and messages")
+            raise InvalidArgument("text_input", "must be set if messages is not, and left out if it is")
         if self.text_input == "":
-            raise InvalidArgument("text_input", "the prompt is empty; send at least one character")
+            raise InvalidArgument("text_input", "must have at least one character, got an empty string")
         _integer("max_tokens", self.max_tokens, 1, INT32_MAX)
         if self.timeout_s is not None:
             _number("timeout_s", self.timeout_s, 0.0, 86_400.0, open_low=True)
@@ -106,7 +127,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one request; ``cached_tokens`` of the prompt came from the prefix cache."""
+    """Tokens of one request.
+
+    cached_tokens: prompt tokens found in the prefix cache.
+    """
 
     input_tokens: int
     output_tokens: int
@@ -117,9 +141,12 @@ class Usage:
 class Timings:
     """Instants of one request in a replica, in nanoseconds of the replica's monotonic clock.
 
-    arrival_ns: the tokenizer starts. first_scheduled_ns to last_token_ns: the engine's. tokenized_ns: ids ready.
-    received_ns: the detokenizer has the last ids. detokenized_ns: their text is ready. The last three are 0 where the
-    replica does not say them.
+    arrival_ns: the tokenizer has the request.
+    first_scheduled_ns: the engine's first step with it starts.
+    first_token_ns, last_token_ns: the engine has the token.
+    tokenized_ns: the prompt's ids are ready; 0 if the replica does not send it.
+    received_ns: the detokenizer has the last ids; 0 if the replica does not send it.
+    detokenized_ns: their text is ready; 0 if the replica does not send it.
     """
 
     arrival_ns: int
@@ -135,10 +162,13 @@ class Timings:
 class TokenDelta:
     """What one streamed response adds.
 
-    text: new text, possibly empty. token_ids: the new ids. log_probs: one per id, or empty if not asked.
-    finish_reason is set on the last delta only, together with usage; stop_reason says which stop string
-    or id matched; error holds the in-band error text when finish_reason is ERROR. top_log_probs: for each new id
-    the likeliest (id, log probability), likeliest first, or empty if not asked.
+    text: new text, possibly empty.
+    token_ids: new ids.
+    log_probs: one per new id, or empty if not requested.
+    finish_reason: on the last delta only, together with usage.
+    stop_reason: the stop string or id that matched.
+    error: ``errors.to_text`` of the failure when finish_reason is ERROR.
+    top_log_probs: for each new id the likeliest (id, log probability), likeliest first, or empty if not requested.
     """
 
     text: str = ""
@@ -154,7 +184,7 @@ class TokenDelta:
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidArgument(name, f"got {value!r}; allowed is an integer from {low} to {high}")
+        raise InvalidArgument(name, f"must be an integer from {low} to {high}, got {value!r}")
 
 
 def _number(
@@ -163,4 +193,4 @@ def _number(
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or value < low or value > high or (open_low and value == low) or (open_high and value == high):
         interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
-        raise InvalidArgument(name, f"got {value!r}; allowed is a finite number in {interval}")
+        raise InvalidArgument(name, f"must be a finite number in {interval}, got {value!r}")

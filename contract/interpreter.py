@@ -1,4 +1,4 @@
-"""How a person starts the Python that is running, so that every command printed for them works as printed."""
+"""How a user starts the running Python interpreter, so that the commands we print work as printed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def command(executable: str | None = None, directory: str | None = None, path: s
     """
     executable = executable or sys.executable
     found = shutil.which("python", path=path)
-    # Not resolved: an environment's python is a link to the one it was made from, which lacks its packages.
+    # Not resolved: a virtual environment's python links to one without its packages.
     if found and os.path.abspath(found) == os.path.abspath(executable):
         return "python"
     inside = Path(os.path.abspath(executable))
@@ -31,10 +31,11 @@ def command(executable: str | None = None, directory: str | None = None, path: s
 
 
 def require(package: str, module: str) -> None:
-    """Exit with one sentence if ``python -m module`` runs under an interpreter without our dependencies.
+    """Exit with a message if ``python -m module`` runs under an interpreter without our dependencies.
 
-    Does nothing in a program that imports ``module`` as a library: it gets the ImportError.
-    package: one of the dependencies, by the name it is imported by.
+    A program that imports ``module`` as a library gets the ImportError instead.
+
+    package: a dependency, by the name it is imported by.
     """
     # "-m" is what sys.argv[0] holds while ``python -m`` imports the package.
     if sys.argv[:1] == ["-m"] and importlib.util.find_spec(package) is None:

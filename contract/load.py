@@ -1,4 +1,4 @@
-"""How busy a replica is, as read from its own metrics; what routing, admission and scaling look at."""
+"""The load of a replica, as read from its metrics, for routing and admission."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 class ReplicaLoad:
     """A snapshot of one replica.
 
-    running, waiting, max_running: requests; max_running is 0 where unknown. kv_usage: fraction of KV blocks in use,
-    0 to 1.
-    pending_tokens: work booked by this caller and not yet settled, in tokens of decoding.
-    outstanding: this caller's requests that are under way there; known at once, where running and waiting are as
-    old as the last look at the metrics.
-    tokens_per_s: decode rate with all slots taken, as measured on earlier requests; 0 where unknown.
+    running, waiting: requests, as of the last metrics scrape.
+    max_running: slots, 0 if unknown.
+    kv_usage: fraction of KV blocks in use, 0 to 1.
+    pending_tokens: work this caller has reserved and not released, in tokens of decoding.
+    outstanding: this caller's live requests there, always current.
+    tokens_per_s: decode rate with all slots taken, measured on earlier requests; 0 if unknown.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""How urgent a request is: the request parameter ``request_priority``, which the ensemble copies to every step."""
+"""The request parameter ``request_priority``, which the ensemble copies to every step."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from collections.abc import Mapping
 from contract.errors import InvalidArgument
 
 PARAMETER = "request_priority"
-NORMAL = 0.5  # the LLM API's scale: 0 waits for all others, 1 goes before them
+NORMAL = 0.5  # the LLM API's scale: 0 is served last, 1 first
 HIGHEST = 1.0
 
 
 def read(parameters: Mapping[str, object]) -> float:
-    """Of a request's parameters; NORMAL where they say nothing. Raises InvalidArgument that says what is allowed."""
+    """Return the priority of a request, NORMAL if its parameters have none.
+
+    Raises:
+        InvalidArgument: the parameter is not a number from 0 to 1.
+    """
     given = parameters.get(PARAMETER, NORMAL)
     try:
         priority = float(given)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         priority = -1.0
     if isinstance(given, bool) or not 0.0 <= priority <= 1.0:
-        raise InvalidArgument(PARAMETER, f"got {given!r}; allowed is a number from 0 (last) to 1 (first)")
+        raise InvalidArgument(PARAMETER, f"must be a number from 0 (last) to 1 (first), got {given!r}")
     return priority

@@ -1,8 +1,8 @@
-"""Tells a process that hangs from one that is slow; used by the engine's stub for its worker and by the supervisor.
+"""Detection of hung processes; used by the engine model for its worker and by the supervisor for stubs.
 
-Without progress a process is hung once it has used no CPU for ``stall_s`` (stopped, deadlocked, waiting for something
-that never comes), or once ``limit_s`` have passed however busy it is. Only time that the watcher itself was awake
-counts, so a machine that stands still as a whole makes nobody hung.
+A process without progress is hung once it has used no CPU for ``stall_s`` (stopped or deadlocked), or once ``limit_s``
+have passed, however much CPU it uses. Only time in which the watcher itself ran counts, so suspending the whole machine
+makes no process hung.
 """
 
 from __future__ import annotations
@@ -14,32 +14,36 @@ STALL_S = 7.0
 LIMIT_S = 120.0
 # CPU that counts as computing: two clock ticks, more than an idle process's timers take in STALL_S.
 _BUSY_S = 0.02
-# The most that one look may add: after a longer gap it was the watcher that did not run.
+# The most that one check adds: after a longer gap it was the watcher that did not run.
 _LONGEST_GAP_S = 1.5
 
 
 class Watchdog:
-    """stall_s, limit_s: seconds without progress that make a process hung, without CPU use and with it."""
+    """Follows one process."""
 
     def __init__(self, stall_s: float = STALL_S, limit_s: float = LIMIT_S) -> None:
+        """
+        stall_s: seconds without progress and without CPU use that make the process hung.
+        limit_s: seconds without progress that make it hung, with CPU use.
+        """
         self._stall_s = stall_s
         self._limit_s = limit_s
         self._progress: object = None
         self._cpu_s: float | None = None
         self._silent_s = 0.0
         self._unused_s = 0.0
-        self._looked_s: float | None = None
+        self._checked_s: float | None = None
 
-    def look(self, progress: object, working: bool, cpu_s: float | None, now_s: float) -> str:
-        """Why the process counts as hung, or "". To be called at least once a second.
+    def check(self, progress: object, working: bool, cpu_s: float | None, now_s: float) -> str:
+        """Return why the process counts as hung, or "". Call it at least once a second.
 
-        progress: anything that differs once work was done.
-        working: whether there is work to do; without it nothing is expected.
+        progress: any value that changes when work was done.
+        working: the process has work to do; without work it need not progress.
         cpu_s: CPU seconds the process has used so far; None where they cannot be read.
         now_s: any monotonic clock.
         """
-        elapsed_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, _LONGEST_GAP_S)
-        self._looked_s = now_s
+        elapsed_s = 0.0 if self._checked_s is None else min(now_s - self._checked_s, _LONGEST_GAP_S)
+        self._checked_s = now_s
         if not working or progress != self._progress:
             self._progress, self._cpu_s = progress, cpu_s
             self._silent_s = self._unused_s = 0.0
@@ -56,7 +60,7 @@ class Watchdog:
 
 
 def cpu_s(pid: int) -> float | None:
-    """CPU seconds that process ``pid`` has used, all threads together; None if there is no such process."""
+    """Return the CPU seconds that process ``pid`` has used in all threads; None if there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""What an engine was built and sized for, and whether a request fits it. The tokenizer asks first, the engine again."""
+"""What an engine was built and sized for, and whether a request fits. Checked by the tokenizer and the engine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from contract.errors import PromptTooLong
 from contract.manifest import EngineManifest
 
-BLOCK_TOKENS = 32  # OpenVINO's CPU plugin and TensorRT-LLM (tokens_per_block) both page the KV cache by 32 tokens
+BLOCK_TOKENS = 32  # block size of OpenVINO's CPU plugin and of TensorRT-LLM (tokens_per_block)
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the engine was built and sized for. Token counts; KV cache in blocks of ``block_tokens``."""
+    """An engine's limits.
+
+    max_seq_len: tokens of prompt and output together.
+    max_batch_size: sequences at once.
+    kv_cache_blocks: size of the KV cache in blocks of ``block_tokens`` tokens.
+    """
 
     vocab_size: int
     max_seq_len: int
@@ -22,9 +27,10 @@ class EngineLimits:
 
     @classmethod
     def from_manifest(cls, manifest: EngineManifest) -> EngineLimits:
+        """Read the limits of a built engine."""
         if manifest.kv_cache_tokens is not None:
             blocks = manifest.kv_cache_tokens // BLOCK_TOKENS
-        else:  # an engine that sizes its pool when it loads can hold what its batch may need
+        else:  # the pool is sized when the engine loads: as much as its batch may need
             blocks = manifest.max_batch_size * -(-manifest.max_seq_len // BLOCK_TOKENS)
         return cls(manifest.vocab_size, manifest.max_seq_len, manifest.max_batch_size, blocks)
 
@@ -32,27 +38,30 @@ class EngineLimits:
 def check_fits(
     prompt_tokens: int, max_tokens: int, limits: EngineLimits, prompt: str = "text_input", output: str = "max_tokens"
 ) -> None:
-    """PromptTooLong with the numbers, when prompt + max_tokens exceed the engine's length or its whole KV cache.
+    """Check that prompt and output fit the engine's length and its KV cache.
 
-    prompt, output: the two fields as this door calls them.
+    prompt, output: names of the two fields for the error.
+
+    Raises:
+        PromptTooLong: they do not.
     """
     total = prompt_tokens + max_tokens
     if prompt_tokens >= limits.max_seq_len:
         raise PromptTooLong(
             prompt,
-            f"the prompt has {prompt_tokens} tokens; allowed are {limits.max_seq_len - 1}, because prompt and output "
-            f"together may have {limits.max_seq_len} (max_seq_len)",
+            f"must have at most {limits.max_seq_len - 1} tokens, because prompt and output together may have "
+            f"{limits.max_seq_len} (max_seq_len), got {prompt_tokens}",
         )
     if total > limits.max_seq_len:
         raise PromptTooLong(
             output,
-            f"the prompt has {prompt_tokens} tokens and {max_tokens} are asked for, {total} together; allowed are "
-            f"{limits.max_seq_len} (max_seq_len), so {output} may be at most {limits.max_seq_len - prompt_tokens}",
+            f"must be at most {limits.max_seq_len - prompt_tokens} with a prompt of {prompt_tokens} tokens, because "
+            f"both together may have {limits.max_seq_len} (max_seq_len), got {max_tokens}",
         )
     blocks = -(-total // limits.block_tokens)
     if blocks > limits.kv_cache_blocks:
         raise PromptTooLong(
             output,
-            f"{total} tokens need {blocks} KV cache blocks of {limits.block_tokens}; the whole cache has "
-            f"{limits.kv_cache_blocks}",
+            f"must need at most {limits.kv_cache_blocks} KV cache blocks of {limits.block_tokens} tokens together with "
+            f"the prompt, got {total} tokens, which need {blocks}",
         )

@@ -94,8 +94,8 @@ class HeartbeatListener:
         now_s = time.monotonic()
         for pid, progress in self._progress.items():
             used_s = cpu_s(pid)
-            silent = progress.heartbeats.look(progress.received, True, used_s, now_s)
-            stuck = progress.calls.look(progress.calls_ended, progress.in_call, used_s, now_s)
+            silent = progress.heartbeats.check(progress.received, True, used_s, now_s)
+            stuck = progress.calls.check(progress.calls_ended, progress.in_call, used_s, now_s)
             if silent or stuck:
                 hung.append((stubs[pid], f"no heartbeat: {silent}" if silent else f"a call does not end: {stuck}"))
         return hung
@@ -155,4 +155,4 @@ class HttpWatch:
 
     def problem(self) -> str:
         """Return why the server counts as hung, or "". Called every POLL_INTERVAL_S."""
-        return self._watchdog.look(self._responses, True, cpu_s(self._pid), time.monotonic())
+        return self._watchdog.check(self._responses, True, cpu_s(self._pid), time.monotonic())

@@ -1,5 +1,5 @@
-"""How tokens are made on a CPU: OpenVINO GenAI's continuous batching behind TensorRT-LLM's tensor contract.
+"""The engine on a CPU: OpenVINO GenAI's continuous batching behind TensorRT-LLM's tensor contract.
 
-A request's way: model (Triton's thread) → request → engine (admission, one lock) → worker (a process with the
-step loop) → engine (steps come back) → senders (sender threads) → Triton.
+A request passes: model (Triton's thread), request, engine (scheduler, one lock), link, worker (a process with the step
+loop), engine (step reports come back), response_senders, Triton.
 """

@@ -1,4 +1,4 @@
-"""The worker process as its owner sees it: start, send commands, hear reports, notice its death."""
+"""The engine's connection to its worker process: start it, send commands, receive reports, detect its end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from contract.watchdog import Watchdog, cpu_s
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence, Failed, Ready, StepReport
 
 _EXIT_TIMEOUT_S = 5  # for a worker that has closed its connection
-_LOOK_EVERY_S = 0.25
+_CHECK_EVERY_S = 0.25
 
 
 class Listener(Protocol):
-    """Called from the link's own thread. ``on_death`` comes exactly once and last."""
+    """Called from the link's own thread; ``on_death`` exactly once and last."""
 
     def on_ready(self) -> None: ...
 
@@ -31,10 +31,10 @@ class Listener(Protocol):
 
 
 class WorkerLink:
-    """One life of the worker, which ends when the link is closed, its owner's process dies, or it hangs.
+    """One worker process. It ends when the link is closed, when this process ends, or when it hangs.
 
-    A worker with sequences to compute owes a report per step. One that sends none is killed once ``watchdog`` takes it
-    for hung; ``on_hang`` is then called with the reason, after the listener's ``on_death``.
+    A worker with live sequences sends a report per step. If it sends none, it is killed once ``watchdog`` counts it as
+    hung; ``on_hang`` is then called with the reason, after the listener's ``on_death``.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class WorkerLink:
         self._connection = Connection(ours.detach())
         self._listener = listener
         self._commands: queue.SimpleQueue[AddSequence | EndSequence | None] = queue.SimpleQueue()
-        self._live: set[int] = set()  # sequences the worker was given and has not ended
+        self._live: set[int] = set()  # sequences that the worker has not ended
         self._reports = 0
         self._ready = False
         self._hung = ""  # why the worker was killed as hung
@@ -66,17 +66,17 @@ class WorkerLink:
         threading.Thread(target=self._receive, name="engine-reports", daemon=True).start()
 
     def send(self, command: AddSequence | EndSequence) -> None:
-        """Never blocks, also while the worker is in a step; silent when it is dead, because on_death tells."""
+        """Queue a command without blocking; dropped when the worker is dead, which on_death reports."""
         if isinstance(command, AddSequence):
             self._live.add(command.id)
         self._commands.put(command)
 
     def _watch(self) -> None:
-        """Looks whether the worker steps while it has sequences. Ends with the worker."""
-        while not self._over.wait(_LOOK_EVERY_S):
+        """Kill the worker when it makes no step although it has sequences."""
+        while not self._over.wait(_CHECK_EVERY_S):
             working = self._ready and bool(self._live)
             used_s = cpu_s(self._process.pid) if working else None
-            problem = self._watchdog.look(self._reports, working, used_s, time.monotonic())
+            problem = self._watchdog.check(self._reports, working, used_s, time.monotonic())
             if problem:
                 self._hung = f"the engine process hung with {len(self._live)} requests ({problem}) and was killed"
                 self._process.kill()
@@ -104,9 +104,9 @@ class WorkerLink:
                 elif isinstance(message, Failed):
                     reason = message.reason
         except (EOFError, OSError):
-            pass  # it has gone, perhaps in the middle of a message
-        except Exception as exc:  # the thread's outer edge: a worker that nobody hears must not go on
-            reason = f"its report could not be dealt with: {exc!r}"
+            pass  # the worker ended, perhaps within a message
+        except Exception as exc:  # the thread's outer edge: a worker whose reports are not read must not run on
+            reason = f"its report could not be processed: {exc!r}"
             self._process.kill()
         self._over.set()
         self._commands.put(None)
@@ -126,6 +126,6 @@ class WorkerLink:
             return self._process.wait()
 
     def close(self) -> None:
-        """Kills the worker, which has nothing to save; returns when it is gone."""
+        """Kill the worker, which keeps no state; return when it has ended."""
         self._process.kill()
         self._process.wait()

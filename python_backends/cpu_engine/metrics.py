@@ -1,8 +1,12 @@
-"""What the engine shows on :8002/metrics: TensorRT-LLM's families, so that routers and dashboards made for them
-work, and what they lack: latency histograms, the phases of the first token, cancellations and errors by kind."""
+"""The engine's metrics on :8002/metrics.
+
+TensorRT-LLM's families, so that routers and dashboards made for them work, and what these lack: latency histograms, the
+phases of the first token, cancellations and errors by kind.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from contract.errors import BY_NAME
@@ -20,7 +24,13 @@ CANCEL_REASONS = ("client", "stop_request", "deadline", "shutdown")
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """A snapshot: requests and KV cache blocks."""
+    """A snapshot of the engine.
+
+    running, waiting, slots: requests.
+    blocks: size of the KV cache.
+    last_step: the newest step report.
+    steps: since the engine was loaded.
+    """
 
     running: int
     waiting: int
@@ -31,11 +41,13 @@ class EngineLoad:
 
 
 class EngineMetrics:
+    """Update the engine's metrics. Any thread may call it, except ``show``."""
+
     def __init__(self, metrics: Metrics, model: str, version: str) -> None:
         self._metrics = metrics
         names = {"model": model, "version": version}
 
-        def gauges(family: str, description: str, label: str, *values: str):
+        def gauges(family: str, description: str, label: str, *values: str) -> dict[str, Callable[[float], None]]:
             return {value: metrics.gauge(family, description, **names, **{label: value}) for value in values}
 
         self._requests = gauges(
@@ -134,13 +146,16 @@ class EngineMetrics:
         }
 
     def accepted(self, stream: Stream) -> None:
+        """Count an accepted request."""
         self._input_tokens(stream.request.input_ids.size)
         self._input_length(stream.request.input_ids.size)
 
     def refused(self, error: Exception) -> None:
+        """Count a refused request by its error."""
         self._errors[type(error).__name__](1)
 
     def cancelled(self, reason: str) -> None:
+        """Count a request that ended early; ``reason`` is one of CANCEL_REASONS."""
         self._cancellations[reason](1)
 
     def sent(self, stream: Stream, increment: TokenIncrement) -> None:
@@ -156,6 +171,7 @@ class EngineMetrics:
             self._itl(stream.since_last_ns / 1e9 / len(increment.token_ids))
 
     def finished(self, stream: Stream, now_ns: int) -> None:
+        """Observe a stream that has ended."""
         self._finished[stream.event](1)
         if stream.error is not None:
             self._errors[type(stream.error).__name__](1)
@@ -167,7 +183,7 @@ class EngineMetrics:
             self._tpot((stream.last_token_ns - stream.first_token_ns) / 1e9 / (stream.num_output_tokens - 1))
 
     def show(self, load: EngineLoad) -> None:
-        """Sets the gauges and sends everything pending; called from the engine's ticker only."""
+        """Set the gauges and send everything pending to Triton; called by the ticker only."""
         step = load.last_step
         used = round(step.cache_usage * load.blocks)
         self._requests["active"](load.running + load.waiting)

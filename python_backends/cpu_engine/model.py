@@ -1,4 +1,4 @@
-"""The Triton model ``engine`` on a CPU: tensors in, streams out. Its thread is never blocked."""
+"""The Triton model ``engine`` on a CPU: requests as tensors in, responses out. It never blocks Triton's thread."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 
 from contract import manifest as manifests
 from contract.errors import EngineFailed, InvalidArgument, TridentError
+from contract.priority import read
 from contract.watchdog import Watchdog
 from python_backends.cpu_engine import http_disconnects
 from python_backends.cpu_engine.engine import Engine, Link
 from python_backends.cpu_engine.link import Listener, WorkerLink
 from python_backends.cpu_engine.metrics import EngineMetrics
 from python_backends.cpu_engine.request import EngineRequest, parse
-from python_backends.ensemble import priority
 from python_backends.ensemble.control import ControlListener
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.token_increment import TokenIncrement
@@ -28,6 +28,7 @@ from python_backends.settings import Settings
 from python_backends.triton_io import (
     FINAL,
     Inputs,
+    Request,
     ResponseSender,
     error_response,
     metric_family,
@@ -86,22 +87,24 @@ class ResponseSink:
 
 
 def _answers_whole(inputs: Inputs) -> bool:
-    """Whether the caller gets one response. The engine may stream all the same, for the detokenizer's stop strings."""
+    """Whether the client gets a single response. The engine may stream to the detokenizer nevertheless."""
     try:
         return not StreamOptions.from_json(inputs.text("stream_options") or "-").stream
-    except (ValueError, TypeError, AttributeError):  # not our tokenizer's
+    except (ValueError, TypeError, AttributeError):  # not written by our tokenizer
         return not inputs.scalar("streaming", False)
 
 
 class TritonPythonModel:
+    """Triton's interface of a Python model."""
+
     load_timeout_s = 300
 
     def open_link(self, engine_dir: Path, listener: Listener) -> Link:
-        """A life of what computes the ids; the one thing in which engines of this contract differ."""
+        """Start what computes the ids; engines of this contract differ in nothing else."""
         watchdog = Watchdog(self._settings.stall_s, self._settings.step_limit_s)
         return WorkerLink(engine_dir, listener, watchdog, self._heartbeat.engine_hung)
 
-    def initialize(self, args: dict) -> None:
+    def initialize(self, args: dict[str, str]) -> None:
         settings = self._settings = Settings.from_env()
         self._heartbeat = Heartbeat(settings.supervisor_socket)
         manifest = manifests.load(settings.engine_dir)
@@ -124,24 +127,24 @@ class TritonPythonModel:
             raise EngineFailed(f"the engine process does not load {settings.engine_dir}; see the lines above")
         self._control = ControlListener(settings.control_socket, self._engine.on_control)
 
-    def execute(self, requests: list) -> None:
+    def execute(self, requests: list[Request]) -> None:
         with self._heartbeat:
             self._execute(requests)
 
-    def _execute(self, requests: list) -> None:
+    def _execute(self, requests: list[Request]) -> None:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                self._take(request, sender)
+                self._submit(request, sender)
             except TridentError as exc:
                 self._engine.refused(exc)
                 sender.send(error_response(exc), flags=FINAL)
-            except Exception as exc:  # the outer edge: a fault of ours becomes a well-formed answer
-                error = EngineFailed(f"the engine could not take the request: {exc!r}")
+            except Exception as exc:  # the outer edge: a defect becomes a well-formed response
+                error = EngineFailed(f"the engine could not read the request: {exc!r}")
                 self._engine.refused(error)
                 sender.send(error_response(error), flags=FINAL)
 
-    def _take(self, request, sender) -> None:
+    def _submit(self, request: Request, sender: ResponseSender) -> None:
         inputs = Inputs(request)
         if inputs.scalar("stop", False):
             self._stop(request, sender)
@@ -149,18 +152,18 @@ class TritonPythonModel:
         if request.is_cancelled():
             sender.send(flags=FINAL)
             return
-        urgency = priority.read(parameters(request))
         timeout_ns = request.timeout() * 1000
         limit_ns = self._whole_answer_timeout_ns
         if limit_ns and _answers_whole(inputs):
             timeout_ns = min(timeout_ns or limit_ns, limit_ns)
-        parsed = parse(inputs, self._limits, request.request_id(), timeout_ns, time.monotonic_ns(), urgency)
+        priority = read(parameters(request))
+        parsed = parse(inputs, self._limits, request.request_id(), timeout_ns, time.monotonic_ns(), priority)
         self._engine.submit(parsed, ResponseSink(sender, set(request.requested_output_names()), inputs))
 
-    def _stop(self, request, sender) -> None:
-        """TensorRT-LLM answers a stop request with one empty response, whether or not anything ran under the id."""
+    def _stop(self, request: Request, sender: ResponseSender) -> None:
+        """End the streams of the request id. As with TensorRT-LLM, the response is empty, also if there were none."""
         if not request.request_id():
-            raise InvalidArgument("request_id", "is empty; a stop request carries the id of the request to stop")
+            raise InvalidArgument("request_id", "must be the id of the request to stop, got an empty one")
         self._engine.stop_request(request.request_id())
         empty = {"output_ids": np.zeros((1, 1, 0), dtype=np.int32), "sequence_length": row([0])}
         sender.send(response(empty), flags=FINAL)

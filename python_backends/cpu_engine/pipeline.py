@@ -1,4 +1,4 @@
-"""The engine folder as a loaded OpenVINO GenAI pipeline, sized as its manifest says."""
+"""The OpenVINO GenAI pipeline of an engine folder, sized by its manifest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from python_backends.limits import EngineLimits
 
 
 def open_pipeline(engine_dir: Path, manifest: EngineManifest) -> genai.ContinuousBatchingPipeline:
-    """Loads weights and allocates the KV cache; 0.4 s for a 10M-parameter model, about 1 s for 160M."""
+    """Load the weights and allocate the KV cache: 0.4 s for a 10M-parameter model, about 1 s for 160M."""
     scheduler = genai.SchedulerConfig()
     scheduler.num_kv_blocks = EngineLimits.from_manifest(manifest).kv_cache_blocks
     scheduler.max_num_seqs = manifest.max_batch_size

@@ -1,8 +1,9 @@
-"""The engine's door: TensorRT-LLM tensors in, one valid frozen request out, or an error that names the tensor."""
+"""Validation of an engine request: TensorRT-LLM's tensors in, one frozen request out, or an error naming the tensor."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,29 +14,33 @@ from python_backends.ensemble.word_list import decode_word_list
 from python_backends.limits import EngineLimits, check_fits
 from python_backends.triton_io import Inputs
 
-# Tensors of the contract that this engine cannot honour. Their neutral values are accepted, because the usual
-# clients always send them; anything else is refused by name.
-_UNSUPPORTED = {
+# Tensors of the contract that the Python engines do not support yet, with their neutral values. These are accepted,
+# because common clients always send them; any other value is refused by name.
+_UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "beam_width": (1, "beam search"),
     "num_return_sequences": (1, "several sequences for one request"),
-    "len_penalty": (1.0, "a length penalty (it only acts on beams)"),
+    "len_penalty": (1.0, "a length penalty (it only affects beam search)"),
     "return_context_logits": (False, "logits of the prompt"),
     "return_generation_logits": (False, "logits of the output"),
     "lora_task_id": (0, "LoRA adapters"),
 }
 
-
-_MAX_STOP_WORDS = 256  # those of several ids are looked for by the engine, at every token and under its lock
+_MAX_STOP_WORDS = 256  # those of several ids are matched by the engine at every token, under its lock
 
 
 @dataclass(frozen=True)
 class EngineRequest:
     """One sequence to generate.
 
-    input_ids: int64[n]. stop_ids: single ids that end it; stop_sequences: id sequences of two or more that do.
-    streaming: a response per flush, else one. echo: the prompt's ids come first. stream_options: opaque text for
-    the detokenizer. arrival_ns, tokenized_ns: CLOCK_MONOTONIC. timeout_ns: total time allowed from arrival, 0 none.
-    priority: 0 to 1, 1 the first.
+    input_ids: int64[n], the prompt.
+    stop_ids: ids that end the sequence.
+    stop_sequences: sequences of two or more ids that end it.
+    streaming: send responses while it runs, else one at its end.
+    echo: send the prompt's ids first.
+    stream_options: opaque text for the detokenizer.
+    arrival_ns, tokenized_ns: CLOCK_MONOTONIC.
+    timeout_ns: total time allowed from arrival, 0 for no limit.
+    priority: 0 (last) to 1 (first).
     """
 
     request_id: str
@@ -54,21 +59,31 @@ class EngineRequest:
 
     @property
     def deadline_ns(self) -> int | None:
+        """CLOCK_MONOTONIC; None without a timeout."""
         return self.arrival_ns + self.timeout_ns if self.timeout_ns else None
 
 
 def parse(
     inputs: Inputs, limits: EngineLimits, request_id: str, timeout_ns: int, now_ns: int, priority: float = NORMAL
 ) -> EngineRequest:
-    """Raises InvalidArgument or PromptTooLong naming the tensor, its value and what is allowed."""
+    """Read and validate a request's tensors.
+
+    request_id, timeout_ns, priority: of the Triton request.
+    now_ns: CLOCK_MONOTONIC.
+
+    Raises:
+        InvalidArgument: a tensor holds a value that is not allowed or not supported.
+        PromptTooLong: prompt and output exceed the engine's limits.
+    """
     _refuse_unsupported(inputs)
     input_ids = _token_ids(inputs, "input_ids", limits.vocab_size)
     declared = inputs.scalar("input_lengths")
     if declared != input_ids.size:
-        raise InvalidArgument("input_lengths", f"got {declared}; allowed is {input_ids.size}, the number of input_ids")
+        problem = f"must be {input_ids.size}, the number of input_ids, got {declared}"
+        raise InvalidArgument("input_lengths", problem)
     max_tokens = inputs.scalar("request_output_len")
     if max_tokens is None or max_tokens < 1:
-        raise InvalidArgument("request_output_len", f"got {max_tokens}; allowed is 1 or more")
+        raise InvalidArgument("request_output_len", f"must be 1 or more, got {max_tokens}")
     check_fits(input_ids.size, max_tokens, limits, "input_ids", "request_output_len")
     stop_ids, stop_sequences = _stops(inputs, limits)
     arrival_ns, tokenized_ns = _times(inputs, now_ns)
@@ -92,11 +107,11 @@ def parse(
 def _token_ids(inputs: Inputs, name: str, vocab_size: int) -> np.ndarray:
     array = inputs.array(name)
     if array is None or array.size == 0:
-        raise InvalidArgument(name, "holds no token ids; send at least one")
+        raise InvalidArgument(name, "must hold at least one token id, got none")
     ids = array.reshape(-1).astype(np.int64)
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if wrong.size:
-        raise InvalidArgument(name, f"holds the id {wrong[0]}; allowed are 0 to {vocab_size - 1}")
+        raise InvalidArgument(name, f"must hold ids from 0 to {vocab_size - 1}, got {wrong[0]}")
     return ids
 
 
@@ -106,8 +121,8 @@ def _times(inputs: Inputs, now_ns: int) -> tuple[int, int]:
         return now_ns, now_ns
     times = times.reshape(-1).tolist()
     if len(times) != 2 or not 0 <= times[0] <= times[1] <= now_ns:
-        allowed = f"two instants of CLOCK_MONOTONIC in order, up to now, {now_ns}"
-        raise InvalidArgument("tokenizer_time_ns", f"got {times}; allowed are {allowed}")
+        allowed = f"two instants of CLOCK_MONOTONIC in order, not after {now_ns}"
+        raise InvalidArgument("tokenizer_time_ns", f"must be {allowed}, got {times}")
     return times[0], times[1]
 
 
@@ -115,14 +130,14 @@ def _refuse_unsupported(inputs: Inputs) -> None:
     for name, (neutral, what) in _UNSUPPORTED.items():
         value = inputs.scalar(name, neutral)
         if value != neutral:
-            raise InvalidArgument(name, f"got {value}; this CPU engine does not do {what}, allowed is {neutral}")
+            raise InvalidArgument(name, f"must be {neutral}, got {value}; {what}: not supported by this engine yet")
     for name, what in (("bad_words_list", "bad words"), ("embedding_bias", "a bias on token ids")):
         array = inputs.array(name)
         if array is not None and array.size:
-            raise InvalidArgument(name, f"this CPU engine does not do {what}; leave it out")
+            raise InvalidArgument(name, f"must be left out; {what}: not supported by this engine yet")
     for name in ("guided_decoding_guide_type", "guided_decoding_guide"):
         if inputs.scalar(name):
-            raise InvalidArgument(name, "this CPU engine does not do guided decoding; leave it out")
+            raise InvalidArgument(name, "must be left out; guided decoding: not supported by this engine yet")
 
 
 def _sampling(inputs: Inputs) -> SamplingParams:
@@ -130,7 +145,7 @@ def _sampling(inputs: Inputs) -> SamplingParams:
     try:
         return SamplingParams(
             temperature=inputs.scalar("temperature", neutral.temperature),
-            # TensorRT-LLM samples greedily unless told otherwise: its default runtime_top_k is 1.
+            # TensorRT-LLM's default runtime_top_k is 1: it samples greedily unless the request says otherwise.
             top_k=inputs.scalar("runtime_top_k", 1 if _greedy_by_default(inputs) else 0),
             # TensorRT-LLM's clients send 0 for "not set".
             top_p=_top_p(inputs) or neutral.top_p,
@@ -145,7 +160,7 @@ def _sampling(inputs: Inputs) -> SamplingParams:
         ).validate()
     except InvalidArgument as exc:
         if exc.field == "top_p":
-            problem = f"got {_top_p(inputs)!r}; allowed is a finite number in [0, 1], where 0 means not set"
+            problem = f"must be a finite number in [0, 1], where 0 means not set, got {_top_p(inputs)!r}"
             raise InvalidArgument("runtime_top_p (top_p)", problem) from exc
         names = {
             "top_k": "runtime_top_k (top_k)",
@@ -159,7 +174,7 @@ def _top_p(inputs: Inputs) -> float:
 
 
 def _greedy_by_default(inputs: Inputs) -> bool:
-    """Whether nothing asks for sampling. A top_p or min_p of 0 is as good as none."""
+    """Whether no parameter requests sampling. A top_p or min_p of 0 means not set."""
     return inputs.scalar("temperature") is None and not _top_p(inputs) and not inputs.scalar("min_p", 0.0)
 
 
@@ -167,16 +182,16 @@ def _stops(inputs: Inputs, limits: EngineLimits) -> tuple[frozenset[int], tuple[
     vocab_size = limits.vocab_size
     end_id = inputs.scalar("end_id", -1)
     if not -1 <= end_id < vocab_size:
-        raise InvalidArgument("end_id", f"got {end_id}; allowed are 0 to {vocab_size - 1}, or -1 for none")
+        raise InvalidArgument("end_id", f"must be 0 to {vocab_size - 1}, or -1 for none, got {end_id}")
     words = decode_word_list("stop_words_list", inputs.array("stop_words_list"))
     if len(words) > _MAX_STOP_WORDS:
-        raise InvalidArgument("stop_words_list", f"holds {len(words)} words; allowed are at most {_MAX_STOP_WORDS}")
+        raise InvalidArgument("stop_words_list", f"must hold at most {_MAX_STOP_WORDS} words, got {len(words)}")
     for word in words:
         if len(word) > limits.max_seq_len:
-            problem = f"holds a word of {len(word)} ids; allowed are at most {limits.max_seq_len}"
+            problem = f"must hold words of at most {limits.max_seq_len} ids, got one of {len(word)}"
             raise InvalidArgument("stop_words_list", problem)
         for token in word:
             if not 0 <= token < vocab_size:
-                raise InvalidArgument("stop_words_list", f"holds the id {token}; allowed are 0 to {vocab_size - 1}")
+                raise InvalidArgument("stop_words_list", f"must hold ids from 0 to {vocab_size - 1}, got {token}")
     singles = {word[0] for word in words if len(word) == 1}
     return frozenset(singles | ({end_id} - {-1})), tuple(dict.fromkeys(word for word in words if len(word) > 1))

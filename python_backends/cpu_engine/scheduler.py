@@ -1,9 +1,8 @@
-"""Who runs and who waits: slots and KV cache blocks reserved for a whole request before it starts.
+"""Which requests run and which wait: a slot and KV cache blocks are reserved for a whole request before it starts.
 
-OpenVINO GenAI admits by itself, but a sequence that finds no block mid-way ends as IGNORED (docs/decisions/0003);
-reserving ceil((prompt + max_tokens) / block) blocks here makes that impossible. The more urgent before the less, and
-first come, first served among equals: a request that does not fit yet holds those behind it, so that long ones do not
-starve.
+OpenVINO GenAI schedules by itself, but a sequence that finds no free block ends as IGNORED (docs/decisions/0003);
+reserving ceil((prompt + max_tokens) / block) blocks here prevents that. Higher priority first, then first come, first
+served. A request that does not fit yet blocks those behind it (head-of-line blocking), so that long ones do not starve.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from python_backends.ensemble.priority import NORMAL
 
 
 class Scheduler:
-    """Not thread-safe; its owner holds a lock. Requests are known by their key."""
+    """Not thread-safe: the engine holds its lock. Requests are identified by their key."""
 
     def __init__(self, slots: int, blocks: int, max_waiting: int) -> None:
         self.slots = slots
@@ -24,8 +23,8 @@ class Scheduler:
         self.max_waiting = max_waiting
         self._running: dict[int, int] = {}
         self._waiting: OrderedDict[int, int] = OrderedDict()
-        self._order: list[tuple[float, int, int]] = []  # heap of (-priority, turn, key), some of which have left
-        self._turn = 0
+        self._order: list[tuple[float, int, int]] = []  # heap of (-priority, arrival, key), released ones included
+        self._arrivals = 0
         self._free_blocks = blocks
 
     @property
@@ -40,23 +39,29 @@ class Scheduler:
     def reserved_blocks(self) -> int:
         return self.blocks - self._free_blocks
 
-    def offer(self, key: int, blocks: int, priority: float = NORMAL) -> None:
-        """Queues the request, or raises Overloaded at once when the queue is full. priority: 0 to 1, 1 the first."""
+    def enqueue(self, key: int, blocks: int, priority: float = NORMAL) -> None:
+        """Queue a request.
+
+        blocks: KV cache blocks it needs.
+        priority: 0 (last) to 1 (first).
+
+        Raises:
+            Overloaded: the queue is full.
+        """
         if len(self._waiting) >= self.max_waiting:
             raise Overloaded(
-                f"{self.running} requests are running and {self.waiting} are waiting; at most {self.max_waiting} may "
-                "wait, try again later"
+                f"queue full: {self.waiting} of {self.max_waiting} requests wait, {self.running} are running; try later"
             )
         self._waiting[key] = blocks
-        if len(self._order) > 2 * len(self._waiting) + 64:  # most of them have left while they waited
+        if len(self._order) > 2 * len(self._waiting) + 64:  # most of them were released while they waited
             self._order = [entry for entry in self._order if entry[2] in self._waiting]
             heapq.heapify(self._order)
-        self._turn += 1
-        heapq.heappush(self._order, (-priority, self._turn, key))
+        self._arrivals += 1
+        heapq.heappush(self._order, (-priority, self._arrivals, key))
 
-    def admit(self) -> list[int]:
-        """Keys that may start now, in their order; their blocks are reserved until release."""
-        admitted = []
+    def schedule(self) -> list[int]:
+        """Return the keys that start now, in order; their slots and blocks are reserved until release."""
+        scheduled = []
         while self._order and len(self._running) < self.slots:
             key = self._order[0][2]
             blocks = self._waiting.get(key, 0)
@@ -64,20 +69,21 @@ class Scheduler:
                 break
             heapq.heappop(self._order)
             if self._waiting.pop(key, None) is None:
-                continue  # it left while it waited
+                continue  # released while it waited
             self._running[key] = blocks
             self._free_blocks -= blocks
-            admitted.append(key)
-        return admitted
+            scheduled.append(key)
+        return scheduled
 
     def release(self, key: int) -> None:
-        """The request has left the engine (or the queue); unknown keys are fine."""
+        """Free a request's slot and blocks, or its queue entry; does nothing for an unknown key."""
         self._free_blocks += self._running.pop(key, 0)
         self._waiting.pop(key, None)
 
     def running_keys(self) -> list[int]:
+        """Return the keys that hold a slot."""
         return list(self._running)
 
     def waiting_keys(self, at_most: int) -> list[int]:
-        """The oldest waiting keys."""
+        """Return the oldest waiting keys."""
         return [key for key, _ in zip(self._waiting, range(at_most), strict=False)]

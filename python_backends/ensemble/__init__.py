@@ -1,1 +1,1 @@
-"""The messages that the three models of the ensemble exchange beside Triton's tensors."""
+"""The messages that the models of the ensemble and the engine's worker exchange."""

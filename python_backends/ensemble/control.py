@@ -1,7 +1,7 @@
-"""The way back: from the detokenizer (and the supervisor) to the engine, past Triton.
+"""Commands from the detokenizer and the supervisor to the engine, beside Triton.
 
-Triton 2.51 never tells a running engine step of an ensemble that its client has gone, so the detokenizer,
-which does learn it, sends word on an abstract unix datagram socket. One datagram is one line of words.
+Triton 2.51 never marks a running engine step of an ensemble as cancelled when the client disconnects. It marks the
+detokenizer's, which then sends a command on an abstract unix datagram socket. One datagram is one command in text.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from python_backends.ensemble import local_datagram
 
 _MAX_BYTES = 4096
 
-# The kernel holds ten datagrams for a listener (net.unix.max_dgram_qlen); in a storm of cancels a moment's patience
-# is better than a lost one. The listener takes some 20 µs for each.
-_PATIENCE_US = 5_000
+# The kernel queues ten datagrams for a listener (net.unix.max_dgram_qlen), which takes some 20 µs for each. When many
+# streams are cancelled at once, a short wait is better than a lost command.
+_SEND_TIMEOUT_US = 5_000
 
 
 class Verb(str, Enum):
-    """cancel: the client has gone. stop: a stop string matched. alive: answer to a probe. abort: end all streams."""
+    """CANCEL: the client has disconnected. STOP: a stop string matched. ABORT: end all streams."""
 
     CANCEL = "cancel"
     STOP = "stop"
-    ALIVE = "alive"
     ABORT = "abort"
 
 
 @dataclass(frozen=True)
 class ControlMessage:
-    """``epoch`` and ``key`` name a stream (see stream_state); ABORT carries a reason instead."""
+    """One command.
+
+    epoch, key: the stream, see StreamState; not with ABORT.
+    reason: with ABORT only.
+    """
 
     verb: Verb
     epoch: int = 0
@@ -48,7 +51,10 @@ class ControlMessage:
 
     @classmethod
     def decode(cls, datagram: bytes) -> ControlMessage:
-        """Raises ValueError for anything that is not one of ours."""
+        """
+        Raises:
+            ValueError: the datagram is not a command.
+        """
         verb_text, _, rest = datagram.decode().partition(" ")
         verb = Verb(verb_text)
         if verb is Verb.ABORT:
@@ -58,15 +64,15 @@ class ControlMessage:
 
 
 class ControlSender:
-    """Waits 5 ms at most for a busy listener; what is lost all the same is repeated at the stream's next chunk."""
+    """Sends commands; waits up to 5 ms for a busy listener. The caller repeats a lost one with the next increment."""
 
     def __init__(self, name: str) -> None:
         self._address = "\0" + name
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, _PATIENCE_US))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, _SEND_TIMEOUT_US))
 
     def send(self, message: ControlMessage) -> bool:
-        """Whether the listener has it."""
+        """Return whether the listener has the command."""
         try:
             self._socket.sendto(message.encode(), self._address)
         except OSError:  # no engine is listening now, or its queue is full
@@ -78,7 +84,7 @@ class ControlSender:
 
 
 class ControlListener:
-    """Calls ``handle`` in a thread of its own for every message of our own user or root, until closed."""
+    """Calls ``handle`` in a thread of its own for every command of this process's user or root, until closed."""
 
     def __init__(self, name: str, handle: Callable[[ControlMessage], None]) -> None:
         self._socket = local_datagram.bind(name)

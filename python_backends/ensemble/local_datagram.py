@@ -1,7 +1,7 @@
 """Abstract unix datagram sockets that accept datagrams of their own user and of root only.
 
-Anybody on the machine may send to an abstract socket: it has no file and so no permissions. The kernel attaches the
-sender's user id to every datagram, and a sender cannot forge it without root's privileges.
+Every user of the machine can send to an abstract socket: it has no file and so no permissions. The kernel attaches the
+sender's user id to every datagram, and only root can forge it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import socket
 import struct
 
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
-# Room for the credentials and nothing more, so that the kernel never installs file descriptors a stranger passes.
+# Space for the credentials only, so that the kernel never installs file descriptors that another user passes.
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_CREDENTIALS.size)
 
 
 def bind(name: str) -> socket.socket:
-    """Returns a datagram socket bound to the abstract ``name``, to be read with :func:`receive`.
+    """Return a datagram socket bound to the abstract ``name``, to be read with :func:`receive`.
 
     Raises:
         OSError: the name is in use.
@@ -32,7 +32,7 @@ def bind(name: str) -> socket.socket:
 
 
 def receive(bound: socket.socket, max_bytes: int) -> tuple[bytes, object] | None:
-    """Waits for one datagram; returns it with its sender's address, or None if another user sent it.
+    """Wait for one datagram; return it with its sender's address, or None if another user sent it.
 
     max_bytes: the longest datagram; a longer one is cut.
 

@@ -1,9 +1,9 @@
-"""From the tokenizer to the detokenizer, past an engine that carries nothing for them.
+"""Request metadata from the tokenizer to the detokenizer, beside the C++ ``tensorrtllm`` backend.
 
-The C++ ``tensorrtllm`` backend returns bare ids, and an ensemble may feed the detokenizer from nowhere else. So the
-tokenizer leaves what the detokenizer must know under the request's id, which Triton gives to every step, and hears
-whether that id is free: two live requests under one id would mix, here and in the backend's own table.
-One datagram each way on abstract unix sockets, about 0.1 ms, before the engine has seen the request.
+That backend returns ids only, and Triton lets the detokenizer read only the engine's outputs. So the tokenizer sends
+the metadata under the request's id, which Triton passes to every step, and learns whether that id is free: two live
+requests with one id would be mixed, in the detokenizer and in the backend. One datagram each way on abstract unix
+sockets, about 0.1 ms, before the engine has the request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ _REPLY_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class StreamMetadata:
-    """options: StreamOptions as JSON. end_ids: every id that ends the output. Counts are tokens."""
+    """What the detokenizer must know of one request.
+
+    options: StreamOptions as JSON.
+    max_tokens, num_input_tokens: tokens.
+    end_ids: every id that ends the output.
+    """
 
     request_id: str
     options: str
@@ -39,37 +44,48 @@ class StreamMetadata:
 
     @classmethod
     def decode(cls, datagram: bytes) -> StreamMetadata:
-        """Raises ValueError, TypeError or KeyError for anything that is not a metadata."""
+        """
+        Raises:
+            ValueError, TypeError, KeyError: the datagram is not a request's metadata.
+        """
         fields = json.loads(datagram)
         metadata = cls(**{**fields, "end_ids": tuple(fields["end_ids"])})
         if not isinstance(metadata.request_id, str) or not isinstance(metadata.options, str):
-            raise TypeError("request_id and options are text")
+            raise TypeError("request_id, options: must be text")
         return metadata
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises InvalidArgument unless the id can name a stream."""
+    """Check that the id can identify a stream.
+
+    Raises:
+        InvalidArgument: it is empty or too long.
+    """
     size = len(request_id.encode())
     if size == 0:
-        raise InvalidArgument("request_id", "is empty; this engine tells streams apart by it, send a unique one")
+        raise InvalidArgument("request_id", "must be unique among the live requests of this engine, got an empty one")
     if size > MAX_REQUEST_ID_BYTES:
-        raise InvalidArgument("request_id", f"has {size} bytes; allowed are 1 to {MAX_REQUEST_ID_BYTES}")
+        raise InvalidArgument("request_id", f"must have 1 to {MAX_REQUEST_ID_BYTES} bytes, got {size}")
 
 
 class MetadataSender:
-    """The tokenizer's end; one per instance, used by one thread."""
+    """The tokenizer's end; one per model instance, used by one thread."""
 
     def __init__(self, name: str) -> None:
         self._socket = local_datagram.bind(f"{name}-reply-{os.getpid()}")
         self._address = "\0" + name
 
     def post(self, metadata: StreamMetadata) -> None:
-        """Returns when the detokenizer holds the metadata. Raises InvalidArgument for an id that is in use or options
-        too large to carry, Unavailable when the detokenizer does not answer."""
+        """Send the metadata; return when the detokenizer has it.
+
+        Raises:
+            InvalidArgument: the request id is in use, or the stop words are too large for a datagram.
+            Unavailable: the detokenizer does not answer.
+        """
         check_request_id(metadata.request_id)
         datagram = metadata.encode()
         if len(datagram) > _MAX_BYTES:
-            raise InvalidArgument("stop_words", f"take {len(datagram)} bytes; allowed are {_MAX_BYTES} in all")
+            raise InvalidArgument("stop_words", f"must take at most {_MAX_BYTES} bytes in all, got {len(datagram)}")
         deadline_s = time.monotonic() + _REPLY_TIMEOUT_S
         try:
             self._socket.settimeout(_REPLY_TIMEOUT_S)
@@ -78,16 +94,16 @@ class MetadataSender:
         except OSError as exc:
             raise Unavailable(f"the detokenizer does not answer: {exc}") from exc
         if not reply["accepted"]:
-            raise InvalidArgument("request_id", "is in use by a request that still runs; send a unique one")
+            raise InvalidArgument("request_id", "must be unique among the live requests of this engine, got one in use")
 
     def _reply_to(self, metadata: StreamMetadata, deadline_s: float) -> dict:
-        """Skips replies that came after their timeout, which are of earlier requests, and other users' datagrams.
+        """Return the reply; skip late replies to earlier requests and other users' datagrams.
 
         Raises:
-            TimeoutError: there was none at ``deadline_s``, however many others came.
+            TimeoutError: there was none until ``deadline_s``.
         """
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            self._socket.settimeout(left_s)
+        while (remaining_s := deadline_s - time.monotonic()) > 0:
+            self._socket.settimeout(remaining_s)
             received = local_datagram.receive(self._socket, _MAX_BYTES)
             if received is not None:
                 reply = json.loads(received[0])
@@ -123,7 +139,7 @@ class MetadataListener:
             try:
                 self._socket.sendto(json.dumps(reply).encode(), sender)
             except OSError:
-                pass  # the tokenizer that asked has gone
+                pass  # the tokenizer has been unloaded
 
     def close(self) -> None:
         self._closing = True

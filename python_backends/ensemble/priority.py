@@ -1,7 +1,7 @@
-"""Engines and the request parameter ``request_priority``.
+"""The request parameter ``request_priority`` and the engines.
 
-Triton's own ``priority`` orders Triton's queues only, which an engine that batches in flight empties at once, and no
-Python model can read it. TensorRT-LLM's C++ backend passes neither on, so around it the parameter is refused.
+Triton's own ``priority`` orders only Triton's queues, which an engine with in-flight batching empties immediately, and
+no Python model can read it. TensorRT-LLM's C++ backend supports neither, so the parameter is refused for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from contract.priority import NORMAL, PARAMETER, read
 
 
 def refuse(parameters: Mapping[str, object]) -> None:
-    """For an engine that cannot honour it: InvalidArgument for any other than NORMAL."""
+    """Check the parameter for an engine that does not support it.
+
+    Raises:
+        InvalidArgument: it is not NORMAL.
+    """
     if read(parameters) != NORMAL:
-        problem = f"got {parameters[PARAMETER]!r}; the TensorRT-LLM engine runs requests as they come, leave it out"
+        problem = f"must be left out, the TensorRT-LLM engine has no priorities; got {parameters[PARAMETER]!r}"
         raise InvalidArgument(PARAMETER, problem)

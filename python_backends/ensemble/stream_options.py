@@ -1,5 +1,7 @@
-"""What the tokenizer wants the detokenizer to know of a request. An ensemble may not feed the detokenizer from
-anything but the engine (Triton's rule for steps after a decoupled one), so it rides through the engine unopened."""
+"""What the detokenizer must know of a request, as the tokenizer writes it.
+
+Triton lets a step after a decoupled one read only that step's outputs, so the text passes through the engine unread.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,17 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """stream: a response per piece of text, else one with all of it. echo: the prompt's ids come first in the stream.
-    stop: strings to match on text. include_stop: leave the match in the text. hidden_ids: stop ids that end the stream
-    and are not part of the output. min_tokens: no stop string counts before so many ids. timings: report the
-    instants of tokenizer, engine and detokenizer with the end. tokenized_ns: when the ids were ready on the monotonic
-    clock, 0 if unknown."""
+    """Options of one stream.
+
+    stream: send a response per increment of text, else one with all of it.
+    echo: the stream begins with the prompt's ids.
+    stop: strings that end the output.
+    include_stop: leave the matched string in the text.
+    hidden_ids: stop ids that end the stream and are not part of the output.
+    min_tokens: stop strings count after so many ids.
+    timings: report the instants of tokenizer, engine and detokenizer with the last response.
+    tokenized_ns: CLOCK_MONOTONIC, the ids were ready; 0 if unknown.
+    """
 
     stream: bool = False
     echo: bool = False

@@ -1,6 +1,6 @@
-"""What a Python engine tells the detokenizer in band, beside the ids: ``stream_state`` INT64[1, FIELDS].
+"""The tensor ``stream_state`` INT64[1, FIELDS], which a Python engine sends the detokenizer with every response.
 
-The C++ ``tensorrtllm`` backend cannot say any of it; there the detokenizer keys its state by request id.
+The C++ ``tensorrtllm`` backend has no such output; with it the detokenizer identifies streams by request id.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class StreamEvent(IntEnum):
-    """PROBE asks whether the client is still there and carries no ids; the rest say how the stream stands."""
+    """The state of a stream; PROBE is a response without ids, sent to learn whether the client has disconnected."""
 
     RUNNING = 0
     PROBE = 1
@@ -23,14 +23,19 @@ class StreamEvent(IntEnum):
 
     @property
     def last(self) -> bool:
+        """Whether the stream has ended."""
         return self >= StreamEvent.STOP
 
 
 class StreamState(NamedTuple):
-    """epoch: start of this engine process's life in ns; key: the stream's number within it. Together they name
-    a stream for ever, whatever request ids clients send. stop_id: the id that ended it, or -1. Times are
-    CLOCK_MONOTONIC nanoseconds, 0 while unknown; sent_ns is when this response left the engine;
-    first is 1 when it holds the stream's first generated id."""
+    """One response's stream and its state. Times are CLOCK_MONOTONIC nanoseconds, 0 while unknown.
+
+    epoch: when the engine model was loaded, ns.
+    key: the stream's number since then; epoch and key identify a stream, whatever request ids clients send.
+    stop_id: the id that ended the stream, or -1.
+    sent_ns: this response left the engine.
+    first: 1 if it holds the stream's first generated id, else 0.
+    """
 
     epoch: int
     key: int

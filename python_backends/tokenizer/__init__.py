@@ -1,1 +1,1 @@
-"""How a prompt becomes token ids: text or chat in, the engine's input tensors out, everything checked first."""
+"""The tokenizer model: text or chat in, the engine's input tensors out, after every check."""

@@ -1,10 +1,12 @@
-"""A model's chat template, rendered as Hugging Face does: Jinja in a sandbox, because checkpoints bring their own."""
+"""A model's chat template, rendered as Hugging Face does: in a Jinja sandbox, because the template is part of the
+checkpoint and so not trusted."""
 
 from __future__ import annotations
 
 import datetime
 import json
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -17,9 +19,10 @@ _ROLES_HINT = 'a JSON list such as [{"role": "user", "content": "Hello"}]'
 
 
 class ChatTemplate:
-    """``tokenizer_dir`` holds chat_template.jinja, or tokenizer_config.json with ``chat_template``."""
+    """Renders chats to prompts."""
 
     def __init__(self, tokenizer_dir: Path) -> None:
+        """tokenizer_dir: holds chat_template.jinja, or tokenizer_config.json with ``chat_template``."""
         config_path = tokenizer_dir / "tokenizer_config.json"
         config = json.loads(config_path.read_text("utf-8")) if config_path.exists() else {}
         source = config.get("chat_template")
@@ -38,7 +41,12 @@ class ChatTemplate:
         self._tokens = {name: _token_text(config.get(name)) for name in _TOKENS}
 
     def render(self, messages_json: str) -> str:
-        """The prompt for a chat, oldest message first, ending where the assistant is to speak."""
+        """Return the prompt of a chat, ending where the assistant's message begins.
+
+        Raises:
+            NotFound: the model has no chat template.
+            InvalidArgument: the messages are not a chat, or the template refuses them.
+        """
         if self._template is None:
             raise NotFound("messages: this model has no chat template; send text_input instead")
         messages = parse_messages(messages_json)
@@ -47,52 +55,62 @@ class ChatTemplate:
                 messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._tokens
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as exc:
-            raise InvalidArgument("messages", f"the model's chat template refuses them: {exc}") from exc
+            raise InvalidArgument("messages", f"must suit the model's chat template, got {exc}") from exc
         _check_characters(text)
         return text
 
 
-def parse_messages(messages_json: str) -> list[dict]:
-    """Raises InvalidArgument naming the message and what it must hold."""
+def parse_messages(messages_json: str) -> list[dict[str, Any]]:
+    """Parse the input ``messages``.
+
+    Raises:
+        InvalidArgument: it is not a chat; names the message and what it must hold.
+    """
     try:
         messages = json.loads(messages_json)
     except (ValueError, RecursionError) as exc:
-        raise InvalidArgument("messages", f"is not JSON ({exc}); send {_ROLES_HINT}") from exc
+        raise InvalidArgument("messages", f"must be {_ROLES_HINT}, got no JSON: {exc}") from exc
     if not isinstance(messages, list) or not messages:
         raise InvalidArgument("messages", f"must be {_ROLES_HINT}")
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InvalidArgument("messages", f'entry {index} has no "role"; send {_ROLES_HINT}')
+            raise InvalidArgument("messages", f'entry {index} must have a "role", as in {_ROLES_HINT}')
         if not isinstance(message.get("content"), str):
-            raise InvalidArgument("messages", f'entry {index} has no text in "content"; send {_ROLES_HINT}')
+            raise InvalidArgument("messages", f'entry {index} must have text in "content", as in {_ROLES_HINT}')
     return messages
 
 
-def _token_text(token: str | dict | None) -> str:
+def _token_text(token: str | dict[str, Any] | None) -> str:
     return token.get("content", "") if isinstance(token, dict) else token or ""
 
 
 def _check_characters(text: str) -> None:
-    """JSON can spell, as \\u0000 and \\ud800, what UTF-8 text may not hold."""
+    """Refuse what JSON can write, as \\u0000 and \\ud800, and UTF-8 text cannot."""
     if "\0" in text:
-        raise InvalidArgument("messages", "hold a NUL character (\\u0000); remove it")
+        raise InvalidArgument("messages", "must hold no NUL character (\\u0000), got one")
     try:
         text.encode()
     except UnicodeEncodeError as exc:
         half = f"\\u{ord(text[exc.start]):x}"
-        raise InvalidArgument("messages", f"hold half a character ({half}); send both halves") from exc
+        raise InvalidArgument("messages", f"must be encodable as UTF-8, got a lone surrogate ({half})") from exc
 
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks, for training, what the assistant is to learn; here it is its content."""
+    """``{% generation %}`` marks the assistant's text for training; it is rendered as its content."""
 
     tags = {"generation"}
 

@@ -1,10 +1,11 @@
-"""The Triton model ``tokenizer``: a batch of requests in, each one's engine tensors (or its error) out."""
+"""The Triton model ``tokenizer``: a batch of requests in, the engine's input tensors of each, or its error, out."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,20 +21,22 @@ from python_backends.settings import Settings
 from python_backends.tokenizer.chat_template import ChatTemplate
 from python_backends.tokenizer.encoding import Encoding
 from python_backends.tokenizer.request import DEFAULT_MAX_TOKENS, PromptRequest, parse
-from python_backends.triton_io import Inputs, error_response, metric_family, parameters, response, row, texts
+from python_backends.triton_io import Inputs, Request, error_response, metric_family, parameters, response, row, texts
 
 
 class TritonPythonModel:
-    def initialize(self, args: dict) -> None:
+    """Triton's interface of a Python model."""
+
+    def initialize(self, args: dict[str, str]) -> None:
         settings = Settings.from_env()
         manifest = manifests.load(settings.engine_dir)
         self._limits = EngineLimits.from_manifest(manifest)
         self._max_prompt_bytes = settings.max_prompt_bytes
         self._drain_file = settings.drain_file
         self._eos_token_ids = tuple(manifest.eos_token_ids)
-        self._on_cpu = manifest.kind == "cpu"
+        self._cpp_backend = manifest.kind == "trtllm"
         # Only a Python engine passes options on; for the C++ backend they take the metadata channel.
-        self._metadata_channel = MetadataSender(settings.metadata_socket) if manifest.kind == "trtllm" else None
+        self._metadata_channel = MetadataSender(settings.metadata_socket) if self._cpp_backend else None
         self._encoding = Encoding(settings.engine_dir / "tokenizer.json", self._limits.max_seq_len)
         self._chat_template = ChatTemplate(settings.engine_dir)
         self._metrics = Metrics(metric_family)
@@ -45,11 +48,11 @@ class TritonPythonModel:
         }
         self._heartbeat = Heartbeat(settings.supervisor_socket)
 
-    def execute(self, requests: list) -> list:
+    def execute(self, requests: list[Request]) -> list[Any]:
         with self._heartbeat:
             return self._execute(requests)
 
-    def _execute(self, requests: list) -> list:
+    def _execute(self, requests: list[Request]) -> list[Any]:
         arrival_ns = time.monotonic_ns()
         if self._drain_file is not None and self._drain_file.exists():
             parsed = [Unavailable("the server is shutting down") for _ in requests]
@@ -62,15 +65,15 @@ class TritonPythonModel:
                 if isinstance(item, TridentError):
                     raise item
                 responses.append(response(self._outputs(request.request_id(), item[0], next(ids), arrival_ns)))
-            except Exception as exc:  # the outer edge: one request's fault must not take its batch with it
+            except Exception as exc:  # the outer edge: one request's defect must not fail its batch
                 error = exc if isinstance(exc, TridentError) else EngineFailed(f"the tokenizer failed: {exc!r}")
                 self._refused[type(error).__name__](1)
                 responses.append(error_response(error))
         self._metrics.flush()
         return responses
 
-    def _parse(self, request) -> tuple[PromptRequest, str, bool] | TridentError:
-        """The request, the text to encode and whether special tokens are still to be added, or why not."""
+    def _parse(self, request: Request) -> tuple[PromptRequest, str, bool] | TridentError:
+        """Return the request, the text to encode and whether to add special tokens; or the error."""
         try:
             prompt = parse(Inputs(request), parameters(request), self._limits, self._max_prompt_bytes)
             self._refuse_unsupported(prompt)
@@ -85,11 +88,11 @@ class TritonPythonModel:
             return prompt, text, add_special_tokens
         except TridentError as exc:
             return exc
-        except Exception as exc:  # the outer edge: a fault of ours becomes a well-formed answer
+        except Exception as exc:  # the outer edge: a defect becomes a well-formed response
             return EngineFailed(f"the tokenizer could not read the request: {exc!r}")
 
     def _encode(self, items: list[tuple[PromptRequest, str, bool]]) -> list[list[int]]:
-        """Ids of every item, in order; one call to the tokenizer per kind of prompt."""
+        """Return the ids of every item, in order, with one call to the tokenizer per kind of prompt."""
         ids: list[list[int]] = [[]] * len(items)
         for add_special_tokens in (True, False):
             chosen = [index for index, item in enumerate(items) if item[2] is add_special_tokens]
@@ -99,21 +102,23 @@ class TritonPythonModel:
         return ids
 
     def _refuse_unsupported(self, prompt: PromptRequest) -> None:
-        if not self._on_cpu and prompt.min_p:
-            raise InvalidArgument("min_p", f"got {prompt.min_p}; this engine does not do it, allowed is 0")
-        if not self._on_cpu and prompt.num_top_log_probs:
-            raise InvalidArgument("num_top_log_probs", "this engine knows only the chosen id's log probability")
-        if self._on_cpu and prompt.bad_words:
-            raise InvalidArgument("bad_words", "the CPU engine cannot ban words; leave it out")
-        if self._on_cpu and prompt.bias_words:
-            raise InvalidArgument("embedding_bias_words", "the CPU engine cannot bias words; leave it out")
+        """Refuse inputs by their public names that the engine would refuse by another, or ignore."""
+        if self._cpp_backend:
+            unsupported = {"min_p": prompt.min_p, "num_top_log_probs": prompt.num_top_log_probs}
+            neutral = "0"
+        else:
+            unsupported = {"bad_words": prompt.bad_words, "embedding_bias_words": prompt.bias_words}
+            neutral = "left out"
+        for name, value in unsupported.items():
+            if value:
+                raise InvalidArgument(name, f"must be {neutral}, got {value}; not supported by this engine yet")
 
     def _outputs(
         self, request_id: str, prompt: PromptRequest, ids: list[int], arrival_ns: int
     ) -> dict[str, np.ndarray]:
         name = "text_input" if prompt.messages is None else "messages"
         if not ids:
-            raise InvalidArgument(name, "the prompt encodes to no tokens; send some text")
+            raise InvalidArgument(name, "must encode to at least one token, got none")
         self._check_vocabulary(name, ids)
         max_tokens = prompt.max_tokens
         if max_tokens is None:
@@ -124,7 +129,7 @@ class TritonPythonModel:
             "input_ids": row(ids),
             "input_lengths": row([len(ids)]),
             "max_tokens": row([max_tokens]),
-            # An engine takes one end id; every other id that ends the output goes as a stop word of one id.
+            # An engine takes one end id; the other ids that end the output are sent as stop words of one id.
             "end_id": row([end_ids[0] if end_ids else -1]),
             "stop_words_list": encode_word_list([(token,) for token in (*end_ids[1:], *prompt.stop_token_ids)]),
             "streaming": row([self._engine_streams(prompt)], np.bool_),
@@ -139,25 +144,29 @@ class TritonPythonModel:
             outputs["min_tokens"] = row([prompt.min_tokens])
         tokenized_ns = time.monotonic_ns()
         outputs["tokenizer_time_ns"] = row([arrival_ns, tokenized_ns], np.int64)
-        told = prompt.options
-        options = (dataclasses.replace(told, tokenized_ns=tokenized_ns) if told.timings else told).to_json()
+        stream_options = prompt.options
+        if stream_options.timings:
+            stream_options = dataclasses.replace(stream_options, tokenized_ns=tokenized_ns)
+        options = stream_options.to_json()
         outputs["stream_options"] = texts(options)
-        if self._metadata_channel is not None:  # last, because the id is taken from here on
+        if self._metadata_channel is not None:  # last, because the request id is in use from here on
             ends = (*end_ids, *prompt.stop_token_ids)
             self._metadata_channel.post(StreamMetadata(request_id, options, max_tokens, len(ids), ends))
         return outputs
 
     def _end_ids(self, prompt: PromptRequest) -> tuple[int, ...]:
-        """The model's own, unless the request names one or wants none."""
+        """Return the model's end ids, unless the request has its own or none."""
         if prompt.end_id is None:
             return self._eos_token_ids
         return () if prompt.end_id == -1 else (prompt.end_id,)
 
     def _engine_streams(self, prompt: PromptRequest) -> bool:
-        """Whether the engine is to send ids as they come. Without ``stream`` the detokenizer gathers the text; it must
-        see the ids early all the same to stop the engine at a stop string, and, behind an engine that cannot ask
-        whether the client is still there, to notice that it has gone."""
-        return prompt.options.stream or bool(prompt.options.stop) or not self._on_cpu
+        """Whether the engine sends ids as they are generated.
+
+        Without ``stream`` the detokenizer gathers the text. It needs the ids early nevertheless to stop the engine at a
+        stop string, and, with the C++ backend, which sends no probes, to detect a disconnected client.
+        """
+        return prompt.options.stream or bool(prompt.options.stop) or self._cpp_backend
 
     def _bias(self, prompt: PromptRequest) -> np.ndarray:
         bias = np.zeros((1, self._limits.vocab_size), dtype=np.float32)
@@ -168,18 +177,22 @@ class TritonPythonModel:
     def _ids(self, name: str, word: str) -> tuple[int, ...]:
         ids = self._encoding.encode_word(word)
         if not ids:
-            raise InvalidArgument(name, f"holds {word!r}, of which this model's tokenizer makes no token; leave it out")
+            raise InvalidArgument(name, f"must hold words that encode to tokens, got {word!r}")
         self._check_vocabulary(name, ids)
         return ids
 
     def _check_vocabulary(self, name: str, ids: Sequence[int]) -> None:
-        """A tokenizer may have added tokens for which the model has no row: raises InvalidArgument naming the input."""
+        """A tokenizer may have added tokens for which the model has no row.
+
+        Raises:
+            InvalidArgument: the input holds such a token.
+        """
         highest = max(ids)
         if highest >= self._limits.vocab_size:
             raise InvalidArgument(
                 name,
-                f"holds {self._encoding.token(highest)!r}, which is token {highest}; this model knows tokens 0 to "
-                f"{self._limits.vocab_size - 1}",
+                f"must hold tokens 0 to {self._limits.vocab_size - 1}, got {self._encoding.token(highest)!r}, which is "
+                f"token {highest}",
             )
 
     def finalize(self) -> None:

@@ -1,10 +1,11 @@
-"""The ensemble's door: what a client sent, checked and named, before any of it is encoded."""
+"""Validation of an ensemble request, before its text is encoded."""
 
 from __future__ import annotations
 
 import difflib
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from contract.errors import InvalidArgument, PromptTooLong
 from contract.tensors import ENSEMBLE_INPUTS
@@ -17,17 +18,24 @@ DEFAULT_MAX_TOKENS = 128
 _MAX_STOPS = 100
 _MAX_STOP_CHARACTERS = 1000
 
-# A request parameter nobody reads is most often an input in the wrong place (generate_stream turns every JSON key
-# that is no input into one), so unknown ones are refused. Forwarded headers arrive as parameters too.
+# An unknown request parameter is usually a misspelt or misplaced input (generate_stream turns every JSON key that is no
+# input into one), so it is refused. Forwarded headers arrive as parameters too.
 _KNOWN_PARAMETERS = {"traceparent", "tracestate", priority.PARAMETER}
 _KNOWN_PARAMETER_PREFIXES = ("x-", "triton_", "sequence_")
 
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """prompt: text to encode, or messages: JSON of a chat; exactly one is set. max_tokens: None takes the default.
-    stop_token_ids: ids that end the output beside the model's own. end_id: None for the model's own, -1 for none.
-    seed, min_tokens: None when not sent. bad_words, bias: what only some engines can honour."""
+    """One validated request.
+
+    prompt: text to encode; exactly one of prompt and messages is set.
+    messages: a chat as JSON.
+    max_tokens: longest output, None for the default.
+    stop_token_ids: ids that end the output, beside the model's own.
+    end_id: None for the model's own, -1 for none.
+    seed, min_tokens: None when not sent.
+    bad_words, bias_words, bias_weights: supported by the C++ backend only.
+    """
 
     prompt: str | None
     messages: str | None
@@ -44,31 +52,38 @@ class PromptRequest:
     options: StreamOptions
 
 
-def parse(inputs: Inputs, parameters: dict, limits: EngineLimits, max_prompt_bytes: int) -> PromptRequest:
-    """Raises InvalidArgument that names the input and what is allowed."""
+def parse(inputs: Inputs, parameters: dict[str, Any], limits: EngineLimits, max_prompt_bytes: int) -> PromptRequest:
+    """Read and validate the input tensors.
+
+    Raises:
+        InvalidArgument: an input or parameter holds a value that is not allowed.
+        PromptTooLong: the prompt has more than ``max_prompt_bytes``.
+    """
     check_parameters(parameters)
     priority.read(parameters)
     prompt, messages = inputs.text("text_input"), inputs.text("messages")
     if prompt is None and messages is None:
-        raise InvalidArgument("text_input", "is missing; send a prompt, or a chat in messages")
+        raise InvalidArgument("text_input", "must be sent if messages is not, got neither")
     if prompt is not None and messages is not None:
-        raise InvalidArgument("messages", "was sent together with text_input; send one of them")
+        raise InvalidArgument("messages", "must be left out if text_input is sent, got both")
     if prompt == "":
-        raise InvalidArgument("text_input", "is empty; send at least one character")
+        raise InvalidArgument("text_input", "must have at least one character, got an empty string")
     for name, text in (("text_input", prompt), ("messages", messages)):
         if text is not None and len(text.encode()) > max_prompt_bytes:
-            raise PromptTooLong(name, f"has {len(text.encode())} bytes; allowed are {max_prompt_bytes}")
+            raise PromptTooLong(name, f"must have at most {max_prompt_bytes} bytes, got {len(text.encode())}")
     max_tokens = inputs.scalar("max_tokens")
     if max_tokens is not None and not 1 <= max_tokens <= limits.max_seq_len:
-        raise InvalidArgument("max_tokens", f"got {max_tokens}; allowed are 1 to {limits.max_seq_len} with the prompt")
+        raise InvalidArgument("max_tokens", f"must be 1 to {limits.max_seq_len}, got {max_tokens}")
     min_tokens = _alias(inputs, "min_tokens", "min_length")
     if min_tokens is not None and not 0 <= min_tokens <= limits.max_seq_len:
-        raise InvalidArgument("min_tokens", f"got {min_tokens}; allowed are 0 to {limits.max_seq_len}")
+        raise InvalidArgument("min_tokens", f"must be 0 to {limits.max_seq_len}, got {min_tokens}")
     bias_words, bias_weights = inputs.texts("embedding_bias_words"), inputs.floats("embedding_bias_weights")
     if len(bias_words) != len(bias_weights):
-        raise InvalidArgument("embedding_bias_weights", f"has {len(bias_weights)} values for {len(bias_words)} words")
+        raise InvalidArgument(
+            "embedding_bias_weights", f"must have a value per word, got {len(bias_weights)} for {len(bias_words)}"
+        )
     if not all(map(math.isfinite, bias_weights)):
-        raise InvalidArgument("embedding_bias_weights", f"holds {bias_weights}; allowed are finite numbers")
+        raise InvalidArgument("embedding_bias_weights", f"must be finite numbers, got {bias_weights}")
     stop_token_ids = tuple(dict.fromkeys(_ids(inputs, "stop_token_ids", limits.vocab_size)))
     return PromptRequest(
         prompt=prompt,
@@ -96,24 +111,33 @@ def parse(inputs: Inputs, parameters: dict, limits: EngineLimits, max_prompt_byt
     )
 
 
-def check_parameters(parameters: dict) -> None:
+def check_parameters(parameters: dict[str, Any]) -> None:
+    """Check the names of the request parameters.
+
+    Raises:
+        InvalidArgument: one is not known.
+    """
     for name in parameters:
         lowered = name.lower()
         if lowered in _KNOWN_PARAMETERS or lowered.startswith(_KNOWN_PARAMETER_PREFIXES):
             continue
         names = [tensor.name for tensor in ENSEMBLE_INPUTS]
         if name in names:
-            raise InvalidArgument(name, "was sent as a request parameter; send it as an input tensor")
+            raise InvalidArgument(name, "must be sent as an input tensor, got a request parameter")
         near = difflib.get_close_matches(name, names, 1)
         hint = f"; did you mean the input {near[0]}?" if near else "; see the inputs of the model ensemble"
-        raise InvalidArgument(name, f"is neither an input nor a known request parameter{hint}")
+        raise InvalidArgument(name, f"must be an input or a known request parameter{hint}")
 
 
-def _alias(inputs: Inputs, name: str, older_name: str):
-    """The value under either name; InvalidArgument when both were sent and differ."""
+def _alias(inputs: Inputs, name: str, older_name: str) -> Any:
+    """Return the value sent under either name.
+
+    Raises:
+        InvalidArgument: both were sent and differ.
+    """
     value, older = inputs.scalar(name), inputs.scalar(older_name)
     if value is not None and older is not None and value != older:
-        raise InvalidArgument(older_name, f"got {older}, but {name}, its other name, got {value}; send one of them")
+        raise InvalidArgument(older_name, f"must equal {name}, its other name, got {older} and {value}")
     return older if value is None else value
 
 
@@ -122,29 +146,29 @@ def _end_id(inputs: Inputs, vocab_size: int) -> int | None:
         return -1
     end_id = inputs.scalar("end_id")
     if end_id is not None and not -1 <= end_id < vocab_size:
-        raise InvalidArgument("end_id", f"got {end_id}; allowed are 0 to {vocab_size - 1}, or -1 for none")
+        raise InvalidArgument("end_id", f"must be 0 to {vocab_size - 1}, or -1 for none, got {end_id}")
     return end_id
 
 
 def _ids(inputs: Inputs, name: str, vocab_size: int) -> list[int]:
     ids = inputs.integers(name)
     if len(ids) > _MAX_STOPS:
-        raise InvalidArgument(name, f"holds {len(ids)} ids; allowed are at most {_MAX_STOPS}")
+        raise InvalidArgument(name, f"must hold at most {_MAX_STOPS} ids, got {len(ids)}")
     for token in ids:
         if not 0 <= token < vocab_size:
-            raise InvalidArgument(name, f"holds the id {token}; allowed are 0 to {vocab_size - 1}")
+            raise InvalidArgument(name, f"must hold ids from 0 to {vocab_size - 1}, got {token}")
     return ids
 
 
 def _stop_words(inputs: Inputs) -> tuple[str, ...]:
     array = inputs.array("stop_words")
     if array is not None and array.size > _MAX_STOPS:
-        raise InvalidArgument("stop_words", f"holds {array.size} strings; allowed are at most {_MAX_STOPS}")
-    # The usual clients send an empty string for "none".
+        raise InvalidArgument("stop_words", f"must hold at most {_MAX_STOPS} strings, got {array.size}")
+    # Common clients send an empty string for "none".
     words = tuple(dict.fromkeys(word for word in inputs.texts("stop_words") if word))
     for word in words:
         if len(word) > _MAX_STOP_CHARACTERS:
             raise InvalidArgument(
-                "stop_words", f"holds a string of {len(word)} characters; allowed are {_MAX_STOP_CHARACTERS}"
+                "stop_words", f"must hold strings of at most {_MAX_STOP_CHARACTERS} characters, got {len(word)}"
             )
     return words

@@ -13,5 +13,7 @@ def test_a_priority_is_a_number_from_0_to_1_in_whatever_type_a_client_sends_it(g
 
 @pytest.mark.parametrize("given", [-0.1, 1.5, "high", None, True, float("nan"), [1]])
 def test_anything_else_is_refused_by_name(given):
-    with pytest.raises(InvalidArgument, match=r"^request_priority: got .*; allowed is a number from 0 \(last\) to 1"):
+    with pytest.raises(
+        InvalidArgument, match=r"^request_priority: must be a number from 0 \(last\) to 1 \(first\), got "
+    ):
         priority.read({"request_priority": given})

@@ -18,10 +18,10 @@ gaps = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=200)
 def verdicts(gaps, *, progress, working=True, used_s=lambda now_s: 0.0, stall_s=5.0, limit_s=60.0):
     """What a watchdog says at looks that far apart; progress and used_s are functions of the time."""
     watchdog, now_s, found = Watchdog(stall_s, limit_s), 1000.0, []
-    watchdog.look(progress(now_s), working, used_s(now_s), now_s)
+    watchdog.check(progress(now_s), working, used_s(now_s), now_s)
     for gap in gaps:
         now_s += gap
-        found.append((now_s - 1000.0, watchdog.look(progress(now_s), working, used_s(now_s), now_s)))
+        found.append((now_s - 1000.0, watchdog.check(progress(now_s), working, used_s(now_s), now_s)))
     return found
 
 
@@ -46,8 +46,8 @@ def test_who_computes_has_until_the_limit(gaps):
 def test_cpu_used_before_it_stopped_is_no_excuse_for_ever():
     watchdog = Watchdog(5.0, 60.0)
     for second in range(20):  # computes one long step
-        assert not watchdog.look(1, True, float(second), float(second))
-    said = [watchdog.look(1, True, 19.0, float(second)) for second in range(20, 30)]
+        assert not watchdog.check(1, True, float(second), float(second))
+    said = [watchdog.check(1, True, 19.0, float(second)) for second in range(20, 30)]
     assert [bool(why) for why in said] == [False] * 4 + [True] * 6
     assert said[-1] == "no progress and no CPU use for 10 s"
 
@@ -62,8 +62,8 @@ def test_time_in_which_the_watcher_did_not_run_does_not_count(looks, gap_s):
 def test_work_that_begins_after_a_pause_has_the_whole_time():
     watchdog = Watchdog(5.0, 60.0)
     for second in range(100):
-        assert not watchdog.look(1, False, 0.0, float(second))
-    assert not any(watchdog.look(1, True, 0.0, 99.0 + n / 2) for n in range(10))
+        assert not watchdog.check(1, False, 0.0, float(second))
+    assert not any(watchdog.check(1, True, 0.0, 99.0 + n / 2) for n in range(10))
 
 
 def test_the_cpu_of_a_process_grows_while_it_computes_and_not_while_it_is_stopped():

@@ -45,7 +45,7 @@ async def test_beyond_the_bound_a_request_is_refused_at_once_and_the_admitted_on
     served = [answer for answer in answers if not answer.error]
     assert (len(served), len(refused)) == (requests(page, "active"), refusals(page) - before)
     assert all(
-        "Overloaded: " in answer.error and "at most 4 may wait, try again later" in answer.error for answer in refused
+        "Overloaded: " in answer.error and "queue full: 4 of 4 requests wait" in answer.error for answer in refused
     )
     assert all(len(answer.ids) == 50 for answer in served)
 

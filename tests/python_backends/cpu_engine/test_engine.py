@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from contract.errors import DeadlineExceeded, EngineFailed, Overloaded, Unavailable, from_text
 from contract.generation import SamplingParams
-from python_backends.cpu_engine import engine as engine_module
+from python_backends.cpu_engine import ticker, worker_starts
 from python_backends.cpu_engine.engine import Engine
 from python_backends.cpu_engine.metrics import CANCEL_REASONS, EngineMetrics
 from python_backends.cpu_engine.request import EngineRequest
@@ -160,17 +160,14 @@ class Setting:
         return 5 * SECOND
 
     def is_empty(self):
-        admission = self.engine._scheduler
-        return not (self.engine._streams or self.engine._by_request_id) and (
-            admission.running,
-            admission.waiting,
-            admission.reserved_blocks,
-        ) == (0, 0, 0)
+        scheduler, streams = self.engine._scheduler, self.engine._streams
+        held = (scheduler.running, scheduler.waiting, scheduler.reserved_blocks)
+        return not (streams or streams.request_ids()) and held == (0, 0, 0)
 
 
 @pytest.fixture
 def open_setting(triton, monkeypatch):
-    monkeypatch.setattr(engine_module, "_RESTART_PAUSES_S", (0, 0, 0, 0))
+    monkeypatch.setattr(worker_starts, "_PAUSES_S", (0, 0, 0, 0))
     opened = []
 
     def make(**options):
@@ -248,9 +245,9 @@ def test_a_full_queue_refuses_at_once_and_leaves_no_trace(open_setting):
     setting = open_setting(max_waiting=2)
     for _ in range(4):
         setting.submit()
-    with pytest.raises(Overloaded, match="2 requests are running and 2 are waiting"):
+    with pytest.raises(Overloaded, match="queue full: 2 of 2 requests wait, 2 are running"):
         setting.submit(request_id="refused")
-    assert "refused" not in setting.engine._by_request_id and len(setting.engine._streams) == 4
+    assert "refused" not in setting.engine._streams.request_ids() and len(setting.engine._streams) == 4
 
 
 def test_no_two_streams_share_a_key_whatever_ids_clients_send(setting):
@@ -346,7 +343,6 @@ def test_a_second_cancel_a_late_one_and_a_strangers_change_nothing(setting):
     other, others = setting.submit()
     setting.control(Verb.CANCEL, other, epoch=setting.epoch - 1)  # of an engine that is gone
     setting.control(Verb.CANCEL, 12345)
-    setting.control(Verb.ALIVE, other)
     for _ in range(3):
         setting.control(Verb.CANCEL, key)
     setting.link.confirm(key)
@@ -381,7 +377,7 @@ def test_a_stop_request_ends_every_stream_of_its_id_and_no_other(setting):
     assert setting.engine.stop_request("a") == 0
     assert setting.engine.stop_request("unknown") == setting.engine.stop_request("") == 0
     assert [sink.end()[0] for _, sink in same] == [StreamEvent.CANCELLED] * 3
-    assert not others.closed and list(setting.engine._by_request_id) == ["b"]
+    assert not others.closed and setting.engine._streams.request_ids() == {"b"}
 
 
 def test_500_cancels_at_once_leave_nothing_behind(open_setting):
@@ -595,7 +591,7 @@ def test_a_stream_that_speaks_is_not_probed(setting):
 
 
 def test_only_the_oldest_waiting_streams_are_probed(open_setting, monkeypatch):
-    monkeypatch.setattr(engine_module, "_PROBED_WAITING", 3)
+    monkeypatch.setattr(ticker, "_PROBED_WAITING", 3)
     setting = open_setting(limits=EngineLimits(100, 256, max_batch_size=1, kv_cache_blocks=8))
     sinks = [setting.submit()[1] for _ in range(6)]
     setting.clock.move(1)
@@ -629,7 +625,7 @@ def test_an_idle_engine_does_not_tick(setting):
 
     def is_still():
         looks = setting.clock.looks
-        time.sleep(5 * engine_module.TICK_S)
+        time.sleep(5 * ticker.TICK_S)
         return setting.clock.looks == looks
 
     wait_until(is_still)  # not at once: something may still be under way
@@ -719,8 +715,8 @@ def test_a_response_that_leaves_after_the_engine_went_idle_is_observed_all_the_s
 
     key, sink = setting.submit(sink=Slow())
     setting.link.report((key, [1], StreamEvent.LENGTH))
-    wait_until(lambda: not setting.engine._work.is_set())
-    time.sleep(3 * engine_module.TICK_S)
+    wait_until(lambda: setting.engine._ticker.idle)
+    time.sleep(3 * ticker.TICK_S)
     assert value(triton, "gen_ai_server_time_to_first_token_seconds") == 0
     release.set()
     wait_until(lambda: value(triton, "gen_ai_server_time_to_first_token_seconds") == 1)

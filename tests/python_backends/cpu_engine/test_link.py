@@ -123,7 +123,7 @@ def test_a_listener_that_fails_ends_the_worker_instead_of_leaving_it_unheard(ope
     _, listener = open_link(on_report=fail)
     listener.wait_for("death")
     assert listener.deaths == [
-        "the engine process was killed by signal 9: its report could not be dealt with: KeyError('unknown stream')"
+        "the engine process was killed by signal 9: its report could not be processed: KeyError('unknown stream')"
     ]
 
 

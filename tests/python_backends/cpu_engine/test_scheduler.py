@@ -12,61 +12,61 @@ SLOTS, BLOCKS, MAX_WAITING = 3, 10, 4
 def test_requests_start_in_the_order_in_which_they_came():
     admission = Scheduler(slots=2, blocks=100, max_waiting=10)
     for key in (5, 3, 9):
-        admission.offer(key, 1)
-    assert admission.admit() == [5, 3]
+        admission.enqueue(key, 1)
+    assert admission.schedule() == [5, 3]
     admission.release(5)
-    assert admission.admit() == [9]
+    assert admission.schedule() == [9]
 
 
 def test_the_more_urgent_start_first_and_equals_in_their_order():
     admission = Scheduler(slots=0, blocks=100, max_waiting=10)
     for key, priority in ((1, 0.5), (2, 0.0), (3, 1.0), (4, 0.5), (5, 1.0)):
-        admission.offer(key, 1, priority)
+        admission.enqueue(key, 1, priority)
     admission.release(5)  # it has gone while it waited
     admission.slots = 10
-    assert admission.admit() == [3, 1, 4, 2]
+    assert admission.schedule() == [3, 1, 4, 2]
 
 
 def test_those_that_leave_while_they_wait_are_forgotten():
     admission = Scheduler(slots=0, blocks=100, max_waiting=10)
-    admission.offer(0, 1, 1.0)
+    admission.enqueue(0, 1, 1.0)
     for key in range(1, 1000):
-        admission.offer(key, 1)
+        admission.enqueue(key, 1)
         admission.release(key)
     assert admission.waiting == 1 and len(admission._order) < 100
     admission.slots = 1
-    assert admission.admit() == [0]
+    assert admission.schedule() == [0]
 
 
 def test_one_that_does_not_fit_yet_holds_those_behind_it():
     admission = Scheduler(slots=10, blocks=10, max_waiting=10)
-    admission.offer(1, 8)
-    admission.offer(2, 5)
-    admission.offer(3, 1)
-    assert admission.admit() == [1]
-    assert admission.admit() == []
+    admission.enqueue(1, 8)
+    admission.enqueue(2, 5)
+    admission.enqueue(3, 1)
+    assert admission.schedule() == [1]
+    assert admission.schedule() == []
     admission.release(1)
-    assert admission.admit() == [2, 3]
+    assert admission.schedule() == [2, 3]
 
 
 def test_a_full_queue_refuses_at_once_with_the_numbers():
     admission = Scheduler(slots=1, blocks=10, max_waiting=2)
-    admission.offer(1, 1)
-    admission.admit()
-    admission.offer(2, 1)
-    admission.offer(3, 1)
-    with pytest.raises(Overloaded, match="1 requests are running and 2 are waiting; at most 2 may wait"):
-        admission.offer(4, 1)
+    admission.enqueue(1, 1)
+    admission.schedule()
+    admission.enqueue(2, 1)
+    admission.enqueue(3, 1)
+    with pytest.raises(Overloaded, match="queue full: 2 of 2 requests wait, 1 are running"):
+        admission.enqueue(4, 1)
     assert Overloaded.retryable and admission.waiting == 2
     admission.release(2)
-    admission.offer(4, 1)
+    admission.enqueue(4, 1)
 
 
 def test_a_waiting_request_that_leaves_makes_room_without_having_held_blocks():
     admission = Scheduler(slots=1, blocks=10, max_waiting=5)
-    admission.offer(1, 10)
-    admission.admit()
-    admission.offer(2, 10)
+    admission.enqueue(1, 10)
+    admission.schedule()
+    admission.enqueue(2, 10)
     admission.release(2)
     assert (admission.running, admission.waiting, admission.reserved_blocks) == (1, 0, 10)
 
@@ -74,7 +74,7 @@ def test_a_waiting_request_that_leaves_makes_room_without_having_held_blocks():
 def test_the_oldest_waiting_keys_are_told_first():
     admission = Scheduler(slots=0, blocks=0, max_waiting=10)
     for key in (7, 5, 6):
-        admission.offer(key, 1)
+        admission.enqueue(key, 1)
     assert admission.waiting_keys(2) == [7, 5]
     assert admission.waiting_keys(10) == [7, 5, 6]
 
@@ -94,7 +94,7 @@ class AnyTraffic(RuleBasedStateMachine):
         self.next_key += 1
         self.blocks[self.next_key] = blocks
         try:
-            self.admission.offer(self.next_key, blocks)
+            self.admission.enqueue(self.next_key, blocks)
         except Overloaded:
             assert len(self.waiting) == MAX_WAITING
         else:
@@ -102,7 +102,7 @@ class AnyTraffic(RuleBasedStateMachine):
 
     @rule()
     def admit(self):
-        admitted = self.admission.admit()
+        admitted = self.admission.schedule()
         assert admitted == self.waiting[: len(admitted)]
         self.running += admitted
         del self.waiting[: len(admitted)]

@@ -64,13 +64,17 @@ def test_a_posted_letter_has_arrived_when_post_returns(sender, table):
 
 def test_an_id_in_use_is_refused_by_name(sender, table):
     sender.post(METADATA)
-    with pytest.raises(InvalidArgument, match="request_id: is in use by a request that still runs"):
+    with pytest.raises(InvalidArgument, match="request_id: must be unique .* got one in use"):
         sender.post(METADATA)
 
 
 @pytest.mark.parametrize(
     ("request_id", "problem"),
-    [("", "is empty"), ("x" * 257, "has 257 bytes; allowed are 1 to 256"), ("é" * 129, "has 258 bytes")],
+    [
+        ("", "must be unique"),
+        ("x" * 257, "must have 1 to 256 bytes, got 257"),
+        ("é" * 129, "must have 1 to 256 bytes, got 258"),
+    ],
 )
 def test_an_id_that_cannot_name_a_stream_is_refused(sender, table, request_id, problem):
     with pytest.raises(InvalidArgument, match=f"request_id: {problem}"):
@@ -79,7 +83,7 @@ def test_an_id_that_cannot_name_a_stream_is_refused(sender, table, request_id, p
 
 
 def test_options_too_large_for_a_datagram_are_refused(sender, table):
-    with pytest.raises(InvalidArgument, match="stop_words: take .* bytes; allowed are"):
+    with pytest.raises(InvalidArgument, match="stop_words: must take at most .* bytes"):
         sender.post(StreamMetadata("id", "x" * 200_000, 1, 1, ()))
 
 

@@ -57,13 +57,13 @@ def test_padding_behind_the_last_word_is_not_part_of_it():
 @pytest.mark.parametrize(
     ("array", "problem"),
     [
-        (np.zeros(3, np.int32), "holds 3 values; allowed are two rows of the same length"),
-        (rows([1, 2], [3, -1]), "holds the offset 3; allowed here are 1 to 2"),
-        (rows([1, 2], [0, -1]), "holds the offset 0; allowed here are 1 to 2"),
-        (rows([1, 2, 3], [2, 2, -1]), "holds the offset 2; allowed here are 3 to 3"),
-        (rows([1, 2, 3], [2, 1, -1]), "holds the offset 1; allowed here are 3 to 3"),
-        (rows([1, 2], [-2, -1]), "holds the offset -2"),
-        (rows([1, 2, 3], [1, -1, 3]), "an offset after -1 at position 1"),
+        (np.zeros(3, np.int32), "must hold two rows of the same length, got 3 values"),
+        (rows([1, 2], [3, -1]), "rising offsets up to 2, got 3"),
+        (rows([1, 2], [0, -1]), "rising offsets up to 2, got 0"),
+        (rows([1, 2, 3], [2, 2, -1]), "rising offsets up to 3, got 2 after 2"),
+        (rows([1, 2, 3], [2, 1, -1]), "rising offsets up to 3, got 1 after 2"),
+        (rows([1, 2], [-2, -1]), "got -2"),
+        (rows([1, 2, 3], [1, -1, 3]), "-1 only at its end, got one at position 1"),
     ],
 )
 def test_what_the_backend_refuses_is_refused_by_name(array, problem):

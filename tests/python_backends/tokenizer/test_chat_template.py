@@ -83,17 +83,17 @@ def test_a_model_without_a_template_says_what_to_send_instead(tmp_path):
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
-        ("Hello", "is not JSON"),
-        ("", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
+        ("Hello", "got no JSON"),
+        ("", "got no JSON"),
+        ("[" * 100_000, "got no JSON"),
         ("{}", "must be a JSON list"),
         ("[]", "must be a JSON list"),
-        ('["Hello"]', 'entry 0 has no "role"'),
-        ('[{"content": "Hello"}]', 'entry 0 has no "role"'),
-        ('[{"role": 1, "content": "Hello"}]', 'entry 0 has no "role"'),
-        ('[{"role": "user", "content": "a"}, {"role": "user"}]', 'entry 1 has no text in "content"'),
-        ('[{"role": "user", "content": ["a"]}]', 'entry 0 has no text in "content"'),
-        ('[{"role": "user", "content": null}]', 'entry 0 has no text in "content"'),
+        ('["Hello"]', 'entry 0 must have a "role"'),
+        ('[{"content": "Hello"}]', 'entry 0 must have a "role"'),
+        ('[{"role": 1, "content": "Hello"}]', 'entry 0 must have a "role"'),
+        ('[{"role": "user", "content": "a"}, {"role": "user"}]', 'entry 1 must have text in "content"'),
+        ('[{"role": "user", "content": ["a"]}]', 'entry 0 must have text in "content"'),
+        ('[{"role": "user", "content": null}]', 'entry 0 must have text in "content"'),
     ],
 )
 def test_what_is_no_chat_is_refused_with_an_example_of_one(messages, problem):
@@ -130,13 +130,13 @@ def test_any_json_is_a_chat_or_is_refused_by_name(value):
     ],
 )
 def test_a_chat_that_the_template_refuses_is_the_callers_error(template, source, reason):
-    with pytest.raises(InvalidArgument, match=f"messages: the model's chat template refuses them: .*{reason}"):
+    with pytest.raises(InvalidArgument, match=f"messages: must suit the model's chat template, got .*{reason}"):
         template(source).render(HELLO)
 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [("a\\u0000b", r"hold a NUL character \(\\u0000\)"), ("a\\ud83db", r"half a character \(\\ud83d\)")],
+    [("a\\u0000b", r"must hold no NUL character \(\\u0000\)"), ("a\\ud83db", r"lone surrogate \(\\ud83d\)")],
 )
 def test_what_json_can_spell_and_text_may_not_hold_is_refused(template, content, problem):
     with pytest.raises(InvalidArgument, match=problem):

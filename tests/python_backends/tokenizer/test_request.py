@@ -67,7 +67,7 @@ def test_the_empty_lists_that_the_usual_clients_send_mean_none(ask):
 def test_an_older_name_means_the_same(ask, name, older):
     assert getattr(ask(text_input="a", **{older: 7}), name) == 7
     assert getattr(ask(text_input="a", **{name: 7, older: 7}), name) == 7
-    with pytest.raises(InvalidArgument, match=f"{older}: got 8, but {name}, its other name, got 7; send one of them"):
+    with pytest.raises(InvalidArgument, match=f"{older}: must equal {name}, its other name, got 8 and 7"):
         ask(text_input="a", **{name: 7, older: 8})
 
 
@@ -81,31 +81,31 @@ def test_end_tokens_are_the_models_own_one_of_the_callers_or_none(ask):
 @pytest.mark.parametrize(
     ("inputs", "field", "problem"),
     [
-        ({}, "text_input", "is missing; send a prompt, or a chat in messages"),
-        ({"text_input": "a", "messages": "[]"}, "messages", "was sent together with text_input"),
-        ({"text_input": ""}, "text_input", "is empty; send at least one character"),
+        ({}, "text_input", "must be sent if messages is not, got neither"),
+        ({"text_input": "a", "messages": "[]"}, "messages", "must be left out if text_input is sent"),
+        ({"text_input": ""}, "text_input", "must have at least one character"),
         ({"text_input": b"\xff"}, "text_input", "must be UTF-8, got an invalid sequence at byte 0"),
         ({"text_input": "a\0"}, "text_input", "must hold no NUL character, got one at position 1"),
         ({"text_input": ["a", "b"]}, "text_input", "must hold exactly one value, got 2"),
-        ({"max_tokens": 0}, "max_tokens", "got 0; allowed are 1 to 200"),
-        ({"max_tokens": -1}, "max_tokens", "got -1; allowed are 1 to 200"),
-        ({"max_tokens": 2**31 - 1}, "max_tokens", "got 2147483647; allowed are 1 to 200"),
+        ({"max_tokens": 0}, "max_tokens", "must be 1 to 200, got 0"),
+        ({"max_tokens": -1}, "max_tokens", "must be 1 to 200, got -1"),
+        ({"max_tokens": 2**31 - 1}, "max_tokens", "must be 1 to 200, got 2147483647"),
         ({"max_tokens": []}, "max_tokens", "must hold exactly one value, got 0"),
-        ({"min_tokens": -1}, "min_tokens", "got -1; allowed are 0 to 200"),
-        ({"min_length": 201}, "min_tokens", "got 201; allowed are 0 to 200"),
-        ({"end_id": 100}, "end_id", "got 100; allowed are 0 to 99, or -1 for none"),
-        ({"end_id": -2}, "end_id", "got -2; allowed are 0 to 99, or -1 for none"),
-        ({"stop_token_ids": [1, 100]}, "stop_token_ids", "holds the id 100; allowed are 0 to 99"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids", "holds the id -1; allowed are 0 to 99"),
-        ({"stop_token_ids": [1] * 101}, "stop_token_ids", "holds 101 ids; allowed are at most 100"),
-        ({"stop_words": ["x"] * 10_000}, "stop_words", "holds 10000 strings; allowed are at most 100"),
-        ({"stop_words": ["x" * 1001]}, "stop_words", "holds a string of 1001 characters; allowed are 1000"),
+        ({"min_tokens": -1}, "min_tokens", "must be 0 to 200, got -1"),
+        ({"min_length": 201}, "min_tokens", "must be 0 to 200, got 201"),
+        ({"end_id": 100}, "end_id", "must be 0 to 99, or -1 for none, got 100"),
+        ({"end_id": -2}, "end_id", "must be 0 to 99, or -1 for none, got -2"),
+        ({"stop_token_ids": [1, 100]}, "stop_token_ids", "must hold ids from 0 to 99, got 100"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "must hold ids from 0 to 99, got -1"),
+        ({"stop_token_ids": [1] * 101}, "stop_token_ids", "must hold at most 100 ids, got 101"),
+        ({"stop_words": ["x"] * 10_000}, "stop_words", "must hold at most 100 strings, got 10000"),
+        ({"stop_words": ["x" * 1001]}, "stop_words", "must hold strings of at most 1000 characters, got 1001"),
         ({"stop_words": [b"\xff"]}, "stop_words", "must be UTF-8"),
-        ({"embedding_bias_words": ["a"]}, "embedding_bias_weights", "has 0 values for 1 words"),
+        ({"embedding_bias_words": ["a"]}, "embedding_bias_weights", "must have a value per word, got 0 for 1"),
         (
             {"embedding_bias_words": ["a"], "embedding_bias_weights": [float("nan")]},
             "embedding_bias_weights",
-            "allowed are finite numbers",
+            "must be finite numbers, got",
         ),
     ],
 )
@@ -119,7 +119,7 @@ def test_what_is_not_allowed_is_refused_by_name(ask, inputs, field, problem):
 @pytest.mark.parametrize("name", ["text_input", "messages"])
 def test_a_prompt_over_the_servers_bound_is_refused_in_bytes(ask, name):
     ask(**{name: "é" * 500})
-    with pytest.raises(PromptTooLong, match=f"{name}: has 1002 bytes; allowed are 1000"):
+    with pytest.raises(PromptTooLong, match=f"{name}: must have at most 1000 bytes, got 1002"):
         ask(**{name: "é" * 501})
 
 
@@ -133,7 +133,7 @@ def test_headers_and_the_servers_own_parameters_are_let_by(ask, name):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("max_tokens", "was sent as a request parameter; send it as an input tensor"),
+        ("max_tokens", "must be sent as an input tensor"),
         ("temprature", "did you mean the input temperature?"),
         ("frobnicate", "see the inputs of the model ensemble"),
         ("", "see the inputs of the model ensemble"),

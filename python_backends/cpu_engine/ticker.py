@@ -1,0 +1,152 @@
+"""The engine's periodic work: deadlines, probes of silent streams, late flushes, disconnected HTTP clients, gauges."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from contract.errors import DeadlineExceeded, TridentError
+from python_backends.cpu_engine.coalescing_window import CoalescingWindow
+from python_backends.cpu_engine.http_disconnects import HttpDisconnects
+from python_backends.cpu_engine.metrics import EngineLoad, EngineMetrics
+from python_backends.cpu_engine.response_senders import ResponseSenders
+from python_backends.cpu_engine.scheduler import Scheduler
+from python_backends.cpu_engine.stream import Stream
+from python_backends.cpu_engine.stream_table import StreamTable
+from python_backends.ensemble.stream_state import StreamEvent
+
+TICK_S = 0.02
+_MIN_PAUSE_S = 0.001
+_GAUGES_S = 0.1  # between two updates, TensorRT-LLM's stats_check_period_ms
+
+# A stream without a response for so long is probed, so that a disconnected client is detected even while its prompt is
+# processed or its whole output gathered. Waiting streams hold no slot: only the oldest are probed, and less often.
+_PROBE_RUNNING_NS = 80_000_000
+_PROBE_WAITING_NS = 250_000_000
+_PROBED_WAITING = 64
+
+
+class EndStream(Protocol):
+    """Engine.end."""
+
+    def __call__(
+        self, key: int, event: StreamEvent, *, error: TridentError | None = None, cancelled_by: str | None = None
+    ) -> bool: ...
+
+
+class Ticker:
+    """Runs in a thread of its own, every TICK_S or sooner, and sleeps while there is no work."""
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        streams: StreamTable,
+        scheduler: Scheduler,
+        window: CoalescingWindow,
+        senders: ResponseSenders,
+        metrics: EngineMetrics,
+        http_disconnects: HttpDisconnects,
+        *,
+        end: EndStream,
+        load: Callable[[], EngineLoad],
+        clock_ns: Callable[[], int],
+    ) -> None:
+        """
+        lock: the engine's; held while streams, scheduler and window are used and ``end`` or ``load`` is called.
+        end: end a stream.
+        load: return what the gauges show.
+        """
+        self._lock = lock
+        self._streams = streams
+        self._scheduler = scheduler
+        self._window = window
+        self._senders = senders
+        self._metrics = metrics
+        self._http_disconnects = http_disconnects
+        self._end = end
+        self._load = load
+        self._clock_ns = clock_ns
+        self._closed = False
+        self._since_gauges_s = 0.0
+        self._work = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ticker", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Tick until no stream is left. Call it after every change that ``EngineMetrics.show`` must send."""
+        self._work.set()
+
+    @property
+    def idle(self) -> bool:
+        return not self._work.is_set()
+
+    def close(self) -> None:
+        """Tick once more and stop the thread."""
+        self._closed = True
+        self._work.set()
+        self._thread.join(timeout=1)
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._work.wait()
+            self._end_disconnected()
+            with self._lock:
+                self._check_streams(self._clock_ns())
+                idle = not self._streams and not self._scheduler.running
+                if idle:
+                    self._work.clear()
+                load = self._load()
+                pause_s = self._pause_s()
+            if idle or self._since_gauges_s >= _GAUGES_S:
+                self._metrics.show(load)
+                self._since_gauges_s = 0.0
+            self._since_gauges_s += pause_s
+            time.sleep(pause_s)
+        with self._lock:
+            load = self._load()
+        self._metrics.show(load)
+
+    def _end_disconnected(self) -> None:
+        """End the requests whose HTTP clients have disconnected. The kernel is asked outside the lock: it is slow."""
+        now_ns = self._clock_ns()
+        if not self._http_disconnects.due(now_ns):
+            return
+        with self._lock:
+            live = frozenset(self._streams)
+        disconnected = self._http_disconnects.check(live, now_ns)
+        with self._lock:
+            for key in disconnected:
+                self._end(key, StreamEvent.CANCELLED, cancelled_by="client")
+
+    def _check_streams(self, now_ns: int) -> None:
+        flush = self._window.expired(now_ns, self._scheduler.running)
+        probed = set(self._scheduler.waiting_keys(_PROBED_WAITING))
+        # A slow engine's tokens arrive further apart than that; then only two missing ones are silence.
+        last_step = self._load().last_step
+        step_ns = last_step.end_ns - last_step.start_ns if last_step.start_ns else 0
+        running_silence_ns = max(_PROBE_RUNNING_NS, 2 * step_ns)
+        for stream in list(self._streams.values()):
+            if stream.request.deadline_ns is not None and now_ns >= stream.request.deadline_ns:
+                self._end_expired(stream)
+                continue
+            silent_ns = now_ns - (stream.last_sent_ns or stream.submitted_ns)
+            allowed_ns = running_silence_ns if stream.started_ns else _PROBE_WAITING_NS
+            with stream.lock:
+                if silent_ns >= allowed_ns and (stream.started_ns or stream.key in probed):
+                    stream.probe_due = True
+                if not stream.queued and (stream.probe_due or stream.due(flush)):
+                    self._senders.put(stream)
+
+    def _end_expired(self, stream: Stream) -> None:
+        where = "while it was generating" if stream.started_ns else "while it waited for a slot"
+        error = DeadlineExceeded(f"the deadline passed {where}")
+        self._end(stream.key, StreamEvent.ERROR, error=error, cancelled_by="deadline")
+
+    def _pause_s(self) -> float:
+        """A tick, or less if the window closes earlier: a long step, such as a prompt's, must not delay its tokens."""
+        remaining_ns = self._window.remaining_ns(self._clock_ns(), self._scheduler.running)
+        return TICK_S if remaining_ns is None else min(TICK_S, max(_MIN_PAUSE_S, remaining_ns / 1e9))
