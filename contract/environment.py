@@ -126,10 +126,11 @@ def render(text: str) -> str:
 
 def _invalid_argument(settings: type[EnvironmentSettings], error: ValidationError) -> InvalidArgument:
     first = error.errors(include_url=False)[0]
-    variable = str(first["loc"][0]) if first["loc"] else ""
-    field = next((field for field in settings.model_fields.values() if field.alias == variable), None)
+    name = str(first["loc"][0]) if first["loc"] else ""
+    field = next((field for own, field in settings.model_fields.items() if name in (own, field.alias)), None)
     if field is None:
-        return InvalidArgument(variable, "is not a setting")
+        return InvalidArgument(name, "is not a setting")
+    variable = field.alias or name
     if first["type"] == "value_error":  # a validator's own words
         return InvalidArgument(variable, str(first["ctx"]["error"]))
     got = repr(first["input"]) if field.repr else "another value"

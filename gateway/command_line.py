@@ -20,7 +20,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"{interpreter.command()} -m gateway",
         description="Serves OpenAI's protocol and Triton's own in front of any number of servers.",
-        epilog=f"{PREFIX}* variables set everything: gateway/config/settings.py lists them.",
+        epilog=f"{PREFIX}* variables set everything: docs/environment.md lists them.",
     )
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")

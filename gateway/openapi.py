@@ -96,12 +96,6 @@ def _add_rules(schemas: dict[str, Any], settings: Settings) -> None:
     for schema in (chat, completion):
         schema["properties"]["n"] = choices
         schema["allOf"].append(_only_with("stream_options", "object", "stream"))
-    if settings.guided_decoding:
-        needed = {"properties": {"json_schema": {"type": "object"}}, "required": ["json_schema"]}
-        schemas["ResponseFormat"]["if"] = {"properties": {"type": {"const": "json_schema"}}}
-        schemas["ResponseFormat"]["then"] = needed
-    else:
-        schemas["ResponseFormat"]["properties"]["type"] = {"const": "text"}
 
 
 def _only_with(field: str, kind: str, switch: str) -> dict[str, Any]:

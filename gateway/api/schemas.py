@@ -8,7 +8,6 @@ skip_special_tokens.
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
@@ -181,18 +180,12 @@ class _Sampling(BaseModel):
             raise InvalidArgument("prompt", exc.problem) from exc
 
 
-class JsonSchema(BaseModel):
-    model_config = _STRICT
-    name: StrictStr
-    description: StrictStr | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: StrictBool | None = None
-
-
 class ResponseFormat(BaseModel):
+    """The format of the output. No engine can be held to a schema, so requests for one are refused by name."""
+
     model_config = _STRICT
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    type: Annotated[Literal["text", "json_object", "json_schema"], WithJsonSchema({"const": "text"})]
+    json_schema: Annotated[Any, WithJsonSchema({"enum": [None]})] = None
 
 
 class ChatRequest(_Sampling):
@@ -222,6 +215,9 @@ class ChatRequest(_Sampling):
             raise InvalidArgument("store", "is not supported: no answer is kept to be listed")
         if self.tool_choice not in (None, "none", "auto"):
             raise InvalidArgument("tool_choice", "is allowed only as none or auto: tools are not supported")
+        if self.response_format is not None and self.response_format.type != "text":
+            problem = f"must be text, got {self.response_format.type}: no engine can hold its output to a schema"
+            raise InvalidArgument("response_format", problem)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgument("top_logprobs", "is allowed only with logprobs=true")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
@@ -232,24 +228,7 @@ class ChatRequest(_Sampling):
             limits.pop() if limits else settings.default_max_tokens,
             timeout_s,
             (self.top_logprobs or 0) if self.logprobs else None,
-            json_schema=self._schema(settings),
         )
-
-    def _schema(self, settings: Settings) -> str | None:
-        asked = self.response_format
-        if asked is None or asked.type == "text":
-            return None
-        if not settings.guided_decoding:
-            problem = f"{asked.type} is not supported by this engine, which has no guided decoding; allowed is text"
-            raise InvalidArgument("response_format", problem)
-        if asked.type == "json_object":
-            return '{"type": "object"}'
-        if asked.json_schema is None:
-            raise InvalidArgument("response_format.json_schema", "is missing")
-        try:
-            return json.dumps(asked.json_schema.schema_)
-        except RecursionError as exc:
-            raise InvalidArgument("response_format.json_schema.schema", "is nested too deep") from exc
 
 
 class CompletionRequest(_Sampling):

@@ -1,69 +1,4 @@
-"""What can be set from outside: TRIDENT_GATEWAY_* variables, read once into a frozen dataclass.
-
-| variable TRIDENT_GATEWAY_… | default | meaning |
-|---|---|---|
-| HOST | 127.0.0.1 | address both doors listen on |
-| HTTP_PORT, GRPC_PORT | 9000, 9001 | the OpenAI door and the KServe door; 0 takes a free port |
-| MONITORING_HOST | 127.0.0.1 | address of the gateway's own /metrics and /health: plain HTTP, no key |
-| MONITORING_PORT | HTTP_PORT + 2 | its port: 9002 unless HTTP_PORT says otherwise; 0 takes a free one |
-| MODEL | demo | the name callers use in `model`; the ensemble's own name is understood too |
-| TRITON_MODEL | ensemble | the model behind it on every replica |
-| REPLICAS | 127.0.0.1:8001 | where they are, see below |
-| POOL_WEIGHTS | | `stable=95,canary=5`: equal if left out, 0: only pinned tenants; [pools] of the file wins |
-| METRICS_PORT | 8002 | the replicas', not ours: http://<a replica's host>:<this>/metrics is read; 0: none |
-| METRICS_URLS | | `HOST:PORT=URL,…` for replicas whose page is elsewhere |
-| METRICS_INTERVAL_S | 1 | how often the pages are read |
-| ROUTING | scored | how a replica is picked: scored, or a name of clients/replica_set/picks.py |
-| SLOW_START_S | 30 | a replica that comes (back) gets its full share after so long |
-| PROBE_INTERVAL_S, PROBE_TIMEOUT_S | 10, 2 | health probes of a replica: out after 3 failures, back after 2 successes |
-| DEEP_PROBES | true | a probe also generates one token |
-| DEEP_PROMPT, DEEP_SHA256 | The | its prompt, and its token's digest (sha256); empty: any token |
-| BREAKER_FAILURES, BREAKER_OPEN_S | 5, 10 | failures in a row that open a breaker, and for how long at first |
-| CONFIG | | TOML file of tenants with their keys (tenants.py) and of the rules (policy.py) |
-| API_KEYS | | `ORG/TEAM/KEY=<the API key>,…` beside those of the file; without any key everybody is one tenant |
-| MAX_IN_FLIGHT | 1000 | requests at once, those that wait included; the next is refused |
-| MAX_BODY_BYTES | 4194304 | of an HTTP request and of a gRPC message |
-| MAX_BODIES_BYTES | 256 MiB | of all requests under way together, half of it of one tenant; at least 2 bodies |
-| MAX_CHOICES | 16 | `n` times the prompts of one request |
-| DEFAULT_MAX_TOKENS | 256 | where a chat asks for no limit |
-| GUIDED_DECODING | false | the engine can hold its output to a JSON schema |
-| TOKENIZER | | the model's tokenizer.json: counts prompts (else estimated), names `logprobs` (else `token_id:N`) |
-| SEMANTIC_URL | | OpenAI-style embeddings API, up to and with /v1, for the semantic cache; empty: no such cache |
-| SEMANTIC_MODEL | | the embedding model's name there |
-| SEMANTIC_API_KEY | | sent there as a bearer token; empty: none |
-| SEMANTIC_TIMEOUT_S | 0.25 | longest time of one embeddings request; a slower one is a cache miss |
-| SEMANTIC_THRESHOLD | 0.95 | lowest cosine of a hit (docs/decisions/0014) |
-| SEMANTIC_TTL_S | 3600 | longest age of a hit |
-| SEMANTIC_MAX_ENTRIES | 2000 | responses of one tenant |
-| SEMANTIC_MAX_BYTES | 16777216 | bytes of one tenant |
-| SEMANTIC_EXCLUDE | | regular expression; a prompt in which it is found is not cached and not sent to SEMANTIC_URL |
-| REQUEST_TIMEOUT_S | 600 | longest time from arrival to the last token |
-| IDLE_TIMEOUT_S | 60 | longest silence of an engine; waiting in the queue of a replica that works for others is none |
-| FIRST_TOKEN_TIMEOUT_S | 20 | a request without a token at a replica that made nothing for so long is tried elsewhere |
-| HANG_RETRIES | 1 | how often at most, so that a prompt that hangs engines hangs few; 0: never |
-| STALL_TIMEOUT_S | 30 | a reader that takes nothing for so long is cut off |
-| HEARTBEAT_S | 15 | a silent stream says `: keep-alive` so often |
-| HEADER_TIMEOUT_S, BODY_TIMEOUT_S | 10, 30 | a caller that has not sent its headers, its body by then is cut off |
-| DRAIN_S | 30 | how long streams may go on after SIGTERM or Ctrl-C; the same signal again ends them at once |
-| BATCH_DB | | SQLite file of /v1/files and /v1/batches, made where there is none; empty: no batches |
-| BATCH_MAX_RUNNING | 64 | lines of batches at once, at best; the pace is usually lower (gateway/batch/aimd.py) |
-| BATCH_MAX_LINES | 50000 | lines of one batch |
-| BATCH_MAX_FILE_BYTES, BATCH_MAX_BYTES | 104857600, 2147483648 | of one file, and of all that a tenant keeps |
-| BATCH_MAX_BATCHES | 16 | of one tenant that are not over |
-| BATCH_WEBHOOK_ORIGINS | | `https://HOST,https://HOST:PORT`: the only ones that are told of a batch's end |
-| BATCH_WEBHOOK_SECRET | | `whsec_…`, what such calls are signed with |
-| LOG_LEVEL | info | debug, info, warning or error |
-| LOG_FORMAT | auto | json, text, or auto: text where standard error is a terminal, else json |
-| OTLP_ENDPOINT | | spans go there, such as http://127.0.0.1:4318/v1/traces |
-| TLS_CERT, TLS_KEY | | PEM files; set both to serve both doors over TLS (docs/tls.md) |
-| TLS_CLIENT_CA | | PEM file; both doors then take only callers with a certificate of this authority |
-| REPLICA_CA | | PEM file; replicas are then reached over TLS and have to be of this authority |
-| REPLICA_CERT, REPLICA_KEY | | PEM files: who the gateway is, for replicas that ask |
-| REPLICA_NAME | | the name in the replicas' certificates, where it is not their address |
-
-REPLICAS is one pool, `HOST:PORT,HOST:PORT`, `dns:///NAME:PORT` or `file:///PATH`, or several with names:
-`stable=HOST:PORT,HOST:PORT;canary=dns:///NAME:PORT`.
-"""
+"""What can be set from outside: TRIDENT_GATEWAY_* variables, read once; docs/environment.md lists them."""
 
 from __future__ import annotations
 
@@ -71,150 +6,216 @@ import difflib
 import math
 import re
 import ssl
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_settings import NoDecode
 
 from clients.replica_set import discovery, picks
 from clients.wire.connection import TLS
+from contract.environment import AbsolutePath, Allowed, EnvironmentSettings, environment_config
 from contract.errors import InvalidArgument
 
 PREFIX = "TRIDENT_GATEWAY_"
-LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_BODIES_BYTES = 256 * 1024 * 1024
-LOG_FORMATS = ("auto", "json", "text")
-MONITORING_OFFSET = 2  # MONITORING_PORT is so far above HTTP_PORT where it is not set
+MONITORING_OFFSET = 2  # of the default monitoring port from the HTTP port
 SCORED = "scored"
+DAY_S = 86_400
+_POLICIES = (SCORED, *picks.BY_NAME)
 
 
-def _nothing() -> Mapping:
-    return MappingProxyType({})
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError(f"must be a file, got {path}: there is no file")
+    return path
 
 
-@dataclass(frozen=True)
-class Settings:
-    """A valid configuration. Construction raises InvalidArgument that names the variable and what is allowed."""
+def _pairs(value: Any) -> Any:
+    """``a=1,b=2`` → ``{"a": "1", "b": "2"}``."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.strip().partition("=") for part in value.split(",") if part.strip()]
+    if not all(key and sep and text for key, sep, text in pairs):
+        raise ValueError(f"must be NAME=VALUE,NAME=VALUE, got {value!r}")
+    return {key: text for key, _, text in pairs}
 
-    host: str = "127.0.0.1"
-    http_port: int = 9000
-    grpc_port: int = 9001
-    monitoring_host: str = "127.0.0.1"
-    monitoring_port: int | None = None
-    model: str = "demo"
-    triton_model: str = "ensemble"
-    replicas: str = "127.0.0.1:8001"
-    pool_weights: Mapping[str, str] = field(default_factory=_nothing)
-    metrics_port: int = 8002
-    metrics_urls: Mapping[str, str] = field(default_factory=_nothing)
-    metrics_interval_s: float = 1.0
-    routing: str = SCORED
-    slow_start_s: float = 30.0
-    probe_interval_s: float = 10.0
-    probe_timeout_s: float = 2.0
-    deep_probes: bool = True
-    deep_prompt: str = "The"
-    deep_sha256: str = ""
-    breaker_failures: int = 5
-    breaker_open_s: float = 10.0
-    config: Path | None = None
-    max_in_flight: int = 1000
-    max_body_bytes: int = 4 * 1024 * 1024
-    max_bodies_bytes: int | None = None
-    max_choices: int = 16
-    default_max_tokens: int = 256
-    guided_decoding: bool = False
-    tokenizer: Path | None = None
-    semantic_url: str = ""
-    semantic_model: str = ""
-    semantic_api_key: str = field(default="", repr=False)
-    semantic_timeout_s: float = 0.25
-    semantic_threshold: float = 0.95
-    semantic_ttl_s: float = 3600.0
-    semantic_max_entries: int = 2000
-    semantic_max_bytes: int = 16 * 1024 * 1024
-    semantic_exclude: str = ""
-    request_timeout_s: float = 600.0
-    idle_timeout_s: float = 60.0
-    first_token_timeout_s: float = 20.0
-    hang_retries: int = 1
-    stall_timeout_s: float = 30.0
-    heartbeat_s: float = 15.0
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    drain_s: float = 30.0
-    batch_db: Path | None = None
-    batch_max_running: int = 64
-    batch_max_lines: int = 50_000
-    batch_max_file_bytes: int = 100 * 1024 * 1024
-    batch_max_bytes: int = 2 * 1024**3
-    batch_max_batches: int = 16
-    batch_webhook_origins: str = ""
-    batch_webhook_secret: str = ""
-    log_level: str = "info"
-    log_format: str = "auto"
-    otlp_endpoint: str = ""
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
-    replica_ca: Path | None = None
-    replica_cert: Path | None = None
-    replica_key: Path | None = None
-    replica_name: str = ""
 
-    def __post_init__(self) -> None:
-        for name in ("http_port", "grpc_port", "metrics_port"):
-            _between(name, getattr(self, name), 0, 65535)
-        if self.monitoring_port is not None:
-            _between("monitoring_port", self.monitoring_port, 0, 65535)
-        for name in ("breaker_failures", "max_in_flight", "max_choices", "default_max_tokens"):
-            _between(name, getattr(self, name), 1, 2**31 - 1)
-        _between("hang_retries", self.hang_retries, 0, 10)
-        _between("max_body_bytes", self.max_body_bytes, 1024, 2**31 - 1)
-        if self.max_bodies_bytes is not None:
-            _between("max_bodies_bytes", self.max_bodies_bytes, 2 * self.max_body_bytes, 2**48)
-        _between("semantic_threshold", self.semantic_threshold, 0.5, 1.0)
-        _between("semantic_max_entries", self.semantic_max_entries, 1, 100_000)
-        _between("semantic_max_bytes", self.semantic_max_bytes, 1, 2**40)
-        for name in ("batch_max_running", "batch_max_lines", "batch_max_batches"):
-            _between(name, getattr(self, name), 1, 1_000_000)
-        for name in ("batch_max_file_bytes", "batch_max_bytes"):
-            _between(name, getattr(self, name), 1024, 2**40)
-        for declared in fields(self):
-            if declared.name.endswith("_s"):
-                low = 0.0 if declared.name in ("slow_start_s", "drain_s") else 0.001
-                _between(declared.name, getattr(self, declared.name), low, 86_400.0)
-        _among("routing", self.routing, (SCORED, *picks.BY_NAME))
-        _among("log_level", self.log_level, LOG_LEVELS)
-        _among("log_format", self.log_format, LOG_FORMATS)
-        for name in ("model", "triton_model", "deep_prompt", "monitoring_host"):
-            if not getattr(self, name):
-                raise InvalidArgument(variable(name), "is empty; at least one character is needed")
+def _url(text: str) -> str:
+    if text and not re.fullmatch(r"https?://[^\s/]\S*", text):
+        raise ValueError(f"must be http://… or https://…, got {text!r}")
+    return text
+
+
+def _urls(values: Mapping[str, str]) -> Mapping[str, str]:
+    for url in values.values():
+        _url(url)
+    return values
+
+
+def _policy(name: str) -> str:
+    if name not in _POLICIES:
+        raise ValueError(f"must be one of {', '.join(_POLICIES)}, got {name!r}")
+    return name
+
+
+Port = Annotated[int, Field(ge=0, le=65_535)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+BatchCount = Annotated[int, Field(ge=1, le=1_000_000)]
+BatchBytes = Annotated[int, Field(ge=1024, le=2**40)]
+Seconds = Annotated[float, Field(ge=0.001, le=DAY_S, allow_inf_nan=False)]
+SecondsOrZero = Annotated[float, Field(ge=0, le=DAY_S, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1), Allowed("text, not empty")]
+Url = Annotated[str, AfterValidator(_url), Allowed("http://… or https://…")]
+File = Annotated[AbsolutePath, AfterValidator(_existing)]
+PemFile = Annotated[File | None, Allowed("a PEM file")]
+Pairs = Annotated[Mapping[str, str], NoDecode, BeforeValidator(_pairs)]
+
+
+class Settings(EnvironmentSettings):
+    """Settings of one gateway. Raises InvalidArgument whose field is the environment variable."""
+
+    model_config = environment_config(PREFIX)
+
+    host: str = Field("127.0.0.1", description="address that the OpenAI and KServe endpoints listen on")
+    http_port: Port = Field(9000, description="port of the OpenAI endpoint; 0: a free one")
+    grpc_port: Port = Field(9001, description="port of the KServe gRPC endpoint; 0: a free one")
+    monitoring_host: Text = Field(
+        "127.0.0.1", description="address of the gateway's own /metrics and /health: plain HTTP, no API key"
+    )
+    monitoring_port: Annotated[int | None, Field(ge=0, le=65_535)] = Field(
+        None, description="port of /metrics and /health; unset: HTTP_PORT + 2; 0: a free one"
+    )
+    model: Text = Field("demo", description="public name of the model; the name of the ensemble works too")
+    triton_model: Text = Field("ensemble", description="name of the model at every replica")
+    replicas: str = Field(
+        "127.0.0.1:8001",
+        description="replicas: `HOST:PORT,HOST:PORT`, `dns:///NAME:PORT` or `file:///PATH`; "
+        "several pools: `stable=HOST:PORT,HOST:PORT;canary=dns:///NAME:PORT`",
+    )
+    pool_weights: Annotated[Pairs, Allowed("NAME=NUMBER,NAME=NUMBER")] = Field(
+        default_factory=dict,
+        description="shares of the pools, such as `stable=95,canary=5`; unset: equal shares; 0: pinned tenants only; "
+        "section [pools] of the file wins",
+    )
+    metrics_port: Port = Field(
+        8002, description="the replicas' metrics are scraped from http://HOST:PORT/metrics; 0: not at all"
+    )
+    metrics_urls: Annotated[Pairs, AfterValidator(_urls), Allowed("HOST:PORT=URL,HOST:PORT=URL")] = Field(
+        default_factory=dict, description="metrics URLs of replicas that have them elsewhere"
+    )
+    metrics_interval_s: Seconds = Field(1.0, description="seconds between two metrics scrapes of a replica")
+    routing: Annotated[str, AfterValidator(_policy), Allowed(", ".join(_POLICIES))] = Field(
+        SCORED, description="routing policy"
+    )
+    slow_start_s: SecondsOrZero = Field(30.0, description="age in seconds from which a replica gets its full share")
+    probe_interval_s: Seconds = Field(10.0, description="seconds between two health probes of a replica")
+    probe_timeout_s: Seconds = Field(2.0, description="timeout of a health probe in seconds")
+    deep_probes: bool = Field(True, description="whether a health probe also generates one token")
+    deep_prompt: Text = Field("The", description="prompt of deep probes")
+    deep_sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$"), Allowed("64 lower-case hexadecimal digits")] = (
+        Field("", description="digest of the token that deep probes must get; unset: any token")
+    )
+    breaker_failures: Count = Field(5, description="consecutive failures that open a circuit breaker")
+    breaker_open_s: Seconds = Field(10.0, description="seconds that a breaker stays open at first")
+    config: File | None = Field(
+        None, description="TOML file with tenants (gateway/config/tenants.py) and rules (gateway/config/policy.py)"
+    )
+    max_in_flight: Count = Field(1000, description="requests in flight, waiting ones included")
+    max_body_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = Field(
+        4 * 1024 * 1024, description="bytes of an HTTP body or a gRPC message"
+    )
+    max_bodies_bytes: Annotated[int | None, Field(ge=2048, le=2**48)] = Field(
+        None,
+        description="bytes of all request bodies in flight, at least 2 × MAX_BODY_BYTES; one tenant gets half; "
+        "unset: 256 MiB",
+    )
+    max_choices: Count = Field(16, description="choices of one request: `n` times its prompts")
+    default_max_tokens: Count = Field(256, description="max_tokens of a chat that sends none")
+    tokenizer: File | None = Field(
+        None,
+        description="the model's tokenizer.json, which counts prompts and names tokens in `logprobs`; "
+        "unset: TRIDENT_TOKENIZER, else prompts are estimated",
+    )
+    semantic_url: Url = Field(
+        "", description="OpenAI-style embeddings API up to and with /v1; unset: no semantic cache"
+    )
+    semantic_model: str = Field("", description="name of the embedding model at SEMANTIC_URL")
+    semantic_api_key: str = Field("", repr=False, description="API key for SEMANTIC_URL, sent as a bearer token")
+    semantic_timeout_s: Seconds = Field(0.25, description="timeout of an embeddings request; a slower one is a miss")
+    semantic_threshold: Annotated[float, Field(ge=0.5, le=1, allow_inf_nan=False)] = Field(
+        0.95, description="lowest cosine similarity of a hit (docs/decisions/0014)"
+    )
+    semantic_ttl_s: Seconds = Field(3600.0, description="longest age of a hit in seconds")
+    semantic_max_entries: Annotated[int, Field(ge=1, le=100_000)] = Field(2000, description="responses per tenant")
+    semantic_max_bytes: Annotated[int, Field(ge=1, le=2**40)] = Field(
+        16 * 1024 * 1024, description="bytes of responses per tenant"
+    )
+    semantic_exclude: str = Field(
+        "", description="regular expression; prompts that match are not cached and not sent to SEMANTIC_URL"
+    )
+    request_timeout_s: Seconds = Field(600.0, description="longest time in seconds from arrival to the last token")
+    idle_timeout_s: Seconds = Field(
+        60.0, description="longest silence of an engine in seconds; queueing at a replica that makes progress is none"
+    )
+    first_token_timeout_s: Seconds = Field(
+        20.0, description="seconds without progress after which a request without a token is retried elsewhere"
+    )
+    hang_retries: Annotated[int, Field(ge=0, le=10)] = Field(
+        1, description="retries of a request whose replica makes no progress, so that a bad prompt hangs few engines"
+    )
+    stall_timeout_s: Seconds = Field(30.0, description="seconds after which a client that reads nothing is cut off")
+    heartbeat_s: Seconds = Field(15.0, description="seconds of silence after which a stream sends `: keep-alive`")
+    header_timeout_s: Seconds = Field(10.0, description="longest time in seconds for a client to send its headers")
+    body_timeout_s: Seconds = Field(30.0, description="longest time in seconds for a client to send its body")
+    drain_s: SecondsOrZero = Field(
+        30.0, description="seconds that streams may go on after SIGTERM or Ctrl-C; a second signal ends them"
+    )
+    batch_db: AbsolutePath | None = Field(
+        None, description="SQLite file of /v1/files and /v1/batches, created if missing; unset: no batch API"
+    )
+    batch_max_running: BatchCount = Field(
+        64, description="batch lines in flight at most; the pace (gateway/batch/aimd.py) is usually lower"
+    )
+    batch_max_lines: BatchCount = Field(50_000, description="lines of one batch")
+    batch_max_file_bytes: BatchBytes = Field(100 * 1024 * 1024, description="bytes of one file")
+    batch_max_bytes: BatchBytes = Field(2 * 1024**3, description="bytes of all files of a tenant")
+    batch_max_batches: BatchCount = Field(16, description="unfinished batches of a tenant")
+    batch_webhook_origins: str = Field(
+        "", description="`https://HOST,https://HOST:PORT`: the only origins that webhooks may call"
+    )
+    batch_webhook_secret: str = Field("", repr=False, description="`whsec_…`, which signs webhook calls")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto", description="auto: text if standard error is a terminal, else json"
+    )
+    otlp_endpoint: Url = Field(
+        "", description="OTLP/HTTP traces go here, such as http://127.0.0.1:4318/v1/traces; unset: no traces"
+    )
+    tls_cert: PemFile = Field(None, description="certificate; set it and TLS_KEY to serve over TLS (docs/tls.md)")
+    tls_key: PemFile = Field(None, description="private key of TLS_CERT")
+    tls_client_ca: PemFile = Field(None, description="authority whose certificates clients must present")
+    replica_ca: PemFile = Field(None, description="authority of the replicas' certificates; set: TLS to the replicas")
+    replica_cert: PemFile = Field(None, description="client certificate for the replicas")
+    replica_key: PemFile = Field(None, description="private key of REPLICA_CERT")
+    replica_name: str = Field("", description="name in the replicas' certificates; unset: their address")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Settings:
         for cert, key in (("tls_cert", "tls_key"), ("replica_cert", "replica_key")):
             if (getattr(self, cert) is None) != (getattr(self, key) is None):
-                raise InvalidArgument(variable(key), f"set {variable(cert)} and {variable(key)} together")
+                raise InvalidArgument(variable(key), f"must be set together with {variable(cert)}, or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise InvalidArgument(variable("tls_client_ca"), f"is allowed only with {variable('tls_cert')}")
         if self.replica_ca is None and (self.replica_cert is not None or self.replica_name):
             raise InvalidArgument(variable("replica_ca"), "is missing; without it replicas are not reached over TLS")
-        for declared in fields(self):
-            path = getattr(self, declared.name)
-            if isinstance(path, Path) and declared.name != "batch_db" and not path.is_file():  # which is made
-                raise InvalidArgument(variable(declared.name), f"there is no file {path}")
         if self.semantic_url and not self.semantic_model:
-            raise InvalidArgument(
-                variable("semantic_model"), f"must be set with {variable('semantic_url')}, got nothing"
-            )
-        for name, urls in (
-            ("otlp_endpoint", (self.otlp_endpoint,)),
-            ("semantic_url", (self.semantic_url,)),
-            ("metrics_urls", self.metrics_urls.values()),
-        ):
-            for url in filter(None, urls):
-                if not re.fullmatch(r"https?://[^\s/]\S*", url):
-                    raise InvalidArgument(variable(name), f"got {url!r}; allowed is http://… or https://…")
-        if self.deep_sha256 and not re.fullmatch("[0-9a-f]{64}", self.deep_sha256):
-            raise InvalidArgument(variable("deep_sha256"), "allowed are 64 hexadecimal digits, in lower case")
+            raise InvalidArgument(variable("semantic_model"), f"must be set with {variable('semantic_url')}, got ''")
+        least_bytes = 2 * self.max_body_bytes
+        if self.max_bodies_bytes is not None and self.max_bodies_bytes < least_bytes:
+            problem = f"must be at least twice {variable('max_body_bytes')}: {least_bytes}, got {self.max_bodies_bytes}"
+            raise InvalidArgument(variable("max_bodies_bytes"), problem)
         for where in self.pools.values():
             try:
                 discovery.source(where)
@@ -223,10 +224,11 @@ class Settings:
         self._check_pem()
         for pool in self.pool_weights:
             if pool not in self.pools:
-                allowed = ", ".join(name or "''" for name in self.pools)
-                raise InvalidArgument(variable("pool_weights"), f"there is no pool {pool!r}; there are {allowed}")
+                names = ", ".join(name or "''" for name in self.pools)
+                raise InvalidArgument(variable("pool_weights"), f"must name pools of {names}, got {pool!r}")
         if sum(self.weights.values()) <= 0:
-            raise InvalidArgument(variable("pool_weights"), "all weights are 0; one at least must be more")
+            raise InvalidArgument(variable("pool_weights"), "must have one weight above 0, got none")
+        return self
 
     def _check_pem(self) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -236,62 +238,55 @@ class Settings:
         ):
             try:
                 if cert is not None:
-                    context.load_cert_chain(cert, key, password="")  # or the terminal would be asked for one
+                    context.load_cert_chain(cert, key, password="")  # without one OpenSSL asks the terminal
             except (OSError, ValueError) as exc:
-                problem = f"{cert} and {key} are no certificate with its key, in PEM and without a password"
+                problem = f"must be a certificate with its key, in PEM and without a password, got {cert} and {key}"
                 raise InvalidArgument(variable(name), problem) from exc
         for name, authority in (("tls_client_ca", self.tls_client_ca), ("replica_ca", self.replica_ca)):
             try:
                 if authority is not None:
                     context.load_verify_locations(authority)
             except (OSError, ValueError) as exc:
-                raise InvalidArgument(variable(name), f"{authority} is no certificate in PEM") from exc
+                raise InvalidArgument(variable(name), f"must be a certificate in PEM, got {authority}") from exc
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str], **overrides: object) -> Settings:
-        """Settings from TRIDENT_GATEWAY_* of ``environ``; an override that is not None wins over its variable.
+    def from_environment(cls, environ: Mapping[str, str], **overrides: Any) -> Settings:
+        """Read the settings from ``environ``; see EnvironmentSettings.
 
-        TRIDENT_TOKENIZER, which a server sets for the gateway it starts, stands in for TRIDENT_GATEWAY_TOKENIZER where
-        there is such a file.
+        TRIDENT_TOKENIZER, which a server sets for the gateway it starts, is the default of
+        TRIDENT_GATEWAY_TOKENIZER if it names a file.
         """
-        values: dict[str, object] = {}
         served = environ.get("TRIDENT_TOKENIZER", "")
-        if served and _path(served).is_file():
-            values["tokenizer"] = _path(served)
-        for name, read in _READERS.items():
-            text = environ.get(variable(name), "")
-            if text != "":
-                try:
-                    values[name] = read(text)
-                except ValueError as exc:
-                    raise InvalidArgument(variable(name), f"got {text!r}; allowed is {_KINDS[read]}") from exc
-        return cls(**values | {name: value for name, value in overrides.items() if value is not None})
+        if served and Path(served).expanduser().is_file():
+            environ = {**environ, variable("tokenizer"): environ.get(variable("tokenizer"), "") or served}
+        return super().from_environment(environ, **overrides)
 
     @property
     def pools(self) -> dict[str, str]:
-        """Where the replicas of each pool are, by its name; a single pool without a name has the empty one."""
+        """Where the replicas of each pool are, by its name; "" is the name of a single pool without one."""
         if "=" not in self.replicas:
             return {"": self.replicas}
         pools = {}
         for part in filter(None, (part.strip() for part in self.replicas.split(";"))):
             name, sep, where = part.partition("=")
             if not sep or not name.strip() or not where.strip() or name.strip() in pools:
-                problem = f"got {part!r}; allowed is NAME=HOST:PORT,HOST:PORT with a name of its own for each pool"
+                problem = f"must be NAME=HOST:PORT,HOST:PORT with a different name for each pool, got {part!r}"
                 raise InvalidArgument(variable("replicas"), problem)
             pools[name.strip()] = where.strip()
         return pools
 
     @property
     def weights(self) -> dict[str, float]:
-        """The share of each pool, by its name; they need not add up to anything."""
+        """The share of each pool, by its name; in any unit."""
         weights = {}
         for pool in self.pools:
             text = self.pool_weights.get(pool, "1" if not self.pool_weights else "0")
             try:
                 weights[pool] = float(text)
-            except ValueError as exc:
-                raise InvalidArgument(variable("pool_weights"), f"{pool}={text!r} is not a number") from exc
-            _between("pool_weights", weights[pool], 0.0, 1e9)
+            except ValueError:
+                weights[pool] = math.nan
+            if not 0 <= weights[pool] <= 1e9:
+                raise InvalidArgument(variable("pool_weights"), f"must be numbers from 0 to 1e9, got {pool}={text}")
         return weights
 
     @property
@@ -309,20 +304,20 @@ class Settings:
 
     @property
     def own_max_bodies_bytes(self) -> int:
-        """Bytes that the bodies of all requests under way may take together."""
+        """Bytes of all request bodies in flight."""
         if self.max_bodies_bytes is not None:
             return self.max_bodies_bytes
         return max(MAX_BODIES_BYTES, 2 * self.max_body_bytes)
 
     @property
     def replica_tls(self) -> TLS | None:
-        """How replicas are reached; None for plain text, which belongs on a network of one's own."""
+        """TLS to the replicas; None for plain text."""
         if self.replica_ca is None:
             return None
         return TLS(self.replica_ca, self.replica_cert, self.replica_key, self.replica_name)
 
     def metrics_url(self, replica: str) -> str:
-        """The metrics page of the replica at ``HOST:PORT``; empty if none is read."""
+        """Return the metrics URL of the replica at ``HOST:PORT``; "" if it is not scraped."""
         if replica in self.metrics_urls:
             return self.metrics_urls[replica]
         return f"http://{replica.rpartition(':')[0]}:{self.metrics_port}/metrics" if self.metrics_port else ""
@@ -334,11 +329,11 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://\S+")
 
 
 def unknown(environ: Mapping[str, str], also: Iterable[str] = ()) -> list[str]:
-    """Returns a sentence for each TRIDENT_GATEWAY_* variable that is none of ours, with the nearest that is.
+    """Return a warning for each unknown TRIDENT_GATEWAY_* variable, with the nearest known name.
 
-    They are no error, since Kubernetes sets such names by itself; those are left out. also: further names that count.
+    Variables that Kubernetes sets are no mistakes and left out. also: further known names.
     """
-    known = [*map(variable, _READERS), *also]
+    known = [*map(variable, Settings.model_fields), *also]
     found = []
     for name, value in sorted(environ.items()):
         if not name.startswith(PREFIX) or name in known:
@@ -353,50 +348,3 @@ def unknown(environ: Mapping[str, str], also: Iterable[str] = ()) -> list[str]:
 def variable(name: str) -> str:
     """``http_port`` → ``TRIDENT_GATEWAY_HTTP_PORT``."""
     return PREFIX + name.upper()
-
-
-def _flag(text: str) -> bool:
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise ValueError(text)
-    return text.lower() in ("true", "1")
-
-
-def _path(text: str) -> Path:
-    return Path(text).expanduser().absolute()
-
-
-def _table(text: str) -> Mapping[str, str]:
-    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
-    if not all(key and sep and value for key, sep, value in pairs):
-        raise ValueError(text)
-    return MappingProxyType({key: value for key, _, value in pairs})
-
-
-_KINDS: dict[Callable, str] = {
-    int: "an integer",
-    float: "a number of seconds",
-    str: "text",
-    _flag: "true or false",
-    _path: "a path",
-    _table: "NAME=VALUE,NAME=VALUE",
-}
-_BY_TYPE = {
-    "int": int,
-    "int | None": int,
-    "float": float,
-    "str": str,
-    "bool": _flag,
-    "Path | None": _path,
-    "Mapping[str, str]": _table,
-}
-_READERS = {declared.name: _BY_TYPE[str(declared.type)] for declared in fields(Settings)}
-
-
-def _between(name: str, value: float, low: float, high: float) -> None:
-    if not math.isfinite(value) or not low <= value <= high:
-        raise InvalidArgument(variable(name), f"got {value!r}; allowed is {low:g} to {high:g}")
-
-
-def _among(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise InvalidArgument(variable(name), f"got {value!r}; allowed is {', '.join(allowed)}")

@@ -188,6 +188,10 @@ async def test_what_is_not_supported_is_refused_by_name():
         for asked, name in (
             ({"tools": [tool]}, "tools"),
             ({"response_format": {"type": "json_object"}}, "response_format"),
+            (
+                {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+                "response_format",
+            ),
             ({"logit_bias": {"5": 1}}, "logit_bias"),
             ({"reasoning_effort": "low"}, "reasoning_effort"),
             ({"n": 17}, "n"),
@@ -201,15 +205,6 @@ async def test_what_is_not_supported_is_refused_by_name():
             await ask.chat.completions.create(model="gpt-9", messages=HELLO)
         assert missing.value.code == "model_not_found"
         assert replica.counts.started == 0
-
-
-async def test_a_schema_reaches_an_engine_that_can_hold_to_it():
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    async with FakeReplica() as replica, gateway(replica, guided_decoding=True) as running, client(running) as ask:
-        await ask.chat.completions.create(model="demo", messages=HELLO, response_format=asked)
-        assert replica.seen[-1].value("guided_decoding_guide_type") == "json_schema"
-        assert '"integer"' in replica.seen[-1].value("guided_decoding_guide")
 
 
 async def test_a_client_that_leaves_frees_the_replica():

@@ -172,4 +172,4 @@ def test_halves_of_a_configuration_are_refused_by_name(pki: Path):
 def test_what_the_documentation_sets_can_be_set():
     named = set(re.findall(r"TRIDENT_GATEWAY_[A-Z_]+", DOCS.read_text("utf-8")))
     assert {f"TRIDENT_GATEWAY_{name}" for name in ("TLS_CERT", "TLS_CLIENT_CA", "REPLICA_CA")} <= named
-    assert named <= {variable(name) for name in Settings.__dataclass_fields__}
+    assert named <= {variable(name) for name in Settings.model_fields}
