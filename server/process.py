@@ -95,7 +95,8 @@ class TritonProcess:
         # Blocks while a bare interpreter starts; awaiting it could be cancelled and would leak the process.
         line = reaper.stdout.readline()
         if not line.strip().isdigit():
-            raise EngineFailed(f"the reaper of tritonserver exited with code {reaper.wait()} at its start; see {log}")
+            reaper.communicate()
+            raise EngineFailed(f"the reaper of tritonserver exited with code {reaper.returncode}; see {log}")
         return cls(reaper, int(line))
 
     def terminate(self) -> None:

@@ -1,0 +1,72 @@
+"""Failing starts of a server instance, with other processes as tritonserver; test_supervisor.py has the rest."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from server import ports, process, triton_log
+from server.installation import Installation
+from server.instance import ServerInstance
+from server.recovery import StartFailed
+from server.repository import Model, Pipeline
+from server.settings import Settings
+
+PIPELINE = Pipeline((Model("tokenizer", 1, False), Model("engine", 1, True), Model("detokenizer", 1, True)))
+
+
+@pytest.fixture
+def start(tmp_path):
+    """``start(script, **settings)``: the event of a start with the shell ``script`` as tritonserver, and its pid."""
+
+    def start(script, **settings):
+        root = tmp_path / "image"
+        backend = root / "backends" / "python"
+        backend.mkdir(parents=True)
+        (root / "bin").mkdir()
+        tritonserver = root / "bin" / "tritonserver"
+        tritonserver.write_text(f"#!/bin/sh\n{script}\n")
+        tritonserver.chmod(0o755)
+        listen = dict(zip(("grpc_port", "http_port", "metrics_port"), ports.free(3), strict=True))
+        made = Settings(state_dir=tmp_path, **listen, **settings)
+        log = triton_log.path(made.state_dir, made.grpc_port)
+        log.parent.mkdir()
+        log.touch()
+        installation = Installation(tritonserver, backend, backend / "stub", root / "caches", "")
+        prefix = f"trident_test_{os.getpid()}_{made.grpc_port}_"
+
+        async def run():
+            events = []
+            instance = ServerInstance(made, installation, PIPELINE, Path("/none"), prefix, events.append)
+            assert instance.pid == 0 and not instance.is_serving
+            event = await asyncio.wait_for(instance.start(), 60)
+            pid = instance.pid
+            await instance.stop()
+            assert instance.pid == 0 and not instance.is_serving and events == []
+            return event, pid
+
+        return asyncio.run(run())
+
+    return start
+
+
+def test_an_exit_before_readiness_fails_the_start_with_the_errors_of_the_log(start):
+    event, _ = start("echo 'error: creating server: no such flag' >&2; exit 3")
+    assert event == StartFailed("tritonserver exited with code 3\nerror: creating server: no such flag", crashed=False)
+
+
+def test_an_exit_by_a_signal_is_a_crash(start):
+    event, _ = start("kill -ABRT $$")
+    assert event.crashed and event.reason.startswith("tritonserver exited with signal 6")
+
+
+def test_a_server_that_is_not_ready_in_time_fails_the_start_and_is_killed(start):
+    event, pid = start("sleep 600", start_timeout_s=0.5)
+    assert event == StartFailed("no token in 0.5 s") and not process.is_running(pid)
+
+
+def test_a_stub_that_exits_before_its_first_message_fails_the_start(start):
+    # The shell execs a process that never waits for the child it inherits, as tritonserver does not for such a stub.
+    event, _ = start("sh -c 'exit 1' & exec sleep 600", start_timeout_s=60)
+    assert "exited before it could load the model" in event.reason

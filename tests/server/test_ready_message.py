@@ -1,0 +1,27 @@
+"""The message of a ready server."""
+
+from server.ready_message import ready_message
+from server.settings import Settings
+
+
+def test_endpoints_and_engine_are_listed():
+    text = ready_message(Settings(engine="mine", grpc_port=9001, http_port=9000, metrics_port=9002))
+    assert "engine mine" in text and "127.0.0.1:9001" in text and "http://127.0.0.1:9002/metrics" in text
+    assert "curl -N http://127.0.0.1:9000/v2/models/ensemble/generate_stream" in text
+
+
+def test_the_client_command_names_the_url_only_if_it_is_not_the_default():
+    assert "--url" not in ready_message(Settings())
+    assert "-m clients --url 127.0.0.1:9001 " in ready_message(Settings(grpc_port=9001))
+
+
+def test_tls_is_mentioned_only_if_it_is_on(tmp_path):
+    assert "TLS" not in ready_message(Settings())
+    for name in ("cert.pem", "key.pem"):
+        (tmp_path / name).touch()
+    settings = Settings(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem")
+    assert "ModelStreamInfer over TLS" in ready_message(settings)
+
+
+def test_the_admin_key_is_not_printed():
+    assert "secret-key" not in ready_message(Settings(admin_key="secret-key"))
