@@ -7,51 +7,41 @@ with Client("127.0.0.1:8001") as client:
 
 from __future__ import annotations
 
-import random
 import threading
-from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.experimental
 
-from clients.generations import Generations
-from clients.running import Running
-from clients.wire import answer, failures, infer_request, infer_response, request, status
+from clients.base import BaseClient
+from clients.wire import failures, infer_request, infer_response, request, response_reader, status
+from clients.wire.arguments import ClientOptions, GenerateArguments
 from clients.wire.blocking_stream import BlockingStream
 from clients.wire.completion import Completion
-from clients.wire.connection import DEFAULT_MODEL, TLS, Connection, connection, trace_context
-from clients.wire.retries import RetryBudget, RetryPolicy, RetrySchedule
+from clients.wire.connection import Connection, trace_context
+from clients.wire.status import UnaryCall
 from contract.errors import TridentError
 from contract.generation import GenerationRequest
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # The reading thread polls the network itself: half the cost per message of gRPC's own thread and condition.
 _SINGLE_THREADED = (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)
 
 
-class Client(Generations[BlockingStream]):
-    """Talks to one server; arguments as for AsyncClient. One client serves any number of threads."""
+class Client(BaseClient[BlockingStream]):
+    """Talk to one server, from any number of threads.
 
-    def __init__(
-        self,
-        url: str | Connection | None = None,
-        *,
-        model: str = DEFAULT_MODEL,
-        tls: TLS | bool | None = None,
-        api_key: str = "",
-        metadata: Mapping[str, str] | Iterable[tuple[str, str]] = (),
-        retry: RetryPolicy | None = None,
-        budget: RetryBudget | None = None,
-        rng: random.Random | None = None,
-    ) -> None:
-        self.connection = connection(url, tls, api_key, metadata)
-        self.model = model
-        self._retry = retry or RetryPolicy()
-        self._budget = budget or RetryBudget()
-        self._rng = rng or random.Random()
+    url: HOST:PORT; None is $TRIDENT_URL or 127.0.0.1:8001.
+    options: see ``ClientOptions``.
+    """
+
+    def __init__(self, url: str | Connection | None = None, **options: Unpack[ClientOptions]) -> None:
+        super().__init__(**options)
+        self.connection = self._connection(url)
         self._credentials = self.connection.tls.credentials() if self.connection.tls else None
         self._opening = threading.Lock()
-        self._running = Running()
         self._channel: grpc.Channel | None = None
         self._generate: grpc.UnaryStreamMultiCallable | None = None
 
@@ -66,34 +56,32 @@ class Client(Generations[BlockingStream]):
         self.close()
 
     def close(self) -> None:
-        """Closes the connection; streams that still run are cancelled."""
-        self._running.cancel()
+        """Close the connection. Streams that still run are cancelled."""
+        self._cancel_streams()
         with self._opening:
             channel, self._channel, self._generate = self._channel, None, None
         if channel is not None:
             channel.close()
 
-    def open(self, asked: GenerationRequest, *, traceparent: str = "", timings: bool = False) -> BlockingStream:
-        """A stream for a request that is already valid. Nothing is sent before it is read."""
+    def open(self, generation: GenerationRequest, *, traceparent: str = "", timings: bool = False) -> BlockingStream:
+        """Return a stream for a valid request. Nothing is sent before it is read."""
         context = trace_context(traceparent)  # one trace for all attempts
 
-        def send(asked: GenerationRequest, left_s: float) -> grpc.Call:
-            channel_call = self._generate or self._opened().unary_stream(infer_request.GENERATE)
-            self._generate = channel_call
-            metadata = self.connection.call_metadata(asked.request_id, context)
-            return channel_call(
-                infer_request.generation(asked, self.model, left_s, timings), timeout=left_s, metadata=metadata
-            )
+        def send(generation: GenerationRequest, remaining_s: float) -> grpc.Call:
+            method = self._generate or self._opened().unary_stream(infer_request.GENERATE)
+            self._generate = method
+            payload = infer_request.generation(generation, self.model, remaining_s, timings)
+            metadata = self.connection.call_metadata(generation.request_id, context)
+            return method(payload, timeout=remaining_s, metadata=metadata)
 
-        schedule = RetrySchedule(self._retry, self._budget, self._rng)
-        return self._running.add(BlockingStream(send, self.url, request.identified(asked), schedule))
+        return self._tracked(BlockingStream(send, self.url, request.with_id(generation), self._schedule()))
 
-    def complete(self, prompt: str | None = None, **arguments: Any) -> Completion:
-        """The whole answer, in one response; arguments as for ``generate``."""
+    def complete(self, prompt: str | None = None, **arguments: Unpack[GenerateArguments]) -> Completion:
+        """Return the whole text, sent in one response; arguments as for ``generate``."""
         return self.generate(prompt, **{"stream": False, **arguments}).complete()
 
     def stop(self, request_id: str, timeout_s: float = 5.0) -> None:
-        """Ends a running request of anybody by its id, in the engine; unknown ids are ignored there."""
+        """End a running request in the engine, whoever sent it; an engine ignores an id that it does not know."""
         call = self._opened().unary_stream(infer_request.GENERATE)(
             infer_request.stop(request.sendable_id(request_id)),
             timeout=timeout_s,
@@ -102,37 +90,39 @@ class Client(Generations[BlockingStream]):
         decode = infer_response.ResponseDecoder().decode
         try:
             for data in call:
-                answer.read(decode, data)
+                response_reader.read_message(decode, data)
         except grpc.RpcError as exc:
             raise self._translated(exc) from exc
 
     def health(self, timeout_s: float = 5.0) -> status.Health:
-        """Whether the server lives, is ready, and has the model ready. Raises Unavailable if it cannot be reached."""
-        answers = [self._ask(question, timeout_s) for question in status.health_questions(self.model)]
-        return status.read_health(self.url, self.model, answers)
+        """Return whether the server is live, is ready, and has loaded the model. Raises Unavailable."""
+        responses = [self._call(call, timeout_s) for call in status.health_calls(self.model)]
+        return status.read_health(self.url, self.model, responses)
 
     def models(self, timeout_s: float = 5.0) -> list[status.Model]:
-        """The models of the server and their state."""
-        return status.read_models(self._ask(status.MODELS_QUESTION, timeout_s))
+        """Return the models of the server and their state."""
+        return status.read_models(self._call(status.REPOSITORY_INDEX, timeout_s))
 
     def model_ready(self, model: str, timeout_s: float = 5.0) -> bool:
-        """Whether one model is loaded and ready."""
-        return status.read_flag(self._ask(status.model_ready(model), timeout_s))
+        """Return whether one model is loaded and ready."""
+        return status.read_flag(self._call(status.model_ready(model), timeout_s))
 
-    def _ask(self, question: status.Question, timeout_s: float) -> bytes:
+    def _call(self, call: UnaryCall, timeout_s: float) -> bytes:
         try:
-            call = self._opened().unary_unary(question.method)
-            return call(question.payload, timeout=timeout_s, metadata=self.connection.call_metadata())
+            method = self._opened().unary_unary(call.method)
+            return method(call.payload, timeout=timeout_s, metadata=self.connection.call_metadata())
         except grpc.RpcError as exc:
             raise self._translated(exc) from exc
 
     def _opened(self) -> grpc.Channel:
         with self._opening:
             if self._channel is None:
-                target, options = self.connection.url, [*self.connection.options(), _SINGLE_THREADED]
-                secure = self._credentials
+                url, options = self.connection.url, [*self.connection.options(), _SINGLE_THREADED]
+                credentials = self._credentials
                 self._channel = (
-                    grpc.secure_channel(target, secure, options) if secure else grpc.insecure_channel(target, options)
+                    grpc.secure_channel(url, credentials, options)
+                    if credentials
+                    else grpc.insecure_channel(url, options)
                 )
             return self._channel
 

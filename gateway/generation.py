@@ -24,7 +24,7 @@ from gateway.live_generations import LiveGenerations
 from gateway.request_context import RequestContext
 from gateway.routing.backend_errors import from_backend
 from gateway.routing.fallback import Fallback
-from gateway.routing.replicas import Door, Replicas
+from gateway.routing.replicas import Replicas, Route
 from gateway.routing.shadow import Copy
 from gateway.routing.upstream import Upstream, UpstreamStream
 from gateway.telemetry import replica_spans, request_log
@@ -107,7 +107,7 @@ class Generation:
         self._cut_error: TridentError | None = None
         self._replica_span: Span | None = None
         self._answered_ns: int | None = None  # last response of the replica, wall clock
-        self._endpoint: Door | None = None
+        self._route: Route | None = None
         self._stream: TokenStream | UpstreamStream | None = None
         self._payload = b""  # a serialised ModelInferRequest to send as it is
         self._shadow = runtime.shadow(request)
@@ -201,7 +201,7 @@ class Generation:
         fallback.moved(target)
         request_log.moved(context, self.id, self.target or "replicas", target or "replicas", error)
         end_span(self._replica_span, error)
-        self._replica_span = self._endpoint = None
+        self._replica_span = self._route = None
         self.target = target
         if target:
             self._permit.headers["x-trident-degraded"] = overflow_note(target)
@@ -225,21 +225,21 @@ class Generation:
             timeout_s = self.request.timeout_s or self._runtime.settings.request_timeout_s
             self._deadline_s = time.monotonic() + timeout_s
 
-    def _open_endpoint(self) -> Door:
-        """Return the endpoint of the replicas and start its spans."""
+    def _open_route(self) -> Route:
+        """Return the route to the replicas and start its spans."""
         tracing, context = self._runtime.tracing, self._context
         route_span = tracing.child(self._span, "route")
         self._replica_span = tracing.child(self._span, "replica", SpanKind.CLIENT)
         parent = traceparent(self._replica_span, context.carrier)
-        endpoint = self._runtime.replicas.door(self.request, self._turn.pool, context.session, parent, self._payload)
-        endpoint.priority = engine_priority(context.tenant.priority, context.own_priority)
+        route = self._runtime.replicas.route(self.request, self._turn.pool, context.session, parent, self._payload)
+        route.priority = engine_priority(context.tenant.priority, context.own_priority)
         if self._turn.may_move:
-            endpoint.move = self._change_pool
+            route.move = self._change_pool
         if route_span is not None:
-            endpoint.explain = route_span.is_recording()
-            endpoint.picked = lambda: self._routed(endpoint, route_span)
-        self._endpoint = endpoint
-        return endpoint
+            route.explain = route_span.is_recording()
+            route.picked = lambda: self._routed(route, route_span)
+        self._route = route
+        return route
 
     async def _change_pool(self) -> str:
         """Waits for a slot in another pool and returns its name. The idle timer is stopped meanwhile."""
@@ -248,11 +248,11 @@ class Generation:
         self._start_idle_timer()
         return pool
 
-    def _routed(self, endpoint: Door, route_span: Span) -> None:
+    def _routed(self, route: Route, route_span: Span) -> None:
         """Records the picked replica: the first one ends the route span, later ones are failovers."""
-        attributes: dict[str, Any] = {"server.address": endpoint.replica, "trident.pool": endpoint.pool}
-        if endpoint.explanation is not None:
-            attributes |= endpoint.explanation.attributes()
+        attributes: dict[str, Any] = {"server.address": route.replica, "trident.pool": route.pool}
+        if route.explanation is not None:
+            attributes |= route.explanation.attributes()
         if route_span.is_recording():
             end_span(route_span, **attributes)
         elif self._replica_span is not None:
@@ -262,8 +262,8 @@ class Generation:
         """Take over a response of the target: timers, counts, usage and the end."""
         self._waiting_since_s = 0.0
         self._started = True
-        if self._endpoint is not None:
-            self._endpoint.made_tokens()
+        if self._route is not None:
+            self._route.made_tokens()
         # Upstreams send no token ids; a chunk of theirs is about one token.
         tokens = len(delta.token_ids) or bool(delta.text)
         self.tokens += tokens
@@ -295,7 +295,7 @@ class Generation:
     def _observe_message(self, delta: TokenDelta) -> None:
         if delta is not NO_OUTPUTS:
             self._observe(delta)
-        if not self.finish_reason and self._stream.whole:
+        if not self.finish_reason and self._stream.finished:
             self._observe(TokenDelta(finish_reason=FinishReason.STOP))
 
     def check(self, now_s: float) -> None:
@@ -306,8 +306,8 @@ class Generation:
         """
         if not self._waiting_since_s:
             return
-        settings, endpoint = self._runtime.settings, self._endpoint
-        progress_s = endpoint.progress_s if endpoint is not None else 0.0
+        settings, route = self._runtime.settings, self._route
+        progress_s = route.progress_s if route is not None else 0.0
         silent_s = now_s - (self._waiting_since_s if self._started else max(self._waiting_since_s, progress_s))
         first_s, idle_s = settings.first_token_timeout_s, settings.idle_timeout_s
         if silent_s <= min(UNHEALTHY_S, first_s, idle_s):
@@ -315,17 +315,17 @@ class Generation:
         may_retry = not self._started and self._hang_retries < settings.hang_retries and self._has_alternative()
         timeout_s = min(first_s, idle_s) if may_retry else idle_s
         if silent_s > timeout_s:
-            if endpoint is not None and now_s - progress_s > timeout_s:
-                endpoint.was_silent(DeadlineExceeded(f"silent for {timeout_s:g} s"))
+            if route is not None and now_s - progress_s > timeout_s:
+                route.was_silent(DeadlineExceeded(f"silent for {timeout_s:g} s"))
             if may_retry:
                 self._abandon(Unavailable(f"{self._location()[1]} made no progress for {timeout_s:g} s"))
             else:
                 self._cut_silent(timeout_s)
-        elif may_retry and endpoint is not None and endpoint.is_down():
-            self._abandon(Unavailable(f"{endpoint.replica} became unhealthy before it made a token"))
+        elif may_retry and route is not None and route.is_down():
+            self._abandon(Unavailable(f"{route.replica} became unhealthy before it made a token"))
 
     def _has_alternative(self) -> bool:
-        if self.upstream is None and self._endpoint is not None and self._endpoint.has_alternative():
+        if self.upstream is None and self._route is not None and self._route.has_alternative():
             return True
         return self._runtime.fallback.next_target(self._context, self.request, self._tried) is not None
 
@@ -417,7 +417,7 @@ class Generation:
         """Returns (pool or overflow target, URL of the replica or upstream); empty before the first attempt."""
         if isinstance(self._stream, UpstreamStream):
             return self.target, self._stream.url
-        return (self._endpoint.pool, self._endpoint.replica) if self._endpoint else ("", "")
+        return (self._route.pool, self._route.replica) if self._route else ("", "")
 
     def _usage_so_far(self) -> Usage | None:
         """Returns the usage of a generation that was cut: tokens so far, and the prompt as counted or estimated at
@@ -433,6 +433,6 @@ class Generation:
             relayed = bool(self._payload)
             if not relayed:
                 request = dataclasses.replace(request, request_id=self.id)
-            return TokenStream(self._open_endpoint(), request, runtime.replicas.schedule(), relayed)
+            return TokenStream(self._open_route(), request, runtime.replicas.schedule(), relayed)
         self._replica_span = runtime.tracing.child(self._span, "upstream", SpanKind.CLIENT)
         return upstream.stream(request, traceparent(self._replica_span, self._context.carrier))

@@ -1,4 +1,4 @@
-"""Which replica gets a request. Pure functions of a snapshot: ``pick(loads, ask, rng) -> ReplicaLoad``.
+"""Which replica gets a request. Pure functions of a snapshot: ``pick(loads, request, rng) -> ReplicaLoad``.
 
 All of them choose among the healthy replicas, or among all if none is healthy: then the probes are as likely to
 be wrong as every replica to be dead. Load is relative to capacity: requests to ``max_running``, tokens to the measured
@@ -21,22 +21,26 @@ from contract.load import ReplicaLoad
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What a pick knows about the request.
+class RoutingRequest:
+    """What routing knows of a request.
 
-    turn: the caller's running number of requests. session, prefix: what the request shares with earlier ones,
-    empty if nothing: a conversation's id, and the beginning of the prompt.
+    turn: the client's running number of requests.
+    session, prefix: a conversation's id and the beginning of the prompt, shared with other requests; "" if not.
+    tried: replicas that have failed it already.
     """
 
     turn: int = 0
     session: str = ""
     prefix: str = ""
+    tried: frozenset[str] = frozenset()
 
 
-Pick = Callable[[Sequence[ReplicaLoad], Ask, random.Random], ReplicaLoad]
+AFFINITY_BOUND = 1.25  # times its share of the load: above it a key's requests go to the next replica
+
+Pick = Callable[[Sequence[ReplicaLoad], RoutingRequest, random.Random], ReplicaLoad]
 
 
-def round_robin(loads: Sequence[ReplicaLoad], ask: Ask, rng: random.Random) -> ReplicaLoad:
+def round_robin(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: random.Random) -> ReplicaLoad:
     """Each in turn, by name, as often as it has slots. Blind to load: the baseline."""
     candidates = sorted(eligible(loads), key=lambda load: load.name)
     counts = [max(1, round(slots)) for slots in slot_capacities(candidates)]
@@ -44,41 +48,41 @@ def round_robin(loads: Sequence[ReplicaLoad], ask: Ask, rng: random.Random) -> R
     ends = list(itertools.accumulate(count // divisor for count in counts))
     # A golden-ratio step visits every position of the cycle once and spreads a replica's turns evenly over it.
     step = 1 if ends[-1] == len(ends) else _coprime_near(ends[-1] * 0.618, ends[-1])
-    return candidates[bisect.bisect_right(ends, ask.turn * step % ends[-1])]
+    return candidates[bisect.bisect_right(ends, request.turn * step % ends[-1])]
 
 
-def least_outstanding(loads: Sequence[ReplicaLoad], ask: Ask, rng: random.Random) -> ReplicaLoad:
+def least_outstanding(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: random.Random) -> ReplicaLoad:
     """The one with the fewest requests under way for its slots."""
     candidates = eligible(loads)
     return _drawn(candidates, least_occupied(candidates), rng)
 
 
-def power_of_two_choices(loads: Sequence[ReplicaLoad], ask: Ask, rng: random.Random) -> ReplicaLoad:
+def power_of_two_choices(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: random.Random) -> ReplicaLoad:
     """The less busy of two drawn by capacity. With many callers that see old loads, this avoids the herd."""
     candidates = eligible(loads)
     if len(candidates) <= 2:
-        return least_outstanding(candidates, ask, rng)
+        return least_outstanding(candidates, request, rng)
     pair = _two_of(candidates, rng)
     return pair[rng.choice(list(least_occupied(pair)))]  # capacity had its part in who was drawn
 
 
-def token_aware(loads: Sequence[ReplicaLoad], ask: Ask, rng: random.Random) -> ReplicaLoad:
+def token_aware(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: random.Random) -> ReplicaLoad:
     """The one that is done first with the work booked, in tokens of decoding, uncomputed prompts included."""
     candidates = eligible(loads)
     return _drawn(candidates, least_pending(candidates), rng)
 
 
-def session_affinity(bound: float = 1.25, otherwise: Pick = power_of_two_choices) -> Pick:
-    """Requests of one ``ask.session`` stay together; those without one go where ``otherwise`` says."""
-    return _affinity(lambda ask: ask.session, bound, otherwise)
+def session_affinity(bound: float = AFFINITY_BOUND, otherwise: Pick = power_of_two_choices) -> Pick:
+    """Requests of one ``request.session`` stay together; those without one go where ``otherwise`` says."""
+    return _affinity(lambda request: request.session, bound, otherwise)
 
 
-def prefix_affinity(bound: float = 1.25, otherwise: Pick = power_of_two_choices) -> Pick:
-    """Requests with one ``ask.prefix`` stay together, so that the prefix is computed and cached once."""
-    return _affinity(lambda ask: ask.prefix, bound, otherwise)
+def prefix_affinity(bound: float = AFFINITY_BOUND, otherwise: Pick = power_of_two_choices) -> Pick:
+    """Requests with one ``request.prefix`` stay together, so that the prefix is computed and cached once."""
+    return _affinity(lambda request: request.prefix, bound, otherwise)
 
 
-def _affinity(key_of: Callable[[Ask], str], bound: float, otherwise: Pick) -> Pick:
+def _affinity(key_of: Callable[[RoutingRequest], str], bound: float, otherwise: Pick) -> Pick:
     """Rendezvous hashing with bounded load.
 
     Every replica has a rank for every key; the key's requests go to the highest, and when one leaves, only its
@@ -88,16 +92,16 @@ def _affinity(key_of: Callable[[Ask], str], bound: float, otherwise: Pick) -> Pi
     if not bound > 1.0:
         raise InvalidArgument("bound", f"got {bound}; allowed is more than 1, as a multiple of the mean load")
 
-    def pick(loads: Sequence[ReplicaLoad], ask: Ask, rng: random.Random) -> ReplicaLoad:
-        key = key_of(ask)
+    def pick(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: random.Random) -> ReplicaLoad:
+        key = key_of(request)
         if not key:
-            return otherwise(loads, ask, rng)
+            return otherwise(loads, request, rng)
         return home(key, eligible(loads), bound)
 
     return pick
 
 
-def home(key: str, loads: Sequence[ReplicaLoad], bound: float) -> ReplicaLoad:
+def home(key: str, loads: Sequence[ReplicaLoad], bound: float = AFFINITY_BOUND) -> ReplicaLoad:
     """The highest ranked replica for ``key`` with less than ``bound`` times its share of all requests."""
     slots = slot_capacities(loads)
     per_slot = bound * (sum(map(occupancy, loads)) + 1) / sum(slots)
@@ -110,14 +114,14 @@ def rendezvous(key: str, loads: Sequence[ReplicaLoad]) -> list[ReplicaLoad]:
     """``loads`` by the rank that ``key`` gives each, highest first; the same on every machine. A replica is first for
     as many keys as it has slots."""
     slots = slot_capacities(loads)
-    alike = min(slots) == max(slots)
+    ranks = [rank(load.name, key, own) for load, own in zip(loads, slots, strict=True)]
+    return [loads[index] for index in sorted(range(len(loads)), key=ranks.__getitem__, reverse=True)]
 
-    def rank(place: int) -> float:
-        drawn = hashlib.blake2b(f"{loads[place].name}\0{key}".encode(), digest_size=8).digest()
-        number = int.from_bytes(drawn, "big")
-        return number if alike else -slots[place] / math.log((number + 0.5) / 2**64)
 
-    return [loads[place] for place in sorted(range(len(loads)), key=rank, reverse=True)]
+def rank(name: str, key: str, weight: float) -> float:
+    """Return the rank of ``name`` for ``key`` in weighted rendezvous hashing, the same on every machine."""
+    digest = hashlib.blake2b(f"{name}\0{key}".encode(), digest_size=8).digest()
+    return -weight / math.log((int.from_bytes(digest, "big") + 0.5) / 2**64)
 
 
 def eligible(loads: Sequence[ReplicaLoad]) -> list[ReplicaLoad]:

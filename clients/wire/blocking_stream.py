@@ -1,7 +1,7 @@
-"""One generation as it arrives, for programs without an event loop: an iterator of TokenDelta.
+"""Read one generation as it arrives, in programs without an event loop: an iterator of TokenDelta.
 
-The same rules as ``token_stream``: leaving it cancels, and nothing is tried again after the first token. The
-thread that reads it does all the work, so a stream costs no thread and no hand-over between threads.
+The rules are those of ``token_stream``: leaving it cancels, and nothing is retried after the first token. The
+thread that iterates does all the work, so a stream needs no thread of its own.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Callable
 import grpc
 
 from clients.wire import completion
-from clients.wire.answer import Answer
 from clients.wire.failures import RetryHint
 from clients.wire.latency import Stopwatch
+from clients.wire.response_reader import ResponseReader
 from clients.wire.retries import RetrySchedule
-from clients.wire.token_stream import STATUS_PATIENCE_S
+from clients.wire.token_stream import STATUS_TIMEOUT_S
 from contract.errors import Cancelled, TridentError
 from contract.generation import GenerationRequest, TokenDelta
 
 
 class BlockingStream:
-    """``for delta in stream`` ends after the delta with ``finish_reason``; errors are raised, typed.
+    """An iterator that ends after the delta with ``finish_reason`` and raises TridentError.
 
-    Also a context manager: leaving the block cancels what still runs. ``cancel`` may be called by another thread;
-    the reader then sees Cancelled.
+    Also a context manager: leaving the block cancels the call. ``cancel`` may be called by another thread;
+    the iterating thread then gets Cancelled.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class BlockingStream:
         self.request = request
         self.request_id = request.request_id
         self.attempts = 0
-        self._answer = Answer(request)
+        self._response = ResponseReader(request)
         self._send = send
         self._url = url
         self._schedule = schedule
@@ -50,7 +50,7 @@ class BlockingStream:
     @property
     def tokens(self) -> int:
         """Tokens received so far."""
-        return self._answer.tokens
+        return self._response.tokens
 
     def __iter__(self) -> _Loop:
         return _Loop(self)
@@ -65,7 +65,7 @@ class BlockingStream:
         self.cancel()
 
     def cancel(self) -> None:
-        """Cancels the call if it still runs. Safe to call twice, and from any thread."""
+        """Cancel the call if it still runs. Safe to call twice, and from any thread."""
         self._ended = True
         self._wake.set()
         if self._call is not None:
@@ -73,16 +73,16 @@ class BlockingStream:
 
     def __next__(self) -> TokenDelta:
         while True:
-            if self._call is None or self._answer.over or self._ended:
+            if self._call is None or self._response.ended or self._ended:
                 self._advance()
             try:
-                delta = self._answer.take(next(self._call))
+                delta = self._response.read(next(self._call))
             except StopIteration:
-                self._failed(self._answer.cut(self._url), RetryHint())
+                self._failed(self._response.truncation_error(self._url), RetryHint())
             except grpc.RpcError as exc:
                 if self._ended:
                     raise Cancelled(f"request {self.request_id} was closed while it was being read") from exc
-                self._failed(*self._answer.broke(exc, self._url), cause=exc)
+                self._failed(*self._response.status_error(exc, self._url), cause=exc)
             except TridentError as error:
                 self._failed(error, RetryHint())
             except BaseException:
@@ -93,40 +93,40 @@ class BlockingStream:
                     return delta
 
     def complete(self) -> completion.Completion:
-        """Reads to the end. The errors are those of the iteration; Cancelled if the stream was closed before."""
+        """Read to the end. Raises what the iteration raises, and Cancelled if the stream was closed before."""
         watch, deltas = Stopwatch(), []
         for delta in self:
             watch.observe(delta)
             deltas.append(delta)
-        if not self._answer.whole:  # closed between two deltas, which ends an iteration without a word
+        if not self._response.complete:  # closed between two deltas, which ends an iteration without an error
             raise Cancelled(f"request {self.request.request_id} was closed while it was being read")
         ttft_s = watch.ttft_s if self.request.stream else None
         return completion.join(deltas, self.request_id, ttft_s, watch.total_s)
 
     def _advance(self) -> None:
-        """Opens the next attempt; raises StopIteration or the error of a stream that is over."""
-        if self._answer.broken and not self._ended:
+        """Open the next attempt. Raises StopIteration, or the error of a stream that has ended."""
+        if self._response.deferred_error and not self._ended:
             self.cancel()
-            raise self._answer.broken
-        if self._answer.whole and not self._ended:
+            raise self._response.deferred_error
+        if self._response.complete and not self._ended:
             self._drain()
         if self._ended:
             raise StopIteration
-        if self._answer.left_s <= 0:
+        if self._response.remaining_s <= 0:
             self._ended = True
-            raise self._answer.late()
+            raise self._response.deadline_error()
         self.attempts += 1
         try:
-            self._call = self._send(self.request, self._answer.left_s)
+            self._call = self._send(self.request, self._response.remaining_s)
         except TridentError:
             self._ended = True
             raise
 
     def _failed(self, error: TridentError, hint: RetryHint, cause: BaseException | None = None) -> None:
-        """Ends the attempt. Returns if there shall be another one, raises otherwise."""
+        """End the attempt. Return if another one follows, raise otherwise."""
         self._call.cancel()
-        if not self._answer.started and not self._ended:
-            wait_s = self._schedule.wait_s(error, hint, self._answer.left_s)
+        if not self._response.started and not self._ended:
+            wait_s = self._schedule.wait_s(error, hint, self._response.remaining_s)
             if wait_s is not None:
                 self._call = None
                 if self._wake.wait(wait_s):
@@ -136,20 +136,20 @@ class BlockingStream:
         raise error from cause
 
     def _drain(self) -> None:
-        """The answer is whole: reads up to the status, so that the server never takes our leaving for a cancel."""
-        patience = threading.Timer(STATUS_PATIENCE_S, self._call.cancel)
-        patience.daemon = True
-        patience.start()
-        # Whatever breaks after the answer does not take the answer back.
+        """Read up to the status after the last delta, so that the server does not see a cancel."""
+        timeout = threading.Timer(STATUS_TIMEOUT_S, self._call.cancel)
+        timeout.daemon = True
+        timeout.start()
+        # Errors after the last delta do not matter: the response is complete.
         with contextlib.suppress(grpc.RpcError, StopIteration):
             while True:
                 next(self._call)
-        patience.cancel()
+        timeout.cancel()
         self._ended = True
 
 
 class _Loop:
-    """What ``for`` holds, and drops when the loop is left: then the stream is cancelled."""
+    """The iterator that ``for`` holds: when the loop is left it is dropped, which cancels the stream."""
 
     __slots__ = ("_stream",)
 

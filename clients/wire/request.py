@@ -1,4 +1,4 @@
-"""A caller's arguments as a valid GenerationRequest."""
+"""Build a valid GenerationRequest from a caller's arguments."""
 
 from __future__ import annotations
 
@@ -7,89 +7,70 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from clients.wire.arguments import GenerateArguments
 from clients.wire.connection import new_request_id, sendable
 from contract.errors import InvalidArgument
 from contract.generation import INT32_MAX, GenerationRequest, SamplingParams
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 MAX_REQUEST_ID = 256
 
-_SAMPLING = tuple(SamplingParams.__dataclass_fields__)
-_SWITCHES = ("ignore_eos", "log_probs")  # of sampling: the fields that are True or False
+_SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
+_ARGUMENTS = tuple(GenerateArguments.__annotations__)
+_SWITCHES = frozenset({"stream", "echo", "skip_special_tokens", "ignore_eos", "log_probs"})
 
 
-def build(
-    prompt: str | None = None,
-    *,
-    messages: Iterable[Mapping[str, Any]] | None = None,
-    max_tokens: int = 128,
-    stop: str | Iterable[str] = (),
-    stop_token_ids: Iterable[int] = (),
-    timeout_s: float | None = None,
-    stream: bool = True,
-    echo: bool = False,
-    skip_special_tokens: bool = True,
-    json_schema: str | Mapping[str, Any] | None = None,
-    request_id: str = "",
-    **sampling: Any,
-) -> GenerationRequest:
-    """The request these arguments mean; the other arguments are SamplingParams' fields.
+def build(prompt: str | None = None, **arguments: Unpack[GenerateArguments]) -> GenerationRequest:
+    """Build a valid request from the arguments of ``generate``.
 
     Raises InvalidArgument that names the argument and what is allowed.
     """
-    for name in sampling:
-        if name not in _SAMPLING:
-            near = difflib.get_close_matches(name, _SAMPLING, 1)
-            raise InvalidArgument(
-                name,
-                f"no such argument{f'; did you mean {near[0]}' if near else ''}; allowed are {', '.join(_SAMPLING)}",
-            )
+    for name in arguments:
+        if name not in _ARGUMENTS:
+            near = difflib.get_close_matches(name, _ARGUMENTS, 1)
+            hint = f"; did you mean {near[0]}" if near else ""
+            raise InvalidArgument(name, f"no such argument{hint}; allowed are {', '.join(_ARGUMENTS)}")
     if not isinstance(prompt, str | None):
         raise InvalidArgument("text_input", f"got {prompt!r}; allowed is text")
-    stops = (stop,) if isinstance(stop, str) else _tuple("stop", stop)
-    if not all(isinstance(text, str) and text for text in stops):
-        raise InvalidArgument("stop", f"got {stops!r}; allowed are strings of at least one character")
-    stop_ids = _tuple("stop_token_ids", stop_token_ids)
-    if not all(_whole(token) and 0 <= token <= INT32_MAX for token in stop_ids):
+    for name in _SWITCHES & arguments.keys():
+        if not isinstance(arguments[name], bool):
+            raise InvalidArgument(name, f"got {arguments[name]!r}; allowed is True or False")
+    fields: dict[str, Any] = {name: value for name, value in arguments.items() if name not in _SAMPLING}
+    stop = fields.get("stop", ())
+    fields["stop"] = (stop,) if isinstance(stop, str) else _tuple("stop", stop)
+    if not all(isinstance(text, str) and text for text in fields["stop"]):
+        raise InvalidArgument("stop", f"got {fields['stop']!r}; allowed are strings of at least one character")
+    fields["stop_token_ids"] = stop_ids = _tuple("stop_token_ids", fields.get("stop_token_ids", ()))
+    if not all(_is_integer(token) and 0 <= token <= INT32_MAX for token in stop_ids):
         raise InvalidArgument("stop_token_ids", f"got {stop_ids!r}; allowed are integers from 0 to {INT32_MAX}")
-    sendable_id(request_id)
-    switches = {"stream": stream, "echo": echo, "skip_special_tokens": skip_special_tokens}
-    for name, value in (switches | {name: sampling.get(name, False) for name in _SWITCHES}).items():
-        if not isinstance(value, bool):
-            raise InvalidArgument(name, f"got {value!r}; allowed is True or False")
-    return GenerationRequest(
-        text_input=prompt,
-        messages=None if messages is None else _chat(messages),
-        max_tokens=max_tokens,
-        sampling=SamplingParams(**sampling),
-        stop=stops,
-        stop_token_ids=stop_ids,
-        stream=stream,
-        echo=echo,
-        skip_special_tokens=skip_special_tokens,
-        timeout_s=timeout_s,
-        request_id=request_id or new_request_id(),
-        json_schema=_schema(json_schema),
-    ).validate()
+    fields["request_id"] = sendable_id(fields.get("request_id", "")) or new_request_id()
+    if fields.get("messages") is not None:
+        fields["messages"] = _chat(fields["messages"])
+    fields["json_schema"] = _schema(fields.get("json_schema"))
+    sampling = SamplingParams(**{name: value for name, value in arguments.items() if name in _SAMPLING})
+    return GenerationRequest(text_input=prompt, sampling=sampling, **fields).validate()
 
 
 def can_travel(request_id: str) -> bool:
-    """Whether it fits where ids of requests go: logs, headers, gRPC's metadata."""
+    """Return whether an id can be sent in headers and gRPC metadata, and logged."""
     return sendable(request_id) and len(request_id) <= MAX_REQUEST_ID
 
 
 def sendable_id(request_id: str) -> str:
-    """The id of a request, as it was given. Raises InvalidArgument for one that cannot travel."""
+    """Return the id. Raises InvalidArgument for one that cannot be sent."""
     if not can_travel(request_id):
         problem = f"got {request_id!r}; allowed are at most {MAX_REQUEST_ID} printable ASCII characters"
         raise InvalidArgument("request_id", problem)
     return request_id
 
 
-def identified(asked: GenerationRequest) -> GenerationRequest:
-    """The request with an id; the server keys what it knows of a request by it."""
-    return asked if asked.request_id else dataclasses.replace(asked, request_id=new_request_id())
+def with_id(request: GenerationRequest) -> GenerationRequest:
+    """Return the request with an id; the server identifies its state by it."""
+    return request if request.request_id else dataclasses.replace(request, request_id=new_request_id())
 
 
 def _tuple(name: str, values: Iterable[Any]) -> tuple:
@@ -98,8 +79,8 @@ def _tuple(name: str, values: Iterable[Any]) -> tuple:
     return tuple(values)
 
 
-def _whole(number: Any) -> bool:
-    """Of NumPy's kinds, too."""
+def _is_integer(number: Any) -> bool:
+    """Return whether it is an integer, NumPy's included."""
     return isinstance(number, Integral) and not isinstance(number, bool)
 
 

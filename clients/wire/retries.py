@@ -1,7 +1,7 @@
-"""When to try again. Pure: randomness and time come from the caller.
+"""Decide when to retry. Pure: randomness and time come from the caller.
 
-Only errors that ``contract.errors`` marks retryable are tried again, only before the first token, only while
-the deadline leaves time, and only while the budget lasts, so that retries never multiply an outage.
+Only errors that ``contract.errors`` marks retryable are retried, only before the first token, only until
+the deadline, and only while the budget lasts, so that retries never multiply an outage.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from contract.errors import InvalidArgument, TridentError
 class RetryPolicy:
     """Exponential backoff with full jitter: the n-th wait is uniform in [0, min(cap_s, base_s * 2**n)].
 
-    attempts: calls in all, the first included; 1 never retries. A server's hint replaces the lower end of the
-    wait, so that callers told "after 1 s" do not all come back at 1 s sharp.
+    attempts: calls in all, the first included; 1 never retries. A server's hint is the lower end of the
+    wait, so that clients which get the same hint do not all return at the same instant.
     """
 
     attempts: int = 4
@@ -34,7 +34,7 @@ class RetryPolicy:
             )
 
     def wait_s(self, failures: int, hint: RetryHint, rng: random.Random) -> float:
-        """How long to wait after ``failures`` (1, 2, …) failed attempts."""
+        """Return how long to wait after ``failures`` (1, 2, …) failed attempts."""
         ceiling_s = min(self.cap_s, self.base_s * 2 ** (failures - 1))
         return (hint.after_s or 0.0) + rng.uniform(0.0, ceiling_s)
 
@@ -44,7 +44,7 @@ NO_RETRY = RetryPolicy(attempts=1)
 
 @dataclass
 class RetryBudget:
-    """How many retries a client may still make: every request earns ``ratio``, every retry costs 1.
+    """The retries that a client may still make: every request adds ``ratio``, every retry costs 1.
 
     It starts full at ``reserve``, so a quiet client may retry; under an outage retries settle at ``ratio`` of
     the requests. One budget may be shared by several clients.
@@ -61,7 +61,7 @@ class RetryBudget:
         self.tokens = min(self.reserve, self.tokens + self.ratio)
 
     def spend(self) -> bool:
-        """True if a retry may be made now; it is then paid for."""
+        """Take one retry from the budget; return False if none is left."""
         if self.tokens < 1.0:
             return False
         self.tokens -= 1.0
@@ -69,23 +69,27 @@ class RetryBudget:
 
 
 class RetrySchedule:
-    """The retries of one request: ``wait_s`` after each failure says how long to wait, or None to give up."""
+    """The retries of one request."""
 
     def __init__(self, policy: RetryPolicy, budget: RetryBudget, rng: random.Random) -> None:
         self._policy, self._budget, self._rng = policy, budget, rng
         self.failures = 0
         budget.earn()
 
-    def wait_s(self, error: TridentError, hint: RetryHint, left_s: float, alternative: bool = False) -> float | None:
-        """``left_s`` is what the deadline leaves; ``alternative``: another replica is at hand, so do not wait.
+    def wait_s(
+        self, error: TridentError, hint: RetryHint, remaining_s: float, alternative: bool = False
+    ) -> float | None:
+        """Return how long to wait before the next attempt, None for no further attempt.
 
-        Going to another replica because one could not be reached is free: the budget guards servers from load.
+        remaining_s: until the deadline.
+        alternative: another replica is available, so there is no wait. An attempt at another replica because the first
+        could not be reached does not count against the budget, which protects servers from load.
         """
         self.failures += 1
         if not error.retryable or (hint.never and not alternative) or self.failures >= self._policy.attempts:
             return None
         wait_s = 0.0 if alternative else self._policy.wait_s(self.failures, hint, self._rng)
-        if wait_s >= left_s:
+        if wait_s >= remaining_s:
             return None
         free = alternative and hint.unsent
         return wait_s if free or self._budget.spend() else None

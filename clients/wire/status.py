@@ -1,4 +1,4 @@
-"""Questions about a server that are not generations: is it alive, ready, and what models has it."""
+"""The unary calls about a server: whether it is live and ready, and which models it has."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from clients.wire import failures, protobuf
 
 _SERVICE = "/inference.GRPCInferenceService"
-# What our repository holds, for servers that do not let us read their index.
+# The models of our repository, for servers that restrict access to their index.
 KNOWN_MODELS = ("ensemble", "tokenizer", "engine", "detokenizer")
 
 
 @dataclass(frozen=True)
-class Question:
+class UnaryCall:
     """One unary call: full method name and serialized request."""
 
     method: str
@@ -21,7 +21,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Health:
-    """live: the process answers. ready: the server says so. model_ready: the model we talk to is loaded."""
+    """live: the process responds. ready: the server says so. model_ready: the model we talk to is loaded."""
 
     url: str
     model: str
@@ -44,34 +44,34 @@ class Model:
     reason: str = ""
 
 
-MODELS_QUESTION = Question(f"{_SERVICE}/RepositoryIndex")
+REPOSITORY_INDEX = UnaryCall(f"{_SERVICE}/RepositoryIndex")
 
 
-def model_ready(model: str) -> Question:
-    return Question(f"{_SERVICE}/ModelReady", protobuf.text(1, model))
+def model_ready(model: str) -> UnaryCall:
+    return UnaryCall(f"{_SERVICE}/ModelReady", protobuf.text(1, model))
 
 
-def health_questions(model: str) -> list[Question]:
-    return [Question(f"{_SERVICE}/ServerLive"), Question(f"{_SERVICE}/ServerReady"), model_ready(model)]
+def health_calls(model: str) -> list[UnaryCall]:
+    return [UnaryCall(f"{_SERVICE}/ServerLive"), UnaryCall(f"{_SERVICE}/ServerReady"), model_ready(model)]
 
 
-def read_flag(answer: bytes) -> bool:
+def read_flag(response: bytes) -> bool:
     """The one bool of ServerLive, ServerReady and ModelReady."""
     try:
-        return dict(protobuf.fields(answer)).get(1) == 1
+        return dict(protobuf.fields(response)).get(1) == 1
     except protobuf.WireError as exc:
         raise failures.unreadable(exc) from exc
 
 
-def read_health(url: str, model: str, answers: list[bytes]) -> Health:
-    return Health(url, model, *(read_flag(answer) for answer in answers))
+def read_health(url: str, model: str, responses: list[bytes]) -> Health:
+    return Health(url, model, *(read_flag(response) for response in responses))
 
 
-def read_models(answer: bytes) -> list[Model]:
+def read_models(response: bytes) -> list[Model]:
     """RepositoryIndexResponse{1: Model{1: name, 2: version, 3: state, 4: reason}}."""
     models = []
     try:
-        for number, value in protobuf.fields(answer):
+        for number, value in protobuf.fields(response):
             if number == 1:
                 parts = {key: data.decode() for key, data in protobuf.fields(value)}
                 models.append(Model(*(parts.get(key, "") for key in (1, 2, 3, 4))))

@@ -26,6 +26,7 @@ from tritonclient.grpc import service_pb2
 from clients.wire import protobuf
 from clients.wire.connection import new_request_id
 from clients.wire.request import MAX_REQUEST_ID, can_travel
+from clients.wire.status import UnaryCall
 from clients.wire.token_stream import NO_OUTPUTS
 from contract import priority
 from contract.errors import (
@@ -152,7 +153,9 @@ class KServeDoor:
                 error: TridentError = Unavailable("no replica is fit to serve", 1.0)
                 for replica in self._service.replicas.fit():
                     try:
-                        return await replica.ask(method, request, self._service.settings.probe_timeout_s)
+                        return await replica.channel.call(
+                            UnaryCall(method, request), self._service.settings.probe_timeout_s
+                        )
                     except TridentError as exc:
                         _LOG.warning("replica %s did not answer %s: %s", replica.url, method.rpartition("/")[2], exc)
                         error = from_backend(exc)

@@ -9,14 +9,14 @@ import aiohttp
 from contract.generation import GenerationRequest
 from gateway.config.policy import OverflowTarget
 from gateway.routing.circuit_breaker import BreakerPolicy
-from gateway.routing.replicas import Replica
+from gateway.routing.replicas import RoutedReplica
 from gateway.routing.upstream import MAX_CONNECTIONS, Upstream
 
 
 class Overflow:
     """The targets by name. ``start`` it on the loop that uses it. fit: the replicas that may get requests now."""
 
-    def __init__(self, fit: Callable[[], list[Replica]], breaker: BreakerPolicy) -> None:
+    def __init__(self, fit: Callable[[], list[RoutedReplica]], breaker: BreakerPolicy) -> None:
         self._fit, self._breaker = fit, breaker
         self._session: aiohttp.ClientSession | None = None
         self._targets: Mapping[str, OverflowTarget] = {}

@@ -7,19 +7,17 @@ any policy of ``clients.replica_set.picks`` can take the place of scores. Load i
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from clients.replica_set import picks
-from clients.replica_set.picks import Ask, Pick, occupancy
+from clients.replica_set.picks import Pick, RoutingRequest, occupancy
 from contract.errors import Unavailable
 from contract.load import ReplicaLoad
 
 NEARLY_FULL = 0.95  # of the KV cache: what comes on top would wait for blocks
-AFFINITY_BOUND = 1.25  # times its share of the load: a conversation's replica above it is passed over
 
 
 @dataclass(frozen=True)
@@ -29,14 +27,6 @@ class Candidate:
     load: ReplicaLoad
     open_breaker: bool = False
     age_s: float = math.inf
-
-
-@dataclass(frozen=True)
-class Question:
-    """What routing knows of a request. tried: replicas that have failed it already."""
-
-    ask: Ask = field(default_factory=Ask)
-    tried: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -80,7 +70,7 @@ class Router:
     def choose(
         self,
         candidates: Sequence[Candidate],
-        question: Question,
+        request: RoutingRequest,
         rng: random.Random,
         explanation: Explanation | None = None,
     ) -> ReplicaLoad:
@@ -91,7 +81,7 @@ class Router:
         if not left:
             raise Unavailable(f"none of {len(candidates)} replicas is fit to serve", 1.0)
         filters: tuple[tuple[str, Callable[[list[Candidate]], list[Candidate]]], ...] = (
-            ("tried", lambda those: _unless_empty(those, lambda one: one.load.name not in question.tried)),
+            ("tried", lambda those: _unless_empty(those, lambda one: one.load.name not in request.tried)),
             ("slow start", lambda those: warm(those, self.slow_start_s, rng)),
             ("kv cache full", lambda those: _unless_empty(those, lambda one: one.load.kv_usage < NEARLY_FULL)),
             ("requests waiting", lambda those: _unless_empty(those, lambda one: one.load.waiting == 0)),
@@ -104,7 +94,7 @@ class Router:
             if explanation is not None:
                 _note(explanation, name, before, left)
         loads = [one.load for one in left]
-        chosen = self._best(loads, question, rng, explanation) if len(loads) > 1 else loads[0]
+        chosen = self._best(loads, request, rng, explanation) if len(loads) > 1 else loads[0]
         if explanation is not None:
             explanation.policy = "scored" if self.pick is None else self.pick.__name__
             explanation.chosen = chosen.name
@@ -112,13 +102,13 @@ class Router:
         return chosen
 
     def _best(
-        self, loads: list[ReplicaLoad], question: Question, rng: random.Random, explanation: Explanation | None
+        self, loads: list[ReplicaLoad], request: RoutingRequest, rng: random.Random, explanation: Explanation | None
     ) -> ReplicaLoad:
         if self.pick is not None:
-            return self.pick(loads, question.ask, rng)
+            return self.pick(loads, request, rng)
         totals = [0.0] * len(loads)
         for name, weight in self.weights.items():
-            scores = SCORES[name](loads, question.ask)
+            scores = SCORES[name](loads, request)
             for index, score in enumerate(scores):
                 totals[index] += weight * score
                 if explanation is not None:
@@ -151,34 +141,34 @@ def warm(candidates: list[Candidate], slow_start_s: float, rng: random.Random) -
     )
 
 
-def least_outstanding(loads: Sequence[ReplicaLoad], ask: Ask) -> list[float]:
+def least_outstanding(loads: Sequence[ReplicaLoad], request: RoutingRequest) -> list[float]:
     """Falling with the requests there for its slots; the best of all where it is a replica's turn."""
     relative = [occupancy(load) / slots for load, slots in zip(loads, picks.slot_capacities(loads), strict=True)]
     return _lowest_is_best(relative, picks.least_occupied(loads))
 
 
-def least_pending_tokens(loads: Sequence[ReplicaLoad], ask: Ask) -> list[float]:
+def least_pending_tokens(loads: Sequence[ReplicaLoad], request: RoutingRequest) -> list[float]:
     """The same for the work that is booked, in tokens of decoding, for the pace of the replica."""
     capacities = picks.token_capacities(loads)
     relative = [load.pending_tokens / own for load, own in zip(loads, capacities, strict=True)]
     return _lowest_is_best(relative, picks.least_pending(loads))
 
 
-def kv_cache_room(loads: Sequence[ReplicaLoad], ask: Ask) -> list[float]:
+def kv_cache_room(loads: Sequence[ReplicaLoad], request: RoutingRequest) -> list[float]:
     """The free part of the KV cache."""
     return [1.0 - min(1.0, load.kv_usage) for load in loads]
 
 
-def affinity(loads: Sequence[ReplicaLoad], ask: Ask) -> list[float]:
+def affinity(loads: Sequence[ReplicaLoad], request: RoutingRequest) -> list[float]:
     """1 for the replica that has the request's session, or its prefix, unless it has more than its share to do."""
-    key = ask.session or ask.prefix
+    key = request.session or request.prefix
     if not key:
         return [0.0] * len(loads)
-    home = picks.home(key, loads, AFFINITY_BOUND)
+    home = picks.home(key, loads)
     return [1.0 if load is home else 0.0 for load in loads]
 
 
-Score = Callable[[Sequence[ReplicaLoad], Ask], list[float]]
+Score = Callable[[Sequence[ReplicaLoad], RoutingRequest], list[float]]
 SCORES: dict[str, Score] = {
     "affinity": affinity,
     "least_outstanding": least_outstanding,
@@ -205,13 +195,8 @@ def choose_pool(
     drawn = {pool: weight for pool, weight in weights.items() if weight > 0}
     fit = {pool: weight for pool, weight in drawn.items() if available.get(pool)} or drawn
     if session:
-        return max(fit, key=lambda pool: -fit[pool] / math.log(_fraction(f"{pool}\0{session}")))
+        return max(fit, key=lambda pool: picks.rank(pool, session, fit[pool]))
     return rng.choices(list(fit), list(fit.values()))[0]
-
-
-def _fraction(text: str) -> float:
-    """A number in (0, 1) that the text gives, the same on every machine."""
-    return (int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") + 0.5) / 2**64
 
 
 def _lowest_is_best(values: Sequence[float], turn: Collection[int]) -> list[float]:

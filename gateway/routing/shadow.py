@@ -79,11 +79,11 @@ class Shadow:
     async def _digest(self, request: GenerationRequest) -> str:
         """The digest of what the shadow answers, "" if it fails."""
         asked = dataclasses.replace(request, request_id=new_request_id(), stream=False)
-        door = self._replicas.door(asked, self.rules.pool)
-        door.priority = 0.0  # behind everybody who waits for an answer
+        route = self._replicas.route(asked, self.rules.pool)
+        route.priority = 0.0  # behind everybody who waits for an answer
         schedule = RetrySchedule(NO_RETRY, RetryBudget(), self._rng)
         try:
-            done = await TokenStream(door, asked, schedule).complete()
+            done = await TokenStream(route, asked, schedule).complete()
         except TridentError:
             return ""
         return hashlib.sha256(done.text.encode(errors="surrogatepass")).hexdigest()

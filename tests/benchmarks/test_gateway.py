@@ -18,8 +18,8 @@ from benchmarks.gateway.load import Plan
 from benchmarks.gateway.relaying import Relayed
 from benchmarks.gateway.script import Pace
 from clients.wire import infer_request
-from clients.wire.answer import Answer
 from clients.wire.request import build
+from clients.wire.response_reader import ResponseReader
 
 PACE = Pace(0.05, 0.01, 0.0)
 
@@ -79,9 +79,9 @@ def test_the_scripted_replica_answers_as_the_ensemble_does(tmp_path: Path):
     with contenders.scripted("replica", tmp_path) as url, grpc.insecure_channel(url) as channel:
         call = channel.unary_stream(infer_request.GENERATE)(infer_request.generation(asked, "ensemble"), timeout=60)
         messages = list(call)
-    answer = Answer(asked)
-    deltas = [answer.take(data) for data in messages]
-    assert [delta.token_ids for delta in deltas] == [(0,), (1,), (2,)] and answer.whole
+    answer = ResponseReader(asked)
+    deltas = [answer.read(data) for data in messages]
+    assert [delta.token_ids for delta in deltas] == [(0,), (1,), (2,)] and answer.complete
     assert answer.last.usage.output_tokens == 3
     for data in messages:
         inner = service_pb2.ModelStreamInferResponse.FromString(data).infer_response

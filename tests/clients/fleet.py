@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from clients.replica_set.costs import Cost, Costs, Observation
-from clients.replica_set.picks import Ask, Pick
+from clients.replica_set.picks import Pick, RoutingRequest
 from contract.load import ReplicaLoad
 
 BYTES_PER_TOKEN = 4
@@ -140,7 +140,7 @@ def simulate(
             if now_s - seen_at_s >= look_every_s:
                 seen, seen_at_s = [replica.load() for replica in replicas.values()], now_s
             cost = costs.estimate(job.prompt_tokens * BYTES_PER_TOKEN, job.max_tokens)
-            replica = replicas[pick(seen, Ask(turn, job.session, job.prefix), rng).name]
+            replica = replicas[pick(seen, RoutingRequest(turn, job.session, job.prefix), rng).name]
             outcome.shares[replica.name] += 1
             replica.waiting.append(_Sequence(job, cost))
             outcome.most_outstanding = max(outcome.most_outstanding, replica.outstanding)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.replica_set import picks
-from clients.replica_set.picks import Ask
+from clients.replica_set.picks import RoutingRequest
 from contract.errors import InvalidArgument, Unavailable
 from contract.load import ReplicaLoad
 
@@ -25,17 +25,19 @@ def fleet(*outstanding: int) -> list[ReplicaLoad]:
     return [ReplicaLoad(f"r{n}", outstanding=count) for n, count in enumerate(outstanding)]
 
 
-def chosen(pick: picks.Pick, loads: list[ReplicaLoad], count: int = 1000, ask: Ask | None = None) -> Counter:
+def chosen(
+    pick: picks.Pick, loads: list[ReplicaLoad], count: int = 1000, request: RoutingRequest | None = None
+) -> Counter:
     """How often each replica is picked with these loads, the loads unchanged."""
     rng = random.Random(1)
-    return Counter(pick(loads, ask or Ask(turn), rng).name for turn in range(count))
+    return Counter(pick(loads, request or RoutingRequest(turn), rng).name for turn in range(count))
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=[f"{n}-{vector['pick']}" for n, vector in enumerate(VECTORS)])
 def test_a_pick_decides_as_it_was_recorded_to(vector: dict) -> None:
     """A change of any of these is a change of behaviour: every client in the field would route differently."""
     loads = [ReplicaLoad(**load) for load in vector["loads"]]
-    picked = picks.BY_NAME[vector["pick"]](loads, Ask(**vector["ask"]), random.Random(vector["seed"]))
+    picked = picks.BY_NAME[vector["pick"]](loads, RoutingRequest(**vector["ask"]), random.Random(vector["seed"]))
     assert picked.name == vector["picked"]
 
 
@@ -56,7 +58,7 @@ def test_least_outstanding_takes_the_least_and_breaks_ties_evenly() -> None:
 def test_least_outstanding_is_not_stuck_on_one_when_its_loads_are_kept_up_to_date() -> None:
     counts, rng = [0, 0, 0], random.Random(0)
     for _ in range(999):
-        counts[int(picks.least_outstanding(fleet(*counts), Ask(), rng).name[1])] += 1
+        counts[int(picks.least_outstanding(fleet(*counts), RoutingRequest(), rng).name[1])] += 1
     assert counts == [333, 333, 333]
 
 
@@ -70,8 +72,8 @@ def test_power_of_two_choices_never_takes_the_busiest_and_often_not_the_idlest()
 def test_token_aware_counts_work_not_requests() -> None:
     busy = ReplicaLoad("busy", outstanding=1, pending_tokens=5000)
     many = ReplicaLoad("many", outstanding=9, pending_tokens=900)
-    assert picks.token_aware([busy, many], Ask(), random.Random(0)) is many
-    assert picks.least_outstanding([busy, many], Ask(), random.Random(0)) is busy
+    assert picks.token_aware([busy, many], RoutingRequest(), random.Random(0)) is many
+    assert picks.least_outstanding([busy, many], RoutingRequest(), random.Random(0)) is busy
 
 
 def test_token_aware_books_what_it_routes_so_that_equal_replicas_get_equal_shares() -> None:
@@ -79,7 +81,7 @@ def test_token_aware_books_what_it_routes_so_that_equal_replicas_get_equal_share
     shares: Counter = Counter()
     for _ in range(3000):
         loads = [ReplicaLoad(name, pending_tokens=tokens) for name, tokens in pending.items()]
-        name = picks.token_aware(loads, Ask(), rng).name
+        name = picks.token_aware(loads, RoutingRequest(), rng).name
         pending[name] += 100
         shares[name] += 1
     assert set(shares.values()) == {1000}
@@ -88,30 +90,30 @@ def test_token_aware_books_what_it_routes_so_that_equal_replicas_get_equal_share
 @pytest.mark.parametrize("name", picks.BY_NAME)
 def test_no_pick_takes_an_unhealthy_replica_while_there_is_a_healthy_one(name: str) -> None:
     loads = [dataclasses.replace(load, healthy=n == 3) for n, load in enumerate(fleet(0, 0, 0, 9))]
-    assert set(chosen(picks.BY_NAME[name], loads, 50, Ask(session="s", prefix="p"))) == {"r3"}
+    assert set(chosen(picks.BY_NAME[name], loads, 50, RoutingRequest(session="s", prefix="p"))) == {"r3"}
 
 
 @pytest.mark.parametrize("name", picks.BY_NAME)
 def test_if_none_is_healthy_all_are_tried_and_if_there_is_none_it_is_said(name: str) -> None:
     sick = [dataclasses.replace(load, healthy=False) for load in fleet(1, 2)]
-    assert picks.BY_NAME[name](sick, Ask(), random.Random(0)) in sick
+    assert picks.BY_NAME[name](sick, RoutingRequest(), random.Random(0)) in sick
     with pytest.raises(Unavailable, match="no replica is known"):
-        picks.BY_NAME[name]([], Ask(), random.Random(0))
+        picks.BY_NAME[name]([], RoutingRequest(), random.Random(0))
 
 
 @pytest.mark.parametrize("name", picks.BY_NAME)
 @given(outstanding=st.lists(st.integers(0, 50), min_size=1, max_size=9), seed=st.integers(0, 99))
 def test_a_pick_is_one_of_the_replicas_and_the_same_for_the_same_chance(name, outstanding, seed) -> None:
-    loads, ask = fleet(*outstanding), Ask(seed, f"s{seed}", f"p{seed}")
-    first = picks.BY_NAME[name](loads, ask, random.Random(seed))
+    loads, request = fleet(*outstanding), RoutingRequest(seed, f"s{seed}", f"p{seed}")
+    first = picks.BY_NAME[name](loads, request, random.Random(seed))
     assert first in loads
-    assert picks.BY_NAME[name](list(reversed(loads)), ask, random.Random(seed)).outstanding in outstanding
-    assert picks.BY_NAME[name](loads, ask, random.Random(seed)) is first
+    assert picks.BY_NAME[name](list(reversed(loads)), request, random.Random(seed)).outstanding in outstanding
+    assert picks.BY_NAME[name](loads, request, random.Random(seed)) is first
 
 
 def test_what_the_metrics_show_counts_if_it_is_more_than_ours() -> None:
     loads = [ReplicaLoad("a", running=5, waiting=2, outstanding=1), ReplicaLoad("b", outstanding=6)]
-    assert picks.least_outstanding(loads, Ask(), random.Random(0)).name == "b"
+    assert picks.least_outstanding(loads, RoutingRequest(), random.Random(0)).name == "b"
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 8])
@@ -127,16 +129,16 @@ def test_when_a_replica_leaves_only_its_own_conversations_move(replicas: int) ->
 
 
 def test_a_conversation_stays_where_it_is_while_the_others_are_no_emptier() -> None:
-    pick, ask = picks.session_affinity(), Ask(session="one")
+    pick, request = picks.session_affinity(), RoutingRequest(session="one")
     home = picks.rendezvous("one", fleet(0, 0, 0))[0].name
     for outstanding in ((0, 0, 0), (4, 4, 4), (10, 10, 10)):
-        assert set(chosen(pick, fleet(*outstanding), 20, ask)) == {home}
+        assert set(chosen(pick, fleet(*outstanding), 20, request)) == {home}
 
 
 @given(st.lists(st.integers(0, 30), min_size=2, max_size=8), st.floats(1.05, 3), st.text(min_size=1, max_size=5))
 def test_affinity_never_exceeds_its_bound_on_the_mean_load(outstanding: list[int], bound: float, key: str) -> None:
     loads = fleet(*outstanding)
-    picked = picks.session_affinity(bound)(loads, Ask(session=key), random.Random(0))
+    picked = picks.session_affinity(bound)(loads, RoutingRequest(session=key), random.Random(0))
     assert picked.outstanding + 1 <= math.ceil(bound * (sum(outstanding) + 1) / len(outstanding))
 
 
@@ -169,7 +171,7 @@ def placed(
         if len(under_way) >= lasting:
             counts[under_way.pop(rng.randrange(len(under_way)))] -= 1
         loads = sized(slots, counts, [100 * count for count in counts])
-        place = int(pick(loads, Ask(turn, f"s{turn}", f"p{turn}"), rng).name[1:])
+        place = int(pick(loads, RoutingRequest(turn, f"s{turn}", f"p{turn}"), rng).name[1:])
         under_way.append(place)
         counts[place] += 1
         total[place] += 1
@@ -221,7 +223,7 @@ def test_a_replica_that_is_twice_as_fast_has_twice_the_tokens_pending() -> None:
             )
             for name, rate in (("slow", 500.0), ("fast", 1000.0))
         ]
-        pending[picks.token_aware(loads, Ask(), rng).name] += 1
+        pending[picks.token_aware(loads, RoutingRequest(), rng).name] += 1
     assert pending == {"slow": 100, "fast": 200}
     loads[0] = dataclasses.replace(loads[0], tokens_per_s=0.0)  # as long as one is not measured slots decide
     assert picks.token_capacities(loads) == [64.0, 64.0]
@@ -234,7 +236,7 @@ def test_a_replica_that_is_twice_as_fast_has_twice_the_tokens_pending() -> None:
 )
 def test_the_affinity_bound_is_on_the_share_that_capacity_gives(replicas, bound: float, key: str) -> None:
     slots, outstanding = map(list, zip(*replicas, strict=True))
-    picked = picks.session_affinity(bound)(sized(slots, outstanding), Ask(session=key), random.Random(0))
+    picked = picks.session_affinity(bound)(sized(slots, outstanding), RoutingRequest(session=key), random.Random(0))
     share = picked.max_running / sum(slots)
     assert picked.outstanding + 1 <= math.ceil(bound * (sum(outstanding) + 1) * share + 1e-9)
 
@@ -243,5 +245,5 @@ def test_keys_are_spread_by_capacity_and_round_robin_takes_turns_evenly() -> Non
     loads = sized([8, 24], [0, 0])
     homes = Counter(picks.rendezvous(f"conversation-{n}", loads)[0].name for n in range(4000))
     assert homes["r0"] == pytest.approx(1000, rel=0.1)
-    turns = [picks.round_robin(loads, Ask(turn), random.Random(0)).name for turn in range(400)]
+    turns = [picks.round_robin(loads, RoutingRequest(turn), random.Random(0)).name for turn in range(400)]
     assert turns.count("r0") == 100 and "r0" in turns[:4] and turns[:8].count("r0") == 2

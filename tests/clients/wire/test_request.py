@@ -23,7 +23,7 @@ def test_a_chat_and_a_schema_are_taken_as_python_has_them() -> None:
     assert built.messages == ({"role": "user", "content": "hi"},)
     assert json.loads(built.json_schema) == {"type": "object"}
     assert built.request_id == "mine"
-    assert request.identified(built) is built
+    assert request.with_id(built) is built
 
 
 @pytest.mark.parametrize(

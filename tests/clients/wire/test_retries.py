@@ -51,8 +51,8 @@ def test_the_attempts_are_counted_with_the_first_one() -> None:
 
 
 def test_no_wait_reaches_beyond_the_deadline() -> None:
-    assert schedule().wait_s(Overloaded("x"), RetryHint(2.0), left_s=1.5) is None
-    assert schedule().wait_s(Overloaded("x"), RetryHint(2.0), left_s=10.0) >= 2.0
+    assert schedule().wait_s(Overloaded("x"), RetryHint(2.0), remaining_s=1.5) is None
+    assert schedule().wait_s(Overloaded("x"), RetryHint(2.0), remaining_s=10.0) >= 2.0
 
 
 def test_a_server_that_asks_for_no_retry_gets_none_but_another_replica_may() -> None:

@@ -442,7 +442,9 @@ async def test_a_stream_that_was_closed_between_two_deltas_is_no_completion(repl
 
 def raw_stream(client: AsyncClient) -> TokenStream:
     stream = client.generate("x")
-    return TokenStream(stream._door, stream.request, RetrySchedule(NO_RETRY, RetryBudget(), random.Random(1)), raw=True)
+    return TokenStream(
+        stream._route, stream.request, RetrySchedule(NO_RETRY, RetryBudget(), random.Random(1)), raw=True
+    )
 
 
 async def test_a_relay_gets_the_bytes_of_every_message_and_none_behind_the_end(replica, playlist) -> None:
@@ -450,7 +452,7 @@ async def test_a_relay_gets_the_bytes_of_every_message_and_none_behind_the_end(r
     async with AsyncClient(replica.url) as client:
         stream = raw_stream(client)
         read = [(delta.text, service_pb2.ModelStreamInferResponse.FromString(stream.message)) async for delta in stream]
-    assert [text for text, _ in read] == ["a", "b", "c"] and stream.whole
+    assert [text for text, _ in read] == ["a", "b", "c"] and stream.finished
     assert all(len(message.infer_response.raw_output_contents) for _, message in read)
 
 

@@ -10,19 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.replica_set import picks
-from clients.replica_set.picks import Ask
+from clients.replica_set.picks import RoutingRequest
 from contract.errors import Unavailable
 from contract.load import ReplicaLoad
-from gateway.routing.scoring import Candidate, Explanation, Question, Router, choose_pool
+from gateway.routing.scoring import Candidate, Explanation, Router, choose_pool
 
 
 def candidate(name: str, *, open_breaker: bool = False, age_s: float = 1e9, **load: object) -> Candidate:
     return Candidate(ReplicaLoad(name, **load), open_breaker, age_s)
 
 
-def shares(router: Router, candidates: list[Candidate], question: Question | None = None, times: int = 2000) -> Counter:
+def shares(
+    router: Router, candidates: list[Candidate], request: RoutingRequest | None = None, times: int = 2000
+) -> Counter:
     rng = random.Random(1)
-    return Counter(router.choose(candidates, question or Question(), rng).name for _ in range(times))
+    return Counter(router.choose(candidates, request or RoutingRequest(), rng).name for _ in range(times))
 
 
 names = st.text("abcdef", min_size=1, max_size=4)
@@ -47,13 +49,13 @@ candidates = st.lists(
 @given(candidates, st.frozensets(names, max_size=4), names, st.integers(0, 100))
 def test_only_a_fit_replica_is_chosen_and_one_is_whenever_there_is_one(found, tried, session, seed):
     fit = {one.load.name for one in found if one.load.healthy and not one.open_breaker}
-    question = Question(Ask(session=session), tried)
+    request = RoutingRequest(session=session, tried=tried)
     for router in (Router(), Router(pick=picks.token_aware)):
         if not fit:
             with pytest.raises(Unavailable):
-                router.choose(found, question, random.Random(seed))
+                router.choose(found, request, random.Random(seed))
             continue
-        name = router.choose(found, question, random.Random(seed)).name
+        name = router.choose(found, request, random.Random(seed)).name
         assert name in fit
         assert name not in tried or fit <= tried
 
@@ -77,11 +79,11 @@ def test_a_replica_with_a_queue_or_a_full_cache_is_passed_over_while_another_has
 
 def test_a_session_stays_together_until_its_replica_has_more_than_its_share():
     found = [candidate(name) for name in "abcd"]
-    question = Question(Ask(session="conversation"))
-    home = next(iter(shares(Router(), found, question)))
-    assert len(shares(Router(), found, question)) == 1
+    request = RoutingRequest(session="conversation")
+    home = next(iter(shares(Router(), found, request)))
+    assert len(shares(Router(), found, request)) == 1
     busy = [candidate(one.load.name, outstanding=50 * (one.load.name == home)) for one in found]
-    assert home not in shares(Router(), busy, question)
+    assert home not in shares(Router(), busy, request)
 
 
 def test_a_new_replica_gets_its_share_little_by_little():
@@ -120,7 +122,7 @@ def under_load(slots: dict[str, int], requests: int, lasting: int) -> tuple[Coun
             candidate(name, max_running=own, outstanding=counts[name], pending_tokens=100 * counts[name])
             for name, own in slots.items()
         ]
-        name = router.choose(found, Question(), rng).name
+        name = router.choose(found, RoutingRequest(), rng).name
         under_way.append(name)
         total[name] += 1
         most[name] = max(most[name], counts[name] + 1)
@@ -139,7 +141,7 @@ def test_a_burst_finds_a_free_slot_as_long_as_there_is_one_anywhere():
         router, rng, counts = Router(pick=pick), random.Random(4), {"small": 8, "large": 0}
         for turn in range(64):
             found = [candidate(name, max_running=own, outstanding=counts[name]) for name, own in SLOTS.items()]
-            counts[router.choose(found, Question(Ask(turn, "s", "p")), rng).name] += 1
+            counts[router.choose(found, RoutingRequest(turn, "s", "p"), rng).name] += 1
         assert counts == {"small": 8, "large": 64}
 
 
@@ -154,7 +156,7 @@ def test_a_pick_says_why_if_it_is_asked():
         candidate("d", healthy=False),
     ]
     why = Explanation()
-    assert Router().choose(found, Question(Ask(session="s")), random.Random(0), why).name == why.chosen
+    assert Router().choose(found, RoutingRequest(session="s"), random.Random(0), why).name == why.chosen
     assert why.passed_over == {"d": "not healthy", "c": "requests waiting"}
     assert set(why.scores) == {"a", "b"} and why.scores["b"]["least_outstanding"] == 1.0
     said = why.attributes()

@@ -1,8 +1,8 @@
 import pytest
 
-from clients.replica_set.booking import Booking, Work
 from clients.replica_set.costs import Costs
-from clients.wire.answer import Answer
+from clients.replica_set.reservation import Reservation, Work
+from clients.wire.response_reader import ResponseReader
 from contract.generation import FinishReason, GenerationRequest, TokenDelta, Usage
 
 ASKED = GenerationRequest(text_input="x" * 400, max_tokens=50)
@@ -11,7 +11,7 @@ ASKED = GenerationRequest(text_input="x" * 400, max_tokens=50)
 async def test_what_is_booked_is_settled_as_it_is_done_and_nothing_stays():
     work, costs = Work(), Costs()
     assert work.idle.is_set()
-    first, second = Booking(work, costs, ASKED), Booking(work, costs, ASKED)
+    first, second = Reservation(work, costs, ASKED), Reservation(work, costs, ASKED)
     each = costs.estimate(400, 50)
     assert (work.outstanding, work.pending_tokens) == (2, 2 * each.total) and not work.idle.is_set()
     first.began()
@@ -23,10 +23,10 @@ async def test_what_is_booked_is_settled_as_it_is_done_and_nothing_stays():
 
 async def test_an_answer_teaches_what_a_token_takes():
     work, costs = Work(), Costs()
-    booking, answer = Booking(work, costs, ASKED), Answer(ASKED)
-    booking.release()
-    booking.learn(answer)  # nothing came
+    reservation, response = Reservation(work, costs, ASKED), ResponseReader(ASKED)
+    reservation.release()
+    reservation.learn(response)  # nothing came
     assert costs.estimate(400, 50) == Costs().estimate(400, 50)
-    answer.last = TokenDelta(finish_reason=FinishReason.STOP, usage=Usage(200, 10))
-    booking.learn(answer)
+    response.last = TokenDelta(finish_reason=FinishReason.STOP, usage=Usage(200, 10))
+    reservation.learn(response)
     assert costs.estimate(400, 50).prefill == pytest.approx(200 * costs.prefill_weight)

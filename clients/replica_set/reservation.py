@@ -1,5 +1,4 @@
-"""The work that requests under way mean for a replica: booked when they are sent, settled as it is done, and what
-their answers teach about the cost of the next ones."""
+"""Account for the work that running requests mean for a replica: reserved when they are sent, released when done."""
 
 from __future__ import annotations
 
@@ -7,13 +6,16 @@ import asyncio
 
 from clients.replica_set import costs
 from clients.replica_set.costs import Costs, Observation, Pace
-from clients.wire.answer import Answer
+from clients.wire.response_reader import ResponseReader
 from contract.generation import GenerationRequest
 
 
 class Work:
-    """What one replica has under way, and its pace. outstanding: requests. pending_tokens: in tokens of decoding. idle:
-    set while there is nothing."""
+    """The work in progress at one replica.
+
+    outstanding: requests. pending_tokens: in tokens of decoding. pace: how fast the replica decodes.
+    idle: set while there is no request.
+    """
 
     def __init__(self) -> None:
         self.outstanding = 0
@@ -22,55 +24,56 @@ class Work:
         self.idle = asyncio.Event()
         self.idle.set()
 
-    def book(self, tokens: float) -> None:
+    def reserve(self, tokens: float) -> None:
+        """Add one request of so much work."""
         self.outstanding += 1
         self.pending_tokens += tokens
         self.idle.clear()
 
-    def settle(self, tokens: float) -> None:
-        """So much of what was booked is done."""
+    def subtract(self, tokens: float) -> None:
+        """Subtract work that is done."""
         self.pending_tokens = max(0.0, self.pending_tokens - tokens)
 
     def release(self) -> None:
-        """One request is over, and settled."""
+        """Remove one request, whose work has been subtracted."""
         self.outstanding -= 1
         if not self.outstanding:
-            self.pending_tokens = 0.0  # no rounding errors are kept
+            self.pending_tokens = 0.0  # drop rounding errors
             self.idle.set()
 
 
-class Booking:
+class Reservation:
     """One request's part of a replica's work, from when it is sent."""
 
-    def __init__(self, work: Work, known: Costs, asked: GenerationRequest) -> None:
+    def __init__(self, work: Work, known: Costs, request: GenerationRequest) -> None:
         self._work, self._costs = work, known
-        self._prompt_bytes = costs.prompt_bytes(asked)
-        self._cost = known.estimate(self._prompt_bytes, asked.max_tokens)
-        self._unsettled = self._cost.total
-        work.book(self._unsettled)
+        self._prompt_bytes = costs.prompt_bytes(request)
+        self._cost = known.estimate(self._prompt_bytes, request.max_tokens)
+        self._left_tokens = self._cost.total
+        work.reserve(self._left_tokens)
         self._running_at_start = work.outstanding
         self._running = 0.0
 
     def began(self) -> None:
-        """Its prompt is done."""
-        self._work.settle(self._cost.prefill)
-        self._unsettled -= self._cost.prefill
+        """Subtract the prompt's work: the first token is here."""
+        self._work.subtract(self._cost.prefill)
+        self._left_tokens -= self._cost.prefill
 
     def release(self) -> None:
-        """It is over, whichever way."""
+        """Subtract the rest: the request has ended."""
         self._running = (self._running_at_start + self._work.outstanding) / 2
-        self._work.settle(self._unsettled)
+        self._work.subtract(self._left_tokens)
         self._work.release()
 
-    def learn(self, answer: Answer) -> None:
-        """What it really cost, once it is over and went well."""
-        last = answer.last
+    def learn(self, response: ResponseReader) -> None:
+        """Learn from a complete response what its request did cost."""
+        last = response.last
         if last is None or last.usage is None:
             return
         usage, timings = last.usage, last.timings
         self._costs.observe_size(self._prompt_bytes, usage.input_tokens)
         if timings is None:
-            return  # seen from here, queueing and prefill cannot be told apart
+            return  # the client alone cannot tell queueing from prefill
         prefill_s = (timings.first_token_ns - timings.first_scheduled_ns) / 1e9
         decode_s = (timings.last_token_ns - timings.first_token_ns) / 1e9
         uncached = usage.input_tokens - usage.cached_tokens

@@ -1,0 +1,123 @@
+"""One replica of a set: its channel, its health, the work reserved there, and each call to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from clients.replica_set.costs import Costs
+from clients.replica_set.health import Health, HealthPolicy
+from clients.replica_set.reservation import Reservation, Work
+from clients.wire.channel import AsyncChannel, Metadata
+from clients.wire.connection import Connection
+from clients.wire.response_reader import ResponseReader
+from contract.errors import TridentError, Unavailable
+from contract.generation import GenerationRequest
+from contract.load import ReplicaLoad
+
+_LOG = logging.getLogger(__name__)
+
+
+class Replica:
+    """One replica. Extend it with what a policy needs to know beyond health and reserved work.
+
+    healthy_since_s, progress_s: when it last became healthy, and last generated a token, on the monotonic clock.
+    """
+
+    def __init__(self, connection: Connection, health_policy: HealthPolicy) -> None:
+        self.channel = AsyncChannel(connection)
+        self.health = Health()
+        self.work = Work()
+        self.healthy_since_s = time.monotonic()
+        self.progress_s = 0.0
+        self._health_policy = health_policy
+        self._tasks: list[asyncio.Task] = []
+
+    @property
+    def url(self) -> str:
+        return self.channel.url
+
+    def load(self) -> ReplicaLoad:
+        """Return what a routing policy sees of it."""
+        return ReplicaLoad(
+            self.url,
+            pending_tokens=round(self.work.pending_tokens),
+            healthy=bool(self.health.healthy),
+            outstanding=self.work.outstanding,
+        )
+
+    def observe(self, ok: bool) -> None:
+        """Count one success or failure of a probe or a request."""
+        before = self.health.healthy
+        self.health = self.health.after(ok, self._health_policy)
+        if self.health.healthy is not before:
+            _LOG.info("replica %s is %s", self.url, "healthy" if self.health.healthy else "not healthy")
+            if self.health.healthy and before is False:
+                self.healthy_since_s = time.monotonic()
+
+    def sent(self) -> None:
+        """Take note of a request that has been sent."""
+
+    def ended(self, error: TridentError | None, silent_s: float) -> None:
+        """Take note of a request's end.
+
+        silent_s: since the replica last generated a token for any request, 0 if it did for this one.
+        """
+        if error is None or isinstance(error, Unavailable):
+            self.observe(error is None)
+
+    def metadata(self, request_id: str, traceparent: str = "") -> Metadata:
+        """Return the gRPC metadata of one call."""
+        return self.channel.connection.call_metadata(request_id, traceparent)
+
+    def watch(self, task: asyncio.Task) -> None:
+        """Cancel this task when the replica leaves its set."""
+        self._tasks.append(task)
+
+    async def close(self) -> None:
+        """Close the channel; calls that still run fail."""
+        self.stop_watching()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.channel.close()
+
+    async def close_when_idle(self) -> None:
+        """Close the channel when the last request has ended."""
+        self.stop_watching()
+        await self.work.idle.wait()
+        await self.close()
+
+    def stop_watching(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
+class ReservedCall:
+    """A call and the work reserved for it; both end together. An Attempt of ``clients.wire.token_stream``."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        costs: Costs,
+        request: GenerationRequest,
+        payload: bytes,
+        remaining_s: float,
+        metadata: Metadata,
+    ) -> None:
+        self.url = replica.url
+        self._replica = replica
+        self.call = replica.channel.generate(payload, remaining_s, metadata)
+        self._sent_s = time.monotonic()
+        self._reservation = Reservation(replica.work, costs, request)
+        replica.sent()
+
+    def began(self) -> None:
+        self._reservation.began()
+
+    def release(self, error: TridentError | None, response: ResponseReader) -> None:
+        self._reservation.release()
+        # Time in the queue of a replica that serves other requests is not silence.
+        heard_s = max(self._sent_s, self._replica.progress_s)
+        self._replica.ended(error, 0.0 if response.started else time.monotonic() - heard_s)
+        if error is None:
+            self._reservation.learn(response)

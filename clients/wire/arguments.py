@@ -1,0 +1,80 @@
+"""Declare what ``generate`` and the clients' constructors take, once for all of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any, TypedDict
+
+from clients.wire.connection import TLS
+from clients.wire.retries import RetryBudget, RetryPolicy
+
+
+class GenerateArguments(TypedDict, total=False):
+    """The keyword arguments of ``generate`` and ``complete``. What is left out takes the default in brackets.
+
+    messages: a chat in place of the prompt, oldest message first; the server applies the model's template.
+    max_tokens: new tokens at most [128].
+    stop: strings that end the text and are not part of it [none].
+    stop_token_ids: the same as token ids [none].
+    stream: whether tokens come as they are generated, or all in one response [True].
+    echo: whether the text begins with the prompt [False].
+    skip_special_tokens: whether special tokens are left out of the text [True].
+    timeout_s: seconds for the whole request, queueing and retries included [600].
+    request_id: at most 256 printable ASCII characters, the argument of ``stop`` [a random one].
+    json_schema: a JSON schema, or its text, that the output must match [none].
+    temperature: 0 takes the likeliest token [1].
+    top_k: tokens to choose from, 0 for all [0].
+    top_p: the likeliest tokens whose probabilities sum to it, in (0, 1] [1].
+    min_p: drop tokens below this fraction of the likeliest one's probability, in [0, 1) [0].
+    repetition_penalty, presence_penalty, frequency_penalty: the usual definitions [1, 0, 0].
+    seed: equal seeds and arguments give equal text on one machine [none].
+    min_tokens: no end before so many new tokens [0].
+    ignore_eos: continue to ``max_tokens`` past the model's end tokens [False].
+    log_probs: return each token's log probability [False].
+    top_log_probs: return those of so many likeliest tokens, 0 to 20 [0].
+    """
+
+    messages: Iterable[Mapping[str, Any]] | None
+    max_tokens: int
+    stop: str | Iterable[str]
+    stop_token_ids: Iterable[int]
+    stream: bool
+    echo: bool
+    skip_special_tokens: bool
+    timeout_s: float | None
+    request_id: str
+    json_schema: str | Mapping[str, Any] | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    min_tokens: int
+    ignore_eos: bool
+    log_probs: bool
+    top_log_probs: int
+
+
+class ClientOptions(TypedDict, total=False):
+    """The keyword arguments of every client.
+
+    model: the model to use ["ensemble"].
+    tls: True for TLS with the system's certificates, or ``TLS(...)`` [no TLS].
+    api_key: sent as ``authorization: Bearer ...`` [none].
+    metadata: added to every call, keys in lower case [none].
+    retry: how requests that have produced no token are retried [``RetryPolicy()``].
+    budget: how many retries all requests together may make [``RetryBudget()``].
+    rng: source of the random waits between retries.
+    """
+
+    model: str
+    tls: TLS | bool | None
+    api_key: str
+    metadata: Mapping[str, str] | Iterable[tuple[str, str]]
+    retry: RetryPolicy | None
+    budget: RetryBudget | None
+    rng: random.Random | None

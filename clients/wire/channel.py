@@ -1,0 +1,84 @@
+"""Open one asynchronous gRPC channel to one server, and make its calls."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+
+from clients.wire import failures, infer_request, infer_response, response_reader, status
+from clients.wire.connection import Connection
+from clients.wire.request import sendable_id
+from clients.wire.status import UnaryCall
+from contract.errors import TridentError
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+class AsyncChannel:
+    """A channel that opens with its first call, on the running event loop, and again if it is used on another one.
+
+    Raises InvalidArgument for TLS files that cannot be used.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._credentials = connection.tls.credentials() if connection.tls else None
+        self._channel: grpc.aio.Channel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # that the channel belongs to
+        self._generate: grpc.aio.UnaryStreamMultiCallable | None = None
+
+    @property
+    def url(self) -> str:
+        return self.connection.url
+
+    def generate(self, payload: bytes, timeout_s: float, metadata: Metadata) -> grpc.aio.UnaryStreamCall:
+        """Send one serialised ModelInferRequest; the call yields serialised ModelStreamInferResponses."""
+        if self._generate is None or self._loop is not asyncio.get_running_loop():
+            # One request per stream: ModelStreamInfer streams both ways, and this side ends after one message.
+            self._generate = self._opened().unary_stream(infer_request.GENERATE)
+        return self._generate(payload, timeout=timeout_s, metadata=metadata)
+
+    async def call(self, call: UnaryCall, timeout_s: float) -> bytes:
+        """Make one unary call; return the serialised response. Raises TridentError."""
+        try:
+            method = self._opened().unary_unary(call.method)
+            return await method(call.payload, timeout=timeout_s, metadata=self.connection.call_metadata())
+        except grpc.aio.AioRpcError as exc:
+            raise self._translated(exc) from exc
+
+    async def model_ready(self, model: str, timeout_s: float) -> bool:
+        """Return whether one model is loaded and ready. Raises TridentError."""
+        return status.read_flag(await self.call(status.model_ready(model), timeout_s))
+
+    async def stop(self, request_id: str, timeout_s: float) -> None:
+        """End a running request in the engine; an engine ignores an id that it does not know. Raises TridentError."""
+        payload = infer_request.stop(sendable_id(request_id))
+        decode = infer_response.ResponseDecoder().decode
+        try:
+            async for data in self.generate(payload, timeout_s, self.connection.call_metadata(request_id)):
+                response_reader.read_message(decode, data)
+        except grpc.aio.AioRpcError as exc:
+            raise self._translated(exc) from exc
+
+    async def close(self) -> None:
+        channel, self._channel, self._generate = self._channel, None, None
+        if channel is not None:
+            await channel.close()
+
+    def _opened(self) -> grpc.aio.Channel:
+        running = asyncio.get_running_loop()
+        if self._channel is None or self._loop is not running:
+            self._loop = running
+            url, options, credentials = self.url, self.connection.options(), self._credentials
+            self._channel = (
+                grpc.aio.secure_channel(url, credentials, options)
+                if credentials
+                else grpc.aio.insecure_channel(url, options)
+            )
+        return self._channel
+
+    def _translated(self, exc: grpc.aio.AioRpcError) -> TridentError:
+        hint = failures.retry_hint(exc.trailing_metadata())
+        return failures.from_rpc(exc.code(), exc.details() or "", self.url, hint)
