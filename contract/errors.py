@@ -1,4 +1,4 @@
-"""The one tree of errors, and what each of them is called on the wire.
+"""The errors and their names on the wire.
 
     TridentError
     ├── InvalidArgument      a field holds a value that is not allowed        INVALID_ARGUMENT    400
@@ -12,22 +12,28 @@
     ├── DeadlineExceeded     the deadline passed, in a queue or mid-stream    DEADLINE_EXCEEDED   504
     └── EngineFailed         the engine or a step of the ensemble broke       INTERNAL            500
 
-Foreign errors (grpc, Triton, OpenVINO, tokenizers) are translated once, at the boundary where they
-enter, with ``raise X(...) from exc``. Inside a Triton ensemble a started stream cannot carry an error
-status (docs/decisions/0004), so errors travel in band as ``kind: message``; :func:`to_text` and
-:func:`from_text` are that form.
+Errors of libraries (grpc, Triton, OpenVINO, tokenizers) are translated once, where they enter, with ``raise X(...) from
+exc``. A started stream of a Triton ensemble cannot end with an error status (docs/decisions/0004), so errors are sent
+in band as ``kind: message``; :func:`to_text` writes that form and :func:`from_text` reads it.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
 
 class TridentError(Exception):
-    """Base of everything Trident raises on purpose.
+    """Base of the errors that Trident raises.
 
-    internal: the text is for operators, and the gateway tells callers another. attempts: calls made for the request
-    before it was given up, 0 if not counted.
+    grpc_status, http_status: how the error is reported to a client.
+    retryable: the same request may succeed later or on another replica.
+    internal: the message is for operators; the gateway sends callers a general one.
+    attempts: calls made for the request, 0 if not counted.
+    retry_after_s: hint when to retry, or None.
+    reason: label of the refusal in metrics, empty for the class name.
+    headers: HTTP response headers to send with the error.
     """
 
     grpc_status: str = "INTERNAL"
@@ -35,6 +41,9 @@ class TridentError(Exception):
     retryable: bool = False
     internal: bool = False
     attempts: int = 0
+    retry_after_s: float | None = None
+    reason: str = ""
+    headers: Mapping[str, str] = MappingProxyType({})
 
     @property
     def message(self) -> str:
@@ -42,7 +51,11 @@ class TridentError(Exception):
 
 
 class InvalidArgument(TridentError):
-    """A field of the request holds a value that is not allowed. ``field`` names it."""
+    """A field of the request holds a value that is not allowed.
+
+    field: its name, or empty.
+    problem: the message without the field.
+    """
 
     grpc_status, http_status = "INVALID_ARGUMENT", 400
 
@@ -73,7 +86,7 @@ class Cancelled(TridentError):
 
 
 class Overloaded(TridentError):
-    """Refused at once because a bound is reached. ``retry_after_s`` is a hint, or None."""
+    """A bounded queue or a budget is full."""
 
     grpc_status, http_status, retryable = "RESOURCE_EXHAUSTED", 429, True
 
@@ -83,7 +96,7 @@ class Overloaded(TridentError):
 
 
 class Unavailable(TridentError):
-    """Nothing healthy to serve the request now. ``retry_after_s`` is a hint, or None."""
+    """No healthy replica can serve the request now."""
 
     grpc_status, http_status, retryable = "UNAVAILABLE", 503, True
 
@@ -105,17 +118,17 @@ def _leaves(cls: type[TridentError]) -> list[type[TridentError]]:
 
 
 BY_NAME: dict[str, type[TridentError]] = {cls.__name__: cls for cls in _leaves(TridentError)}
-# The first kind named in a text is the error; a later one is part of what it says.
+# The first kind named in a text is the error; a later one is part of its message.
 _KIND = re.compile(rf"\b({'|'.join(BY_NAME)}): ")
 
-# The first class of the tree that wears a status speaks for it when only the status is known.
+# The first class of the tree with a status stands for that status.
 BY_GRPC_STATUS: dict[str, type[TridentError]] = {}
 for _cls in _leaves(TridentError)[1:]:
     BY_GRPC_STATUS.setdefault(_cls.grpc_status, _cls)
 
 
 def make(cls: type[TridentError], message: str) -> TridentError:
-    """An error of ``cls`` with ``message``, whatever its constructor asks for besides."""
+    """Return an error of ``cls`` with ``message``, whatever its constructor's parameters."""
     if issubclass(cls, InvalidArgument):
         field, sep, problem = message.partition(": ")
         return cls(field, problem) if sep and " " not in field else cls("", message)
@@ -123,11 +136,11 @@ def make(cls: type[TridentError], message: str) -> TridentError:
 
 
 def to_text(error: TridentError) -> str:
-    """``Overloaded: the engine's queue is full …``: the in-band form of an error."""
+    """Return the in-band form of an error, e.g. ``Overloaded: queue full: …``."""
     return f"{type(error).__name__}: {error}"
 
 
 def from_text(text: str) -> TridentError | None:
-    """The error inside ``text`` (Triton prefixes it with the ensemble's name), or None if there is none."""
+    """Return the error in ``text``, which Triton may have prefixed with the ensemble's name; None if there is none."""
     found = _KIND.search(text)
     return make(BY_NAME[found[1]], text[found.end() :]) if found else None

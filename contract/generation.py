@@ -6,7 +6,6 @@ it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -190,7 +189,13 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
 def _number(
     name: str, value: object, low: float, high: float, *, open_low: bool = False, open_high: bool = False
 ) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < low or value > high or (open_low and value == low) or (open_high and value == high):
+    inside = (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and low <= value <= high
+        and not (open_low and value == low)
+        and not (open_high and value == high)
+    )
+    if not inside:
         interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
         raise InvalidArgument(name, f"must be a finite number in {interval}, got {value!r}")

@@ -1,7 +1,7 @@
-"""``manifest.json``: what an engine folder holds, from what it was made, and for what it may be used.
+"""``manifest.json``: the contents, origin and limits of an engine folder.
 
-Every folder under ``engines/`` has one, written last; a folder without it is half-built and never served.
-``verify`` is the door: it returns the manifest of a folder whose files are exactly those that were built.
+Every folder under ``engines/`` has one, written last; a folder without it is half-built and not served. ``verify``
+returns the manifest of a folder whose files are those that were built.
 """
 
 from __future__ import annotations
@@ -29,20 +29,31 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class EngineManifest:
     """One engine.
 
-    name: the recipe's and the folder's. kind: cpu (OpenVINO IR), trtllm (TensorRT-LLM engine) or llmapi.
-    model: the hub id or folder the recipe names. architecture: the class in its config.json.
-    checkpoint_sha256: over weights, config and tokenizer. recipe: its whole content; recipe_sha256 over that.
-    precision: of the weights; kv_cache_precision: of keys and values.
-    max_batch_size: sequences at once. max_num_tokens: tokens per step over all of them. max_seq_len: prompt plus
-    output of one. kv_cache_tokens: size of the KV pool, None where load decides.
-    vocab_size: of the logits. eos_token_ids: every id that ends a text, the first is the usual one.
-    tokenizer_sha256: of tokenizer.json. files: sha256 by path relative to the folder, all but this one.
-    properties: what the device is opened with (OpenVINO property names), empty for the other kinds.
-    versions: of everything that shaped the files (trident, openvino, tensorrt_llm, tensorrt, cuda, driver, …).
-    evaluation: scores of the quality gate, None when it did not run. sm, image: GPU engines only: compute
-    capability times ten and the container that built it and must serve it.
-    memory_bytes: what a CPU engine's process takes with its whole KV pool, as the plan computes it; None for the other
-    kinds and for engines built before it was recorded. created: UTC, ISO 8601.
+    name: of the recipe and of the folder.
+    kind: cpu (OpenVINO IR), trtllm (TensorRT-LLM engine) or llmapi (quantised checkpoint).
+    model: the hub id or folder that the recipe names.
+    architecture: the class in the model's config.json.
+    checkpoint_sha256: over weights, config and tokenizer.
+    recipe: the recipe's content.
+    recipe_sha256: over the recipe.
+    precision: of the weights.
+    kv_cache_precision: of keys and values.
+    max_batch_size: sequences at once.
+    max_num_tokens: tokens per step over all sequences.
+    max_seq_len: tokens of prompt and output of one sequence.
+    kv_cache_tokens: size of the KV pool, None if it is sized at load.
+    vocab_size: of the logits.
+    eos_token_ids: every id that ends a text, the usual one first.
+    tokenizer_sha256: of tokenizer.json.
+    versions: of the tools that shaped the files (trident, openvino, tensorrt_llm, tensorrt, cuda, driver, …).
+    created: UTC, ISO 8601.
+    files: sha256 by path relative to the folder, without the manifest.
+    properties: OpenVINO properties of the device; empty for the other kinds.
+    evaluation: scores of the quality gate, None if it did not run.
+    sm: compute capability times ten, GPU engines only.
+    image: container that built the engine and must serve it, GPU engines only.
+    memory_bytes: memory of a CPU engine's process with its whole KV pool, as planned; None for other kinds and for
+        engines built before it was recorded.
     """
 
     name: str
@@ -73,7 +84,7 @@ class EngineManifest:
     memory_bytes: int | None = None
 
     def save(self, folder: Path) -> None:
-        """Writes manifest.json whole or not at all, and down to the disk."""
+        """Write manifest.json atomically and sync it to the disk."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, sort_keys=True) + "\n"
         partial = folder / f"{FILE_NAME}.partial"
         with partial.open("w", encoding="utf-8") as file:
@@ -84,10 +95,11 @@ class EngineManifest:
 
 
 def load(folder: Path) -> EngineManifest:
-    """Reads and checks manifest.json alone.
+    """Read and check manifest.json, without the other files.
 
-    Raises NotFound when there is no such engine, EngineFailed when the folder is half-built or its manifest is
-    damaged or of another format.
+    Raises:
+        NotFound: there is no such engine.
+        EngineFailed: the folder is half-built, or its manifest is damaged or of another format.
     """
     if not folder.is_dir():
         raise NotFound(f"there is no engine at {folder}; {_how_to_build(folder)}{_others(folder)}")
@@ -106,10 +118,13 @@ def load(folder: Path) -> EngineManifest:
 
 
 def verify(folder: Path, digest: Callable[[Path], str] | None = None) -> EngineManifest:
-    """The manifest of a folder whose every listed file is there and unchanged.
+    """Return the manifest of a folder after checking every listed file.
 
-    digest: sha256 of a file, for callers that remember digests of large files. Raises what ``load`` raises, and
-    EngineFailed naming the first file that is missing or differs.
+    digest: return the sha256 of a file; for callers that keep digests of large files.
+
+    Raises:
+        NotFound, EngineFailed: see ``load``.
+        EngineFailed: a file is missing or differs; names the first.
     """
     manifest = load(folder)
     for name, expected in sorted(manifest.files.items()):
@@ -122,12 +137,13 @@ def verify(folder: Path, digest: Callable[[Path], str] | None = None) -> EngineM
 
 
 def hash_files(folder: Path) -> dict[str, str]:
-    """sha256 of every file below ``folder`` but the manifest, by relative path."""
+    """Return the sha256 of every file below ``folder`` except the manifest, by relative path."""
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(FILE_NAME))
     return {str(path.relative_to(folder)): sha256_file(path) for path in paths}
 
 
 def sha256_file(path: Path) -> str:
+    """Return the sha256 of a file as hex digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -147,7 +163,7 @@ def _others(folder: Path) -> str:
 
 
 def _problem(table: object) -> str:
-    """What keeps ``table`` from being a manifest, in a sentence; empty when nothing does."""
+    """Return why ``table`` is not a manifest, empty if it is one."""
     if not isinstance(table, dict):
         return "it is not a JSON object"
     if table.get("format") != FORMAT:

@@ -1,9 +1,8 @@
-"""The tensors of the two doors: the ensemble (text in, text out) and the engine (token ids in and out).
+"""The tensors of the ensemble (text in, text out) and of the engine (token ids in and out).
 
-The ensemble's names are those of the TensorRT-LLM 1.x ensemble, so its clients work unchanged; the engine's
-are the C++ ``tensorrtllm`` backend's. What we add to either is marked. Every ``config.pbtxt`` is held to these
-tables by a test. Dims are without the batch dimension; Triton puts one in front (always 1 here), so a scalar
-travels as ``[1, 1]``.
+The ensemble's names are those of the TensorRT-LLM 1.x ensemble, so its clients work unchanged; the engine's are the C++
+``tensorrtllm`` backend's. Our additions are marked. A test compares every ``config.pbtxt`` with these tables. Dims are
+without the batch dimension, which Triton puts first (always 1 here), so a scalar is sent as ``[1, 1]``.
 """
 
 from __future__ import annotations
@@ -13,7 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a model's signature. ``datatype`` is KServe's name (BYTES for text)."""
+    """One tensor of a model's signature.
+
+    datatype: KServe's name (BYTES for text).
+    dims: without the batch dimension, -1 for any size.
+    ours: not part of TensorRT-LLM's contract.
+    """
 
     name: str
     datatype: str
@@ -122,7 +126,7 @@ ENGINE_INPUTS = (
     _t("lora_task_id", "UINT64"),
     _t("guided_decoding_guide_type", "BYTES"),
     _t("guided_decoding_guide", "BYTES"),
-    _t("stream_options", "BYTES", ours=True),  # opaque to the engine; comes back with the first response
+    _t("stream_options", "BYTES", ours=True),  # opaque to the engine; returned with the first response
     _t("tokenizer_time_ns", "INT64", 2, ours=True),  # CLOCK_MONOTONIC: request arrived, ids ready
 )
 

@@ -16,10 +16,13 @@ PERIOD_S = 1.0
 
 
 class Heartbeat:
-    """Beats from construction to ``close``; use it as a context manager around every call of the model."""
+    """Sends from construction to ``close``; used as a context manager around every call of the model."""
 
     def __init__(self, name: str, period_s: float = PERIOD_S) -> None:
-        """name: of the supervisor's abstract unix datagram socket."""
+        """
+        name: the supervisor's abstract unix datagram socket.
+        period_s: seconds between two heartbeats.
+        """
         self._address = "\0" + name
         self._period_s = period_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -41,15 +44,15 @@ class Heartbeat:
         self._calling = False
 
     def engine_hung(self, reason: str) -> None:
-        """Asks the supervisor for a restart of the server; streams that still run are told ``reason``.
+        """Ask the supervisor to restart the server; running streams end with ``reason``.
 
-        Said again with every beat: one datagram can be lost, and the restart ends this process.
+        Repeated with every heartbeat: a datagram can be lost, and the restart ends this process.
         """
         self._hung = f"engine_hung {reason}"
         self._send(self._hung)
 
     def close(self) -> None:
-        """Stops the beats and says so, because a stub may take long to end."""
+        """Stop, and tell the supervisor so, because a stub may take long to end."""
         self._closed.set()
         self._thread.join(timeout=1)
         self._send("end")
@@ -62,5 +65,5 @@ class Heartbeat:
                 return
 
     def _send(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # no supervisor, or one that is far behind
+        with contextlib.suppress(OSError):  # no supervisor, or its queue is full
             self._socket.sendto(text.encode(), self._address)

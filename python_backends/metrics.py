@@ -1,13 +1,14 @@
-"""Metric families on the server's own page, made once and updated from one thread.
+"""Metric families of Triton's metrics endpoint, created once and updated by one thread.
 
-Every update through Triton's Python API is a call to the server process (~10 µs), so hot paths only append to a
-queue and ``flush`` does the calling a few times a second.
+Every update through Triton's Python API is a call to the server process (~10 µs), so hot paths only append to a queue,
+and ``flush`` makes the calls a few times a second.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 # OpenTelemetry's bucket advice for gen_ai.server.* (seconds).
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
@@ -21,29 +22,34 @@ _MAX_PENDING = 20_000  # observations kept between two flushes; beyond that the 
 
 
 class Metrics:
-    """``family`` makes a Triton metric family: (name, description, kind) -> object with Metric(labels=, buckets=)."""
+    """The metrics of one model."""
 
-    def __init__(self, family: Callable[[str, str, str], object]) -> None:
+    def __init__(self, family: Callable[[str, str, str], Any]) -> None:
+        """family: return a Triton metric family; takes name, description and kind, see triton_io.metric_family."""
         self._make_family = family
-        self._families: dict[str, object] = {}
-        self._metrics: dict[tuple, object] = {}
-        self._gauges: dict[tuple, float] = {}
-        self._pending: deque[tuple[str, object, float]] = deque(maxlen=_MAX_PENDING)
+        self._families: dict[str, Any] = {}
+        self._metrics: dict[tuple[Any, ...], Any] = {}
+        self._gauges: dict[tuple[Any, ...], float] = {}
+        self._pending: deque[tuple[str, Any, float]] = deque(maxlen=_MAX_PENDING)
 
-    def counter(self, name: str, description: str, **labels: str) -> Callable[[float], None]:
-        """A function that adds to the counter."""
+    def counter(self, name: str, description: str, **labels: str) -> Callable[..., None]:
+        """Return a function that adds a value, 1 by default, to the counter."""
         metric = self._metric(name, description, "counter", labels)
-        return lambda value=1.0: self._pending.append(("increment", metric, value))
+
+        def add(value: float = 1.0) -> None:
+            self._pending.append(("increment", metric, value))
+
+        return add
 
     def histogram(
         self, name: str, description: str, buckets: Sequence[float], **labels: str
     ) -> Callable[[float], None]:
-        """A function that observes a value."""
+        """Return a function that observes a value."""
         metric = self._metric(name, description, "histogram", labels, buckets)
         return lambda value: self._pending.append(("observe", metric, value))
 
     def gauge(self, name: str, description: str, **labels: str) -> Callable[[float], None]:
-        """A function that sets the gauge; setting what is already shown costs nothing."""
+        """Return a function that sets the gauge; an unchanged value costs no call."""
         key = (name, *sorted(labels.items()))
         metric = self._metric(name, description, "gauge", labels)
 
@@ -55,12 +61,14 @@ class Metrics:
         return set_value
 
     def flush(self) -> None:
-        """Sends everything pending to the server. One thread only."""
+        """Send everything pending to Triton. One thread only."""
         for _ in range(len(self._pending)):
             action, metric, value = self._pending.popleft()
             getattr(metric, action)(value)
 
-    def _metric(self, name: str, description: str, kind: str, labels: dict, buckets: Sequence[float] | None = None):
+    def _metric(
+        self, name: str, description: str, kind: str, labels: dict[str, str], buckets: Sequence[float] | None = None
+    ) -> Any:
         key = (name, *sorted(labels.items()))
         if key not in self._metrics:
             if name not in self._families:

@@ -1,4 +1,7 @@
-"""How the Python backends run: environment variables with the prefix TRIDENT_, read here and nowhere else."""
+"""Settings of the Python backends, from environment variables with the prefix TRIDENT_.
+
+A small reader of its own: every stub imports it, and pydantic-settings would add 0.2 s to the start of each.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,20 @@ from contract.watchdog import LIMIT_S, STALL_S
 
 @dataclass(frozen=True)
 class Settings:
-    """engine_dir: the engine folder being served. control_socket: name of the abstract unix datagram socket
-    on which the engine hears of streams to end. max_waiting: requests that may wait for a slot.
-    sender_threads: threads that hand responses to Triton. max_coalesce_s: upper bound of the coalescing window; 0
-    gives every token a response of its own. stall_s, step_limit_s: seconds without an engine step,
-    with work to do, after which the engine process counts as hung, when it uses no CPU and when it does.
-    max_prompt_bytes: longest text_input or messages accepted. drain_file: while it exists, requests are refused.
-    http_port: of Triton's HTTP endpoint, 0 if it is not known. whole_answer_timeout_s: longest time for a request with
-    stream=false, waiting included; 0 for no bound."""
+    """The settings of all Python models.
+
+    engine_dir: the engine folder to serve.
+    control_socket: abstract unix datagram socket on which the engine receives commands (ensemble/control.py).
+    max_waiting: requests that may wait for a slot.
+    sender_threads: threads that send responses to Triton.
+    max_coalesce_s: longest time that tokens wait for each other; 0 sends each in a response of its own.
+    max_prompt_bytes: longest text_input or messages.
+    drain_file: while it exists, requests are refused.
+    stall_s: seconds without an engine step and without CPU use that make the engine process hung.
+    step_limit_s: seconds without an engine step that make it hung, with CPU use.
+    http_port: port of Triton's HTTP endpoint, 0 if unknown.
+    whole_answer_timeout_s: longest time of a request with stream=false, waiting included; 0 for no limit.
+    """
 
     engine_dir: Path
     control_socket: str
@@ -41,14 +50,19 @@ class Settings:
 
     @property
     def supervisor_socket(self) -> str:
-        """Name of the abstract unix datagram socket on which the supervisor hears of its stubs (heartbeat.py)."""
+        """Name of the abstract unix datagram socket on which the supervisor receives heartbeats (heartbeat.py)."""
         return f"{self.control_socket}-supervisor"
 
     @classmethod
     def from_env(cls) -> Settings:
+        """Read the environment.
+
+        Raises:
+            InvalidArgument: a variable holds a value that is not allowed.
+        """
         engine_dir = os.environ.get("TRIDENT_ENGINE_DIR")
         if not engine_dir:
-            raise InvalidArgument("TRIDENT_ENGINE_DIR", "is not set; it names the engine folder, e.g. engines/demo")
+            raise InvalidArgument("TRIDENT_ENGINE_DIR", "must be set to the engine folder, e.g. engines/demo")
         return cls(
             engine_dir=Path(engine_dir),
             control_socket=os.environ.get("TRIDENT_CONTROL_SOCKET", "trident-engine"),
@@ -67,7 +81,7 @@ class Settings:
 def _count(name: str, default: int, least: int = 1) -> int:
     text = os.environ.get(name, str(default))
     if not text.isdecimal() or int(text) < least:
-        raise InvalidArgument(name, f"got {text!r}; allowed is a whole number from {least}")
+        raise InvalidArgument(name, f"must be a whole number from {least}, got {text!r}")
     return int(text)
 
 

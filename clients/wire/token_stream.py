@@ -216,7 +216,7 @@ class TokenStream:
             try:
                 attempt = await self._route.open(self.request, self._response.remaining_s)
             except TridentError as error:
-                await self._failed(error, RetryHint(getattr(error, "retry_after_s", None)))
+                await self._failed(error, RetryHint(error.retry_after_s))
                 continue
             if self._ended:  # closed while the route was opened
                 attempt.call.cancel()

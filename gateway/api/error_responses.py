@@ -60,7 +60,7 @@ def plain(status: int, message: str, code: str) -> tuple[int, list[tuple[bytes, 
 
 def hints(error: TridentError) -> dict[str, str]:
     """What a refusal says about trying again, in the headers of either protocol."""
-    found = dict(getattr(error, "headers", {}))
+    found = dict(error.headers)
     if isinstance(error, Unauthenticated):
         found["www-authenticate"] = "Bearer"
     after_s = retry_after_s(error)

@@ -46,7 +46,7 @@ class Fallback:
 
     def retry_after_s(self, context: RequestContext, request: GenerationRequest, error: TridentError) -> float | None:
         """Returns the ``retry-after`` when all targets failed: of the first upstream where the pool is down."""
-        own_s: float | None = getattr(error, "retry_after_s", None)
+        own_s = error.retry_after_s
         if context.protocol != "http" or self._replicas.serves(context.tenant.pool):
             return own_s
         wait_s = self._overflow.wait_s(self._targets(), request)

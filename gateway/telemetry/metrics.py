@@ -171,4 +171,4 @@ def error_type(error: TridentError | None) -> str:
 
 def refusal_reason(error: TridentError) -> str:
     """Returns the label of a refusal: the reason that admission set, else the class of the error."""
-    return getattr(error, "reason", "") or type(error).__name__
+    return error.reason or type(error).__name__

@@ -96,7 +96,7 @@ def parse(
         stop_sequences=stop_sequences,
         streaming=inputs.scalar("streaming", False),
         echo=not inputs.scalar("exclude_input_in_output", True),
-        stream_options=inputs.text("stream_options", ""),
+        stream_options=inputs.text("stream_options") or "",
         arrival_ns=arrival_ns,
         tokenized_ns=tokenized_ns,
         timeout_ns=timeout_ns,

@@ -1,1 +1,1 @@
-"""How ids become text again, in order, piece by piece, whatever the tokenizer and wherever a stream is cut."""
+"""The detokenizer model: token ids to text, increment by increment, with stop strings."""

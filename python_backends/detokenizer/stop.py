@@ -1,8 +1,8 @@
 """Stop strings, found in a text as it grows.
 
-Of all occurrences the one that ends first is the match; of those that end together, the one that starts first. That
-does not depend on how the text is cut into pieces. Text is held back only while it may still become part of a match.
-The work per character is constant (amortised) for any number of stop strings.
+Of all occurrences the one that ends first is the match; of those that end together, the one that starts first. The
+result does not depend on how the text is cut. Text is held back only while it may become part of a match. The work per
+character is constant (amortised) for any number of stop strings.
 """
 
 from __future__ import annotations
@@ -18,37 +18,41 @@ ROOT = 0
 class StopStrings:
     """The stop strings of one request, compiled: an Aho-Corasick automaton over characters.
 
-    A state is the longest end of the text that begins some stop string. Building takes time and memory in proportion
-    to the characters of all stop strings. Raises InvalidArgument for an empty string or for something else than one.
+    A state is the longest suffix of the text that is a prefix of some stop string. Building takes time and memory in
+    proportion to the characters of all stop strings.
     """
 
     def __init__(self, strings: Sequence[str] = ()) -> None:
+        """
+        Raises:
+            InvalidArgument: a stop string is empty or not a string.
+        """
         if isinstance(strings, str):
-            raise InvalidArgument("stop_words", f"got the string {strings!r}; allowed is a list of strings")
-        for place, string in enumerate(strings):
+            raise InvalidArgument("stop_words", f"must be a list of strings, got the string {strings!r}")
+        for index, string in enumerate(strings):
             if not isinstance(string, str) or not string:
                 raise InvalidArgument(
-                    "stop_words", f"entry {place} is {string!r}; allowed is a string with a character or more"
+                    "stop_words", f"entry {index} must be a string of at least one character, got {string!r}"
                 )
         self._next: list[dict[str, int]] = [{}]  # state -> character -> longer state
         self._match: list[str | None] = [None]  # state -> the stop string that ends here
         for string in strings:
             self._insert(string)
-        self._fallback = [ROOT] * len(self._next)  # state -> the next longest end of the text that begins a stop string
-        self._held = [0] * len(self._next)  # state -> characters that may still become part of a match
+        self._fallback = [ROOT] * len(self._next)  # state -> the next shorter such suffix
+        self._held = [0] * len(self._next)  # state -> characters that may become part of a match
         self._link()
 
     def __bool__(self) -> bool:
         return bool(self._next[ROOT])
 
     def held(self, state: int) -> int:
-        """How many characters at the end of the text may still become part of a match."""
+        """Return how many characters at the end of the text may become part of a match."""
         return self._held[state]
 
     def scan(self, state: int, text: str) -> tuple[int, int, str | None]:
-        """Reads ``text`` from ``state`` on, up to the first match.
+        """Read ``text`` from ``state`` on, up to the first match.
 
-        Returns the state, the number of characters read, and the stop string that ends with the last of them.
+        Return the state, the number of characters read, and the stop string that ends with the last of them.
         """
         if state == ROOT and self._next[ROOT].keys().isdisjoint(text):
             return ROOT, len(text), None
@@ -77,11 +81,11 @@ class StopStrings:
         for state in order:
             for character, longer in self._next[state].items():
                 self._fallback[longer] = shorter = self._step(self._fallback[state], character) if state else ROOT
-                # A stop string that ends here and started later gives way to one that started earlier.
+                # Of the stop strings that end here the one that started first is the match.
                 self._match[longer] = self._match[longer] or self._match[shorter]
                 order.append(longer)
         for state in reversed(order):
-            # A match that ends in a longer state reaches back over this one by so much.
+            # A match that ends in a longer state includes so many characters of this one.
             for longer in self._next[state].values():
                 match = self._match[longer]
                 self._held[state] = max(self._held[state], (len(match) if match else self._held[longer]) - 1)
@@ -95,13 +99,15 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Follows one text. ``stop`` is the stop string that ended it, None so far.
+    """Look for stop strings in one text.
 
-    While it is not armed, text passes and is forgotten: a match lies wholly in text that came after ``arm``.
+    While it is not armed, text passes unread: a match lies wholly in text fed after ``arm``.
+
+    stop: the stop string that ended the text, None so far.
     """
 
     def __init__(self, stops: StopStrings, include_stop: bool = False, armed: bool = True) -> None:
-        """``include_stop``: the stop string is given out too, so nothing has to be held back for it."""
+        """include_stop: return the stop string too, so that no text is held back."""
         self._stops = stops
         self._include_stop = include_stop
         self.armed = armed
@@ -110,10 +116,11 @@ class StopMatcher:
         self._held: deque[str] = deque()  # characters
 
     def arm(self) -> None:
+        """Look for stop strings from here on."""
         self.armed = True
 
     def feed(self, text: str) -> str:
-        """The text that is now certain to lie before (or, if included, in) the first match. Nothing after a match."""
+        """Return the text that is certain to lie before the first match, or in it if included; empty after a match."""
         if self.stop is not None:
             return ""
         if not self.armed:
@@ -128,7 +135,7 @@ class StopMatcher:
         return self._release(len(self._held) - kept)
 
     def finish(self) -> str:
-        """What was held back, when the text ends without a match."""
+        """Return the text held back, when the text ends without a match."""
         return self._release(len(self._held)) if self.stop is None else ""
 
     def _release(self, count: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from typing import Any
 
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 # Space for the credentials only, so that the kernel never installs file descriptors that another user passes.
@@ -31,7 +32,7 @@ def bind(name: str) -> socket.socket:
     return bound
 
 
-def receive(bound: socket.socket, max_bytes: int) -> tuple[bytes, object] | None:
+def receive(bound: socket.socket, max_bytes: int) -> tuple[bytes, Any] | None:
     """Wait for one datagram; return it with its sender's address, or None if another user sent it.
 
     max_bytes: the longest datagram; a longer one is cut.

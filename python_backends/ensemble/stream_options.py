@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -38,5 +39,9 @@ class StreamOptions:
 
     @classmethod
     def from_json(cls, text: str) -> StreamOptions:
-        fields = json.loads(text) if text else {}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+        """Parse ``to_json``'s text; an empty one gives the defaults."""
+        fields: dict[str, Any] = json.loads(text) if text else {}
+        for name, value in fields.items():
+            if isinstance(value, list):
+                fields[name] = tuple(value)
+        return cls(**fields)

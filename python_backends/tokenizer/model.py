@@ -23,6 +23,8 @@ from python_backends.tokenizer.encoding import Encoding
 from python_backends.tokenizer.request import DEFAULT_MAX_TOKENS, PromptRequest, parse
 from python_backends.triton_io import Inputs, Request, error_response, metric_family, parameters, response, row, texts
 
+_Prompt = tuple[PromptRequest, str, bool]  # the text to encode, whether to add special tokens
+
 
 class TritonPythonModel:
     """Triton's interface of a Python model."""
@@ -55,7 +57,7 @@ class TritonPythonModel:
     def _execute(self, requests: list[Request]) -> list[Any]:
         arrival_ns = time.monotonic_ns()
         if self._drain_file is not None and self._drain_file.exists():
-            parsed = [Unavailable("the server is shutting down") for _ in requests]
+            parsed: list[_Prompt | TridentError] = [Unavailable("the server is shutting down") for _ in requests]
         else:
             parsed = [self._parse(request) for request in requests]
         ids = iter(self._encode([item for item in parsed if isinstance(item, tuple)]))
@@ -72,7 +74,7 @@ class TritonPythonModel:
         self._metrics.flush()
         return responses
 
-    def _parse(self, request: Request) -> tuple[PromptRequest, str, bool] | TridentError:
+    def _parse(self, request: Request) -> _Prompt | TridentError:
         """Return the request, the text to encode and whether to add special tokens; or the error."""
         try:
             prompt = parse(Inputs(request), parameters(request), self._limits, self._max_prompt_bytes)
@@ -83,7 +85,7 @@ class TritonPythonModel:
                 # A chat template writes the special tokens itself.
                 name, text, add_special_tokens = "messages", self._chat_template.render(prompt.messages), False
             else:
-                name, text, add_special_tokens = "text_input", prompt.prompt, True
+                name, text, add_special_tokens = "text_input", prompt.prompt or "", True
             self._encoding.check_length(name, text)
             return prompt, text, add_special_tokens
         except TridentError as exc:
@@ -91,7 +93,7 @@ class TritonPythonModel:
         except Exception as exc:  # the outer edge: a defect becomes a well-formed response
             return EngineFailed(f"the tokenizer could not read the request: {exc!r}")
 
-    def _encode(self, items: list[tuple[PromptRequest, str, bool]]) -> list[list[int]]:
+    def _encode(self, items: list[_Prompt]) -> list[list[int]]:
         """Return the ids of every item, in order, with one call to the tokenizer per kind of prompt."""
         ids: list[list[int]] = [[]] * len(items)
         for add_special_tokens in (True, False):
@@ -104,7 +106,7 @@ class TritonPythonModel:
     def _refuse_unsupported(self, prompt: PromptRequest) -> None:
         """Refuse inputs by their public names that the engine would refuse by another, or ignore."""
         if self._cpp_backend:
-            unsupported = {"min_p": prompt.min_p, "num_top_log_probs": prompt.num_top_log_probs}
+            unsupported: dict[str, object] = {"min_p": prompt.min_p, "num_top_log_probs": prompt.num_top_log_probs}
             neutral = "0"
         else:
             unsupported = {"bad_words": prompt.bad_words, "embedding_bias_words": prompt.bias_words}

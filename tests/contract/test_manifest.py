@@ -1,6 +1,5 @@
 """The manifest is what stands between a damaged folder and a server."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -10,35 +9,13 @@ import pytest
 
 from contract.errors import EngineFailed, NotFound
 from contract.manifest import EngineManifest, hash_files, load, verify
+from tests.fakes import manifests
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def manifest(files: dict[str, str], **changes: object) -> EngineManifest:
-    plain = EngineManifest(
-        name="tiny",
-        kind="cpu",
-        model="some/model",
-        architecture="LlamaForCausalLM",
-        checkpoint_sha256="a" * 64,
-        recipe={"precision": "int8", "max_seq_len": 512},
-        recipe_sha256="b" * 64,
-        precision="int8",
-        kv_cache_precision="u8",
-        max_batch_size=8,
-        max_num_tokens=128,
-        max_seq_len=512,
-        kv_cache_tokens=4096,
-        vocab_size=331,
-        eos_token_ids=(256, 3),
-        bos_token_id=None,
-        pad_token_id=0,
-        tokenizer_sha256="c" * 64,
-        versions={"openvino": "2026.4.1"},
-        created="2026-01-01T00:00:00+00:00",
-        files=files,
-    )
-    return dataclasses.replace(plain, **changes)
+    return manifests.manifest(files=files, **changes)
 
 
 def engine(folder: Path, **changes: object) -> Path:

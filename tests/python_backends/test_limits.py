@@ -1,19 +1,16 @@
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument, PromptTooLong
-from contract.manifest import EngineManifest
 from python_backends.limits import BLOCK_TOKENS, EngineLimits, check_fits
+from tests.fakes import manifests
 
 LIMITS = EngineLimits(vocab_size=100, max_seq_len=200, max_batch_size=4, kv_cache_blocks=5)
 
 
 def manifest(**changes):
-    fields = {field.name: None for field in dataclasses.fields(EngineManifest)}
-    return EngineManifest(**fields | {"vocab_size": 100, "max_batch_size": 4} | changes)
+    return manifests.manifest(**{"vocab_size": 100, "max_batch_size": 4} | changes)
 
 
 def test_a_request_that_fills_the_length_exactly_fits():

@@ -6,71 +6,74 @@ from python_backends.triton_io import metric_family
 
 
 @pytest.fixture
-def page(triton):
+def metrics_of_model(triton):
     return Metrics(metric_family)
 
 
-def test_nothing_reaches_the_server_before_flush(page, triton):
-    add = page.counter("tokens_total", "Tokens", model="m")
+def test_nothing_reaches_the_server_before_flush(metrics_of_model, triton):
+    add = metrics_of_model.counter("tokens_total", "Tokens", model="m")
     add(2)
     assert triton.metric_value("tokens_total", model="m") == 0
-    page.flush()
+    metrics_of_model.flush()
     assert triton.metric_value("tokens_total", model="m") == 2
-    page.flush()
+    metrics_of_model.flush()
     assert triton.metric_value("tokens_total", model="m") == 2
 
 
-def test_a_counter_adds_one_unless_told_otherwise(page, triton):
-    add = page.counter("requests_total", "Requests")
+def test_a_counter_adds_one_unless_told_otherwise(metrics_of_model, triton):
+    add = metrics_of_model.counter("requests_total", "Requests")
     add()
     add(3)
-    page.flush()
+    metrics_of_model.flush()
     assert triton.metric_value("requests_total") == 4
 
 
-def test_a_gauge_set_to_what_it_shows_is_not_sent_again(page, triton):
-    show = page.gauge("running", "Requests", kind="a")
+def test_a_gauge_set_to_what_it_shows_is_not_sent_again(metrics_of_model, triton):
+    show = metrics_of_model.gauge("running", "Requests", kind="a")
     for value in (1, 1, 2, 2, 1):
         show(value)
-    page.flush()
+    metrics_of_model.flush()
     show(1)
-    page.flush()
+    metrics_of_model.flush()
     assert triton.families["running"].Metric({"kind": "a"}).calls == [1, 2, 1]
 
 
-def test_gauges_of_one_family_do_not_shadow_each_other(page, triton):
-    first, second = page.gauge("running", "Requests", kind="a"), page.gauge("running", "Requests", kind="b")
+def test_gauges_of_one_family_do_not_shadow_each_other(metrics_of_model, triton):
+    first, second = (
+        metrics_of_model.gauge("running", "Requests", kind="a"),
+        metrics_of_model.gauge("running", "Requests", kind="b"),
+    )
     first(5)
     second(5)
-    page.flush()
+    metrics_of_model.flush()
     assert triton.metric_value("running", kind="a") == triton.metric_value("running", kind="b") == 5
 
 
-def test_a_histogram_has_growing_buckets_of_floats_and_sees_every_value(page, triton):
-    observe = page.histogram("seconds", "Time", (1, 2.5), model="m")
+def test_a_histogram_has_growing_buckets_of_floats_and_sees_every_value(metrics_of_model, triton):
+    observe = metrics_of_model.histogram("seconds", "Time", (1, 2.5), model="m")
     for value in (0.1, 2, 9):
         observe(value)
-    page.flush()
+    metrics_of_model.flush()
     assert triton.families["seconds"].Metric({"model": "m"}, [1.0, 2.5]).calls == [0.1, 2, 9]
 
 
-def test_one_name_and_its_labels_are_one_metric_however_often_it_is_asked_for(page, triton):
-    page.counter("tokens_total", "Tokens", model="m", version="1")(1)
-    page.counter("tokens_total", "Tokens", version="1", model="m")(1)
-    page.flush()
+def test_one_name_and_its_labels_are_one_metric_however_often_it_is_asked_for(metrics_of_model, triton):
+    metrics_of_model.counter("tokens_total", "Tokens", model="m", version="1")(1)
+    metrics_of_model.counter("tokens_total", "Tokens", version="1", model="m")(1)
+    metrics_of_model.flush()
     assert triton.metric_value("tokens_total", model="m", version="1") == 2
 
 
-def test_what_waits_for_a_flush_is_bounded_and_the_newest_is_kept(page, triton, monkeypatch):
-    observe = page.histogram("seconds", "Time", (1.0,))
+def test_what_waits_for_a_flush_is_bounded_and_the_newest_is_kept(metrics_of_model, triton, monkeypatch):
+    observe = metrics_of_model.histogram("seconds", "Time", (1.0,))
     for value in range(metrics._MAX_PENDING + 10):
         observe(value)
-    page.flush()
+    metrics_of_model.flush()
     calls = triton.families["seconds"].Metric({}, [1.0]).calls
     assert calls == list(range(10, metrics._MAX_PENDING + 10))
 
 
 @pytest.mark.parametrize("buckets", [metrics.TTFT_BUCKETS, metrics.TPOT_BUCKETS, metrics.DURATION_BUCKETS])
-def test_our_buckets_are_what_a_histogram_takes(page, buckets):
-    page.histogram("seconds", "Time", buckets)(0.5)
-    page.flush()
+def test_our_buckets_are_what_a_histogram_takes(metrics_of_model, buckets):
+    metrics_of_model.histogram("seconds", "Time", buckets)(0.5)
+    metrics_of_model.flush()

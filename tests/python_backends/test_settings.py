@@ -16,7 +16,7 @@ def test_only_the_engine_folder_has_no_default(monkeypatch):
     assert settings.engine_dir == Path("/engines/demo")
     assert settings == Settings(Path("/engines/demo"), "trident-engine")
     monkeypatch.delenv("TRIDENT_ENGINE_DIR")
-    with pytest.raises(InvalidArgument, match="TRIDENT_ENGINE_DIR: is not set"):
+    with pytest.raises(InvalidArgument, match="TRIDENT_ENGINE_DIR: must be set"):
         Settings.from_env()
 
 
@@ -45,7 +45,7 @@ def test_every_setting_comes_from_its_variable(monkeypatch, variable, text, fiel
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", "", " 3"])
 def test_a_count_that_is_none_is_refused_by_the_variables_name(monkeypatch, text):
     monkeypatch.setenv("TRIDENT_SENDER_THREADS", text)
-    with pytest.raises(InvalidArgument, match="TRIDENT_SENDER_THREADS: got .*; allowed is a whole number from 1"):
+    with pytest.raises(InvalidArgument, match="TRIDENT_SENDER_THREADS: must be a whole number from 1, got"):
         Settings.from_env()
 
 

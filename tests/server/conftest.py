@@ -10,6 +10,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from contract import manifest
 from server import liveness_probe, running
+from tests.fakes import manifests
 
 REPOSITORY = Path(__file__).parent / "fixtures" / "model_repository"
 
@@ -108,15 +109,9 @@ def build_engine(folder):
     folder.mkdir()
     (folder / "weights.bin").write_bytes(b"weights")
     (folder / "tokenizer.json").write_text("{}")
-    digest = "0" * 64
-    manifest.EngineManifest(
+    manifests.manifest(
         name=folder.name,
-        kind="cpu",
-        model="fixture",
-        architecture="FixtureForCausalLM",
-        checkpoint_sha256=digest,
         recipe={},
-        recipe_sha256=digest,
         precision="f32",
         kv_cache_precision="f32",
         max_batch_size=1,
@@ -124,11 +119,7 @@ def build_engine(folder):
         max_seq_len=1,
         kv_cache_tokens=None,
         vocab_size=256,
-        eos_token_ids=(0,),
-        bos_token_id=None,
-        pad_token_id=None,
         tokenizer_sha256=manifest.sha256_file(folder / "tokenizer.json"),
         versions={},
-        created="2026-01-01T00:00:00Z",
         files=manifest.hash_files(folder),
     ).save(folder)

@@ -9,6 +9,7 @@ from contract.errors import EngineFailed, Unavailable
 from contract.manifest import EngineManifest, sha256_file
 from server import preflight
 from server.machine import Gpu, Machine
+from tests.fakes import manifests
 
 GIB = 1024**3
 IMAGE = "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
@@ -28,30 +29,15 @@ def folder(tmp_path):
 
 
 def manifest(folder, **changes) -> EngineManifest:
-    made = EngineManifest(
-        name="mine",
-        kind="cpu",
-        model="m",
-        architecture="LlamaForCausalLM",
-        checkpoint_sha256="0" * 64,
-        recipe={"tp": 1, "pp": 1},
-        recipe_sha256="0" * 64,
-        precision="int8",
-        kv_cache_precision="f16",
-        max_batch_size=8,
-        max_num_tokens=512,
-        max_seq_len=1024,
-        kv_cache_tokens=32768,
-        vocab_size=4096,
-        eos_token_ids=(0,),
-        bos_token_id=None,
-        pad_token_id=None,
-        tokenizer_sha256=sha256_file(folder / "tokenizer.json"),
-        versions={"openvino": "2026.4.1-1", "openvino_genai": "2026.4.1.0"},
-        created="2026-11-21T00:00:00+00:00",
-        files={"config.json": "0" * 64, "tokenizer.json": "0" * 64},
-    )
-    return replace(made, **changes)
+    digest = sha256_file(folder / "tokenizer.json")
+    fields = {
+        "name": "mine",
+        "model": "m",
+        "recipe": {"tp": 1, "pp": 1},
+        "tokenizer_sha256": digest,
+        "kv_cache_precision": "f16",
+    }
+    return manifests.manifest(**fields | changes)
 
 
 def gpu_manifest(folder, **changes) -> EngineManifest:

@@ -125,12 +125,14 @@ def test_an_included_stop_string_is_not_waited_for_and_nothing_follows_it() -> N
 
 @pytest.mark.parametrize("strings", [[""], ["a", ""], ["a", None], [b"a"], [3]])
 def test_what_is_not_a_stop_string_is_refused_by_its_place(strings: list) -> None:
-    with pytest.raises(InvalidArgument, match=rf"stop_words: entry {len(strings) - 1} is .*; allowed is a string with"):
+    with pytest.raises(
+        InvalidArgument, match=rf"stop_words: entry {len(strings) - 1} must be a string of at least one character"
+    ):
         StopStrings(strings)
 
 
 def test_one_string_is_not_taken_for_a_list_of_letters() -> None:
-    with pytest.raises(InvalidArgument, match="stop_words: got the string 'END'; allowed is a list of strings"):
+    with pytest.raises(InvalidArgument, match="stop_words: must be a list of strings, got the string 'END'"):
         StopStrings("END")
 
 

@@ -17,6 +17,7 @@ from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence
 from python_backends.llmapi_engine import generation
 from python_backends.llmapi_engine.link import LlmLink
+from tests.fakes import manifests
 
 ROOT = Path(__file__).resolve().parents[3]
 EQUIVALENTS = json.loads((ROOT / "build" / "trtllm" / "llmapi_equivalents.json").read_text())
@@ -50,30 +51,8 @@ class Listener:
 
 def manifest(**changes) -> EngineManifest:
     recipe = {"tp": 2, "pp": 1, "prefix_reuse": True, "chunked_context": False, "kv_cache_fraction": 0.8}
-    made = EngineManifest(
-        name="mine",
-        kind="llmapi",
-        model="m",
-        architecture="Qwen3ForCausalLM",
-        checkpoint_sha256="0" * 64,
-        recipe=recipe,
-        recipe_sha256="0" * 64,
-        precision="fp8",
-        kv_cache_precision="fp8",
-        max_batch_size=8,
-        max_num_tokens=512,
-        max_seq_len=1024,
-        kv_cache_tokens=None,
-        vocab_size=4096,
-        eos_token_ids=(0,),
-        bos_token_id=None,
-        pad_token_id=None,
-        tokenizer_sha256="0" * 64,
-        versions={},
-        created="2026-11-21T00:00:00+00:00",
-        files={"config.json": "0" * 64},
-    )
-    return replace(made, **changes)
+    fields = {"name": "mine", "kind": "llmapi", "recipe": recipe, "precision": "fp8", "kv_cache_precision": "fp8"}
+    return manifests.manifest(**fields | {"kv_cache_tokens": None, "versions": {}} | changes)
 
 
 @pytest.fixture
