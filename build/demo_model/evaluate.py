@@ -1,9 +1,9 @@
-"""Measure the demo model on the modules it never saw, next to compressors and a byte n-gram, and write its card.
+"""Measure the demo model on the modules it was not trained on, and write its card.
 
     python -m build.demo_model.evaluate [--checkpoint FOLDER]
 
-Every contestant codes the same held-out bytes; the models also code where each module ends. Writes evaluation.json
-(the figures) and README.md (the card, made from evaluation.json and training.json) into the checkpoint's folder.
+Writes evaluation.json (the figures) and README.md (the card, from evaluation.json and training.json) into the
+checkpoint's folder.
 """
 
 import argparse
@@ -19,16 +19,13 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from build.demo_model.compression import compression_bits_per_byte
 from build.demo_model.conversations import Conversation
 from build.demo_model.corpus import Corpus, Document, gather
 from build.demo_model.llama import Llama, load_weights
 from build.demo_model.model_card import model_card
-from build.demo_model.ngram import KNESER_NEY, WITTEN_BELL, ByteNgram
 from build.demo_model.tokenizer import END_OF_TEXT, END_OF_TURN, write_json
 
 CHECKPOINT = Path(__file__).resolve().parent / "checkpoint"
-NGRAM_ORDER = 5
 STRIDE_TOKENS = 512  # windows overlap by half, so that past the first 512 tokens each token sees at least as many
 COMPLETION_PROMPTS = ("def fibonacci(n):", "class Stack:\n    def __init__(self):", "import os\n\ndef ")
 QUESTIONS = ("What does `copytree` do?", "Write `def read_lines(path):`")
@@ -52,7 +49,7 @@ def token_bits(model: Llama, input_ids: Sequence[int]) -> float:
 
 
 def model_bits_per_byte(model: Llama, tokenizer: Tokenizer, documents: Sequence[Document]) -> float:
-    """Mean over all bytes of the documents; each document is coded alone, with the <|endoftext|> that ends it."""
+    """Mean over all bytes of the documents, each scored alone with its final <|endoftext|>."""
     end_id = tokenizer.token_to_id(END_OF_TEXT)
     bits = sum(token_bits(model, [*tokenizer.encode(document.text).ids, end_id]) for document in documents)
     return bits / sum(document.size_bytes for document in documents)
@@ -81,7 +78,7 @@ def completion(
 
 
 def samples(model: Llama, tokenizer: Tokenizer) -> list[dict]:
-    """Prompt, settings and completion of the card's examples: none is chosen, all come from fixed seeds."""
+    """Prompt, settings and completion of the card's examples, from fixed seeds."""
     found = []
     for prompt in COMPLETION_PROMPTS:
         for temperature in (0.0, 0.7):
@@ -95,30 +92,19 @@ def samples(model: Llama, tokenizer: Tokenizer) -> list[dict]:
 
 
 def evaluate(folder: Path, corpus: Corpus) -> dict:
-    """Every figure of the card, as evaluation.json holds it; bits per byte are over the held-out bytes."""
+    """The contents of evaluation.json; bits per byte are over the held-out bytes."""
     model, tokenizer = load_weights(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
-    held_out = [document.text.encode() for document in corpus.held_out]
-    training = [document.text.encode() for document in corpus.training]
-    held_out_bytes = sum(map(len, held_out))
-    print(f"held out: {len(held_out)} modules, {held_out_bytes:,} bytes", flush=True)
+    held_out_bytes = sum(document.size_bytes for document in corpus.held_out)
+    print(f"held out: {len(corpus.held_out)} modules, {held_out_bytes:,} bytes", flush=True)
     started = time.monotonic()
     ours = model_bits_per_byte(model, tokenizer, corpus.held_out)
     print(f"model: {ours:.3f} bits per byte ({time.monotonic() - started:.0f} s)", flush=True)
-    baselines = {}
-    for smoothing in (KNESER_NEY, WITTEN_BELL):
-        ngram = ByteNgram(training, NGRAM_ORDER, smoothing)
-        name = f"order-{NGRAM_ORDER} byte n-gram, {smoothing.replace('_', '-')}, same training text"
-        baselines[name] = sum(map(ngram.bits, held_out)) / held_out_bytes
-    baselines |= compression_bits_per_byte(held_out, training)
-    for name, figure in baselines.items():
-        print(f"{name}: {figure:.3f} bits per byte", flush=True)
     tokens = sum(len(tokenizer.encode(document.text, add_special_tokens=False).ids) for document in corpus.held_out)
     return {
         "held_out_modules": [document.path for document in corpus.held_out],
         "held_out_bytes": held_out_bytes,
         "held_out_bytes_per_token": held_out_bytes / tokens,
         "model_bits_per_byte": ours,
-        "baselines_bits_per_byte": baselines,
         "samples": samples(model, tokenizer),
     }
 

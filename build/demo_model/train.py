@@ -8,7 +8,7 @@ its descent early, so that a slow machine still ends with a settled model. One s
 on one machine with one number of threads; where the clock shortened a run, training.json says to what, and --steps
 and --decay-from with these numbers repeat it.
 
-The model card, with held-out bits per byte next to compressors and n-grams, is made at the end (evaluate.py).
+The model card, with held-out bits per byte, is made at the end (evaluate.py).
 Every 400 steps the model so far is written to .cache/demo_model/, complete and usable, in case the run is cut short.
 """
 
