@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from build.demo_model.model_card import model_card
-
 CHECKPOINT = Path(__file__).resolve().parents[3] / "build/demo_model/checkpoint"
 MAX_BYTES = 24 * 1000 * 1000
 
@@ -97,14 +95,6 @@ def test_the_loss_curve_has_every_step_and_falls():
     assert [int(row["step"]) for row in rows] == list(range(read("training.json")["steps_taken"]))
     assert all(math.isfinite(loss) for loss in losses)
     assert sum(losses[-50:]) / 50 < 0.6 * losses[0]
-
-
-def test_the_card_is_the_one_these_figures_make_and_shows_them():
-    card, figures = (CHECKPOINT / "README.md").read_text(), read("evaluation.json")
-    assert card == model_card(read("training.json"), figures)
-    assert f"**{figures['model_bits_per_byte']:.3f}**" in card
-    for word in ("PSF-2.0", "make demo-model", "def fibonacci(n):", "seed 0", *figures["held_out_modules"]):
-        assert word in card
 
 
 def test_what_was_held_out_in_training_is_what_was_measured():

@@ -1,4 +1,4 @@
-"""The demo model's network and its training, on a network small enough to train in a second. Needs torch."""
+"""The demo model's training, on a network small enough to train in a second. Needs torch."""
 
 import numpy as np
 import pytest
@@ -6,25 +6,10 @@ import pytest
 torch = pytest.importorskip("torch")
 llama = pytest.importorskip("build.demo_model.llama")
 training = pytest.importorskip("build.demo_model.train")
-evaluation = pytest.importorskip("build.demo_model.evaluate")
+tiny_llama = pytest.importorskip("tests.fakes.tiny_llama")
+TINY, tiny_model = tiny_llama.TINY, tiny_llama.tiny_model
 
 pytestmark = pytest.mark.build_env
-
-TINY = llama.LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=32,
-)
-
-
-def tiny_model(seed=0):
-    model = llama.Llama(TINY)
-    model.initialise(torch.Generator().manual_seed(seed))
-    return model
 
 
 def tiny_documents():
@@ -84,52 +69,3 @@ def test_batches_are_windows_of_the_documents_in_an_order_the_seed_decides():
         assert (steps == 1).float().mean() > 0.9  # but for the seams between documents
     with pytest.raises(ValueError, match="training text: 40 tokens, need 66"):
         next(training.batches(documents[:1], 32, seed=1))
-
-
-def test_a_token_never_sees_what_follows_it():
-    model = tiny_model()
-    ids = torch.arange(20)[None]
-    changed = ids.clone()
-    changed[0, 12:] = 1
-    with torch.inference_mode():
-        before, after = model(ids), model(changed)
-    assert torch.equal(before[0, :12], after[0, :12])
-    assert not torch.allclose(before[0, 12:], after[0, 12:])
-
-
-def test_saved_weights_are_the_bf16_values_of_the_model(tmp_path):
-    model = tiny_model()
-    llama.save_weights(model, tmp_path)
-    loaded = llama.load_weights(tmp_path)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor.to(torch.bfloat16).float())
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_logits_are_those_of_the_reference_llama(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    llama.save_weights(tiny_model(), tmp_path)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, torch_dtype=torch.float32).eval()
-    ids = torch.randint(0, TINY.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        ours, theirs = llama.load_weights(tmp_path)(ids), reference(ids).logits
-    assert torch.allclose(ours, theirs, atol=1e-5)
-
-
-def test_bits_of_a_text_longer_than_the_window_count_each_token_once(monkeypatch):
-    monkeypatch.setattr(evaluation, "STRIDE_TOKENS", 16)
-    model = tiny_model()
-    torch.nn.init.zeros_(model.embed_tokens.weight)  # every token equally likely: log2(vocabulary) bits each
-    for length in (2, 31, 32, 33, 47, 100):
-        bits = evaluation.token_bits(model, list(range(length)) if length <= 64 else [1] * length)
-        assert bits == pytest.approx((length - 1) * np.log2(TINY.vocab_size))
-
-
-def test_bits_within_one_window_are_the_summed_cross_entropy():
-    model = tiny_model()
-    ids = [5, 6, 7, 9, 20, 1]
-    with torch.inference_mode():
-        nats = torch.nn.functional.cross_entropy(
-            model(torch.tensor([ids[:-1]]))[0], torch.tensor(ids[1:]), reduction="sum"
-        )
-    assert evaluation.token_bits(model, ids) == pytest.approx(nats.item() / np.log(2), rel=1e-5)

@@ -228,17 +228,6 @@ def test_no_engine_is_no_folder(bare):
         load(layout.ENGINES / "tiny")
 
 
-def test_without_the_build_environment_it_says_how_to_make_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(environment, "BUILD_PYTHON", tmp_path / "python")
-    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(Unavailable, match="run `make setup-build` once"):
-        environment.run_by([commands.BUILD_PYTHON, "-m", "build.quantise.quantize"])
-    shown = environment.run_by([commands.PYTHON, "-m", "build.quality.evaluation"])[
-        0
-    ]  # from the root, where it lies below it
-    assert layout.ROOT / shown == Path(sys.executable)
-
-
 def test_a_dry_run_is_the_plan_and_does_nothing():
     line = [sys.executable, "-m", "build.engine", "--engine", "llama-3.1-8b-fp8-hopper", "--dry-run"]
     done = subprocess.run(line, cwd=layout.ROOT, capture_output=True, text=True, timeout=60)

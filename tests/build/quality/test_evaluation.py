@@ -12,7 +12,6 @@ from benchmarks import checkpoints
 from build import engine
 from build.base import layout
 from build.base.checkpoint import open_checkpoint
-from build.model.openvino_engine import OpenVinoEngine
 from build.package import compile_cpu
 from build.quality import comparison, evaluation
 from build.recipe import recipe as recipes
@@ -162,20 +161,6 @@ def _large():
     from build.base import shape
 
     return shape.find("meta-llama/Llama-3.3-70B-Instruct").architecture
-
-
-def test_openvino_and_the_numpy_reference_give_the_same_logits_piece_by_piece(tmp_path, random_checkpoint, monkeypatch):
-    monkeypatch.setattr("build.model.openvino_engine.PIECE_TOKENS", 5)
-    made = recipe(model=str(random_checkpoint), precision="fp32", kv_cache_precision="f32")
-    opened = open_checkpoint(random_checkpoint)
-    compile_cpu.compile_cpu(opened, made, tmp_path, lambda line: None)
-    compiled = OpenVinoEngine(tmp_path, compile_cpu.properties(made))
-    blocks = np.random.default_rng(0).integers(0, 331, (3, 17))
-    expected = list(evaluation.reference(opened, lambda line: None).logits(blocks))
-    np.testing.assert_allclose(np.stack(list(compiled.logits(blocks))), expected, atol=2e-3)
-    ids = blocks[0].tolist()
-    for length in (3, 9, 17, 4, 4):  # going on, starting over, the same again
-        np.testing.assert_allclose(compiled.next_logits(ids[:length]), expected[0][length - 1], atol=2e-3)
 
 
 def test_a_long_reference_pass_says_how_far_it_is(random_checkpoint, monkeypatch):
