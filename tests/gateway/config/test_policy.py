@@ -1,0 +1,79 @@
+"""The rules of the configuration file, read from its table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from contract.errors import InvalidArgument
+from gateway.config import policy
+from gateway.config.policy import AdmissionRules, DegradationRules, OverflowTarget, Policy, PoolRules
+
+
+def read(environ: dict[str, str] | None = None, **table: Any) -> Policy:
+    return policy.read("file.toml", table, environ or {})
+
+
+def test_an_empty_file_has_the_documented_defaults():
+    rules = read()
+    assert rules.admission == AdmissionRules() and rules.degradation is None and rules.shadow is None
+    assert (rules.admission.tenant_share, rules.admission.quantum_tokens) == (0.8, policy.QUANTUM_TOKENS)
+
+
+def test_tables_of_other_modules_are_ignored():
+    assert read(orgs={}, salt="00") == Policy()
+
+
+def test_one_overflow_name_is_a_tuple_of_it():
+    target = {"pool": "p"}
+    one = read(degradation={"overflow": "a"}, overflow={"a": target})
+    several = read(degradation={"overflow": ["b", "a"]}, overflow={"a": target, "b": target})
+    assert one.degradation.overflow == ("a",) and several.degradation.overflow == ("b", "a")
+
+
+def test_a_number_is_the_weight_of_a_pool():
+    rules = read(pools={"stable": 95.0, "canary": {"weight": 5, "replicas": "a:1"}}).pools
+    assert rules == {"stable": PoolRules(weight=95.0), "canary": PoolRules(weight=5.0, replicas="a:1")}
+
+
+def test_values_with_a_dollar_come_from_the_environment_and_are_not_shown():
+    target = {"url": "https://x/v1", "model": "m", "api_key": "$KEY"}
+    rules = read({"KEY": "hush"}, overflow={"far": target})
+    assert rules.overflow["far"] == OverflowTarget(url="https://x/v1", model="m", api_key="hush")
+    assert "hush" not in repr(rules)
+
+
+@pytest.mark.parametrize(
+    ("table", "field"),
+    [
+        ({"admission": {"tenant_share": 0.0}}, "admission.tenant_share"),
+        ({"admission": {"tenants": 1}}, "admission.tenants"),
+        ({"admission": {"max_in_flight_of_class": {"ten": 1}}}, "admission.max_in_flight_of_class.ten"),
+        ({"degradation": {"shorter_at": 0.9, "overflow_at": 0.8}}, "degradation"),
+        ({"degradation": {"max_tokens": 0}}, "degradation.max_tokens"),
+        ({"degradation": {"overflow": "nowhere"}}, "degradation.overflow"),
+        ({"overflow": {"a": {"pool": "p", "url": "http://x"}}}, "overflow.a"),
+        ({"overflow": {"a": {"url": "http://x"}}}, "overflow.a"),
+        ({"overflow": {"a": {"pool": "$UNSET"}}}, "overflow.a.pool"),
+        ({"shadow": {"pool": "p"}}, "shadow.fraction"),
+        ({"pools": {"p": -1}}, "pools.p.weight"),
+        ({"prices": {"replica_hour": -1}}, "prices.replica_hour"),
+    ],
+)
+def test_errors_name_the_file_and_the_field(table: dict[str, Any], field: str):
+    with pytest.raises(InvalidArgument) as caught:
+        read(**table)
+    assert caught.value.field == f"file.toml: {field}"
+
+
+def test_pools_that_rules_name_must_exist():
+    rules = read(overflow={"a": {"pool": "p"}}, shadow={"pool": "q", "fraction": 0.1})
+    policy.check_pools("file.toml", rules, {"p": "", "q": ""})
+    with pytest.raises(InvalidArgument, match="shadow.pool"):
+        policy.check_pools("file.toml", rules, {"p": ""})
+
+
+def test_rules_that_fall_are_refused_in_code_too():
+    with pytest.raises(ValueError, match="rise"):
+        DegradationRules(shorter_at=0.9, overflow_at=0.8)

@@ -1,0 +1,117 @@
+"""One upstream that speaks OpenAI's protocol: what it understands, its streams, its refusals, its breaker."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from email.utils import formatdate
+from typing import Any
+
+import aiohttp
+import pytest
+
+from contract.errors import Cancelled, EngineFailed, InvalidArgument, Overloaded, PromptTooLong, Unavailable
+from contract.generation import FinishReason, GenerationRequest, SamplingParams, Usage
+from gateway.routing.circuit_breaker import BreakerPolicy, BreakerState
+from gateway.routing.upstream import Upstream, retry_after_s
+from tests.gateway.openai_upstream import OpenAIUpstream, upstream
+from tests.gateway.running import until
+
+REQUEST = GenerationRequest("one two", max_tokens=5, timeout_s=60.0)
+
+
+@contextlib.asynccontextmanager
+async def target(**script: Any) -> AsyncIterator[tuple[Upstream, OpenAIUpstream]]:
+    async with upstream(**script) as server, aiohttp.ClientSession() as session:
+        yield Upstream(session, "far", server.url, "m", "key", BreakerPolicy(failures=2, open_s=60.0)), server
+
+
+async def read(far: Upstream, request: GenerationRequest = REQUEST) -> list[Any]:
+    stream, deltas = far.stream(request), []
+    with contextlib.suppress(StopAsyncIteration):
+        while True:
+            deltas.append(await anext(stream))
+    return deltas
+
+
+async def test_a_stream_ends_with_a_reason_and_the_upstreams_own_counts():
+    async with target() as (far, server):
+        deltas = await read(far)
+        assert "".join(delta.text for delta in deltas) == " from afar"
+        assert (deltas[-1].finish_reason, deltas[-1].usage) == (FinishReason.STOP, Usage(7, 2))
+        path, headers, body = server.seen[0]
+        assert path == "/v1/completions" and headers["authorization"] == "Bearer key"
+        assert (body["model"], body["prompt"], body["max_tokens"]) == ("m", "one two", 5)
+        await until(lambda: far.outstanding == 0)
+
+
+async def test_a_chat_without_counts_is_estimated():
+    chat = GenerationRequest(messages=({"role": "user", "content": "hello"},), max_tokens=5, timeout_s=60.0)
+    async with target(usage=False) as (far, server):
+        assert (await read(far, chat))[-1].usage.output_tokens == 2
+        assert server.seen[0][0] == "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        ({"status": 429, "headers": {"retry-after": "7"}}, Overloaded),
+        ({"status": 503}, Unavailable),
+        ({"status": 401}, Unavailable),
+        ({"status": 400, "error": {"error": {"message": "no", "param": "seed"}}}, InvalidArgument),
+        ({"status": 400, "error": {"error": {"code": "context_length_exceeded"}}}, PromptTooLong),
+        ({"cut_after": 1}, Unavailable),
+        ({"broken_after": 1}, EngineFailed),
+    ],
+)
+async def test_failures_become_typed_errors(script: dict[str, Any], kind: type[Exception]):
+    async with target(**script) as (far, _):
+        with pytest.raises(kind) as caught:
+            await read(far)
+        if kind in (InvalidArgument, PromptTooLong):
+            assert caught.value.internal
+        if script.get("status") == 429:
+            assert caught.value.retry_after_s == 7 and 6 < far.wait_s() <= 7 and not far.accepts(REQUEST)
+
+
+async def test_consecutive_failures_open_its_breaker():
+    async with target(status=503) as (far, _):
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                await read(far)
+        await until(lambda: far.breaker.state is BreakerState.OPEN)
+        assert not far.accepts(REQUEST) and far.wait_s() > 50
+
+
+async def test_a_cancelled_stream_raises_cancelled_and_frees_the_upstream():
+    async with target(hangs=True) as (far, _):
+        stream = far.stream(REQUEST)
+        stream.cancel()
+        with pytest.raises(Cancelled):
+            await anext(stream)
+        assert far.outstanding == 0 and far.breaker.state is BreakerState.CLOSED
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stop_token_ids": (1,)},
+        {"echo": True},
+        {"skip_special_tokens": False},
+        {"sampling": SamplingParams(top_k=4)},
+        {"sampling": SamplingParams(log_probs=True)},
+    ],
+)
+async def test_requests_that_openais_protocol_cannot_express_are_not_accepted(change: dict[str, Any]):
+    async with aiohttp.ClientSession() as session:
+        far = Upstream(session, "far", "http://x/v1", "m", "", BreakerPolicy())
+        assert far.understands(REQUEST)
+        assert not far.understands(GenerationRequest("one", max_tokens=5, **change))
+
+
+def test_retry_after_is_seconds_milliseconds_or_a_date_within_an_hour():
+    assert retry_after_s({"retry-after": "3"}) == 3 and retry_after_s({"retry-after-ms": "250"}) == 0.25
+    assert retry_after_s({"retry-after": "99999"}) == 3600 and retry_after_s({"retry-after": "-1"}) == 0
+    assert 0 <= retry_after_s({"retry-after": formatdate(time.time() + 60)}) <= 60
+    assert retry_after_s({"retry-after": "soon"}) is None and retry_after_s({}) is None

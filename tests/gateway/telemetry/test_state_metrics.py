@@ -1,0 +1,65 @@
+"""Metrics that are computed at a scrape, from callables."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from gateway.admission.fair_queue import Entry, FairQueue
+from gateway.admission.pool_slots import PoolSlots
+from gateway.admission.sharing import Capacity
+from gateway.config.policy import AdmissionRules, Prices
+from gateway.telemetry.state_metrics import PoolState, ReplicaSeconds, StateMetrics
+
+
+def registry(**more: object) -> CollectorRegistry:
+    found = CollectorRegistry()
+    values = {
+        "replicas": lambda: (),
+        "upstreams": lambda: (),
+        "pools": lambda: (),
+        "body_bytes": lambda: 7,
+        "degraded": lambda: {"overflow": 3},
+        "replica_seconds": lambda: 7200.0,
+        "tokens": lambda: 4000,
+        "prices": lambda: None,
+    }
+    found.register(StateMetrics(**{**values, **more}))
+    return found
+
+
+def test_values_are_read_at_the_scrape():
+    degraded = {"overflow": 1}
+    found = registry(degraded=lambda: degraded)
+    degraded["overflow"] = 2
+    assert found.get_sample_value("trident_gateway_degraded_total", {"stage": "overflow"}) == 2
+    assert found.get_sample_value("trident_gateway_body_bytes") == 7
+    assert found.get_sample_value("trident_gateway_replica_seconds_total") == 7200
+
+
+def test_cost_is_reported_only_with_a_price():
+    assert registry().get_sample_value("trident_gateway_cost_total", {"currency": "EUR"}) is None
+    priced = registry(prices=lambda: Prices(replica_hour=2.0, currency="EUR"))
+    assert priced.get_sample_value("trident_gateway_cost_total", {"currency": "EUR"}) == 4.0
+    assert priced.get_sample_value("trident_gateway_cost_per_1000_tokens", {"currency": "EUR"}) == 1.0
+
+
+def test_a_pool_without_a_healthy_replica_has_no_slots():
+    slots = PoolSlots(FairQueue(), lambda: 0.0, lambda: Capacity(4, 5), AdmissionRules())
+    slots.queue.push(Entry("acme", 100.0, priority=2), 0.0)
+    found = registry(pools=lambda: [PoolState("main", slots, [])])
+    assert found.get_sample_value("trident_gateway_pool_ready", {"pool": "main"}) == 0
+    assert found.get_sample_value("trident_gateway_pool_slots", {"pool": "main"}) == 0
+    assert found.get_sample_value("trident_gateway_pool_queued_tokens", {"pool": "main"}) == 100
+    assert found.get_sample_value("trident_gateway_queue_depth", {"pool": "main", "priority": "2"}) == 1
+
+
+def test_replica_seconds_integrate_the_number_of_healthy_replicas(clock):
+    healthy = 2
+    seconds = ReplicaSeconds(lambda: healthy, clock)
+    seconds.check(clock())
+    clock.advance(10)
+    healthy = 0
+    seconds.check(clock())
+    clock.advance(100)
+    assert seconds.total() == pytest.approx(20)

@@ -1,0 +1,60 @@
+"""``python -m gateway``: its commands for keys and configurations."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from contract.errors import InvalidArgument
+from gateway import command_line
+from gateway.config import tenants
+
+
+def run(*arguments: str) -> None:
+    parsed = command_line.parse(list(arguments))
+    parsed.run(parsed)
+
+
+def test_serving_is_the_default():
+    assert command_line.parse([]).run is None and command_line.parse(["serve"]).run is None
+
+
+def test_a_new_key_has_the_hash_that_the_file_keeps(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TRIDENT_GATEWAY_CONFIG", raising=False)
+    run("new-key")
+    output = capsys.readouterr()
+    salt, key, hashed = (line.split()[-1].strip('"') for line in output.out.splitlines())
+    assert tenants.digest(bytes.fromhex(salt), key).hex() == hashed
+    assert "gateway.toml" in output.err
+
+
+def test_a_key_is_hashed_with_the_salt_of_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "gateway.toml"
+    path.write_text(f'salt = "{"ab" * 16}"')
+    monkeypatch.setattr("sys.stdin", io.StringIO("tri-0123456789abcdefghij\n"))
+    run("hash-key", "--config", str(path))
+    output = capsys.readouterr().out
+    assert tenants.digest(bytes.fromhex("ab" * 16), "tri-0123456789abcdefghij").hex() in output and "salt" not in output
+
+
+def test_a_short_key_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("short\n"))
+    with pytest.raises(InvalidArgument, match="API key"):
+        run("hash-key")
+
+
+def test_check_reads_settings_and_file(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "gateway.toml"
+    path.write_text("[admission]\nmax_wait_s = 0.0")
+    monkeypatch.setenv("TRIDENT_GATEWAY_CONFIG", str(path))
+    monkeypatch.setenv("TRIDENT_GATEWAY_HTP_PORT", "1")
+    with pytest.raises(InvalidArgument, match="max_wait_s"):
+        run("check")
+    path.write_text("[admission]\nmax_wait_s = 1.0")
+    run("check")
+    output = capsys.readouterr()
+    assert "good; 0 keys" in output.out and "did you mean TRIDENT_GATEWAY_HTTP_PORT" in output.err
