@@ -1,14 +1,18 @@
-"""An error as each protocol says it: OpenAI's error object with its headers, or a gRPC status with its trailers."""
+"""Errors in each protocol: OpenAI's error object with its headers, or a gRPC status with its trailers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import grpc
 import orjson
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
 
-from clients.wire.protobuf import chunk, text, varint
 from contract.errors import (
     InvalidArgument,
     NotFound,
@@ -20,7 +24,7 @@ from contract.errors import (
 )
 from gateway.api.caller_errors import for_caller
 
-# error → OpenAI's (type, code), by HTTP status.
+# OpenAI's (type, code) by HTTP status.
 _OPENAI = {
     400: ("invalid_request_error", "invalid_value"),
     401: ("invalid_request_error", "invalid_api_key"),
@@ -35,31 +39,31 @@ _OPENAI = {
 _JSON = (b"content-type", b"application/json")
 
 
-def error_object(error: TridentError) -> dict:
-    """``{"error": {...}}`` as OpenAI's clients read it."""
+def error_object(error: TridentError) -> dict[str, Any]:
+    """Return ``{"error": {...}}`` as OpenAI's clients read it."""
     error = for_caller(error)
     kind, code = _OPENAI[error.http_status]
     param = (error.field or None) if isinstance(error, InvalidArgument) else None
     if isinstance(error, NotFound):
         param = "model"
     if isinstance(error, PromptTooLong):
-        code = "context_length_exceeded"  # by which callers know to send less
+        code = "context_length_exceeded"  # clients recognise this code and send less
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 
 
 def http(error: TridentError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """Status, headers and body."""
+    """Return status, headers and body."""
     return error.http_status, [_JSON, *_as_headers(hints(error))], orjson.dumps(error_object(error))
 
 
 def plain(status: int, message: str, code: str) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """The same for what only HTTP knows: no such path, a body too large."""
+    """Return status, headers and body of an error that only HTTP has, such as an unknown path."""
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
     return status, [_JSON], orjson.dumps(body)
 
 
 def hints(error: TridentError) -> dict[str, str]:
-    """What a refusal says about trying again, in the headers of either protocol."""
+    """Return the headers, or trailers, that tell a client when to retry and how to authenticate."""
     found = dict(error.headers)
     if isinstance(error, Unauthenticated):
         found["www-authenticate"] = "Bearer"
@@ -71,31 +75,28 @@ def hints(error: TridentError) -> dict[str, str]:
 
 
 def retry_after_s(error: TridentError) -> float | None:
+    """Return when a client may retry, None for an error that a retry does not mend."""
     if not isinstance(error, Overloaded | Unavailable):
         return None
     return 1.0 if error.retry_after_s is None else error.retry_after_s
 
 
 def grpc_status(error: TridentError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]:
-    """Code, details and trailers, ``google.rpc.RetryInfo`` among them."""
+    """Return code, details and trailers, with a ``google.rpc.RetryInfo`` where a retry helps."""
     error = for_caller(error)
-    code, trailers = grpc.StatusCode[error.grpc_status], []
+    code = grpc.StatusCode[error.grpc_status]
+    trailers: list[tuple[str, str | bytes]] = []
     for key, value in hints(error).items():
         if key not in ("retry-after", "www-authenticate"):
             trailers.append((key, value))
     after_s = retry_after_s(error)
     if after_s is not None:
         trailers.append(("grpc-retry-pushback-ms", str(max(1, round(after_s * 1e3)))))
-        trailers.append(("grpc-status-details-bin", _status(code, error.message, after_s)))
+        detail = AnyMessage()
+        detail.Pack(RetryInfo(retry_delay=Duration(seconds=int(after_s), nanos=int(after_s % 1 * 1e9))))
+        status = Status(code=code.value[0], message=error.message, details=[detail])
+        trailers.append(("grpc-status-details-bin", status.SerializeToString()))
     return code, error.message, tuple(trailers)
-
-
-def _status(code: grpc.StatusCode, message: str, after_s: float) -> bytes:
-    """google.rpc.Status{1: code, 2: message, 3: Any{1: type_url, 2: RetryInfo{1: Duration{1: s, 2: ns}}}}."""
-    seconds = int(after_s)
-    duration = b"\x08" + varint(seconds) + b"\x10" + varint(int((after_s - seconds) * 1e9))
-    detail = text(1, "type.googleapis.com/google.rpc.RetryInfo") + chunk(2, chunk(1, duration))
-    return b"\x08" + varint(code.value[0]) + text(2, message) + chunk(3, detail)
 
 
 def _as_headers(values: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

@@ -1,7 +1,7 @@
-"""One HTTP connection, kept from abuse: headers must come soon and be few, a stalled reader can be thrown out, whoever
-sends ahead is heard when it leaves, and a body is never taken for the next request.
+"""uvicorn's HTTP protocol with bounds: on the time, number and bytes of headers, and on pipelined requests.
 
-uvicorn leaves these to whoever stands in front of it; nobody does here.
+It also lets a response abort the connection of a stalled client, notices the disconnect of a client that pipelines, and
+never reads a body as the next request. uvicorn leaves these to a proxy in front of it; there may be none here.
 """
 
 from __future__ import annotations
@@ -16,57 +16,57 @@ from gateway.api import error_responses
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 100
-MAX_AHEAD = 16  # requests that a caller may send before the first of them is answered ...
-MAX_AHEAD_BYTES = 64 * 1024  # ... and what may be read of the last one's body
-LINGER_S = 1.0  # how long a refused caller may still send
+MAX_PIPELINED = 16  # requests that a client may send before the first response is complete ...
+MAX_PIPELINED_BYTES = 64 * 1024  # ... and bytes of the last one's body
+LINGER_S = 1.0  # how long the input of a rejected client is discarded
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol with bounds. Subclass it with ``header_timeout_s`` set (``bounded``)."""
+    """uvicorn's protocol with bounds. ``bounded`` makes a subclass with ``header_timeout_s``."""
 
     header_timeout_s = 10.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        self._header_bytes = self._header_count = self._unfinished = 0
-        self._refused = self._declining = False
-        self._patience: asyncio.TimerHandle | None = None
-        self._asked: list[RequestResponseCycle] = []
+        self._header_bytes = self._header_count = self._incomplete_bytes = 0
+        self._rejected = self._ignoring_upgrade = False
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._pipelined: list[RequestResponseCycle] = []
         super().connection_made(transport)
-        self._expect_headers()
+        self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._got_headers()
-        for cycle in self._unanswered():  # uvicorn tells the last one only
+        self._stop_header_timer()
+        for cycle in self._incomplete():  # uvicorn notifies the last one only
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._refused:
-            if self._patience is None and (self.cycle is None or self.cycle.response_complete):
-                self._expect_headers()  # the first bytes of a further request
+        if not self._rejected:
+            if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
+                self._start_header_timer()  # the first bytes of a further request
             self._unset_keepalive_if_required()
             self._read(data)
-            if self._patience is not None and not self._refused:  # all of it was headers, one without an end perhaps
-                self._unfinished += len(data)
-                if self._unfinished > MAX_HEADER_BYTES:
-                    self._too_many()
+            if self._header_timer is not None and not self._rejected:  # all of it was headers
+                self._incomplete_bytes += len(data)
+                if self._incomplete_bytes > MAX_HEADER_BYTES:
+                    self._reject_headers()
 
     def _read(self, data: bytes) -> None:
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as stopped:
-            if self._declining:
-                # The parser takes an offer of another protocol for the end of the request, and what follows, its body
-                # perhaps, for another one. Nothing else is spoken here: it is read again, without the offer.
-                head = self._head_without_offer()
+            if self._ignoring_upgrade:
+                # The parser takes an ``upgrade`` header for the end of the request and would parse its body as the next
+                # request. No other protocol is served here: the head is parsed again without that header.
+                head = self._head_without_upgrade()
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
                 self._read(head + data[stopped.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
 
-    def _head_without_offer(self) -> bytes:
+    def _head_without_upgrade(self) -> bytes:
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
@@ -86,58 +86,58 @@ class Connection(HttpToolsProtocol):
         self._count(len(name) + len(value), 1)
 
     def on_headers_complete(self) -> None:
-        self._got_headers()
-        self._declining = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
-        if not self._refused and not self._declining:
+        self._stop_header_timer()
+        self._ignoring_upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if not self._rejected and not self._ignoring_upgrade:
             super().on_headers_complete()
-            self._asked = [*self._unanswered(), self.cycle]
-            if len(self._asked) > MAX_AHEAD:
+            self._pipelined = [*self._incomplete(), self.cycle]
+            if len(self._pipelined) > MAX_PIPELINED:
                 self.transport.abort()
-            elif len(self._asked) > 1:
-                self.flow.resume_reading()  # uvicorn stops here, and would not hear the caller leave
+            elif len(self._pipelined) > 1:
+                self.flow.resume_reading()  # uvicorn pauses here and would not notice a disconnect
 
     def on_body(self, body: bytes) -> None:
-        if not self._refused:
+        if not self._rejected:
             super().on_body(body)
-            if len(self.cycle.body) > MAX_AHEAD_BYTES and len(self._unanswered()) > 1:
+            if len(self.cycle.body) > MAX_PIPELINED_BYTES and len(self._incomplete()) > 1:
                 self.transport.abort()
 
     def on_message_complete(self) -> None:
-        if not self._refused and not self._declining:
+        if not self._rejected and not self._ignoring_upgrade:
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg, "bad_request")
+        self._reject(400, msg, "bad_request")
 
     def _count(self, size: int, headers: int) -> None:
         self._header_bytes += size
         self._header_count += headers
-        if (self._header_bytes > MAX_HEADER_BYTES or self._header_count > MAX_HEADERS) and not self._refused:
-            self._too_many()
+        if (self._header_bytes > MAX_HEADER_BYTES or self._header_count > MAX_HEADERS) and not self._rejected:
+            self._reject_headers()
 
-    def _too_many(self) -> None:
-        said = f"allowed are {MAX_HEADERS} headers of {MAX_HEADER_BYTES} bytes together"
-        self._refuse(431, said, "headers_too_large")
+    def _reject_headers(self) -> None:
+        problem = f"headers: must be at most {MAX_HEADERS} of {MAX_HEADER_BYTES} bytes together"
+        self._reject(431, problem, "headers_too_large")
 
-    def _unanswered(self) -> list[RequestResponseCycle]:
-        return [cycle for cycle in self._asked if not cycle.response_complete]
+    def _incomplete(self) -> list[RequestResponseCycle]:
+        return [cycle for cycle in self._pipelined if not cycle.response_complete]
 
-    def _expect_headers(self) -> None:
-        self._got_headers()
-        self._unfinished = 0
-        self._patience = self.loop.call_later(self.header_timeout_s, self._late)
+    def _start_header_timer(self) -> None:
+        self._stop_header_timer()
+        self._incomplete_bytes = 0
+        self._header_timer = self.loop.call_later(self.header_timeout_s, self._on_header_timeout)
 
-    def _got_headers(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
-    def _late(self) -> None:
-        self._patience = None
-        self._refuse(408, "the headers did not arrive in time", "timeout")
+    def _on_header_timeout(self) -> None:
+        self._header_timer = None
+        self._reject(408, f"the headers did not arrive within {self.header_timeout_s:g} s", "timeout")
 
-    def _refuse(self, status: int, message: str, code: str) -> None:
-        self._refused = True
+    def _reject(self, status: int, message: str, code: str) -> None:
+        self._rejected = True
         if self.transport.is_closing():
             return
         _, headers, body = error_responses.plain(status, message, code)
@@ -145,7 +145,7 @@ class Connection(HttpToolsProtocol):
         head.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
         self.transport.write(b"".join(head) + body)
         if (self.cycle is None or self.cycle.response_complete) and self.transport.can_write_eof():
-            # A caller that still sends when we close loses the answer with the connection: what it sends is ignored.
+            # A client that still sends when the connection closes loses the response: its input is discarded first.
             self.transport.write_eof()
             self.loop.call_later(LINGER_S, self.transport.close)
         else:
@@ -153,6 +153,6 @@ class Connection(HttpToolsProtocol):
 
 
 def bounded(header_timeout_s: float) -> type[Connection]:
-    """The class of connections with this patience; uvicorn makes one of it for each."""
+    """Return the protocol class for this timeout; uvicorn makes an instance for each connection."""
     members: dict[str, Any] = {"header_timeout_s": header_timeout_s}
     return type("BoundedConnection", (Connection,), members)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
 
 from clients.wire.failures import from_rpc, retry_hint
 from contract.errors import BY_NAME, InvalidArgument, Overloaded, Unauthenticated, make
@@ -30,7 +32,16 @@ def test_a_field_is_named_and_a_wait_is_told_in_whole_seconds_upward():
     assert dict(error_responses.http(Unauthenticated("who"))[1])[b"www-authenticate"] == b"Bearer"
 
 
-def test_what_admission_says_of_its_limits_goes_along():
+@pytest.mark.parametrize("after_s", [0.0, 0.25, 2.0, 59.9999999999])
+def test_a_grpc_status_carries_a_retry_info_that_googles_own_types_read(after_s: float):
+    trailers = dict(error_responses.grpc_status(Overloaded("full: \u00e9", after_s))[2])
+    status = Status.FromString(trailers["grpc-status-details-bin"])
+    info = RetryInfo()
+    assert status.details[0].Unpack(info) and (status.code, status.message) == (8, "full: \u00e9")
+    assert info.retry_delay.seconds + info.retry_delay.nanos / 1e9 == pytest.approx(after_s)
+
+
+def test_the_budgets_headers_go_along():
     error = Overloaded("full", 1.0)
     error.headers = {"x-ratelimit-remaining-tokens": "0"}
     assert dict(error_responses.http(error)[1])[b"x-ratelimit-remaining-tokens"] == b"0"
