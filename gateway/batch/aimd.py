@@ -1,9 +1,8 @@
-"""How much batch work may run at once, so that interactive callers never notice. Pure: signals in, a pace out.
+"""How many batch lines may run at once without delaying interactive requests. Pure: signals in, a pace out.
 
-Additive increase, multiplicative decrease (Chiu and Jain, 1989): one more line at a time while everybody is served
-in time, half as many at once when somebody is not, nothing at all while the gateway gives up quality or refuses.
-Between the two lies a band where nothing changes: replicas this full have no room for more batch work, because the
-rest is for interactive requests that have not come yet.
+Additive increase, multiplicative decrease (Chiu and Jain, 1989): one more line per tick while interactive requests meet
+their objective, half as many when they do not, none while the gateway degrades or rejects requests. In between the pace
+stays: above ``headroom`` the rest of the replicas' capacity is kept for interactive requests to come.
 """
 
 from __future__ import annotations
@@ -16,12 +15,14 @@ from contract.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class Signals:
-    """What is seen of interactive traffic and of the replicas.
+    """The load of interactive traffic and of the replicas.
 
-    waiting: requests in the gateway's queue or in an engine's. first_tokens, late: of interactive requests since the
-    pace was last cut, and how many of them came after the objective. fullness: the share of slots or of the KV cache
-    in use, the fuller of the two, on the replicas together. degraded: requests are cut short, sent elsewhere or
-    refused for lack of room. fit: a replica can serve.
+    waiting: requests in the gateway's queue or in an engine's.
+    first_tokens: of interactive requests since the pace was last cut.
+    late: first tokens that came after the objective.
+    fullness: share of slots or of the KV cache in use, the larger of the two, over all replicas.
+    degraded: requests are shortened, sent to overflow targets or rejected for lack of capacity.
+    healthy: whether a replica can serve.
     """
 
     waiting: int = 0
@@ -29,41 +30,46 @@ class Signals:
     late: int = 0
     fullness: float = 0.0
     degraded: bool = False
-    fit: bool = True
+    healthy: bool = True
 
 
 class Reason(str, Enum):
-    """Why the pace is what it is."""
+    """Why the pace is what it is, as a metric label."""
 
     GROWS = "grows"
-    FULL = "full"  # nothing changes
+    FULL = "full"  # the pace stays
     QUEUE = "queue"
     LATE = "late"
     DEGRADED = "degraded"
-    UNFIT = "unfit"
+    UNHEALTHY = "unfit"
 
 
 @dataclass(frozen=True)
 class PacePolicy:
-    """most: lines at once, at best. step: what a tick adds. headroom: how full replicas may get by batch work.
-    late_share: first tokens that may be late; 0.05 holds a P95."""
+    """Bounds of the pace.
 
-    most: int = 64
+    max_running: lines at once.
+    step: lines added per tick.
+    headroom: fullness of the replicas above which nothing is added, 0 to 1.
+    late_share: share of first tokens that may be late; 0.05 holds a P95.
+    """
+
+    max_running: int = 64
     step: float = 1.0
     headroom: float = 0.8
     late_share: float = 0.05
 
     def __post_init__(self) -> None:
-        if self.most < 1 or not 0 < self.step <= self.most:
-            raise InvalidArgument("step", f"got {self.step} of {self.most}; allowed is more than 0, at most `most`")
+        if self.max_running < 1 or not 0 < self.step <= self.max_running:
+            raise InvalidArgument("step", f"must be above 0 and at most {self.max_running}, got {self.step}")
         if not 0 < self.headroom <= 1 or not 0 <= self.late_share < 1:
             shares = f"{self.headroom} and {self.late_share}"
-            raise InvalidArgument("headroom", f"got {shares}; allowed are shares between 0 and 1")
+            raise InvalidArgument("headroom", f"must be, like late_share, a share between 0 and 1, got {shares}")
 
 
 @dataclass(frozen=True)
 class Pace:
-    """rate: lines that may run at once, of which a fraction waits for its tick."""
+    """rate: lines that may run at once; its fraction adds up over ticks."""
 
     rate: float = 0.0
     reason: Reason = Reason.GROWS
@@ -74,23 +80,23 @@ class Pace:
 
     @property
     def cut(self) -> bool:
-        return self.reason in (Reason.QUEUE, Reason.LATE, Reason.DEGRADED, Reason.UNFIT)
+        return self.reason in (Reason.QUEUE, Reason.LATE, Reason.DEGRADED, Reason.UNHEALTHY)
 
-    def after(self, seen: Signals, policy: PacePolicy, running: int | None = None) -> Pace:
-        """The pace one tick later. running: batch lines under way; a pace that is not used does not grow."""
-        if not seen.fit:
-            return replace(self, rate=0.0, reason=Reason.UNFIT)
-        if seen.degraded:
+    def after(self, signals: Signals, policy: PacePolicy, running: int | None = None) -> Pace:
+        """Return the pace one tick later. running: batch lines that run; a pace that is not used does not grow."""
+        if not signals.healthy:
+            return replace(self, rate=0.0, reason=Reason.UNHEALTHY)
+        if signals.degraded:
             return replace(self, rate=0.0, reason=Reason.DEGRADED)
-        if seen.waiting > 0:
+        if signals.waiting > 0:
             return replace(self, rate=self._half(), reason=Reason.QUEUE)
-        if seen.late > policy.late_share * seen.first_tokens:
+        if signals.late > policy.late_share * signals.first_tokens:
             return replace(self, rate=self._half(), reason=Reason.LATE)
-        if seen.fullness >= policy.headroom:
+        if signals.fullness >= policy.headroom:
             return replace(self, reason=Reason.FULL)
         if running is not None and running < self.allowed:
             return replace(self, reason=Reason.GROWS)
-        return replace(self, rate=min(float(policy.most), self.rate + policy.step), reason=Reason.GROWS)
+        return replace(self, rate=min(float(policy.max_running), self.rate + policy.step), reason=Reason.GROWS)
 
     def _half(self) -> float:
         return self.rate / 2 if self.rate >= 2 else 0.0

@@ -1,4 +1,4 @@
-"""Batch work as one thing to be mounted: its database, its door, its worker, over one running service."""
+"""Batches as one component over a running service: database, endpoints and worker."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 from starlette.routing import Route
 
-from gateway.api.openai_http import complete
+from gateway.api.openai_http import FormatterType, complete
 from gateway.api.vocabulary import Vocabulary
 from gateway.batch.aimd import PacePolicy
-from gateway.batch.endpoints import BatchDoor
+from gateway.batch.endpoints import BatchEndpoints
 from gateway.batch.signals import InteractiveSignals
 from gateway.batch.store import BatchLimits, BatchStore
 from gateway.batch.webhook import Webhooks
-from gateway.batch.worker import BatchWorker, Form
+from gateway.batch.worker import BatchWorker
 from gateway.request_context import RequestContext
 from gateway.service import Service
 
 
 class Batches:
-    """``start`` it after the service and ``close`` it before. Raises InvalidArgument if its settings cannot be used.
+    """Start it after the service and close it before. Needs ``settings.batch_db``.
 
-    Only where ``settings.batch_db`` is set.
+    Raises: InvalidArgument if a setting cannot be used.
     """
 
     def __init__(self, service: Service, vocabulary: Vocabulary) -> None:
@@ -40,21 +40,21 @@ class Batches:
         self._store = BatchStore(settings.batch_db, limits)
         self.worker = BatchWorker(
             self._store,
-            self._answer,
+            self._complete,
             service.keys.named,
             signals,
             service.metrics.registry,
-            acted_on=signals.forget,
-            policy=PacePolicy(most=settings.batch_max_running),
+            on_cut=signals.forget,
+            policy=PacePolicy(max_running=settings.batch_max_running),
             webhooks=webhooks,
             max_lines=settings.batch_max_lines,
             max_line_bytes=settings.max_body_bytes,
         )
         wake, requests = self.worker.wake, service.metrics.requests
-        self._door = BatchDoor(self._store, service.tenant, webhooks, wake, settings.body_timeout_s, requests)
+        self._endpoints = BatchEndpoints(self._store, service.tenant, webhooks, wake, settings.body_timeout_s, requests)
 
     def routes(self) -> list[Route]:
-        return self._door.routes()
+        return self._endpoints.routes()
 
     async def start(self) -> None:
         await self.worker.start()
@@ -63,5 +63,5 @@ class Batches:
         await self.worker.close()
         self._store.close()
 
-    async def _answer(self, form: Form, asking: RequestContext, body: bytes) -> Mapping[str, Any]:
-        return await complete(self._service, form, self._vocabulary, asking, body)
+    async def _complete(self, formatter: FormatterType, context: RequestContext, body: bytes) -> Mapping[str, Any]:
+        return await complete(self._service, formatter, self._vocabulary, context, body)

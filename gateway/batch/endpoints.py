@@ -1,5 +1,7 @@
-"""/v1/files and /v1/batches as OpenAI's clients know them. Whose key it is decides what there is: another tenant's
-file or batch is not found, and nothing tells it from one that never was."""
+"""Serve /v1/files and /v1/batches as OpenAI's clients use them.
+
+A tenant sees its own files and batches; another tenant's gives the same response as one that never existed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from gateway.api.request_body import bearer_token
 from gateway.batch import multipart
 from gateway.batch.store import OUTPUT_PURPOSE, PURPOSE, Batch, BatchStore, File, FileTooLarge
 from gateway.batch.webhook import Webhooks
-from gateway.batch.worker import FORMS
+from gateway.batch.worker import FORMATTERS
 from gateway.config.tenant import Tenant
 
 MAX_BODY_BYTES = 64 * 1024  # of a request that is not an upload
@@ -36,11 +38,11 @@ _Text = Annotated[StrictStr, Field(max_length=512)]
 
 
 class BatchRequest(BaseModel):
-    """The body of POST /v1/batches. webhook_url is ours: where to say that the batch is over."""
+    """The body of POST /v1/batches. webhook_url is our extension: it is called when the batch has ended."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
     input_file_id: Annotated[StrictStr, Field(min_length=1, max_length=100)]
-    endpoint: StrictStr = Field(json_schema_extra={"enum": list(FORMS)})
+    endpoint: StrictStr = Field(json_schema_extra={"enum": list(FORMATTERS)})
     completion_window: StrictStr = Field(json_schema_extra={"enum": ["24h"]})
     metadata: dict[Annotated[StrictStr, Field(max_length=64)], _Text] | None = Field(default=None, max_length=16)
     webhook_url: StrictStr | None = None
@@ -49,13 +51,20 @@ class BatchRequest(BaseModel):
     def window_s(self) -> float:
         found = _WINDOW.fullmatch(self.completion_window)
         if found is None or int(found[1]) > MAX_WINDOW_HOURS:
-            raise InvalidArgument("completion_window", f"allowed is 24h, or another one from 1h to {MAX_WINDOW_HOURS}h")
+            raise InvalidArgument(
+                "completion_window", f"must be 1h to {MAX_WINDOW_HOURS}h, got {self.completion_window!r:.50}"
+            )
         return int(found[1]) * 3600.0
 
 
-class BatchDoor:
-    """tenant: who a key is. wake: called when there is something new to do. silence_s: of a caller that uploads.
-    requests: counts answers by door, operation (files or batches) and status."""
+class BatchEndpoints:
+    """The routes of files and batches.
+
+    tenant: returns the tenant of an API key.
+    wake: called when a batch was created or cancelled.
+    timeout_s: longest silence of a client that sends a body.
+    requests: counts responses by protocol, operation (files or batches) and status.
+    """
 
     def __init__(
         self,
@@ -63,40 +72,40 @@ class BatchDoor:
         tenant: Callable[[str], Tenant],
         webhooks: Webhooks,
         wake: Callable[[], None],
-        silence_s: float,
+        timeout_s: float,
         requests: Counter,
     ) -> None:
         self._store, self._tenant, self._webhooks, self._wake = store, tenant, webhooks, wake
-        self._silence_s, self._requests = silence_s, requests
+        self._timeout_s, self._requests = timeout_s, requests
         self._uploads = 0
 
     async def upload(self, request: Request, tenant: Tenant) -> Response:
         if self._uploads >= MAX_UPLOADS:
-            raise Overloaded(f"{MAX_UPLOADS} files are being uploaded already, the most at once", 5.0)
+            raise Overloaded(f"{MAX_UPLOADS}/{MAX_UPLOADS} files are being uploaded", 5.0)
         self._uploads += 1
         try:
-            return _json(_file(await self._uploaded(request, tenant.name)))
+            return _json(_file(await self._upload(request, tenant.name)))
         finally:
             self._uploads -= 1
 
-    async def _uploaded(self, request: Request, tenant: str) -> File:
+    async def _upload(self, request: Request, tenant: str) -> File:
         declared = request.headers.get("content-length", "0")
-        most = self._store.limits.max_file_bytes
-        if declared.isdigit() and int(declared) > most + multipart.MAX_FIELDS * multipart.MAX_FIELD_BYTES:
-            raise FileTooLarge(most)
+        max_bytes = self._store.limits.max_file_bytes
+        if declared.isdigit() and int(declared) > max_bytes + multipart.MAX_FIELDS * multipart.MAX_FIELD_BYTES:
+            raise FileTooLarge(max_bytes)
         file_id, number, last = "", 0, None
         try:
-            async for piece in multipart.pieces(request, self._silence_s):
+            async for chunk in multipart.file_chunks(request, self._timeout_s):
                 if not file_id:
-                    file_id = await asyncio.to_thread(self._store.open_file, tenant, piece.filename[-255:])
-                if piece.data:
-                    await asyncio.to_thread(self._store.append, file_id, number, piece.data)
+                    file_id = await asyncio.to_thread(self._store.open_file, tenant, chunk.filename[-255:])
+                if chunk.data:
+                    await asyncio.to_thread(self._store.append, file_id, number, chunk.data)
                     number += 1
-                last = piece
-            assert last is not None, "pieces() ends with one"
-            keep_s = _asked_of(last.fields)
+                last = chunk
+            assert last is not None, "file_chunks() yields at least one"
+            keep_s = _expiry_s(last.fields)
             if not number:
-                raise InvalidArgument("file", "is empty; allowed is a file of JSON lines")
+                raise InvalidArgument("file", "must be a file of JSON lines, got an empty one")
             return await asyncio.to_thread(self._store.close_file, tenant, file_id, keep_s)
         except BaseException:
             if file_id:
@@ -106,10 +115,10 @@ class BatchDoor:
     async def files(self, request: Request, tenant: Tenant) -> Response:
         order = request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
-            raise InvalidArgument("order", f"got {order!r:.50}; allowed is asc or desc")
+            raise InvalidArgument("order", f"must be asc or desc, got {order!r:.50}")
         purpose = request.query_params.get("purpose", "")
         if purpose not in ("", PURPOSE, OUTPUT_PURPOSE):
-            raise InvalidArgument("purpose", f"got {purpose!r:.50}; allowed is {PURPOSE} or {OUTPUT_PURPOSE}")
+            raise InvalidArgument("purpose", f"must be {PURPOSE} or {OUTPUT_PURPOSE}, got {purpose!r:.50}")
         found, more = await asyncio.to_thread(
             self._store.files,
             tenant.name,
@@ -118,7 +127,7 @@ class BatchDoor:
             purpose=purpose,
             oldest_first=order == "asc",
         )
-        return _list([_file(one) for one in found], more)
+        return _list([_file(file) for file in found], more)
 
     async def file(self, request: Request, tenant: Tenant) -> Response:
         return _json(_file(await asyncio.to_thread(self._store.file, tenant.name, request.path_params["id"])))
@@ -141,22 +150,22 @@ class BatchDoor:
         return StreamingResponse(read(), headers=headers, media_type="application/octet-stream")
 
     async def create(self, request: Request, tenant: Tenant) -> Response:
-        asked = await _body(request, self._silence_s)
-        if asked.endpoint not in FORMS:
-            raise InvalidArgument("endpoint", f"got {asked.endpoint!r:.100}; allowed is {' or '.join(FORMS)}")
-        if asked.webhook_url is not None:
-            self._webhooks.check(asked.webhook_url)
+        body = await _body(request, self._timeout_s)
+        if body.endpoint not in FORMATTERS:
+            raise InvalidArgument("endpoint", f"must be {' or '.join(FORMATTERS)}, got {body.endpoint!r:.100}")
+        if body.webhook_url is not None:
+            self._webhooks.check(body.webhook_url)
         levels = getattr(tenant, "levels", ())
         batch = await asyncio.to_thread(
             self._store.create_batch,
             tenant.name,
             levels[-1].name if levels else "",
-            endpoint=asked.endpoint,
-            input_file_id=asked.input_file_id,
-            completion_window=asked.completion_window,
-            window_s=asked.window_s,
-            metadata=asked.metadata or {},
-            webhook_url=asked.webhook_url or "",
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            completion_window=body.completion_window,
+            window_s=body.window_s,
+            metadata=body.metadata or {},
+            webhook_url=body.webhook_url or "",
         )
         self._wake()
         return _json(_batch(batch))
@@ -164,7 +173,7 @@ class BatchDoor:
     async def batches(self, request: Request, tenant: Tenant) -> Response:
         after, limit = request.query_params.get("after", ""), _limit(request, 20, MAX_LISTED)
         found, more = await asyncio.to_thread(self._store.batches, tenant.name, limit, after)
-        return _list([_batch(one) for one in found], more)
+        return _list([_batch(batch) for batch in found], more)
 
     async def batch(self, request: Request, tenant: Tenant) -> Response:
         return _json(_batch(await asyncio.to_thread(self._store.batch, tenant.name, request.path_params["id"])))
@@ -184,68 +193,68 @@ class BatchDoor:
             self._route("/v1/batches/{id}/cancel", POST=self.cancel),
         ]
 
-    def _route(self, path: str, **answers: Callable[[Request, Tenant], Awaitable[Response]]) -> Route:
-        """One path with what answers each method."""
+    def _route(self, path: str, **handlers: Callable[[Request, Tenant], Awaitable[Response]]) -> Route:
+        """Return the route of a path. handlers: by HTTP method."""
 
         async def endpoint(request: Request) -> Response:
-            answer = answers["GET" if request.method == "HEAD" else request.method]
+            handler = handlers["GET" if request.method == "HEAD" else request.method]
             try:
-                said = await answer(request, self._tenant(bearer_token(request.headers.get("authorization", ""))))
+                response = await handler(request, self._tenant(bearer_token(request.headers.get("authorization", ""))))
             except TridentError as error:
-                said = _refused(error, close=not await _read_off(request))
+                response = _error_response(error, close=not await _drain(request))
             request_id = request.headers.get("x-request-id", "")
-            said.headers["x-request-id"] = request_id if request_id and can_travel(request_id) else new_request_id()
-            self._requests.labels("http", path.split("/")[2], said.status_code).inc()
-            return said
+            response.headers["x-request-id"] = request_id if request_id and can_travel(request_id) else new_request_id()
+            self._requests.labels("http", path.split("/")[2], response.status_code).inc()
+            return response
 
-        return Route(path, endpoint, methods=list(answers))
+        return Route(path, endpoint, methods=list(handlers))
 
 
-def _asked_of(fields: Mapping[str, str]) -> float | None:
-    """How long the file is to be kept, in seconds, None for the usual time. Raises InvalidArgument."""
+def _expiry_s(fields: Mapping[str, str]) -> float | None:
+    """Return the requested lifetime of a file in seconds, None for the default. Raises: InvalidArgument."""
     allowed = {"purpose", "expires_after[anchor]", "expires_after[seconds]"}
     for name in fields.keys() - allowed:
-        raise InvalidArgument(name, f"is not known; allowed are {', '.join(sorted(allowed))} and file")
+        raise InvalidArgument(name, f"must be one of {', '.join(sorted(allowed))} and file")
     if fields.get("purpose") != PURPOSE:
-        raise InvalidArgument("purpose", f"got {fields.get('purpose', '')!r:.50}; allowed is {PURPOSE}")
+        raise InvalidArgument("purpose", f"must be {PURPOSE}, got {fields.get('purpose', '')!r:.50}")
     seconds, anchor = fields.get("expires_after[seconds]"), fields.get("expires_after[anchor]")
     if seconds is None and anchor is None:
         return None
     if anchor != "created_at":
-        raise InvalidArgument("expires_after[anchor]", "allowed is created_at")
+        raise InvalidArgument("expires_after[anchor]", f"must be created_at, got {anchor!r:.50}")
     if not re.fullmatch(r"[0-9]{4,7}", seconds or "") or not 3600 <= int(seconds) <= 2_592_000:
-        raise InvalidArgument("expires_after[seconds]", "allowed is an integer from 3600 to 2592000")
+        raise InvalidArgument("expires_after[seconds]", f"must be an integer from 3600 to 2592000, got {seconds!r:.50}")
     return float(seconds)
 
 
-async def _body(request: Request, silence_s: float) -> BatchRequest:
+async def _body(request: Request, timeout_s: float) -> BatchRequest:
     data = b""
     source = request.stream()
     try:
         while len(data) <= MAX_BODY_BYTES:
-            data += await asyncio.wait_for(anext(source), silence_s)
+            data += await asyncio.wait_for(anext(source), timeout_s)
     except StopAsyncIteration:
         pass
     except ClientDisconnect as exc:
-        raise Cancelled("the caller went away") from exc
+        raise Cancelled("the client disconnected") from exc
     except asyncio.TimeoutError as exc:
-        raise DeadlineExceeded("the body did not arrive in time") from exc
+        raise DeadlineExceeded(f"no bytes of the body arrived for {timeout_s:g} s") from exc
     if len(data) > MAX_BODY_BYTES:
-        raise InvalidArgument("", f"the body is larger than {MAX_BODY_BYTES} bytes, the most allowed")
+        raise InvalidArgument("", f"the body must be at most {MAX_BODY_BYTES} bytes")
     table = schemas.fields_of(data)
     try:
         return BatchRequest.model_validate(table)
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
-        known = {"extra_forbidden": "is not supported; leave it out", "missing": "is missing"}
-        said = known.get(first["type"], first["msg"][:1].lower() + first["msg"][1:])
-        raise InvalidArgument(".".join(map(str, first["loc"])), said) from exc
+        known = {"extra_forbidden": "is not supported; leave it out", "missing": "must be sent, got nothing"}
+        problem = known.get(first["type"], first["msg"][:1].lower() + first["msg"][1:])
+        raise InvalidArgument(".".join(map(str, first["loc"])), problem) from exc
 
 
-def _limit(request: Request, usual: int, most: int) -> int:
-    text = request.query_params.get("limit", str(usual))
-    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= most:
-        raise InvalidArgument("limit", f"got {text!r:.50}; allowed is an integer from 1 to {most}")
+def _limit(request: Request, default: int, maximum: int) -> int:
+    text = request.query_params.get("limit", str(default))
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= maximum:
+        raise InvalidArgument("limit", f"must be an integer from 1 to {maximum}, got {text!r:.50}")
     return int(text)
 
 
@@ -278,25 +287,27 @@ def _batch(batch: Batch) -> dict[str, Any]:
     }
 
 
-def _list(data: list[dict[str, Any]], more: bool) -> Response:
+def _list(data: list[dict[str, Any]], has_more: bool) -> Response:
     ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-    return _json({"object": "list", "data": data, **ends, "has_more": more})
+    return _json({"object": "list", "data": data, **ends, "has_more": has_more})
 
 
 def _json(table: Mapping[str, Any]) -> Response:
     return Response(orjson.dumps(table), media_type="application/json")
 
 
-async def _read_off(request: Request) -> bool:
-    """Reads what is left of a refused request's body, so that its sender gets to hear the refusal; False if that is
-    more than a little, and then the connection has to go."""
-    left = MAX_UNREAD_BYTES
+async def _drain(request: Request) -> bool:
+    """Read the rest of a rejected request's body, so that its client gets the response.
+
+    Returns False if there was more than ``MAX_UNREAD_BYTES`` or it took too long; the connection must then be closed.
+    """
+    budget = MAX_UNREAD_BYTES
 
     async def read() -> bool:
-        nonlocal left
+        nonlocal budget
         async for part in request.stream():
-            left -= len(part)
-            if left < 0:
+            budget -= len(part)
+            if budget < 0:
                 return False
         return True
 
@@ -304,16 +315,16 @@ async def _read_off(request: Request) -> bool:
         return await asyncio.wait_for(read(), 1.0)
     except (ClientDisconnect, asyncio.TimeoutError):
         return False
-    except RuntimeError:  # starlette's word for a body that was read to its end
+    except RuntimeError:  # starlette raises it for a body that was read to its end
         return True
 
 
-def _refused(error: TridentError, close: bool) -> Response:
+def _error_response(error: TridentError, close: bool) -> Response:
     if isinstance(error, NotFound):
         status, headers, body = error_responses.plain(404, error.message, "not_found")
     elif isinstance(error, FileTooLarge):
         status, headers, body = error_responses.plain(413, error.message, "request_too_large")
     else:
         status, headers, body = error_responses.http(error)
-    said = {key.decode(): value.decode() for key, value in headers}
-    return Response(body, status, said | ({"connection": "close"} if close else {}))
+    decoded = {key.decode(): value.decode() for key, value in headers}
+    return Response(body, status, decoded | ({"connection": "close"} if close else {}))

@@ -1,4 +1,4 @@
-"""The lines of a batch, in and out, as OpenAI's clients write and read them."""
+"""The input, output and error lines of a batch, as OpenAI's clients write and read them."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from gateway.api.caller_errors import for_caller
 from gateway.batch.store import Line
 
 MAX_CUSTOM_ID = 512
-MAX_COMPLAINTS = 100  # of one file; the first ones are what helps
+MAX_ERRORS = 100  # reported of one file
 
 
 @dataclass(eq=False)
 class LineReader:
-    """The requests in a file of JSON lines, checked as far as a batch as a whole stands or falls with them.
+    """Read the requests of a file of JSON lines; an error in any line fails the whole batch.
 
-    What a request's body asks for is checked when it runs, and then it fails alone. ``complaints`` are what was
-    wrong, as the ``errors.data`` of a batch. Blank lines are skipped.
+    A request's body is checked when it runs, and then only that request fails. Blank lines are skipped.
+    errors: the ``errors.data`` of the batch.
     """
 
     batch_id: str
     endpoint: str
     max_lines: int
     max_line_bytes: int
-    complaints: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.count = 0
-        self._place = 0  # of the line in the file, from 1
+        self._line_number = 0  # in the file, from 1
         self._seen: set[str] = set()
 
     def read(self, parts: Iterable[bytes]) -> Iterator[Line]:
-        """The good lines of a file that comes in ``parts``; it stops early when enough is wrong."""
+        """Yield the valid lines of a file that comes in ``parts``; stop early after ``MAX_ERRORS``."""
         rest = b""
         for part in parts:
             *whole, rest = (rest + part).split(b"\n")
@@ -48,83 +48,83 @@ class LineReader:
             if len(rest) > self.max_line_bytes:
                 break
         yield from self._line(rest)
-        if not self.count and not self.complaints:
-            self._complain("empty_file", "the file has no request in it", line=None)
+        if not self.count and not self.errors:
+            self._add_error("empty_file", "the file must hold at least one request", line=None)
 
     def _over(self) -> bool:
-        return len(self.complaints) >= MAX_COMPLAINTS or self.count > self.max_lines
+        return len(self.errors) >= MAX_ERRORS or self.count > self.max_lines
 
     def _line(self, text: bytes) -> Iterator[Line]:
-        self._place += 1
+        self._line_number += 1
         if len(text) > self.max_line_bytes:
-            self._complain("line_too_long", f"is longer than {self.max_line_bytes} bytes, the most allowed")
+            self._add_error("line_too_long", f"must be at most {self.max_line_bytes} bytes")
             return
         if not text.strip():
             return
         try:
             table = orjson.loads(text)
         except orjson.JSONDecodeError as exc:
-            self._complain("invalid_json_line", f"is not JSON: {exc}")
+            self._add_error("invalid_json_line", f"must be JSON: {exc}")
             return
         if not isinstance(table, dict):
-            self._complain("invalid_json_line", "is not a JSON object")
+            self._add_error("invalid_json_line", "must be a JSON object")
             return
         if not self._checked(table):
             return
         self.count += 1
         if self.count > self.max_lines:
-            self._complain("too_many_lines", f"there are more than {self.max_lines} requests, the most allowed")
+            self._add_error("too_many_lines", f"the file must hold at most {self.max_lines} requests")
             return
         yield Line(self.batch_id, self.count - 1, table["custom_id"], orjson.dumps(table["body"]))
 
     def _checked(self, table: Mapping[str, Any]) -> bool:
-        before = len(self.complaints)
+        before = len(self.errors)
         unknown = sorted(table.keys() - {"custom_id", "method", "url", "body"})
         custom_id, body = table.get("custom_id"), table.get("body")
         if unknown:
-            self._complain("unknown_field", "is not known; allowed are custom_id, method, url and body", unknown[0])
+            self._add_error("unknown_field", "must be one of custom_id, method, url and body", unknown[0])
         if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
-            self._complain("invalid_custom_id", f"allowed is a text of 1 to {MAX_CUSTOM_ID} characters", "custom_id")
+            self._add_error("invalid_custom_id", f"must be a string of 1 to {MAX_CUSTOM_ID} characters", "custom_id")
         elif custom_id in self._seen:
-            self._complain("duplicate_custom_id", "stands in an earlier line too; each has to differ", "custom_id")
+            self._add_error("duplicate_custom_id", "must differ from that of every earlier line", "custom_id")
         else:
             self._seen.add(custom_id)
         if table.get("method") != "POST":
-            self._complain("invalid_method", "allowed is POST", "method")
+            self._add_error("invalid_method", "must be POST", "method")
         if table.get("url") != self.endpoint:
-            self._complain("mismatched_url", f"allowed is {self.endpoint}, the endpoint of this batch", "url")
+            self._add_error("mismatched_url", f"must be {self.endpoint}, the endpoint of this batch", "url")
         if not isinstance(body, dict):
-            self._complain("invalid_body", "allowed is a JSON object", "body")
+            self._add_error("invalid_body", "must be a JSON object", "body")
         elif body.get("stream"):
-            self._complain("invalid_body", "allowed in a batch is only false: nobody reads a stream", "body.stream")
-        return len(self.complaints) == before
+            self._add_error("invalid_body", "must be false: a batch has no streams", "body.stream")
+        return len(self.errors) == before
 
-    def _complain(self, code: str, problem: str, param: str | None = None, line: int | None = -1) -> None:
-        where = "" if line is None else f"line {self._place}: "
-        said = f"{where}{param}: {problem}" if param else f"{where}{problem}"
-        if len(self.complaints) < MAX_COMPLAINTS:
-            place = None if line is None else self._place
-            self.complaints.append({"code": code, "message": said, "param": param, "line": place})
+    def _add_error(self, code: str, problem: str, param: str | None = None, line: int | None = -1) -> None:
+        where = "" if line is None else f"line {self._line_number}: "
+        message = f"{where}{param}: {problem}" if param else f"{where}{problem}"
+        if len(self.errors) < MAX_ERRORS:
+            number = None if line is None else self._line_number
+            self.errors.append({"code": code, "message": message, "param": param, "line": number})
 
 
 def request_id(line: Line) -> str:
-    """The same for every try of a line."""
+    """Return the id of a line's request, the same for every attempt."""
     return f"batch_req_{line.batch_id.removeprefix('batch_')}_{line.number}"
 
 
 def answered(line: Line, answer: Mapping[str, Any]) -> bytes:
-    """A line of the output file."""
+    """Return a line of the output file."""
     return _result(line, {"status_code": 200, "request_id": request_id(line), "body": answer}, None)
 
 
 def refused(line: Line, error: TridentError) -> bytes:
-    """A line of the error file, for a request that was tried."""
+    """Return a line of the error file, for a request that failed."""
     body = error_responses.error_object(for_caller(error, request_id(line)))
     return _result(line, {"status_code": error.http_status, "request_id": request_id(line), "body": body}, None)
 
 
 def unserved(code: str, message: str) -> Callable[[Line], bytes]:
-    """Lines of the error file, for requests that never ran to their end."""
+    """Return a function that makes lines of the error file, for requests that did not run."""
     return lambda line: _result(line, None, {"code": code, "message": message})
 
 

@@ -1,4 +1,4 @@
-"""The part of the published OpenAPI document that is about files and batches."""
+"""The paths of files and batches in the published OpenAPI document."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ _FORM = {
 
 
 def paths(settings: Settings, refusals: dict[str, Any]) -> dict[str, Any]:
-    """By path. refusals: the responses that any endpoint may give, by status."""
+    """Return the operations by path. refusals: the error responses of any endpoint, by status."""
     batch = BatchRequest.model_json_schema()
     if not settings.batch_webhook_origins:
         del batch["properties"]["webhook_url"]
     listed_files = {"name": "purpose", "in": "query", "schema": {"enum": [PURPOSE, OUTPUT_PURPOSE]}}
     order = {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}}
 
-    def answers(*parameters: dict, body: dict | None = None, media_type: str = "application/json") -> dict[str, Any]:
-        said: dict[str, Any] = {
-            "responses": {"200": {"description": "It is so", "content": {media_type: {"schema": _OBJECT}}}, **refusals}
+    def operation(*parameters: dict, body: dict | None = None, media_type: str = "application/json") -> dict[str, Any]:
+        described: dict[str, Any] = {
+            "responses": {"200": {"description": "OK", "content": {media_type: {"schema": _OBJECT}}}, **refusals}
         }
         if media_type != "application/json":
-            said["responses"]["200"]["content"][media_type]["schema"] = {"type": "string", "format": "binary"}
+            described["responses"]["200"]["content"][media_type]["schema"] = {"type": "string", "format": "binary"}
         if parameters:
-            said["parameters"] = list(parameters)
+            described["parameters"] = list(parameters)
         if body is not None:
-            said["requestBody"] = {"required": True, "content": body}
-        return said
+            described["requestBody"] = {"required": True, "content": body}
+        return described
 
     return {
         "/v1/files": {
-            "get": answers(_limit(MAX_FILES_LISTED), _AFTER, listed_files, order),
-            "post": answers(body={"multipart/form-data": {"schema": _FORM}}),
+            "get": operation(_limit(MAX_FILES_LISTED), _AFTER, listed_files, order),
+            "post": operation(body={"multipart/form-data": {"schema": _FORM}}),
         },
-        "/v1/files/{id}": {"get": answers(_ID), "delete": answers(_ID)},
-        "/v1/files/{id}/content": {"get": answers(_ID, media_type="application/octet-stream")},
+        "/v1/files/{id}": {"get": operation(_ID), "delete": operation(_ID)},
+        "/v1/files/{id}/content": {"get": operation(_ID, media_type="application/octet-stream")},
         "/v1/batches": {
-            "get": answers(_limit(MAX_LISTED), _AFTER),
-            "post": answers(body={"application/json": {"schema": batch}}),
+            "get": operation(_limit(MAX_LISTED), _AFTER),
+            "post": operation(body={"application/json": {"schema": batch}}),
         },
-        "/v1/batches/{id}": {"get": answers(_ID)},
-        "/v1/batches/{id}/cancel": {"post": answers(_ID)},
+        "/v1/batches/{id}": {"get": operation(_ID)},
+        "/v1/batches/{id}/cancel": {"post": operation(_ID)},
     }
 
 
-def _limit(most: int) -> dict[str, Any]:
-    return {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": most}}
+def _limit(maximum: int) -> dict[str, Any]:
+    return {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": maximum}}

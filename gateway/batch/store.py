@@ -1,11 +1,9 @@
-"""What is kept of files and batches: one SQLite database in WAL mode, which outlives restarts and kill -9.
+"""Files and batches in one SQLite database in WAL mode, which survives restarts and kill -9.
 
-A line of a batch is either pending or has its one result; the result and the batch's counts change in one
-transaction, so whatever is killed when, a finished line stays finished and is counted once, and any other is simply
-still pending. What a tenant cannot see does not exist for it.
+A batch line is either pending or has one result. The result and the batch's counts change in one transaction: after a
+crash a finished line is still finished and counted once, and any other is pending. A tenant sees its own rows only.
 
-Every call is a transaction of its own, blocks for a moment, and may come from any thread. Foreign errors are
-translated here: a database that does not answer is Unavailable.
+Every method is one transaction, blocks, and may be called from any thread. SQLite's errors become Unavailable.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 _VERSION = 1
-_PAGE = 256  # lines read at once
+_PAGE_ROWS = 256  # lines read at once
 _SCHEMA = """
 CREATE TABLE files (
     sequence INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, filename TEXT NOT NULL,
@@ -56,16 +54,21 @@ CREATE INDEX pending_lines ON lines (batch_id, number) WHERE ok IS NULL;
 
 
 class FileTooLarge(InvalidArgument):
-    """More than ``most`` bytes."""
+    """The file is larger than ``max_bytes``."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__("file", f"is larger than {most} bytes, the most allowed")
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__("file", f"must be at most {max_bytes} bytes")
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """max_files, max_bytes: kept for one tenant, results included in the bytes. max_batches: of one tenant that are
-    not over. keep_s: how long files and batches that are over are kept."""
+    """Bounds of one tenant.
+
+    max_file_bytes: of one file.
+    max_files, max_bytes: of all files, results included in the bytes.
+    max_batches: unfinished batches.
+    keep_s: how long files and finished batches are kept.
+    """
 
     max_file_bytes: int = 100 * 1024 * 1024
     max_files: int = 1000
@@ -76,7 +79,10 @@ class BatchLimits:
 
 @dataclass(frozen=True)
 class File:
-    """Times in Unix seconds. batch_id, ok: of an output file, whose lines it shows."""
+    """A file. Times in Unix seconds.
+
+    batch_id, ok: set for a result file: the batch whose completed (1) or failed (0) lines it holds.
+    """
 
     id: str
     tenant: str
@@ -91,7 +97,11 @@ class File:
 
 @dataclass(frozen=True)
 class Batch:
-    """Times in Unix seconds. key_name: the key that made it, for its limits. total = completed + failed in the end."""
+    """A batch. Times in Unix seconds.
+
+    key_name: the API key that created it, whose limits apply.
+    total: number of lines; completed + failed once it has ended.
+    """
 
     id: str
     tenant: str
@@ -125,7 +135,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Line:
-    """One request of a batch. number: its place, from 0. body: the JSON it would be POSTed with."""
+    """One request of a batch.
+
+    number: from 0.
+    body: the JSON of its HTTP request.
+    """
 
     batch_id: str
     number: int
@@ -138,9 +152,10 @@ _BATCH = ", ".join(declared.name for declared in fields(Batch))
 
 
 class BatchStore:
-    """Opens the database, and makes it where there is none. clock: Unix seconds.
+    """Open the database; create it if there is none.
 
-    Raises InvalidArgument if the path cannot be used.
+    clock: Unix seconds.
+    Raises: InvalidArgument if the path cannot be used.
     """
 
     def __init__(self, path: Path, limits: BatchLimits = BatchLimits(), clock: Callable[[], float] = time.time) -> None:
@@ -158,9 +173,9 @@ class BatchStore:
                         self._db.execute(statement)
                     self._db.execute(f"PRAGMA user_version = {_VERSION}")
         except (sqlite3.Error, OSError, Unavailable) as exc:
-            raise InvalidArgument(str(path), f"cannot be used as the database of batches: {exc}") from exc
+            raise InvalidArgument(str(path), f"must be usable as the batch database: {exc}") from exc
         if version not in (0, _VERSION):
-            raise InvalidArgument(str(path), f"is a database of version {version}; this gateway reads {_VERSION}")
+            raise InvalidArgument(str(path), f"must be a database of version {_VERSION}, got version {version}")
 
     def close(self) -> None:
         with self._lock:
@@ -169,16 +184,14 @@ class BatchStore:
     # Files.
 
     def open_file(self, tenant: str, filename: str) -> str:
-        """The id of a new file that nobody sees before ``close_file``. Raises InvalidArgument (no room)."""
+        """Create a file that is hidden until ``close_file``; return its id. Raises: InvalidArgument (bound reached)."""
         limits, now_s = self.limits, int(self._clock())
         with self._transaction() as db:
             files, used = db.execute("SELECT count(*), total(bytes) FROM files WHERE tenant = ?", (tenant,)).fetchone()
             if files >= limits.max_files:
-                raise InvalidArgument("file", f"{files} files are kept already, the most allowed; delete some first")
+                raise InvalidArgument("file", f"{files}/{limits.max_files} files are stored; delete files first")
             if used >= limits.max_bytes:
-                raise InvalidArgument(
-                    "file", f"{used:.0f} bytes are kept already, of {limits.max_bytes}; delete files first"
-                )
+                raise InvalidArgument("file", f"{used:.0f}/{limits.max_bytes} bytes are stored; delete files first")
             file_id = "file-" + secrets.token_hex(12)
             until_s = now_s + int(limits.keep_s)
             values = (file_id, tenant, filename, PURPOSE, now_s, until_s)
@@ -190,7 +203,7 @@ class BatchStore:
         return file_id
 
     def append(self, file_id: str, number: int, data: bytes) -> None:
-        """The next part of a file, from part 0 on. Raises FileTooLarge."""
+        """Append a part of a file, numbered from 0. Raises: FileTooLarge."""
         with self._transaction() as db:
             db.execute("INSERT INTO parts VALUES (?, ?, ?)", (file_id, number, data))
             db.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (len(data), file_id))
@@ -199,30 +212,30 @@ class BatchStore:
                 raise FileTooLarge(self.limits.max_file_bytes)
 
     def close_file(self, tenant: str, file_id: str, keep_s: float | None = None) -> File:
-        """The file is whole and can be seen, for ``keep_s`` or for as long as any."""
-        most_s = self.limits.keep_s
+        """Make a complete file visible, for ``keep_s`` seconds or ``BatchLimits.keep_s``."""
+        max_s = self.limits.keep_s
         with self._transaction() as db:
             db.execute(
                 "UPDATE files SET whole = 1, expires_at = created_at + ? WHERE id = ?",
-                (int(most_s if keep_s is None else min(keep_s, most_s)), file_id),
+                (int(max_s if keep_s is None else min(keep_s, max_s)), file_id),
             )
             return self._file(db, tenant, file_id)
 
     def abandon_file(self, file_id: str) -> None:
-        """Forgets a file that did not arrive whole."""
+        """Delete a file that was not received completely."""
         with self._transaction() as db:
             db.execute("DELETE FROM parts WHERE file_id = ?", (file_id,))
             db.execute("DELETE FROM files WHERE id = ? AND whole = 0", (file_id,))
 
     def file(self, tenant: str, file_id: str) -> File:
-        """Raises NotFound."""
+        """Raises: NotFound."""
         with self._transaction() as db:
             return self._file(db, tenant, file_id)
 
     def files(
         self, tenant: str, limit: int, after: str = "", *, purpose: str = "", oldest_first: bool = False
     ) -> tuple[list[File], bool]:
-        """At most ``limit`` files that come after the file ``after``, and whether there are more."""
+        """Return at most ``limit`` files behind the file ``after``, and whether there are more."""
         with self._transaction() as db:
             where, values = "tenant = ? AND whole = 1", [tenant]
             if purpose:
@@ -239,18 +252,18 @@ class BatchStore:
         return [File(*row) for row in rows[:limit]], len(rows) > limit
 
     def delete_file(self, tenant: str, file_id: str) -> None:
-        """Raises NotFound; InvalidArgument while a batch still reads it."""
+        """Raises: NotFound; InvalidArgument while a batch reads it."""
         with self._transaction() as db:
             self._file(db, tenant, file_id)
             read_by = db.execute(
                 "SELECT id FROM batches WHERE input_file_id = ? AND status = 'validating'", (file_id,)
             ).fetchone()
             if read_by:
-                raise InvalidArgument("file_id", f"{read_by[0]} still reads it; cancel that batch, or wait a moment")
+                raise InvalidArgument("file_id", f"must not be read by a batch; {read_by[0]} still reads it")
             self._drop_file(db, file_id)
 
     def content(self, tenant: str, file_id: str) -> Iterator[bytes]:
-        """The bytes of a file in pieces, each read when it is asked for. Raises NotFound at once."""
+        """Return an iterator of a file's bytes in parts. Raises: NotFound, at once."""
         file = self.file(tenant, file_id)
         return self._parts(file.id) if file.batch_id is None else self._results(file.batch_id, file.ok)
 
@@ -272,7 +285,7 @@ class BatchStore:
             with self._transaction() as db:
                 rows = db.execute(
                     "SELECT number, result FROM lines WHERE batch_id = ? AND ok = ? AND number > ?"
-                    f" ORDER BY number LIMIT {_PAGE}",
+                    f" ORDER BY number LIMIT {_PAGE_ROWS}",
                     (batch_id, ok, after),
                 ).fetchall()
             if not rows:
@@ -280,7 +293,7 @@ class BatchStore:
             yield b"".join(result + b"\n" for _, result in rows)
             after = rows[-1][0]
 
-    # Batches, as their tenants see them.
+    # Batches: requests of tenants.
 
     def create_batch(
         self,
@@ -294,17 +307,17 @@ class BatchStore:
         metadata: Mapping[str, str],
         webhook_url: str = "",
     ) -> Batch:
-        """Raises NotFound (no such file), InvalidArgument (not an input), Overloaded (too many are not over)."""
+        """Raises: NotFound (no such file), InvalidArgument (not an input), Overloaded (too many unfinished batches)."""
         now_s = int(self._clock())
         with self._transaction() as db:
             if self._file(db, tenant, input_file_id).purpose != PURPOSE:
-                raise InvalidArgument("input_file_id", f"allowed is a file uploaded with purpose {PURPOSE}")
+                raise InvalidArgument("input_file_id", f"must be a file with purpose {PURPOSE}")
             marks = ", ".join("?" * len(UNFINISHED))
             (open_batches,) = db.execute(
                 f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN ({marks})", (tenant, *UNFINISHED)
             ).fetchone()
             if open_batches >= self.limits.max_batches:
-                raise Overloaded(f"{open_batches} batches are not over yet, the most allowed at once", 60.0)
+                raise Overloaded(f"{open_batches}/{self.limits.max_batches} batches are unfinished", 60.0)
             batch_id = "batch_" + secrets.token_hex(12)
             db.execute(
                 "INSERT INTO batches (id, tenant, key_name, endpoint, input_file_id, completion_window, metadata,"
@@ -315,12 +328,12 @@ class BatchStore:
             return self._batch(db, tenant, batch_id)
 
     def batch(self, tenant: str, batch_id: str) -> Batch:
-        """Raises NotFound."""
+        """Raises: NotFound."""
         with self._transaction() as db:
             return self._batch(db, tenant, batch_id)
 
     def batches(self, tenant: str, limit: int, after: str = "") -> tuple[list[Batch], bool]:
-        """At most ``limit`` batches, latest first, that come after the batch ``after``, and whether there are more."""
+        """Return at most ``limit`` batches behind the batch ``after``, latest first, and whether there are more."""
         with self._transaction() as db:
             where, values = "tenant = ?", [tenant]
             if after:
@@ -333,11 +346,11 @@ class BatchStore:
         return [_as_batch(row) for row in rows[:limit]], len(rows) > limit
 
     def cancel(self, tenant: str, batch_id: str) -> Batch:
-        """Asks for the end; a second time changes nothing. Raises NotFound, InvalidArgument (it is over)."""
+        """Begin to cancel a batch; safe to call twice. Raises: NotFound, InvalidArgument (it has ended)."""
         with self._transaction() as db:
             batch = self._batch(db, tenant, batch_id)
             if batch.status not in UNFINISHED:
-                raise InvalidArgument("batch_id", f"the batch is {batch.status}; only one that is not over can be")
+                raise InvalidArgument("batch_id", f"must be an unfinished batch; it is {batch.status}")
             if batch.status in ("validating", "in_progress"):
                 db.execute(
                     "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE id = ?",
@@ -345,29 +358,29 @@ class BatchStore:
                 )
             return self._batch(db, tenant, batch_id)
 
-    # Batches, as the worker sees them.
+    # Batches: steps of the worker.
 
     def unfinished(self) -> list[Batch]:
-        """Oldest first."""
+        """Return unfinished batches, oldest first."""
         with self._transaction() as db:
             marks = ", ".join("?" * len(UNFINISHED))
             rows = db.execute(f"SELECT {_BATCH} FROM batches WHERE status IN ({marks}) ORDER BY sequence", UNFINISHED)
             return [_as_batch(row) for row in rows]
 
     def forget_lines(self, batch_id: str) -> None:
-        """A validation begins, or begins again after it was interrupted."""
+        """Delete the lines of an interrupted validation before a new one."""
         with self._transaction() as db:
             db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
 
     def add_lines(self, batch_id: str, lines: Iterable[Line]) -> None:
-        """Nothing is added to a batch whose validation was overtaken by its end."""
+        """Add lines, unless the batch ended during its validation."""
         with self._transaction() as db:
             if db.execute("SELECT 1 FROM batches WHERE id = ? AND status = 'validating'", (batch_id,)).fetchone():
                 rows = [(batch_id, line.number, line.custom_id, line.body) for line in lines]
                 db.executemany("INSERT INTO lines (batch_id, number, custom_id, body) VALUES (?, ?, ?, ?)", rows)
 
     def begin(self, batch_id: str) -> None:
-        """Validated: its lines may run, unless it was cancelled meanwhile."""
+        """Start a validated batch, unless it was cancelled meanwhile."""
         with self._transaction() as db:
             db.execute(
                 "UPDATE batches SET status = 'in_progress', in_progress_at = ?, total ="
@@ -376,7 +389,7 @@ class BatchStore:
             )
 
     def fail(self, batch_id: str, errors: Sequence[Mapping]) -> None:
-        """Not one of its lines runs, and these errors say why."""
+        """End a batch whose input is invalid; none of its lines runs."""
         with self._transaction() as db:
             now_s = self._clock()
             db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
@@ -387,7 +400,7 @@ class BatchStore:
             )
 
     def pending(self, batch_id: str, after: int, limit: int) -> list[Line]:
-        """At most ``limit`` lines without a result whose number is above ``after``, in their order."""
+        """Return at most ``limit`` lines without a result whose number is above ``after``, in order."""
         with self._transaction() as db:
             rows = db.execute(
                 "SELECT batch_id, number, custom_id, body FROM lines"
@@ -399,7 +412,7 @@ class BatchStore:
     def finish_line(
         self, line: Line, ok: bool, result: bytes, input_tokens: int = 0, cached_tokens: int = 0, output_tokens: int = 0
     ) -> bool:
-        """The one result of a line: JSON without a line end. False if it has one already, and then nothing changes."""
+        """Store a line's result: JSON without a line end. Returns False, and changes nothing, if it has one already."""
         with self._transaction() as db:
             done = db.execute(
                 "UPDATE lines SET ok = ?, result = ?, body = NULL WHERE batch_id = ? AND number = ? AND ok IS NULL",
@@ -415,7 +428,7 @@ class BatchStore:
             return True
 
     def finalize(self, batch_id: str) -> None:
-        """Nothing of it runs any more, its files are about to be made."""
+        """Mark a batch whose lines have all ended and whose result files are not made yet."""
         with self._transaction() as db:
             db.execute(
                 "UPDATE batches SET status = 'finalizing', finalizing_at = ? WHERE id = ? AND status = 'in_progress'",
@@ -423,8 +436,11 @@ class BatchStore:
             )
 
     def end(self, batch_id: str, status: str, unserved: Callable[[Line], bytes]) -> None:
-        """completed, cancelled or expired: every line has a result now, ``unserved`` makes those of lines that never
-        ran; the two files appear, each if it has lines."""
+        """End a batch and make its result files, each if it has lines.
+
+        status: completed, cancelled or expired.
+        unserved: makes the result of a line that did not run.
+        """
         now_s = self._clock()
         with self._transaction() as db:
             row = db.execute(f"SELECT {_BATCH} FROM batches WHERE id = ?", (batch_id,)).fetchone()
@@ -461,8 +477,8 @@ class BatchStore:
         )
         return file_id
 
-    def sweep(self) -> None:
-        """Drops what has been kept long enough, and uploads that nobody finishes any more."""
+    def delete_expired(self) -> None:
+        """Delete expired files and batches, and uploads abandoned for a day."""
         now_s = self._clock()
         with self._transaction() as db:
             gone = db.execute(
@@ -483,7 +499,7 @@ class BatchStore:
                 db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
 
     def backlog(self) -> tuple[dict[str, int], int]:
-        """How many batches are in each unfinished status, and how many of their lines have no result."""
+        """Return the number of batches in each unfinished status, and of their lines without a result."""
         with self._transaction() as db:
             marks = ", ".join("?" * len(UNFINISHED))
             rows = db.execute(
@@ -496,7 +512,7 @@ class BatchStore:
     # Webhooks.
 
     def due_webhooks(self) -> list[Batch]:
-        """Batches that are over and whose webhook is to be called now."""
+        """Return ended batches whose webhook is due."""
         with self._transaction() as db:
             db.execute("UPDATE batches SET webhook_due_s = NULL WHERE webhook_due_s IS NOT NULL AND webhook_url = ''")
             rows = db.execute(
@@ -506,7 +522,7 @@ class BatchStore:
             return [_as_batch(row) for row in rows]
 
     def webhook_called(self, batch_id: str, again_in_s: float | None) -> None:
-        """One attempt was made; the next is due in ``again_in_s``, None for never."""
+        """Count an attempt; the next is due in ``again_in_s``, None for never."""
         due_s = None if again_in_s is None else self._clock() + again_in_s
         with self._transaction() as db:
             db.execute(
@@ -519,13 +535,13 @@ class BatchStore:
             f"SELECT {_FILE} FROM files WHERE id = ? AND tenant = ? AND whole = 1", (file_id, tenant)
         ).fetchone()
         if row is None:
-            raise NotFound(f"there is no file {file_id!r:.100}")
+            raise NotFound(f"no such file: {file_id!r:.100}")
         return File(*row)
 
     def _batch(self, db: sqlite3.Connection, tenant: str, batch_id: str) -> Batch:
         row = db.execute(f"SELECT {_BATCH} FROM batches WHERE id = ? AND tenant = ?", (batch_id, tenant)).fetchone()
         if row is None:
-            raise NotFound(f"there is no batch {batch_id!r:.100}")
+            raise NotFound(f"no such batch: {batch_id!r:.100}")
         return _as_batch(row)
 
     def _drop_file(self, db: sqlite3.Connection, file_id: str) -> None:
@@ -537,7 +553,7 @@ class BatchStore:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of it or nothing. IMMEDIATE: two processes that read and then write never meet in a deadlock."""
+        """Commit all or nothing. IMMEDIATE: two processes that read and then write cannot deadlock."""
         with self._lock:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
@@ -550,13 +566,13 @@ class BatchStore:
             except sqlite3.Error as exc:
                 if self._in_transaction():
                     self._db.execute("ROLLBACK")
-                _LOG.warning("the database of batches does not answer: %s", exc)  # callers need not know where it is
-                raise Unavailable("the database of batches does not answer", 5.0) from exc
+                _LOG.warning("batch database failed: %s", exc)  # its path is not for clients
+                raise Unavailable("the batch database failed", 5.0) from exc
 
     def _in_transaction(self) -> bool:
         try:
             return self._db.in_transaction
-        except sqlite3.ProgrammingError:  # it is closed
+        except sqlite3.ProgrammingError:  # the connection is closed
             return False
 
 

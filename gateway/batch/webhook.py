@@ -1,8 +1,7 @@
-"""The call that says a batch is over: signed, tried again a bounded number of times, to configured origins only.
+"""Signed calls to a client's URL when its batch has ended, retried a bounded number of times.
 
-The signature is that of Standard Webhooks, which ``client.webhooks.unwrap`` of OpenAI's clients verifies. A call that
-is tried again has the same ``webhook-id``, so that a receiver can tell. Nobody's URL is called unless its origin
-stands in the configuration: no address is guessed, no redirect is followed, no answer is read.
+The signature is that of Standard Webhooks, which ``client.webhooks.unwrap`` of OpenAI's clients verifies. A retry has
+the same ``webhook-id``. Only URLs of configured origins are called; redirects and response bodies are ignored.
 """
 
 from __future__ import annotations
@@ -25,15 +24,19 @@ from gateway.batch.store import Batch
 
 MAX_URL = 2000
 TIMEOUT_S = 10.0
-FIRST_WAIT_S, MOST_WAIT_S, ATTEMPTS = 5.0, 3600.0, 8
+FIRST_WAIT_S, MAX_WAIT_S, MAX_ATTEMPTS = 5.0, 3600.0, 8
 _PREFIX = "whsec_"
 _PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True)
 class Webhooks:
-    """origins: ``https://hooks.example.org``, with a port where it is not the scheme's own; none turns webhooks off.
-    secret: ``whsec_`` and at least 24 bytes in base64. Raises InvalidArgument without repeating the secret."""
+    """Call webhooks.
+
+    origins: ``https://hooks.example.org``, with a port unless it is the scheme's default; none turns webhooks off.
+    secret: ``whsec_`` and at least 24 bytes in base64.
+    Raises: InvalidArgument; the message does not repeat the secret.
+    """
 
     origins: Sequence[str] = ()
     secret: str = ""
@@ -42,23 +45,23 @@ class Webhooks:
         for origin in self.origins:
             if urlsplit(origin).path not in ("", "/") or _origin(origin) is None:
                 raise InvalidArgument(
-                    "batch_webhook_origins", f"got {origin!r}; allowed is http(s)://HOST or HOST:PORT"
+                    "batch_webhook_origins", f"must be http(s)://HOST or http(s)://HOST:PORT, got {origin!r}"
                 )
         if self.origins:
             self._key()
 
     def check(self, url: str) -> None:
-        """Raises InvalidArgument for a URL that may not be called."""
+        """Raises: InvalidArgument for a URL that may not be called."""
         if not self.origins:
-            raise InvalidArgument("webhook_url", "webhooks are not configured on this gateway; poll the batch instead")
+            raise InvalidArgument("webhook_url", "is not supported: webhooks are not configured; poll the batch")
         if len(url) > MAX_URL or not url.isascii() or not url.isprintable() or " " in url:
-            raise InvalidArgument("webhook_url", f"allowed is a URL of at most {MAX_URL} printable ASCII characters")
+            raise InvalidArgument("webhook_url", f"must be a URL of at most {MAX_URL} printable ASCII characters")
         found = _origin(url)
         if found is None or found not in {_origin(allowed) for allowed in self.origins}:
-            raise InvalidArgument("webhook_url", f"allowed are URLs of {', '.join(self.origins)}, without credentials")
+            raise InvalidArgument("webhook_url", f"must be a URL of {', '.join(self.origins)}, without credentials")
 
     async def call(self, batch: Batch, clock: Callable[[], float] = time.time) -> bool:
-        """Says that the batch is over; True if the receiver took it. An origin that is no longer allowed is not."""
+        """Report that a batch has ended. Returns whether the receiver accepted it; False for a disallowed origin."""
         try:
             self.check(batch.webhook_url)
         except InvalidArgument:
@@ -76,9 +79,9 @@ class Webhooks:
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout, trust_env=False) as session,
-                session.post(batch.webhook_url, data=body, headers=headers, allow_redirects=False) as answer,
+                session.post(batch.webhook_url, data=body, headers=headers, allow_redirects=False) as response,
             ):
-                return 200 <= answer.status < 300
+                return 200 <= response.status < 300
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError):
             return False
 
@@ -92,17 +95,17 @@ class Webhooks:
         except binascii.Error:
             key = b""
         if not self.secret.startswith(_PREFIX) or len(key) < 24:
-            raise InvalidArgument("batch_webhook_secret", f"allowed is {_PREFIX} and 24 random bytes or more in base64")
+            raise InvalidArgument("batch_webhook_secret", f"must be {_PREFIX} and at least 24 random bytes in base64")
         return key
 
 
 def wait_s(attempts: int) -> float | None:
-    """How long after the failed attempt number ``attempts`` the next one is made; None for not at all."""
-    return None if attempts >= ATTEMPTS else min(MOST_WAIT_S, FIRST_WAIT_S * 4.0 ** (attempts - 1))
+    """Return the delay after failed attempt number ``attempts`` in seconds; None after the last."""
+    return None if attempts >= MAX_ATTEMPTS else min(MAX_WAIT_S, FIRST_WAIT_S * 4.0 ** (attempts - 1))
 
 
 def _origin(url: str) -> tuple[str, str, int] | None:
-    """(scheme, host, port), or None where there is none or where the URL carries credentials."""
+    """Return (scheme, host, port); None if the URL has none or holds credentials."""
     try:
         parts = urlsplit(url)
         port = parts.port or _PORTS.get(parts.scheme, 0)

@@ -1,7 +1,7 @@
-"""What drains the batches: as many lines at once as the pace allows, in turn among the tenants, each to its one result.
+"""Run batches: as many lines at once as the pace allows, round-robin over tenants, each line to one result.
 
-One process works on a database at a time, the one that holds the lock beside it, which the system takes from it when
-it dies. What it has under way is known to it alone, so a line that was running when it was killed is pending again.
+One process works on a database at a time: the one that holds a file lock beside it, which the kernel releases when the
+process dies. Running lines are queued in memory only, so after a crash they are pending again.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -30,6 +31,7 @@ from contract.errors import (
 )
 from gateway.api.chat import ChatFormatter
 from gateway.api.completions import CompletionFormatter
+from gateway.api.openai_http import FormatterType
 from gateway.batch import jsonl, webhook
 from gateway.batch.aimd import Pace, PacePolicy, Signals
 from gateway.batch.jsonl import LineReader
@@ -41,56 +43,65 @@ from gateway.config.tenant import LOWEST_PRIORITY, Tenant
 from gateway.request_context import RequestContext
 
 _LOG = logging.getLogger("gateway.batch.batch")
-FORMS = {"/v1/chat/completions": ChatFormatter, "/v1/completions": CompletionFormatter}
-TRIES = 3  # of a line whose generation breaks; being refused for lack of room is not a try
-PREEMPTIONS = 3  # of a line; then it runs to its end, or nothing ever would
-MOST_PAUSE_S = 60.0
-_AT_ONCE = 64  # lines of a batch that are held in memory
-_SLICE = 256  # lines validated before others have a turn
+FORMATTERS: dict[str, FormatterType] = {"/v1/chat/completions": ChatFormatter, "/v1/completions": CompletionFormatter}
+MAX_ATTEMPTS = 3  # of a line whose generation fails; a rejection for lack of capacity does not count
+MAX_PREEMPTIONS = 3  # of a line; then it runs to its end, so that it does end
+MAX_PAUSE_S = 60.0
+_LINES_IN_MEMORY = 64  # of a batch
+_LINES_PER_TRANSACTION = 256  # during validation
 
-Form = type[ChatFormatter] | type[CompletionFormatter]
-# (form, asking, body) → the answer's JSON as a table. Raises TridentError.
-Answer = Callable[[Form, RequestContext, bytes], Awaitable[Mapping[str, Any]]]
+# Returns the response's JSON object to a body. Raises TridentError.
+Complete = Callable[[FormatterType, RequestContext, bytes], Awaitable[Mapping[str, Any]]]
 
 
 @dataclasses.dataclass(eq=False)
-class _Held:
-    """A line in memory and what became of its tries."""
+class _QueuedLine:
+    """A line in memory and its attempts."""
 
     line: Line
     began_s: float = 0.0
-    tries: int = 0
+    attempts: int = 0
     preemptions: int = 0
 
 
 @dataclasses.dataclass(eq=False)
 class _Run:
-    """A batch under way. after: the number of the last line that was taken from the database."""
+    """A batch that runs.
+
+    after: number of the last line read from the database.
+    exhausted: all pending lines were read.
+    not_before_s: no line starts before.
+    """
 
     batch: Batch
     after: int = -1
     exhausted: bool = False
     not_before_s: float = 0.0
-    held: deque[_Held] = dataclasses.field(default_factory=deque)
-    tasks: dict[asyncio.Task, _Held] = dataclasses.field(default_factory=dict)
+    waiting: deque[_QueuedLine] = dataclasses.field(default_factory=deque)
+    tasks: dict[asyncio.Task[None], _QueuedLine] = dataclasses.field(default_factory=dict)
 
 
 class BatchWorker:
-    """``start`` and ``close`` on the loop that serves. ``wake`` it when a batch was made or cancelled.
+    """Run the batches of a store. ``wake`` it when a batch was created or cancelled.
 
-    tenant: who the key of that tenant is today, None if it is nobody any more. signals: see batch_pace; acted_on is
-    called after a cut. now: Unix seconds.
+    complete: returns the response to one line's body.
+    tenant: returns the tenant of (tenant name, key name), None if the key is no longer configured.
+    signals: returns the load; on_cut is called after the pace was cut for it.
+    policy: bounds of the pace.
+    max_lines, max_line_bytes: bounds of an input file.
+    tick_s: how often the pace and the database are checked.
+    now: Unix seconds.
     """
 
     def __init__(
         self,
         store: BatchStore,
-        answer: Answer,
+        complete: Complete,
         tenant: Callable[[str, str], Tenant | None],
         signals: Callable[[], Signals],
         registry: CollectorRegistry,
         *,
-        acted_on: Callable[[], None] = lambda: None,
+        on_cut: Callable[[], None] = lambda: None,
         policy: PacePolicy,
         webhooks: Webhooks,
         max_lines: int = 50_000,
@@ -98,26 +109,26 @@ class BatchWorker:
         tick_s: float = 1.0,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._store, self._answer, self._tenant = store, answer, tenant
-        self._signals, self._acted_on, self._policy = signals, acted_on, policy
+        self._store, self._complete, self._tenant = store, complete, tenant
+        self._signals, self._on_cut, self._policy = signals, on_cut, policy
         self._webhooks, self._max_lines, self._max_line_bytes = webhooks, max_lines, max_line_bytes
         self._tick_s, self._now = tick_s, now
         self._metrics = BatchMetrics(registry, self._stalled_s)
         self.pace = Pace()
         self._runs: dict[str, _Run] = {}
-        self._turns: deque[str] = deque()  # tenants, whose turn it is first
-        self._woken = asyncio.Event()
-        self._look_due = True
+        self._turns: deque[str] = deque()  # tenants, the next one first
+        self._wakeup = asyncio.Event()
+        self._poll_due = True
         self._working: asyncio.Task | None = None
         self._validating: asyncio.Task | None = None
         self._calling: asyncio.Task | None = None
         self._closing = False
-        self._progress_s = 0.0  # when a line last got its result, or when there was nothing to do; 0 is now
+        self._progress_s = 0.0  # when a line last got its result; 0 without pending lines
 
     def wake(self) -> None:
-        """There may be something new to do."""
-        self._look_due = True
-        self._woken.set()
+        """Check the database now: a batch was created or cancelled."""
+        self._poll_due = True
+        self._wakeup.set()
 
     @property
     def running(self) -> int:
@@ -125,10 +136,10 @@ class BatchWorker:
 
     async def start(self) -> None:
         self._working = asyncio.create_task(self._work())
-        self._working.add_done_callback(_say_defect)
+        self._working.add_done_callback(_log_crash)
 
     async def close(self) -> None:
-        """Lines under way are given up; they run again at the next start."""
+        """Cancel the running lines; they run again at the next start."""
         self._closing = True  # before Python 3.12 wait_for may swallow a cancellation
         tasks = [task for task in (self._working, self._validating, self._calling) if task is not None]
         for task in tasks:
@@ -139,15 +150,15 @@ class BatchWorker:
 
     async def _work(self) -> None:
         with contextlib.ExitStack() as stack:
-            await self._alone(stack)
+            await self._lock(stack)
             next_tick_s = 0.0
             while not self._closing:
                 now_s = time.monotonic()
-                self._woken.clear()
+                self._wakeup.clear()
                 try:
-                    if self._look_due or now_s >= next_tick_s:
-                        self._look_due = False
-                        await self._look()
+                    if self._poll_due or now_s >= next_tick_s:
+                        self._poll_due = False
+                        await self._poll()
                     if now_s >= next_tick_s:
                         next_tick_s = now_s + self._tick_s
                         self._set_pace()
@@ -155,13 +166,13 @@ class BatchWorker:
                     await self._fill()
                 except Unavailable as error:
                     _LOG.error("%s", str(error).replace("%", "%%"))
-                    self._look_due = True
-                    self._woken.clear()
+                    self._poll_due = True
+                    self._wakeup.clear()
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._woken.wait(), max(0.001, next_tick_s - time.monotonic()))
+                    await asyncio.wait_for(self._wakeup.wait(), max(0.001, next_tick_s - time.monotonic()))
 
-    async def _alone(self, stack: contextlib.ExitStack) -> None:
-        """Returns when no other process works on the database."""
+    async def _lock(self, stack: contextlib.ExitStack) -> None:
+        """Wait for the file lock of the database."""
         descriptor = os.open(f"{self._store.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         stack.callback(os.close, descriptor)
         while True:
@@ -172,25 +183,25 @@ class BatchWorker:
                 await asyncio.sleep(self._tick_s)
 
     def _set_pace(self) -> None:
-        seen = self._signals()
-        self.pace = self.pace.after(seen, self._policy, self.running)
+        signals = self._signals()
+        self.pace = self.pace.after(signals, self._policy, self.running)
         if self.pace.cut:
             self._metrics.cuts.labels(self.pace.reason.value).inc()
-            self._acted_on()
+            self._on_cut()
         self._metrics.allowed.set(self.pace.allowed)
-        over = self.running - self.pace.allowed
-        under_way = [pair for run in self._runs.values() for pair in run.tasks.items()]
-        for task, held in sorted(under_way, key=lambda pair: pair[1].began_s, reverse=True):  # the least is lost
-            if over <= 0:
+        excess = self.running - self.pace.allowed
+        running = [pair for run in self._runs.values() for pair in run.tasks.items()]
+        for task, queued in sorted(running, key=lambda pair: pair[1].began_s, reverse=True):  # newest first
+            if excess <= 0:
                 break
-            if held.preemptions < PREEMPTIONS or not seen.fit:
-                held.preemptions += 1
-                over -= 1
+            if queued.preemptions < MAX_PREEMPTIONS or not signals.healthy:
+                queued.preemptions += 1
+                excess -= 1
                 self._metrics.lines.labels("preempted").inc()
                 task.cancel()
 
-    async def _look(self) -> None:
-        """Every batch one step further in its life, where it is time."""
+    async def _poll(self) -> None:
+        """Advance the status of every unfinished batch where it is due."""
         unfinished = await asyncio.to_thread(self._store.unfinished)
         for batch_id in self._runs.keys() - {batch.id for batch in unfinished}:
             await self._stop(self._runs.pop(batch_id))
@@ -201,8 +212,8 @@ class BatchWorker:
                     batch, "cancelled", "batch_cancelled", "the batch was cancelled before this request ran"
                 )
             elif expired and batch.status in ("validating", "in_progress"):
-                said = "this request could not run before the completion window was over"
-                await self._end(batch, "expired", "batch_expired", said)
+                message = "the completion window ended before this request ran"
+                await self._end(batch, "expired", "batch_expired", message)
             elif batch.status == "finalizing":
                 await self._end(batch, "completed", "", "")
             elif batch.status == "validating":
@@ -210,7 +221,7 @@ class BatchWorker:
                     self._validating = asyncio.create_task(self._validate(batch))
             else:
                 run = self._runs.setdefault(batch.id, _Run(batch))
-                if run.exhausted and not run.held and not run.tasks:
+                if run.exhausted and not run.waiting and not run.tasks:
                     await asyncio.to_thread(self._store.finalize, batch.id)
                     await self._end(batch, "completed", "", "")
 
@@ -230,15 +241,15 @@ class BatchWorker:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _validate(self, batch: Batch) -> None:
-        """Reads the input into lines; a validation that was interrupted begins again."""
+        """Read the input into lines; an interrupted validation starts over."""
         try:
             reader = LineReader(batch.id, batch.endpoint, self._max_lines, self._max_line_bytes)
             await asyncio.to_thread(self._store.forget_lines, batch.id)
             lines = reader.read(self._store.content(batch.tenant, batch.input_file_id))
-            while some := await asyncio.to_thread(_take, lines, _SLICE):
-                await asyncio.to_thread(self._store.add_lines, batch.id, some)
-            if reader.complaints:
-                await asyncio.to_thread(self._store.fail, batch.id, reader.complaints)
+            while chunk := await asyncio.to_thread(_take, lines, _LINES_PER_TRANSACTION):
+                await asyncio.to_thread(self._store.add_lines, batch.id, chunk)
+            if reader.errors:
+                await asyncio.to_thread(self._store.fail, batch.id, reader.errors)
             else:
                 await asyncio.to_thread(self._store.begin, batch.id)
         except Unavailable as error:
@@ -250,7 +261,7 @@ class BatchWorker:
         self.wake()
 
     async def _fill(self) -> None:
-        """Starts lines while the pace allows, one of each tenant in turn."""
+        """Start lines while the pace allows, one per tenant in turn."""
         idle = 0
         tenants = {run.batch.tenant for run in self._runs.values()}
         self._turns = deque([name for name in self._turns if name in tenants])
@@ -265,99 +276,101 @@ class BatchWorker:
         for run in list(self._runs.values()):
             if run.batch.tenant != tenant or run.not_before_s > now_s:
                 continue
-            if not run.held and not run.exhausted:
-                lines = await asyncio.to_thread(self._store.pending, run.batch.id, run.after, _AT_ONCE)
-                run.held.extend(_Held(line) for line in lines)
+            if not run.waiting and not run.exhausted:
+                lines = await asyncio.to_thread(self._store.pending, run.batch.id, run.after, _LINES_IN_MEMORY)
+                run.waiting.extend(_QueuedLine(line) for line in lines)
                 run.after = lines[-1].number if lines else run.after
-                run.exhausted = len(lines) < _AT_ONCE
+                run.exhausted = len(lines) < _LINES_IN_MEMORY
                 if not lines:
                     self.wake()
-            if run.held:
-                held = run.held.popleft()
-                held.began_s = now_s
-                task = asyncio.create_task(self._serve(run, held))
-                run.tasks[task] = held
+            if run.waiting:
+                queued = run.waiting.popleft()
+                queued.began_s = now_s
+                task = asyncio.create_task(self._serve(run, queued))
+                run.tasks[task] = queued
                 task.add_done_callback(lambda done, run=run: self._done(run, done))
                 return True
         return False
 
     def _done(self, run: _Run, task: asyncio.Task) -> None:
-        held = run.tasks.pop(task)
+        queued = run.tasks.pop(task)
         if task.cancelled():
-            run.held.appendleft(held)
+            run.waiting.appendleft(queued)
         elif task.exception() is not None:
-            held.tries += 1
-            run.held.append(held)
-            run.not_before_s = time.monotonic() + MOST_PAUSE_S
-            _LOG.error("a line of %s met a defect", run.batch.id, exc_info=task.exception(), extra={"fields": {}})
-        self._look_due = self._look_due or not (run.held or run.tasks)
-        self._woken.set()
+            queued.attempts += 1
+            run.waiting.append(queued)
+            run.not_before_s = time.monotonic() + MAX_PAUSE_S
+            _LOG.error(
+                "unhandled exception in line of %s", run.batch.id, exc_info=task.exception(), extra={"fields": {}}
+            )
+        self._poll_due = self._poll_due or not (run.waiting or run.tasks)
+        self._wakeup.set()
 
-    async def _serve(self, run: _Run, held: _Held) -> None:
-        """One try of one line. Cancelled, it leaves nothing behind."""
-        line, batch = held.line, run.batch
+    async def _serve(self, run: _Run, queued: _QueuedLine) -> None:
+        """Run one attempt of one line. A cancelled attempt has no effect."""
+        line, batch = queued.line, run.batch
         try:
             tenant = self._tenant(batch.tenant, batch.key_name)
             if tenant is None:
-                raise Unauthenticated("the API key that made this batch is not known any more")
-            asking = RequestContext(
+                raise Unauthenticated("the API key that created this batch is no longer configured")
+            context = RequestContext(
                 dataclasses.replace(tenant, priority=LOWEST_PRIORITY),
                 OPERATION,
                 OPERATION,
                 jsonl.request_id(line),
             )
-            answer = await self._answer(FORMS[batch.endpoint], asking, line.body)
+            response = await self._complete(FORMATTERS[batch.endpoint], context, line.body)
         except (Overloaded, Unavailable) as error:
             pause_s = 1.0 if error.retry_after_s is None else error.retry_after_s
-            self._again(run, held, min(MOST_PAUSE_S, max(0.1, pause_s)))
+            self._retry(run, queued, min(MAX_PAUSE_S, max(0.1, pause_s)))
         except (EngineFailed, DeadlineExceeded, Cancelled) as error:
-            held.tries += 1
-            if held.tries < TRIES:
-                self._again(run, held, 2.0**held.tries)
+            queued.attempts += 1
+            if queued.attempts < MAX_ATTEMPTS:
+                self._retry(run, queued, 2.0**queued.attempts)
             else:
-                await self._finish(run, held, False, jsonl.refused(line, error), {})
+                await self._finish(run, queued, False, jsonl.refused(line, error), {})
         except TridentError as error:
-            await self._finish(run, held, False, jsonl.refused(line, error), {})
+            await self._finish(run, queued, False, jsonl.refused(line, error), {})
         else:
-            await self._finish(run, held, True, jsonl.answered(line, answer), answer.get("usage") or {})
+            await self._finish(run, queued, True, jsonl.answered(line, response), response.get("usage") or {})
 
-    def _again(self, run: _Run, held: _Held, pause_s: float) -> None:
-        """The whole batch waits: what this line met, the next one would meet as well."""
-        run.held.append(held)
+    def _retry(self, run: _Run, queued: _QueuedLine, pause_s: float) -> None:
+        """Run the line again after a pause of the whole batch, whose next line would fail in the same way."""
+        run.waiting.append(queued)
         run.not_before_s = max(run.not_before_s, time.monotonic() + pause_s)
         self._metrics.lines.labels("retried").inc()
 
-    async def _finish(self, run: _Run, held: _Held, ok: bool, result: bytes, usage: Mapping[str, Any]) -> None:
+    async def _finish(self, run: _Run, queued: _QueuedLine, ok: bool, result: bytes, usage: Mapping[str, Any]) -> None:
         tokens = (
             usage.get("prompt_tokens", 0),
             (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
             usage.get("completion_tokens", 0),
         )
-        # Shielded: a result that is there is kept, even if the line is given up in this very moment.
-        kept = asyncio.ensure_future(asyncio.to_thread(self._store.finish_line, held.line, ok, result, *tokens))
+        # Shielded: a result is stored even if the line is cancelled in this moment.
+        storing = asyncio.ensure_future(asyncio.to_thread(self._store.finish_line, queued.line, ok, result, *tokens))
         try:
-            fresh = await asyncio.shield(kept)
+            fresh = await asyncio.shield(storing)
         except asyncio.CancelledError:
-            fresh = await kept
+            fresh = await storing
         except Unavailable as error:
             _LOG.error("%s", str(error).replace("%", "%%"))
-            self._again(run, held, MOST_PAUSE_S)
+            self._retry(run, queued, MAX_PAUSE_S)
             return
         if fresh:
             self._progress_s = time.monotonic()
             self._metrics.lines.labels("completed" if ok else "failed").inc()
 
     async def _housekeeping(self) -> None:
-        statuses, left = await asyncio.to_thread(self._store.backlog)
+        statuses, pending = await asyncio.to_thread(self._store.backlog)
         for status, gauge in self._metrics.unfinished.items():
             gauge.set(statuses.get(status, 0))
-        self._metrics.pending.set(left)
+        self._metrics.pending.set(pending)
         self._metrics.running.set(self.running)
-        if not left:
+        if not pending:
             self._progress_s = 0.0
         elif not self._progress_s:
             self._progress_s = time.monotonic()
-        await asyncio.to_thread(self._store.sweep)
+        await asyncio.to_thread(self._store.delete_expired)
         if self._calling is None or self._calling.done():
             self._calling = asyncio.create_task(self._call_webhooks())
 
@@ -366,23 +379,18 @@ class BatchWorker:
 
     async def _call_webhooks(self) -> None:
         for batch in await asyncio.to_thread(self._store.due_webhooks):
-            taken = await self._webhooks.call(batch)
-            wait_s = None if taken else webhook.wait_s(batch.webhook_attempts + 1)
-            outcome = "taken" if taken else "given_up" if wait_s is None else "retried"
+            accepted = await self._webhooks.call(batch)
+            wait_s = None if accepted else webhook.wait_s(batch.webhook_attempts + 1)
+            outcome = "taken" if accepted else "given_up" if wait_s is None else "retried"
             self._metrics.webhooks.labels(outcome).inc()
             await asyncio.to_thread(self._store.webhook_called, batch.id, wait_s)
 
 
-def _say_defect(task: asyncio.Task) -> None:
+def _log_crash(task: asyncio.Task) -> None:
     if not task.cancelled() and task.exception() is not None:
-        _LOG.error("the worker of batches met a defect and stopped", exc_info=task.exception(), extra={"fields": {}})
+        _LOG.error("batch worker crashed", exc_info=task.exception(), extra={"fields": {}})
 
 
-def _take(lines: Any, most: int) -> list[Line]:
-    """The next lines, at most so many; empty at the end."""
-    some: list[Line] = []
-    for line in lines:
-        some.append(line)
-        if len(some) == most:
-            break
-    return some
+def _take(lines: Iterator[Line], count: int) -> list[Line]:
+    """Return the next ``count`` lines or what is left."""
+    return list(itertools.islice(lines, count))

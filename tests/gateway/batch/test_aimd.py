@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from contract.errors import InvalidArgument
 from gateway.batch.aimd import Pace, PacePolicy, Reason, Signals
 
-POLICY = PacePolicy(most=32)
+POLICY = PacePolicy(max_running=32)
 signals = st.builds(
     Signals,
     waiting=st.integers(0, 5),
@@ -20,12 +20,12 @@ signals = st.builds(
     late=st.integers(0, 5),
     fullness=st.floats(0, 1),
     degraded=st.booleans(),
-    fit=st.booleans(),
+    healthy=st.booleans(),
 )
 
 
 def troubled(seen: Signals) -> bool:
-    return seen.degraded or not seen.fit or seen.waiting > 0 or seen.late > POLICY.late_share * seen.first_tokens
+    return seen.degraded or not seen.healthy or seen.waiting > 0 or seen.late > POLICY.late_share * seen.first_tokens
 
 
 @pytest.mark.slow
@@ -34,10 +34,10 @@ def test_the_pace_stays_in_its_bounds_and_grows_by_one_step_at_most(ticks):
     pace = Pace()
     for seen in ticks:
         before, pace = pace, pace.after(seen, POLICY)
-        assert 0 <= pace.rate <= POLICY.most and pace.rate <= before.rate + POLICY.step
+        assert 0 <= pace.rate <= POLICY.max_running and pace.rate <= before.rate + POLICY.step
         if troubled(seen):
             assert pace.cut and pace.rate <= before.rate / 2
-        if seen.degraded or not seen.fit:
+        if seen.degraded or not seen.healthy:
             assert pace.allowed == 0
         if seen.fullness >= POLICY.headroom:
             assert pace.rate <= before.rate
@@ -54,9 +54,9 @@ def test_trouble_ends_all_batch_work_within_six_ticks(rate):
 @given(st.floats(0, 32))
 def test_calm_brings_the_whole_pace_back(rate):
     pace = Pace(rate)
-    for _ in range(POLICY.most):
+    for _ in range(POLICY.max_running):
         pace = pace.after(Signals(), POLICY)
-    assert pace.allowed == POLICY.most
+    assert pace.allowed == POLICY.max_running
 
 
 def test_each_reason_is_said():
@@ -68,7 +68,7 @@ def test_each_reason_is_said():
         (replace(calm, first_tokens=100, late=5), 9.0, Reason.GROWS),
         (replace(calm, first_tokens=100, late=6), 4.0, Reason.LATE),
         (replace(calm, degraded=True), 0.0, Reason.DEGRADED),
-        (replace(calm, fit=False, degraded=True), 0.0, Reason.UNFIT),
+        (replace(calm, healthy=False, degraded=True), 0.0, Reason.UNHEALTHY),
     ]:
         found = half.after(seen, POLICY)
         assert (found.rate, found.reason) == (rate, reason)
@@ -80,7 +80,7 @@ def test_a_pace_that_is_not_used_does_not_grow():
 
 
 def test_what_makes_no_sense_is_refused():
-    for wrong in ({"most": 0}, {"step": 0.0}, {"step": 65.0}, {"headroom": 0.0}, {"late_share": 1.0}):
+    for wrong in ({"max_running": 0}, {"step": 0.0}, {"step": 65.0}, {"headroom": 0.0}, {"late_share": 1.0}):
         with pytest.raises(InvalidArgument):
             PacePolicy(**wrong)
 
@@ -113,7 +113,7 @@ def simulate(seed: int, interactive_per_s: float, paced: bool) -> tuple[float, i
             if pace.cut:
                 base = len(waits)
                 del lines[pace.allowed :]  # the youngest are given up
-        allowed = pace.allowed if paced else POLICY.most
+        allowed = pace.allowed if paced else POLICY.max_running
         while len(lines) < allowed and len(interactive) + len(lines) < slots:
             lines.append(rng.expovariate(1 / 10.0))
     return sorted(waits)[int(len(waits) * 0.95)], done

@@ -217,7 +217,7 @@ async def test_bounds_are_refused_by_name(tmp_path: Path):
             failed = await over(ask, (await made(ask, jsonl(*(chat(str(n)) for n in range(4))))).id)
             assert failed.errors.data[0].code == "too_many_lines" and "3" in failed.errors.data[0].message
             await made(ask, jsonl(chat("a")))
-            with pytest.raises(openai.RateLimitError, match="1 batches are not over"):
+            with pytest.raises(openai.RateLimitError, match="batches are unfinished"):
                 await made(ask, jsonl(chat("a")))
 
 

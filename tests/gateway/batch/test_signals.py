@@ -75,10 +75,10 @@ async def test_what_admission_gives_up_is_seen_once_and_a_tenants_own_budget_is_
 
 async def test_without_a_replica_nothing_is_fit():
     async with gateway() as running:
-        assert not InteractiveSignals(running.service)().fit
+        assert not InteractiveSignals(running.service)().healthy
     async with FakeReplica() as replica, gateway(replica) as running:
         signals = InteractiveSignals(running.service)
-        assert signals().fit
+        assert signals().healthy
         running.service.draining = True
-        assert not signals().fit
+        assert not signals().healthy
         running.service.draining = False

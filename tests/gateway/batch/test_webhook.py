@@ -17,7 +17,7 @@ for needed in ("starlette", "uvicorn", "orjson", "pydantic", "prometheus_client"
 from aiohttp import web
 
 from contract.errors import InvalidArgument
-from gateway.batch.webhook import ATTEMPTS, FIRST_WAIT_S, Webhooks, wait_s
+from gateway.batch.webhook import FIRST_WAIT_S, MAX_ATTEMPTS, Webhooks, wait_s
 from tests.fakes.replica import FakeReplica
 from tests.gateway.batch.test_endpoints import chat, client, jsonl, made
 from tests.gateway.running import gateway, until
@@ -92,7 +92,7 @@ async def test_a_receiver_that_fails_is_called_again_with_the_same_id(tmp_path: 
 
 
 def test_waits_grow_and_end():
-    waits = [wait_s(attempt) for attempt in range(1, ATTEMPTS + 1)]
+    waits = [wait_s(attempt) for attempt in range(1, MAX_ATTEMPTS + 1)]
     assert waits[0] == FIRST_WAIT_S and waits[-1] is None and None not in waits[:-1]
     assert waits[:-1] == sorted(waits[:-1]) and sum(waits[:-1]) < 86_400
 

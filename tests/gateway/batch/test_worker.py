@@ -25,7 +25,7 @@ from contract.errors import EngineFailed, InvalidArgument, NotFound, Overloaded,
 from gateway.batch.aimd import PacePolicy, Signals
 from gateway.batch.store import Batch, BatchStore, Line
 from gateway.batch.webhook import Webhooks
-from gateway.batch.worker import TRIES, BatchWorker
+from gateway.batch.worker import MAX_ATTEMPTS, BatchWorker
 from gateway.config.tenant import LOWEST_PRIORITY, Tenant
 from gateway.request_context import RequestContext
 from tests.fakes.replica import FakeReplica, Script
@@ -69,7 +69,7 @@ async def working(
     tenant: Callable[[str, str], Tenant | None] = lambda name, key: Tenant(name),
     **more: Any,
 ) -> AsyncIterator[BatchWorker]:
-    values = {"policy": PacePolicy(most=8, step=8.0), "webhooks": Webhooks(), "tick_s": 0.02, **more}
+    values = {"policy": PacePolicy(max_running=8, step=8.0), "webhooks": Webhooks(), "tick_s": 0.02, **more}
     worker = BatchWorker(store, answer, tenant, signals, CollectorRegistry(), **values)
     await worker.start()
     try:
@@ -105,7 +105,7 @@ async def test_lack_of_room_makes_a_line_wait_and_nothing_is_lost(tmp_path: Path
 
     async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
         calls[body] += 1
-        if calls[body] <= 2 * TRIES:
+        if calls[body] <= 2 * MAX_ATTEMPTS:
             raise Overloaded("full", 0.0) if calls[body] % 2 else Unavailable("nobody", 0.0)
         return DONE
 
@@ -113,11 +113,11 @@ async def test_lack_of_room_makes_a_line_wait_and_nothing_is_lost(tmp_path: Path
     batch = submitted(store, 3)
     async with working(store, answer):
         await until(over(store, batch))
-    assert store.batch("a", batch.id).completed == 3 and set(calls.values()) == {2 * TRIES + 1}
+    assert store.batch("a", batch.id).completed == 3 and set(calls.values()) == {2 * MAX_ATTEMPTS + 1}
 
 
 async def test_a_line_that_breaks_the_engine_fails_after_its_tries_and_alone(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("gateway.batch.worker.BatchWorker._again", _at_once)
+    monkeypatch.setattr("gateway.batch.worker.BatchWorker._retry", _at_once)
     calls: Counter[int] = Counter()
 
     async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
@@ -134,14 +134,14 @@ async def test_a_line_that_breaks_the_engine_fails_after_its_tries_and_alone(tmp
     async with working(store, answer):
         await until(over(store, batch))
     done = store.batch("a", batch.id)
-    assert (done.completed, done.failed) == (2, 2) and calls == {1: 1, 2: TRIES, 3: 1, 4: 1}
+    assert (done.completed, done.failed) == (2, 2) and calls == {1: 1, 2: MAX_ATTEMPTS, 3: 1, 4: 1}
     broken, wrong = results(store, "a", done.error_file_id)
     assert broken["response"]["status_code"] == 500 and wrong["response"]["status_code"] == 400
     assert wrong["response"]["body"]["error"]["param"] == "temperature"
 
 
 def _at_once(self: BatchWorker, run: Any, held: Any, pause_s: float) -> None:
-    run.held.append(held)
+    run.waiting.append(held)
 
 
 async def test_a_defect_leaves_the_line_pending_and_the_worker_alive(tmp_path: Path, caplog):
@@ -155,7 +155,7 @@ async def test_a_defect_leaves_the_line_pending_and_the_worker_alive(tmp_path: P
     async with working(store, answer):
         await until(over(store, fine))
         assert store.batch("a", broken.id).status == "in_progress"
-    assert "met a defect" in caplog.text
+    assert "unhandled exception" in caplog.text
 
 
 async def test_a_key_that_is_gone_ends_its_lines(tmp_path: Path):
@@ -184,7 +184,7 @@ async def test_tenants_take_turns(tmp_path: Path):
     def signals() -> Signals:
         started = [store.batch(one.tenant, one.id).status == "in_progress" for one in (large, small)]
         ready.set() if all(started) else None
-        return CALM if ready.is_set() else Signals(fit=False)
+        return CALM if ready.is_set() else Signals(healthy=False)
 
     async with working(store, answer, signals):
         await until(over(store, small))
