@@ -200,7 +200,7 @@ MALFORMED = (
     (b"[]", "not a JSON object"),
     (b'{"model": "demo"}', "prompt: is missing"),
     (b'{"model": "demo", "prompt": 3}', "prompt: "),
-    (b'{"model": "demo", "prompt": ""}', "prompt is empty"),
+    (b'{"model": "demo", "prompt": ""}', "prompt: "),
     (b'{"model": "demo", "prompt": [1, 2]}', "token ids are not taken"),
     (b'{"model": "demo", "prompt": []}', "prompt: "),
     (b'{"model": "demo", "prompt": "x", "max_tokens": 1.5}', "max_tokens: "),
