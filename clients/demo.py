@@ -29,6 +29,8 @@ _SEQUENCE_GAUGES = (
     ("nv_trt_llm_request_metrics", {"request_type": "scheduled"}),
 )
 _STAGE_S = 1.0
+# On a busy machine no sample of the metrics may fall into a short run, so it is repeated with twice the tokens.
+_ATTEMPTS = 3
 
 
 async def tour(client: AsyncClient) -> int:
@@ -92,10 +94,13 @@ async def _joining(client: AsyncClient, length: int) -> bool:
 async def _together(client: AsyncClient, length: int) -> bool:
     """The same work alone and eight at a time; True if the engine carried several sequences at once."""
     alone = await _pace([_drain(client, 0, length)])
-    watcher = asyncio.create_task(_most_sequences())
-    together = await _pace([_drain(client, n, length) for n in range(1, STREAMS + 1)])
-    watcher.cancel()
-    sequences = await watcher
+    for attempt in range(_ATTEMPTS):
+        watcher = asyncio.create_task(_most_sequences())
+        together = await _pace([_drain(client, n, length << attempt) for n in range(1, STREAMS + 1)])
+        watcher.cancel()
+        sequences = await watcher
+        if sequences.problem or sequences.most > 1:
+            break
     times = f"({together / alone:.1f} times)"
     print(f"  1 stream {alone:.0f} tokens/s, {STREAMS} streams {together:.0f} tokens/s in all {times}.")
     if sequences.problem:

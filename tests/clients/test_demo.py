@@ -40,6 +40,22 @@ async def test_a_server_that_takes_one_request_at_a_time_is_found_out(quick, mon
     assert f"read from {replica.metrics_url}: 1\n" in shown
 
 
+async def test_a_first_run_that_no_sample_of_the_metrics_fell_into_is_repeated(quick, monkeypatch, capsys) -> None:
+    async with FakeReplica(paced) as replica, AsyncClient(replica.url) as client:
+        sampled, runs = demo._most_sequences, []
+
+        async def starved() -> demo._Sequences:
+            runs.append(None)
+            seen = await sampled()
+            return demo._Sequences(seen.url, most=1.0) if len(runs) == 1 else seen
+
+        monkeypatch.setattr(demo, "_most_sequences", starved)
+        monkeypatch.setenv("TRIDENT_METRICS_URL", replica.metrics_url)
+        assert await demo.tour(client) == 0
+    assert len(runs) == 2
+    assert f"read from {replica.metrics_url}: 8\n" in capsys.readouterr().out
+
+
 async def test_without_a_metrics_page_the_tour_says_so(quick, monkeypatch, capsys, unused_tcp_port) -> None:
     async with FakeReplica(paced) as replica, AsyncClient(replica.url) as client:
         monkeypatch.setenv("TRIDENT_METRICS_URL", f"http://127.0.0.1:{unused_tcp_port}/metrics")
