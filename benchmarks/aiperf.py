@@ -1,7 +1,7 @@
-"""NVIDIA's AIPerf against the OpenAI gateway: somebody else's opinion of the same server over HTTP.
+"""Run NVIDIA's AIPerf against the gateway's OpenAI endpoint.
 
-It lives in an environment of its own, made on first use. It needs no hub: the tokenizer is the engine's own folder, and
-the prompts are AIPerf's synthetic ones. Answers have a fixed length (``ignore_eos``).
+It is installed into an environment of its own on first use. It needs no model hub: the tokenizer is the engine's own,
+and the prompts are AIPerf's synthetic ones. Answers have a fixed length (``ignore_eos``).
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ _COLUMNS = {
 def command(
     url: str, model: str, tokenizer: Path, load: Sequence[str], tokens: tuple[int, int], out: Path
 ) -> list[str]:
-    """One run's argv. ``load``: the options that set concurrency or request rate and how many requests; ``tokens``: of
-    a prompt and of an answer."""
+    """Return one run's argv.
+
+    load: the options for concurrency or request rate, and the number of requests.
+    tokens: of a prompt and of an answer.
+    """
     return [
         *(str(ENVIRONMENT.program("aiperf")), "profile", "--model", model, "--url", url),
         *("--endpoint-type", "completions", "--streaming", "--tokenizer", str(tokenizer)),
@@ -56,30 +59,30 @@ def run(
     out: Path,
     tokens: tuple[int, int] = (128, 64),
 ) -> int:
-    """Every load in turn; prints a table and leaves AIPerf's own files in ``out``. Raises NotFound without AIPerf."""
+    """Run every load; print a table, leave AIPerf's own files in ``out``. Raises NotFound if it cannot be installed."""
     ENVIRONMENT.ensure()
     loads = [(f"concurrency {n}", ["--concurrency", str(n)], n) for n in concurrencies]
     loads += [(f"rate {r:g}", ["--request-rate", f"{r:g}", "--arrival-pattern", "poisson"], 1) for r in rates]
     rows, failures = [], []
     for name, load, least in loads:
-        place = out / name.replace(" ", "-")
-        place.mkdir(parents=True, exist_ok=True)
+        folder = out / name.replace(" ", "-")
+        folder.mkdir(parents=True, exist_ok=True)
         count = ["--request-count", str(max(requests, 2 * least))]
-        argv = command(url, model, tokenizer, [*load, *count], tokens, place)
+        argv = command(url, model, tokenizer, [*load, *count], tokens, folder)
         print(shlex.join(argv), file=sys.stderr, flush=True)
         done = subprocess.run(argv, env=_environ(), capture_output=True, text=True, timeout=TIMEOUT_S)
-        (place / "aiperf.txt").write_text(done.stdout + done.stderr)
-        found = next(place.rglob(RESULT), None)
+        (folder / "aiperf.txt").write_text(done.stdout + done.stderr)
+        found = next(folder.rglob(RESULT), None)
         if done.returncode or found is None:
-            said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-            failures.append(f"{name}: {' | '.join(said[-2:]) or f'code {done.returncode}'}")
+            lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+            failures.append(f"{name}: {' | '.join(lines[-2:]) or f'code {done.returncode}'}")
         else:
             rows.append((name, *read(found)))
     if not rows:
         raise EngineFailed("aiperf measured nothing: " + " | ".join(failures))
     print(report.table(rows, ("AIPerf", *header(), "failed")))
     for failure in failures:
-        print(f"  it says: {failure}")
+        print(f"  failed: {failure}")
     print(f"  written: {out}")
     return 0
 
@@ -89,7 +92,7 @@ def header() -> list[str]:
 
 
 def read(path: Path) -> list[str]:
-    """A row of AIPerf's JSON, in our columns; "-" for what it did not measure."""
+    """Return a row of AIPerf's JSON in our columns; "-" for what it did not measure."""
     table = json.loads(path.read_text())
     cells = [
         report.number(float((table.get(metric) or {}).get(one, "nan")), 1)
@@ -100,5 +103,5 @@ def read(path: Path) -> list[str]:
 
 
 def _environ() -> dict[str, str]:
-    """Ours, without the switch that makes its tokenizer loader refuse a local folder."""
+    """Return our environment without the variable that makes its tokenizer loader refuse a local folder."""
     return {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}

@@ -1,4 +1,4 @@
-"""When requests come in an open loop, whatever the server does: Poisson, bursty, a ramp, or a recorded trace.
+"""Arrival processes of an open loop: Poisson, bursty, ramp, phases, evenly spaced, or a recorded trace.
 
 Instants are seconds after the start, in order, below ``duration_s``; equal seeds give equal instants.
 """
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from clients.wire.connection import sendable
 from contract.errors import InvalidArgument
 
 FORMS = "poisson:RATE, bursty:RATE,BURST_SIZE, ramp:FROM,TO (requests per second) or trace:FILE[,SPEED]"
@@ -23,16 +22,16 @@ FORMS = "poisson:RATE, bursty:RATE,BURST_SIZE, ramp:FROM,TO (requests per second
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request's instant; what a trace does not say is drawn by the workload."""
+    """One request's instant, and lengths in tokens if a trace gives them; the workload draws the others."""
 
     at_s: float
     input_tokens: int | None = None
     output_tokens: int | None = None
-    tenant: str | None = None
 
 
 class Arrivals(Protocol):
-    def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]: ...
+    def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
+        """Yield the arrivals below ``duration_s``, in order."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Bursty:
-    """Bursts come as Poisson; a burst's requests come at once, geometrically many with mean ``burst_size``.
+    """Bursts arrive as a Poisson process; its requests are simultaneous, geometrically many (mean ``burst_size``).
 
     The mean rate of requests is ``rate_per_s``; the variance of their number is 2 · burst_size - 1 times Poisson's.
     """
@@ -74,7 +73,7 @@ class Bursty:
 
 @dataclass(frozen=True)
 class Ramp:
-    """Poisson whose rate goes linearly from the first to the last, over the duration."""
+    """Poisson whose rate changes linearly from first_per_s to last_per_s over the duration."""
 
     first_per_s: float
     last_per_s: float
@@ -84,14 +83,14 @@ class Ramp:
 
     def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
         slope = (self.last_per_s - self.first_per_s) / duration_s
-        expected = 0.0  # requests that should have come: first * t + slope * t² / 2, solved for t
+        expected = 0.0  # integral of the rate: first * t + slope * t² / 2, solved for t
         while True:
             expected += rng.expovariate(1.0)
             if abs(slope) < 1e-12:
                 at_s = expected / self.first_per_s
             else:
                 root = self.first_per_s**2 + 2 * slope * expected
-                if root < 0:  # the rate has come down to nothing before another request was due
+                if root < 0:  # the rate reached 0 before another request was due
                     return
                 at_s = (math.sqrt(root) - self.first_per_s) / slope
             if at_s >= duration_s:
@@ -100,23 +99,56 @@ class Ramp:
 
 
 @dataclass(frozen=True)
+class Phases:
+    """Poisson at a constant rate in each phase: (requests per second, seconds), one after the other."""
+
+    phases: tuple[tuple[float, float], ...]
+
+    def __str__(self) -> str:
+        return ", then ".join(f"{rate:g} requests/s for {seconds:g} s" for rate, seconds in self.phases)
+
+    def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
+        begin_s = 0.0
+        for rate, seconds in self.phases:
+            for arrival in Poisson(rate).instants(rng, min(seconds, duration_s - begin_s)):
+                yield Arrival(begin_s + arrival.at_s)
+            begin_s += seconds
+
+
+@dataclass(frozen=True)
+class Evenly:
+    """Requests at equal intervals, the first at once."""
+
+    rate_per_s: float
+
+    def __str__(self) -> str:
+        return f"evenly spaced, {self.rate_per_s:g} requests/s"
+
+    def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
+        for n in itertools.count():
+            if (at_s := n / self.rate_per_s) >= duration_s:
+                return
+            yield Arrival(at_s)
+
+
+@dataclass(frozen=True)
 class Trace:
-    """Recorded requests, replayed ``speed`` times as fast."""
+    """Recorded requests, replayed at ``speed`` times the recorded pace."""
 
     rows: tuple[Arrival, ...]
     speed: float = 1.0
 
     def __str__(self) -> str:
-        return f"trace of {len(self.rows)} requests at {self.speed:g} times its speed"
+        return f"trace of {len(self.rows)} requests at {self.speed:g}x speed"
 
     def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
         for row in self.rows:
             if (at_s := row.at_s / self.speed) < duration_s:
-                yield Arrival(at_s, row.input_tokens, row.output_tokens, row.tenant)
+                yield Arrival(at_s, row.input_tokens, row.output_tokens)
 
 
 def parse(text: str) -> Arrivals:
-    """The arrivals a command line means. Raises InvalidArgument for ``arrivals``."""
+    """Parse the command line's form. Raises InvalidArgument for ``arrivals``."""
     kind, _, rest = text.partition(":")
     parts = rest.split(",")
     if kind == "trace" and rest:
@@ -132,15 +164,18 @@ def parse(text: str) -> Arrivals:
         if size >= 1:
             return Bursty(_positive(parts[0], text), size)
     if kind == "ramp" and len(parts) == 2:
-        # From nothing or down to nothing, but not both.
-        first, last = (0.0 if part.strip() == "0" else _positive(part, text) for part in parts)
-        if first or last:
-            return Ramp(first, last)
-    raise InvalidArgument("arrivals", f"got {text!r}; allowed is {FORMS}")
+        # One end may be 0, not both.
+        from_per_s, to_per_s = (0.0 if part.strip() == "0" else _positive(part, text) for part in parts)
+        if from_per_s or to_per_s:
+            return Ramp(from_per_s, to_per_s)
+    raise InvalidArgument("arrivals", f"must be {FORMS}, got {text!r}")
 
 
 def read_trace(path: Path, speed: float = 1.0) -> Trace:
-    """JSON lines or CSV with a header; fields at_s, and optionally input_tokens, output_tokens, tenant."""
+    """Read JSON lines, or CSV with a header: at_s and optionally input_tokens, output_tokens.
+
+    Raises InvalidArgument for ``arrivals``.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as exc:
@@ -154,17 +189,13 @@ def read_trace(path: Path, speed: float = 1.0) -> Trace:
         else:
             tables = [json.loads(line) for line in text.splitlines() if line.strip()]
         for table in tables:
-            row = Arrival(
-                float(table["at_s"]), _whole(table, "input_tokens"), _whole(table, "output_tokens"), table.get("tenant")
-            )
-            if row.tenant is not None and not sendable(row.tenant):
-                raise ValueError(f"tenant is {row.tenant!r}, not printable ASCII")
+            row = Arrival(float(table["at_s"]), _whole(table, "input_tokens"), _whole(table, "output_tokens"))
             if not row.at_s >= 0 or not math.isfinite(row.at_s):
                 raise ValueError(f"at_s is {row.at_s}")
             rows.append(row)
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
-        allowed = "one request per line with at_s and optionally input_tokens, output_tokens, tenant"
-        raise InvalidArgument("arrivals", f"{path}, request {len(rows) + 1}: {exc}; allowed is {allowed}") from exc
+        form = "one request per line with at_s and optionally input_tokens, output_tokens"
+        raise InvalidArgument("arrivals", f"{path} must have {form}; request {len(rows) + 1}: {exc}") from exc
     if not rows:
         raise InvalidArgument("arrivals", f"{path} has no requests")
     return Trace(tuple(sorted(rows, key=lambda row: row.at_s)), speed)
@@ -185,5 +216,5 @@ def _positive(text: str, whole: str) -> float:
     except ValueError:
         value = math.nan
     if not (value > 0 and math.isfinite(value)):
-        raise InvalidArgument("arrivals", f"got {whole!r}, where {text!r} is no positive number; allowed is {FORMS}")
+        raise InvalidArgument("arrivals", f"must be {FORMS} with positive numbers, got {whole!r}")
     return value

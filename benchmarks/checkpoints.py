@@ -133,7 +133,7 @@ def write_weights(
     if shards == 1:
         _save(folder / "model.safetensors", stored, names, dtype)
     else:
-        index = {}
+        index: dict[str, str] = {}
         for shard in range(shards):
             file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
             _save(folder / file, stored, names[shard::shards], dtype)

@@ -1,11 +1,11 @@
-"""What detokenizing costs: microseconds per token and chunks per second, by tokenizer family.
+"""Measure detokenizing: microseconds per token and chunks per second, by tokenizer family.
 
     python -m benchmarks.detokenizer [--tokenizer PATH] [--tokens N]
 
-For every family (or the tokenizer named) a text of N tokens is decoded one token at a time, as an engine streams it,
+For every family (or the given tokenizer) a text of N tokens is decoded one token at a time, as an engine streams it,
 eight at a time, and one at a time with four stop strings that do not occur. The fourth column is the library's
 ``decode`` of all tokens at once, the fifth what a token costs if all text so far is decoded anew for it, measured
-from the 500th to the 1,000th. CPU time of one thread, the best of five runs, so that a busy machine disturbs little.
+from the 500th to the 1,000th. CPU time of one thread, the best of five runs, which a busy machine disturbs little.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def row(name: str, tokenizer: Tokenizer, tokens: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="what detokenizing costs, by tokenizer family")
+    parser = argparse.ArgumentParser(description="measure detokenizing by tokenizer family")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json instead of the families")
     parser.add_argument("--tokens", type=int, default=20_000)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Environments of other people's tools, each in a folder of its own under ``.cache/peers``, made on first use."""
+"""Virtual environments of other projects' tools, each in its own folder under ``.cache/peers``, made on first use."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.served import ROOT
+from benchmarks.server_process import ROOT
 from contract.errors import NotFound
 
 FOLDER = ROOT / ".cache" / "peers"
-PATIENCE_S = 1800
+TIMEOUT_S = 1800
 _STAMP = ".installed"
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment and what pip puts into it, one command for each of ``installs``.
+    """A virtual environment.
 
-    The order matters: torch comes first, alone, or pip may bring a build for CUDA. ``then``: commands run in the
-    folder afterwards; ``{python}`` stands for the environment's interpreter, ``{bin}`` for the folder it is in.
+    installs: arguments of one pip install each. torch comes first and alone, or pip may install a build for CUDA.
+    then: commands run in the folder afterwards; ``{python}`` is the environment's interpreter, ``{bin}`` its folder.
     """
 
     name: str
@@ -34,8 +34,8 @@ class Environment:
         return FOLDER / self.name
 
     @property
-    def wanted(self) -> str:
-        """What the stamp of a finished installation says; another one is made again."""
+    def specification(self) -> str:
+        """The content of a finished installation's stamp; a different one is installed again."""
         return "\n".join(" ".join(words) for words in (*self.installs, *self.then)) + "\n"
 
     def program(self, name: str) -> Path:
@@ -43,10 +43,10 @@ class Environment:
 
     def ready(self) -> bool:
         stamp = self.folder / _STAMP
-        return stamp.exists() and stamp.read_text() == self.wanted
+        return stamp.exists() and stamp.read_text() == self.specification
 
     def ensure(self) -> None:
-        """Installs unless that is done. Raises NotFound with the failing command and its last words."""
+        """Install unless that is done. Raises NotFound with the failing command and its output."""
         if self.ready():
             return
         print(f"installing {self.name} into {self.folder} (once)", file=sys.stderr, flush=True)
@@ -58,15 +58,15 @@ class Environment:
             _run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages], self.folder)
         for command in self.then:
             _run([word.format(python=python, bin=self.folder / "bin") for word in command], self.folder)
-        (self.folder / _STAMP).write_text(self.wanted)
+        (self.folder / _STAMP).write_text(self.specification)
 
 
 def _run(command: Sequence[str], folder: Path) -> None:
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as exc:
-        raise NotFound(f"`{' '.join(command)[:120]}` did not work: {exc}") from exc
+        raise NotFound(f"`{' '.join(command)[:120]}` failed: {exc}") from exc
     if done.returncode:
         lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        told = [line for line in lines if "error" in line.lower()] or lines[-3:]
-        raise NotFound(f"`{' '.join(command)[:120]}` failed: {' | '.join(told)[-400:]}")
+        relevant = [line for line in lines if "error" in line.lower()] or lines[-3:]
+        raise NotFound(f"`{' '.join(command)[:120]}` failed: {' | '.join(relevant)[-400:]}")

@@ -1,8 +1,8 @@
-"""The figures of a run, out of its records: latencies, rates, goodput.
+"""Compute the figures of a run from its records: latencies, rates, goodput.
 
 Percentiles interpolate linearly between order statistics (NumPy's default). TTFT and latency count from the intended
-instant of sending. An inter-token latency is a response's gap divided by its tokens, each token counted; a message gap
-is what a reader sees between two responses, each counted once.
+instant of sending. An inter-token latency is a response's gap divided by its tokens, one value per token; a message gap
+is the time between two responses, one value per response.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ QUANTILES = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
 
 @dataclass(frozen=True)
 class Spread:
-    """Seconds, except where the name says otherwise. All nan without values."""
+    """A distribution, in seconds unless its name has another unit. All nan without values."""
 
     count: int
     mean: float
@@ -38,22 +38,32 @@ class Slo:
     latency_s: float = 5.0
 
     def met_by(self, record: Record) -> bool:
-        return record.ok and record.ttft_s is not None and self._fits(record.ttft_s, record.latency_s)
-
-    def _fits(self, ttft_s: float, latency_s: float) -> bool:
-        return ttft_s < self.ttft_s and latency_s < self.latency_s
+        return (
+            record.ok
+            and record.ttft_s is not None
+            and record.ttft_s < self.ttft_s
+            and record.latency_s < self.latency_s
+        )
 
 
 @dataclass(frozen=True)
 class Figures:
-    """window_s: seconds the rates are over. goodput_per_s: requests per second that met both targets of the SLO;
-    slo_met: the run as a whole met them at P95, failures counted as misses. coalescing_s: for every token but the first
-    message's, how long it seems to have waited for the others of its response (an estimate, see coalescing)."""
+    """The figures of the requests intended within the window.
+
+    requests, ok, failed, cancelled: how many; cancelled by the client on purpose.
+    window_s: seconds that the rates are over.
+    ttft_s, latency_s: from the intended instant; latency_s of ok requests only.
+    itl_s, gap_s: inter-token latency, gap between messages.
+    coalescing_s: estimated wait of each token for the others of its response (see coalescing).
+    goodput_per_s: requests per second that met both SLO targets; good_fraction: of those not cancelled.
+    slo_met: whether the run met the SLO at P95, failures counted as misses.
+    errors: failures by type.
+    """
 
     requests: int
     ok: int
     failed: int
-    left: int
+    cancelled: int
     window_s: float
     requests_per_s: float
     input_tokens_per_s: float
@@ -69,7 +79,6 @@ class Figures:
     slo: Slo
     slo_met: bool
     errors: dict[str, int] = field(default_factory=dict)
-    tenants: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -78,9 +87,11 @@ class Figures:
 def spread(values: Sequence[float] | np.ndarray) -> Spread:
     array = np.asarray(values, dtype=np.float64)
     if not array.size:
-        return Spread(0, *[float("nan")] * 6)
+        nan = float("nan")
+        return Spread(0, nan, nan, nan, nan, nan, nan)
     points = np.percentile(array, list(QUANTILES.values()))
-    return Spread(array.size, float(array.mean()), *(float(point) for point in points), float(array.max()))
+    p50, p90, p95, p99 = (float(point) for point in points)
+    return Spread(array.size, float(array.mean()), p50, p90, p95, p99, float(array.max()))
 
 
 def inter_token(records: Iterable[Record]) -> Spread:
@@ -89,8 +100,10 @@ def inter_token(records: Iterable[Record]) -> Spread:
 
 
 def coalescing(records: Iterable[Record]) -> Spread:
-    """How long tokens waited for the rest of their response, if the engine made them evenly over its gap: the j-th of
-    n tokens of a response with gap g waited (n - j) · g / n."""
+    """Estimate how long tokens waited for the rest of their response, if the engine generated them evenly.
+
+    The j-th of n tokens of a response with gap g waited (n - j) · g / n.
+    """
     waits: list[np.ndarray] = []
     for record in records:
         for gap, count in record.gaps:
@@ -99,27 +112,30 @@ def coalescing(records: Iterable[Record]) -> Spread:
 
 
 def compute(records: Sequence[Record], window: tuple[float, float], slo: Slo = Slo()) -> Figures:  # noqa: B008
-    """Figures of the requests intended within ``window`` (instants, from … until); rates count the tokens and the
-    ends of any request that fell into it. Those who left on purpose have a TTFT but no latency and no goodput."""
+    """Compute the figures of the requests intended within ``window`` (first and last instant).
+
+    Rates count the tokens and completions of any request within it. Requests that the client cancelled have a TTFT but
+    no latency and no goodput.
+    """
     begin_s, end_s = window
     window_s = max(end_s - begin_s, 1e-9)
     mine = [record for record in records if begin_s <= record.intended_s <= end_s]
     ok = [record for record in mine if record.ok]
-    stayed = [record for record in mine if not record.left]
+    awaited = [record for record in mine if not record.cancelled]
     good = [record for record in ok if slo.met_by(record)]
     ended_ok = [record for record in records if record.ok and begin_s <= record.ended_s <= end_s]
     tokens = sum(n for record in records for at_s, n in record.messages if begin_s <= at_s <= end_s)
-    read = sum(r.input_tokens for r in records if r.first_s is not None and begin_s <= r.first_s <= end_s)
+    prompt_tokens = sum(r.input_tokens for r in records if r.first_s is not None and begin_s <= r.first_s <= end_s)
     ttft, latency = spread([r.ttft_s for r in mine if r.ttft_s is not None]), spread([r.latency_s for r in ok])
     messages = sum(len(record.messages) for record in mine)
     return Figures(
         requests=len(mine),
         ok=len(ok),
         failed=sum(bool(record.error) for record in mine),
-        left=len(mine) - len(stayed),
+        cancelled=len(mine) - len(awaited),
         window_s=window_s,
         requests_per_s=len(ended_ok) / window_s,
-        input_tokens_per_s=read / window_s,
+        input_tokens_per_s=prompt_tokens / window_s,
         output_tokens_per_s=tokens / window_s,
         ttft_s=ttft,
         itl_s=inter_token(mine),
@@ -128,44 +144,36 @@ def compute(records: Sequence[Record], window: tuple[float, float], slo: Slo = S
         coalescing_s=coalescing(mine),
         tokens_per_message=sum(record.tokens for record in mine) / messages if messages else float("nan"),
         goodput_per_s=len(good) / window_s,
-        good_fraction=len(good) / len(stayed) if stayed else float("nan"),
+        good_fraction=len(good) / len(awaited) if awaited else float("nan"),
         slo=slo,
-        slo_met=_met_at_p95(stayed, slo),
-        errors=_counted(record.error.partition(":")[0] for record in mine if record.error),
-        tenants=_by_tenant(mine),
+        slo_met=_met_at_p95(awaited, slo),
+        errors=count(record.error_type for record in mine if record.error),
     )
 
 
-def window_of(records: Sequence[Record], started_s: float, warmup_s: float, duration_s: float | None) -> tuple:
-    """From the end of the warm-up to the end of the load, or of the last answer where only a number was asked for."""
+def window_of(
+    records: Sequence[Record], started_s: float, warmup_s: float, duration_s: float | None
+) -> tuple[float, float]:
+    """Return (end of the warm-up, end of the load); without a duration the load ends with the last answer."""
     begin_s = started_s + warmup_s
     if duration_s is not None:
         return begin_s, begin_s + duration_s
     return begin_s, max((record.ended_s for record in records), default=begin_s)
 
 
-def _met_at_p95(stayed: Sequence[Record], slo: Slo) -> bool:
-    if not stayed:
+def _met_at_p95(awaited: Sequence[Record], slo: Slo) -> bool:
+    if not awaited:
         return False
-    ttfts = [record.ttft_s if record.ok and record.ttft_s is not None else np.inf for record in stayed]
-    latencies = [record.latency_s if record.ok else np.inf for record in stayed]
-    # "higher": with a failure above the 95th percentile, interpolating towards infinity would say nothing.
+    ttfts = [record.ttft_s if record.ok and record.ttft_s is not None else np.inf for record in awaited]
+    latencies = [record.latency_s if record.ok else np.inf for record in awaited]
+    # "higher": with a failure above the 95th percentile, interpolation would yield infinity or nan.
     reached = [np.percentile(values, 95, method="higher") for values in (ttfts, latencies)]
     return bool(reached[0] < slo.ttft_s and reached[1] < slo.latency_s)
 
 
-def _counted(names: Iterable[str]) -> dict[str, int]:
+def count(names: Iterable[str]) -> dict[str, int]:
+    """Count how often each name occurs."""
     counts: dict[str, int] = {}
     for name in names:
         counts[name] = counts.get(name, 0) + 1
     return counts
-
-
-def _by_tenant(records: Sequence[Record]) -> dict[str, dict[str, float]]:
-    out = {}
-    for tenant in sorted({record.tenant for record in records if record.tenant}):
-        mine = [record for record in records if record.tenant == tenant]
-        ttft = spread([record.ttft_s for record in mine if record.ttft_s is not None])
-        tokens = sum(record.tokens for record in mine)
-        out[tenant] = {"requests": len(mine), "tokens": tokens, "ttft_p50_s": ttft.p50, "ttft_p95_s": ttft.p95}
-    return out

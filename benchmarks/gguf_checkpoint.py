@@ -1,9 +1,9 @@
-"""A Llama checkpoint of Hugging Face as a GGUF file, for llama.cpp. Run in llama.cpp's environment, which has gguf:
+"""Convert a Hugging Face Llama checkpoint to a GGUF file for llama.cpp. Runs in llama.cpp's environment, with gguf:
 
     python benchmarks/gguf_checkpoint.py CHECKPOINT OUT.gguf f32|bf16
 
-llama.cpp's own converter knows tokenizers by a digest of what they make of a text and refuses all others, ours among
-them; this one writes a byte-level BPE tokenizer as it is, with GPT-2's rule for splitting words.
+llama.cpp's own converter identifies tokenizers by a digest of an encoded text and refuses unknown ones, as ours; this
+one writes any byte-level BPE tokenizer, with GPT-2's pre-tokenization.
 """
 
 from __future__ import annotations
@@ -36,25 +36,27 @@ _LAYER_NAMES = {
 
 
 def renamed(name: str) -> str:
-    """GGUF's name of a tensor. Raises ValueError for one that a Llama does not have."""
+    """Return GGUF's name of a tensor. Raises ValueError for one that a Llama does not have."""
     if name in _NAMES:
         return _NAMES[name]
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
     if not match or match[2] not in _LAYER_NAMES:
-        raise ValueError(f"the tensor {name!r} is not one of a Llama without biases")
+        raise ValueError(f"tensor: must be one of a Llama without biases, got {name!r}")
     return f"blk.{match[1]}.{_LAYER_NAMES[match[2]]}.weight"
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a query or key projection in the order that llama.cpp rotates: Hugging Face pairs row i of a head with
-    row i + half, llama.cpp with its neighbour. f32[heads * size, hidden] both ways."""
+    """Reorder a query or key projection for llama.cpp's rotary embedding. f32[heads * size, hidden] both ways.
+
+    Hugging Face pairs row i of a head with row i + size / 2, llama.cpp rows 2i and 2i + 1.
+    """
     rows, hidden = weight.shape
     halves = weight.reshape(heads, 2, rows // heads // 2, hidden)
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, hidden))
 
 
 def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of a safetensors file, as f32. Raises ValueError for a type that is none of F32, F16, BF16."""
+    """Yield the tensors of a safetensors file as f32. Raises ValueError for a dtype other than F32, F16, BF16."""
     data = np.memmap(path, np.uint8, "r")
     size = int(data[:8].view("<u8")[0])
     for name, about in json.loads(bytes(data[8 : 8 + size])).items():
@@ -67,12 +69,12 @@ def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         elif about["dtype"] in ("F32", "F16"):
             values = raw.view({"F32": "<f4", "F16": "<f2"}[about["dtype"]]).astype(np.float32)
         else:
-            raise ValueError(f"the tensor {name!r} is {about['dtype']}; allowed are F32, F16 and BF16")
+            raise ValueError(f"dtype of tensor {name!r}: must be F32, F16 or BF16, got {about['dtype']}")
         yield name, values.reshape(about["shape"])
 
 
 def vocabulary(tokenizer: dict, size: int) -> tuple[list[str], list[bool], list[str]]:
-    """Of a tokenizer.json: the tokens by id, which of them are special, and the merges as ``left right``."""
+    """Return a tokenizer.json's tokens by id, which of them are special, and the merges as ``left right``."""
     tokens, special = [f"[unused{n}]" for n in range(size)], [False] * size
     for token, n in tokenizer["model"]["vocab"].items():
         tokens[n] = token
@@ -83,7 +85,7 @@ def vocabulary(tokenizer: dict, size: int) -> tuple[list[str], list[bool], list[
 
 
 def adds_begin(tokenizer: dict) -> bool:
-    """Whether it puts a special token in front of every text."""
+    """Return whether it puts a special token in front of every text."""
     post = tokenizer.get("post_processor") or {}
     templates = (
         [one for one in [post, *post.get("processors", [])] if one["type"] == "TemplateProcessing"] if post else []
@@ -92,13 +94,13 @@ def adds_begin(tokenizer: dict) -> bool:
 
 
 def write(checkpoint: Path, out: Path, precision: str) -> None:
-    """Writes the whole file. Norms stay f32, as llama.cpp wants them."""
+    """Write the GGUF file. Norms stay f32, as llama.cpp requires."""
     import gguf
 
     config = json.loads((checkpoint / "config.json").read_text())
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
     if config["architectures"] != ["LlamaForCausalLM"]:
-        raise ValueError(f"{checkpoint} is {config['architectures']}; allowed is LlamaForCausalLM")
+        raise ValueError(f"architectures: must be LlamaForCausalLM, got {config['architectures']} in {checkpoint}")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // heads
     kind = gguf.GGMLQuantizationType[precision.upper()]

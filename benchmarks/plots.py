@@ -1,8 +1,8 @@
-"""Pictures of measurements for a report: the throughput-latency curve, distributions, and a run as it went.
+"""Plot measurements: the throughput-latency curve, distributions, and a timeline.
 
     python -m benchmarks plot RESULT.json [--out FOLDER]
 
-Needs matplotlib (requirements/bench.txt). Reads what ``run`` and ``sweep`` wrote; every picture is made of the records.
+Needs matplotlib (requirements/bench.txt). Reads what ``run`` and ``sweep`` wrote.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.record import Record
 from contract.errors import InvalidArgument, NotFound
 
-# Okabe and Ito's colours, told apart by everybody.
+# Okabe and Ito's colours, distinguishable with colour vision deficiencies.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#666666"
 BIN_S = 0.25
 _STYLE = {
@@ -33,7 +33,10 @@ _STYLE = {
 
 
 def draw(result: Path, out: Path) -> list[Path]:
-    """All pictures a result allows. Raises InvalidArgument for what is no result, NotFound without matplotlib."""
+    """Plot a result; return the files.
+
+    Raises: InvalidArgument for a file that is no result, NotFound without matplotlib.
+    """
     try:
         import matplotlib
 
@@ -58,28 +61,29 @@ def _read(result: Path) -> list[dict]:
         runs = json.loads(result.read_text())
         for run in runs:
             run["records"] = [Record.from_json(record) for record in run["records"]]
-            run["figures"]["ttft_s"]["p50"]
+            run["figures"]["ttft_s"]["p50"], run["host_load"]["others"]
     except OSError as exc:
-        raise InvalidArgument("result", f"cannot read {result}: {exc.strerror}") from exc
-    except (ValueError, KeyError, TypeError) as exc:
-        raise InvalidArgument("result", f"{result} was not written by run or sweep ({exc!r})") from exc
+        raise InvalidArgument("result", f"must be a readable file, got {result}: {exc.strerror}") from exc
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise InvalidArgument("result", f"must be a file written by run or sweep, got {result} ({exc!r})") from exc
     if not any(run["records"] for run in runs):
-        raise InvalidArgument("result", f"{result} holds no records")
+        raise InvalidArgument("result", f"must have records, got none in {result}")
     return runs
 
 
 def _caption(figure, run: dict) -> None:
     conditions, load = run["conditions"], run["workload"]
-    others = run["company"]["others"] + run["company"]["stolen"]
+    others = run["host_load"]["others"] + run["host_load"]["stolen"]
     text = (
         f"engine {conditions.get('engine', '?')} · in {load['input_tokens']}, out {load['output_tokens']} · "
-        f"{conditions['cpu']}, {conditions['cores']} cores · {run['when']} · others used {others:.0%} of the machine"
+        f"{conditions['cpu']}, {conditions['cores']} cores · {run['when']} · "
+        f"other processes used {others:.0%} of the machine"
     )
     figure.text(0.01, 0.005, text, fontsize=6.5, color=GREY)
 
 
 def _curve(plt, runs: list[dict], path: Path) -> Path:
-    """Throughput to the right, latency up; each point is a load, named."""
+    """Plot latency over throughput, one point per load."""
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.8))
     rate = [run["figures"]["output_tokens_per_s"] for run in runs]
     panels = (("ttft_s", "Time to first token"), ("itl_s", "Inter-token latency"), ("latency_s", "End to end"))
@@ -95,19 +99,19 @@ def _curve(plt, runs: list[dict], path: Path) -> Path:
         axis.set_xlim(left=0)
     slo = runs[0]["figures"]["slo"]
     for axis, limit_s in ((axes[0], slo["ttft_s"]), (axes[2], slo["latency_s"])):
-        if axis.get_ylim()[1] > limit_s * 500:  # worth showing: the curve comes near it
+        if axis.get_ylim()[1] > limit_s * 500:  # the curve comes near it
             axis.axhline(limit_s * 1e3, color=GREY, linestyle="--", linewidth=1)
             axis.annotate(
                 "SLO, P95", (0, limit_s * 1e3), xytext=(3, 3), textcoords="offset points", fontsize=7, color=GREY
             )
     closed = runs[0]["workload"]["loop"].startswith("closed")
-    points = "at each point: requests under way" if closed else None
+    points = "at each point: requests in flight" if closed else None
     axes[0].legend(loc="upper left", title=points, title_fontsize=7, alignment="left")
     return _save(plt, figure, runs[-1], path)
 
 
 def _distributions(plt, runs: list[dict], path: Path) -> Path:
-    """How many requests, or tokens, were served within a time: cumulative, logarithmic time."""
+    """Plot cumulative distributions over logarithmic time."""
     from matplotlib.ticker import LogLocator
 
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.8))
@@ -117,7 +121,7 @@ def _distributions(plt, runs: list[dict], path: Path) -> Path:
         begin_s, end_s = run["window"]
         records = [record for record in run["records"] if begin_s <= record.intended_s <= end_s]
         gaps = [gap for record in records for gap in record.gaps]
-        per_token = np.repeat([gap / count for gap, count in gaps], [count for _, count in gaps]) if gaps else []
+        per_token = np.repeat([gap / count for gap, count in gaps], [count for _, count in gaps])
         columns = (
             [record.ttft_s for record in records if record.ttft_s is not None],
             per_token,
@@ -130,8 +134,8 @@ def _distributions(plt, runs: list[dict], path: Path) -> Path:
     titles = (("Time to first token", "share of requests"), ("Inter-token latency", "share of tokens"))
     for axis, (title, ylabel) in zip(axes, (*titles, ("Gap between messages", "share of messages")), strict=True):
         axis.set(title=title, xlabel="ms", ylabel=ylabel, ylim=(0, 1.01))
-        if not axis.lines:  # answers that came whole have no gaps
-            axis.text(0.5, 0.5, "nothing to show", transform=axis.transAxes, ha="center", va="center", color=GREY)
+        if not axis.lines:  # answers that are not streamed have no gaps
+            axis.text(0.5, 0.5, "no data", transform=axis.transAxes, ha="center", va="center", color=GREY)
             axis.set_xticks([])
             continue
         axis.set_xscale("symlog" if min(line.get_xdata().min() for line in axis.lines) <= 0 else "log")
@@ -149,7 +153,7 @@ def _distributions(plt, runs: list[dict], path: Path) -> Path:
 
 
 def _timeline(plt, run: dict, path: Path) -> Path:
-    """Tokens per second, requests under way and first tokens over the run's own clock."""
+    """Plot tokens per second, requests in flight and times to first token over the run."""
     records, zero_s = run["records"], run["started_s"]
     figure, axes = plt.subplots(3, 1, figsize=(10, 6.2), sharex=True)
     last_s = max(record.ended_s for record in records) - zero_s
@@ -162,8 +166,8 @@ def _timeline(plt, run: dict, path: Path) -> Path:
     begins = sorted(record.intended_s - zero_s for record in records)
     ends = sorted(record.ended_s - zero_s for record in records)
     times = np.array(sorted(begins + ends))
-    under_way = np.searchsorted(begins, times, side="right") - np.searchsorted(ends, times, side="right")
-    axes[1].step(times, under_way, where="post", color=GREEN, label="under way, client")
+    in_flight = np.searchsorted(begins, times, side="right") - np.searchsorted(ends, times, side="right")
+    axes[1].step(times, in_flight, where="post", color=GREEN, label="in flight, client")
     gauges = run["server"]["gauges"] if run["server"] else []
     if gauges:
         at = [instant - zero_s for instant, _ in gauges]
@@ -172,7 +176,7 @@ def _timeline(plt, run: dict, path: Path) -> Path:
                 at, [seen[name] for _, seen in gauges], "o", color=colour, markersize=3, label=f"{name}, server"
             )
     axes[1].set(title="Requests", ylabel="requests")
-    axes[1].set_ylim(0, 1.3 * max(1, *under_way.tolist()))
+    axes[1].set_ylim(0, 1.3 * max(1, *in_flight.tolist()))
     axes[1].yaxis.get_major_locator().set_params(integer=True)
     axes[1].legend(loc="upper right", fontsize=7, ncol=3)
     dots = [(r.intended_s - zero_s, r.ttft_s * 1e3) for r in records if r.ttft_s is not None]

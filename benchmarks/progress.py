@@ -1,4 +1,4 @@
-"""One line on the terminal that tells how a run goes; nothing where nobody watches."""
+"""Show the progress of a run in one terminal line; nothing if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.driver import Progress
 
 
 class ProgressLine:
-    """Call it with every Progress; leave the block to wipe the line."""
+    """A context manager; call it with every Progress. Leaving the block clears the line."""
 
     def __init__(self, label: str, output: TextIO = sys.stderr) -> None:
         self._label, self._output = label, output
@@ -26,11 +26,11 @@ class ProgressLine:
 
     def __call__(self, now: Progress) -> None:
         before = self._last or Progress(0.0, 0, 0, 0, 0)
-        pace = (now.tokens - before.tokens) / max(1e-9, now.elapsed_s - before.elapsed_s)
+        rate = (now.tokens - before.tokens) / max(1e-9, now.elapsed_s - before.elapsed_s)
         self._last = now
         failed = f"  {now.failed} failed" if now.failed else ""
-        counts = f"{now.running} under way  {now.done} done{failed}"
-        self._write(f"  {self._label}  {now.elapsed_s:5.1f} s  {counts}  {pace:,.0f} tok/s")
+        counts = f"{now.running} in flight  {now.done} done{failed}"
+        self._write(f"  {self._label}  {now.elapsed_s:5.1f} s  {counts}  {rate:,.0f} tok/s")
 
     def _write(self, text: str) -> None:
         if self._output.isatty():

@@ -1,9 +1,10 @@
-"""Prompt texts of a wanted length: seeded words, counted by the engine's own tokenizer where there is one."""
+"""Make prompt texts of a given number of tokens: seeded words, counted by the engine's tokenizer if there is one."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
@@ -20,35 +21,41 @@ WORDS = (
 MOST_WORDS_PER_TOKEN = 4
 
 
+class PromptSource(Protocol):
+    def text(self, rng: random.Random, tokens: int, prefix: str = "") -> str:
+        """Return a prompt of ``tokens`` tokens that begins with ``prefix``."""
+
+
 class Prompts:
-    """Without a tokenizer a word counts as a token; what it really was is in every answer's usage."""
+    """Prompts of random words. Without a tokenizer a word counts as a token; the answers' usage has the real count."""
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self._tokenizer = tokenizer
 
     @classmethod
     def for_engine(cls, folder: Path | None) -> Prompts:
-        """Counted by ``folder``/tokenizer.json if that exists."""
+        """Count tokens by ``folder``/tokenizer.json if that exists."""
         file = folder / "tokenizer.json" if folder else None
         return cls(Tokenizer.from_file(str(file)) if file and file.exists() else None)
 
     def ids(self, text: str) -> list[int]:
-        """As the ensemble's tokenizer encodes it. Needs a tokenizer."""
+        """Encode as the ensemble's tokenizer does. Needs a tokenizer."""
+        assert self._tokenizer is not None, "there is a tokenizer"
         return self._tokenizer.encode(text).ids
 
     def count(self, text: str) -> int:
         return len(self.ids(text)) if self._tokenizer else len(text.split())
 
     def text(self, rng: random.Random, tokens: int, prefix: str = "") -> str:
-        """``prefix`` and random words, ``tokens`` tokens together (the prefix stays whole, and a word is added)."""
+        """Join ``prefix`` and random words, ``tokens`` tokens together, at least one word besides the prefix."""
         words = prefix.split(" ") if prefix else []
         words.append(rng.choice(WORDS))
-        # A vocabulary that swallows words (an unknown run is one token) never gets there; its prompts stay shorter.
+        # With a vocabulary that maps unknown words to one token the loop would not end; its prompts stay shorter.
         while (missing := tokens - self.count(" ".join(words))) > 0 and len(words) < MOST_WORDS_PER_TOKEN * tokens:
             words += rng.choices(WORDS, k=max(1, missing // 2))
         kept = len(prefix) + (1 if prefix else 0)
         text = " ".join(words)
-        # Whole words may have overshot: give back characters from the end, never from the prefix.
+        # Whole words may overshoot: remove characters from the end, never from the prefix.
         while self.count(text) > tokens and len(text) > kept + 1:
             over = self.count(text) - tokens
             text = text[: max(kept + 1, len(text) - max(1, over))].rstrip() or text[: kept + 1]

@@ -1,4 +1,4 @@
-"""A random Llama of about 160 million parameters as an engine: what a small real model costs, without its weights."""
+"""Build an engine from a random Llama of about 160 million parameters: the cost of a small real model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from benchmarks import checkpoints
-from benchmarks.served import ENGINES, ROOT
+from benchmarks.server_process import ENGINES, ROOT
 
 NAME = "bench-160m"
 CHECKPOINT = ROOT / ".cache" / "bench" / NAME
@@ -36,7 +36,7 @@ def parameters(config: dict = CONFIG) -> int:
 
 
 def engine(precision: str = "bf16") -> str:
-    """The name of the engine, built now unless it is there. Takes some ten seconds the first time."""
+    """Return the name of the engine, built if needed, which takes some ten seconds."""
     if not (CHECKPOINT / "model.safetensors").exists():
         checkpoints.write(CHECKPOINT, CONFIG | SPECIALS)
         write_tokenizer(CHECKPOINT)
@@ -51,8 +51,10 @@ def folder(precision: str = "bf16") -> Path:
 
 
 def write_tokenizer(into: Path) -> None:
-    """Byte-level BPE of the whole vocabulary, so that every id the model says is some text, as with a real model: all
-    pairs of lower-case letters, then pairs of those, with and without a space in front."""
+    """Write a byte-level BPE tokenizer of VOCABULARY tokens, so that every generated id has a text.
+
+    The merges are all pairs of lower-case letters, then pairs of those, with and without a space in front.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     pairs = [(first, second) for first in ["Ġ", *letters] for second in letters]

@@ -1,10 +1,10 @@
-"""The engine with nothing around it: OpenVINO's pipeline driven in process, the yardstick of the serving path.
+"""Drive OpenVINO's pipeline in process, without any server: the baseline for the cost of serving.
 
     python -m benchmarks.raw_engine ENGINE_FOLDER
 
-reads one JSON line per wave, ``{"prompts": [[ids], …], "max_tokens": n, "concurrency": n}``, and answers with one:
-tokens, wall seconds, CPU seconds, and the time to first token of every request. Loaded and configured exactly as the
-engine worker does it; so many requests are always in the pipeline, and a new one enters when one has ended.
+reads one JSON line per batch, ``{"prompts": [[ids], …], "max_tokens": n, "concurrency": n}``, and answers with one:
+tokens, wall seconds, CPU seconds, and the time to first token of every request. The pipeline is loaded and configured
+as in the engine worker; ``concurrency`` requests run at any time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.served import ROOT
+from benchmarks.server_process import ROOT
 from contract.errors import EngineFailed
 
 
@@ -37,18 +37,21 @@ class RawEngine:
         return self
 
     def __exit__(self, *_exc: object) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(30)
         self._process.stdout.close()
 
-    def wave(self, prompts: Sequence[Sequence[int]], max_tokens: int, concurrency: int) -> dict:
-        """{"tokens", "wall_s", "cpu_s", "ttfts_s", "longest_step_s"} of one wave."""
-        order = {"prompts": [list(ids) for ids in prompts], "max_tokens": max_tokens, "concurrency": concurrency}
-        self._process.stdin.write(json.dumps(order) + "\n")
+    def batch(self, prompts: Sequence[Sequence[int]], max_tokens: int, concurrency: int) -> dict:
+        """Run one batch; return {"tokens", "wall_s", "cpu_s", "ttfts_s", "longest_step_s"}."""
+        request = {"prompts": [list(ids) for ids in prompts], "max_tokens": max_tokens, "concurrency": concurrency}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> dict:
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise EngineFailed(f"the raw engine ended with code {self._process.wait()}")
@@ -56,7 +59,7 @@ class RawEngine:
 
 
 def main(folder: Path) -> None:
-    # Here and not above: the process that only talks to this one needs none of it.
+    # Not above: the parent process does not need them.
     import numpy as np
     import openvino as ov
 
@@ -71,14 +74,15 @@ def main(folder: Path) -> None:
     next_id = 0
     greedy = SamplingParams(temperature=0.0)
     for line in sys.stdin:
-        order = json.loads(line)
-        waiting = [np.array([ids], dtype=np.int64) for ids in reversed(order["prompts"])]
-        config = generation_config(order["max_tokens"], greedy, frozenset())
-        live: dict[int, tuple] = {}  # id -> (handle, instant it was added, its place in ttfts)
-        ttfts, tokens, longest_s = [], 0, 0.0
+        request = json.loads(line)
+        waiting = [np.array([ids], dtype=np.int64) for ids in reversed(request["prompts"])]
+        config = generation_config(request["max_tokens"], greedy, frozenset())
+        live: dict[int, tuple] = {}  # id -> (handle, instant it was added, its index in ttfts)
+        ttfts: list[float | None] = []
+        tokens, longest_s = 0, 0.0
         started_s, cpu_s = time.perf_counter(), time.process_time()
         while waiting or live:
-            while waiting and len(live) < order["concurrency"]:
+            while waiting and len(live) < request["concurrency"]:
                 next_id += 1
                 handle = pipeline.add_request(next_id, ov.Tensor(waiting.pop()), config)
                 live[next_id] = (handle, time.perf_counter(), len(ttfts))
@@ -87,12 +91,12 @@ def main(folder: Path) -> None:
             pipeline.step()
             now_s = time.perf_counter()
             longest_s = max(longest_s, now_s - step_s)
-            for number, (handle, added_s, place) in list(live.items()):
+            for number, (handle, added_s, index) in list(live.items()):
                 while handle.can_read():
                     for output in handle.read().values():
                         tokens += len(output.generated_ids)
-                        if ttfts[place] is None and output.generated_ids:
-                            ttfts[place] = now_s - added_s
+                        if ttfts[index] is None and output.generated_ids:
+                            ttfts[index] = now_s - added_s
                 if handle.get_status().name != "RUNNING":
                     del live[number]
         answer = {"tokens": tokens, "wall_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - cpu_s}

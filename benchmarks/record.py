@@ -1,36 +1,55 @@
-"""What is known of one request of a run. Instants are seconds on CLOCK_MONOTONIC, the engine's own clock too."""
+"""What is known of one request of a run. Instants are seconds on CLOCK_MONOTONIC, which the engine uses too."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 from contract.generation import Timings
 
 
 @dataclass
 class Record:
-    """intended_s: when it was to be sent; latencies count from there, so a generator or a server that falls behind
-    does not hide it. messages: (instant, new tokens) of every response with tokens. left: we went away on purpose.
+    """Hold one request's instants, tokens and outcome.
+
+    index: number of the request in its workload.
+    intended_s: when it was due; latencies count from there, so that a slow generator or server does not hide them.
+    sent_s: when it was sent.
+    messages: (instant, new tokens) of every response with tokens.
+    transit_s: seconds from a scripted source's write of each token to our read of it; empty for other servers.
+    ended_s: when the answer ended.
+    input_tokens: prompt tokens by the answer's usage; 0 if unknown.
+    usage_tokens: output tokens by the answer's usage; None if unknown.
+    finish_reason: "stop", "length" or "cancelled"; "" if the answer did not end.
+    error: ``ErrorType: message`` of a failed request, else "".
+    retry_after: whether the error told the client when to try again.
+    cancelled: whether the load generator cancelled it on purpose.
+    timings: the engine's own instants, if they were requested.
     """
 
     index: int
-    tenant: str
     intended_s: float
     sent_s: float = 0.0
     messages: list[tuple[float, int]] = field(default_factory=list)
+    transit_s: list[float] = field(default_factory=list)
     ended_s: float = 0.0
     input_tokens: int = 0
     usage_tokens: int | None = None
     finish_reason: str = ""
     error: str = ""
-    left: bool = False
+    retry_after: bool = False
+    cancelled: bool = False
     timings: Timings | None = None
 
     @property
     def ok(self) -> bool:
-        """Answered to the end."""
-        return not self.error and not self.left and self.finish_reason in ("stop", "length")
+        """Whether the answer was read to its end."""
+        return not self.error and not self.cancelled and self.finish_reason in ("stop", "length")
+
+    @property
+    def error_type(self) -> str:
+        return self.error.partition(":")[0]
 
     @property
     def tokens(self) -> int:
@@ -42,8 +61,13 @@ class Record:
 
     @property
     def ttft_s(self) -> float | None:
-        """From the intended instant."""
+        """Seconds from the intended instant to the first token."""
         return self.messages[0][0] - self.intended_s if self.messages else None
+
+    @property
+    def ttft_from_send_s(self) -> float | None:
+        """Seconds from the actual send to the first token."""
+        return self.messages[0][0] - self.sent_s if self.messages else None
 
     @property
     def latency_s(self) -> float:
@@ -51,7 +75,7 @@ class Record:
 
     @property
     def gaps(self) -> list[tuple[float, int]]:
-        """(seconds since the message before, tokens it brought), of all messages but the first."""
+        """(seconds since the previous message, tokens in it) of all messages but the first."""
         pairs = zip(self.messages, self.messages[1:], strict=False)
         return [(later - earlier, count) for (earlier, _), (later, count) in pairs]
 
@@ -59,6 +83,6 @@ class Record:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, table: dict) -> Record:
+    def from_json(cls, table: dict[str, Any]) -> Record:
         timings = Timings(**table["timings"]) if table["timings"] else None
         return cls(**table | {"messages": [tuple(message) for message in table["messages"]], "timings": timings})

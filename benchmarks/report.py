@@ -1,4 +1,4 @@
-"""Measurements for people and programs: a table on the terminal, CSV. (JSON is ``measurement.save``.)"""
+"""Format measurements: tables for the terminal, CSV files. (JSON is ``measurement.save``.)"""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks import self_check
 from benchmarks.figures import Spread
 from benchmarks.measurement import Measurement
+from benchmarks.server_side import HistogramFigures, ServerSide
 
 _MB = 1e6
 SPREADS = ("ttft_s", "itl_s", "gap_s", "latency_s")
@@ -22,7 +23,7 @@ _SPREAD_NAMES = {
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
-    """Columns as wide as they must be; the first to the left, the others to the right."""
+    """Format aligned columns: the first to the left, the others to the right."""
     text = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in text) for column in range(len(header))]
 
@@ -34,7 +35,7 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
 
 
 def ms(seconds: float) -> str:
-    """Three digits or so; '-' for what was not measured."""
+    """Format seconds as milliseconds with about three digits; "-" for nan."""
     if math.isnan(seconds):
         return "-"
     value = seconds * 1e3
@@ -50,21 +51,28 @@ def share(value: float) -> str:
 
 
 def on(conditions: Mapping[str, object]) -> str:
-    """The machine in one line."""
-    load = conditions["load_average_1min"]
-    return f"{conditions['cpu']}, {conditions['cores']} cores, load average {load:.1f} before"
+    """Describe the machine in one line."""
+    return (
+        f"{conditions['cpu']}, {conditions['cores']} cores, load average {conditions['load_average_1min']:.1f} before"
+    )
+
+
+def disturbance(others: float) -> str:
+    """Format the share of the machine that other processes used, with a warning if it was too much."""
+    warning = "; too much, do not use these figures" if others > self_check.OTHERS_SHARE else ""
+    return f"  other processes used {others:.0%} of the machine meanwhile{warning}"
 
 
 def of_run(found: Measurement) -> str:
-    """Everything about one run."""
+    """Format everything about one run."""
     figures, workload = found.figures, found.workload
     conditions = found.conditions
     parts = [
         f"{found.name}: {workload['loop']}; in {workload['input_tokens']}, out {workload['output_tokens']}",
         f"  {on(conditions)}",
         f"  {figures.requests} requests in {figures.window_s:.1f} s: {figures.ok} answered, {figures.failed} failed, "
-        f"{figures.left} left" + "".join(f"; {count} × {name}" for name, count in figures.errors.items()),
-        *_nothing(found),
+        f"{figures.cancelled} cancelled" + "".join(f"; {count} × {name}" for name, count in figures.errors.items()),
+        *_all_in_warmup(found),
         "",
         table(
             [(_SPREAD_NAMES[name], *_cells(getattr(figures, name))) for name in SPREADS],
@@ -75,14 +83,8 @@ def of_run(found: Measurement) -> str:
         f"requests/s {number(figures.requests_per_s, 2)}; tokens per message {number(figures.tokens_per_message, 2)}",
         f"  goodput {number(figures.goodput_per_s, 2)} requests/s ({share(figures.good_fraction)}) under TTFT "
         f"{figures.slo.ttft_s * 1e3:g} ms and latency {figures.slo.latency_s:g} s; at P95 "
-        + ("both hold" if figures.slo_met else "they do not hold"),
+        + ("both are met" if figures.slo_met else "they are not met"),
     ]
-    if figures.tenants:
-        rows = [
-            (name, one["requests"], one["tokens"], ms(one["ttft_p50_s"]), ms(one["ttft_p95_s"]))
-            for name, one in figures.tenants.items()
-        ]
-        parts += ["", table(rows, ("tenant", "requests", "tokens", "TTFT p50 ms", "p95"))]
     parts += _server(found) + _processes(found)
     parts += ["", f"  self-check: {self_check.verdict(found.checks)}"]
     marks = {True: "ok", False: "NOT OK", None: "-"}
@@ -90,11 +92,11 @@ def of_run(found: Measurement) -> str:
     return "\n".join(parts)
 
 
-def _nothing(found: Measurement) -> list[str]:
-    """Why there are no figures although there was a load."""
+def _all_in_warmup(found: Measurement) -> list[str]:
+    """Explain a run without figures."""
     if found.figures.requests or not found.records:
         return []
-    return [f"  all {len(found.records)} requests were sent during the warm-up; set --warmup 0 or a longer --duration"]
+    return [f"  warmup: must end before the load does, all {len(found.records)} requests were sent within it"]
 
 
 def _server(found: Measurement) -> list[str]:
@@ -106,15 +108,15 @@ def _server(found: Measurement) -> list[str]:
         for name, one in [("TTFT", server.latencies["ttft"]), *((f"  {k}", v) for k, v in server.phases.items())]
     ]
     rows += [(n, o.count, ms(o.mean_s), ms(o.p50_s), ms(o.p95_s), ms(o.p99_s)) for n, o in _rest(server)]
-    out = ["", table(rows, ("server's own, ms", "count", "mean", "p50", "p95", "p99"))]
+    out = ["", table(rows, ("server's metrics, ms", "count", "mean", "p50", "p95", "p99"))]
     if server.bottleneck:
-        out.append(f"  most of the first token's time: {server.bottleneck}")
+        out.append(f"  largest part of the time to first token: {server.bottleneck}")
     if server.cached_tokens:
         out.append(f"  {server.cached_tokens:,} of {server.input_tokens:,} prompt tokens came from the prefix cache")
     return out
 
 
-def _rest(server):
+def _rest(server: ServerSide) -> list[tuple[str, HistogramFigures]]:
     return [(name, server.latencies[name]) for name in ("itl", "latency")]
 
 
@@ -167,13 +169,13 @@ def of_sweep(found: Sequence[Measurement]) -> str:
 
 
 def write_csv(found: Sequence[Measurement], folder: Path, kind: str) -> list[Path]:
-    """``kind``.csv: a row per run; ``kind``-requests.csv: a row per request. Times in seconds."""
+    """Write ``kind``.csv, a row per run, and ``kind``-requests.csv, a row per request. Times in seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     runs, requests = folder / f"{kind}.csv", folder / f"{kind}-requests.csv"
     with runs.open("w", newline="") as file:
         writer = csv.writer(file)
-        names = ("requests", "ok", "failed", "left", "window_s", "requests_per_s", "input_tokens_per_s")
-        names += ("output_tokens_per_s", "tokens_per_message", "goodput_per_s", "good_fraction", "slo_met")
+        names = ["requests", "ok", "failed", "cancelled", "window_s", "requests_per_s", "input_tokens_per_s"]
+        names += ["output_tokens_per_s", "tokens_per_message", "goodput_per_s", "good_fraction", "slo_met"]
         fields = Spread.__dataclass_fields__
         spreads = [f"{name.removesuffix('_s')}_{field}_s" for name in SPREADS for field in fields if field != "count"]
         writer.writerow(["name", *names, *spreads, "serving_cpu_us_per_token", "verdict"])
@@ -185,16 +187,16 @@ def write_csv(found: Sequence[Measurement], folder: Path, kind: str) -> list[Pat
     with requests.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(
-            ["name", "index", "tenant", "intended_s", "sent_s", "ttft_s", "latency_s", "input_tokens", "output_tokens"]
-            + ["messages", "finish_reason", "left", "error"]
+            ["name", "index", "intended_s", "sent_s", "ttft_s", "latency_s", "input_tokens", "output_tokens"]
+            + ["messages", "finish_reason", "cancelled", "error"]
         )
         for one in found:
             for r in one.records:
                 instants = [f"{at_s - one.started_s:.6f}" for at_s in (r.intended_s, r.sent_s)]
                 ttft = "" if r.ttft_s is None else f"{r.ttft_s:.6f}"
                 writer.writerow(
-                    [one.name, r.index, r.tenant, *instants, ttft, f"{r.latency_s:.6f}", r.input_tokens, r.tokens]
-                    + [len(r.messages), r.finish_reason, int(r.left), r.error]
+                    [one.name, r.index, *instants, ttft, f"{r.latency_s:.6f}", r.input_tokens, r.tokens]
+                    + [len(r.messages), r.finish_reason, int(r.cancelled), r.error]
                 )
     return [runs, requests]
 

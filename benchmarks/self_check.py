@@ -1,6 +1,6 @@
-"""Can the figures be believed? Client and server are asked the same questions, and the generator is asked about itself.
+"""Check whether the figures are sound: compare client and server, and check the load generator itself.
 
-A check that could not be made (no metrics, no timings) says so and neither passes nor fails.
+A check without data (no metrics, no timings) is reported as not checked.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from benchmarks.driver import GeneratorUse
-from benchmarks.machine import Company
+from benchmarks.machine import HostLoad
 from benchmarks.record import Record
 from benchmarks.server_side import ServerSide
 
-# The client's TTFT holds the server's plus the way there and back: gRPC, the queue before the tokenizer, and the
-# detokenizer. So much more is believed, or this share of the server's own, whichever is larger; less is never.
+# The client's TTFT is the server's plus gRPC, the queue before the tokenizer, and the detokenizer. It may exceed the
+# server's by this much, or by this share of the server's own, whichever is larger; it must not be less.
 TTFT_MORE_S = 0.025
 TTFT_MORE_SHARE = 0.25
 TTFT_LESS_S = 0.001
-# The supervisor's canary asks for a token now and then; nobody else should.
-CANARY_EVERY_S = 1.0
-CANARY_TOKENS = 16
+# The supervisor's liveness probe generates tokens too.
+PROBE_EVERY_S = 1.0
+PROBE_TOKENS = 16
 LAG_P99_S = 0.02
 CPU_SHARE = 0.85
 OTHERS_SHARE = 0.1
@@ -30,7 +30,7 @@ OTHERS_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Check:
-    """ok is None where it could not be made."""
+    """One check; ok is None if there was no data for it."""
 
     name: str
     ok: bool | None
@@ -44,7 +44,7 @@ def checks(
     records: Sequence[Record],
     server: ServerSide | None,
     generators: Sequence[GeneratorUse],
-    company: Company,
+    host_load: HostLoad,
     open_loop: bool,
 ) -> list[Check]:
     return [
@@ -57,25 +57,25 @@ def checks(
         cpu(generators),
         *([punctuality(records)] if open_loop else []),
         event_loop(generators),
-        alone(company),
+        machine_load(host_load),
     ]
 
 
 def verdict(found: Sequence[Check]) -> str:
     failed = [check.name for check in found if check.ok is False]
-    unmade = [check.name for check in found if check.ok is None]
+    unchecked = [check.name for check in found if check.ok is None]
     if failed:
         return f"doubtful: {', '.join(failed)}"
-    return "sound" + (f" as far as it was checked (not checked: {', '.join(unmade)})" if unmade else "")
+    return "sound" + (f" as far as it was checked (not checked: {', '.join(unchecked)})" if unchecked else "")
 
 
-def believable_more_s(server_ttft_s: float) -> float:
-    """By how much the client's TTFT may exceed the server's."""
+def ttft_tolerance_s(server_ttft_s: float) -> float:
+    """Return by how much the client's TTFT may exceed the server's."""
     return max(TTFT_MORE_S, TTFT_MORE_SHARE * server_ttft_s)
 
 
 def answers(records: Sequence[Record]) -> Check:
-    """Failures are figures; of a run without a single answer there are none."""
+    """Check that at least one request was answered; single failures are part of the figures."""
     failed = sum(bool(record.error) for record in records)
     if not records:
         return Check("answers", None, "nothing was sent")
@@ -83,20 +83,19 @@ def answers(records: Sequence[Record]) -> Check:
 
 
 def ttft_per_request(records: Sequence[Record]) -> Check:
-    """Each request's own instants from the engine against ours, at the median.
+    """Compare each request's engine timings with the client's instants, at the median.
 
-    The only response of an answer that came whole left the engine at its last token."""
+    The only message of an answer that is not streamed leaves the engine with its last token.
+    """
     name = "TTFT, request by request"
 
-    def server_s(record: Record) -> float:
-        timings, whole = record.timings, len(record.messages) == 1
-        return ((timings.last_token_ns if whole else timings.first_token_ns) - timings.arrival_ns) / 1e9
-
-    pairs = [
-        (record.first_s - record.sent_s, server_s(record))
-        for record in records
-        if record.timings is not None and record.first_s is not None
-    ]
+    pairs = []
+    for record in records:
+        timings, ttft_s = record.timings, record.ttft_from_send_s
+        if timings is not None and ttft_s is not None:
+            whole = len(record.messages) == 1
+            first_ns = timings.last_token_ns if whole else timings.first_token_ns
+            pairs.append((ttft_s, (first_ns - timings.arrival_ns) / 1e9))
     if not pairs:
         return Check(name, None, "the server sent no timings")
     clients, servers = np.array(pairs).T
@@ -106,11 +105,11 @@ def ttft_per_request(records: Sequence[Record]) -> Check:
 
 
 def ttft_on_average(records: Sequence[Record], server: ServerSide | None) -> Check:
-    """The mean of the server's histogram against the mean of ours, over all requests with a first token."""
+    """Compare the mean of the server's histogram with the client's mean, over all requests with a first token."""
     name = "TTFT, server's histogram"
     if server is None or not server.latencies["ttft"].count:
         return Check(name, None, "the server's metrics have no TTFT")
-    ours = [record.first_s - record.sent_s for record in records if record.first_s is not None]
+    ours = [ttft_s for record in records if (ttft_s := record.ttft_from_send_s) is not None]
     if not ours:
         return Check(name, None, "no request had a first token")
     found = server.latencies["ttft"]
@@ -120,7 +119,7 @@ def ttft_on_average(records: Sequence[Record], server: ServerSide | None) -> Che
 
 
 def _ttft(name: str, more_s: float, server_s: float, how: str) -> Check:
-    allowed_s = believable_more_s(server_s)
+    allowed_s = ttft_tolerance_s(server_s)
     ok = -TTFT_LESS_S <= more_s <= allowed_s
     between = f"allowed {-TTFT_LESS_S * 1e3:g} … {allowed_s * 1e3:.1f} ms"
     return Check(
@@ -129,15 +128,15 @@ def _ttft(name: str, more_s: float, server_s: float, how: str) -> Check:
 
 
 def output_tokens(records: Sequence[Record], server: ServerSide | None) -> Check:
-    """Everything the server counted arrived. Of requests that were left or failed it may have made more."""
+    """Check that every token the server counted arrived, cancelled and failed requests excepted."""
     name = "output tokens"
     if server is None or not server.requests:
         return Check(name, None, "the server's metrics do not count them")
     ours, theirs = sum(record.tokens for record in records), server.output_tokens
-    made_more = any(record.left or record.error for record in records)
-    ok = ours <= theirs and (made_more or theirs - ours <= _canary(records))
-    note = "; it may have made more for requests that were left or failed" if made_more else ""
-    return Check(name, ok, f"{ours} arrived, the server made {theirs}{note}")
+    incomplete = any(record.cancelled or record.error for record in records)
+    ok = ours <= theirs and (incomplete or theirs - ours <= _probe_tokens(records))
+    note = "; more are possible for cancelled or failed requests" if incomplete else ""
+    return Check(name, ok, f"{ours} arrived, the server generated {theirs}{note}")
 
 
 def input_tokens(records: Sequence[Record], server: ServerSide | None) -> Check:
@@ -146,19 +145,19 @@ def input_tokens(records: Sequence[Record], server: ServerSide | None) -> Check:
         return Check(name, None, "the server's metrics do not count them")
     unknown = any(not record.input_tokens for record in records)
     ours, theirs = sum(record.input_tokens for record in records), server.input_tokens
-    ok = ours <= theirs and (unknown or theirs - ours <= _canary(records))
-    note = "; not known for requests that were left or failed" if unknown else ""
-    return Check(name, ok, f"usage says {ours}, the server's counter {theirs}{note}")
+    ok = ours <= theirs and (unknown or theirs - ours <= _probe_tokens(records))
+    note = "; unknown for cancelled or failed requests" if unknown else ""
+    return Check(name, ok, f"{ours} by usage, {theirs} by the server's counter{note}")
 
 
 def usage_tokens(records: Sequence[Record]) -> Check:
-    """What every answer says it holds is what arrived."""
+    """Check that each answer's usage equals the tokens that arrived."""
     name = "usage"
-    told = [record for record in records if record.usage_tokens is not None and not record.left]
-    if not told:
-        return Check(name, None, "no answer carried its usage")
-    wrong = sum(record.usage_tokens != record.tokens for record in told)
-    return Check(name, wrong == 0, f"{wrong} of {len(told)} answers say another number of tokens than they brought")
+    with_usage = [record for record in records if record.usage_tokens is not None and not record.cancelled]
+    if not with_usage:
+        return Check(name, None, "no answer had a usage")
+    wrong = sum(record.usage_tokens != record.tokens for record in with_usage)
+    return Check(name, wrong == 0, f"{wrong} of {len(with_usage)} answers have a usage that differs from their tokens")
 
 
 def cpu(generators: Sequence[GeneratorUse]) -> Check:
@@ -178,7 +177,7 @@ def event_loop(generators: Sequence[GeneratorUse]) -> Check:
 
 
 def punctuality(records: Sequence[Record]) -> Check:
-    """Whether requests left when they were due. Latencies count from there in any case."""
+    """Check that requests were sent when they were due. Latencies count from the intended instant in any case."""
     late = [record.sent_s - record.intended_s for record in records if record.sent_s]
     if not late:
         return Check("load generator: punctuality", None, "nothing was sent")
@@ -187,21 +186,21 @@ def punctuality(records: Sequence[Record]) -> Check:
     return Check("load generator: punctuality", p99_s <= LAG_P99_S, detail)
 
 
-def alone(company: Company) -> Check:
-    """Whether the machine had nothing else to do."""
-    share = company.others + company.stolen
-    detail = f"ours used {company.ours:.0%} of the machine, others {share:.0%}, allowed {OTHERS_SHARE:.0%}"
-    return Check("machine to ourselves", share <= OTHERS_SHARE, detail)
+def machine_load(host_load: HostLoad) -> Check:
+    """Check that other processes used little of the machine."""
+    share = host_load.disturbance
+    detail = f"ours used {host_load.ours:.0%} of the machine, others {share:.0%}, allowed {OTHERS_SHARE:.0%}"
+    return Check("machine load", share <= OTHERS_SHARE, detail)
 
 
 def saturated(found: Sequence[Check]) -> bool:
-    """Whether the generator itself, not the server, may have set the pace."""
+    """Return whether the generator rather than the server may have limited the run."""
     return any(check.ok is False for check in found if check.name == "load generator: CPU")
 
 
-def _canary(records: Sequence[Record]) -> int:
-    """Tokens that canary requests may have added meanwhile."""
+def _probe_tokens(records: Sequence[Record]) -> int:
+    """Return how many tokens liveness probes may have added meanwhile."""
     if not records:
         return 0
     span_s = max(record.ended_s for record in records) - min(record.sent_s or record.intended_s for record in records)
-    return CANARY_TOKENS * (1 + int(span_s / CANARY_EVERY_S))
+    return PROBE_TOKENS * (1 + int(span_s / PROBE_EVERY_S))

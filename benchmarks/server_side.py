@@ -1,4 +1,4 @@
-"""What the server says of a run: its histograms and counters before and after, its gauges meanwhile."""
+"""Read the server's own metrics of a run: histograms and counters before and after, gauges meanwhile."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ GAUGES = {
     "waiting": ("nv_trt_llm_request_metrics", {"request_type": "waiting"}),
     "kv_usage": ("nv_trt_llm_kv_cache_block_metrics", {"kv_cache_block_type": "fraction"}),
 }
-SETTLE_S = 0.15  # the engine shows what it knows every 100 ms
-SETTLE_PATIENCE_S = 3.0
+SETTLE_S = 0.15  # the engine publishes its gauges every 100 ms
+SETTLE_TIMEOUT_S = 3.0
 WATCH_EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
 class HistogramFigures:
-    """Seconds; quantiles are interpolated within the server's buckets."""
+    """A histogram in seconds; quantiles are interpolated within the server's buckets."""
 
     count: int
     mean_s: float
@@ -46,7 +46,12 @@ class HistogramFigures:
 
 @dataclass(frozen=True)
 class ServerSide:
-    """Differences over the run. ``gauges``: (instant on the monotonic clock, {gauge: value})."""
+    """Differences over the run.
+
+    requests, cancellations, errors: counts by finish reason, reason, error type.
+    latencies, phases: by the names of LATENCIES and PHASES.
+    gauges: (instant on the monotonic clock, {gauge: value}).
+    """
 
     requests: dict[str, int]
     input_tokens: int
@@ -60,19 +65,19 @@ class ServerSide:
 
     @property
     def bottleneck(self) -> str:
-        """The phase that most of the mean time to the first token goes to, or '' if nothing was measured."""
+        """The phase with the largest mean part of the time to first token; "" without data."""
         spent = {name: found.mean_s for name, found in self.phases.items() if found.count}
-        return max(spent, key=spent.get) if spent else ""
+        return max(spent, key=lambda name: spent[name]) if spent else ""
 
     def to_json(self) -> dict[str, object]:
         return asdict(self) | {"bottleneck": self.bottleneck}
 
 
 def difference(before: Page, after: Page, gauges: list[tuple[float, dict[str, float]]] | None = None) -> ServerSide:
-    def grown(name: str) -> int:
+    def growth(name: str) -> int:
         return round(after.value(name) - before.value(name))
 
-    def grown_by(name: str, label: str) -> dict[str, int]:
+    def growth_by(name: str, label: str) -> dict[str, int]:
         then = before.by_label(name, label)
         now = {key: round(value - then.get(key, 0.0)) for key, value in after.by_label(name, label).items()}
         return {key: value for key, value in now.items() if value}
@@ -81,12 +86,12 @@ def difference(before: Page, after: Page, gauges: list[tuple[float, dict[str, fl
         return HistogramFigures.of(after.histogram(name, **labels) - before.histogram(name, **labels))
 
     return ServerSide(
-        requests=grown_by(_REQUESTS, "finish_reason"),
-        input_tokens=grown("trident_input_tokens_total"),
-        output_tokens=grown("trident_output_tokens_total"),
-        cached_tokens=grown("trident_cached_prompt_tokens_total"),
-        cancellations=grown_by("trident_cancellations_total", "reason"),
-        errors=grown_by("trident_errors_total", "error_type"),
+        requests=growth_by(_REQUESTS, "finish_reason"),
+        input_tokens=growth("trident_input_tokens_total"),
+        output_tokens=growth("trident_output_tokens_total"),
+        cached_tokens=growth("trident_cached_prompt_tokens_total"),
+        cancellations=growth_by("trident_cancellations_total", "reason"),
+        errors=growth_by("trident_errors_total", "error_type"),
         latencies={short: spent(name) for short, name in LATENCIES.items()},
         phases={phase: spent(_PHASE, phase=phase) for phase in PHASES},
         gauges=gauges or [],
@@ -94,28 +99,28 @@ def difference(before: Page, after: Page, gauges: list[tuple[float, dict[str, fl
 
 
 def settled(url: str) -> Page:
-    """The page once the number of finished requests has stopped to grow."""
-    deadline_s = time.monotonic() + SETTLE_PATIENCE_S
+    """Scrape until the number of finished requests no longer grows; return the last scrape."""
+    deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
     page = exposition.fetch(url)
     while time.monotonic() < deadline_s:
         time.sleep(SETTLE_S)
         page, earlier = exposition.fetch(url), page
-        if page.value(_REQUESTS) == earlier.value(_REQUESTS) and _live(page) == 0:
+        if page.value(_REQUESTS) == earlier.value(_REQUESTS) and _active(page) == 0:
             break
     return page
 
 
-def _live(page: Page) -> float:
+def _active(page: Page) -> float:
     return page.value("nv_trt_llm_request_metrics", request_type="active")
 
 
 class GaugeWatch:
-    """Reads the gauges now and then from a thread of its own; ``seen`` grows."""
+    """Samples the gauges from a thread of its own into ``samples``."""
 
     def __init__(self, url: str, every_s: float = WATCH_EVERY_S) -> None:
-        self.seen: list[tuple[float, dict[str, float]]] = []
+        self.samples: list[tuple[float, dict[str, float]]] = []
         self._url, self._every_s = url, every_s
-        self._over = threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="gauges", daemon=True)
 
     def __enter__(self) -> GaugeWatch:
@@ -123,14 +128,14 @@ class GaugeWatch:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        self._over.set()
+        self._stop.set()
         self._thread.join(5)
 
     def _watch(self) -> None:
-        while not self._over.wait(self._every_s):
+        while not self._stop.wait(self._every_s):
             try:
                 page = exposition.fetch(self._url)
             except Unavailable:
                 continue
             now = {name: page.value(family, **labels) for name, (family, labels) in GAUGES.items()}
-            self.seen.append((time.monotonic(), now))
+            self.samples.append((time.monotonic(), now))

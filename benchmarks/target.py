@@ -1,54 +1,87 @@
-"""What load is driven at: the ensemble, through the client library.
-
-A target opens one request and yields TokenDeltas; ``engine_door`` and ``openai_door`` are the others.
-"""
+"""The servers that load can be sent to. The ensemble is here; ``engine_target``, ``openai_target`` and the byte-level
+ones in ``gateway/`` are the others."""
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from benchmarks.record import Record
 from benchmarks.workload import PlannedRequest
 from clients import NO_RETRY, AsyncClient
 from clients.wire.request import build
 from contract.generation import TokenDelta
 
-TENANT_HEADER = "x-tenant-id"
-
 
 class Target(Protocol):
-    def open(self, asked: PlannedRequest, *, ignore_eos: bool, stream: bool) -> AsyncIterator[TokenDelta]:
-        """The answer; leaving the iteration (aclose) cancels the request. Raises TridentError."""
+    """A server under load. Requests are never retried: a failure is a result."""
+
+    async def send(self, request: PlannedRequest, record: Record) -> None:
+        """Send one request and fill ``record`` with what comes back. Raises TridentError."""
 
     async def close(self) -> None: ...
 
 
-class Ensemble:
-    """One connection per tenant. Requests are never retried: a failure is a figure, not something to hide."""
+class DeltaStream(Protocol):
+    """An answer as it arrives."""
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
+
+    async def aclose(self) -> None:
+        """Cancel the request if it still runs."""
+
+
+class DeltaTarget(ABC):
+    """A target whose answers are streams of TokenDeltas."""
+
+    @abstractmethod
+    def open(self, request: PlannedRequest) -> DeltaStream:
+        """Return the answer; closing the iterator cancels the request. Raises TridentError."""
+
+    async def close(self) -> None:  # noqa: B027 - not every target holds a connection
+        """Close the connections."""
+
+    async def send(self, request: PlannedRequest, record: Record) -> None:
+        """As ``Target.send``; cancel after ``request.cancel_after_tokens``."""
+        tokens, stream = 0, self.open(request)
+        async for delta in stream:
+            if count := len(delta.token_ids):
+                record.messages.append((time.monotonic(), count))
+                tokens += count
+            if delta.finish_reason is not None:
+                record.ended_s = time.monotonic()
+                record.finish_reason = delta.finish_reason.value
+                record.timings = delta.timings
+                if delta.usage is not None:
+                    record.input_tokens = delta.usage.input_tokens
+                    record.usage_tokens = delta.usage.output_tokens
+            elif request.cancel_after_tokens is not None and tokens >= request.cancel_after_tokens:
+                record.cancelled = True
+                await stream.aclose()
+                return
+
+
+class EnsembleTarget(DeltaTarget):
+    """The ensemble over KServe gRPC, through the client library, on one connection."""
 
     def __init__(self, url: str, timeout_s: float = 120.0, timings: bool = True) -> None:
-        self._url = url
-        self._timeout_s = timeout_s
-        self._timings = timings
-        self._clients: dict[str, AsyncClient] = {}
+        self._url, self._timeout_s, self._timings = url, timeout_s, timings
+        self._client: AsyncClient | None = None  # made in the event loop that uses it
 
-    def open(self, asked: PlannedRequest, *, ignore_eos: bool, stream: bool) -> AsyncIterator[TokenDelta]:
-        request = build(
-            asked.prompt,
-            max_tokens=asked.max_tokens,
+    def open(self, request: PlannedRequest) -> DeltaStream:
+        self._client = self._client or AsyncClient(self._url, retry=NO_RETRY)
+        built = build(
+            request.prompt,
+            max_tokens=request.max_tokens,
             temperature=0.0,
-            ignore_eos=ignore_eos,
-            stream=stream,
+            ignore_eos=request.ignore_eos,
+            stream=request.stream,
             timeout_s=self._timeout_s,
         )
-        return self._client(asked.tenant).open(request, timings=self._timings)
+        return self._client.open(built, timings=self._timings)
 
     async def close(self) -> None:
-        for client in self._clients.values():
-            await client.close()
-
-    def _client(self, tenant: str) -> AsyncClient:
-        if tenant not in self._clients:
-            metadata = {TENANT_HEADER: tenant} if tenant else {}
-            self._clients[tenant] = AsyncClient(self._url, metadata=metadata, retry=NO_RETRY)
-        return self._clients[tenant]
+        if self._client is not None:
+            await self._client.close()

@@ -1,9 +1,9 @@
-"""What encoding a prompt costs: microseconds per token and prompts per second, by tokenizer family.
+"""Measure prompt encoding: microseconds per token and prompts per second, by tokenizer family.
 
     python -m benchmarks.tokenizer [--tokenizer PATH] [--tokens N]
 
-For every family (or the tokenizer named) a short prompt, one of N tokens and one of ten times N are encoded as the
-ensemble's tokenizer does it. CPU time of one thread, the best of five runs, so that a busy machine disturbs little.
+For every family (or the given tokenizer) a short prompt, one of N tokens and one of ten times N are encoded as the
+ensemble's tokenizer does it. CPU time of one thread, the best of five runs, which a busy machine disturbs little.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RUNS = 5
 
 
 def best_s(tokenizer: Tokenizer, text: str) -> float:
-    """CPU seconds of one encoding."""
+    """Return the CPU seconds of one encoding."""
     times = []
     for _ in range(RUNS):
         repeats = max(1, 20_000 // max(1, len(text)))
@@ -33,11 +33,11 @@ def best_s(tokenizer: Tokenizer, text: str) -> float:
 
 
 def text_of(tokenizer: Tokenizer, tokens: int) -> str:
-    """About ``tokens`` tokens of the families' own texts."""
+    """Return about ``tokens`` tokens of the families' texts."""
     text = "\n".join(TEXTS)
     per_token = len(text) / max(1, len(tokenizer.encode(text).ids))
-    wanted = max(1, round(tokens * per_token))
-    return (text * (wanted // len(text) + 1))[:wanted]
+    length = max(1, round(tokens * per_token))
+    return (text * (length // len(text) + 1))[:length]
 
 
 def row(name: str, tokenizer: Tokenizer, tokens: int) -> str:
@@ -50,7 +50,7 @@ def row(name: str, tokenizer: Tokenizer, tokens: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="what encoding a prompt costs, by tokenizer family")
+    parser = argparse.ArgumentParser(description="measure prompt encoding by tokenizer family")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json instead of the families")
     parser.add_argument("--tokens", type=int, default=512)
     options = parser.parse_args()

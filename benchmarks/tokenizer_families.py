@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -54,7 +55,7 @@ def _with_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def _trained_bpe(pre_tokenizer: pre_tokenizers.PreTokenizer, **trainer_options: object) -> Tokenizer:
+def _trained_bpe(pre_tokenizer: pre_tokenizers.PreTokenizer, **trainer_options: Any) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY_SIZE, show_progress=False, **trainer_options)
@@ -81,7 +82,7 @@ def byte_level_bpe_with_normalizer() -> Tokenizer:
 def _byte_fallback_bpe() -> Tokenizer:
     """A BPE of ``▁`` words, with one token for each of the 256 bytes in front as SentencePiece has it."""
     trained = _trained_bpe(pre_tokenizers.Metaspace(prepend_scheme="never"), limit_alphabet=70)
-    pieces = sorted(trained.get_vocab(), key=trained.get_vocab().get)
+    pieces = sorted(trained.get_vocab(), key=lambda piece: trained.get_vocab()[piece])
     tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     merges = [
         (piece[:cut], piece[cut:])

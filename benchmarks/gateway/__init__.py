@@ -1,1 +1,1 @@
-"""What the gateway adds to a replica, and what it withstands: measured from outside, against a scripted replica."""
+"""Measure what the gateway adds to a replica, and its limits, against a scripted replica."""

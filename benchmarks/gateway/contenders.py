@@ -1,4 +1,4 @@
-"""What is measured side by side: the gateway, LiteLLM's proxy and a plain FastAPI relay, each a process of its own."""
+"""The proxies that are compared: the gateway, LiteLLM's and a plain FastAPI relay, each a process of its own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from benchmarks import processes
 from benchmarks.environments import Environment
-from benchmarks.gateway.lifetime import ROOT, first_line, process
+from benchmarks.gateway.child_process import ROOT, first_line, process
 from benchmarks.processes import Use
 from contract.errors import EngineFailed
 
@@ -25,7 +27,7 @@ FASTAPI_ENVIRONMENT = Environment(
     "fastapi-relay", (("fastapi==0.165.0", "uvicorn[standard]==0.54.0", "tritonclient[grpc]==2.73.0"),)
 )
 START_S = 90.0
-# Room for whatever is asked: what is measured is the relaying. A section that a gateway does not know yet is not sent.
+# Limits that the load does not reach: relaying is measured, not admission.
 _RULES = """[admission]
 max_running = {running}
 tenant_share = 1.0
@@ -37,19 +39,24 @@ max_wait_s = {wait_s}
 
 @dataclass(frozen=True)
 class Contender:
-    """A running one. doors: HOST:PORT by kind, ``http`` or ``grpc``; root: its process, whose children count too."""
+    """A running proxy.
+
+    urls: HOST:PORT by protocol, ``http`` or ``grpc``.
+    root: its pid; its children count too.
+    metrics: HOST:PORT of its Prometheus metrics, "" if it has none.
+    """
 
     name: str
-    doors: Mapping[str, str]
+    urls: Mapping[str, str]
     root: int
-    metrics: str = ""  # HOST:PORT of its metrics page
+    metrics: str = ""
 
     def use(self) -> Use:
-        """CPU seconds since it began, and bytes, of the whole tree."""
-        return sum(processes.use(self.root).values(), start=Use(0.0, 0, 0, 0))
+        """Return CPU seconds since it began, and bytes, of the whole process tree."""
+        return processes.total(self.root)
 
     def alive(self) -> bool:
-        return Path(f"/proc/{self.root}").exists()
+        return psutil.pid_exists(self.root)
 
     def gauge(self, name: str) -> float:
         """A sample without labels of its metrics page; nan if there is none or nobody answers."""
@@ -69,17 +76,17 @@ class Contender:
 
 @contextmanager
 def scripted(kind: str, logs: Path) -> Iterator[str]:
-    """HOST:PORT of a scripted source: ``replica`` or ``openai``."""
+    """Start a scripted source, ``replica`` or ``openai``; yield its HOST:PORT."""
     log = logs / f"{kind}.log"
-    with process([sys.executable, "-m", f"benchmarks.gateway.scripted_{kind}"], log) as one:
-        yield f"127.0.0.1:{first_line(one, log)}"
+    with process([sys.executable, "-m", f"benchmarks.gateway.scripted_{kind}"], log) as child:
+        yield f"127.0.0.1:{first_line(child, log)}"
 
 
 @contextmanager
 def gateway(
     replica: str, logs: Path, running: int = 100_000, waiting: int = 100_000, wait_s: float = 60.0
 ) -> Iterator[Contender]:
-    """Our gateway in front of one replica. running: requests on the replica at once; waiting: more that may wait."""
+    """Start our gateway in front of one replica. running, waiting: its limits; wait_s: of the queue."""
     rules = logs / "gateway.toml"
     rules.parent.mkdir(parents=True, exist_ok=True)
     rules.write_text(_RULES.format(running=running, waiting=max(1, waiting), wait_s=wait_s))
@@ -97,28 +104,28 @@ def gateway(
     }
     environ = {f"TRIDENT_GATEWAY_{name}": value for name, value in settings.items()}
     log = logs / "gateway.log"
-    with process([sys.executable, "-m", "gateway"], log, environ) as one:
-        words = first_line(one, log).split()
-        doors = dict(zip(words[::2], words[1::2], strict=True))
-        _wait(doors["http"], "/health/ready", one, log)
-        yield Contender(GATEWAY, doors, one.pid, monitoring)
+    with process([sys.executable, "-m", "gateway"], log, environ) as child:
+        words = first_line(child, log).split()
+        urls = dict(zip(words[::2], words[1::2], strict=True))
+        _wait(urls["http"], "/health/ready", child, log)
+        yield Contender(GATEWAY, urls, child.pid, monitoring)
 
 
 @contextmanager
 def fastapi_relay(replica: str, logs: Path) -> Iterator[Contender]:
-    """Raises NotFound if its environment cannot be made."""
+    """Start the FastAPI relay. Raises NotFound if its environment cannot be made."""
     FASTAPI_ENVIRONMENT.ensure()
     url, log = free_address(), logs / "fastapi.log"
     script = ROOT / "benchmarks" / "gateway" / "fastapi_relay.py"
     command = [str(FASTAPI_ENVIRONMENT.program("python")), str(script), replica, url.partition(":")[2]]
-    with process(command, log, heard=False) as one:
-        _wait(url, "/openapi.json", one, log)
-        yield Contender(FASTAPI, {"http": url}, one.pid)
+    with process(command, log, pipe_output=False) as child:
+        _wait(url, "/openapi.json", child, log)
+        yield Contender(FASTAPI, {"http": url}, child.pid)
 
 
 @contextmanager
 def litellm(upstream: str, logs: Path) -> Iterator[Contender]:
-    """One worker, no database, no callbacks. Raises NotFound if its environment cannot be made."""
+    """Start LiteLLM's proxy with one worker and no callbacks. Raises NotFound if its environment cannot be made."""
     LITELLM_ENVIRONMENT.ensure()
     url, log, config = free_address(), logs / "litellm.log", logs / "litellm.yaml"
     config.parent.mkdir(parents=True, exist_ok=True)
@@ -129,21 +136,23 @@ def litellm(upstream: str, logs: Path) -> Iterator[Contender]:
     )
     environ = {"LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_DOCS": "True"}
     command = [str(LITELLM_ENVIRONMENT.program("litellm")), "--config", str(config), "--host", "127.0.0.1"]
-    with process([*command, "--port", url.partition(":")[2], "--num_workers", "1"], log, environ, heard=False) as one:
-        _wait(url, "/health/liveliness", one, log)
-        yield Contender(LITELLM, {"http": url}, one.pid)
+    with process(
+        [*command, "--port", url.partition(":")[2], "--num_workers", "1"], log, environ, pipe_output=False
+    ) as child:
+        _wait(url, "/health/liveliness", child, log)
+        yield Contender(LITELLM, {"http": url}, child.pid)
 
 
 def free_address() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{one.getsockname()[1]}"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def _wait(url: str, path: str, one: subprocess.Popen, log: Path) -> None:
+def _wait(url: str, path: str, child: subprocess.Popen[str], log: Path) -> None:
     host, _, port = url.partition(":")
-    give_up_s = time.monotonic() + START_S
-    while time.monotonic() < give_up_s and one.poll() is None:
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s and child.poll() is None:
         connection = http.client.HTTPConnection(host, int(port), timeout=5)
         try:
             connection.request("GET", path)
@@ -154,4 +163,4 @@ def _wait(url: str, path: str, one: subprocess.Popen, log: Path) -> None:
         finally:
             connection.close()
         time.sleep(0.2)
-    raise EngineFailed(f"{one.args[:3]} does not answer at {url}{path}:\n{log.read_text()[-2000:]}")
+    raise EngineFailed(f"{child.args!r} does not answer at {url}{path}:\n{log.read_text()[-2000:]}")

@@ -1,9 +1,9 @@
-"""What a competent person writes in an afternoon: FastAPI in front of the ensemble, one endpoint, no admission.
+"""A minimal FastAPI relay in front of the ensemble, for comparison: one endpoint, no admission.
 
-    python fastapi_relay.py HOST:PORT PORT        # the replica's gRPC door; where to listen
+    python fastapi_relay.py HOST:PORT PORT        # the replica's gRPC address; where to listen
 
-It is measured beside the gateway and imports nothing of this project: it runs in an environment of its own, with the
-official protobuf classes, grpc.aio, pydantic and uvicorn with uvloop and httptools.
+It imports nothing of this project and runs in an environment of its own, with the official protobuf classes, grpc.aio,
+pydantic and uvicorn with uvloop and httptools.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 app = FastAPI(lifespan=lifespan)
 
 
-def infer_request(asked: ChatRequest) -> service_pb2.ModelInferRequest:
+def infer_request(body: ChatRequest) -> service_pb2.ModelInferRequest:
     request = service_pb2.ModelInferRequest(model_name="ensemble", id=uuid.uuid4().hex)
-    messages = json.dumps([message.model_dump() for message in asked.messages]).encode()
+    messages = json.dumps([message.model_dump() for message in body.messages]).encode()
     for name, datatype, raw in (
         ("messages", "BYTES", struct.pack("<I", len(messages)) + messages),
-        ("max_tokens", "INT32", struct.pack("<i", asked.max_tokens)),
+        ("max_tokens", "INT32", struct.pack("<i", body.max_tokens)),
         ("stream", "BOOL", b"\x01"),
     ):
         request.inputs.add(name=name, datatype=datatype, shape=[1, 1])
@@ -60,22 +60,22 @@ def infer_request(asked: ChatRequest) -> service_pb2.ModelInferRequest:
     return request
 
 
-async def events(asked: ChatRequest) -> AsyncIterator[str]:
-    request = infer_request(asked)
+async def events(body: ChatRequest) -> AsyncIterator[str]:
+    request = infer_request(body)
 
     async def requests():
         yield request
 
-    head = {"id": f"chatcmpl-{request.id}", "object": "chat.completion.chunk", "created": 0, "model": asked.model}
+    head = {"id": f"chatcmpl-{request.id}", "object": "chat.completion.chunk", "created": 0, "model": body.model}
     async for response in app.state.triton.ModelStreamInfer(requests()):
         if response.error_message:
             yield f"data: {json.dumps({'error': {'message': response.error_message}})}\n\n"
             return
         answer = response.infer_response
         text = {"text_output": "", "finish_reason": ""}
-        for place, tensor in enumerate(answer.outputs):
+        for index, tensor in enumerate(answer.outputs):
             if tensor.name in text:
-                text[tensor.name] = answer.raw_output_contents[place][4:].decode()
+                text[tensor.name] = answer.raw_output_contents[index][4:].decode()
         delta = {"content": text["text_output"]}
         choice = {"index": 0, "delta": delta, "finish_reason": text["finish_reason"] or None}
         yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
@@ -83,8 +83,8 @@ async def events(asked: ChatRequest) -> AsyncIterator[str]:
 
 
 @app.post("/v1/chat/completions")
-async def chat(asked: ChatRequest) -> StreamingResponse:
-    return StreamingResponse(events(asked), media_type="text/event-stream")
+async def chat(body: ChatRequest) -> StreamingResponse:
+    return StreamingResponse(events(body), media_type="text/event-stream")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a scripted source does with one request, said in the prompt, so that one process serves every load.
+"""The pace of a scripted source, carried in the prompt, so that one process serves every load.
 
 ``pace 0.25 0.02 0.004`` in the prompt: the first token after 0.25 s, the others 0.02 s apart, each of these up to 4 ms
-early or late. The number of tokens is the request's ``max_tokens``. Each token's text is the instant
-it left the source, in nanoseconds of the monotonic clock, which all processes of a machine share: a reader that
-subtracts it from its own instant of reading knows how long the token travelled.
+early or late. The number of tokens is the request's ``max_tokens``. Each token's text is the instant at which the
+source wrote it, in nanoseconds of the monotonic clock, which all processes of a machine share: the reader's own
+instant minus it is the token's transit time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import re
 import time
 from dataclasses import dataclass
 
+from benchmarks.record import Record
+
 _PACE = re.compile(rb"pace ([0-9.]+) ([0-9.]+) ([0-9.]+)")
 STAMP = re.compile(rb"@(\d{16})")
 STAMP_SIZE = 17
@@ -20,7 +22,7 @@ STAMP_SIZE = 17
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds. gap_s 0 is flat out."""
+    """Seconds to the first token, between tokens, and of jitter; gap_s 0 is as fast as possible."""
 
     first_s: float = 0.0
     gap_s: float = 0.0
@@ -30,7 +32,7 @@ class Pace:
         return f"pace {self.first_s:g} {self.gap_s:g} {self.noise_s:g}"
 
     def instants(self, tokens: int, began_s: float, rng: random.Random) -> list[float]:
-        """When each token is due, on the clock of ``began_s``, in order: a late one delays no other."""
+        """Return when each token is due, on the clock of ``began_s``, in order: a late token delays no other."""
         first_s = began_s + self.first_s
         due = [first_s + n * self.gap_s for n in range(1, tokens)]
         if self.noise_s:
@@ -39,16 +41,34 @@ class Pace:
 
 
 def pace_of(data: bytes) -> Pace:
-    """The pace said anywhere in a serialised request; flat out where none is."""
+    """Find the pace anywhere in a serialized request; as fast as possible if there is none."""
     found = _PACE.search(data)
     return Pace(*map(float, found.groups())) if found else Pace()
 
 
 def stamp() -> bytes:
-    """This instant, always of the same size."""
+    """Return this instant as STAMP_SIZE bytes."""
     return b"@%016d" % time.monotonic_ns()
 
 
-def stamps(data: bytes) -> list[int]:
-    """The instants in what was read, ns."""
-    return [int(found) for found in STAMP.findall(data)]
+def record_tokens(data: bytes, record: Record) -> int:
+    """Add the tokens whose stamps are in ``data`` to the record, as one message.
+
+    Returns the offset behind the last whole stamp; 0 without one.
+    """
+    stamps = list(STAMP.finditer(data))
+    if stamps:
+        now_ns = time.monotonic_ns()
+        record.messages.append((now_ns / 1e9, len(stamps)))
+        record.transit_s += [(now_ns - int(stamp[1])) / 1e9 for stamp in stamps]
+    return stamps[-1].end() if stamps else 0
+
+
+@dataclass(frozen=True)
+class PacedPrompts:
+    """A source of prompts that all carry one pace."""
+
+    pace: Pace
+
+    def text(self, rng: random.Random, tokens: int, prefix: str = "") -> str:
+        return self.pace.prompt()

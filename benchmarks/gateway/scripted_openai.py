@@ -1,9 +1,9 @@
-"""An OpenAI-style upstream as cheap as Python makes it, for proxies that speak nothing else.
+"""An OpenAI-compatible upstream at the least CPU in Python, for proxies that do not speak KServe gRPC.
 
     python -m benchmarks.gateway.scripted_openai [--port 0]        # prints its port, serves until its input closes
 
-Every ``POST`` is answered with an event stream of chat chunks, paced as its prompt says (``script``), each written in
-one piece. Good for callers that send a body with a length; nothing else is understood.
+Every ``POST`` with a content-length is answered with an event stream of chat chunks, paced by its prompt
+(``script``), each in one write. No other requests are supported.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import json
 import random
 import re
 import time
+from typing import cast
 
 from benchmarks.gateway import script
-from benchmarks.gateway.lifetime import run, serve_until_input_closes
+from benchmarks.gateway.child_process import run, serve_until_input_closes
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 class Upstream(asyncio.Protocol):
-    """One connection; requests come one after the other."""
+    """One connection; requests are served one after the other."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        self._transport, self._data = transport, b""
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._data = b""
         self._answering: asyncio.Task | None = None
 
     def data_received(self, data: bytes) -> None:
@@ -56,7 +58,7 @@ class Upstream(asyncio.Protocol):
 
 
 def chunk(delta: dict, reason: str | None = None) -> bytes:
-    """One event as one chunk of the body."""
+    """Encode one event as one chunk of the body."""
     choice = {"index": 0, "delta": delta, "finish_reason": reason}
     event = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "demo", "choices": [choice]}
     data = b"data: " + json.dumps(event).encode() + b"\n\n"

@@ -1,4 +1,4 @@
-"""A replica as cheap as Python makes it: the ensemble's responses over true gRPC, serialised before anybody asks.
+"""A replica at the least CPU in Python: the ensemble's responses over real gRPC, serialized in advance.
 
     python -m benchmarks.gateway.scripted_replica [--port 0]        # prints its port, serves until its input closes
 
@@ -20,23 +20,23 @@ import grpc.aio
 from tritonclient.grpc import service_pb2
 
 from benchmarks.gateway import script
-from benchmarks.gateway.lifetime import run, serve_until_input_closes
+from benchmarks.gateway.child_process import run, serve_until_input_closes
 from clients.wire.protobuf import text, varint
 from contract import tensors
 
 _STRUCT = {"INT32": "i", "INT64": "q", "UINT64": "Q", "FP32": "f", "BOOL": "?"}
 _SERVICE = "inference.GRPCInferenceService"
-_READY = b"\x08\x01"
+_READY_RESPONSE = b"\x08\x01"
 _HOLE = b"@" * script.STAMP_SIZE
 
 
 @cache
 def tail(token: int, tokens: int) -> tuple[bytes, bytes]:
-    """Everything of a response behind its id, in two parts: before and after the instant it is sent."""
+    """Serialize a response without its id, in two parts: before and after the instant it is sent."""
     answer = service_pb2.ModelInferResponse()
     last = token == tokens - 1
     answer.parameters["triton_final_response"].bool_param = last
-    values = {
+    values: dict[str, str | list] = {
         "text_output": _HOLE.decode(),
         "output_ids": [token],
         "cum_log_probs": [0.0],
@@ -70,12 +70,12 @@ def _raw(datatype: str, value: str | list) -> bytes:
 
 
 async def generate(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-    """ModelStreamInfer: the requests of a stream one after the other."""
+    """Answer ModelStreamInfer: the requests of a stream one after the other."""
     rng = random.Random()
     async for data in requests:
-        asked = service_pb2.ModelInferRequest.FromString(data)
-        head = text(1, asked.model_name) + text(2, "1") + text(3, asked.id)
-        tokens = _max_tokens(asked)
+        request = service_pb2.ModelInferRequest.FromString(data)
+        head = text(1, request.model_name) + text(2, "1") + text(3, request.id)
+        tokens = _max_tokens(request)
         write = context.write
         for n, due_s in enumerate(script.pace_of(data).instants(tokens, time.monotonic(), rng)):
             wait_s = due_s - time.monotonic()
@@ -86,20 +86,22 @@ async def generate(requests: AsyncIterator[bytes], context: grpc.aio.ServicerCon
             await write(b"\x12%b%b" % (varint(len(inner)), inner))
 
 
-def _max_tokens(asked: service_pb2.ModelInferRequest) -> int:
-    for place, tensor in enumerate(asked.inputs):
+def _max_tokens(request: service_pb2.ModelInferRequest) -> int:
+    for index, tensor in enumerate(request.inputs):
         if tensor.name == "max_tokens":
-            return struct.unpack("<i", asked.raw_input_contents[place])[0]
+            return struct.unpack("<i", request.raw_input_contents[index])[0]
     return 16
 
 
-async def _yes(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-    return _READY
+async def _ready(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    return _READY_RESPONSE
 
 
 async def serve(port: int) -> None:
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 1000)])
-    methods = {name: grpc.unary_unary_rpc_method_handler(_yes) for name in ("ServerLive", "ServerReady", "ModelReady")}
+    methods = {
+        name: grpc.unary_unary_rpc_method_handler(_ready) for name in ("ServerLive", "ServerReady", "ModelReady")
+    }
     methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(generate)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))
     bound = server.add_insecure_port(f"127.0.0.1:{port}")

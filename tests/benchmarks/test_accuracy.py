@@ -23,12 +23,12 @@ import pytest
 
 from benchmarks import driver, figures, self_check
 from benchmarks.arrivals import Poisson
-from benchmarks.driver import Driven, Extent
+from benchmarks.driver import Extent, LoadResult
 from benchmarks.figures import Slo
 from benchmarks.lengths import Fixed
-from benchmarks.machine import Company
+from benchmarks.machine import HostLoad
 from benchmarks.prompts import Prompts
-from benchmarks.target import Ensemble
+from benchmarks.target import DeltaTarget, EnsembleTarget
 from benchmarks.workload import Workload
 from contract.generation import FinishReason, TokenDelta
 
@@ -55,8 +55,8 @@ def known(tmp_path: Path) -> Iterator[Callable[..., tuple[str, Path]]]:
         yield start
 
 
-async def drive(url: str, workload: Workload, extent: Extent) -> Driven:
-    target = Ensemble(url)
+async def drive(url: str, workload: Workload, extent: Extent) -> LoadResult:
+    target = EnsembleTarget(url)
     try:
         return await driver.drive(workload, target, Prompts(), extent)
     finally:
@@ -82,9 +82,9 @@ def tried_again(test):
     return several
 
 
-def agree(ours: figures.Spread, true_s: list[float], driven: Driven) -> None:
+def agree(ours: figures.Spread, true_s: list[float], result: LoadResult) -> None:
     """As many values, and every percentile within the stated error of the truth's."""
-    expected, late = figures.spread(true_s), figures.spread(driven.generators[0].lags_s)
+    expected, late = figures.spread(true_s), figures.spread(result.generators[0].lags_s)
     assert ours.count == expected.count
     for quantile in ("p50", "p90", "p95", "p99", "max"):
         bound_s = MEDIAN_ERROR_S + late.p90 if quantile == "p50" else TAIL_ERROR_S + late.max
@@ -95,13 +95,13 @@ def agree(ours: figures.Spread, true_s: list[float], driven: Driven) -> None:
 @tried_again
 async def test_a_closed_loops_percentiles_are_the_servers_own(known) -> None:
     url, notes = known()
-    driven = await drive(url, Workload(8, None, Fixed(6), Fixed(TOKENS)), Extent(None, 0.0, 120))
-    found = figures.compute(driven.records, figures.window_of(driven.records, driven.started_s, 0.0, None))
+    result = await drive(url, Workload(8, None, Fixed(6), Fixed(TOKENS)), Extent(None, 0.0, 120))
+    found = figures.compute(result.records, figures.window_of(result.records, result.started_s, 0.0, None))
     true = truth(notes)
-    agree(found.ttft_s, [note["sent_s"][0] - note["received_s"] for note in true], driven)
-    agree(found.latency_s, [note["sent_s"][-1] - note["received_s"] for note in true], driven)
-    agree(found.itl_s, [gap for note in true for gap in np.diff(note["sent_s"])], driven)
-    span_s = max(note["sent_s"][-1] for note in true) - driven.started_s
+    agree(found.ttft_s, [note["sent_s"][0] - note["received_s"] for note in true], result)
+    agree(found.latency_s, [note["sent_s"][-1] - note["received_s"] for note in true], result)
+    agree(found.itl_s, [gap for note in true for gap in np.diff(note["sent_s"])], result)
+    span_s = max(note["sent_s"][-1] for note in true) - result.started_s
     assert found.output_tokens_per_s == pytest.approx(120 * TOKENS / span_s, rel=0.02)
     assert (found.requests, found.ok, found.failed) == (120, 120, 0)
 
@@ -109,12 +109,12 @@ async def test_a_closed_loops_percentiles_are_the_servers_own(known) -> None:
 @tried_again
 async def test_goodput_is_the_share_of_requests_the_server_served_in_time(known) -> None:
     url, notes = known()
-    driven = await drive(url, Workload(8, None, Fixed(6), Fixed(TOKENS)), Extent(None, 0.0, 80))
+    result = await drive(url, Workload(8, None, Fixed(6), Fixed(TOKENS)), Extent(None, 0.0, 80))
     first_s = sorted(note["sent_s"][0] - note["received_s"] for note in truth(notes))
     # The widest gap between two requests' truths around the middle: nobody's side of it is in doubt.
     at = max(range(20, 60), key=lambda n: first_s[n] - first_s[n - 1])
     slo = Slo((first_s[at] + first_s[at - 1]) / 2, 60.0)
-    found = figures.compute(driven.records, figures.window_of(driven.records, driven.started_s, 0.0, None), slo)
+    found = figures.compute(result.records, figures.window_of(result.records, result.started_s, 0.0, None), slo)
     assert found.good_fraction == pytest.approx(at / 80, abs=3 / 80)
     assert found.goodput_per_s == pytest.approx(found.good_fraction * 80 / found.window_s)
     assert not found.slo_met
@@ -125,28 +125,26 @@ async def test_an_open_loop_omits_nothing_of_a_servers_deaf_second(known) -> Non
     """Poisson, 40 requests/s, and a server that is deaf for a second: who was due meanwhile waited for its end."""
     url, notes = known("--stall", "1.0,1.0")
     workload = Workload(arrivals=Poisson(40.0), input_tokens=Fixed(6), output_tokens=Fixed(2))
-    driven = await drive(url, workload, Extent(3.0))
-    found = figures.compute(driven.records, (driven.started_s, driven.started_s + 3.0))
+    result = await drive(url, workload, Extent(3.0))
+    found = figures.compute(result.records, (result.started_s, result.started_s + 3.0))
     true = truth(notes)
     assert len(true) == found.requests == len([*workload.schedule(3.0)])
-    intended = sorted(record.intended_s for record in driven.records)
-    scheduled = [driven.started_s + arrival.at_s for arrival in workload.schedule(3.0)]
+    intended = sorted(record.intended_s for record in result.records)
+    scheduled = [result.started_s + arrival.at_s for arrival in workload.schedule(3.0)]
     assert intended == pytest.approx(scheduled, abs=1e-6)
-    agree(found.ttft_s, [note["sent_s"][0] - at for note, at in zip(true, intended, strict=True)], driven)
+    agree(found.ttft_s, [note["sent_s"][0] - at for note, at in zip(true, intended, strict=True)], result)
     # A loop that waited for answers would have sent next to nothing in that second; a third of all felt it.
     begins_s = true[0]["received_s"] + 1.0
-    deaf = [r for r in driven.records if begins_s <= r.intended_s < begins_s + 0.8]
+    deaf = [r for r in result.records if begins_s <= r.intended_s < begins_s + 0.8]
     assert len(deaf) > 15
     assert all(record.ttft_s >= begins_s + 1.0 - record.intended_s - 1e-3 for record in deaf)
     assert found.ttft_s.p95 > 0.7
 
 
-class Busy:
+class Busy(DeltaTarget):
     """A target that burns CPU for every request instead of waiting for an answer."""
 
-    async def close(self) -> None: ...
-
-    def open(self, asked, *, ignore_eos, stream):
+    def open(self, request):
         end_s = time.process_time() + 0.01
         while time.process_time() < end_s:
             pass
@@ -158,9 +156,9 @@ class Busy:
 
 async def test_a_generator_that_cannot_keep_up_says_so() -> None:
     """300 requests/s at 10 ms of its own CPU each: it is three times too slow, whatever the server does."""
-    driven = await driver.drive(Workload(arrivals=Poisson(300.0)), Busy(), Prompts(), Extent(0.5))
-    found = self_check.checks(driven.records, None, driven.generators, Company(1.0, 0.0, 0.0), open_loop=True)
+    result = await driver.drive(Workload(arrivals=Poisson(300.0)), Busy(), Prompts(), Extent(0.5))
+    found = self_check.checks(result.records, None, result.generators, HostLoad(1.0, 0.0, 0.0), open_loop=True)
     wrong = {check.name for check in found if check.ok is False}
     assert wrong >= {"load generator: punctuality", "load generator: event loop"}
-    late_s = max(record.sent_s - record.intended_s for record in driven.records)
-    assert late_s > 0.5 and max(record.ttft_s for record in driven.records) >= late_s
+    late_s = max(record.sent_s - record.intended_s for record in result.records)
+    assert late_s > 0.5 and max(record.ttft_s for record in result.records) >= late_s

@@ -29,7 +29,7 @@ def pretender(tmp_path, monkeypatch):
     (folder / "bin").mkdir(parents=True)
     monkeypatch.setattr("benchmarks.environments.FOLDER", tmp_path)
     environment = Environment("env", ())
-    (folder / ".installed").write_text(environment.wanted)
+    (folder / ".installed").write_text(environment.specification)
     monkeypatch.setattr(aiperf, "ENVIRONMENT", environment)
 
     def write(script):
@@ -48,7 +48,7 @@ def test_every_load_is_run_and_tabled_and_a_failed_one_is_told(pretender, tmp_pa
     out = tmp_path / "out"
     assert aiperf.run("http://127.0.0.1:9", "demo", tmp_path, [1, 30], [4.0], 10, out) == 0
     shown = capsys.readouterr()
-    assert "concurrency 30" in shown.out and "it says: rate 4: no rates today" in shown.out
+    assert "concurrency 30" in shown.out and "failed: rate 4: no rates today" in shown.out
     assert "--concurrency 30 --request-count 60" in shown.err and "--request-rate 4" in shown.err
     assert "ignore_eos" in shown.err and f"--tokenizer {tmp_path}" in shown.err
 

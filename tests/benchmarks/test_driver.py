@@ -12,7 +12,7 @@ from benchmarks.arrivals import Arrival, Trace
 from benchmarks.driver import Extent, Share
 from benchmarks.lengths import Fixed
 from benchmarks.prompts import Prompts
-from benchmarks.target import TENANT_HEADER, Ensemble
+from benchmarks.target import DeltaTarget, EnsembleTarget
 from benchmarks.workload import Workload
 from contract.errors import Overloaded
 from contract.generation import FinishReason, TokenDelta
@@ -28,7 +28,7 @@ def paced(tokens=5, **options):
 
 
 async def drive(url, load, extent=COUNT, share=Share()):  # noqa: B008
-    target = Ensemble(url)
+    target = EnsembleTarget(url)
     try:
         return await driver.drive(load, target, Prompts(), extent, share=share)
     finally:
@@ -54,7 +54,7 @@ async def test_coalesced_tokens_are_counted_one_by_one():
     assert figures.inter_token(records).count == 5 * len(records)
 
 
-async def test_a_closed_loop_keeps_so_many_under_way_and_no_more():
+async def test_a_closed_loop_keeps_its_concurrency_and_no_more():
     async with FakeReplica(paced(first_token_s=0.1)) as server:
         await drive(server.url, Workload(4))
         assert (server.counts.most_running, server.counts.started, server.counts.finished) == (4, 12, 12)
@@ -71,26 +71,24 @@ async def test_an_open_loop_goes_on_sending_when_nothing_is_answered():
             assert not driving.done()
             await asyncio.sleep(0.01)
         gate.set()
-        driven = await driving
-    for number, record in enumerate(driven.records):
-        assert record.intended_s == driven.started_s + 0.001 * number
+        result = await driving
+    for number, record in enumerate(result.records):
+        assert record.intended_s == result.started_s + 0.001 * number
         assert record.sent_s >= record.intended_s
 
 
 async def test_an_open_loop_counts_the_queue_of_a_server_that_serves_one_at_a_time():
     async with FakeReplica(paced(1, first_token_s=0.03), slots=1) as server:
-        driven = await drive(server.url, Workload(arrivals=ALL_AT_ONCE))
-    latencies = sorted(record.latency_s for record in driven.records)
+        result = await drive(server.url, Workload(arrivals=ALL_AT_ONCE))
+    latencies = sorted(record.latency_s for record in result.records)
     # The n-th to be served had to wait for n others, 30 ms each, and was due within the first 11 ms.
     assert all(latency >= 0.03 * (n + 1) - 0.011 for n, latency in enumerate(latencies))
 
 
-class BlockingTarget:
-    """A client so slow that the generator itself falls behind: opening a stream blocks the event loop."""
+class BlockingTarget(DeltaTarget):
+    """A target that blocks the event loop, so that the generator falls behind."""
 
-    async def close(self) -> None: ...
-
-    def open(self, asked, *, ignore_eos, stream):
+    def open(self, request):
         time.sleep(0.05)
         return self._answer()
 
@@ -99,20 +97,20 @@ class BlockingTarget:
 
 
 async def test_latency_counts_from_the_intended_instant_also_when_the_generator_is_late():
-    driven = await driver.drive(Workload(arrivals=ALL_AT_ONCE), BlockingTarget(), Prompts(), COUNT)
-    for number, record in enumerate(driven.records):
+    result = await driver.drive(Workload(arrivals=ALL_AT_ONCE), BlockingTarget(), Prompts(), COUNT)
+    for number, record in enumerate(result.records):
         assert record.ttft_s >= 0.05 * (number + 1) - 0.001 * number
-    assert max(driven.generators[0].lags_s) >= 0.05 - driver.LAG_SAMPLE_S
+    assert max(result.generators[0].lags_s) >= 0.05 - driver.LAG_SAMPLE_S
 
 
-async def test_those_who_leave_cancel_and_are_told_apart():
+async def test_cancelled_requests_are_no_failures():
     async with FakeReplica(paced(10, gap_s=0.02)) as server:
         load = Workload(2, None, Fixed(5), Fixed(10), cancel_fraction=1.0)
         records = (await drive(server.url, load)).records
         assert server.counts.cancelled > 0
-    assert all(record.left and not record.ok and not record.error for record in records)
-    asked = [load.request(record.index, Prompts()).leave_after_tokens for record in records]
-    assert [record.tokens for record in records] == asked
+    assert all(record.cancelled and not record.ok and not record.error for record in records)
+    planned = [load.request(record.index, Prompts()).cancel_after_tokens for record in records]
+    assert [record.tokens for record in records] == planned
 
 
 async def test_failures_are_records_and_are_not_tried_again():
@@ -122,12 +120,11 @@ async def test_failures_are_records_and_are_not_tried_again():
     assert all(record.error == "Overloaded: full" and not record.ok for record in records)
 
 
-async def test_what_a_request_carries():
+async def test_a_request_has_the_options_of_the_workload():
     async with FakeReplica() as server:
-        load = Workload(1, None, Fixed(9), Fixed(3), tenants={"acme": 1}, stream=False)
+        load = Workload(1, None, Fixed(9), Fixed(3), stream=False)
         records = (await drive(server.url, load, Extent(None, 0.0, 1))).records
         seen = server.seen[0]
-    assert seen.metadata[TENANT_HEADER] == "acme" and records[0].tenant == "acme"
     assert seen.value("max_tokens") == 3 and seen.value("ignore_eos") is True and not seen.value("stream")
     assert len(seen.value("text_input").split()) == 9
     assert len(records[0].messages) == 1 and records[0].tokens == 3
@@ -135,10 +132,10 @@ async def test_what_a_request_carries():
 
 async def test_a_duration_ends_a_closed_loop():
     async with FakeReplica(paced(first_token_s=0.01)) as server:
-        driven = await drive(server.url, Workload(2), Extent(0.2, 0.1))
-    assert all(record.intended_s - driven.started_s < 0.3 for record in driven.records)
+        result = await drive(server.url, Workload(2), Extent(0.2, 0.1))
+    assert all(record.intended_s - result.started_s < 0.3 for record in result.records)
     # A request that ends just before the end may leave no time to send another.
-    assert max(record.ended_s for record in driven.records) - driven.started_s > 0.2
+    assert max(record.ended_s for record in result.records) - result.started_s > 0.2
 
 
 @pytest.mark.parametrize("load", [Workload(5), Workload(arrivals=ALL_AT_ONCE)], ids=["closed", "open"])

@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 from benchmarks import figures
 from benchmarks.figures import Slo
 from benchmarks.record import Record
-from contract.generation import Timings
 
 
 def record(intended_s=0.0, first_s=0.1, ended_s=1.0, messages=None, **options):
     """An answered request; ``messages`` are its (instant, tokens), by default one token at ``first_s``."""
     options = {"finish_reason": "length", "sent_s": intended_s, "input_tokens": 10} | options
     messages = [(first_s, 1)] if messages is None else messages
-    return Record(len(messages), options.pop("tenant", ""), intended_s, messages=messages, ended_s=ended_s, **options)
+    return Record(len(messages), intended_s, messages=messages, ended_s=ended_s, **options)
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=60))
@@ -58,10 +57,10 @@ def test_goodput_counts_requests_that_met_both_targets():
     good = record(first_s=0.4, ended_s=4.9)
     slow_start, slow_end = record(first_s=0.5, ended_s=1.0), record(first_s=0.1, ended_s=5.0)
     failed = record(messages=[], finish_reason="", error="Overloaded: full")
-    left = record(first_s=0.1, ended_s=0.2, left=True, finish_reason="")
-    found = figures.compute([good, slow_start, slow_end, failed, left], (0, 2))
+    cancelled = record(first_s=0.1, ended_s=0.2, cancelled=True, finish_reason="")
+    found = figures.compute([good, slow_start, slow_end, failed, cancelled], (0, 2))
     assert found.goodput_per_s == 0.5 and found.good_fraction == 0.25
-    assert (found.requests, found.ok, found.failed, found.left) == (5, 3, 1, 1)
+    assert (found.requests, found.ok, found.failed, found.cancelled) == (5, 3, 1, 1)
     assert found.errors == {"Overloaded": 1} and not found.slo_met
     assert figures.compute([good, slow_start], (0, 2), Slo(1.0, 10.0)).goodput_per_s == 1.0
 
@@ -80,15 +79,3 @@ def test_rates_are_of_what_fell_into_the_window():
     found = figures.compute([early, inside, late], (2.0, 4.0))
     assert found.output_tokens_per_s == 8 / 2 and found.requests_per_s == 2 / 2 and found.input_tokens_per_s == 10 / 2
     assert found.requests == 2 and found.latency_s.max == pytest.approx(5.1)
-
-
-def test_tenants_have_figures_of_their_own():
-    found = figures.compute([record(tenant="a"), record(tenant="a", first_s=0.3), record(tenant="b")], (0, 2)).tenants
-    assert found["a"]["requests"] == 2 and found["a"]["ttft_p50_s"] == pytest.approx(0.2) and found["b"]["tokens"] == 1
-
-
-def test_a_record_survives_json():
-    once = record(messages=[(0.1, 2), (0.2, 3)], timings=Timings(1, 2, 3, 4), tenant="a", usage_tokens=5)
-    assert Record.from_json(once.to_json()) == once
-    failed = record(messages=[], error="x")
-    assert Record.from_json(failed.to_json()) == failed

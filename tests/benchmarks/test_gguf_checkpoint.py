@@ -10,7 +10,7 @@ from benchmarks import gguf_checkpoint
 def test_a_llamas_tensors_get_llama_cpps_names():
     assert gguf_checkpoint.renamed("model.embed_tokens.weight") == "token_embd.weight"
     assert gguf_checkpoint.renamed("model.layers.17.mlp.down_proj.weight") == "blk.17.ffn_down.weight"
-    with pytest.raises(ValueError, match="'model.layers.0.self_attn.q_proj.bias' is not one of a Llama without biases"):
+    with pytest.raises(ValueError, match="^tensor: must be .*'model.layers.0.self_attn.q_proj.bias'"):
         gguf_checkpoint.renamed("model.layers.0.self_attn.q_proj.bias")
 
 
@@ -45,7 +45,7 @@ def test_weights_are_read_from_every_type_they_may_have(tmp_path):
         assert name == "w" and np.array_equal(read, values)
     header = json.dumps({"w": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]}}).encode()
     (tmp_path / "I8").write_bytes(struct.pack("<Q", len(header)) + header + b"\0")
-    with pytest.raises(ValueError, match="'w' is I8; allowed are F32, F16 and BF16"):
+    with pytest.raises(ValueError, match="'w': must be F32, F16 or BF16, got I8"):
         list(gguf_checkpoint.tensors(tmp_path / "I8"))
 
 

@@ -1,4 +1,4 @@
-"""Peers by the hand of a stranger: two small servers that speak OpenAI, one that dies and one that never answers."""
+"""Fake peers: two small OpenAI-compatible servers, one that ends and one that never answers."""
 
 import json
 import signal
@@ -7,11 +7,12 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from benchmarks import peer_servers, peers, processes
+from benchmarks import peer_servers, peers
 from benchmarks.environments import Environment
-from benchmarks.openai_door import OpenAiDoor
+from benchmarks.openai_target import OpenAITarget
 from benchmarks.peer_servers import Peer, Subject
 from benchmarks.peers import Plan
 from contract.errors import EngineFailed, InvalidArgument
@@ -19,25 +20,25 @@ from contract.errors import EngineFailed, InvalidArgument
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = """
 import http.server, json, sys, time
-class Door(http.server.BaseHTTPRequestHandler):
+class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.send_response(200); self.end_headers()
-        for n in range(asked["max_tokens"]):
+        for n in range(request["max_tokens"]):
             time.sleep(0.002)
-            reason = "length" if n + 1 == asked["max_tokens"] else None
+            reason = "length" if n + 1 == request["max_tokens"] else None
             chunk = {"choices": [{"text": sys.argv[2], "finish_reason": reason}]}
             self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\\n\\n")
-        usage = {"prompt_tokens": len(asked["prompt"].split()), "completion_tokens": asked["max_tokens"]}
+        usage = {"prompt_tokens": len(request["prompt"].split()), "completion_tokens": request["max_tokens"]}
         self.wfile.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\\n\\ndata: [DONE]\\n\\n")
     def log_message(self, *_): pass
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Door).serve_forever()
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def stranger(name, script=SERVER, says="a", **more):
+def fake_peer(name, script=SERVER, says="a", **more):
     command = lambda of, port: [sys.executable, "-c", script, str(port), says]  # noqa: E731
-    return Peer(name, command, lambda of, port: OpenAiDoor(f"http://127.0.0.1:{port}", "m"), f"{name}'s way", **more)
+    return Peer(name, command, lambda of, port: OpenAITarget(f"http://127.0.0.1:{port}", "m"), f"{name}'s way", **more)
 
 
 @pytest.fixture
@@ -49,8 +50,8 @@ def plan(subject, **changes):
     return Plan(subject, **{"levels": (1, 2), "rounds": 1, "duration_s": 1.0, "input": "8", "output": "4"} | changes)
 
 
-def install(monkeypatch, *strangers):
-    monkeypatch.setattr(peers, "PEERS", {peer.name: peer for peer in strangers} | {"transformers": strangers[0]})
+def install(monkeypatch, *fake_peers):
+    monkeypatch.setattr(peers, "PEERS", {peer.name: peer for peer in fake_peers} | {"transformers": fake_peers[0]})
     monkeypatch.setattr(peers, "WARMUP_S", 0.0)
     monkeypatch.setattr(peers, "IDLE_SAMPLE_S", 0.1)
     monkeypatch.setattr(peers, "TRIES", 1)
@@ -58,33 +59,33 @@ def install(monkeypatch, *strangers):
 
 
 @pytest.mark.slow
-def test_all_who_can_be_started_are_measured_and_the_others_are_skipped_with_their_own_words(
+def test_servers_that_start_are_measured_and_the_others_are_skipped_with_a_reason(
     monkeypatch, tmp_path, subject, capsys
 ):
-    dying = stranger("dying", "import sys; sys.exit('fatal error: no such weights')")
-    missing = stranger("missing", environment=Environment("nothing", (), (("no-such-program",),)))
-    install(monkeypatch, stranger("one"), stranger("two", says="b"), dying, missing)
+    dying = fake_peer("dying", "import sys; sys.exit('fatal error: no such weights')")
+    missing = fake_peer("missing", environment=Environment("nothing", (), (("no-such-program",),)))
+    install(monkeypatch, fake_peer("one"), fake_peer("two", says="b"), dying, missing)
     monkeypatch.setattr("benchmarks.environments.FOLDER", tmp_path)
     assert peers.run(["one", "two", "dying", "missing"], plan(subject), tmp_path / "out") == 0
     found = json.loads((tmp_path / "out" / "peers.json").read_text())
-    assert {(turn["peer"], turn["concurrency"]) for turn in found["turns"]} == {
+    assert {(one["peer"], one["concurrency"]) for one in found["rounds"]} == {
         (name, level) for name in ("one", "two") for level in (1, 2)
     }
-    for turn in found["turns"]:
-        assert turn["tokens"] > 0 and turn["failed"] == 0 and turn["input_tokens"] == [8]
-        assert all(ttft_s >= 0.002 for ttft_s in turn["ttfts_s"]) and turn["tokens_per_s"] < turn["concurrency"] / 0.002
-    assert found["standings"]["one"]["alone"] == ["a" * 4] * 8 and found["standings"]["two"]["load_s"] > 0
+    for one in found["rounds"]:
+        assert one["tokens"] > 0 and one["failed"] == 0 and one["input_tokens"] == [8]
+        assert all(ttft_s >= 0.002 for ttft_s in one["ttfts_s"]) and one["tokens_per_s"] < one["concurrency"] / 0.002
+    assert found["results"]["one"]["alone"] == ["a" * 4] * 8 and found["results"]["two"]["load_s"] > 0
     assert "code 1: fatal error: no such weights" in found["skipped"]["dying"]
     assert "no-such-program" in found["skipped"]["missing"]
     shown = capsys.readouterr().out
-    assert "8 of 8" in shown and "0 of 8" in shown  # two says something else than the reference
+    assert "8 of 8" in shown and "0 of 8" in shown  # the texts of "two" differ from the reference
     assert "skipped, dying: it ended with code 1" in shown and "one: one's way" in shown
 
 
 @pytest.mark.slow
 def test_a_server_that_is_stopped_leaves_no_children(tmp_path, subject):
     script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
-    server = peer_servers.start(stranger("parent", script), subject, tmp_path)
+    server = peer_servers.start(fake_peer("parent", script), subject, tmp_path)
     while server.use().processes < 2:
         assert server.process.poll() is None
     server.stop()
@@ -104,9 +105,9 @@ def test_prompts_depend_on_the_round_and_the_level_alone(subject):
 
 
 def test_an_unknown_peer_or_model_is_named(subject, tmp_path):
-    with pytest.raises(InvalidArgument, match="only: got 'nobody'; allowed are trident, trident-openai, vllm"):
+    with pytest.raises(InvalidArgument, match="only: must be of trident, trident-openai, vllm.*, got 'nobody'"):
         peers.run(["nobody"], plan(subject), tmp_path)
-    with pytest.raises(InvalidArgument, match="model: got 'huge'; allowed are demo and bench-160m"):
+    with pytest.raises(InvalidArgument, match="model: must be demo or bench-160m, got 'huge'"):
         peer_servers.subject("huge")
 
 
@@ -126,7 +127,7 @@ def test_an_endless_checkpoint_has_everything_but_its_end_tokens(tmp_path, monke
 
 
 @pytest.mark.parametrize("name", ["vllm", "llama.cpp", "transformers"])
-def test_everybody_elses_command_names_the_weights_the_precision_and_the_port(name, tmp_path, monkeypatch):
+def test_every_peers_command_names_the_weights_the_precision_and_the_port(name, tmp_path, monkeypatch):
     of = Subject("demo", tmp_path, "demo", "f32", "f32", 1024)
     monkeypatch.setattr(peer_servers, "endless", lambda of: of.checkpoint)
     monkeypatch.setattr(peer_servers, "gguf", lambda of: of.checkpoint / "demo-f32.gguf")
@@ -136,25 +137,25 @@ def test_everybody_elses_command_names_the_weights_the_precision_and_the_port(na
 
 @pytest.mark.slow
 def test_sigterm_stops_what_was_started(tmp_path):
-    """As a CI that runs out of time sends it: the servers that run by then do not outlive us."""
-    asked = tmp_path / "asked"  # by who waits for its first answer, and so knows that it was started
+    """The servers that run by then are stopped too."""
+    connected = tmp_path / "connected"  # by the client that waits for its first answer
     mute = (
-        "import socket, sys, time; door = socket.create_server(('127.0.0.1', int(sys.argv[1])));"
-        "call = door.accept(); open(sys.argv[2], 'w').close(); time.sleep(99)"
+        "import socket, sys, time; server = socket.create_server(('127.0.0.1', int(sys.argv[1])));"
+        "call = server.accept(); open(sys.argv[2], 'w').close(); time.sleep(99)"
     )
     code = (
         "import sys; from benchmarks import command_line, peers; import tests.benchmarks.test_peers as here;"
-        f"slow = here.stranger('slow', {mute!r}, {str(asked)!r});"
-        "peers.PEERS.clear(); peers.PEERS.update(one=here.stranger('one'), slow=slow);"
+        f"slow = here.fake_peer('slow', {mute!r}, {str(connected)!r});"
+        "peers.PEERS.clear(); peers.PEERS.update(one=here.fake_peer('one'), slow=slow);"
         f"sys.exit(command_line.main(['peers', '--only', 'one,slow', '--out', {str(tmp_path)!r}]))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    while not asked.exists():
+    while not connected.exists():
         assert process.poll() is None
         time.sleep(0.01)
-    started = processes.family(process.pid)[1:]
+    started = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
     assert len(started) == 2
     process.terminate()
     assert process.wait(60) == 128 + signal.SIGTERM
     process.stderr.close()
-    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+    assert not [pid for pid in started if psutil.pid_exists(pid)]

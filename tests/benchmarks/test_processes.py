@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import machine, processes
+from benchmarks import processes
 from benchmarks.processes import Use
 
 STUB = "/x/triton_python_backend_stub"
@@ -24,35 +24,8 @@ STUB = "/x/triton_python_backend_stub"
         ([""], "other"),
     ],
 )
-def test_a_process_s_part_is_read_off_its_command_line(argv, role):
+def test_a_process_s_role_follows_from_its_command_line(argv, role):
     assert processes.role(argv) == role
-
-
-def write(proc: Path, pid: int, parent: int, argv: list[str], ticks: int, kilobytes: int) -> None:
-    folder = proc / str(pid)
-    (folder / "task" / str(pid)).mkdir(parents=True)
-    stat = [str(pid), "(a b) c)", "S", str(parent), *["0"] * 9, str(ticks), str(ticks), *["0"] * 10]
-    (folder / "stat").write_text(" ".join(stat))
-    (folder / "cmdline").write_text("\0".join(argv))
-    (folder / "status").write_text(f"Name:\tx\nVmHWM:\t{kilobytes} kB\nVmRSS:\t{kilobytes // 2} kB\n")
-    (folder / "task" / str(pid) / "schedstat").write_text("5 2000000000 9\n")
-
-
-def test_the_family_of_a_server_is_added_up_by_part_and_strangers_are_left_out(tmp_path: Path):
-    write(tmp_path, 10, 1, ["/x/tritonserver"], 100, 1000)
-    write(tmp_path, 11, 10, [STUB, "/m/tokenizer/1/model.py"], 10, 200)
-    write(tmp_path, 12, 10, [STUB, "/m/tokenizer/1/model.py"], 20, 300)
-    write(tmp_path, 13, 10, [STUB, "/m/engine/1/model.py"], 30, 400)
-    write(tmp_path, 14, 13, ["python", "-m", "python_backends.cpu_engine.worker"], 500, 8000)
-    write(tmp_path, 15, 1, ["stranger"], 999, 9)
-    found = processes.use(10, tmp_path)
-    assert set(found) == {"tritonserver", "tokenizer", "engine stub", "engine worker"}
-    tick = processes.TICK_S
-    assert found["tokenizer"] == Use(pytest.approx(60 * tick), 250 * 1024, 500 * 1024, 2, 4.0)
-    assert found["engine worker"].cpu_s == pytest.approx(1000 * tick)
-    grown = processes.grown({"tokenizer": Use(20 * tick, 1, 1, 2, 1.0)}, found)
-    assert grown["tokenizer"].cpu_s == pytest.approx(40 * tick) and grown["tokenizer"].waited_s == 3.0
-    assert processes.serving_cpu_s(found) == pytest.approx((200 + 60 + 60) * tick)
 
 
 def test_the_process_behind_a_port_is_found():
@@ -75,9 +48,24 @@ def test_a_real_child_is_counted():
     )
 
 
-def test_the_company_is_what_neither_we_nor_idleness_used():
-    before, after = machine.CpuTime(100.0, 50.0, 1.0), machine.CpuTime(120.0, 66.0, 3.0)
-    found = machine.company(before, after, 12.0)
-    assert (found.ours, found.others, found.stolen) == pytest.approx((0.6, 0.2, 0.1))
-    now = machine.cpu_time()
-    assert 0 < now.busy_s < now.total_s
+def test_a_process_tree_is_added_up_by_role_until_it_ends():
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import sys; sys.stdin.read()'])"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as parent:
+        while processes.total(parent.pid).processes < 2:
+            assert parent.poll() is None
+        [(name, used)] = processes.use(parent.pid).items()
+        assert name == Path(sys.executable).name and used.rss_bytes <= used.peak_rss_bytes
+        parent.stdin.close()
+    assert processes.use(parent.pid) == {} and processes.total(parent.pid) == processes.NOTHING
+
+
+def test_a_difference_is_of_times_not_of_memory():
+    before = {"tokenizer": Use(0.2, 1, 1, 2, 1.0)}
+    after = {"tokenizer": Use(0.6, 250, 500, 2, 4.0), "engine worker": Use(5.0, 1, 1)}
+    found = processes.difference(before, after)
+    assert found["tokenizer"] == Use(pytest.approx(0.4), 250, 500, 2, 3.0)
+    assert processes.serving_cpu_s(found) == pytest.approx(0.4)
+
+
+def test_this_process_has_waited_for_a_core_or_not():
+    assert processes.waited_s() >= 0.0 and processes.waited_s(-1) == 0.0

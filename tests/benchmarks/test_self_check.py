@@ -4,26 +4,25 @@ import pytest
 
 from benchmarks import self_check
 from benchmarks.driver import GeneratorUse
-from benchmarks.machine import Company
+from benchmarks.machine import HostLoad
 from benchmarks.record import Record
 from benchmarks.server_side import HistogramFigures, ServerSide
 from contract.generation import Timings
 
 TTFT_S = 0.1
-ALONE = Company(0.9, 0.01, 0.0)
+ALONE = HostLoad(0.9, 0.01, 0.0)
 CALM = GeneratorUse(cpu_s=1.0, wall_s=10.0, lags_s=[0.001] * 100)
 
 
 def honest_records(count=20, more_s=0.005):
-    """Requests of 4 tokens; the server says TTFT_S, the client saw ``more_s`` more."""
+    """Requests of 4 tokens; the server reports TTFT_S, the client measures ``more_s`` more."""
     return [
         Record(
             n,
-            "",
             n * 1.0,
             n * 1.0,
             [(n + TTFT_S + more_s, 1), (n + 0.2, 3)],
-            n + 0.21,
+            ended_s=n + 0.21,
             input_tokens=10,
             usage_tokens=4,
             finish_reason="length",
@@ -47,8 +46,8 @@ def server(records, **changes):
     )
 
 
-def failed(records, found_server, generator=CALM, company=ALONE, open_loop=True):
-    found = self_check.checks(records, found_server, [generator], company, open_loop)
+def failed(records, found_server, generator=CALM, host_load=ALONE, open_loop=True):
+    found = self_check.checks(records, found_server, [generator], host_load, open_loop)
     return {check.name for check in found if check.ok is False}, self_check.verdict(found)
 
 
@@ -57,7 +56,7 @@ def test_an_honest_run_is_sound():
     assert failed(records, server(records)) == (set(), "sound")
 
 
-def test_an_answer_that_comes_whole_comes_at_its_last_token():
+def test_the_only_message_of_an_answer_is_compared_with_the_last_token():
     whole = [dataclasses.replace(record, messages=[(record.intended_s + 0.205, 4)]) for record in honest_records()]
     assert self_check.ttft_per_request(whole).ok
     late = [dataclasses.replace(record, messages=[(record.intended_s + 0.405, 4)]) for record in whole]
@@ -65,13 +64,13 @@ def test_an_answer_that_comes_whole_comes_at_its_last_token():
 
 
 def test_a_run_without_a_single_answer_is_not_sound():
-    records = [Record(n, "", float(n), float(n), ended_s=n + 0.1, error="Unavailable: gone") for n in range(3)]
+    records = [Record(n, float(n), float(n), ended_s=n + 0.1, error="Unavailable: gone") for n in range(3)]
     assert "answers" in failed(records, None)[0]
     assert "answers" not in failed([*honest_records(1), *records], None)[0]
 
 
 @pytest.mark.parametrize("more_s", [-0.05, 0.2], ids=["less than the server's", "far more"])
-def test_a_server_whose_ttft_cannot_be_ours_is_found_out(more_s):
+def test_a_server_ttft_that_contradicts_the_clients_is_detected(more_s):
     records = honest_records(more_s=more_s)
     names, verdict = failed(records, server(records))
     assert names == {"TTFT, request by request", "TTFT, server's histogram"} and verdict.startswith("doubtful: TTFT")
@@ -85,32 +84,32 @@ def test_a_server_whose_ttft_cannot_be_ours_is_found_out(more_s):
         ({"input_tokens": 199}, "input tokens"),
     ],
 )
-def test_a_server_that_counts_otherwise_is_found_out(changes, name):
+def test_a_different_token_count_is_detected(changes, name):
     records = honest_records()
     assert failed(records, server(records, **changes))[0] == {name}
 
 
-def test_an_answer_that_says_another_number_of_tokens_is_found_out():
+def test_a_usage_that_differs_from_the_tokens_is_detected():
     records = honest_records()
     records[3].usage_tokens = 5
     assert failed(records, server(records))[0] == {"usage"}
 
 
-def test_tokens_of_a_canary_are_forgiven_but_not_more():
+def test_tokens_of_liveness_probes_are_tolerated():
     records = honest_records()
     assert failed(records, server(records, output_tokens=4 * 20 + 5))[0] == set()
 
 
-def test_those_who_left_may_have_cost_more_than_arrived():
+def test_cancelled_requests_may_have_generated_more_than_arrived():
     records = honest_records()
     records[0] = dataclasses.replace(
-        records[0], left=True, finish_reason="", usage_tokens=None, input_tokens=0, timings=None
+        records[0], cancelled=True, finish_reason="", usage_tokens=None, input_tokens=0, timings=None
     )
     assert failed(records, server(records, output_tokens=9000))[0] == set()
     assert failed(records, server(records, output_tokens=70))[0] == {"output tokens"}
 
 
-def test_a_saturated_generator_is_found_out():
+def test_a_saturated_generator_is_detected():
     records = honest_records()
     busy = GeneratorUse(cpu_s=9.5, wall_s=10.0, lags_s=[0.001] * 100)
     assert failed(records, server(records), busy)[0] == {"load generator: CPU"}
@@ -120,13 +119,13 @@ def test_a_saturated_generator_is_found_out():
     )
 
 
-def test_a_late_event_loop_is_found_out():
+def test_a_late_event_loop_is_detected():
     records = honest_records()
     late = GeneratorUse(cpu_s=1.0, wall_s=10.0, lags_s=[0.001] * 97 + [0.1] * 3)
     assert failed(records, server(records), late)[0] == {"load generator: event loop"}
 
 
-def test_requests_that_leave_late_are_found_out_in_an_open_loop():
+def test_late_sends_are_detected_in_an_open_loop():
     records = honest_records()
     for record in records:
         record.intended_s -= 0.1
@@ -134,13 +133,13 @@ def test_requests_that_leave_late_are_found_out_in_an_open_loop():
     assert failed(records, server(records), open_loop=False)[0] == set()
 
 
-def test_a_machine_that_others_use_is_found_out():
+def test_load_of_other_processes_is_detected():
     records = honest_records()
-    assert failed(records, server(records), company=Company(0.5, 0.3, 0.0))[0] == {"machine to ourselves"}
-    assert failed(records, server(records), company=Company(0.5, 0.0, 0.3))[0] == {"machine to ourselves"}
+    assert failed(records, server(records), host_load=HostLoad(0.5, 0.3, 0.0))[0] == {"machine load"}
+    assert failed(records, server(records), host_load=HostLoad(0.5, 0.0, 0.3))[0] == {"machine load"}
 
 
-def test_what_could_not_be_checked_is_said():
+def test_a_check_without_data_is_reported():
     records = [dataclasses.replace(record, timings=None, usage_tokens=None) for record in honest_records()]
     names, verdict = failed(records, None)
     assert names == set() and verdict.startswith("sound as far as it was checked (not checked: TTFT")

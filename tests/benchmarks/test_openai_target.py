@@ -1,4 +1,4 @@
-"""The OpenAI door as a target of the load generator, against a server that answers byte by byte as it is told."""
+"""The OpenAI target against a server that sends scripted bytes."""
 
 import asyncio
 import json
@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from benchmarks.openai_door import OpenAiDoor
+from benchmarks.openai_target import OpenAITarget, http_error
 from benchmarks.workload import PlannedRequest
-from contract.errors import EngineFailed, InvalidArgument, Unavailable
+from contract.errors import EngineFailed, InvalidArgument, NotFound, Overloaded, Unavailable
 from contract.generation import FinishReason, Usage
 
-ASKED = PlannedRequest(0, None, "hello", 7, "")
+REQUEST = PlannedRequest(0, "hello", 7)
 
 
 def event(text="", reason=None, **more):
@@ -27,7 +27,7 @@ async def server(*events, status=200, done=True):
         head = await reader.readuntil(b"\r\n\r\n")
         length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if b"content-length" in line)
         bodies.append(json.loads(await reader.readexactly(length)))
-        writer.write(b"HTTP/1.1 %d Said\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n" % status)
+        writer.write(b"HTTP/1.1 %d Status\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n" % status)
         for one in events:
             writer.write(b"data: " + json.dumps(one).encode() + b"\n\n")
             await writer.drain()
@@ -39,12 +39,12 @@ async def server(*events, status=200, done=True):
         yield f"http://127.0.0.1:{running.sockets[0].getsockname()[1]}", bodies
 
 
-async def read(url, extra=(), **options):
-    door = OpenAiDoor(url, "m", dict(extra))
+async def read(url, extra=(), request=REQUEST):
+    target = OpenAITarget(url, "m", dict(extra))
     try:
-        return [delta async for delta in door.open(ASKED, ignore_eos=options.get("ignore_eos", True), stream=True)]
+        return [delta async for delta in target.open(request)]
     finally:
-        await door.close()
+        await target.close()
 
 
 async def test_every_chunk_with_text_is_a_token_and_the_usage_corrects_the_sum():
@@ -59,7 +59,7 @@ async def test_every_chunk_with_text_is_a_token_and_the_usage_corrects_the_sum()
     assert deltas[-1].finish_reason is FinishReason.LENGTH and deltas[-1].usage == Usage(3, 5)
 
 
-async def test_ids_count_where_a_server_sends_them():
+async def test_token_ids_are_counted_if_the_server_sends_them():
     chunk = {"choices": [{"text": "abc", "token_ids": [4, 5, 6], "finish_reason": "stop"}]}
     usage = {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 3}}
     async with server(chunk, usage) as (url, _):
@@ -67,16 +67,16 @@ async def test_ids_count_where_a_server_sends_them():
     assert [delta.token_ids for delta in deltas] == [(4, 5, 6), ()]
 
 
-async def test_what_is_asked_is_greedy_and_only_what_the_server_understands():
+async def test_a_request_is_greedy_and_has_only_fields_the_server_understands():
     async with server(event("a", "length")) as (url, bodies):
         await read(url)
         await read(url, {"ignore_eos": True, "top_k": 1})
-        await read(url, {"ignore_eos": True}, ignore_eos=False)
+        await read(url, {"ignore_eos": True}, PlannedRequest(0, "hello", 7, ignore_eos=False))
     plain = {"model": "m", "prompt": "hello", "max_tokens": 7, "temperature": 0.0, "stream": True}
     assert bodies == [plain, plain | {"ignore_eos": True, "top_k": 1}, plain]
 
 
-async def test_a_failure_in_the_stream_a_cut_and_a_refusal_are_errors():
+async def test_an_error_event_a_cut_stream_and_an_http_error_raise():
     async with server(event("a"), {"error": {"message": "the step broke"}}) as (url, _):
         with pytest.raises(EngineFailed, match="the step broke"):
             await read(url)
@@ -94,6 +94,14 @@ async def test_a_server_that_is_not_there_is_unavailable(unused_tcp_port):
         await read(f"http://127.0.0.1:{unused_tcp_port}")
 
 
-def test_whole_answers_are_not_asked_for():
-    with pytest.raises(InvalidArgument, match="stream: the OpenAI door is measured streaming only"):
-        OpenAiDoor("http://x", "m").open(ASKED, ignore_eos=True, stream=False)
+def test_answers_that_do_not_stream_are_not_supported():
+    with pytest.raises(InvalidArgument, match="^stream: must be true"):
+        OpenAITarget("http://x", "m").open(PlannedRequest(0, "hello", 7, stream=False))
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(429, Overloaded), (503, Unavailable), (404, NotFound), (418, EngineFailed)]
+)
+def test_an_http_status_is_an_error_of_its_kind(status, kind):
+    error = http_error(status, "why", 2.0)
+    assert type(error) is kind and "why" in str(error) and getattr(error, "retry_after_s", 2.0) == 2.0

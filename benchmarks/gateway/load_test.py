@@ -1,0 +1,171 @@
+"""Put a load on one contender and measure what its processes use meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from benchmarks import figures
+from benchmarks.driver import Extent, LoadResult, Share
+from benchmarks.gateway.contenders import Contender
+from benchmarks.gateway.grpc_target import GrpcTarget
+from benchmarks.gateway.http_target import HttpTarget
+from benchmarks.gateway.script import Pace, PacedPrompts
+from benchmarks.generator_processes import Load, run_apart
+from benchmarks.record import Record
+from benchmarks.target import Target
+from benchmarks.workload import Workload
+
+SAMPLE_S = 0.25
+TIMEOUT_S = 240.0
+
+
+def load(target: partial[Target], pace: Pace, workload: Workload, extent: Extent) -> Load:
+    """Return a load of scripted tokens in a form that can be sent to another process."""
+    return Load(workload, extent, target, partial(PacedPrompts, pace), uvloop=True)
+
+
+def target(protocol: str, url: str, **options: object) -> partial[Target]:
+    """Return the maker of a byte-level target. protocol: ``http`` or ``grpc``; url: HOST:PORT."""
+    return partial({"http": HttpTarget, "grpc": GrpcTarget}[protocol], url, **options)
+
+
+@dataclass
+class LoadTest:
+    """What one load saw, and what the contender's process tree used while it ran.
+
+    result: every request's record.
+    warmup_s: requests sent before it are not part of the latencies.
+    cpu_s: CPU seconds; rss_before_bytes, peak_rss_bytes: resident memory.
+    highest: the highest value of each watched gauge.
+    alive: whether the contender still ran at the end.
+    """
+
+    result: LoadResult
+    warmup_s: float = 0.0
+    cpu_s: float = 0.0
+    rss_before_bytes: int = 0
+    peak_rss_bytes: int = 0
+    highest: dict[str, float] = field(default_factory=dict)
+    alive: bool = True
+
+    @property
+    def records(self) -> list[Record]:
+        return self.result.records
+
+    @property
+    def tokens(self) -> int:
+        return sum(record.tokens for record in self.records)
+
+    @property
+    def wall_s(self) -> float:
+        return max((record.ended_s for record in self.records), default=self.result.started_s) - self.result.started_s
+
+    @property
+    def us_per_token(self) -> float:
+        return 1e6 * self.cpu_s / self.tokens if self.tokens else float("nan")
+
+    @property
+    def measured(self) -> list[Record]:
+        """Records of the requests that were sent after the warm-up."""
+        return [record for record in self.records if record.sent_s >= self.result.started_s + self.warmup_s]
+
+    @property
+    def ttft_ms(self) -> list[float]:
+        return ttft_ms(self.measured)
+
+    @property
+    def transit_ms(self) -> list[float]:
+        return [seconds * 1e3 for record in self.measured for seconds in record.transit_s]
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        """Between consecutive tokens of a stream; 0 between tokens of one message."""
+        gaps: list[float] = []
+        for record in self.measured:
+            for gap_s, count in record.gaps:
+                gaps += [gap_s * 1e3, *[0.0] * (count - 1)]
+            gaps += [0.0] * (record.messages[0][1] - 1 if record.messages else 0)
+        return gaps
+
+    @property
+    def refused(self) -> list[Record]:
+        return [record for record in self.records if record.error_type == "Overloaded"]
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Failures by error type, refusals (Overloaded) not counted."""
+        return figures.count(r.error_type for r in self.records if r.error and r.error_type != "Overloaded")
+
+
+def run(one: Load, contender: Contender | None, gauges: Sequence[str] = ()) -> LoadTest:
+    """Run one load in a process of its own to its end. Without a contender only the load's own view is returned."""
+    [found] = run_together([one], contender, gauges)
+    return found
+
+
+def run_together(loads: Sequence[Load], contender: Contender | None, gauges: Sequence[str] = ()) -> list[LoadTest]:
+    """Run several loads at once, a process each; the contender's use is that of all of them, in each result."""
+    shares = [(one, Share()) for one in loads]
+    if contender is None:
+        results = run_apart(shares, timeout_s=TIMEOUT_S)
+        return [LoadTest(result, one.extent.warmup_s) for one, result in zip(loads, results, strict=True)]
+    sampler = _Sampler(contender, gauges)
+    results = run_apart(shares, while_running=sampler, timeout_s=TIMEOUT_S)
+    return [
+        LoadTest(
+            result,
+            one.extent.warmup_s,
+            sampler.cpu_s,
+            sampler.rss_before_bytes,
+            sampler.peak_rss_bytes,
+            dict(sampler.highest),
+            contender.alive(),
+        )
+        for one, result in zip(loads, results, strict=True)
+    ]
+
+
+class _Sampler:
+    """Samples a contender's memory and gauges from a thread of its own."""
+
+    def __init__(self, contender: Contender, gauges: Sequence[str]) -> None:
+        self._contender, self.cpu_s = contender, float("nan")
+        self.rss_before_bytes = self.peak_rss_bytes = 0
+        self.highest = dict.fromkeys(gauges, 0.0)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> None:
+        use = self._contender.use()
+        self._cpu_before_s, self.rss_before_bytes = use.cpu_s, use.rss_bytes
+        self._thread.start()
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._contender.alive():
+            self.cpu_s = self._contender.use().cpu_s - self._cpu_before_s
+        self._stop.set()
+        self._thread.join(5)
+
+    def _sample(self) -> None:
+        while not self._stop.wait(SAMPLE_S) and self._contender.alive():
+            self.peak_rss_bytes = max(self.peak_rss_bytes, self._contender.use().rss_bytes)
+            for name in self.highest:
+                self.highest[name] = max(self.highest[name], self._contender.gauge(name))
+
+
+def ttft_ms(records: Sequence[Record]) -> list[float]:
+    """Milliseconds from the actual send to the first token, of requests that got one."""
+    return [seconds * 1e3 for record in records if (seconds := record.ttft_from_send_s) is not None]
+
+
+def spread(values: Sequence[float]) -> Mapping[str, float]:
+    """Return p50, p99 and max; nan without values."""
+    if not values:
+        return {"p50": float("nan"), "p99": float("nan"), "max": float("nan")}
+    p50, p99, most = np.percentile(np.asarray(values), (50, 99, 100))
+    return {"p50": float(p50), "p99": float(p99), "max": float(most)}

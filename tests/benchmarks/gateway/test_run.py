@@ -1,0 +1,52 @@
+"""The goals of the gateway's benchmark, and one small run of each part."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.gateway import run
+from benchmarks.gateway.burst import Burst
+from benchmarks.gateway.connections import Connections
+from benchmarks.gateway.relaying import Relayed
+
+
+def test_a_goal_is_missed_by_a_figure_above_it():
+    direct = Relayed("replica itself", "", 16, True, tokens=100, ttft_ms=[1.0] * 99, transit_ms=[0.1] * 99)
+    slow = Relayed("gateway, http", "replica itself", 16, True, 100, 1.0, 0.02, [1.5] * 99, [1.2] * 99, [1.0])
+    met = {what: met for what, _, _, met in run.goals([direct, slow], [], [])}
+    load = "gateway, http, 16 streams paced"
+    assert met[f"{load}: added to the first token, p50, ms, at most"] is True
+    assert met[f"{load}: added to a token, p50, ms, at most"] is False
+    assert met[f"{load}: CPU, µs per token, at most"] is False and met[f"{load}: failed requests, at most"] is True
+    slow.errors = {"EngineFailed": 1}
+    met = {what: met for what, _, _, met in run.goals([direct, slow], [], [])}
+    assert met[f"{load}: failed requests, at most"] is False
+
+
+def test_lost_tokens_and_refusals_without_retry_after_miss_their_goals():
+    slow = Connections("http", 10_000, 10_000, 10_000, 3, {}, 0.5, 80.0, 100.0, 900.0, 1.0, 0.1, 1.0)
+    burst = Burst("grpc", 1000.0, 5000, 4000, 1000, 999, {}, True, 50.0, 90.0, 5.0, 0.5, 100.0, 120.0)
+    missed = [what for what, _, _, met in run.goals([], [slow], [burst]) if not met]
+    assert missed == [
+        "10000 slow streams, http: errors and lost tokens, at most",
+        "burst, grpc: refusals without retry-after, at most",
+    ]
+
+
+@pytest.mark.slow
+def test_an_unknown_part_is_refused_by_name():
+    command = [sys.executable, "-m", "benchmarks", "gateway", "--only", "speed"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "only" in done.stderr and "latency" in done.stderr
+
+
+@pytest.mark.slow
+def test_paths_and_slow_streams_are_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.gateway.connections.GAP_S", 0.1)
+    assert run.run(["latency"], False, 1, 0.6, 5, ["grpc"], tmp_path) == 0
+    written = json.loads((tmp_path / "gateway.json").read_text())
+    assert [row["path"] for row in written["relayed"]] == ["replica itself", "gateway, grpc", "gateway, http"]
+    assert all(row["tokens"] > 0 and not row["errors"] for row in written["relayed"])
+    assert "gateway, http" in capsys.readouterr().out

@@ -1,0 +1,55 @@
+from functools import partial
+
+import pytest
+
+from benchmarks import generator_processes
+from benchmarks.driver import Extent, Share
+from benchmarks.generator_processes import Load
+from benchmarks.lengths import Fixed
+from benchmarks.prompts import Prompts
+from benchmarks.target import EnsembleTarget
+from benchmarks.workload import Workload
+from contract.errors import EngineFailed
+
+pytestmark = pytest.mark.slow
+
+
+def load(url, requests=12, **options):
+    workload = Workload(4, None, Fixed(5), Fixed(3))
+    return Load(workload, Extent(None, 0.0, requests), partial(EnsembleTarget, url), Prompts, **options)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_generators_share_one_load(replica, processes):
+    server = replica()
+    result = generator_processes.run(load(server.url), processes)
+    assert [record.index for record in result.records] == list(range(12))
+    assert all(record.ok for record in result.records) and len(result.generators) == processes
+    assert server.counts.started == 12
+
+
+def test_loads_of_their_own_run_together_while_a_context_is_open(replica):
+    server, seen = replica(), []
+
+    class Watch:
+        def __enter__(self):
+            seen.append(server.counts.started)
+
+        def __exit__(self, *exc):
+            seen.append(server.counts.finished)
+
+    loads = [(load(server.url, 5, uvloop=True), Share()), (load(server.url, 7), Share())]
+    first, second = generator_processes.run_apart(loads, while_running=Watch())
+    assert (len(first.records), len(second.records)) == (5, 7) and seen == [0, 12]
+    assert first.started_s == second.started_s
+
+
+def test_a_generator_that_fails_is_an_error(replica):
+    broken = Load(Workload(1), Extent(None, 0.0, 1), partial(int, "x"), Prompts)
+    with pytest.raises(EngineFailed, match="ended with code 1"):
+        generator_processes.run_apart([(broken, Share())])
+
+
+def test_a_load_that_takes_too_long_is_an_error(replica):
+    with pytest.raises(EngineFailed, match="did not report within 0 s"):
+        generator_processes.run_apart([(load(replica().url, 100_000), Share())], timeout_s=0.2)

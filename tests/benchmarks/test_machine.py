@@ -1,0 +1,21 @@
+import pytest
+
+from benchmarks import machine
+
+
+def test_the_load_of_other_processes_is_busy_time_that_is_not_ours():
+    before, after = machine.CpuTime(100.0, 50.0, 1.0), machine.CpuTime(120.0, 66.0, 3.0)
+    found = machine.host_load(before, after, 12.0)
+    assert (found.ours, found.others, found.stolen) == pytest.approx((0.6, 0.2, 0.1))
+    assert found.disturbance == pytest.approx(0.3)
+
+
+def test_more_cpu_than_the_machine_counted_is_no_load_of_others():
+    at = machine.CpuTime(100.0, 50.0, 0.0)
+    assert machine.host_load(at, machine.CpuTime(110.0, 55.0, 0.0), 6.0).others == 0.0
+
+
+def test_this_machine_is_described():
+    now, conditions = machine.cpu_time(), machine.described()
+    assert 0 < now.busy_s < now.total_s
+    assert conditions["cores"] >= 1 and conditions["load_average_1min"] >= 0 and conditions["cpu"]
