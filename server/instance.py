@@ -31,15 +31,12 @@ from server.liveness_probe import Outcome
 from server.process import TritonProcess
 from server.recovery import (
     BecameReady,
-    EngineHung,
     Event,
     ProbeFailed,
     ProbePassed,
-    ServerExited,
-    ServerHung,
+    ServerFailed,
     StartFailed,
-    StubExited,
-    StubHung,
+    StubFailed,
     describe_exit,
 )
 from server.repository import Model, Pipeline
@@ -232,7 +229,7 @@ class ServerInstance:
             while True:
                 problem = http.problem()
                 if problem:
-                    self._report(ServerHung(problem))
+                    self._report(ServerFailed(f"tritonserver hangs ({problem})"))
                     return
                 running = stubs.find(self.pid)
                 for stub, reason in heartbeats.hung(running):
@@ -250,11 +247,12 @@ class ServerInstance:
             process.kill(stub.pid)
             return
         self._reported_hung.add(stub.model)
-        self._report(StubHung(stub.model, self._pipeline[stub.model].streams, f"{stub.instance}: {reason}"))
+        problem = f"{stub.model} process hangs ({stub.instance}: {reason})"
+        self._report(StubFailed(stub.model, self._pipeline[stub.model].streams, problem))
 
     def _on_engine_hung(self, pid: int, reason: str) -> None:
         if self._ready and pid in {stub.pid for stub in self._exits.watched}:
-            self._report(EngineHung(reason))
+            self._report(ServerFailed(reason, stream_error=reason))
 
     def _check_for_failed_launches(self) -> None:
         """Fail the start if a stub exited before its first message: Triton waits for it and leaves it a zombie."""
@@ -286,18 +284,20 @@ class ServerInstance:
     def _report_stub_exit(self, model: Model) -> None:
         if not process.is_running(self.pid):
             return  # tritonserver's own exit, which is reported, ended its stubs
+        problem = f"{model.name} process exited"
         if not self._ready:
-            self._fail_start(f"{model.name} process exited")
+            self._fail_start(problem)
         elif model.name not in self._reported_exited:
             self._reported_exited.add(model.name)
-            self._report(StubExited(model.name, model.streams))
+            self._report(StubFailed(model.name, model.streams, problem))
 
     def _on_exit(self, exited: asyncio.Future[int]) -> None:
         self._exits.close()
+        problem = f"tritonserver exited with {describe_exit(exited.result())}"
         if self._ready:
-            self._report(ServerExited(exited.result()))
+            self._report(ServerFailed(problem))
         else:
-            self._fail_start(f"tritonserver exited with {describe_exit(exited.result())}")
+            self._fail_start(problem)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

@@ -6,6 +6,7 @@ import struct
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
+from typing import Any
 
 import grpc.aio
 from tritonclient.grpc import service_pb2
@@ -94,8 +95,8 @@ def result_of_finish(finish_reason: str | None) -> ProbeResult:
 
 def request() -> bytes:
     """Return a serialised ModelInferRequest for one token."""
-    inputs = [("text_input", "BYTES", [PROMPT]), ("max_tokens", "INT32", [1])]
-    parameters = {"triton_enable_empty_final_response": True}
+    inputs: list[tuple[str, str, list[Any]]] = [("text_input", "BYTES", [PROMPT]), ("max_tokens", "INT32", [1])]
+    parameters: dict[str, bool | int | str] = {"triton_enable_empty_final_response": True}
     return infer_request.infer_request(ENSEMBLE, f"liveness-probe-{next(_request_numbers)}", inputs, parameters)
 
 

@@ -7,6 +7,7 @@ OLDEST, NEWEST = (3, 10), (3, 12)
 
 
 def problem(version):
+    # type: (tuple[int, int]) -> str | None
     """Return an error message, or None if ``version`` (major, minor) is supported."""
     if OLDEST <= version <= NEWEST:
         return None

@@ -64,47 +64,23 @@ class StartFailed:
 
 
 @dataclass(frozen=True)
-class ServerExited:
-    """tritonserver exited although the supervisor did not stop it."""
+class ServerFailed:
+    """tritonserver, or a part of it that cannot be replaced alone, exited or hangs.
 
-    code: int
+    stream_error: error text for streams in flight; "" if no process is left to send it.
+    """
+
+    problem: str
+    stream_error: str = ""
 
 
 @dataclass(frozen=True)
-class StubExited:
-    """A stub process of ``model`` exited. streams: requests in flight cannot continue without it."""
+class StubFailed:
+    """A stub process of ``model`` exited or hangs. streams: requests in flight cannot continue without it."""
 
     model: str
     streams: bool
-
-
-@dataclass(frozen=True)
-class StubHung:
-    """A stub process of ``model`` hangs. streams: as for StubExited."""
-
-    model: str
-    streams: bool
-    reason: str
-
-
-@dataclass(frozen=True)
-class EngineHung:
-    """The engine process made no step although it had work; its stub killed it and ended its streams."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class ServerHung:
-    """tritonserver runs but does not answer."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class ReloadFailed:
-    model: str
-    reason: str
+    problem: str
 
 
 @dataclass(frozen=True)
@@ -124,19 +100,7 @@ class StopRequested:
     reason: str
 
 
-Event = (
-    BecameReady
-    | StartFailed
-    | ServerExited
-    | StubExited
-    | StubHung
-    | EngineHung
-    | ServerHung
-    | ReloadFailed
-    | ProbePassed
-    | ProbeFailed
-    | StopRequested
-)
+Event = BecameReady | StartFailed | ServerFailed | StubFailed | ProbePassed | ProbeFailed | StopRequested
 
 
 @dataclass(frozen=True)
@@ -189,20 +153,11 @@ def decide(record: Record, event: Event, now_s: float) -> tuple[Record, Action]:
         return replace(record, failed_probes=0), NoAction()
     if isinstance(event, ProbeFailed):
         return _count_failed_probe(record, event, now_s)
-    if isinstance(event, StubExited):
-        return _replace_stub(record, event, f"{event.model} process exited", now_s)
-    if isinstance(event, StubHung):
-        return _replace_stub(record, event, f"{event.model} process hangs ({event.reason})", now_s)
-    if isinstance(event, EngineHung):
-        record, action = _restart(record, f"{event.reason}; restarting tritonserver", now_s)
-        return record, replace(action, stream_error=event.reason) if isinstance(action, Restart) else action
-    if isinstance(event, ServerHung):
-        return _restart(record, f"tritonserver hangs ({event.reason}); restarting it", now_s)
+    if isinstance(event, StubFailed):
+        return _replace_stub(record, event, now_s)
     if isinstance(event, StartFailed):
         return _retry_start(record, event, now_s)
-    if isinstance(event, ReloadFailed):
-        return _restart(record, f"{event.model} reload failed ({event.reason}); restarting tritonserver", now_s)
-    return _restart(record, f"tritonserver exited with {describe_exit(event.code)}; restarting it", now_s)
+    return _restart(record, event.problem, now_s, event.stream_error)
 
 
 def describe_exit(code: int) -> str:
@@ -221,16 +176,15 @@ def _count_failed_probe(record: Record, event: ProbeFailed, now_s: float) -> tup
     record = replace(record, failed_probes=record.failed_probes + 1)
     if record.failed_probes < MAX_FAILED_PROBES:
         return record, NoAction()
-    reason = f"{MAX_FAILED_PROBES} liveness probes in a row failed ({event.reason}); restarting tritonserver"
-    return _restart(record, reason, now_s)
+    return _restart(record, f"{MAX_FAILED_PROBES} liveness probes in a row failed ({event.reason})", now_s)
 
 
-def _replace_stub(record: Record, event: StubExited | StubHung, problem: str, now_s: float) -> tuple[Record, Action]:
+def _replace_stub(record: Record, event: StubFailed, now_s: float) -> tuple[Record, Action]:
     if event.streams:
-        return _restart(record, f"{problem}; its streams cannot end in this server, restarting tritonserver", now_s)
+        return _restart(record, f"{event.problem}; its streams cannot end in this server", now_s)
     if record.state is not State.READY:
-        return _restart(record, f"{problem} during a start or reload; restarting tritonserver", now_s)
-    reason = f"{problem}; reloading the {event.model}, streams in flight continue"
+        return _restart(record, f"{event.problem} during a start or reload", now_s)
+    reason = f"{event.problem}; reloading the {event.model}, streams in flight continue"
     record = replace(record, state=State.RESTARTING, since_s=now_s, reason=reason, reloads=record.reloads + 1)
     return record, Reload(event.model)
 
@@ -248,12 +202,13 @@ def _retry_start(record: Record, event: StartFailed, now_s: float) -> tuple[Reco
     return record, Restart(backoff_s(failed_starts + 1))
 
 
-def _restart(record: Record, reason: str, now_s: float) -> tuple[Record, Action]:
+def _restart(record: Record, problem: str, now_s: float, stream_error: str = "") -> tuple[Record, Action]:
     early = record.state is not State.READY or now_s - record.since_s < EARLY_S
     early_failures = record.early_failures + 1 if early else 1
     record = replace(record, since_s=now_s, early_failures=early_failures, failed_probes=0)
     if early_failures >= MAX_EARLY_FAILURES:
-        reason = f"tritonserver failed {early_failures} times within {EARLY_S:g} s of being ready; last: {reason}"
+        reason = f"tritonserver failed {early_failures} times within {EARLY_S:g} s of being ready; last: {problem}"
         return replace(record, state=State.FAILED, reason=reason), GiveUp()
+    reason = f"{problem}; restarting tritonserver"
     record = replace(record, state=State.RESTARTING, reason=reason, restarts=record.restarts + 1)
-    return record, Restart(backoff_s(early_failures))
+    return record, Restart(backoff_s(early_failures), stream_error)

@@ -192,7 +192,7 @@ class Supervisor:
         try:
             await self._instance.reload(model)
         except TridentError as error:
-            report(recovery.ReloadFailed(model, str(error)))
+            report(recovery.ServerFailed(f"{model} reload failed ({error})"))
         else:
             report(recovery.BecameReady())
 

@@ -10,27 +10,26 @@ from server import recovery
 from server.recovery import (
     BecameReady,
     Drain,
-    EngineHung,
     GiveUp,
     NoAction,
     ProbeFailed,
     ProbePassed,
     Record,
     Reload,
-    ReloadFailed,
     Restart,
-    ServerExited,
-    ServerHung,
+    ServerFailed,
     StartFailed,
     State,
     StopRequested,
-    StubExited,
-    StubHung,
+    StubFailed,
     decide,
 )
 
 READY = Record(state=State.READY, since_s=0.0)
 LONG_AFTER_S = 1000.0
+TOKENIZER_EXITED = StubFailed("tokenizer", False, "tokenizer process exited")
+ENGINE_EXITED = StubFailed("engine", True, "engine process exited")
+CRASHED = ServerFailed("tritonserver exited with signal 11")
 
 
 def after(record, *events, now_s=LONG_AFTER_S):
@@ -54,29 +53,30 @@ def test_a_first_start_that_crashes_is_retried_a_limited_number_of_times():
 
 
 def test_the_exit_of_a_stub_with_streams_restarts_the_server_at_once():
-    record, action = after(READY, StubExited("engine", streams=True))
+    record, action = after(READY, ENGINE_EXITED)
     assert action == Restart(0.0) and (record.state, record.restarts) == (State.RESTARTING, 1)
-    assert record.reason.startswith("engine process exited; its streams cannot end")
+    assert record.reason == "engine process exited; its streams cannot end in this server; restarting tritonserver"
 
 
 def test_the_exit_of_a_tokenizer_stub_reloads_the_tokenizer():
-    record, action = after(READY, StubExited("tokenizer", streams=False))
+    record, action = after(READY, TOKENIZER_EXITED)
     assert action == Reload("tokenizer")
     assert (record.state, record.restarts, record.reloads) == (State.RESTARTING, 0, 1)
+    assert record.reason == "tokenizer process exited; reloading the tokenizer, streams in flight continue"
     record, action = after(record, BecameReady())
     assert action == NoAction() and record.state is State.READY and record.reason == ""
 
 
 def test_an_exit_during_a_reload_and_a_failed_reload_restart_the_server():
-    reloading, _ = after(READY, StubExited("tokenizer", streams=False))
-    for event in (StubExited("tokenizer", False), StubExited("engine", True), ReloadFailed("tokenizer", "no")):
+    reloading, _ = after(READY, TOKENIZER_EXITED)
+    for event in (TOKENIZER_EXITED, ENGINE_EXITED, ServerFailed("tokenizer reload failed (no)")):
         record, action = after(reloading, event)
         assert action == Restart(0.0) and record.restarts == 1
 
 
-def test_the_reason_of_an_exit_names_its_signal_or_code():
-    assert "signal 9" in after(READY, ServerExited(137))[0].reason
-    assert "code 1" in after(READY, ServerExited(1))[0].reason
+@pytest.mark.parametrize("code, text", [(137, "signal 9"), (128, "code 128"), (1, "code 1"), (0, "code 0")])
+def test_an_exit_code_is_described_by_its_signal_or_number(code, text):
+    assert recovery.describe_exit(code) == text
 
 
 def test_three_liveness_probes_in_a_row_must_fail():
@@ -87,7 +87,7 @@ def test_three_liveness_probes_in_a_row_must_fail():
 
 
 def test_starts_that_fail_in_a_row_are_retried_with_pauses_and_then_end_the_supervisor():
-    record, actions = after(READY, ServerExited(1))[0], []
+    record, actions = after(READY, CRASHED)[0], []
     while record.state is not State.FAILED:
         record, action = after(record, StartFailed("port taken"))
         actions.append(action)
@@ -98,7 +98,7 @@ def test_starts_that_fail_in_a_row_are_retried_with_pauses_and_then_end_the_supe
 def test_early_failures_back_off_up_to_a_bound_and_end_the_supervisor():
     record, delays = READY, []
     while record.state is not State.FAILED:
-        record, action = decide(record, ServerExited(139), now_s=1.0)
+        record, action = decide(record, CRASHED, now_s=1.0)
         if isinstance(action, Restart):
             delays.append(action.delay_s)
             record, _ = decide(record, BecameReady(), now_s=0.5)
@@ -108,7 +108,7 @@ def test_early_failures_back_off_up_to_a_bound_and_end_the_supervisor():
 
 def test_a_failure_long_after_readiness_is_restarted_without_a_pause():
     record = Record(state=State.READY, since_s=0.0, early_failures=7)
-    record, action = decide(record, ServerExited(139), now_s=recovery.EARLY_S)
+    record, action = decide(record, CRASHED, now_s=recovery.EARLY_S)
     assert action == Restart(0.0) and record.early_failures == 1
 
 
@@ -121,9 +121,8 @@ def test_a_stop_request_drains_in_every_state(state):
 EVENTS = st.one_of(
     st.just(BecameReady()),
     st.builds(StartFailed, st.just("broken"), st.booleans()),
-    st.builds(ServerExited, st.integers(0, 255)),
-    st.builds(StubExited, st.sampled_from(["tokenizer", "engine"]), st.booleans()),
-    st.builds(ReloadFailed, st.just("tokenizer"), st.just("broken")),
+    st.builds(ServerFailed, st.just("broken"), st.sampled_from(["", "the engine process hung"])),
+    st.builds(StubFailed, st.sampled_from(["tokenizer", "engine"]), st.booleans(), st.just("broken")),
     st.just(ProbePassed()),
     st.builds(ProbeFailed, st.just("slow")),
     st.builds(StopRequested, st.just("interrupted")),
@@ -153,27 +152,12 @@ def test_invariants_of_every_sequence_of_events(history):
         assert isinstance(action, GiveUp) == (record.state is State.FAILED and before.state is not State.FAILED)
 
 
-def test_a_hung_engine_ends_its_streams_with_an_error_and_restarts_the_server():
-    record, action = decide(
-        replace(READY, failed_probes=2), EngineHung("the engine process hung and before killed"), 60.0
-    )
-    assert action == Restart(0.0, stream_error="the engine process hung and before killed")
+def test_a_failure_with_running_streams_ends_them_with_its_error():
+    hung = "the engine process hung and was killed"
+    record, action = decide(replace(READY, failed_probes=2), ServerFailed(hung, stream_error=hung), 60.0)
+    assert action == Restart(0.0, stream_error=hung)
     assert record.state is State.RESTARTING and record.restarts == 1 and record.failed_probes == 0
-    assert record.reason == "the engine process hung and before killed; restarting tritonserver"
-
-
-def test_a_hung_server_and_a_hung_stub_of_running_streams_restart_the_server_at_once():
-    for event in (ServerHung("no answer"), StubHung("detokenizer", True, "no heartbeat")):
-        record, action = decide(READY, event, 60.0)
-        assert action == Restart(0.0) and record.state is State.RESTARTING and event.reason in record.reason
-
-
-def test_a_hung_tokenizer_is_reloaded_and_during_a_reload_the_server_is_restarted():
-    hung = StubHung("tokenizer", False, "no heartbeat")
-    record, action = decide(READY, hung, 60.0)
-    assert action == Reload("tokenizer") and (record.state, record.reloads) == (State.RESTARTING, 1)
-    assert "hangs (no heartbeat)" in record.reason
-    assert decide(record, hung, 61.0)[1] == Restart(0.0)
+    assert record.reason == f"{hung}; restarting tritonserver"
 
 
 def test_a_probe_that_fails_during_a_restart_is_not_counted():
