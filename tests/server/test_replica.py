@@ -1,5 +1,8 @@
 """The public API ``server.running``: what does not need a server; test_supervisor.py uses it with real ones."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 import server
@@ -17,3 +20,9 @@ def test_a_bad_setting_is_refused_before_a_process_starts(tmp_path):
         with server.running(state_dir=tmp_path, drain_s=-1):
             raise AssertionError("the block must not run")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_package_docstring_names_every_module():
+    for path in Path(server.__file__).parent.glob("*.py"):
+        if not path.stem.startswith("__") and path.stem not in ("replica", "python_version"):
+            assert re.search(rf"\b{path.stem}\b", server.__doc__), path.stem
