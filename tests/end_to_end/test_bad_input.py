@@ -26,7 +26,7 @@ async def client(replica):
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [
-        ({"text_input": ""}, "text_input: is empty"),
+        ({"text_input": ""}, "text_input: must have at least one character"),
         ({"max_tokens": 4}, "text_input: must be sent"),
         ({**GOOD, "text_input": "word " * 3000}, "text_input: must have at most"),
         ({**GOOD, "text_input": b"\xff\xfe"}, "text_input: must be UTF-8, got an invalid sequence at byte 0"),

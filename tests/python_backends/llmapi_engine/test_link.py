@@ -1,9 +1,6 @@
-"""The LLM behind the engine's own admission, streams and metrics, on the stand-in for the LLM API."""
+"""The LLM behind the engine's scheduler, streams and metrics, on the stand-in for the LLM API."""
 
-import json
 import queue
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +16,6 @@ from python_backends.llmapi_engine import generation
 from python_backends.llmapi_engine.link import LlmLink
 from tests.fakes import manifests
 
-ROOT = Path(__file__).resolve().parents[3]
-EQUIVALENTS = json.loads((ROOT / "build" / "trtllm" / "llmapi_equivalents.json").read_text())
 WAIT_S = 60
 
 
@@ -154,12 +149,6 @@ def test_the_llm_is_opened_as_the_manifest_says(link, api):
     assert kv_cache == llm_api.KvCacheConfig(True, None, 0.8, "fp8")
 
 
-def test_nothing_is_asked_for_that_went_away_with_the_engines():
-    gone = EQUIVALENTS["TrtLlmArgs_extra_over_BaseLlmArgs"].keys()
-    assert not gone & generation.llm_arguments(Path("e"), manifest()).keys()
-    assert "FP8" in EQUIVALENTS["KV_CACHE_QUANT_ALGO"]
-
-
 def test_sampling_is_told_in_the_apis_words(link, listener, api):
     link.send(add(1, stop_ids=(9, 4), temperature=0.7, top_p=0.9, top_k=5, seed=3, min_tokens=2))
     link.send(add(2, temperature=0.0))
@@ -178,30 +167,3 @@ def test_a_priority_is_passed_to_an_api_that_has_them(link, listener, api):
     for priority in (0.5, 0.9):
         generation.generate(newer, replace(add(2), priority=priority))
     assert newer.priorities == [0.5, 0.9]
-
-
-def test_formats_have_the_names_of_the_apis_table():
-    from build.quantise import quantised_linear
-    from build.recipe import commands  # of build/, which writes what the LLM API loads
-
-    table = dict(EQUIVALENTS["qformat_to_quant_algo"])
-    assert {"bf16": table.pop("full_prec")} | table == commands.QUANT_ALGO
-    assert set(quantised_linear.QUANT_ALGOS) - {None} <= set(EQUIVALENTS["QuantAlgo"])
-    assert set(quantised_linear.KV_CACHE_QUANT_ALGOS) - {None} <= set(EQUIVALENTS["KV_CACHE_QUANT_ALGO"])
-
-
-@pytest.mark.parametrize(
-    ("stats", "used"), [({"kvCacheStats": {"maxNumBlocks": 8, "usedNumBlocks": 2}}, 0.25), ({}, 0.0)]
-)
-def test_cache_usage_is_a_fraction(stats, used):
-    assert generation.cache_usage(stats) == used
-
-
-def test_it_is_imported_without_openvino_and_without_tensorrt_llm():
-    code = (
-        "import sys; sys.modules['openvino'] = sys.modules['openvino_genai'] = None; "
-        "sys.path.insert(0, 'tests/fakes'); import python_backends.llmapi_engine.model as m; "
-        "assert 'tensorrt_llm' not in sys.modules; print(m.TritonPythonModel.load_timeout_s)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "3600\n"), done.stderr

@@ -1,0 +1,62 @@
+import pytest
+
+from contract.errors import Overloaded
+from python_backends.cpu_engine.metrics import CANCEL_REASONS, EngineLoad, EngineMetrics
+from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.worker_messages import StepOutput, StepReport
+from python_backends.metrics import Metrics
+from python_backends.triton_io import metric_family
+from tests.python_backends.cpu_engine.test_stream import add, stream
+
+NAMES = {"model": "engine", "version": "1"}
+SECOND = 1_000_000_000
+
+
+@pytest.fixture
+def metrics(triton):
+    return EngineMetrics(Metrics(metric_family), **NAMES)
+
+
+def load(**changes):
+    report = StepReport(0, 5_000, [StepOutput(1, [7], [], StreamEvent.RUNNING)], 1, 2, 30, 0.25)
+    return EngineLoad(
+        **{"running": 3, "waiting": 4, "slots": 8, "blocks": 40, "last_step": report, "steps": 9} | changes
+    )
+
+
+def observed(triton, name, **labels):
+    return triton.families[name].Metric(labels).calls
+
+
+def test_the_gauges_are_those_of_tensorrt_llm(metrics, triton):
+    metrics.show(load())
+    requests = {"active": 7, "max": 8, "scheduled": 3, "context": 2, "waiting": 4}
+    for state, value in requests.items():
+        assert triton.metric_value("nv_trt_llm_request_metrics", **NAMES, request_type=state) == value
+    blocks = {"max": 40, "used": 10, "free": 30, "tokens_per": 32, "fraction": 0.25}
+    for kind, value in blocks.items():
+        assert triton.metric_value("nv_trt_llm_kv_cache_block_metrics", **NAMES, kv_cache_block_type=kind) == value
+    assert triton.metric_value("nv_trt_llm_general_metrics", **NAMES, general_type="iteration_counter") == 9
+
+
+def test_a_refusal_and_a_cancellation_count_by_their_reason(metrics, triton):
+    metrics.refused(Overloaded("full"))
+    for reason in CANCEL_REASONS:
+        metrics.cancelled(reason)
+    metrics.show(load())
+    assert triton.metric_value("trident_errors_total", **NAMES, error_type="Overloaded") == 1
+    for reason in CANCEL_REASONS:
+        assert triton.metric_value("trident_cancellations_total", **NAMES, reason=reason) == 1
+
+
+def test_a_finished_stream_counts_its_tokens_and_its_reason(metrics, triton):
+    one = stream()
+    metrics.accepted(one)
+    add(one, 1, 2, now_ns=SECOND)
+    add(one, 3, now_ns=3 * SECOND)
+    one.finish(StreamEvent.LENGTH)
+    metrics.finished(one, 4 * SECOND)
+    metrics.show(load())
+    assert triton.metric_value("trident_input_tokens_total", **NAMES) == one.request.input_ids.size
+    assert triton.metric_value("trident_output_tokens_total", **NAMES) == 3
+    assert triton.metric_value("trident_requests_total", **NAMES, finish_reason="length") == 1

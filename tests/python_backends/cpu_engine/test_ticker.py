@@ -1,0 +1,108 @@
+"""The ticker by itself: how often it works, and when it sleeps. What it decides is in test_engine.py."""
+
+import threading
+import time
+
+import pytest
+
+from python_backends.cpu_engine.coalescing_window import CoalescingWindow
+from python_backends.cpu_engine.http_disconnects import HttpDisconnects
+from python_backends.cpu_engine.metrics import EngineLoad
+from python_backends.cpu_engine.scheduler import Scheduler
+from python_backends.cpu_engine.stream_table import StreamTable
+from python_backends.cpu_engine.ticker import Ticker
+from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.worker_messages import StepReport
+from tests.python_backends.cpu_engine.test_stream import stream
+
+
+class Recorder:
+    """Stands for the senders and the metrics."""
+
+    def __init__(self):
+        self.sent, self.loads = [], []
+
+    def put(self, found):
+        found.queued = True
+        self.sent.append(found.key)
+
+    def show(self, load):
+        self.loads.append(load)
+
+
+class Setting:
+    def __init__(self):
+        self.recorder, self.streams, self.ended = Recorder(), StreamTable(), []
+        self.scheduler, self.now_ns = Scheduler(slots=2, blocks=8, max_waiting=4), 10**12
+        self.ticker = Ticker(
+            threading.RLock(),
+            self.streams,
+            self.scheduler,
+            CoalescingWindow(0),
+            self.recorder,
+            self.recorder,
+            HttpDisconnects(lambda: 0),
+            end=self._end,
+            load=lambda: EngineLoad(self.scheduler.running, self.scheduler.waiting, 2, 8, StepReport(0, 0), 0),
+            clock_ns=lambda: self.now_ns,
+        )
+        self.ticker.start()
+
+    def _end(self, key, event, *, error=None, cancelled_by=None):
+        self.ended.append((key, event, cancelled_by))
+        self.streams.remove(self.streams[key])
+        self.scheduler.release(key)
+
+    def add(self, **changes):
+        one = stream(**changes)
+        one.submitted_ns = self.now_ns
+        self.scheduler.enqueue(one.key, 1)
+        self.scheduler.schedule()
+        one.started_ns = self.now_ns
+        self.streams.add(one)
+        self.ticker.wake()
+        return one
+
+
+@pytest.fixture
+def setting():
+    made = Setting()
+    yield made
+    made.ticker.close()
+
+
+def until(condition):
+    give_up_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.005)
+
+
+def test_without_work_it_sleeps_and_close_still_shows_the_gauges(setting):
+    assert setting.ticker.idle and setting.recorder.loads == []
+    setting.ticker.close()
+    assert setting.recorder.loads
+
+
+def test_it_ticks_while_a_stream_lives_and_sleeps_after_the_last(setting):
+    one = setting.add()
+    until(lambda: setting.recorder.loads)
+    assert not setting.ticker.idle
+    setting.streams.remove(one)
+    setting.scheduler.release(one.key)
+    until(lambda: setting.ticker.idle)
+    assert setting.recorder.loads[-1].running == 0
+
+
+def test_a_stream_past_its_deadline_is_ended(setting):
+    one = setting.add(timeout_ns=10**9)
+    setting.now_ns += 10**12
+    until(lambda: setting.ended)
+    assert setting.ended == [(one.key, StreamEvent.ERROR, "deadline")]
+
+
+def test_a_silent_stream_is_probed(setting):
+    one = setting.add()
+    setting.now_ns += 10**9
+    until(lambda: setting.recorder.sent)
+    assert one.probe_due and setting.recorder.sent == [one.key]
