@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import exposition, figures, machine, report
+from benchmarks import figures, machine, report, scrape
 from benchmarks.figures import Spread
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.prompts import Prompts
@@ -123,8 +123,8 @@ async def by_gauges(server: ServerUnderTest, count: int, samples: int, max_token
 async def _until(server: ServerUnderTest, holds: Callable[[float], bool]) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline_s:
-        page = await asyncio.to_thread(exposition.fetch, server.metrics_url or "")
-        if holds(page.value(_SLOTS, request_type="scheduled")):
+        metrics = await asyncio.to_thread(scrape.fetch, server.metrics_url or "")
+        if holds(metrics.value(_SLOTS, request_type="scheduled")):
             return
         await asyncio.sleep(SCRAPE_EVERY_S)
     raise EngineFailed(f"the engine's slots did not change within {TIMEOUT_S:g} s")
@@ -132,11 +132,11 @@ async def _until(server: ServerUnderTest, holds: Callable[[float], bool]) -> Non
 
 def capacity(server: ServerUnderTest, max_tokens: int) -> int:
     """Return how many such streams the engine runs at once, limited by its slots or its KV cache."""
-    page = exposition.fetch(server.metrics_url or "")
+    metrics = scrape.fetch(server.metrics_url or "")
     name = "nv_trt_llm_kv_cache_block_metrics"
-    slots = round(page.value(_SLOTS, request_type="max"))
-    blocks = page.value(name, kv_cache_block_type="max")
-    per_block = page.value(name, kv_cache_block_type="tokens_per")
+    slots = round(metrics.value(_SLOTS, request_type="max"))
+    blocks = metrics.value(name, kv_cache_block_type="max")
+    per_block = metrics.value(name, kv_cache_block_type="tokens_per")
     if not (slots and blocks and per_block):
         raise EngineFailed(f"{server.metrics_url}: no gauges of slots and KV blocks")
     prompt_tokens = Prompts.for_engine(server.engine_folder).count(PROMPT)

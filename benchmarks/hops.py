@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import exposition, machine, report, server_side
+from benchmarks import machine, report, server_side
 from benchmarks.driver import Extent, drive
 from benchmarks.efficiency import EVERY_TOKEN_ENV, Batch, ServingPath
 from benchmarks.engine_target import EngineTarget
@@ -27,6 +27,7 @@ from benchmarks.record import Record
 from benchmarks.server_process import ENGINES, running_server
 from benchmarks.target import EnsembleTarget
 from benchmarks.workload import Workload
+from contract.prometheus import Metrics
 
 PARTS = ("tritonserver", "tokenizer", "engine stub", "detokenizer")
 MODELS = ("engine", "ensemble")
@@ -77,7 +78,7 @@ def first_token(server: ServerUnderTest, prompts: Prompts, concurrency: int) -> 
             await target.close()
 
     metrics_url = server.metrics_url or ""
-    before: list[exposition.Page] = []
+    before: list[Metrics] = []
     records = asyncio.run(send())
     own = server_side.difference(before[0], server_side.settled(metrics_url))
     ttft_s = statistics.mean(record.ttft_from_send_s or math.nan for record in records)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import exposition, figures, generator_processes, machine, processes, self_check, server_side
+from benchmarks import figures, generator_processes, machine, processes, scrape, self_check, server_side
 from benchmarks.driver import Extent, GeneratorUse
 from benchmarks.figures import Figures, Slo
 from benchmarks.generator_processes import Load
@@ -26,6 +26,7 @@ from benchmarks.server_side import GaugeWatch, ServerSide
 from benchmarks.target import EnsembleTarget
 from benchmarks.workload import Workload
 from contract.errors import Unavailable
+from contract.prometheus import Metrics
 
 
 @dataclass(frozen=True)
@@ -181,11 +182,11 @@ def save(found: list[Measurement], folder: Path, kind: str) -> Path:
     return path
 
 
-def _scrape(url: str | None, settled: bool) -> exposition.Page | None:
+def _scrape(url: str | None, settled: bool) -> Metrics | None:
     if url is None:
         return None
     try:
-        return server_side.settled(url) if settled else exposition.fetch(url)
+        return server_side.settled(url) if settled else scrape.fetch(url)
     except Unavailable:
         return None
 

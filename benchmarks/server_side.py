@@ -6,9 +6,10 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 
-from benchmarks import exposition
-from benchmarks.exposition import Histogram, Page
+from benchmarks import scrape
+from benchmarks.scrape import Histogram
 from contract.errors import Unavailable
+from contract.prometheus import Metrics
 
 PHASES = ("tokenize", "queue", "prefill", "first_decode", "detokenize")
 LATENCIES = {
@@ -73,7 +74,9 @@ class ServerSide:
         return asdict(self) | {"bottleneck": self.bottleneck}
 
 
-def difference(before: Page, after: Page, gauges: list[tuple[float, dict[str, float]]] | None = None) -> ServerSide:
+def difference(
+    before: Metrics, after: Metrics, gauges: list[tuple[float, dict[str, float]]] | None = None
+) -> ServerSide:
     def growth(name: str) -> int:
         return round(after.value(name) - before.value(name))
 
@@ -83,7 +86,7 @@ def difference(before: Page, after: Page, gauges: list[tuple[float, dict[str, fl
         return {key: value for key, value in now.items() if value}
 
     def spent(name: str, **labels: str) -> HistogramFigures:
-        return HistogramFigures.of(after.histogram(name, **labels) - before.histogram(name, **labels))
+        return HistogramFigures.of(scrape.histogram(after, name, **labels) - scrape.histogram(before, name, **labels))
 
     return ServerSide(
         requests=growth_by(_REQUESTS, "finish_reason"),
@@ -98,20 +101,20 @@ def difference(before: Page, after: Page, gauges: list[tuple[float, dict[str, fl
     )
 
 
-def settled(url: str) -> Page:
+def settled(url: str) -> Metrics:
     """Scrape until the number of finished requests no longer grows; return the last scrape."""
     deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
-    page = exposition.fetch(url)
+    metrics = scrape.fetch(url)
     while time.monotonic() < deadline_s:
         time.sleep(SETTLE_S)
-        page, earlier = exposition.fetch(url), page
-        if page.value(_REQUESTS) == earlier.value(_REQUESTS) and _active(page) == 0:
+        metrics, earlier = scrape.fetch(url), metrics
+        if metrics.value(_REQUESTS) == earlier.value(_REQUESTS) and _active(metrics) == 0:
             break
-    return page
+    return metrics
 
 
-def _active(page: Page) -> float:
-    return page.value("nv_trt_llm_request_metrics", request_type="active")
+def _active(metrics: Metrics) -> float:
+    return metrics.value("nv_trt_llm_request_metrics", request_type="active")
 
 
 class GaugeWatch:
@@ -134,8 +137,8 @@ class GaugeWatch:
     def _watch(self) -> None:
         while not self._stop.wait(self._every_s):
             try:
-                page = exposition.fetch(self._url)
+                metrics = scrape.fetch(self._url)
             except Unavailable:
                 continue
-            now = {name: page.value(family, **labels) for name, (family, labels) in GAUGES.items()}
+            now = {name: metrics.value(family, **labels) for name, (family, labels) in GAUGES.items()}
             self.samples.append((time.monotonic(), now))

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks import processes
+from benchmarks import processes, scrape
 from benchmarks.environments import Environment
 from benchmarks.gateway.child_process import ROOT, first_line, process
 from benchmarks.processes import Use
-from contract.errors import EngineFailed
+from contract.errors import EngineFailed, Unavailable
 
 GATEWAY, LITELLM, FASTAPI = "gateway", "LiteLLM proxy", "FastAPI relay"
 # Newer ones want a certifi that not every index has yet.
@@ -59,19 +59,12 @@ class Contender:
         return psutil.pid_exists(self.root)
 
     def gauge(self, name: str) -> float:
-        """A sample without labels of its metrics page; nan if there is none or nobody answers."""
-        host, _, port = self.metrics.partition(":")
-        page = http.client.HTTPConnection(host, int(port), timeout=5)
+        """Scrape one of its metrics; nan if that fails or there is none."""
         try:
-            page.request("GET", "/metrics")
-            for line in page.getresponse().read().decode().splitlines():
-                if line.startswith(name + " "):
-                    return float(line.split()[1])
-        except OSError:
-            pass
-        finally:
-            page.close()
-        return float("nan")
+            metrics = scrape.fetch(f"http://{self.metrics}/metrics")
+        except Unavailable:
+            return float("nan")
+        return metrics.value(name) if name in metrics else float("nan")
 
 
 @contextmanager

@@ -1,11 +1,9 @@
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from benchmarks import exposition, server_side
-from benchmarks.exposition import Histogram
+from benchmarks import server_side
+from contract.prometheus import parse
 
 BEFORE = """# HELP trident_requests_total Finished requests
 # TYPE trident_requests_total counter
@@ -36,7 +34,7 @@ trident_time_to_first_token_phase_seconds_sum{model="engine",phase="prefill"} 0.
 
 
 def test_the_server_s_figures_are_what_grew_during_the_run():
-    found = server_side.difference(exposition.parse(BEFORE), exposition.parse(AFTER))
+    found = server_side.difference(parse(BEFORE), parse(AFTER))
     assert found.requests == {"length": 10} and found.cancellations == {"client": 2}
     assert (found.output_tokens, found.input_tokens) == (1300, 5)
     ttft = found.latencies["ttft"]
@@ -46,24 +44,7 @@ def test_the_server_s_figures_are_what_grew_during_the_run():
     assert math.isnan(found.phases["tokenize"].mean_s)
 
 
-def test_a_page_without_ours_measures_nothing_and_does_not_fail():
-    page = exposition.parse("up 1\n")
-    found = server_side.difference(page, page)
+def test_metrics_of_another_server_yield_no_figures():
+    metrics = parse("up 1\n")
+    found = server_side.difference(metrics, metrics)
     assert found.requests == {} and found.bottleneck == "" and found.latencies["ttft"].count == 0
-
-
-@given(st.lists(st.floats(0, 9.9), min_size=1, max_size=50), st.floats(0, 1))
-def test_a_bucketed_quantile_lies_in_the_bucket_of_the_true_one(values, fraction):
-    bounds = (1.0, 2.0, 5.0, 10.0, math.inf)
-    cumulative = tuple(float(sum(value <= bound for value in values)) for bound in bounds)
-    found = Histogram(bounds, cumulative, sum(values)).quantile(fraction)
-    rank = max(1, math.ceil(fraction * len(values)))
-    true = sorted(values)[rank - 1]
-    upper = next(bound for bound in bounds if true <= bound)
-    lower = max((bound for bound in (0.0, *bounds) if bound < upper), default=0.0)
-    assert lower <= found <= upper
-
-
-def test_a_quantile_beyond_the_last_bound_is_that_bound():
-    assert Histogram((1.0, math.inf), (1.0, 4.0), 9.0).quantile(0.99) == 1.0
-    assert math.isnan(Histogram((), (), 0.0).quantile(0.5)) and math.isnan(Histogram((), (), 0.0).mean)

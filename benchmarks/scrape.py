@@ -1,4 +1,4 @@
-"""A Prometheus page as numbers: fetch, parse, subtract."""
+"""Scrape Prometheus metrics, and read and subtract their histograms."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from contract import prometheus
 from contract.errors import Unavailable
+from contract.prometheus import Metrics
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Cumulative: bounds[i] (upper, the last is infinite) and how many values did not exceed it."""
+    """A cumulative histogram: upper bounds (the last is infinite) and how many values did not exceed each."""
 
     bounds: tuple[float, ...]
     cumulative: tuple[float, ...]
@@ -27,7 +28,7 @@ class Histogram:
         return self.sum / self.count if self.count else math.nan
 
     def quantile(self, fraction: float) -> float:
-        """Linear within the bucket that holds it; the last finite bound if it lies beyond. nan without values."""
+        """Interpolate linearly within the bucket; the last finite bound if it is above. nan without values."""
         if not self.count:
             return math.nan
         rank, below, low = fraction * self.count, 0.0, 0.0
@@ -43,27 +44,20 @@ class Histogram:
         return Histogram(self.bounds, cumulative, self.sum - earlier.sum)
 
 
-class Page(prometheus.Metrics):
-    """The samples of one scrape. Labels given to a look-up must all be there; samples that match are added up."""
-
-    def histogram(self, name: str, **labels: str) -> Histogram:
-        """Return the sum of the matching histograms."""
-        reached: dict[float, float] = {}
-        for found, value in self.matching(f"{name}_bucket", **labels):
-            bound = float(found["le"])
-            reached[bound] = reached.get(bound, 0.0) + value
-        bounds = tuple(sorted(reached))
-        return Histogram(bounds, tuple(reached[bound] for bound in bounds), self.value(f"{name}_sum", **labels))
+def histogram(metrics: Metrics, name: str, **labels: str) -> Histogram:
+    """Return the sum of the matching histograms; empty if there is none."""
+    reached: dict[float, float] = {}
+    for found, value in metrics.matching(f"{name}_bucket", **labels):
+        bound = float(found["le"])
+        reached[bound] = reached.get(bound, 0.0) + value
+    bounds = tuple(sorted(reached))
+    return Histogram(bounds, tuple(reached[bound] for bound in bounds), metrics.value(f"{name}_sum", **labels))
 
 
-def parse(text: str) -> Page:
-    return Page(prometheus.parse(text).samples)
-
-
-def fetch(url: str, timeout_s: float = 5.0) -> Page:
-    """Raises Unavailable."""
+def fetch(url: str, timeout_s: float = 5.0) -> Metrics:
+    """Scrape a server's metrics. Raises Unavailable."""
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
-            return parse(answer.read().decode())
+        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+            return prometheus.parse(response.read().decode())
     except (OSError, ValueError) as exc:
         raise Unavailable(f"no metrics at {url}: {exc}") from exc

@@ -1,0 +1,45 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import scrape
+from benchmarks.scrape import Histogram
+from contract.errors import Unavailable
+from contract.prometheus import parse
+
+TEXT = """ttft_bucket{model="a",le="0.1"} 1
+ttft_bucket{model="a",le="+Inf"} 4
+ttft_bucket{model="b",le="0.1"} 2
+ttft_bucket{model="b",le="+Inf"} 2
+ttft_sum{model="a"} 0.9
+ttft_sum{model="b"} 0.1
+"""
+
+
+def test_histograms_that_match_are_added_up():
+    assert scrape.histogram(parse(TEXT), "ttft") == Histogram((0.1, math.inf), (3.0, 6.0), 1.0)
+    assert scrape.histogram(parse(TEXT), "ttft", model="b") == Histogram((0.1, math.inf), (2.0, 2.0), 0.1)
+
+
+def test_a_server_that_does_not_run_is_unavailable(unused_tcp_port):
+    with pytest.raises(Unavailable, match=str(unused_tcp_port)):
+        scrape.fetch(f"http://127.0.0.1:{unused_tcp_port}/metrics")
+
+
+@given(st.lists(st.floats(0, 9.9), min_size=1, max_size=50), st.floats(0, 1))
+def test_a_bucketed_quantile_lies_in_the_bucket_of_the_true_one(values, fraction):
+    bounds = (1.0, 2.0, 5.0, 10.0, math.inf)
+    cumulative = tuple(float(sum(value <= bound for value in values)) for bound in bounds)
+    found = Histogram(bounds, cumulative, sum(values)).quantile(fraction)
+    rank = max(1, math.ceil(fraction * len(values)))
+    true = sorted(values)[rank - 1]
+    upper = next(bound for bound in bounds if true <= bound)
+    lower = max((bound for bound in (0.0, *bounds) if bound < upper), default=0.0)
+    assert lower <= found <= upper
+
+
+def test_a_quantile_beyond_the_last_bound_is_that_bound():
+    assert Histogram((1.0, math.inf), (1.0, 4.0), 9.0).quantile(0.99) == 1.0
+    assert math.isnan(Histogram((), (), 0.0).quantile(0.5)) and math.isnan(Histogram((), (), 0.0).mean)
