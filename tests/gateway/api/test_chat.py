@@ -1,0 +1,52 @@
+"""The JSON of chat responses: chunks, complete responses and log probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clients.wire import completion
+from contract.generation import FinishReason, TokenDelta
+from gateway.api.chat import ChatFormatter
+from gateway.api.schemas import ChatRequest
+from gateway.api.vocabulary import Vocabulary
+
+
+def formatter(**more: Any) -> ChatFormatter:
+    messages: Any = [{"role": "user", "content": "x"}]
+    return ChatFormatter(ChatRequest(model="demo", messages=messages, **more), "r", 7, Vocabulary())
+
+
+def test_a_choice_begins_with_the_assistants_role() -> None:
+    chunk = formatter().first_chunk(2)
+    assert chunk is not None and chunk["choices"][0]["index"] == 2
+    assert chunk["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert (chunk["id"], chunk["created"], chunk["object"]) == ("chatcmpl-r", 7, "chat.completion.chunk")
+
+
+def test_a_chunk_holds_the_text_and_the_reason_of_the_end() -> None:
+    chunk = formatter().chunk(0, TokenDelta("a", finish_reason=FinishReason.LENGTH))
+    assert chunk is not None and "usage" not in chunk
+    assert chunk["choices"][0] == {"index": 0, "delta": {"content": "a"}, "logprobs": None, "finish_reason": "length"}
+    assert formatter().chunk(0, TokenDelta("", (5,))) is None
+
+
+def test_chunks_have_a_null_usage_only_if_the_client_asked_for_the_usage() -> None:
+    chunk = formatter(stream=True, stream_options={"include_usage": True}).chunk(0, TokenDelta("a"))
+    assert chunk is not None and chunk["usage"] is None
+
+
+def test_log_probs_name_each_token_and_its_candidates() -> None:
+    delta = TokenDelta("a", (5,), (-0.5,), top_log_probs=(((5, -0.5), (6, -1.0)),))
+    chunk = formatter(logprobs=True, top_logprobs=2).chunk(0, delta)
+    assert chunk is not None
+    [token] = chunk["choices"][0]["logprobs"]["content"]
+    assert (token["token"], token["logprob"]) == ("token_id:5", -0.5)
+    assert [top["logprob"] for top in token["top_logprobs"]] == [-0.5, -1.0]
+
+
+def test_a_complete_response_has_a_message_for_each_choice() -> None:
+    deltas = [[TokenDelta("a"), TokenDelta("b", finish_reason=FinishReason.STOP)], [TokenDelta("c")]]
+    found = formatter().response([completion.join(each, "r") for each in deltas[:1]], {"total_tokens": 3})
+    assert found["object"] == "chat.completion" and found["usage"] == {"total_tokens": 3}
+    assert found["choices"][0]["message"] == {"role": "assistant", "content": "ab", "refusal": None}
+    assert found["choices"][0]["finish_reason"] == "stop"

@@ -1,0 +1,48 @@
+"""The JSON of text completions: chunks, complete responses and the offsets of their tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clients.wire import completion
+from contract.generation import FinishReason, TokenDelta
+from gateway.api.completions import CompletionFormatter
+from gateway.api.schemas import CompletionRequest
+from gateway.api.vocabulary import Vocabulary
+
+
+def formatter(**more: Any) -> CompletionFormatter:
+    return CompletionFormatter(CompletionRequest(model="demo", prompt="x", **more), "r", 7, Vocabulary())
+
+
+def test_a_completion_has_no_first_chunk_and_none_for_a_delta_without_text() -> None:
+    assert formatter().first_chunk(0) is None and formatter().chunk(0, TokenDelta("", (5,))) is None
+
+
+def test_a_chunk_holds_the_text_of_its_choice() -> None:
+    chunk = formatter().chunk(1, TokenDelta("a"))
+    assert chunk is not None and (chunk["id"], chunk["object"]) == ("cmpl-r", "text_completion")
+    assert chunk["choices"] == [{"text": "a", "index": 1, "logprobs": None, "finish_reason": None}]
+
+
+def test_text_offsets_go_on_from_chunk_to_chunk_by_choice() -> None:
+    made = formatter(logprobs=1)
+    delta = TokenDelta("a", (5, 60), (-0.5, -0.25))
+    offsets = []
+    for choice in (0, 0, 1):
+        chunk = made.chunk(choice, delta)
+        assert chunk is not None
+        offsets.append(chunk["choices"][0]["logprobs"]["text_offset"])
+    first = len("token_id:5")
+    whole = first + len("token_id:60")
+    assert offsets == [[0, first], [whole, whole + first], [0, first]]
+
+
+def test_a_complete_response_has_a_text_for_each_choice() -> None:
+    joined = completion.join([TokenDelta("a"), TokenDelta("b", finish_reason=FinishReason.STOP)], "r")
+    found = formatter().response([joined, joined], {"total_tokens": 3})
+    assert [(one["index"], one["text"], one["finish_reason"]) for one in found["choices"]] == [
+        (0, "ab", "stop"),
+        (1, "ab", "stop"),
+    ]
+    assert found["usage"] == {"total_tokens": 3}

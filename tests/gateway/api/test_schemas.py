@@ -1,0 +1,98 @@
+"""Bodies become one request for each choice, and what is wrong is named by its field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.errors import InvalidArgument
+from gateway.api import schemas
+from gateway.api.schemas import ChatRequest, CompletionRequest
+from gateway.config.settings import Settings
+
+SETTINGS = Settings()
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def chat(**more: Any) -> ChatRequest:
+    return schemas.parse(ChatRequest, json.dumps({"model": "demo", "messages": MESSAGES, **more}).encode(), SETTINGS)
+
+
+def completion(**more: Any) -> CompletionRequest:
+    body = {"model": "demo", "prompt": "hi", **more}
+    return schemas.parse(CompletionRequest, json.dumps(body).encode(), SETTINGS)
+
+
+def test_each_choice_of_each_prompt_is_a_request_and_their_seeds_differ() -> None:
+    requests = completion(prompt=["a", "b"], n=2, seed=2**64 - 1).generations(SETTINGS, 5.0)
+    assert [(request.text_input, request.sampling.seed) for request in requests] == [
+        ("a", 2**64 - 1),
+        ("a", 0),
+        ("b", 2**64 - 1),
+        ("b", 0),
+    ]
+    assert {request.timeout_s for request in requests} == {5.0}
+
+
+def test_a_chat_takes_the_default_limit_and_either_name_of_its_own() -> None:
+    assert chat().generations(SETTINGS, 5.0)[0].max_tokens == SETTINGS.default_max_tokens
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert chat(**{name: 3}).generations(SETTINGS, 5.0)[0].max_tokens == 3
+
+
+def test_parts_of_text_are_joined_and_developer_is_system() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    [request] = chat(messages=[{"role": "developer", "content": parts}]).generations(SETTINGS, 5.0)
+    assert request.messages == ({"role": "system", "content": "ab"},)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"nonsense": 1}, "nonsense"),
+        ({"n": 0}, "n"),
+        ({"n": SETTINGS.max_choices + 1}, "n"),
+        ({"temperature": 3}, "temperature"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"stop": [""]}, "stop.0"),
+    ],
+)
+def test_what_is_malformed_is_named(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        chat(**body)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"tools": [{}]}, "tools"),
+        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
+        ({"store": True}, "store"),
+    ],
+)
+def test_what_cannot_be_done_is_named(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        chat(**body).generations(SETTINGS, 5.0)
+    assert caught.value.field == field
+
+
+@given(st.binary(max_size=200) | st.recursive(st.none() | st.text(), st.lists).map(lambda x: json.dumps(x).encode()))
+def test_no_body_raises_anything_but_invalid_argument(data: bytes) -> None:
+    for kind in (ChatRequest, CompletionRequest):
+        with pytest.raises(InvalidArgument):
+            schemas.parse(kind, data, SETTINGS)
+
+
+def test_a_strange_name_is_shortened() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        chat(**{"x\n" * 1000: 1})
+    assert len(caught.value.field) <= schemas.LONGEST_NAME + 1 and caught.value.field.isprintable()
