@@ -42,7 +42,7 @@ def build(service: Service) -> Starlette:
         try:
             tenant = service.tenant(bearer_token(request.headers.get("authorization", "")))
         except TridentError as error:
-            return _refused(error_responses.http(error))
+            return _error_response(error_responses.http(error))
         table = {"object": "list", "data": [model] if service.may_use(settings.model, tenant) else []}
         return Response(orjson.dumps(table), media_type="application/json")
 
@@ -51,7 +51,7 @@ def build(service: Service) -> Starlette:
             tenant = service.tenant(bearer_token(request.headers.get("authorization", "")))
             service.check_model(request.path_params["name"], tenant)
         except TridentError as error:
-            return _refused(error_responses.http(error))
+            return _error_response(error_responses.http(error))
         return Response(orjson.dumps(model), media_type="application/json")
 
     async def schema(request: Request) -> Response:
@@ -94,9 +94,9 @@ async def _http_exception(request: Request, exc: Exception) -> Response:
         exc.status_code, f"{request.method} {request.url.path}: {exc.detail}", code
     )
     allowed = [(key.lower().encode(), value.encode()) for key, value in (exc.headers or {}).items()]
-    return _refused((status, [*headers, *allowed], body))
+    return _error_response((status, [*headers, *allowed], body))
 
 
-def _refused(said: tuple[int, list[tuple[bytes, bytes]], bytes]) -> Response:
-    status, headers, body = said
+def _error_response(parts: tuple[int, list[tuple[bytes, bytes]], bytes]) -> Response:
+    status, headers, body = parts
     return Response(body, status, {key.decode(): value.decode() for key, value in headers})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -57,7 +57,7 @@ class Choices:
             count, on_end = permit.counts[index], partial(self._ended, index)
             self.generations.append(Generation(runtime, request, permit, turn, count, context, began_s, span, on_end))
 
-    def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
+    def __aiter__(self) -> AsyncGenerator[ChoiceDelta, None]:
         return _merged(self.generations)
 
     @property
@@ -113,7 +113,7 @@ async def together(deltas: AsyncIterable[ChoiceDelta], request_id: str) -> list[
     return [completion.join(by_choice[choice], request_id) for choice in sorted(by_choice)]
 
 
-async def _merged(generations: list[Generation]) -> AsyncIterator[ChoiceDelta]:
+async def _merged(generations: list[Generation]) -> AsyncGenerator[ChoiceDelta, None]:
     """Yields deltas in order of arrival. A slow reader applies backpressure to all generations."""
     if len(generations) == 1:
         async for delta in generations[0]:

@@ -1,8 +1,8 @@
-"""What callers are told of errors that replicas and upstreams cause: a fixed sentence for each kind, an id to quote.
+"""What callers are shown of errors that replicas and upstreams cause: a fixed sentence for each kind, an id to quote.
 
 The error's own text may hold paths, addresses, wire errors, signals or an upstream's account, so it goes to the log
 only, under the same request id. What a replica says about the request itself, naming an input, is passed on: only the
-caller can mend it. An upstream's 400 is told with its ``param``, if that is one of OpenAI's, and without its message.
+caller can mend it. An upstream's 400 is shown with its ``param``, if that is one of OpenAI's, and without its message.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def for_caller(error: TridentError, request_id: str = "") -> TridentError:
     if not error.internal:
         return error
     kind = next(kind for kind in type(error).__mro__ if kind in _SENTENCES or kind is TridentError)
-    said = _SENTENCES.get(kind, _SENTENCES[EngineFailed])
+    message = _SENTENCES.get(kind, _SENTENCES[EngineFailed])
     if error.attempts > 1:
-        said += f"; it was tried {error.attempts} times"
+        message += f"; it was tried {error.attempts} times"
     if request_id:
-        said += f"; quote request {request_id} when you report it"
+        message += f"; quote request {request_id} when you report it"
     if isinstance(error, InvalidArgument):
         return (PromptTooLong if kind is PromptTooLong else InvalidArgument)(
-            error.field if INPUT_NAME.fullmatch(error.field) else "", said
+            error.field if INPUT_NAME.fullmatch(error.field) else "", message
         )
-    told = (EngineFailed if kind is TridentError else kind)(said)
-    if isinstance(error, Overloaded | Unavailable) and isinstance(told, Overloaded | Unavailable):
-        told.retry_after_s = error.retry_after_s
-    return told
+    shown = (EngineFailed if kind is TridentError else kind)(message)
+    if isinstance(error, Overloaded | Unavailable) and isinstance(shown, Overloaded | Unavailable):
+        shown.retry_after_s = error.retry_after_s
+    return shown

@@ -7,7 +7,7 @@ never reads a body as the next request. uvicorn leaves these to a proxy in front
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -26,7 +26,7 @@ class Connection(HttpToolsProtocol):
 
     header_timeout_s = 10.0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         self._header_bytes = self._header_count = self._incomplete_bytes = 0
         self._rejected = self._ignoring_upgrade = False
         self._header_timer: asyncio.TimerHandle | None = None
@@ -75,7 +75,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._header_bytes = self._header_count = 0
-        self.scope["extensions"] = {"trident.abort": self.transport.abort}
+        self.scope["extensions"] = cast("dict[str, dict[object, object]]", {"trident.abort": self.transport.abort})
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)

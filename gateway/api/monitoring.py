@@ -33,22 +33,22 @@ def health_routes(service: Service, *, public: bool) -> list[Route]:
     async def ready(request: Request) -> Response:
         """200 while a pool that callers are sent to has a healthy replica; the pools one by one, but not to anybody."""
         is_ready = service.ready()
-        said: dict[str, object] = {"ready": is_ready, "draining": service.draining}
+        fields: dict[str, object] = {"ready": is_ready, "draining": service.draining}
         if not public or service.configuration.keyless:
-            said["pools"] = {pool: _standing(service, pool) for pool in service.replicas.pools}
+            fields["pools"] = {pool: _standing(service, pool) for pool in service.replicas.pools}
         headers = {} if is_ready else {"retry-after": "1"}
-        return Response(orjson.dumps(said), 200 if is_ready else 503, headers, media_type="application/json")
+        return Response(orjson.dumps(fields), 200 if is_ready else 503, headers, media_type="application/json")
 
     async def deep(request: Request) -> Response:
-        """What the latest deep probes said; asking does not make another one. 200 if one replica made its token,
+        """What the latest deep probes fields; asking does not make another one. 200 if one replica made its token,
         404 where none is asked to."""
         on = service.settings.deep_probes
         digests = {replica.url: replica.deep_digest for replica in service.replicas.all()}
-        said: dict[str, object] = {"deep_probes": on}
+        fields: dict[str, object] = {"deep_probes": on}
         if not public or service.configuration.keyless:
-            said["replicas"] = {url: {"ok": bool(digest), "sha256": digest} for url, digest in digests.items()}
+            fields["replicas"] = {url: {"ok": bool(digest), "sha256": digest} for url, digest in digests.items()}
         status = (200 if any(digests.values()) else 503) if on else 404
-        return Response(orjson.dumps(said), status, media_type="application/json")
+        return Response(orjson.dumps(fields), status, media_type="application/json")
 
     return [Route("/health/live", live), Route("/health/ready", ready), Route("/health/deep", deep)]
 

@@ -220,12 +220,12 @@ class ChatRequest(_Sampling):
             raise InvalidArgument("response_format", problem)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgument("top_logprobs", "is allowed only with logprobs=true")
-        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
             raise InvalidArgument("max_tokens", "differs from max_completion_tokens, its newer name; send one of them")
         return self.requests(
             {"messages": tuple(message.plain() for message in self.messages)},
-            limits.pop() if limits else settings.default_max_tokens,
+            next(iter(limits), settings.default_max_tokens),
             timeout_s,
             (self.top_logprobs or 0) if self.logprobs else None,
         )

@@ -222,7 +222,7 @@ def _expiry_s(fields: Mapping[str, str]) -> float | None:
         return None
     if anchor != "created_at":
         raise InvalidArgument("expires_after[anchor]", f"must be created_at, got {anchor!r:.50}")
-    if not re.fullmatch(r"[0-9]{4,7}", seconds or "") or not 3600 <= int(seconds) <= 2_592_000:
+    if seconds is None or not re.fullmatch(r"[0-9]{4,7}", seconds) or not 3600 <= int(seconds) <= 2_592_000:
         raise InvalidArgument("expires_after[seconds]", f"must be an integer from 3600 to 2592000, got {seconds!r:.50}")
     return float(seconds)
 
@@ -265,8 +265,7 @@ def _file(file: File) -> dict[str, Any]:
 
 def _batch(batch: Batch) -> dict[str, Any]:
     shown = ("id", "endpoint", "input_file_id", "completion_window", "status", "output_file_id", "error_file_id")
-    times = ("created", "in_progress", "expires", "finalizing", "completed", "failed", "expired")
-    times = (*times, "cancelling", "cancelled")
+    times = ("created", "in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling")
     errors = {"object": "list", "data": list(batch.errors)} if batch.errors else None
     usage = {
         "input_tokens": batch.input_tokens,
@@ -278,7 +277,7 @@ def _batch(batch: Batch) -> dict[str, Any]:
     return {
         "object": "batch",
         **{name: getattr(batch, name) for name in shown},
-        **{f"{name}_at": getattr(batch, f"{name}_at") for name in times},
+        **{f"{name}_at": getattr(batch, f"{name}_at") for name in (*times, "cancelled")},
         "errors": errors,
         "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
         "usage": usage,

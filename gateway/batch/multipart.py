@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from email.message import Message
 from email.utils import collapse_rfc2231_value
+from typing import cast
 
-from aiohttp import BodyPartReader, MultipartReader
+from aiohttp import BodyPartReader, MultipartReader, StreamReader
 from aiohttp.http import HttpProcessingError
 from multidict import CIMultiDict, CIMultiDictProxy
 from starlette.requests import ClientDisconnect, Request
@@ -48,7 +49,9 @@ async def file_chunks(request: Request, timeout_s: float) -> AsyncIterator[FileC
     fields: dict[str, str] = {}
     filename = ""
     try:
-        async for part in MultipartReader(headers, _Body(request, timeout_s)):
+        reader = MultipartReader(headers, cast(StreamReader, _Body(request, timeout_s)))
+        async for part in reader:
+            assert part is not None, "the iterator ends instead"
             name, file = _disposition(part.headers.get("content-disposition", ""))
             if not isinstance(part, BodyPartReader) or not name or len(fields) == MAX_FIELDS:
                 raise InvalidArgument("", f"the form must have at most {MAX_FIELDS} named fields, none of them nested")

@@ -16,6 +16,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -288,7 +289,7 @@ class BatchWorker:
                 queued.began_s = now_s
                 task = asyncio.create_task(self._serve(run, queued))
                 run.tasks[task] = queued
-                task.add_done_callback(lambda done, run=run: self._done(run, done))
+                task.add_done_callback(partial(self._done, run))
                 return True
         return False
 

@@ -49,7 +49,7 @@ class ResponseCache:
 
     @property
     def bytes(self) -> int:
-        return self._answers.currsize
+        return int(self._answers.currsize)
 
     def get(self, key: str, max_age_s: float = math.inf) -> Answer | None:
         """Return the deltas as the engine sent them, or None."""

@@ -73,12 +73,12 @@ async def test_what_admission_gives_up_is_seen_once_and_a_tenants_own_budget_is_
             assert signals().degraded and not signals().degraded
 
 
-async def test_without_a_replica_nothing_is_fit():
+async def test_without_a_replica_or_during_a_drain_nothing_is_healthy():
     async with gateway() as running:
         assert not InteractiveSignals(running.service)().healthy
     async with FakeReplica() as replica, gateway(replica) as running:
         signals = InteractiveSignals(running.service)
         assert signals().healthy
-        running.service.draining = True
+        running.service.live.draining = True
         assert not signals().healthy
-        running.service.draining = False
+        running.service.live.draining = False
