@@ -151,7 +151,7 @@ async def _started(server: HttpServer, serving: asyncio.Task) -> None:
 
 
 def listen(host: str, port: int, name: str) -> socket.socket:
-    """Returns a listening socket. name: of the setting with the port. Raises InvalidArgument where that cannot be."""
+    """Return a listening socket. name: of the setting with the port. Raises InvalidArgument where that cannot be."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=BACKLOG)

@@ -9,13 +9,13 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 
 
 def reachable(host: str, port: int) -> str:
-    """Returns HOST:PORT at which a client on this machine reaches a listener on ``host``."""
+    """Return HOST:PORT at which a client on this machine reaches a listener on ``host``."""
     host = _EVERYWHERE.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def text(settings: Settings, http: str, grpc: str, monitoring: str, *, keyless: bool) -> str:
-    """Returns the banner.
+    """Return the banner.
 
     http, grpc, monitoring: HOST:PORT of the listeners, each as a client reaches it. keyless: callers need no API key.
     """

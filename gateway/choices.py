@@ -66,7 +66,7 @@ class Choices:
         return any(generation.target for generation in self.generations)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Ends all generations. error: what the caller saw; None for success, or if the caller left."""
+        """End all generations. error: what the caller saw; None for success, or if the caller left."""
         for generation in self.generations:
             generation.close(error)
 
@@ -89,7 +89,7 @@ class Choices:
 
 
 def total(usages: Sequence[Usage | None], prompts: Iterable[object]) -> Usage | None:
-    """Returns the usage of all choices; each prompt counts once. None if nothing was generated.
+    """Return the usage of all choices; each prompt counts once. None if nothing was generated.
 
     prompts: the identity of each choice's prompt.
     """
@@ -106,7 +106,7 @@ def total(usages: Sequence[Usage | None], prompts: Iterable[object]) -> Usage | 
 
 
 async def together(deltas: AsyncIterable[ChoiceDelta], request_id: str) -> list[Completion]:
-    """Reads every choice to its end. Raises the first error."""
+    """Read every choice to its end. Raises the first error."""
     by_choice: defaultdict[int, list[TokenDelta]] = defaultdict(list)
     async for choice, delta in deltas:
         by_choice[choice].append(delta)
@@ -114,7 +114,7 @@ async def together(deltas: AsyncIterable[ChoiceDelta], request_id: str) -> list[
 
 
 async def _merged(generations: list[Generation]) -> AsyncGenerator[ChoiceDelta, None]:
-    """Yields deltas in order of arrival. A slow reader applies backpressure to all generations."""
+    """Yield deltas in order of arrival. A slow reader applies backpressure to all generations."""
     if len(generations) == 1:
         async for delta in generations[0]:
             yield ChoiceDelta(0, delta)

@@ -161,18 +161,18 @@ class Generation:
         return delta
 
     def _start_idle_timer(self) -> None:
-        """Starts the idle timer: the replica owes a response."""
+        """Start the idle timer: the replica owes a response."""
         self._waiting_since_s = time.monotonic()
 
     def _backend_error(self, error: TridentError, attempts: int) -> TridentError:
-        """Returns the error of the current target, after ``attempts`` calls there, as the caller may see it."""
+        """Return the error of the current target, after ``attempts`` calls there, as the caller may see it."""
         self._waiting_since_s = 0.0
         error = from_backend(error)
         error.attempts = self._earlier_attempts + attempts
         return error
 
     async def _retry_elsewhere(self, error: TridentError) -> bool:
-        """Moves the request to the next target after ``error``; False if there is none, or it may not move.
+        """Move the request to the next target after ``error``; False if there is none, or it may not move.
 
         Raises Overloaded, DeadlineExceeded: the queue for a slot there refuses it.
         """
@@ -242,14 +242,14 @@ class Generation:
         return route
 
     async def _change_pool(self) -> str:
-        """Waits for a slot in another pool and returns its name. The idle timer is stopped meanwhile."""
+        """Wait for a slot in another pool and returns its name. The idle timer is stopped meanwhile."""
         self._waiting_since_s = 0.0
         pool = await self._turn.move()
         self._start_idle_timer()
         return pool
 
     def _routed(self, route: Route, route_span: Span) -> None:
-        """Records the picked replica: the first one ends the route span, later ones are failovers."""
+        """Record the picked replica: the first one ends the route span, later ones are failovers."""
         attributes: dict[str, Any] = {"server.address": route.replica, "trident.pool": route.pool}
         if route.explanation is not None:
             attributes |= route.explanation.attributes()
@@ -295,11 +295,11 @@ class Generation:
     def _observe_message(self, delta: TokenDelta) -> None:
         if delta is not NO_OUTPUTS:
             self._observe(delta)
-        if not self.finish_reason and self._stream.finished:
+        if not self.finish_reason and isinstance(self._stream, TokenStream) and self._stream.finished:
             self._observe(TokenDelta(finish_reason=FinishReason.STOP))
 
     def check(self, now_s: float) -> None:
-        """Retries or cuts a request whose target is silent for too long.
+        """Retry or cuts a request whose target is silent for too long.
 
         A request without a token that waits at a replica which makes progress for others is queued, not silent: only
         its own deadline ends it.
@@ -330,7 +330,7 @@ class Generation:
         return self._runtime.fallback.next_target(self._context, self.request, self._tried) is not None
 
     def _abandon(self, error: TridentError) -> None:
-        """Cancels the attempt, so that the request is retried; an upstream counts ``error`` as its failure."""
+        """Cancel the attempt, so that the request is retried; an upstream counts ``error`` as its failure."""
         self._hang_retries += 1
         self._start_idle_timer()
         if self._stream is not None:
@@ -347,7 +347,7 @@ class Generation:
             self.cut(error)
 
     def cut(self, error: TridentError) -> None:
-        """Ends the generation with ``error``, which its reader sees; the engine is freed at once."""
+        """End the generation with ``error``, which its reader sees; the engine is freed at once."""
         if self._cut_error is None and not self._closed:
             self._cut_error = error
             self._turn.fail(error)
@@ -355,7 +355,7 @@ class Generation:
                 self._stream.cancel()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Ends the generation; a second call does nothing.
+        """End the generation; a second call does nothing.
 
         error: what the caller saw; None for success, or if the caller left.
         """
@@ -379,7 +379,7 @@ class Generation:
             self._on_end()  # settles the permit even if recording fails
 
     def _record(self, error: TridentError | None, attempts: int) -> None:
-        """Writes metrics, spans and the log line of the end."""
+        """Write metrics, spans and the log line of the end."""
         pool, replica = self._location()
         usage = self.usage
         self._runtime.metrics.ended(
@@ -414,13 +414,13 @@ class Generation:
         )
 
     def _location(self) -> tuple[str, str]:
-        """Returns (pool or overflow target, URL of the replica or upstream); empty before the first attempt."""
+        """Return (pool or overflow target, URL of the replica or upstream); empty before the first attempt."""
         if isinstance(self._stream, UpstreamStream):
             return self.target, self._stream.url
         return (self._route.pool, self._route.replica) if self._route else ("", "")
 
     def _usage_so_far(self) -> Usage | None:
-        """Returns the usage of a generation that was cut: tokens so far, and the prompt as counted or estimated at
+        """Return the usage of a generation that was cut: tokens so far, and the prompt as counted or estimated at
         admission. None without a token."""
         if not self.tokens:
             return None

@@ -22,7 +22,7 @@ class LiveGeneration(Protocol):
         """See watchdog.Watched."""
 
     def cut(self, error: TridentError) -> None:
-        """Ends it with ``error``."""
+        """End it with ``error``."""
 
 
 class LiveGenerations:
@@ -51,7 +51,7 @@ class LiveGenerations:
 
     @contextlib.contextmanager
     def admitting(self) -> Iterator[None]:
-        """Keeps the drain waiting while a request is in admission. Raises Unavailable while draining."""
+        """Keep the drain waiting while a request is in admission. Raises Unavailable while draining."""
         self.check_open()
         self._admitting += 1
         try:
@@ -71,7 +71,7 @@ class LiveGenerations:
             self.check_open()
 
     async def drain(self, timeout_s: float) -> int:
-        """Admits nothing new, waits for what is in flight, cuts off the rest; returns the number cut off."""
+        """Admit nothing new, waits for what is in flight, cuts off the rest; returns the number cut off."""
         self.draining = True
         self._update_idle()
         try:

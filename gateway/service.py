@@ -67,7 +67,7 @@ class Service:
         self.live = LiveGenerations(self.watchdog, self.metrics.in_flight)
         self.bodies = BodyBudget(settings.own_max_bodies_bytes, settings.max_body_bytes)
         self.replicas = replicas or Replicas(settings)
-        self.overflow = Overflow(self.replicas.fit, BreakerPolicy(settings.breaker_failures, settings.breaker_open_s))
+        self.overflow = Overflow(self.replicas.ready, BreakerPolicy(settings.breaker_failures, settings.breaker_open_s))
         policy = configuration.policy
         lease_s = settings.request_timeout_s + policy.admission.max_wait_s + SETTLING_S
         self._redis = connect(policy.budgets.redis) if policy.budgets.redis else None
@@ -84,7 +84,7 @@ class Service:
             prompt_tokens=PromptTokens(load_tokenizer(settings.tokenizer) if settings.tokenizer else None),
         )
         self.fallback = Fallback(self.overflow, self.replicas, self._overflow_targets, self.admission.degraded)
-        self.replica_seconds = ReplicaSeconds(lambda: len(self.replicas.fit()))
+        self.replica_seconds = ReplicaSeconds(lambda: len(self.replicas.ready()))
         self.shadow: Shadow | None = None
         self._runtime = GenerationRuntime(
             settings,
@@ -109,7 +109,7 @@ class Service:
         self._tasks = [asyncio.create_task(self.watchdog.run()), asyncio.create_task(self.configuration.watch())]
 
     def apply(self) -> None:
-        """Applies the current configuration to later requests."""
+        """Apply the current configuration to later requests."""
         policy, pools = self.configuration.policy, self.configuration.pools
         self.replicas.change(pools.places, pools.shares)
         rules = policy.admission
@@ -129,7 +129,7 @@ class Service:
         return self.live.draining
 
     async def drain(self, timeout_s: float) -> int:
-        """Admits nothing new, waits for what is in flight, cuts off the rest; returns the number cut off."""
+        """Admit nothing new, waits for what is in flight, cuts off the rest; returns the number cut off."""
         return await self.live.drain(timeout_s)
 
     async def close(self) -> None:
@@ -147,18 +147,18 @@ class Service:
         self.tracing.close()
 
     def ready(self) -> bool:
-        """Returns whether a pool that callers are sent to has a healthy replica; pools for shadow copies and overflow
+        """Return whether a pool that callers are sent to has a healthy replica; pools for shadow copies and overflow
         alone do not count."""
-        return not self.draining and any(self.replicas.fit_in(pool) for pool in self.serving_pools())
+        return not self.draining and any(self.replicas.ready_in(pool) for pool in self.serving_pools())
 
     def serving_pools(self) -> list[str]:
-        """Returns the pools that callers are sent to: public ones, and those that tenants are pinned to."""
+        """Return the pools that callers are sent to: public ones, and those that tenants are pinned to."""
         pinned = self.configuration.pinned_pools()
         public = self.replicas.public()
         return [pool for pool in self.replicas.pools if pool in public or pool in pinned]
 
     def tenant(self, api_key: str) -> Tenant:
-        """Returns the tenant of a key. Raises Unauthenticated."""
+        """Return the tenant of a key. Raises Unauthenticated."""
         return self.keys.tenant(api_key)
 
     def check_model(self, model: str, tenant: Tenant) -> None:
@@ -172,7 +172,7 @@ class Service:
         return not tenant.models or not {self.settings.model, model}.isdisjoint(tenant.models)
 
     async def choices(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Choices:
-        """Admits the requests of one caller together and returns their choices.
+        """Admit the requests of one caller together and returns their choices.
 
         Nothing is sent to a replica before the choices are read. The caller must close them in any case.
         Raises what FairAdmission.admit raises, and Unavailable while the gateway drains.
@@ -220,7 +220,7 @@ class Service:
         return self.configuration.keyless
 
     def refused(self, context: RequestContext, error: TridentError, began_s: float) -> None:
-        """Counts and logs a request that was refused before generation."""
+        """Count and logs a request that was refused before generation."""
         self.metrics.rejections.labels(refusal_reason(error)).inc()
         request_log.write(context, error, began_s)
 
@@ -245,4 +245,4 @@ class Service:
 
     def _pool_states(self) -> Iterator[PoolState]:
         for pool in self.replicas.pools:
-            yield PoolState(pool, self.admission.slots(pool), self.replicas.fit_in(pool))
+            yield PoolState(pool, self.admission.slots(pool), self.replicas.ready_in(pool))

@@ -15,7 +15,7 @@ TERMINAL = "/dev/tty"  # the process's own, if it has one
 
 
 def handle(loop: asyncio.AbstractEventLoop, configuration: Configuration, stop: Callable[[], None]) -> None:
-    """Installs the handler of SIGHUP.
+    """Install the handler of SIGHUP.
 
     The configuration file is read again. ``stop`` is called instead where there is no file, and where the process's
     terminal was closed. Nothing is installed where SIGHUP is ignored, as nohup leaves it, and there is no file.
@@ -40,7 +40,7 @@ def handle(loop: asyncio.AbstractEventLoop, configuration: Configuration, stop: 
 
 
 def has_terminal() -> bool:
-    """Returns whether the process has a controlling terminal that is still open. The kernel takes a closed one away
+    """Return whether the process has a controlling terminal that is still open. The kernel takes a closed one away
     from all processes of its session before they get SIGHUP."""
     try:
         os.close(os.open(TERMINAL, os.O_RDWR | os.O_NOCTTY))

@@ -12,7 +12,7 @@ class Watched(Protocol):
     """An object that the watchdog checks."""
 
     def check(self, now_s: float) -> None:
-        """Ends or resumes what is due. Must not block or raise. now_s: ``time.monotonic()``."""
+        """End or resumes what is due. Must not block or raise. now_s: ``time.monotonic()``."""
 
 
 class Watchdog:
@@ -29,11 +29,11 @@ class Watchdog:
         self.add, self.discard = self._watched.add, self._watched.discard
 
     def __len__(self) -> int:
-        """Returns the number of objects that are checked."""
+        """Return the number of objects that are checked."""
         return len(self._watched)
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
+        """Run until it is cancelled."""
         while True:
             due_s = time.monotonic() + self.period_s
             await asyncio.sleep(self.period_s)

@@ -24,7 +24,7 @@ class BodyBudget:
         self.held = 0
 
     def lease(self, tenant: str, *, alone: bool = False) -> Lease:
-        """Returns a lease of no bytes yet. alone: there is no other tenant, and no share to keep for one."""
+        """Return a lease of no bytes yet. alone: there is no other tenant, and no share to keep for one."""
         return Lease(self, tenant, self._most if alone else self._most_of_tenant)
 
     def take(self, tenant: str, size: int, most_of_tenant: int) -> None:

@@ -22,7 +22,7 @@ class Stage(str, Enum):
 
 
 def stage_at(pressure: float, rules: DegradationRules) -> Stage:
-    """Returns the stage of a pressure; 1 is full. Without overflow targets the stage before OVERFLOW continues."""
+    """Return the stage of a pressure; 1 is full. Without overflow targets the stage before OVERFLOW continues."""
     if pressure >= rules.refuse_at:
         return Stage.REFUSE
     if pressure >= rules.overflow_at and rules.overflow:

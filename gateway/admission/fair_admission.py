@@ -103,7 +103,7 @@ class FairAdmission:
         found = self._slots.get(pool)
         if found is None:
             found = self._slots[pool] = PoolSlots(
-                FairQueue(**_queue_bounds(self._rules)),
+                FairQueue(self._rules),
                 self._clock,
                 lambda: self.pools.capacity(pool),
                 self._rules,
@@ -113,12 +113,12 @@ class FairAdmission:
         return found
 
     def change(self, rules: AdmissionRules, degradation: DegradationRules | None) -> None:
-        """Applies new rules to later decisions. Requests that run or wait stay."""
+        """Apply new rules to later decisions. Requests that run or wait stay."""
         self._rules, self._degradation = rules, degradation
         self._concurrency.class_limits = rules.max_in_flight_of_class
         for slots in self._slots.values():
             slots.rules = rules
-            slots.queue.bound(**_queue_bounds(rules))
+            slots.queue.rules = rules
             slots.dispatch()
 
     def check(self, now_s: float) -> None:
@@ -133,8 +133,8 @@ class FairAdmission:
         queue = self.slots(pool).queue
         return max(
             self._concurrency.fullness(pool),
-            queue.depth(tenant.priority) / queue.max_per_class,
-            queue.waiting_of(tenant.name) / queue.max_per_tenant,
+            queue.depth(tenant.priority) / queue.rules.max_waiting_per_class,
+            queue.waiting_of(tenant.name) / queue.rules.max_waiting_per_tenant,
         )
 
     async def admit(
@@ -257,15 +257,6 @@ class FairAdmission:
         error.reason, error.retry_after_s = reason, wait_s
         error.headers = {**(headers or {}), **retry_after.headers(wait_s)}
         return error
-
-
-def _queue_bounds(rules: AdmissionRules) -> dict[str, float]:
-    return {
-        "max_per_class": rules.max_waiting_per_class,
-        "max_per_tenant": rules.max_waiting_per_tenant,
-        "quantum_tokens": rules.quantum_tokens,
-        "aging_s": rules.aging_s,
-    }
 
 
 def _longest(requests: Sequence[GenerationRequest]) -> int:

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract.errors import InvalidArgument, Overloaded
-from gateway.config.policy import QUANTUM_TOKENS
+from contract.errors import Overloaded
+from gateway.config.policy import AdmissionRules
 
 
 @dataclass(eq=False)
@@ -75,16 +75,10 @@ class _Flow:
 
 
 class FairQueue:
-    """max_per_class, max_per_tenant: entries that may wait; a class counts those that came in it."""
+    """The queue of one pool. rules: its bounds, quantum and aging; a class counts the entries that came in it."""
 
-    def __init__(
-        self,
-        max_per_class: int = 1000,
-        max_per_tenant: int = 100,
-        quantum_tokens: float = QUANTUM_TOKENS,
-        aging_s: float = 10.0,
-    ) -> None:
-        self.bound(max_per_class, max_per_tenant, quantum_tokens, aging_s)
+    def __init__(self, rules: AdmissionRules | None = None) -> None:
+        self.rules = rules or AdmissionRules()  # later rules leave the entries that wait
         self._flows: OrderedDict[tuple[int, str], _Flow] = OrderedDict()  # by class and tenant, in the order of turns
         self._came: dict[int, deque[tuple[float, Entry]]] = {}  # by class, in the order they came
         self._deadlines: list[tuple[float, int, Entry]] = []
@@ -96,15 +90,6 @@ class FairQueue:
         self._count = 0
         self._left = 0  # entries that left since the heaps were last rid of such
         self.backlog_tokens = 0.0
-
-    def bound(self, max_per_class: int, max_per_tenant: int, quantum_tokens: float, aging_s: float) -> None:
-        """Other bounds from now on; those who wait stay, even where fewer may."""
-        named = {"max_per_class": max_per_class, "max_per_tenant": max_per_tenant}
-        for name, value in {**named, "quantum_tokens": quantum_tokens, "aging_s": aging_s}.items():
-            if not value > 0:
-                raise InvalidArgument(name, f"got {value!r}; allowed is more than 0")
-        self.max_per_class, self.max_per_tenant = max_per_class, max_per_tenant
-        self._quantum, self._aging_s = quantum_tokens, aging_s
 
     def __len__(self) -> int:
         return self._count
@@ -121,10 +106,12 @@ class FairQueue:
 
     def check_room(self, tenant: str, priority: int) -> None:
         """Raises Overloaded that says which queue is full."""
-        if self._by_class[priority] >= self.max_per_class:
-            raise Overloaded(f"{self.max_per_class} requests of class {priority} wait already, the most that may")
-        if self._by_tenant[tenant] >= self.max_per_tenant:
-            raise Overloaded(f"{self.max_per_tenant} requests of {tenant} wait already, the most that may")
+        waiting, most = self._by_class[priority], self.rules.max_waiting_per_class
+        if waiting >= most:
+            raise Overloaded(f"queue full: {waiting} of {most} requests wait in priority class {priority}")
+        waiting, most = self._by_tenant[tenant], self.rules.max_waiting_per_tenant
+        if waiting >= most:
+            raise Overloaded(f"queue full: {waiting} of {most} requests of {tenant} wait")
 
     def push(self, entry: Entry, now_s: float) -> None:
         """Raises Overloaded if a bound is reached, and then nothing has changed."""
@@ -162,10 +149,12 @@ class FairQueue:
         entry.waiting = False
         self._count -= 1
         self.backlog_tokens -= entry.cost_left
-        for counts, key in ((self._by_class, entry.priority), (self._by_tenant, entry.tenant)):
-            counts[key] -= 1
-            if not counts[key]:
-                del counts[key]
+        self._by_class[entry.priority] -= 1
+        if not self._by_class[entry.priority]:
+            del self._by_class[entry.priority]
+        self._by_tenant[entry.tenant] -= 1
+        if not self._by_tenant[entry.tenant]:
+            del self._by_tenant[entry.tenant]
         if entry.tenant not in self._by_tenant:
             for priority in self._came:
                 self._flows.pop((priority, entry.tenant), None)
@@ -221,7 +210,7 @@ class FairQueue:
             while line and not line[0][1].waiting:
                 line.popleft()
             if line:
-                together[max(0, priority - int((now_s - line[0][0]) / self._aging_s))].add(priority)
+                together[max(0, priority - int((now_s - line[0][0]) / self.rules.aging_s))].add(priority)
         return [together[level] for level in sorted(together)]
 
     def _turn(self, classes: set[int], may_run: Callable[[Entry], bool]) -> Entry | None:
@@ -242,19 +231,20 @@ class FairQueue:
             for place in [place for place in flows if place in heads]:
                 flow, cost = flows[place], heads[place].next_cost
                 if not flow.in_turn:
-                    flow.deficit += self._quantum * flow.weight
+                    flow.deficit += self.rules.quantum_tokens * flow.weight
                     flow.in_turn = True
                 if cost <= flow.deficit:
                     return heads[place]
                 flow.in_turn = False
                 flows.move_to_end(place)
             # Nobody had enough: as many rounds at once as pass until somebody has.
+            quantum = self.rules.quantum_tokens
             rounds = min(
-                math.ceil((heads[place].next_cost - flows[place].deficit) / (self._quantum * flows[place].weight))
+                math.ceil((heads[place].next_cost - flows[place].deficit) / (quantum * flows[place].weight))
                 for place in heads
             )
             for place in heads:
-                flows[place].deficit += (rounds - 1) * self._quantum * flows[place].weight
+                flows[place].deficit += (rounds - 1) * quantum * flows[place].weight
         return None
 
     def _forget_those_that_left(self) -> None:

@@ -47,7 +47,7 @@ class Turn(Protocol):
         """
 
     def fail(self, error: TridentError) -> None:
-        """Ends its wait for a slot with ``error``; nothing if it does not wait."""
+        """End its wait for a slot with ``error``; nothing if it does not wait."""
 
     def release(self) -> None:
         """The choice is over, and its slot free. Safe to call twice."""
@@ -66,7 +66,10 @@ class Permit(Protocol):
     headers: dict[str, str]
     target: str
     counts: tuple[PromptCount, ...]
-    turns: tuple[Turn, ...]
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """One for each request."""
 
     def settle(self, usage: Usage | None) -> None:
         """The last stream is over: what was used is charged, the rest of the reservation comes back.

@@ -108,13 +108,13 @@ class PoolSlots:
         if len(queue):
             limits = self._limits()
             while self.running < limits.limit and self._length_allowed(limits) >= queue.shortest_tokens():
-                entry = queue.pop(now_s, lambda entry: self._may_run(entry, limits))
-                if entry is None:
+                next_entry = queue.pop(now_s, lambda entry: self._may_run(entry, limits))
+                if next_entry is None:
                     break
-                if entry.work.left:  # and will be closed in a moment
-                    queue.remove(entry)
+                if next_entry.work.left:  # its claim is about to be closed
+                    queue.remove(next_entry)
                 else:
-                    self._give(entry.work, limits)
+                    self._give(next_entry.work, limits)
         self._look()
         if self._wake is not None:
             self._wake.cancel()
@@ -209,7 +209,7 @@ class Claim:
         return turn
 
     def fail(self, error: TridentError) -> None:
-        """Ends the wait of every choice that waits, with ``error``."""
+        """End the wait of every choice that waits, with ``error``."""
         self._error = error
         for turn in self._turns.values():
             if not turn.done():

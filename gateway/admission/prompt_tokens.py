@@ -95,7 +95,7 @@ def size_by_bytes(texts: Sequence[str]) -> tuple[float, int]:
 
 @lru_cache(maxsize=1)
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Loads a tokenizer.json without its truncation and padding. Raises InvalidArgument."""
+    """Load a tokenizer.json without its truncation and padding. Raises InvalidArgument."""
     from tokenizers import Tokenizer  # 30 MB of memory, only where a tokenizer is configured
 
     try:

@@ -150,8 +150,8 @@ class KServeDoor:
                         raise NotFound(f"the model {_name(request)!r:.100} does not exist")
                     version = protobuf.text(2, _field(request, 2))
                     request = protobuf.text(1, self._service.settings.triton_model) + version
-                error: TridentError = Unavailable("no replica is fit to serve", 1.0)
-                for replica in self._service.replicas.fit():
+                error: TridentError = Unavailable("no replica is ready", 1.0)
+                for replica in self._service.replicas.ready():
                     try:
                         return await replica.channel.call(
                             UnaryCall(method, request), self._service.settings.probe_timeout_s

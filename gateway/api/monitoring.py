@@ -55,7 +55,7 @@ def health_routes(service: Service, *, public: bool) -> list[Route]:
 
 def _standing(service: Service, pool: str) -> dict[str, object]:
     """A pool's health. serving: callers are sent there; not so for pools of copies and overflow alone."""
-    healthy, replicas = len(service.replicas.fit_in(pool)), service.replicas.all()
+    healthy, replicas = len(service.replicas.ready_in(pool)), service.replicas.all()
     return {
         "ready": healthy > 0,
         "serving": pool in service.serving_pools(),

@@ -33,7 +33,9 @@ class InteractiveSignals:
         self._history.append((now_s, total, late))
         refused = self._refusals()
         degraded, self._refused_before = refused > self._refused_before, refused
-        healthy = [replica for pool in self._service.serving_pools() for replica in self._service.replicas.fit_in(pool)]
+        healthy = [
+            replica for pool in self._service.serving_pools() for replica in self._service.replicas.ready_in(pool)
+        ]
         slots = sum(replica.page.max_running for replica in healthy)
         running = sum(replica.page.running for replica in healthy)
         kv_usage = sum(replica.page.kv_usage for replica in healthy) / max(1, len(healthy))

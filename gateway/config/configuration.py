@@ -36,7 +36,7 @@ class Reading:
 
 
 def read(path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[str, str]) -> Reading:
-    """Reads keys, rules and pools.
+    """Read keys, rules and pools.
 
     pools: those of the environment, or only where their replicas are.
     Raises InvalidArgument that names the file, the place in it and what is allowed there.
@@ -112,12 +112,12 @@ class Configuration:
             await self.look()
 
     async def look(self) -> None:
-        """Reads the file if it changed since the last look."""
+        """Read the file if it changed since the last look."""
         if self._path is not None and self._signature() != self._seen:
             await self.reload()
 
     async def reload(self) -> None:
-        """Reads the file, changed or not. One that cannot be used changes nothing and is logged once."""
+        """Read the file, changed or not. One that cannot be used changes nothing and is logged once."""
         if self._path is None:
             return
         async with self._reloading:

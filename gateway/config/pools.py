@@ -30,7 +30,7 @@ class Pools:
         return {pool: self.weights.get(pool, 0.0) for pool in self.places}
 
     def changed(self, path: str, rules: Mapping[str, PoolRules]) -> Pools:
-        """Returns these pools with what the file says of them.
+        """Return these pools with what the file says of them.
 
         path: of the file, for errors. rules: its section [pools], by pool.
         Raises InvalidArgument for a pool without replicas, one without a weight while others have one, and weights that
@@ -67,5 +67,5 @@ class Pools:
 
 
 def of(settings: Settings) -> Pools:
-    """Returns the pools that the environment sets."""
+    """Return the pools that the environment sets."""
     return Pools(settings.pools, settings.weights if settings.pool_weights else None)

@@ -11,7 +11,7 @@ INPUT_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
 
 
 def from_backend(error: TridentError) -> TridentError:
-    """Returns the error of a replica's or an upstream's stream, marked internal unless it is about the request.
+    """Return the error of a replica's or an upstream's stream, marked internal unless it is about the request.
 
     Unauthenticated and PermissionDenied become Unavailable: they are about the gateway, not about its client.
     """
@@ -26,7 +26,7 @@ def from_backend(error: TridentError) -> TridentError:
 
 
 def is_about_the_request(error: TridentError) -> bool:
-    """Returns whether a replica refused the request's own inputs, in our words or in Triton's."""
+    """Return whether a replica refused the request's own inputs, in our words or in Triton's."""
     if not isinstance(error, InvalidArgument):
         return False
     return bool(INPUT_NAME.fullmatch(error.field)) or is_wrong_request(error.problem)

@@ -29,14 +29,14 @@ class Fallback:
         self._overflow, self._replicas, self._targets, self._degraded = overflow, replicas, targets, degraded
 
     def accepts(self, context: RequestContext) -> Callable[[str, Sequence[GenerationRequest]], bool]:
-        """Returns the test whether a target can serve requests of this protocol.
+        """Return the test whether a target can serve requests of this protocol.
 
         KServe requests go to replica pools only: they stay tensors, which OpenAI upstreams do not understand.
         """
         return self._overflow.accepts if context.protocol == "http" else self._overflow.has_pool
 
     def next_target(self, context: RequestContext, request: GenerationRequest, tried: Collection[str]) -> str | None:
-        """Returns the first overflow target that accepts the request, then REPLICAS, then None; never one of
+        """Return the first overflow target that accepts the request, then REPLICAS, then None; never one of
         ``tried``."""
         accepts = self.accepts(context)
         for target in self._targets():
@@ -45,7 +45,7 @@ class Fallback:
         return REPLICAS if REPLICAS not in tried and self._replicas.serves(context.tenant.pool) else None
 
     def retry_after_s(self, context: RequestContext, request: GenerationRequest, error: TridentError) -> float | None:
-        """Returns the ``retry-after`` when all targets failed: of the first upstream where the pool is down."""
+        """Return the ``retry-after`` when all targets failed: of the first upstream where the pool is down."""
         own_s = error.retry_after_s
         if context.protocol != "http" or self._replicas.serves(context.tenant.pool):
             return own_s
@@ -53,10 +53,10 @@ class Fallback:
         return own_s if wait_s is None else max(1.0, wait_s)
 
     def moved(self, target: str) -> None:
-        """Counts a request that moved to ``target``."""
+        """Count a request that moved to ``target``."""
         if target != REPLICAS:
             self._degraded[Stage.OVERFLOW.value] += 1
 
     def upstream(self, target: str) -> Upstream | None:
-        """Returns the upstream of a target; None if replicas serve it."""
+        """Return the upstream of a target; None if replicas serve it."""
         return self._overflow.upstream(target)

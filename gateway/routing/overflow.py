@@ -1,4 +1,4 @@
-"""Where requests go that find no room on the usual replicas: a pool of others, or an upstream."""
+"""Overflow targets: pools of replicas and OpenAI upstreams that take requests under pressure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from gateway.routing.upstream import MAX_CONNECTIONS, Upstream
 
 
 class Overflow:
-    """The targets by name. ``start`` it on the loop that uses it. fit: the replicas that may get requests now."""
+    """The targets by name. ``start`` it on the loop that uses it.
 
-    def __init__(self, fit: Callable[[], list[RoutedReplica]], breaker: BreakerPolicy) -> None:
-        self._fit, self._breaker = fit, breaker
+    ready: returns the replicas that can serve now.
+    breaker: the circuit breaker policy of upstreams.
+    """
+
+    def __init__(self, ready: Callable[[], list[RoutedReplica]], breaker: BreakerPolicy) -> None:
+        self._ready, self._breaker = ready, breaker
         self._session: aiohttp.ClientSession | None = None
         self._targets: Mapping[str, OverflowTarget] = {}
         self._upstreams: dict[str, Upstream] = {}
@@ -26,7 +30,7 @@ class Overflow:
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS))
 
     def change(self, targets: Mapping[str, OverflowTarget]) -> None:
-        """Other targets from now on; one that is as it was keeps its breaker, and what runs goes on."""
+        """Set the targets. An unchanged upstream keeps its breaker; requests in flight continue."""
         assert self._session is not None, "start() comes first"
         kept = {name: self._upstreams[name] for name in self._upstreams if targets.get(name) == self._targets[name]}
         new = {
@@ -37,24 +41,24 @@ class Overflow:
         self._targets, self._upstreams = targets, kept | new
 
     def accepts(self, target: str, requests: Sequence[GenerationRequest]) -> bool:
-        """Whether all of ``requests`` can be served there now."""
+        """Return whether the target can serve all of ``requests`` now."""
         upstream = self._upstreams.get(target)
-        return (
-            all(upstream.accepts(one) for one in requests) if upstream is not None else self.has_pool(target, requests)
-        )
+        if upstream is None:
+            return self.has_pool(target, requests)
+        return all(upstream.accepts(request) for request in requests)
 
     def wait_s(self, targets: Sequence[str], request: GenerationRequest) -> float | None:
-        """Seconds until an upstream of ``targets`` that understands ``request`` may be asked; None without one."""
+        """Return the seconds until an upstream of ``targets`` can serve ``request``; None without one."""
         named = [self._upstreams[name] for name in targets if name in self._upstreams]
         return min((max(0.0, one.wait_s()) for one in named if one.understands(request)), default=None)
 
     def has_pool(self, target: str, requests: Sequence[GenerationRequest]) -> bool:
-        """The same for requests that only replicas understand."""
+        """Return whether the target is a pool with a ready replica."""
         pool = self.pool(target)
-        return bool(pool) and any(replica.pool == pool for replica in self._fit())
+        return bool(pool) and any(replica.pool == pool for replica in self._ready())
 
     def pool(self, target: str) -> str:
-        """The pool of a target, "" if it is none."""
+        """Return the pool of a target; "" for an upstream."""
         return self._targets[target].pool if target in self._targets else ""
 
     def upstream(self, target: str) -> Upstream | None:

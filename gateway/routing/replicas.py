@@ -104,7 +104,7 @@ class RoutedReplica(Replica):
         if self.breaker.state is BreakerState.OPEN and before is not BreakerState.OPEN:
             _LOG.warning("replica %s: the breaker opens for %g s after: %s", self.url, self.breaker.pause_s, error)
 
-    def fit(self, now_s: float) -> bool:
+    def ready(self, now_s: float) -> bool:
         return bool(self.health.healthy) and self.breaker.allows(now_s)
 
     def is_down(self) -> bool:
@@ -223,10 +223,10 @@ class Replicas:
     def _replicas_of(self, pool: str) -> Mapping[str, RoutedReplica]:
         return self._sets[pool].replicas if pool in self._sets else {}
 
-    def fit(self) -> list[RoutedReplica]:
+    def ready(self) -> list[RoutedReplica]:
         """Those that may get requests now."""
         now_s = time.monotonic()
-        return [replica for replica in self.all() if replica.fit(now_s)]
+        return [replica for replica in self.all() if replica.ready(now_s)]
 
     @property
     def pools(self) -> tuple[str, ...]:
@@ -236,17 +236,17 @@ class Replicas:
         """The pools that requests of tenants without one of their own are sent to."""
         return [pool for pool, weight in self._weights.items() if weight > 0]
 
-    def fit_in(self, pool: str) -> list[RoutedReplica]:
+    def ready_in(self, pool: str) -> list[RoutedReplica]:
         """Those of one pool that may get requests now."""
         now_s = time.monotonic()
-        return [replica for replica in self._replicas_of(pool).values() if replica.fit(now_s)]
+        return [replica for replica in self._replicas_of(pool).values() if replica.ready(now_s)]
 
     def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
         """The pool of a request; see ``routing.choose_pool``. One that is pinned but not configured any more is told by
         the pick, when an overflow target can still take over. without: not that one, if another public one is fit."""
         if pinned:
             return pinned
-        available = {pool: pool != without and bool(self.fit_in(pool)) for pool in self.public()}
+        available = {pool: pool != without and bool(self.ready_in(pool)) for pool in self.public()}
         if without is not None and not any(available.values()):
             available = {without: True}
         return scoring.choose_pool(self._weights, "", available, self._rng, session)
@@ -254,7 +254,7 @@ class Replicas:
     def capacity(self, pool: str) -> Capacity:
         """What this process may have at the replicas of a pool. One that does not report its slots counts as the mean
         of the others. A pool without any fit replica takes everybody, so that routing tells them at once."""
-        fit = self.fit_in(pool)
+        fit = self.ready_in(pool)
         known = [replica for replica in fit if replica.slots]
         if not known:
             return UNKNOWN
@@ -264,7 +264,7 @@ class Replicas:
     def engine(self, pinned: str = "") -> str:
         """The hash of the engine that answers, "" while replicas that might do not all say one and the same."""
         pools = [pinned] if pinned else [pool for pool, weight in self._weights.items() if weight > 0]
-        hashes = {replica.page.engine for replica in self.fit() if replica.pool in pools}
+        hashes = {replica.page.engine for replica in self.ready() if replica.pool in pools}
         return hashes.pop() if len(hashes) == 1 else ""
 
     def route(
@@ -295,7 +295,7 @@ class Replicas:
         now_s, untried = time.monotonic(), self.has_untried(pinned, request.tried)
         available = {
             name: any(
-                one.fit(now_s) and (one.url not in request.tried or not untried) for one in pool.replicas.values()
+                one.ready(now_s) and (one.url not in request.tried or not untried) for one in pool.replicas.values()
             )
             for name, pool in self._sets.items()
         }
@@ -308,18 +308,18 @@ class Replicas:
         return chosen
 
     def has_untried(self, pinned: str, tried: frozenset[str]) -> bool:
-        return any(one.url not in tried for one in self.fit() if self._may_serve(one, pinned))
+        return any(one.url not in tried for one in self.ready() if self._may_serve(one, pinned))
 
     def serves(self, pinned: str) -> bool:
         """Whether a healthy replica could take a request of the pool ``pinned``, or of any with a weight."""
-        return any(self._may_serve(one, pinned) for one in self.fit())
+        return any(self._may_serve(one, pinned) for one in self.ready())
 
     def _may_serve(self, replica: RoutedReplica, pinned: str) -> bool:
         return replica.pool == pinned if pinned else self._weights.get(replica.pool, 0.0) > 0
 
     def has_other(self, pool: str) -> bool:
         """Whether another public pool than this one has a fit replica."""
-        return any(other != pool and self.fit_in(other) for other in self.public())
+        return any(other != pool and self.ready_in(other) for other in self.public())
 
     async def _probe(self, replica: RoutedReplica) -> None:
         digest, began_s = "", time.monotonic()

@@ -1,8 +1,8 @@
 """Which replica gets a request: Filter → Score → Pick. Pure functions of a snapshot; clock and chance are passed in.
 
-Filters take replicas away; one that would take the last away is passed over unless it is ``strict``. Scores are in
-[0, 1], higher is better, and are added up by weight. The pick is the best, ties by chance in proportion to capacity;
-any policy of ``clients.replica_set.picks`` can take the place of scores. Load is relative to capacity everywhere.
+Filters remove replicas; one that would remove the last is skipped. Scores are in [0, 1], higher is better, and are
+added up by weight. The pick is the best; ties are drawn in proportion to capacity. A policy of
+``clients.replica_set.picks`` can replace the scores. Load is relative to capacity everywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ NEARLY_FULL = 0.95  # of the KV cache: what comes on top would wait for blocks
 
 @dataclass(frozen=True)
 class Candidate:
-    """A replica as routing sees it. open_breaker: recent requests failed there. age_s: since it came (back)."""
+    """A replica as routing sees it.
+
+    open_breaker: its circuit breaker allows no request.
+    age_s: seconds since it became healthy.
+    """
 
     load: ReplicaLoad
     open_breaker: bool = False
@@ -33,8 +37,9 @@ class Candidate:
 class Explanation:
     """Why a replica was chosen, for a log line or a span.
 
-    passed_over: by replica the filter that took it away. scores: of those left, before weights; empty under a policy of
-    ``clients.replica_set.picks``. loads: of all, as text.
+    passed_over: the filter that removed a replica, by replica.
+    scores: of the replicas left, before weights; empty under a policy of ``clients.replica_set.picks``.
+    loads: of all replicas, as text.
     """
 
     policy: str = ""
@@ -45,7 +50,7 @@ class Explanation:
     loads: dict[str, str] = field(default_factory=dict)
 
     def attributes(self) -> dict[str, str | list[str]]:
-        """Span attributes: lists of ``REPLICA: text``, as spans hold no tables."""
+        """Return span attributes: lists of ``REPLICA: text``, as spans hold no tables."""
         named = {
             "loads": self.loads,
             "scores": {
@@ -61,7 +66,12 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Router:
-    """weights: of the scores by name. pick: a policy in their place, or None. slow_start_s: see ``warm``."""
+    """The routing policy.
+
+    weights: of the scores, by name.
+    pick: a policy that replaces the scores; None for scores.
+    slow_start_s: see ``slow_start``.
+    """
 
     weights: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_WEIGHTS))
     pick: Pick | None = None
@@ -74,25 +84,18 @@ class Router:
         rng: random.Random,
         explanation: Explanation | None = None,
     ) -> ReplicaLoad:
-        """Fills in ``explanation`` if there is one. Raises Unavailable if no replica may be asked."""
+        """Return the load of the chosen replica; fill in ``explanation``. Raises Unavailable if none is ready."""
         if not candidates:
             raise Unavailable("no replica is known", 1.0)
         left = [one for one in candidates if one.load.healthy and not one.open_breaker]
         if not left:
-            raise Unavailable(f"none of {len(candidates)} replicas is fit to serve", 1.0)
-        filters: tuple[tuple[str, Callable[[list[Candidate]], list[Candidate]]], ...] = (
-            ("tried", lambda those: _unless_empty(those, lambda one: one.load.name not in request.tried)),
-            ("slow start", lambda those: warm(those, self.slow_start_s, rng)),
-            ("kv cache full", lambda those: _unless_empty(those, lambda one: one.load.kv_usage < NEARLY_FULL)),
-            ("requests waiting", lambda those: _unless_empty(those, lambda one: one.load.waiting == 0)),
-            ("no free slot", lambda those: _unless_empty(those, lambda one: picks.has_room(one.load))),
-        )
+            raise Unavailable(f"no replica is ready: {len(candidates)} are unhealthy or have an open breaker", 1.0)
         if explanation is not None:
-            _note(explanation, "not healthy", candidates, left)
-        for name, keep in filters if len(left) > 1 else ():
-            before, left = left, keep(left)
+            _note(explanation, "not ready", candidates, left)
+        for keep in FILTERS if len(left) > 1 else ():
+            before, left = left, keep(left, request, self.slow_start_s, rng) or left
             if explanation is not None:
-                _note(explanation, name, before, left)
+                _note(explanation, keep.__name__, before, left)
         loads = [one.load for one in left]
         chosen = self._best(loads, request, rng, explanation) if len(loads) > 1 else loads[0]
         if explanation is not None:
@@ -129,38 +132,71 @@ def _described(load: ReplicaLoad) -> str:
     return f"{occupancy(load)}/{slots} requests, {load.pending_tokens} tokens, KV {load.kv_usage:.2f}"
 
 
-def warm(candidates: list[Candidate], slow_start_s: float, rng: random.Random) -> list[Candidate]:
-    """Slow start: a replica of age a takes part in so many choices out of ``slow_start_s`` / a, a tenth at least.
+def untried(
+    candidates: list[Candidate], request: RoutingRequest, slow_start_s: float, rng: random.Random
+) -> list[Candidate]:
+    """Keep replicas that have not failed this request."""
+    return [one for one in candidates if one.load.name not in request.tried]
 
-    Where all are young there is nobody to spare them, and all take part.
+
+def slow_start(
+    candidates: list[Candidate], request: RoutingRequest, slow_start_s: float, rng: random.Random
+) -> list[Candidate]:
+    """Keep a replica younger than ``slow_start_s`` with probability age / slow_start_s, at least 0.1.
+
+    If all are young, keep all.
     """
     if slow_start_s <= 0 or all(one.age_s < slow_start_s for one in candidates):
         return candidates
-    return _unless_empty(
-        candidates, lambda one: one.age_s >= slow_start_s or rng.random() < max(0.1, one.age_s / slow_start_s)
-    )
+    return [one for one in candidates if one.age_s >= slow_start_s or rng.random() < max(0.1, one.age_s / slow_start_s)]
+
+
+def kv_cache_room(
+    candidates: list[Candidate], request: RoutingRequest, slow_start_s: float, rng: random.Random
+) -> list[Candidate]:
+    """Keep replicas whose KV cache is not nearly full."""
+    return [one for one in candidates if one.load.kv_usage < NEARLY_FULL]
+
+
+def no_queue(
+    candidates: list[Candidate], request: RoutingRequest, slow_start_s: float, rng: random.Random
+) -> list[Candidate]:
+    """Keep replicas where no request waits."""
+    return [one for one in candidates if one.load.waiting == 0]
+
+
+def free_slot(
+    candidates: list[Candidate], request: RoutingRequest, slow_start_s: float, rng: random.Random
+) -> list[Candidate]:
+    """Keep replicas with a free slot."""
+    return [one for one in candidates if picks.has_room(one.load)]
+
+
+# Applied in this order. A filter that would remove every replica is skipped.
+Filter = Callable[[list[Candidate], RoutingRequest, float, random.Random], list[Candidate]]
+FILTERS: tuple[Filter, ...] = (untried, slow_start, kv_cache_room, no_queue, free_slot)
 
 
 def least_outstanding(loads: Sequence[ReplicaLoad], request: RoutingRequest) -> list[float]:
-    """Falling with the requests there for its slots; the best of all where it is a replica's turn."""
+    """Score low occupancy of the slots; replicas whose turn it is score best."""
     relative = [occupancy(load) / slots for load, slots in zip(loads, picks.slot_capacities(loads), strict=True)]
     return _lowest_is_best(relative, picks.least_occupied(loads))
 
 
 def least_pending_tokens(loads: Sequence[ReplicaLoad], request: RoutingRequest) -> list[float]:
-    """The same for the work that is booked, in tokens of decoding, for the pace of the replica."""
+    """Score little pending work, in tokens per the replica's token rate."""
     capacities = picks.token_capacities(loads)
     relative = [load.pending_tokens / own for load, own in zip(loads, capacities, strict=True)]
     return _lowest_is_best(relative, picks.least_pending(loads))
 
 
-def kv_cache_room(loads: Sequence[ReplicaLoad], request: RoutingRequest) -> list[float]:
-    """The free part of the KV cache."""
+def kv_cache_free(loads: Sequence[ReplicaLoad], request: RoutingRequest) -> list[float]:
+    """Score the free part of the KV cache."""
     return [1.0 - min(1.0, load.kv_usage) for load in loads]
 
 
 def affinity(loads: Sequence[ReplicaLoad], request: RoutingRequest) -> list[float]:
-    """1 for the replica that has the request's session, or its prefix, unless it has more than its share to do."""
+    """Score 1 for the replica of the request's session or prefix, unless its load is above its bounded share."""
     key = request.session or request.prefix
     if not key:
         return [0.0] * len(loads)
@@ -173,37 +209,37 @@ SCORES: dict[str, Score] = {
     "affinity": affinity,
     "least_outstanding": least_outstanding,
     "least_pending_tokens": least_pending_tokens,
-    "kv_cache_room": kv_cache_room,
+    "kv_cache_free": kv_cache_free,
 }
-# Affinity alone may outvote the loads: its bound already keeps a popular key from drowning its replica.
-DEFAULT_WEIGHTS = {"affinity": 2.5, "least_outstanding": 1.0, "least_pending_tokens": 1.0, "kv_cache_room": 0.25}
+# Affinity may outvote the loads: its bound already keeps a popular key from overloading its replica.
+DEFAULT_WEIGHTS: dict[str, float] = {
+    "affinity": 2.5,
+    "least_outstanding": 1.0,
+    "least_pending_tokens": 1.0,
+    "kv_cache_free": 0.25,
+}
 
 
 def choose_pool(
     weights: Mapping[str, float], pinned: str, available: Mapping[str, bool], rng: random.Random, session: str = ""
 ) -> str:
-    """The pool of a request: the tenant's own, or one drawn by weight among those with a fit replica.
+    """Return the pool of a request: the pinned one, or one drawn by weight among those with a ready replica.
 
-    A session is drawn once: by weighted rendezvous hashing, so that both arms of a comparison keep theirs, and only as
-    many move as must when a weight or a pool changes. Raises Unavailable where the tenant's pool is down: nobody else's
-    replicas are taken for it.
+    Sessions are drawn by weighted rendezvous hashing: each stays in its pool, and a change of weights moves as few as
+    possible. Raises Unavailable if the pinned pool is not configured; no other pool replaces it.
     """
     if pinned:
         if pinned not in weights:
             raise Unavailable(f"the pool {pinned} is not configured", 1.0)
         return pinned
     drawn = {pool: weight for pool, weight in weights.items() if weight > 0}
-    fit = {pool: weight for pool, weight in drawn.items() if available.get(pool)} or drawn
+    ready = {pool: weight for pool, weight in drawn.items() if available.get(pool)} or drawn
     if session:
-        return max(fit, key=lambda pool: picks.rank(pool, session, fit[pool]))
-    return rng.choices(list(fit), list(fit.values()))[0]
+        return max(ready, key=lambda pool: picks.rank(pool, session, ready[pool]))
+    return rng.choices(list(ready), list(ready.values()))[0]
 
 
 def _lowest_is_best(values: Sequence[float], turn: Collection[int]) -> list[float]:
-    """Those whose ``turn`` it is are all as good as the lowest."""
+    """Map values to scores, the lowest to the best. turn: indices that count as the lowest."""
     most, lowest = max(values), min(values)
     return [1.0 - (lowest if place in turn else value) / most if most else 1.0 for place, value in enumerate(values)]
-
-
-def _unless_empty(candidates: list[Candidate], keep: Callable[[Candidate], bool]) -> list[Candidate]:
-    return [one for one in candidates if keep(one)] or candidates

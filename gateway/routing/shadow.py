@@ -54,7 +54,7 @@ class Shadow:
         self._results.labels(result).inc()
 
     def compare(self, copy: asyncio.Task[str], original: str, determined: bool) -> None:
-        """Counts what came out, once the copy is there. original: the digest, "" if it did not come to its end."""
+        """Count what came out, once the copy is there. original: the digest, "" if it did not come to its end."""
         comparing = asyncio.ensure_future(self._compare(copy, original, determined))
         self._comparing.add(comparing)
         comparing.add_done_callback(self._comparing.discard)

@@ -172,12 +172,12 @@ class UpstreamStream:
             self._reading.cancel()
 
     def abandon(self, error: TridentError) -> None:
-        """Ends it with ``error``, which its reader sees, as a failure of the upstream: it was silent."""
+        """End it with ``error``, which its reader sees, as a failure of the upstream: it was silent."""
         self._failure = error
         self.cancel()
 
     async def _read(self, events: AsyncIterator[dict[str, Any]]) -> TridentError | None:
-        """Returns how it ended."""
+        """Return how it ended."""
         end: TridentError | None = None
         try:
             async for delta in self._deltas(events):

@@ -38,7 +38,7 @@ class TextLines(logging.Formatter):
 
 
 def configure(level: str, form: str, stream: TextIO | None = None) -> None:
-    """Sends every logger of the process, uvicorn's too, to standard error.
+    """Send every logger of the process, uvicorn's too, to standard error.
 
     level: the lowest that is written. form: ``json``, ``text``, or ``auto``, which is text for a terminal.
     """

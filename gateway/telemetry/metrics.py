@@ -130,7 +130,7 @@ class Metrics:
             self.reuse.labels(result)
 
     def tenant(self, name: str) -> str:
-        """Returns the tenant's label, one of a bounded set."""
+        """Return the tenant's label, one of a bounded set."""
         if name in self._tenants:
             return name
         if len(self._tenants) >= MAX_TENANTS:
@@ -139,7 +139,7 @@ class Metrics:
         return name
 
     def ended(self, record: GenerationRecord) -> None:
-        """Counts a generation, or a reused answer, that has ended."""
+        """Count a generation, or a reused answer, that has ended."""
         labels = (record.operation, self._model, record.source, record.pool)
         self.duration.labels(*labels, record.error_type).observe(record.ended_s - record.began_s)
         self.ends.labels(record.finish_reason or record.error_type, record.pool, record.source).inc()
@@ -152,7 +152,7 @@ class Metrics:
             self.per_token.labels(*labels).observe(per_token_s)
 
     def used(self, tenant: str, usage: Usage, source: str = ENGINE) -> None:
-        """Counts the tokens of one request; a prompt counts once for all its choices."""
+        """Count the tokens of one request; a prompt counts once for all its choices."""
         tenant = self.tenant(tenant)
         self.tokens.labels(tenant, "input", source).inc(usage.input_tokens)
         self.tokens.labels(tenant, "output", source).inc(usage.output_tokens)
@@ -160,15 +160,15 @@ class Metrics:
             self.engine_tokens += usage.input_tokens + usage.output_tokens
 
     def exposition(self) -> bytes:
-        """Returns all metrics in the Prometheus text format."""
+        """Return all metrics in the Prometheus text format."""
         return generate_latest(self.registry)
 
 
 def error_type(error: TridentError | None) -> str:
-    """Returns the label of an error; "" for none."""
+    """Return the label of an error; "" for none."""
     return type(error).__name__ if error else ""
 
 
 def refusal_reason(error: TridentError) -> str:
-    """Returns the label of a refusal: the reason that admission set, else the class of the error."""
+    """Return the label of a refusal: the reason that admission set, else the class of the error."""
     return error.reason or type(error).__name__

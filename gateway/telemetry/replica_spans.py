@@ -13,7 +13,7 @@ TOLERANCE_NS = 1_000_000  # by which two readings of clocks of one machine may d
 
 
 def record(tracing: Tracing, call: Span, timings: Timings | None, now_ns: int) -> None:
-    """Records the parts of a call that has been answered, in order and without gaps.
+    """Record the parts of a call that has been answered, in order and without gaps.
 
     ``tokenizer.queue`` (network, and Triton's queue in front of the tokenizer), ``tokenizer``, ``engine`` with
     ``engine.queue``, ``engine.prefill`` and ``engine.decode``, ``detokenizer.queue``, ``detokenizer`` (of the last
@@ -59,7 +59,7 @@ def record(tracing: Tracing, call: Span, timings: Timings | None, now_ns: int) -
 
 
 def clock_shift_ns(began_ns: int, now_ns: int, first_ns: int, last_ns: int, own_ns: int) -> int:
-    """Returns what to add to a replica's instants to get the gateway's wall clock.
+    """Return what to add to a replica's instants to get the gateway's wall clock.
 
     began_ns, now_ns: of the call, wall clock. first_ns, last_ns: the replica's within it. own_ns: this machine's shift.
     A shift is possible if it puts the replica's instants inside the call. If our own is, the replica is on this machine

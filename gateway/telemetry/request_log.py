@@ -12,7 +12,7 @@ _LOG = logging.getLogger("gateway.request")
 
 
 def write(context: RequestContext, error: TridentError | None, began_s: float, **more: object) -> None:
-    """Logs the end of a generation, at level ERROR for a defect.
+    """Log the end of a generation, at level ERROR for a defect.
 
     began_s: arrival, ``time.monotonic()``. more: further fields.
     """
@@ -33,6 +33,6 @@ def write(context: RequestContext, error: TridentError | None, began_s: float, *
 
 
 def moved(context: RequestContext, generation_id: str, before: str, after: str, error: TridentError) -> None:
-    """Logs that a request continues at another target before its first token."""
+    """Log that a request continues at another target before its first token."""
     fields = {"request_id": context.request_id, "generation_id": generation_id, "from": before, "to": after}
     _LOG.warning("request moved to another target", extra={"fields": {**fields, "error": str(error)}})

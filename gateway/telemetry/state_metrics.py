@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from gateway.admission.pool_slots import PoolSlots
 from gateway.config.policy import Prices
-from gateway.routing.replicas import Replica
+from gateway.routing.replicas import RoutedReplica
 from gateway.routing.upstream import Upstream
 
 
@@ -20,7 +20,7 @@ class PoolState(NamedTuple):
 
     name: str
     slots: PoolSlots
-    healthy: list[Replica]
+    healthy: list[RoutedReplica]
 
 
 class ReplicaSeconds:
@@ -34,7 +34,7 @@ class ReplicaSeconds:
         self._at_s, self._count, self._total = clock(), 0, 0.0
 
     def total(self) -> float:
-        """Returns the replica-seconds so far."""
+        """Return the replica-seconds so far."""
         now_s = self._clock()
         self._total += self._count * (now_s - self._at_s)
         self._at_s, self._count = now_s, self._healthy()
@@ -58,7 +58,7 @@ class StateMetrics:
     prices: None where no price is set; then no cost is reported.
     """
 
-    replicas: Callable[[], Iterable[Replica]]
+    replicas: Callable[[], Iterable[RoutedReplica]]
     upstreams: Callable[[], Iterable[Upstream]]
     pools: Callable[[], Iterable[PoolState]]
     body_bytes: Callable[[], int]

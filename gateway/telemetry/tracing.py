@@ -36,32 +36,32 @@ class Tracing:
         return self._provider is not None
 
     def start(self, name: str, carrier: Mapping[str, str], attributes: Mapping[str, Any]) -> Span | None:
-        """Starts the span of a request, as a child of the carrier's ``traceparent`` if there is one."""
+        """Start the span of a request, as a child of the carrier's ``traceparent`` if there is one."""
         if self._provider is None:
             return None
         context = extract(dict(carrier))
         return self._tracer.start_span(name, context=context, kind=SpanKind.SERVER, attributes=dict(attributes))
 
     def child(self, parent: Span | None, name: str, kind: SpanKind = SpanKind.INTERNAL) -> Span | None:
-        """Starts a child span; None if ``parent`` is None."""
+        """Start a child span; None if ``parent`` is None."""
         if parent is None:
             return None
         return self._tracer.start_span(name, context=set_span_in_context(parent), kind=kind)
 
     def past(self, parent: Span, name: str, start_ns: int, end_ns: int) -> Span:
-        """Records a span that has already ended. start_ns, end_ns: wall clock."""
+        """Record a span that has already ended. start_ns, end_ns: wall clock."""
         span = self._tracer.start_span(name, context=set_span_in_context(parent), start_time=start_ns)
         span.end(end_ns)
         return span
 
     def close(self) -> None:
-        """Exports the remaining spans."""
+        """Export the remaining spans."""
         if self._provider is not None:
             self._provider.shutdown()
 
 
 def traceparent(span: Span | None, carrier: Mapping[str, str]) -> str:
-    """Returns the ``traceparent`` to send: of the span, else the caller's if it is valid, else ""."""
+    """Return the ``traceparent`` to send: of the span, else the caller's if it is valid, else ""."""
     if span is None and "traceparent" not in carrier:
         return ""
     headers: dict[str, str] = {}
@@ -72,7 +72,7 @@ def traceparent(span: Span | None, carrier: Mapping[str, str]) -> str:
 def end_span(
     span: Span | None, error: BaseException | None = None, *, end_ns: int | None = None, **attributes: Any
 ) -> None:
-    """Ends a span. end_ns: wall clock; None for now."""
+    """End a span. end_ns: wall clock; None for now."""
     if span is None:
         return
     for key, value in attributes.items():
@@ -84,7 +84,7 @@ def end_span(
 
 
 def generation_attributes(usage: Usage | None, finish_reasons: Sequence[str]) -> dict[str, Any]:
-    """Returns span attributes by OpenTelemetry's GenAI conventions."""
+    """Return span attributes by OpenTelemetry's GenAI conventions."""
     found: dict[str, Any] = {"gen_ai.response.finish_reasons": list(finish_reasons)} if finish_reasons else {}
     if usage is not None:
         found["gen_ai.usage.input_tokens"] = usage.input_tokens

@@ -34,7 +34,7 @@ async def test_requests_at_a_stopped_server_are_served_by_the_other(replica: Rep
         "config": "[reuse]\ncoalesce = false\ncache_bytes = 0",
     }
     async with gateway(**settings) as served, ours(served) as client:
-        await until(lambda: len(served.service.replicas.fit()) == 2)
+        await until(lambda: len(served.service.replicas.ready()) == 2)
         status, _, body = await served.post("/v1/completions", ASKED)
         expected = body["choices"][0]["text"]
         assert status == 200 and expected

@@ -73,7 +73,7 @@ async def runtime(
         | options
     )
     replicas, metrics = Replicas(settings), Metrics(settings.model)
-    overflow = Overflow(replicas.fit, BreakerPolicy())
+    overflow = Overflow(replicas.ready, BreakerPolicy())
     overflow.start()
     overflow.change(targets or {})
     await replicas.start()

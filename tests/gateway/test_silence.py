@@ -123,7 +123,7 @@ async def test_requests_without_a_token_at_a_stopped_replica_are_served_by_anoth
         where = {"replicas": f"{url},{good.url}", "routing": "round_robin", "metrics_urls": {}}
         more = {"first_token_timeout_s": 0.5, "breaker_failures": 1000, "probe_interval_s": 600.0}
         async with gateway(good, **where, **more) as running, ours(running) as client:
-            await until(lambda: len(running.service.replicas.fit()) == 2)
+            await until(lambda: len(running.service.replicas.ready()) == 2)
             os.kill(process.pid, signal.SIGSTOP)
 
             async def one(number: int) -> None:

@@ -118,7 +118,7 @@ async def test_a_full_queue_refuses_and_takes_nothing_from_the_budget(clock: Any
     permit = await door.admission.admit([ASKED], tenant)
     waiting = asyncio.ensure_future(door.admission.admit([ASKED], tenant))
     await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="1 requests of acme/r wait already"):
+    with pytest.raises(Overloaded, match="1 of 1 requests of acme/r wait"):
         await door.admission.admit([ASKED], tenant)
     assert (await door.left(tenant))["tokens:acme/r"] == 6000 - 2 * COST
     permit.settle(None)

@@ -248,7 +248,7 @@ async def _anything(data: st.DataObject) -> None:
     )
     pools = {
         pool: PoolSlots(
-            FairQueue(max_per_tenant=8, max_per_class=20),
+            FairQueue(AdmissionRules(max_waiting_per_tenant=8, max_waiting_per_class=20)),
             lambda: now_s,
             lambda pool=pool: Capacity(sizes[pool], math.ceil(sizes[pool] * 1.25)),
             drawn,

@@ -441,7 +441,7 @@ def test_outputs_can_be_taken_out_of_a_response():
 
 async def test_metadata_comes_from_a_replica_that_answers():
     async with FakeReplica() as one, FakeReplica() as two, gateway(one, two, probe_interval_s=60.0) as running:
-        await until(lambda: len(running.service.replicas.fit()) == 2)
+        await until(lambda: len(running.service.replicas.ready()) == 2)
         async with triton.InferenceServerClient(running.grpc_url) as client:
             for dead in (one, two):
                 await dead.stop()

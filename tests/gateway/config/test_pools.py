@@ -122,7 +122,7 @@ async def test_pools_come_and_go_with_the_file_and_what_runs_there_ends_well():
                 async with session.post(f"{running.base_url}/v1/completions", json=ASKED) as answer:
                     await until(lambda: old.counts.running == 1)
                     await rewritten(running, f'[pools]\ngreen = {{ weight = 1, replicas = "{new.url}" }}\n')
-                    await until(lambda: [one.pool for one in running.service.replicas.fit()] == ["green"])
+                    await until(lambda: [one.pool for one in running.service.replicas.ready()] == ["green"])
                     started = old.counts.started
                     assert (await running.post("/v1/completions", {**ASKED, "stream": False}))[0] == 200
                     assert old.counts.started == started and new.counts.started == 1

@@ -75,7 +75,7 @@ async def test_a_deep_probe_finds_the_replica_that_makes_another_token():
     silent = Script((), fail_after=0, error=EngineFailed("weights are gone"))
     async with FakeReplica() as good, FakeReplica(lambda seen: silent) as bad:
         async with gateway(good, bad, deep_probes=True, deep_sha256=digest) as running:
-            assert [replica.url for replica in running.service.replicas.fit()] == [good.url]
+            assert [replica.url for replica in running.service.replicas.ready()] == [good.url]
             status, text = await running.get("/health/deep")
             assert status == 200 and digest in text
         async with gateway(good, deep_probes=True, deep_sha256="0" * 64) as running:
@@ -195,9 +195,9 @@ async def test_a_replica_that_answers_probes_with_rubbish_is_out_and_harms_nobod
     try:
         async with FakeReplica() as good:
             async with gateway(good, replicas=f"{good.url},{url}", probe_interval_s=0.02) as running:
-                await until(lambda: [one.url for one in running.service.replicas.fit()] == [good.url], 30.0)
+                await until(lambda: [one.url for one in running.service.replicas.ready()] == [good.url], 30.0)
                 answer = b"\x08\x01"
-                await until(lambda: len(running.service.replicas.fit()) == 2, 30.0)
+                await until(lambda: len(running.service.replicas.ready()) == 2, 30.0)
     finally:
         await bad.stop(None)
 

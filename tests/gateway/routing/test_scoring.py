@@ -13,7 +13,7 @@ from clients.replica_set import picks
 from clients.replica_set.picks import RoutingRequest
 from contract.errors import Unavailable
 from contract.load import ReplicaLoad
-from gateway.routing.scoring import Candidate, Explanation, Router, choose_pool
+from gateway.routing.scoring import FILTERS, Candidate, Explanation, Router, choose_pool
 
 
 def candidate(name: str, *, open_breaker: bool = False, age_s: float = 1e9, **load: object) -> Candidate:
@@ -157,10 +157,19 @@ def test_a_pick_says_why_if_it_is_asked():
     ]
     why = Explanation()
     assert Router().choose(found, RoutingRequest(session="s"), random.Random(0), why).name == why.chosen
-    assert why.passed_over == {"d": "not healthy", "c": "requests waiting"}
+    assert why.passed_over == {"d": "not ready", "c": "no_queue"}
     assert set(why.scores) == {"a", "b"} and why.scores["b"]["least_outstanding"] == 1.0
     said = why.attributes()
     assert said["trident.route.policy"] == "scored"
     assert "a: 2/8 requests, 90 tokens, KV 0.00" in said["trident.route.loads"]
-    assert "c: requests waiting" in said["trident.route.passed_over"]
+    assert "c: no_queue" in said["trident.route.passed_over"]
     assert any(text.startswith("b: affinity=") for text in said["trident.route.scores"])
+
+
+def test_a_filter_that_would_remove_every_replica_is_skipped():
+    for name, load in {"untried": {}, "kv_cache_room": {"kv_usage": 1.0}, "no_queue": {"waiting": 1}}.items():
+        found, why = [candidate("a", **load), candidate("b", **load)], Explanation()
+        request = RoutingRequest(tried=frozenset("ab") if name == "untried" else frozenset())
+        assert Router().choose(found, request, random.Random(0), why).name in "ab"
+        assert name not in why.passed_over.values()
+    assert [keep.__name__ for keep in FILTERS] == ["untried", "slow_start", "kv_cache_room", "no_queue", "free_slot"]
