@@ -6,7 +6,7 @@
     ├── Unauthenticated      no key, or an unknown one                        UNAUTHENTICATED     401
     ├── PermissionDenied     a known key that may not do this                 PERMISSION_DENIED   403
     ├── NotFound             unknown model, engine or stream                  NOT_FOUND           404
-    ├── Cancelled            the caller went away or asked to stop            CANCELLED           499
+    ├── Cancelled            the client disconnected or sent a stop request   CANCELLED           499
     ├── Overloaded           a bounded queue or a budget is full              RESOURCE_EXHAUSTED  429  retry
     ├── Unavailable          no healthy replica, starting, draining           UNAVAILABLE         503  retry
     ├── DeadlineExceeded     the deadline passed, in a queue or mid-stream    DEADLINE_EXCEEDED   504

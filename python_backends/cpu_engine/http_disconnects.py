@@ -2,8 +2,8 @@
 
 Triton 2.51 does not read a connection while its request runs, and no model learns which connection a request came by. A
 connection that the client has closed stays in CLOSE_WAIT until its request ends, and each has one request. So when
-there are as many of them as requests in the engine, the clients of all these requests are gone; when there are fewer,
-it cannot be known which (docs/decisions/0016).
+there are as many of them as requests in the engine, the clients of all these requests have disconnected; when there are
+fewer, it cannot be known which (docs/decisions/0016).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 _CHECK_EVERY_NS = 1_000_000_000
 _CLOSE_WAIT = "08"  # TCP_CLOSE_WAIT of the kernel's tcp_states.h
-_MAX_LIVE = 64  # with more it is improbable that all clients are gone, and reading the tables takes long
+_MAX_LIVE = 64  # with more it is improbable that all have disconnected, and reading the tables takes long
 
 
 def count_close_wait(port: int, tables: Collection[Path] = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))) -> int:

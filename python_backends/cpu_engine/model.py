@@ -76,7 +76,7 @@ class ResponseSink:
             outputs["first_token_time_ns"] = row([state.first_token_ns], np.int64)
             outputs["last_token_time_ns"] = row([state.last_token_ns], np.int64)
         requested = {name: array for name, array in outputs.items() if name in self._requested}
-        # The final flag goes with the last tokens, so that it rides on the last response.
+        # The final flag is sent with the last tokens, so that no empty response follows them.
         self._sender.send(response(requested), flags=FINAL if state.event.last else 0)
 
     def refuse(self, error: TridentError) -> None:

@@ -36,7 +36,7 @@ class Stream:
     epoch, key: see StreamState.
     pending_ids, pending_log_probs, pending_top: generated and not sent yet.
     tail: the last generated ids that may begin a stop sequence.
-    started_ns: the scheduler gave it a slot and the worker was told to start it.
+    started_ns: the scheduler gave it a slot and the worker was sent the command to start it.
     last_sent_ids_ns: the last response with generated ids was sent.
     since_last_ns: between the last two responses with generated ids, 0 before the second.
     queued: a sender thread will take it, or is sending for it.

@@ -111,7 +111,7 @@ class Ticker:
         self._metrics.show(load)
 
     def _end_disconnected(self) -> None:
-        """End the requests whose HTTP clients have disconnected. The kernel is asked outside the lock: it is slow."""
+        """End the requests whose HTTP clients have disconnected; reads /proc/net outside the lock, which takes long."""
         now_ns = self._clock_ns()
         if not self._http_disconnects.due(now_ns):
             return

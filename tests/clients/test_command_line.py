@@ -200,7 +200,7 @@ def test_every_error_has_a_code_and_help_shows_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["x", "--top-p", "2"], "top_p: got 2.0"),
+        (["x", "--top-p", "2"], "top_p: must be a finite number"),
         (["x", "--cancel-after", "0"], "--cancel-after: got 0; allowed is 1 or more"),
         (["x", "--header", "novalue"], "--header: got 'novalue'; allowed is NAME=VALUE"),
         (["x", "--retries", "-1"], "--retries: got -1"),
