@@ -19,7 +19,7 @@ import uvicorn
 from contract.errors import InvalidArgument
 from gateway import app, banner, command_line, sighup
 from gateway.api import http_connection, monitoring
-from gateway.api.kserve import KServeDoor
+from gateway.api.kserve import KServeEndpoint
 from gateway.config import pools, tenants
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings, unknown, variable
@@ -106,7 +106,7 @@ async def serve(service: Service) -> None:
     scraped, scraped_at = monitoring_server(service), None
     serving = [asyncio.create_task(http.serve([listening]))]
     await _started(http, serving[0])
-    kserve = KServeDoor(service)
+    kserve = KServeEndpoint(service)
     try:
         scraped_at = listen(settings.monitoring_host, settings.own_metrics_port, "monitoring_port")
         serving.append(asyncio.create_task(scraped.serve([scraped_at])))

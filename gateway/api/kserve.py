@@ -1,4 +1,4 @@
-"""The KServe door: Triton's own gRPC protocol, with admission and routing, for Triton's own clients unchanged.
+"""Serve Triton's own gRPC protocol (KServe v2) with admission and routing, for unchanged Triton clients.
 
 Requests and responses of ModelStreamInfer go through as the bytes they are; what admission needs is read from the
 tensors. A request that is refused (budget, overload, credentials, deadline) ends the RPC with that status while no
@@ -57,14 +57,14 @@ from gateway.telemetry.metrics import refusal_reason
 _LOG = logging.getLogger(__name__)
 _SERVICE = "inference.GRPCInferenceService"
 DEFAULT_MAX_TOKENS = 128  # the tokenizer's, for a request that sends none
-MOST_PENDING = 20_000  # calls that have arrived and not been looked at yet, as in a burst
+MAX_PENDING = 20_000  # calls that have arrived and are not handled yet, as in a burst
 MOST_ON_A_STREAM = 256  # requests at once on one stream; more wait until the stream has read them
 COUNTS = frozenset({"output_ids", "finish_reason", "error_message", "num_input_tokens", "num_output_tokens"})
 TIMINGS = frozenset({"arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns"})
 _REFUSALS = (Overloaded, Unavailable, Unauthenticated, PermissionDenied, DeadlineExceeded)
 
 
-class KServeDoor:
+class KServeEndpoint:
     """``start`` it on the loop that serves; ``port`` is then where it listens."""
 
     def __init__(self, service: Service) -> None:
@@ -83,8 +83,8 @@ class KServeDoor:
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.so_reuseport", 0),
             # gRPC drops what it has no time to hand over, without a word; admission says why, and when to come back.
-            ("grpc.server.max_pending_requests", MOST_PENDING),
-            ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING),
+            ("grpc.server.max_pending_requests", MAX_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
             ("grpc.server_max_unrequested_time_in_server", math.ceil(settings.request_timeout_s)),
         ]
         self._server = grpc.aio.server(options=options)
@@ -135,9 +135,9 @@ class KServeDoor:
         return _flag(_name(request) in self._models and self._service.ready())
 
     async def _model_infer(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """What Triton itself says of an ensemble with a decoupled step, without asking it."""
-        said = "ModelInfer RPC doesn't support models with decoupled transaction policy; use ModelStreamInfer"
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, said)
+        """Reject ModelInfer as Triton does for an ensemble with a decoupled step."""
+        message = "ModelInfer RPC doesn't support models with decoupled transaction policy; use ModelStreamInfer"
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
 
     def _passed_on(self, method: str) -> Callable:
         """A question that any fit replica answers."""
@@ -211,7 +211,7 @@ class KServeDoor:
                 await asyncio.wait(tasks)
         except asyncio.CancelledError:
             if writer.stalled:
-                refused.append(Cancelled(f"the reader took nothing for {writer.patience_s:g} s"))
+                refused.append(Cancelled(f"the client read nothing for {writer.timeout_s:g} s"))
             elif not refused:
                 raise
         finally:
@@ -230,13 +230,12 @@ class KServeDoor:
         context: grpc.aio.ServicerContext,
         writer: _Writer,
     ) -> TridentError | None:
-        """One request of ``size`` bytes to its end. Raises what the caller has not been told yet, returns what it was
-        told in band."""
+        """Serve one request of ``size`` bytes. Returns the error that was sent in band; raises one that was not."""
         service = self._service
         tenant = service.tenant(bearer_token(carrier.get("authorization", "")))
-        with service.bodies.lease(tenant.name, alone=service.configuration.keyless) as held:
+        with service.bodies.lease(tenant.name, alone=service.configuration.keyless) as lease:
             try:
-                held.take(size)
+                lease.take(size)
             except Overloaded as error:
                 service.metrics.rejections.labels(refusal_reason(error)).inc()
                 raise
@@ -252,40 +251,40 @@ class KServeDoor:
     ) -> TridentError | None:
         service = self._service
         service.check_model(request.model_name, tenant)
-        asked = read(request, _left_s(request, context, service.settings.request_timeout_s))
-        asking = _asking(tenant, request, carrier)
-        choices = await service.choices((asked,), asking)
+        generation_request = read(request, _remaining_s(request, context, service.settings.request_timeout_s))
+        request_context = _request_context(tenant, request, carrier)
+        choices = await service.choices((generation_request,), request_context)
         (generation,) = choices.generations
         error: BaseException | None = None
         try:
-            await writer.say(choices.headers)
-            if generation.request.max_tokens != asked.max_tokens:
-                lower(request, generation.request.max_tokens)
-            hidden = ask_for_counts(request)
+            await writer.send_metadata(choices.headers)
+            if generation.request.max_tokens != generation_request.max_tokens:
+                set_max_tokens(request, generation.request.max_tokens)
+            hidden = request_counts(request)
             if service.tracing.on:
-                hidden |= ask_for_timings(request)
+                hidden |= request_timings(request)
             request.model_name = service.settings.triton_model
             generation.relay(request.SerializeToString())
-            error = await self._relay(generation, hidden, writer, asking)
+            error = await self._relay(generation, hidden, writer, request_context)
             return error
         except asyncio.CancelledError as exc:
             error = exc
             raise
         except TridentError as exc:
             error = exc
-            raise for_caller(exc, asking.request_id) from exc
+            raise for_caller(exc, request_context.request_id) from exc
         except Exception as exc:
-            if context.done():  # gRPC has several words for a caller that left while we wrote
-                error = Cancelled("the caller went away")
+            if context.done():  # gRPC raises several errors when the client disconnects during a write
+                error = Cancelled("the client disconnected")
                 raise error from exc
-            _LOG.exception("request %s met a defect", asking.request_id.replace("%", "%%"))
-            error = EngineFailed(f"the gateway failed; quote {asking.request_id} when you report it")
+            _LOG.exception("unhandled exception in request %s", request_context.request_id.replace("%", "%%"))
+            error = EngineFailed(f"the gateway failed; quote {request_context.request_id} when you report it")
             raise error from exc
         finally:
             generation.close(error)
 
     async def _relay(
-        self, generation: Generation, hidden: Collection[str], writer: _Writer, asking: RequestContext
+        self, generation: Generation, hidden: Collection[str], writer: _Writer, request_context: RequestContext
     ) -> TridentError | None:
         """Relay the messages of one request as they come, without the outputs that are hidden from the caller. Return
         the error that a relayed message carried."""
@@ -297,7 +296,7 @@ class KServeDoor:
                     data = without_cached_tokens(data)
                 deferred = generation.deferred_error
                 if deferred is not None:  # it came behind text in this message
-                    data = with_error(data, for_caller(from_backend(deferred), asking.request_id))
+                    data = with_error(data, for_caller(from_backend(deferred), request_context.request_id))
                     relayed = None if hidden else deferred
                 if hidden and delta is not NO_OUTPUTS:
                     data = without_outputs(data, hidden)
@@ -306,28 +305,27 @@ class KServeDoor:
             if error is relayed:
                 return error
             carrier = b"" if hidden else generation.message
-            if not carrier or _wants_status(error, asking.carrier):
+            if not carrier or _wants_status(error, request_context.carrier):
                 raise
-            shown = for_caller(error, asking.request_id)
+            shown = for_caller(error, request_context.request_id)
             await writer.write(carrier if shown is error else with_error(carrier, shown))
             return error
         return None
 
 
 class _Writer:
-    """The caller's end of one stream: responses of all its requests, one at a time."""
+    """Write the responses of all requests of one stream, one at a time."""
 
     def __init__(self, context: grpc.aio.ServicerContext, service: Service) -> None:
-        self._context, self.patience_s = context, service.settings.stall_timeout_s
+        self._context, self.timeout_s = context, service.settings.stall_timeout_s
         self.stalled = False
         self._handler = asyncio.current_task()
         self._lock = asyncio.Lock()
         self._writing_since_s = 0.0
         self._began = False
 
-    async def say(self, headers: Mapping[str, str]) -> None:
-        """What was said about an admitted request: that of the first as initial metadata, if nothing was written yet,
-        that of the latest as trailers."""
+    async def send_metadata(self, headers: Mapping[str, str]) -> None:
+        """Send response headers: those of the first request as initial metadata, those of the latest as trailers."""
         if headers:
             self._context.set_trailing_metadata(tuple(headers.items()))
             if not self._began:
@@ -344,27 +342,25 @@ class _Writer:
                 self._writing_since_s = 0.0
 
     def check(self, now_s: float) -> None:
-        if self._writing_since_s and now_s - self._writing_since_s > self.patience_s:
+        if self._writing_since_s and now_s - self._writing_since_s > self.timeout_s:
             self._writing_since_s = 0.0
             self.stalled = True
             self._handler.cancel()
 
 
 def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> GenerationRequest:
-    """What admission and routing need of a request; the ensemble's own door checks the rest.
+    """Return what admission and routing need of a request; the ensemble checks the rest.
 
-    Raises InvalidArgument that names an input which cannot be read, or an output that is asked for in a form which
-    Triton has for others: to classify a text that is streamed ends tritonserver 2.51 as a process.
+    Raises: InvalidArgument that names an input that cannot be read, or an output with parameters: tritonserver 2.51
+    crashes when it classifies a streamed text.
     """
     for output in request.outputs:
         if output.parameters:
-            raise InvalidArgument(
-                output.name, f"{min(output.parameters)!r:.100} is not allowed; outputs come as they are"
-            )
+            raise InvalidArgument(output.name, f"must have no parameters, got {min(output.parameters)!r:.100}")
     prompt, messages = _texts(request, "text_input"), _texts(request, "messages")
     chat = None
     if messages is not None and prompt is None:
-        chat = ({"role": "user", "content": messages},)  # as it is: only its size matters, unless it is well-formed
+        chat = ({"role": "user", "content": messages},)  # malformed JSON counts by its size only
         with contextlib.suppress(ValueError, RecursionError):
             turns = json.loads(messages)
             if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
@@ -380,8 +376,10 @@ def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> Generation
 
 
 def take_priority(request: service_pb2.ModelInferRequest) -> float:
-    """The caller's ``request_priority``, out of the request: what an engine gets is the gateway's to say. Raises
-    InvalidArgument."""
+    """Remove the client's ``request_priority`` from the request and return it; the gateway sets the engine's.
+
+    Raises: InvalidArgument.
+    """
     given: dict[str, object] = {}
     if priority.PARAMETER in request.parameters:
         parameter = request.parameters.pop(priority.PARAMETER)
@@ -389,8 +387,8 @@ def take_priority(request: service_pb2.ModelInferRequest) -> float:
     return priority.read(given)
 
 
-def lower(request: service_pb2.ModelInferRequest, max_tokens: int) -> None:
-    """Writes another ``max_tokens`` into the request."""
+def set_max_tokens(request: service_pb2.ModelInferRequest, max_tokens: int) -> None:
+    """Overwrite the request's ``max_tokens``."""
     found = _find(request, "max_tokens")
     if found is None:
         contents = _added(request, "max_tokens", "INT32", struct.pack("<i", max_tokens))
@@ -404,13 +402,13 @@ def lower(request: service_pb2.ModelInferRequest, max_tokens: int) -> None:
         request.raw_input_contents[place] = struct.pack("<i", max_tokens)
 
 
-def ask_for_counts(request: service_pb2.ModelInferRequest) -> frozenset[str]:
-    """Adds to a request that names its outputs those that say what is to be paid and how it ended; which these are."""
+def request_counts(request: service_pb2.ModelInferRequest) -> frozenset[str]:
+    """Add the outputs that tell usage and finish reason, if the request names its outputs. Returns the added ones."""
     return _also(request, COUNTS)
 
 
-def ask_for_timings(request: service_pb2.ModelInferRequest) -> frozenset[str]:
-    """Has the engine say when it did what, for the spans. Returns the outputs that the caller has not asked for."""
+def request_timings(request: service_pb2.ModelInferRequest) -> frozenset[str]:
+    """Request the engine's timings, for the spans. Returns the outputs that the client did not request."""
     if _find(request, "return_perf_metrics") is None:
         contents = _added(request, "return_perf_metrics", "BOOL", b"\1")
         if contents is not None:
@@ -454,12 +452,12 @@ def without_outputs(data: bytes, names: Collection[str]) -> bytes:
 def with_error(data: bytes, error: TridentError) -> bytes:
     """A serialised response whose error, in ``error_message`` or in the output of that name, is ``error``."""
     message = service_pb2.ModelStreamInferResponse.FromString(data)
-    response, said = message.infer_response, to_text(error)
+    response, text = message.infer_response, to_text(error)
     if message.error_message:
-        message.error_message = said
+        message.error_message = text
     for place, tensor in enumerate(response.outputs):
         if tensor.name == "error_message":
-            response.raw_output_contents[place] = struct.pack("<I", len(said.encode())) + said.encode()
+            response.raw_output_contents[place] = struct.pack("<I", len(text.encode())) + text.encode()
     return message.SerializeToString()
 
 
@@ -521,7 +519,7 @@ def _integer(request: service_pb2.ModelInferRequest, name: str) -> int | None:
     return values[0]
 
 
-def _left_s(request: service_pb2.ModelInferRequest, context: grpc.aio.ServicerContext, most_s: float) -> float:
+def _remaining_s(request: service_pb2.ModelInferRequest, context: grpc.aio.ServicerContext, most_s: float) -> float:
     """The shortest of what the gateway, the RPC's deadline and the request's ``timeout`` (µs) allow."""
     limits = [most_s]
     remaining_s = context.time_remaining()
@@ -534,7 +532,7 @@ def _left_s(request: service_pb2.ModelInferRequest, context: grpc.aio.ServicerCo
     return min(limits)
 
 
-def _asking(tenant: Tenant, request: service_pb2.ModelInferRequest, carrier: dict[str, str]) -> RequestContext:
+def _request_context(tenant: Tenant, request: service_pb2.ModelInferRequest, carrier: dict[str, str]) -> RequestContext:
     quoted = _quotable(carrier.get("x-request-id") or request.id) or new_request_id()
     session = carrier.get("x-session-id", "")[:MAX_REQUEST_ID]
     return RequestContext(tenant, "grpc", "text_completion", quoted, carrier, session, take_priority(request))

@@ -15,7 +15,7 @@ import aiohttp
 
 from gateway.__main__ import HttpServer, http_server, monitoring_server
 from gateway.admission.permit import Keys
-from gateway.api.kserve import KServeDoor
+from gateway.api.kserve import KServeEndpoint
 from gateway.config import pools
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings
@@ -99,7 +99,7 @@ async def gateway(
 @contextlib.asynccontextmanager
 async def _serving(service: Service) -> AsyncIterator[Running]:
     async with _served(http_server(service)) as http, _served(monitoring_server(service)) as monitoring:
-        kserve = KServeDoor(service)
+        kserve = KServeEndpoint(service)
         await kserve.start()
         base_url, monitoring_url = (f"http://127.0.0.1:{_port(one)}" for one in (http, monitoring))
         try:

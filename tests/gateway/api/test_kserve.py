@@ -321,7 +321,7 @@ def test_max_tokens_can_be_lowered_wherever_it_was(inline: bool, sent: bool):
         else:
             request.raw_input_contents.append((100).to_bytes(4, "little"))
     assert kserve.read(request, 5.0).max_tokens == (100 if sent else kserve.DEFAULT_MAX_TOKENS)
-    kserve.lower(request, 7)
+    kserve.set_max_tokens(request, 7)
     again = kserve.read(request, 5.0)
     assert (again.max_tokens, again.text_input, again.timeout_s) == (7, "hello", 5.0)
 
@@ -459,7 +459,7 @@ async def test_a_reader_that_takes_nothing_frees_the_replica_and_hears_why_when_
             call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter([request]))
             await call.read()
             await until(lambda: replica.counts.cancelled == 1, 60.0)
-            with pytest.raises(grpc.aio.AioRpcError, match="the reader took nothing for 0.2 s") as caught:
+            with pytest.raises(grpc.aio.AioRpcError, match="the client read nothing for 0.2 s") as caught:
                 while await asyncio.wait_for(call.read(), 60.0) is not grpc.aio.EOF:
                     pass
             assert caught.value.code() is grpc.StatusCode.CANCELLED
@@ -486,7 +486,7 @@ def test_timings_are_asked_for_however_the_tensors_are_sent_and_once(inline: boo
     else:
         request.raw_input_contents.append(b"\1\0\0\0x")
     request.outputs.add(name="text_output")
-    assert kserve.ask_for_timings(request) == kserve.TIMINGS and not kserve.ask_for_timings(request)
+    assert kserve.request_timings(request) == kserve.TIMINGS and not kserve.request_timings(request)
     assert [(one.name, list(one.shape)) for one in request.inputs[1:]] == [("return_perf_metrics", [1, 1])]
     assert list(request.inputs[1].contents.bool_contents) == ([True] if inline else [])
     assert list(request.raw_input_contents[1:]) == ([] if inline else [b"\1"])
