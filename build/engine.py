@@ -37,7 +37,7 @@ from contract.manifest import hash_files, load, verify
 if TYPE_CHECKING:
     from build.quality import evaluation
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 EXACT = "exact"  # on the command line: weights as stored, f32 keys and values, f32 arithmetic
 DEFAULT_SEQ_LEN = 4096  # at most; a recipe asks for more
@@ -64,7 +64,7 @@ _BUILDER = (
 )
 
 
-def build(recipe: Recipe, into: Path, say: Say, accept: str | None = None) -> Path:
+def build(recipe: Recipe, into: Path, notify: Notify, accept: str | None = None) -> Path:
     """The folder ``into/<recipe.name>`` holding the CPU engine, built now or found unchanged.
 
     accept: why an engine beyond its quality budget is published all the same; its manifest records it. Raises
@@ -78,13 +78,13 @@ def build(recipe: Recipe, into: Path, say: Say, accept: str | None = None) -> Pa
     _make_folder(into)
     size = sum(path.stat().st_size for path in checkpoint.files())
     if size > _LARGE_BYTES:
-        say(f"checking {size / 1e9:.1f} GB of {recipe.model} (read once, then remembered)")
-    if not os.access(into, os.W_OK) and _is_there(folder, recipe, checkpoint, say):
+        notify(f"checking {size / 1e9:.1f} GB of {recipe.model} (read once, then remembered)")
+    if not os.access(into, os.W_OK) and _is_there(folder, recipe, checkpoint, notify):
         return folder  # a read-only checkout serves what was built into it
-    with engine_folder.only_builder(folder, say):
-        if _is_there(folder, recipe, checkpoint, say):
+    with engine_folder.only_builder(folder, notify):
+        if _is_there(folder, recipe, checkpoint, notify):
             return folder
-        _build(recipe, checkpoint, folder, say, accept)
+        _build(recipe, checkpoint, folder, notify, accept)
     return folder
 
 
@@ -95,15 +95,15 @@ def _make_folder(into: Path) -> None:
         raise EngineFailed(f"{into}: must be a folder that can be made, got: {exc.strerror}") from exc
 
 
-def _is_there(folder: Path, recipe: Recipe, checkpoint: Checkpoint, say: Say) -> bool:
+def _is_there(folder: Path, recipe: Recipe, checkpoint: Checkpoint, notify: Notify) -> bool:
     found = _up_to_date(folder, recipe, checkpoint)
     if found is not None:
         how = f"{choice.words(found)}, chosen by measuring," if found.automatic else found.precision
-        say(f"{_shown(folder)} is up to date ({how} from {recipe.model})")
+        notify(f"{_shown(folder)} is up to date ({how} from {recipe.model})")
     return found is not None
 
 
-def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, say: Say, accept: str | None) -> None:
+def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, notify: Notify, accept: str | None) -> None:
     from build.quality import evaluation  # OpenVINO takes longer to import than to find out that nothing changed
     from build.quality.comparison import BeyondBudget
     from build.recipe.case import Case
@@ -111,20 +111,20 @@ def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, say: Say, accep
 
     shape = shapes.from_config(recipe.model, checkpoint.config, str(checkpoint.folder))
     require(recipe, judge(Case(recipe, shape, memory_here=host.memory_bytes())))
-    side_files.check(checkpoint.folder, say)
+    side_files.check(checkpoint.folder, notify)
     started_s = time.monotonic()
     candidates = choice.candidates(recipe)
     here = host.memory_bytes()
     fitting = [one for one in candidates if not refused(check(Case(one, shape, memory_here=here)))]
     if left_out := [choice.words(one) for one in candidates if one not in fitting]:
-        say(f"not tried, because this machine has too little memory: {'; '.join(left_out)}")
-    against = evaluation.Yardstick(checkpoint, say, recipe.max_seq_len)
+        notify(f"not tried, because this machine has too little memory: {'; '.join(left_out)}")
+    against = evaluation.ReferenceRun(checkpoint, notify, recipe.max_seq_len)
     tried: list[dict[str, str]] = []
     for candidate in fitting:
         settings, is_last = choice.words(candidate), candidate is fitting[-1]
-        say(f"building {_shown(folder)}: {settings}, from {recipe.model}")
+        notify(f"building {_shown(folder)}: {settings}, from {recipe.model}")
         try:
-            _try(candidate, checkpoint, folder, say, accept, against, tried, spare=not is_last)
+            _try(candidate, checkpoint, folder, notify, accept, against, tried, spare=not is_last)
             break
         except BeyondBudget as error:
             if is_last and tried:
@@ -134,20 +134,20 @@ def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, say: Say, accep
             if is_last:
                 raise
             tried.append({"settings": settings, "refused": "; ".join(error.verdict.problems)})
-            say(f"{settings}: refused, {tried[-1]['refused']}")
+            notify(f"{settings}: refused, {tried[-1]['refused']}")
     if recipe.automatic:
-        say(f"chose {settings}: {_why(tried)}")
+        notify(f"chose {settings}: {_why(tried)}")
     megabytes = sum(p.stat().st_size for p in folder.iterdir()) / 1e6
-    say(f"{_shown(folder)} is ready: {megabytes:,.1f} MB in {time.monotonic() - started_s:.1f} s")
+    notify(f"{_shown(folder)} is ready: {megabytes:,.1f} MB in {time.monotonic() - started_s:.1f} s")
 
 
 def _try(
     recipe: Recipe,
     checkpoint: Checkpoint,
     folder: Path,
-    say: Say,
+    notify: Notify,
     accept: str | None,
-    against: evaluation.Yardstick,
+    against: evaluation.ReferenceRun,
     tried: list[dict[str, str]],
     *,
     spare: bool,
@@ -159,14 +159,14 @@ def _try(
 
     engine_folder.require_room(folder.parent, _engine_bytes(recipe, checkpoint))
     with engine_folder.replacement(folder) as partial:
-        compile_cpu.compile_cpu(checkpoint, recipe, partial, say)
+        compile_cpu.compile_cpu(checkpoint, recipe, partial, notify)
         properties = compile_cpu.properties(recipe)
         scores = evaluation.evaluate(
             recipe.name,
             checkpoint,
             OpenVinoEngine(partial, properties),
             recipe.quality,
-            say,
+            notify,
             longest=recipe.max_seq_len,
             accept=accept,
             against=against,
@@ -238,7 +238,7 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
 
     A recipe's limits are about its own model, so another model gets limits of its own, and the fastest setting that
     passes the quality gate (``choice.py``) unless ``precision`` names one. An engine that was made from a given model
-    has no recipe file; later calls find what was wanted in its manifest.
+    has no recipe file; later calls read its recipe from the manifest.
     download: whether a hub model whose shape is not known here may be fetched to learn it.
     """
     if model is None:
@@ -356,13 +356,13 @@ def main(arguments: list[str] | None = None) -> int:
         if options.dry_run:
             return _plan(recipe, options)
         if recipe.kind == schema.CPU:
-            build(recipe, layout.ENGINES, _say, options.accept_quality)
+            build(recipe, layout.ENGINES, _notify, options.accept_quality)
         else:
             from build.package import (
                 gpu_engine,  # a CPU engine that is up to date is found to be so without all the stages need
             )
 
-            gpu_engine.build(recipe, _say, options.accept_quality)
+            gpu_engine.build(recipe, _notify, options.accept_quality)
     except TridentError as error:
         print(f"build-engine: {error}", file=sys.stderr)
         return STATUS.get(type(error).__name__, 1)
@@ -384,7 +384,7 @@ def _plan(recipe: Recipe, options: argparse.Namespace) -> int:
     return STATUS["Refused"] if made.refused else 0
 
 
-def _say(line: str) -> None:
+def _notify(line: str) -> None:
     print(f"build-engine: {line}", flush=True)
 
 

@@ -23,7 +23,7 @@ from build.model.calibration import open_tokenizer
 from build.model.openvino_engine import OpenVinoEngine
 from build.package import compile_cpu
 from build.quality import comparison, evaluation, sanity
-from build.quality.evaluation import Simulated, Speaker
+from build.quality.evaluation import LogitsSource, Simulated
 from build.quantise import environment
 from build.recipe import provenance
 from build.recipe import recipe as recipes
@@ -59,7 +59,7 @@ SOURCES = (
 )
 
 
-def cpu_engine(name: str, precision: str, kv: str, model: Checkpoint) -> tuple[Speaker, int]:
+def cpu_engine(name: str, precision: str, kv: str, model: Checkpoint) -> tuple[LogitsSource, int]:
     """The engine and the bytes of its weights."""
     calibration = recipes.CPU_CALIBRATION if precision == "int4" and name not in TO_NEAREST else None
     made = cpu_recipe(precision, kv, calibration)
@@ -76,7 +76,7 @@ def cpu_recipe(precision: str, kv: str, calibration: Calibration | None) -> Reci
     return dataclasses.replace(written, group_size=BLOCK, **changes)
 
 
-def checkpoint(name: str, qformat: str, kv: str | None, model: Checkpoint) -> tuple[Speaker, int]:
+def checkpoint(name: str, qformat: str, kv: str | None, model: Checkpoint) -> tuple[LogitsSource, int]:
     """ModelOpt's checkpoint, made now or found unchanged, and the bytes of its weights."""
     folder = CACHE / name
     argv = ["python", "-m", "build.quantise.quantize", "--model_dir", str(layout.relative(MODEL)), "--qformat", qformat]
@@ -90,11 +90,11 @@ def checkpoint(name: str, qformat: str, kv: str | None, model: Checkpoint) -> tu
         print(f"$ {' '.join(line)}", flush=True)
         done = subprocess.run(line, cwd=layout.ROOT, stdout=subprocess.DEVNULL)
         if done.returncode != 0:
-            raise EngineFailed(f"{name} could not be quantised; what it said stands above")
+            raise EngineFailed(f"{name} could not be quantised; its output stands above")
         records.write(name, key, [folder])
     candidate = comparison.open_candidate(name, folder)
-    speaker = Simulated.of(candidate.decoder, model.architecture.vocab_size, name, print)
-    return speaker, candidate.weight_bytes
+    engine = Simulated.of(candidate.decoder, model.architecture.vocab_size, name, print)
+    return engine, candidate.weight_bytes
 
 
 def measure(model: Checkpoint) -> tuple[str, dict[str, str], int]:
@@ -107,8 +107,8 @@ def measure(model: Checkpoint) -> tuple[str, dict[str, str], int]:
     )
     encode, decode, _ = open_tokenizer(model)
 
-    def speak(speaker: Speaker) -> sanity.Reply:
-        return sanity.speak(speaker.next_logits, encode(sanity.PROMPT), eos_token_ids=model.eos_token_ids)
+    def speak(engine: LogitsSource) -> sanity.Reply:
+        return sanity.speak(engine.next_logits, encode(sanity.PROMPT), eos_token_ids=model.eos_token_ids)
 
     expected, rows = speak(reference), []
     replies = {"reference": decode(expected.ids)}
@@ -124,7 +124,7 @@ def measure(model: Checkpoint) -> tuple[str, dict[str, str], int]:
 
 
 def document(table: str, replies: dict[str, str], tokens: int) -> str:
-    said = "\n".join(f"| {name} | `{text!r}` |" for name, text in replies.items())
+    samples = "\n".join(f"| {name} | `{text!r}` |" for name, text in replies.items())
     machine = f"{platform.machine()} with Python {platform.python_version()}"
     return f"""\
 # What fewer bits cost
@@ -142,14 +142,14 @@ rounded to nearest, as the row says. The others are TensorRT-LLM checkpoints as 
 32 texts of 256 tokens, AWQ blocks of {BLOCK}, an FP8 KV cache for fp8 and w4a8_awq. Their weights are read back and
 dequantised, and inputs and KV cache rounded as the engine's kernels round them. No GPU has run them.
 
-A gate that says "refused" means that an engine with these scores is not packaged unless somebody gives a reason, which
-its manifest then records. The budgets are the recipes' defaults (`build/recipe/recipe.py`).
+An engine whose gate is "refused" is not packaged unless `--accept-quality` gives a reason, which its manifest then
+records. The budgets are the recipes' defaults (`build/recipe/recipe.py`).
 
 After `{sanity.PROMPT!r}`, greedily:
 
 | engine | text |
 |---|---|
-{said}
+{samples}
 """
 
 

@@ -10,7 +10,7 @@ from build.base import rope as rotary
 from build.base.json_fields import BadField, Fields, shown
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-# Far beyond any published model: a config.json with a stray zero must not make the reader allocate gigabytes.
+# Far beyond any published model: a config.json with a zero too many must not make the reader allocate gigabytes.
 MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM, MOST_WIDE = 10_000, 2**16, 2**14, 2**26
 
 
@@ -134,8 +134,8 @@ def _read(config: Fields) -> Architecture:
 def _name(config: Fields) -> str:
     names = config.texts("architectures")
     if len(names) != 1 or names[0] not in SUPPORTED:
-        said = shown(", ".join(names))[1:-1] or "none"
-        raise UnsupportedModel(f"config.json: architectures is {said}; supported are {', '.join(SUPPORTED)}")
+        message = shown(", ".join(names))[1:-1] or "none"
+        raise UnsupportedModel(f"config.json: architectures is {message}; supported are {', '.join(SUPPORTED)}")
     return names[0]
 
 
@@ -143,17 +143,17 @@ def _refuse_what_the_graph_lacks(config: Fields) -> None:
     quantised = config.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
-        said = shown(method) if not isinstance(method, str) else shown(method)[1:-1]
+        message = shown(method) if not isinstance(method, str) else shown(method)[1:-1]
         raise UnsupportedModel(
-            f"config.json: the checkpoint is already quantised ({said}); give the bf16, fp16 or f32 one"
+            f"config.json: the checkpoint is already quantised ({message}); give the bf16, fp16 or f32 one"
         )
     activation = config.text("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise UnsupportedModel(f"config.json: hidden_act {shown(activation)} is not supported; supported is silu")
     unknown = set(config.texts("layer_types")) - {"full_attention", "sliding_attention"}
     if unknown:
-        said = shown(", ".join(sorted(unknown)))[1:-1]
-        raise UnsupportedModel(f"config.json: layer_types {said} are not supported; only full_attention is")
+        message = shown(", ".join(sorted(unknown)))[1:-1]
+        raise UnsupportedModel(f"config.json: layer_types {message} are not supported; only full_attention is")
 
 
 def _window(name: str, config: Fields) -> int | None:

@@ -27,7 +27,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 _INDEX = "model.safetensors.index.json"
-# What older exports carry along and nobody reads: the rotary frequencies are computed from the config.
+# What older exports carry along and this reader skips: the rotary frequencies are computed from the config.
 _IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
 
 
@@ -119,7 +119,7 @@ def _tensors(folder: Path, arch: Architecture) -> dict[str, StoredTensor]:
         found = shards.read_header(path)
         if twice := sorted(stored.keys() & found.keys()):
             where = f"{stored[twice[0]].path.name} and in {path.name}"
-            raise CheckpointError(f"{folder}: {twice[0]} is stored twice, in {where}; which is meant cannot be told")
+            raise CheckpointError(f"{folder}: {twice[0]} is stored twice, in {where}; it is unknown which one is meant")
         stored |= found
     expected = arch.expected_tensors()
     for name, shape in expected.items():
@@ -131,7 +131,7 @@ def _tensors(folder: Path, arch: Architecture) -> dict[str, StoredTensor]:
         if tensor.dtype not in shards.DTYPES:
             allowed = ", ".join(shards.DTYPES)
             raise CheckpointError(f"{tensor.path}: {name} is stored as {tensor.dtype}; supported are {allowed}")
-    # A tensor that nobody reads means that the graph would compute another model than the one that was trained.
+    # A tensor that the graph does not read means that the graph would compute another model.
     tied_copy = {"lm_head.weight"} if arch.tied else set()
     extra = [n for n in stored if n not in expected and n not in tied_copy and not n.endswith(_IGNORED_ENDINGS)]
     if extra:

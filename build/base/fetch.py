@@ -39,7 +39,7 @@ def fetch(model: str, revision: str | None = None, into: Path | None = None) -> 
 
     model: a folder (absolute, relative to the repository or to here, ``~`` allowed) or a Hugging Face hub id.
     Downloads go to the hub's own cache, or to the folder ``into``, and honour HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
-    A file whose content is not what the hub said is fetched again.
+    A file whose content differs from the hub's hash is fetched again.
     Raises InvalidArgument ``model`` with one sentence when there is no such folder or the hub does not give it.
     """
     if (folder := local_folder(model)) is not None:

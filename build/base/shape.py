@@ -22,12 +22,12 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 class UnknownShape(InvalidArgument):
-    """The shape of a recipe's model cannot be told; the message says what to do about it."""
+    """The shape of a recipe's model is unknown; the message names what to do."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's architecture. source: where it was read. source_dtype: the checkpoint's own, None if it is not said.
+    """A model's architecture. source: where it was read. source_dtype: the checkpoint's own, or None.
 
     positions: the longest sequence the model was made for, with its rope scaling.
     """
@@ -59,7 +59,7 @@ def local_folder(model: str) -> Path | None:
 
 
 def find(model: str) -> Shape:
-    """The shape of a hub id or a local folder; UnknownShape or UnsupportedModel's sentence when it cannot be told."""
+    """The shape of a hub id or a local folder; UnknownShape or UnsupportedModel's sentence when it is unknown."""
     folder = local_folder(model)
     folders = [folder] if folder is not None else _hub_folders(model) if HUB_ID.fullmatch(model) else []
     for candidate in folders:
@@ -74,11 +74,11 @@ def find(model: str) -> Shape:
         raise UnknownShape(
             "model", f"{model!r} has no config.json (looked in {layout.ROOT / model}); make or fetch it first"
         )
-    wanted = layout.relative(layout.fetched_model(model))
+    expected = layout.relative(layout.fetched_model(model))
     raise UnknownShape(
         "model",
         f"the shape of {model!r} is not known here: run `.venv/bin/hf download {model} config.json "
-        f"--local-dir {wanted}`, or use a model that is known, e.g. {nearest(model, tuple(table))!r}",
+        f"--local-dir {expected}`, or use a model that is known, e.g. {nearest(model, tuple(table))!r}",
     )
 
 

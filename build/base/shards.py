@@ -1,4 +1,4 @@
-"""Safetensors files, read by memory map: header checked, no tensor copied until somebody looks at it.
+"""Safetensors files, read by memory map: header checked, no tensor is copied before it is read.
 
 Format: u64 little-endian header length, JSON header ``{name: {dtype, shape, data_offsets}}``, raw bytes.
 """
@@ -68,7 +68,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _without_repeats(path: Path, pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Raises BadShard for a name that stands twice: which of the two is meant cannot be told."""
+    """Raises BadShard for a name that stands twice: it is unknown which one is meant."""
     table = dict(pairs)
     if len(table) < len(pairs):
         names = [name for name, _ in pairs]

@@ -147,8 +147,8 @@ def _tensor(model: Model, side: str, tensor, theirs: dict) -> Iterator[Fault]:
         message = f"{side} {name!r} has dims {list(tensor.dims)}; the backend's are {theirs['dims']}"
         yield Fault(model.name, "contract", ERROR, message)
     if tensor.HasField("reshape") != theirs["reshape_scalar"] or list(tensor.reshape.shape):
-        wanted = "reshape { shape: [ ] }" if theirs["reshape_scalar"] else "no reshape"
-        yield Fault(model.name, "contract", ERROR, f"{side} {name!r} needs {wanted}")
+        expected = "reshape { shape: [ ] }" if theirs["reshape_scalar"] else "no reshape"
+        yield Fault(model.name, "contract", ERROR, f"{side} {name!r} needs {expected}")
     if side == "input" and not tensor.optional and theirs["optional"]:
         yield Fault(model.name, "contract", WARNING, f"input {name!r} is required here and optional in the backend")
 
@@ -216,7 +216,7 @@ def _unparsable(key: str, value: str) -> str:
 def _scheduling(model: Model) -> Iterator[Fault]:
     config = model.config
     if config.backend not in BACKENDS and not config.backend.startswith("${"):
-        message = f"backend is {config.backend!r}; allowed is tensorrtllm, or python for its slower twin"
+        message = f"backend is {config.backend!r}; must be tensorrtllm, or python (slower)"
         yield Fault(model.name, "backend", ERROR, message)
     if not model.decoupled:
         message = "it is not decoupled: streaming requests and request batches over 1 are errors"

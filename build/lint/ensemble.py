@@ -196,11 +196,11 @@ def _decoupling(repository: Repository, ensemble: Model) -> Iterator[Fault]:
     for model, inputs, _ in rows:
         origins = {labels[tensor]: tensor for tensor in inputs.values() if tensor in labels}
         if len(origins) > 1:
-            said = ", ".join(
+            message = ", ".join(
                 f"{tensor!r} from {label or 'no decoupled model'}" for label, tensor in sorted(origins.items())
             )
             message = (
-                f"step {model.name} mixes inputs of different decoupled origin ({said}): Triton refuses to load it"
+                f"step {model.name} mixes inputs of different decoupled origin ({message}): Triton refuses to load it"
             )
             yield Fault(ensemble.name, "decoupled", ERROR, message)
 

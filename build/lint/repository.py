@@ -125,7 +125,7 @@ def read(folder: Path, config_name: str = "") -> Repository:
 
 
 def _parse(text: str) -> tuple[ModelConfig | None, str]:
-    """The configuration with placeholders filled, and what the real file's parse said."""
+    """The configuration with placeholders filled, and the error of parsing the file as it is."""
     try:
         return text_format.Parse(text, model_config_pb2.ModelConfig()), ""
     except text_format.ParseError as exc:

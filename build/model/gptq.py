@@ -19,7 +19,7 @@ from build.model.weights import Int4, fitting_group, group_scales, require_finit
 
 DAMPING = 0.01  # of the mean diagonal, as in the paper: inputs that hardly vary on the texts still count for something
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 # Where a layer of ``decoder.py`` reads its inputs, and the matrices of the checkpoint that multiply them.
 _READERS = {
@@ -46,7 +46,7 @@ class _Watched:
         return self.linear(x)
 
 
-def calibrated(opened: Checkpoint, blocks: np.ndarray, group_size: int, say: Say) -> dict[str, Int4]:
+def calibrated(opened: Checkpoint, blocks: np.ndarray, group_size: int, notify: Notify) -> dict[str, Int4]:
     """Every matrix of the layers that ``weights.Weights`` stores in four bits, by its Hugging Face name.
 
     blocks: i64[n, t] token ids. Raises CheckpointError where weights or activations are not finite.
@@ -54,7 +54,7 @@ def calibrated(opened: Checkpoint, blocks: np.ndarray, group_size: int, say: Say
     model, found = decoder.from_checkpoint(opened), {}
     hidden = model.embed(blocks)
     for index, make_layer in enumerate(model.layers):
-        say(f"calibrating layer {index + 1} of {len(model.layers)}")
+        notify(f"calibrating layer {index + 1} of {len(model.layers)}")
         layer = make_layer()
         watched = {reader: _Watched.of(getattr(layer, reader)) for reader in _READERS}
         model.advance(hidden, replace(layer, **watched))

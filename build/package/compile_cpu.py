@@ -26,18 +26,18 @@ from build.recipe.recipe import Recipe
 from contract.errors import EngineFailed, InvalidArgument
 
 
-def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
+def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, notify: Callable[[str], None]) -> None:
     """Fills ``folder``, which exists and is empty. ``say`` gets a line before each long step.
 
     Raises CheckpointError or InvalidArgument with one sentence.
     """
     check(checkpoint, recipe)
     arch = checkpoint.architecture
-    say(f"{arch.name}, {arch.num_parameters() / 1e6:,.1f} M parameters: weights to {recipe.precision}")
-    calibrated = _calibrated(checkpoint, recipe, say)
+    notify(f"{arch.name}, {arch.num_parameters() / 1e6:,.1f} M parameters: weights to {recipe.precision}")
+    calibrated = _calibrated(checkpoint, recipe, notify)
     weights = Weights(checkpoint, recipe.precision, recipe.group_size, calibrated, recipe.head_precision)
-    model = graph.decoder(arch, _announced(weights.matrix, checkpoint, say), weights.vector)
-    say("writing openvino_model.xml and openvino_model.bin")
+    model = graph.decoder(arch, _announced(weights.matrix, checkpoint, notify), weights.vector)
+    notify("writing openvino_model.xml and openvino_model.bin")
     try:
         ov.save_model(model, str(folder / "openvino_model.xml"), compress_to_fp16=False)
     except RuntimeError as exc:  # iostream's words for a disk that is full are no help
@@ -55,29 +55,29 @@ def _check_generation_config(checkpoint: Checkpoint, folder: Path) -> None:
     try:
         openvino_genai.GenerationConfig(str(folder / "generation_config.json"))
     except RuntimeError as exc:
-        path, said = checkpoint.folder / "generation_config.json", " ".join(str(exc).split())
-        raise CheckpointError(f"{path}: a field has the wrong type: {said[-200:]}") from exc
+        path, message = checkpoint.folder / "generation_config.json", " ".join(str(exc).split())
+        raise CheckpointError(f"{path}: a field has the wrong type: {message[-200:]}") from exc
 
 
-def _calibrated(checkpoint: Checkpoint, recipe: Recipe, say: Callable[[str], None]) -> dict[str, Int4]:
+def _calibrated(checkpoint: Checkpoint, recipe: Recipe, notify: Callable[[str], None]) -> dict[str, Int4]:
     """Matrices chosen on the recipe's calibration texts; none where it names no texts."""
-    asked = recipe.calibration
-    if asked is None:
+    requested = recipe.calibration
+    if requested is None:
         return {}
     from build.model import gptq
 
-    texts, (encode, _, separator_id) = read_texts(asked.dataset), open_tokenizer(checkpoint)
-    length = min(asked.max_seq_length, checkpoint.architecture.max_positions)
-    blocks = token_blocks(texts, encode, size=asked.size, max_seq_length=length, separator_id=separator_id)
+    texts, (encode, _, separator_id) = read_texts(requested.dataset), open_tokenizer(checkpoint)
+    length = min(requested.max_seq_length, checkpoint.architecture.max_positions)
+    blocks = token_blocks(texts, encode, size=requested.size, max_seq_length=length, separator_id=separator_id)
     if blocks.ids.max() >= checkpoint.architecture.vocab_size:
         problem = f"the tokenizer gives id {blocks.ids.max()}; the vocabulary has {checkpoint.architecture.vocab_size}"
         raise InvalidArgument("model", problem)
     sequences, length = blocks.ids.shape
-    say(f"calibrating on {sequences} sequences of {length} tokens from {asked.dataset}")
-    return gptq.calibrated(checkpoint, blocks.ids, recipe.group_size, say)
+    notify(f"calibrating on {sequences} sequences of {length} tokens from {requested.dataset}")
+    return gptq.calibrated(checkpoint, blocks.ids, recipe.group_size, notify)
 
 
-def _announced(matrix: graph.Weight, checkpoint: Checkpoint, say: Callable[[str], None]) -> graph.Weight:
+def _announced(matrix: graph.Weight, checkpoint: Checkpoint, notify: Callable[[str], None]) -> graph.Weight:
     """``matrix`` that says how far it has come, every two seconds at most."""
     sizes = {name: math.prod(tensor.shape) for name, tensor in checkpoint.tensors.items()}
     seen: set[str] = set()
@@ -87,7 +87,7 @@ def _announced(matrix: graph.Weight, checkpoint: Checkpoint, say: Callable[[str]
         nonlocal said_s
         if time.monotonic() - said_s > 2:
             said_s = time.monotonic()
-            say(f"weights {100 * sum(sizes[n] for n in seen) // sum(sizes.values())} %")
+            notify(f"weights {100 * sum(sizes[n] for n in seen) // sum(sizes.values())} %")
         seen.add(name)
         return matrix(name)
 

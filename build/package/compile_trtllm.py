@@ -42,7 +42,7 @@ def compile_trtllm(recipe: Recipe, shape: Shape) -> Path:
     """The folder of the compiled engine.
 
     Raises InvalidArgument for a refused recipe, WrongMachine where there is no fitting GPU, container or checkpoint,
-    EngineFailed when trtllm-build or what it wrote is not as asked.
+    EngineFailed when trtllm-build or what it wrote does not match the recipe.
     """
     _check_recipe(recipe, shape)
     runtime = check_machine(recipe)
@@ -83,9 +83,9 @@ def check_machine(recipe: Recipe) -> str:
 
 def build_it(recipe: Recipe) -> str:
     """What to run where. What is finished stays finished, so a machine that gets this folder too goes on from here."""
-    wanted = f"{recipe.world_size} x {recipe.gpu} (SM {recipe.sm})"
+    expected = f"{recipe.world_size} x {recipe.gpu} (SM {recipe.sm})"
     run, made = f"make build-engine ENGINE={recipe.name}", layout.relative(layout.ENGINES / recipe.name)
-    where = f"on a machine with {wanted}, inside {recipe.image} or with docker or enroot to run it"
+    where = f"on a machine with {expected}, inside {recipe.image} or with docker or enroot to run it"
     return f"run `{run}` {where}, and copy {made} there to go on from here"
 
 
@@ -107,8 +107,8 @@ def check_options(argv: list[str], recipe: Recipe, runtime: str) -> None:
 
     Raises EngineFailed when an option of ``argv`` is not there; other differences are written to the log.
     """
-    asked = [argv[0], "--help"]
-    lines = container.entered(asked, recipe, runtime)
+    command = [argv[0], "--help"]
+    lines = container.entered(command, recipe, runtime)
     try:
         for line in lines[:-1]:
             container.run(line, recipe, layout.logs(recipe.name) / "compile.log")
@@ -135,7 +135,7 @@ def option_differences(help_text: str, table: option_table.OptionTable) -> tuple
 
 
 def check_engine(recipe: Recipe) -> Path:
-    """The engine's folder if what trtllm-build left is the engine that was asked for; raises EngineFailed if not."""
+    """The engine's folder if what trtllm-build left matches the recipe; raises EngineFailed if not."""
     folder = layout.compiled(recipe.name)
     if not (folder / "config.json").is_file():
         raise EngineFailed(f"{layout.relative(folder)} holds no compiled engine: {build_it(recipe)}")
@@ -149,9 +149,9 @@ def check_engine(recipe: Recipe) -> Path:
         raise EngineFailed(f"{layout.relative(folder)} has {ranks} rank engines instead of {recipe.world_size}")
     if version != TRTLLM_VERSION:
         raise EngineFailed(f"the engine is of TensorRT-LLM {version}, the recipe's image serves {TRTLLM_VERSION}")
-    for key, wanted in (("max_batch_size", recipe.max_batch_size), ("max_beam_width", recipe.max_beam_width)):
-        if built.get(key) != wanted:
-            raise EngineFailed(f"the engine was built with {key} {built.get(key)}, the recipe says {wanted}")
+    for key, expected in (("max_batch_size", recipe.max_batch_size), ("max_beam_width", recipe.max_beam_width)):
+        if built.get(key) != expected:
+            raise EngineFailed(f"the engine was built with {key} {built.get(key)}, the recipe has {expected}")
     return folder
 
 

@@ -71,7 +71,7 @@ def run(argv: Sequence[str], recipe: Recipe, log: Path) -> int:
                     sys.stdout.write(text)
                     sys.stdout.flush()
                     file.write(text)
-            except BaseException:  # Ctrl-C: it reaches the program too, unless only the driver was told
+            except BaseException:  # Ctrl-C: the terminal sends it to the program too, kill only to the driver
                 process.terminate()
                 raise
     return process.returncode

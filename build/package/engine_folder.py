@@ -19,13 +19,13 @@ from contract.errors import EngineFailed
 
 
 @contextlib.contextmanager
-def only_builder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+def only_builder(folder: Path, notify: Callable[[str], None]) -> Iterator[None]:
     """Holds the engine's lock, waiting for another builder to finish; the kernel drops it with the process."""
     with _opened(folder.with_name(f".{folder.name}.lock")) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"another build of {folder.name} is running; waiting for it")
+            notify(f"another build of {folder.name} is running; waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         _clean_up(folder)
         yield

@@ -30,7 +30,7 @@ from build.recipe.recipe import Recipe
 from build.recipe.verdict import require
 from contract.errors import EngineFailed, Unavailable
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 # The sources that decide what a stage leaves. A change in one makes the stage run again.
 SOURCES = {
@@ -49,7 +49,7 @@ SOURCES = {
 SOURCES["convert"] = SOURCES["quantise"]
 
 
-def build(recipe: Recipe, say: Say, accept: str | None = None) -> Path:
+def build(recipe: Recipe, notify: Notify, accept: str | None = None) -> Path:
     """The engine's folder, every stage done. ``accept``: why an engine beyond its quality budget is packaged.
 
     Raises verdict.Refused for a recipe the rules refuse, WrongMachine or Unavailable where a stage cannot run on this
@@ -60,13 +60,13 @@ def build(recipe: Recipe, say: Say, accept: str | None = None) -> Path:
         layout.ENGINES.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise EngineFailed(f"{layout.ENGINES}: must be a folder that can be made, got: {exc.strerror}") from exc
-    with engine_folder.only_builder(folder, say):
-        return _Build(recipe, folder, say, accept).run()
+    with engine_folder.only_builder(folder, notify):
+        return _Build(recipe, folder, notify, accept).run()
 
 
 class _Build:
-    def __init__(self, recipe: Recipe, folder: Path, say: Say, accept: str | None) -> None:
-        self._recipe, self._folder, self._say, self._accept = recipe, folder, say, accept
+    def __init__(self, recipe: Recipe, folder: Path, notify: Notify, accept: str | None) -> None:
+        self._recipe, self._folder, self._notify, self._accept = recipe, folder, notify, accept
         self._records = StageRecords(folder)
         self._ran = 0
 
@@ -76,7 +76,7 @@ class _Build:
         plan = plans.make(recipe, shapes.find(recipe.model))
         require(recipe, plan.findings)
         for finding in plan.findings:
-            self._say(f"{plans.ATTENTION[finding.severity.value]} {finding.rule}: {finding.message}")
+            self._notify(f"{plans.ATTENTION[finding.severity.value]} {finding.rule}: {finding.message}")
         run = {
             "quantise": self._quantise,
             "convert": self._quantise,
@@ -92,20 +92,20 @@ class _Build:
             inputs = {name: sha for name, sha in made.items() if name != "verify" or stage.name == "package"}
             made[stage.name] = self._stage(stage, digest.sha256_json(inputs), run[stage.name])
         done = "is ready" if self._ran else "is up to date"
-        self._say(f"{layout.relative(self._folder)} {done} ({recipe.precision} from {recipe.model})")
+        self._notify(f"{layout.relative(self._folder)} {done} ({recipe.precision} from {recipe.model})")
         return self._folder
 
     def _fetch(self) -> Checkpoint:
         argv = commands.fetch(self._recipe)
         if argv is None:
             return self._opened(fetch(self._recipe.model))
-        self._say(f"fetch: $ {commands.line(environment.run_by(argv))}")
+        self._notify(f"fetch: $ {commands.line(environment.run_by(argv))}")
         into = layout.fetched_model(self._recipe.model)
         return self._opened(fetch(self._recipe.model, self._recipe.revision, into))
 
     def _opened(self, folder: Path) -> Checkpoint:
         checkpoint = open_checkpoint(folder)
-        side_files.check(folder, self._say)
+        side_files.check(folder, self._notify)
         return checkpoint
 
     def _stage(self, stage: Stage, inputs: str, run: Callable[[Stage], Sequence[Path]]) -> str:
@@ -116,16 +116,16 @@ class _Build:
         key = digest.sha256_json([inputs, list(stage.argv), self._sources(stage.name)])
         problem = self._records.problem(stage.name, key)
         if problem is None:
-            self._say(f"{stage.name}: done before")
+            self._notify(f"{stage.name}: done before")
         else:
             started_s = time.monotonic()
-            self._say(f"{stage.name}: {problem}")
+            self._notify(f"{stage.name}: {problem}")
             self._records.forget(stage.name)
             engine_folder.require_room(self._folder.parent, stage.disk_bytes)
             (self._folder / "manifest.json").unlink(missing_ok=True)  # half-built: not to be served
             self._records.write(stage.name, key, run(stage))
             self._ran += 1
-            self._say(f"{stage.name}: done in {time.monotonic() - started_s:.1f} s")
+            self._notify(f"{stage.name}: done in {time.monotonic() - started_s:.1f} s")
         return self._records.digest(stage.name)
 
     def _sources(self, stage: str) -> dict[str, str]:
@@ -192,12 +192,13 @@ def _answer(output: str) -> str:
         with contextlib.suppress(ValueError):
             if isinstance(json.loads(line), dict):
                 return line.strip()
-    raise EngineFailed(f"server/machine.py said nothing of the machine, but: {output.strip()[-200:]!r}")
+    raise EngineFailed(f"server/machine.py printed no JSON, but: {output.strip()[-200:]!r}")
 
 
 def _failure(stage: str, status: int, log: Path) -> str:
     """The program's own last sentence where it gave one."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    said = next((line.partition("error: ")[2] for line in reversed(lines[-5:]) if line.startswith("error: ")), "")
+    message = next((line.partition("error: ")[2] for line in reversed(lines[-5:]) if line.startswith("error: ")), "")
     where = f"its output is in {layout.relative(log)}"
-    return f"{stage} ended with status {status}: {said} ({where})" if said else f"{stage} ended with {status}; {where}"
+    reason = f": {message}" if message else ""
+    return f"{stage} failed with status {status}{reason} ({where})"

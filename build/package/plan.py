@@ -187,8 +187,8 @@ def _head(plan: Plan) -> str:
     lines.append(f"  precision  {recipe.precision} weights, {recipe.kv_cache_precision} KV cache")
     if recipe.automatic:
         settings = "; ".join(choice.words(candidate) for candidate in choice.candidates(recipe))
-        said = f"  chosen     by the build: the first to pass the quality gate of {settings}. This plan is of the first"
-        lines += textwrap.wrap(said, 116, subsequent_indent="             ")
+        message = f"  chosen     by the build: the first to pass the quality gate of {settings}. This plan: the first"
+        lines += textwrap.wrap(message, 116, subsequent_indent="             ")
     if recipe.kind == CPU:
         lines.append("  runs on    the CPU, OpenVINO GenAI")
     else:
@@ -237,7 +237,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _concurrency(plan: Plan) -> str:
-    lines = [f"Sequences at once (the KV pool's room, at most max_batch_size {plan.recipe.max_batch_size})"]
+    lines = [f"Concurrent sequences (limited by the KV pool and by max_batch_size {plan.recipe.max_batch_size})"]
     for row in concurrency(plan):
         what = f"{row['prompt_tokens']} in + {row['output_tokens']} out"
         full = "  = max_seq_len" if row["total_tokens"] == plan.recipe.max_seq_len else ""

@@ -15,7 +15,7 @@ SAMPLE = "def read_json(path):\n    return 1  # é 你好"
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def check(folder: Path, say: Callable[[str], None]) -> None:
+def check(folder: Path, notify: Callable[[str], None]) -> None:
     """Raises CheckpointError for a tokenizer.json or chat template that serving could not load.
 
     A template that compiles and refuses a single user message is a warning: it may want a system message or tools,
@@ -25,7 +25,7 @@ def check(folder: Path, say: Callable[[str], None]) -> None:
     _check_tokenizer_config(folder / "tokenizer_config.json")
     problem = _chat_problem(folder)
     if problem:
-        say(f"warning: the chat template refuses a single user message: {problem}")
+        notify(f"warning: the chat template refuses a single user message: {problem}")
 
 
 def _load_tokenizer(path: Path) -> None:

@@ -126,11 +126,11 @@ def _compile(recipe: Recipe, shape: Shape) -> Stage:
 
 def _compile_cpu(recipe: Recipe, shape: Shape) -> Stage:
     size = memory.checkpoint_bytes(recipe, shape.architecture)
-    parameters, asked = shape.architecture.num_parameters(), recipe.calibration
+    parameters, requested = shape.architecture.num_parameters(), recipe.calibration
     seconds = 2 + parameters / CPU_PARAMETERS_S
     basis = f"rule of thumb: 2 s + {CPU_PARAMETERS_S / 1e6:g} M parameters a second; disk is the weights' size"
-    if asked is not None:  # a pass over the texts, and per weight what moves the columns after it
-        tokens, columns = asked.size * asked.max_seq_length, shape.architecture.hidden_size
+    if requested is not None:  # a pass over the texts, and per weight what moves the columns after it
+        tokens, columns = requested.size * requested.max_seq_length, shape.architecture.hidden_size
         seconds += 2.0 * parameters * (tokens + columns) / CPU_FLOPS
         basis += f"; calibrating: 2 x parameters x ({tokens} tokens + {columns}) at {CPU_FLOPS / 1e9:g} GFLOP/s"
     writes = (

@@ -1,4 +1,4 @@
-"""The quality gate: how far an engine's predictions stray from the bf16 reference on held-out text.
+"""The quality gate: how far an engine's predictions differ from the bf16 reference on held-out text.
 
 Perplexity, top-1 agreement and KL divergence come from the logits of both at every position; ``gate`` holds them
 against the recipe's budget. Logits may come from anywhere (numpy, OpenVINO, TensorRT-LLM): only numpy is needed here.
@@ -192,7 +192,7 @@ def judge(
         problems.append(f"on the sanity prompt {sanity_problem}")
     if quality.non_finite:
         problems.append(f"logits are not finite at {quality.non_finite} of {quality.tokens} positions")
-    problems += [said for passed, said in _bounds(quality, budget, spare) if not passed]
+    problems += [problem for passed, problem in _bounds(quality, budget, spare) if not passed]
     return Verdict(not problems, tuple(problems), override if problems else None)
 
 
@@ -231,14 +231,14 @@ def gate(
 ) -> Verdict:
     """The verdict for the manifest. Raises BeyondBudget for an engine beyond its budget.
 
-    override: the reason for packaging it all the same, a sentence that somebody signs; it is recorded in the verdict.
+    override: the reason for packaging it beyond its budget; recorded in the verdict.
     An empty reason is refused with InvalidArgument. spare: as ``judge`` has it.
     """
     if override is not None and not override.strip():
         raise InvalidArgument("override", "got an empty reason; say why an engine beyond its budget is acceptable")
     verdict = judge(quality, budget, override, sanity_problem, spare=spare)
     if not verdict.accepted:
-        kept = [said for passed, said in _bounds(quality, budget, spare) if passed]
+        kept = [sentence for passed, sentence in _bounds(quality, budget, spare) if passed]
         within = f" Within budget, over {quality.tokens} tokens: {'; '.join(kept)}." if kept else ""
         raise BeyondBudget(
             f"engine {engine} is not packaged: {'; '.join(verdict.problems)}.{within} Use more bits or more "

@@ -52,10 +52,10 @@ NOISE_TOP1 = 0.2
 NOISE_KL_SHARE = 0.4
 NOISE_NATS_SHARE = 0.1
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
-class Speaker(Protocol):
+class LogitsSource(Protocol):
     """What can be measured: a compiled CPU engine, or a checkpoint in simulated numerics."""
 
     def logits(self, blocks: np.ndarray) -> Iterator[np.ndarray]: ...
@@ -65,14 +65,17 @@ class Speaker(Protocol):
 
 @dataclass(frozen=True)
 class Simulated:
-    """A ``decoder.Decoder`` as a Speaker that says every two seconds how far it is. vocab_size: ids without padding."""
+    """A ``decoder.Decoder`` as a LogitsSource that reports its progress every two seconds.
+
+    vocab_size: ids without padding.
+    """
 
     model: decoder.Decoder
     vocab_size: int
 
     @classmethod
-    def of(cls, model: decoder.Decoder, vocab_size: int, name: str, say: Say) -> Simulated:
-        layers = _announced(model.layers, name, say)
+    def of(cls, model: decoder.Decoder, vocab_size: int, name: str, notify: Notify) -> Simulated:
+        layers = _announced(model.layers, name, notify)
         if model.architecture.num_parameters() <= KEPT_PARAMETERS:
             layers = [_made_once(make) for make in layers]
         return cls(replace(model, layers=layers), vocab_size)
@@ -95,35 +98,37 @@ def _made_once(make: Callable[[], decoder.Layer]) -> Callable[[], decoder.Layer]
     return layer
 
 
-def _announced(layers: Sequence[Callable[[], decoder.Layer]], name: str, say: Say) -> list[Callable[[], decoder.Layer]]:
+def _announced(
+    layers: Sequence[Callable[[], decoder.Layer]], name: str, notify: Notify
+) -> list[Callable[[], decoder.Layer]]:
     said_s = time.monotonic()
 
     def announced(number: int) -> decoder.Layer:
         nonlocal said_s
         if time.monotonic() - said_s > PROGRESS_S:
             said_s = time.monotonic()
-            say(f"verify: {name}, layer {number + 1} of {len(layers)}")
+            notify(f"verify: {name}, layer {number + 1} of {len(layers)}")
         return layers[number]()
 
     return [lambda number=number: announced(number) for number in range(len(layers))]
 
 
-def reference(checkpoint: Checkpoint, say: Say) -> Simulated:
+def reference(checkpoint: Checkpoint, notify: Notify) -> Simulated:
     """The checkpoint itself, in f32 arithmetic."""
     model = decoder.from_checkpoint(checkpoint)
-    return Simulated.of(model, checkpoint.architecture.vocab_size, "reference", say)
+    return Simulated.of(model, checkpoint.architecture.vocab_size, "reference", notify)
 
 
-class Yardstick:
+class ReferenceRun:
     """What the checkpoint itself says of the held-out text, computed once for however many engines are measured.
 
     Logits up to KEPT_LOGITS_BYTES stay in memory; of a larger model they are computed again for every engine.
     """
 
-    def __init__(self, checkpoint: Checkpoint, say: Say, longest: int | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, notify: Notify, longest: int | None = None) -> None:
         self.blocks = held_out(checkpoint, longest)
         self._checkpoint, self._longest = checkpoint, longest
-        self._speaker = reference(checkpoint, say)
+        self._speaker = reference(checkpoint, notify)
         self._kept: list[np.ndarray] = []
 
     def logits(self) -> Iterator[np.ndarray]:
@@ -146,7 +151,7 @@ class Yardstick:
     @cached_property
     def reply(self) -> sanity.Reply:
         """What the checkpoint says to the sanity prompt."""
-        return _spoken(self._checkpoint, self._speaker, self._longest)
+        return _sanity_reply(self._checkpoint, self._speaker, self._longest)
 
 
 def held_out(checkpoint: Checkpoint, longest: int | None = None) -> np.ndarray:
@@ -169,13 +174,13 @@ def block_count(arch: Architecture) -> int:
 def evaluate(
     name: str,
     checkpoint: Checkpoint,
-    engine: Speaker,
+    engine: LogitsSource,
     budget: QualityBudget,
-    say: Say,
+    notify: Notify,
     *,
     longest: int | None = None,
     accept: str | None = None,
-    against: Yardstick | None = None,
+    against: ReferenceRun | None = None,
     spare: bool = False,
 ) -> dict:
     """The scores of ``engine``, for the manifest.
@@ -186,7 +191,7 @@ def evaluate(
     whose own logits are not numbers.
     """
     started_s = time.monotonic()
-    theirs = against or Yardstick(checkpoint, say, longest)
+    theirs = against or ReferenceRun(checkpoint, notify, longest)
     blocks = theirs.blocks
     scores = comparison.compare(theirs.logits(), {name: engine.logits(blocks)}, blocks)[name]
     notes = []
@@ -195,12 +200,12 @@ def evaluate(
         budget = noise_budget(scores)
         why = "random weights, or a tokenizer of another model"
         notes.append(f"the model itself predicts the text hardly better than chance ({why}): only damage is looked for")
-        say(f"verify: {notes[0]}")
-    expected, reply = theirs.reply, _spoken(checkpoint, engine, longest)
+        notify(f"verify: {notes[0]}")
+    expected, reply = theirs.reply, _sanity_reply(checkpoint, engine, longest)
     # What noise says is chance too, so a reply that repeats itself tells nothing there.
     problem = reply.failure if noise else sanity.problem(reply, expected)
     verdict = comparison.gate(name, scores, budget, accept, problem, spare=spare and not noise)
-    say(
+    notify(
         f"verify: perplexity {scores.perplexity:.5g} ({scores.perplexity_ratio:.4f} of the reference's), "
         f"top-1 agreement {scores.top1_agreement:.2%}, KL {scores.kl:.5f} nats on {scores.tokens} tokens of "
         f"Python {platform.python_version()}'s library, {time.monotonic() - started_s:.1f} s: "
@@ -229,23 +234,23 @@ def is_noise(perplexity: float, arch: Architecture) -> bool:
     return perplexity >= NOISE * arch.vocab_size
 
 
-def _spoken(checkpoint: Checkpoint, speaker: Speaker, longest: int | None) -> sanity.Reply:
+def _sanity_reply(checkpoint: Checkpoint, engine: LogitsSource, longest: int | None) -> sanity.Reply:
     encode, _, _ = open_tokenizer(checkpoint)
-    room = min(checkpoint.architecture.max_positions, longest or checkpoint.architecture.max_positions)
-    prompt = encode(sanity.PROMPT)[: max(1, room - 1)]
-    most = min(32, room - len(prompt))
-    return sanity.speak(speaker.next_logits, prompt, max_tokens=most, eos_token_ids=checkpoint.eos_token_ids)
+    limit = min(checkpoint.architecture.max_positions, longest or checkpoint.architecture.max_positions)
+    prompt = encode(sanity.PROMPT)[: max(1, limit - 1)]
+    most = min(32, limit - len(prompt))
+    return sanity.speak(engine.next_logits, prompt, max_tokens=most, eos_token_ids=checkpoint.eos_token_ids)
 
 
-def evaluate_checkpoint(recipe: Recipe, say: Say, accept: str | None = None) -> Path:
+def evaluate_checkpoint(recipe: Recipe, notify: Notify, accept: str | None = None) -> Path:
     """Measures ``engines/<recipe.name>/checkpoint``; the path of evaluation.json. Raises what ``evaluate`` raises."""
     path = layout.evaluation(recipe.name)
     path.unlink(missing_ok=True)  # what another checkpoint scored says nothing of this one
     model = local_folder(recipe.model) or layout.fetched_model(recipe.model)
     opened = open_checkpoint(model)
     candidate = comparison.open_candidate(recipe.name, layout.checkpoint(recipe.name))
-    engine = Simulated.of(candidate.decoder, opened.architecture.vocab_size, recipe.name, say)
-    scores = evaluate(recipe.name, opened, engine, recipe.quality, say, longest=recipe.max_seq_len, accept=accept)
+    engine = Simulated.of(candidate.decoder, opened.architecture.vocab_size, recipe.name, notify)
+    scores = evaluate(recipe.name, opened, engine, recipe.quality, notify, longest=recipe.max_seq_len, accept=accept)
     scores |= scored(recipe)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     partial.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
@@ -256,12 +261,12 @@ def evaluate_checkpoint(recipe: Recipe, say: Say, accept: str | None = None) -> 
 def accepted(recipe: Recipe) -> dict:
     """What the gate measured on the checkpoint that is there; the only way to package it.
 
-    Raises EngineFailed where that was not measured, not for this recipe's budget, or beyond it with nobody's reason.
+    Raises EngineFailed where that was not measured, not for this recipe's budget, or beyond it without a reason.
     """
     again = f"run `{commands.line(commands.verify(recipe))}`"
     try:
         scores = json.loads(layout.evaluation(recipe.name).read_text(encoding="utf-8"))
-        verdict, measured = scores["verdict"], {key: scores[key] for key in ("checkpoint_sha256", "asked")}
+        verdict, measured = scores["verdict"], {key: scores[key] for key in ("checkpoint_sha256", "budget_requested")}
         passed, reason, problems = bool(verdict["passed"]), verdict["override"], "; ".join(verdict["problems"])
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise EngineFailed(f"{recipe.name} has not been verified ({exc!r}); {again} first") from exc
@@ -275,7 +280,7 @@ def accepted(recipe: Recipe) -> dict:
 def scored(recipe: Recipe) -> dict[str, object]:
     """What scores belong to: the checkpoint that is there, and the budget the recipe asks for."""
     checkpoint = provenance.files_sha256(layout.checkpoint(recipe.name))
-    return {"checkpoint_sha256": checkpoint, "asked": asdict(recipe.quality)}
+    return {"checkpoint_sha256": checkpoint, "budget_requested": asdict(recipe.quality)}
 
 
 def main(arguments: list[str] | None = None) -> int:

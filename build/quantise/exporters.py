@@ -150,7 +150,7 @@ def translated(step: str) -> Iterator[None]:
     """ModelOpt's errors, whatever their class, as one sentence; its chatter goes to stderr."""
     try:
         with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.simplefilter("default")  # never errors, whatever the caller asked for (rule R35)
+            warnings.simplefilter("default")  # never errors, also under PYTHONWARNINGS=error (rule R35)
             # Both are wrong here: lm_head is left alone, and complete_config stands in for tensorrt_llm.
             warnings.filterwarnings("ignore", "Enable lm_head quantization")
             warnings.filterwarnings("ignore", "Cannot export tensorrt_llm checkpoint config")

@@ -36,7 +36,7 @@ _LINEARS = ("_proj.weight",)
 
 @dataclass(frozen=True)
 class QuantisedCheckpoint:
-    """``tensors`` by name; nothing is loaded until asked for. quant_algo and kv_cache_quant_algo as TensorRT-LLM's."""
+    """``tensors`` by name; each is loaded when it is read. quant_algo and kv_cache_quant_algo as TensorRT-LLM's."""
 
     folder: Path
     architecture: Architecture

@@ -45,7 +45,7 @@ from contract.errors import InvalidArgument, TridentError
 
 REPORT = "quantization_report.json"
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 def quant_config(qformat: str, kv_cache_dtype: str | None, awq_block_size: int) -> dict:
@@ -66,14 +66,14 @@ def quant_config(qformat: str, kv_cache_dtype: str | None, awq_block_size: int) 
 
 
 def quantize(
-    job: Quantization, blocks: TokenBlocks | None = None, *, overwrite: bool = False, say: Say | None = None
+    job: Quantization, blocks: TokenBlocks | None = None, *, overwrite: bool = False, notify: Notify | None = None
 ) -> dict:
     """Runs one job and returns its report, which is also written beside the checkpoint.
 
     blocks: calibration tokens; read from ``job.calib_dataset`` where not given. Raises InvalidArgument for what the
     caller can change and EngineFailed where ModelOpt gives up; ``output_dir`` is then as it was.
     """
-    say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+    notify = notify or (lambda line: print(line, file=sys.stderr, flush=True))
     opened = open_checkpoint(Path(job.model_dir))
     arch = opened.architecture
     notes = check(job, arch)
@@ -81,23 +81,23 @@ def quantize(
     if output.exists() and not overwrite:
         raise InvalidArgument("output_dir", f"{output} exists; remove it or allow overwriting")
     for note in notes:
-        say(f"note: {note}")
+        notify(f"note: {note}")
     if job.needs_calibration:
         blocks = _calibration(job, opened, blocks)
         sequences, length = blocks.ids.shape
-        say(f"[1/4] calibrate on {sequences} sequences of {length} tokens from {blocks.texts} texts")
+        notify(f"[1/4] calibrate on {sequences} sequences of {length} tokens from {blocks.texts} texts")
     else:
-        say(f"[1/4] {job.qformat} measures no activations: nothing to calibrate")
+        notify(f"[1/4] {job.qformat} measures no activations: nothing to calibrate")
 
     started = time.monotonic()
     model = None
     if job.needs_calibration or job.checkpoint_format == TRTLLM:
-        say(f"[2/4] load {job.model_dir} as {job.dtype}")
+        notify(f"[2/4] load {job.model_dir} as {job.dtype}")
         model = load_model(job, opened)
     if blocks is not None and job.needs_calibration:
-        say(f"[3/4] quantise to {job.qformat}, KV cache {job.kv_cache_dtype or job.dtype}, on {model.device}")
-        calibrate(model, job, blocks, say)
-    say(f"[4/4] export {job.tp_size} rank(s)" if job.checkpoint_format == TRTLLM else "[4/4] export for the LLM API")
+        notify(f"[3/4] quantise to {job.qformat}, KV cache {job.kv_cache_dtype or job.dtype}, on {model.device}")
+        calibrate(model, job, blocks, notify)
+    notify(f"[4/4] export {job.tp_size} rank(s)" if job.checkpoint_format == TRTLLM else "[4/4] export for the LLM API")
     partial = output.with_name(f"{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     partial.mkdir(parents=True)
@@ -108,7 +108,7 @@ def quantize(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    say(f"done in {time.monotonic() - started:.0f} s: {output}, {report['weight_bytes'] / 1e6:.1f} MB")
+    notify(f"done in {time.monotonic() - started:.0f} s: {output}, {report['weight_bytes'] / 1e6:.1f} MB")
     return report
 
 
@@ -158,7 +158,7 @@ def load_model(job: Quantization, opened: Checkpoint) -> Any:
     import transformers
 
     if job.device == "cuda" and not torch.cuda.is_available():
-        raise InvalidArgument("device", "cuda was asked for and torch sees no GPU; use auto or cpu")
+        raise InvalidArgument("device", "must be auto or cpu, because torch finds no GPU; got cuda")
     on_gpu = job.device == "cuda" or (job.device == "auto" and torch.cuda.is_available())
     torch.manual_seed(job.seed)
     config = transformers.AutoConfig.from_pretrained(job.model_dir, local_files_only=True)
@@ -177,7 +177,7 @@ def load_model(job: Quantization, opened: Checkpoint) -> Any:
     return model.eval()
 
 
-def calibrate(model, job: Quantization, blocks: TokenBlocks, say: Say) -> None:
+def calibrate(model, job: Quantization, blocks: TokenBlocks, notify: Notify) -> None:
     import modelopt.torch.quantization as mtq
     import torch
 
@@ -193,7 +193,7 @@ def calibrate(model, job: Quantization, blocks: TokenBlocks, say: Say) -> None:
             model(batch.to(model.device), use_cache=False)
             if number == len(batches) or number % max(1, len(batches) // 10) == 0:
                 spent = time.monotonic() - started
-                say(f"      pass {passes}: {number}/{len(batches)} batches, {spent:.0f} s")
+                notify(f"      pass {passes}: {number}/{len(batches)} batches, {spent:.0f} s")
 
     with translated("calibrate"), torch.inference_mode(False), torch.no_grad():
         config = quant_config(job.qformat, job.kv_cache_dtype, job.awq_block_size)

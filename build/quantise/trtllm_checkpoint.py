@@ -51,7 +51,7 @@ class BadCheckpoint(InvalidArgument):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``ranks[r]`` holds the tensors of rank r by name; nothing is loaded until asked for."""
+    """``ranks[r]`` holds the tensors of rank r by name; each is loaded when it is read."""
 
     folder: Path
     config: Mapping
@@ -207,7 +207,7 @@ def architecture(config: Mapping) -> Architecture:
 
 
 def attention_bias(config: Mapping) -> bool:
-    """Whether qkv has a bias. TensorRT-LLM's Qwen2 has one unless told otherwise; its Llama has none."""
+    """Whether qkv has a bias. By default TensorRT-LLM's Qwen2 has one and its Llama none."""
     return bool(config.get("attn_bias", config["architecture"] == "Qwen2ForCausalLM"))
 
 

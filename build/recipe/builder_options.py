@@ -165,9 +165,9 @@ def the_converter_makes_the_recipes_format(case: Case) -> str | None:
         if recipe.convert.get(key) not in (None, False) and recipe.precision not in precisions:
             belongs = f"belongs to precision {' or '.join(precisions)}" if precisions else "makes a format of its own"
             return f"convert.{key} {belongs}{_not_these(case)}"
-    asked = recipe.convert.get("weight_only_precision")
-    if asked is not None and asked != WEIGHT_ONLY.get(recipe.precision):
-        return f"convert.weight_only_precision {asked} does not make this recipe's precision, {recipe.precision}"
+    requested = recipe.convert.get("weight_only_precision")
+    if requested is not None and requested != WEIGHT_ONLY.get(recipe.precision):
+        return f"convert.weight_only_precision {requested} does not make this recipe's precision, {recipe.precision}"
     for kv in ("int8", "fp8"):
         if recipe.convert.get(f"{kv}_kv_cache") is True and recipe.kv_cache_precision != kv:
             return f"convert.{kv}_kv_cache belongs to kv_cache_precision {kv}, got {recipe.kv_cache_precision}"

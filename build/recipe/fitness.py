@@ -75,7 +75,7 @@ def one_sequence_must_fit(case: Case) -> str | None:
         return f"kv_cache_tokens {recipe.kv_cache_tokens} is less than one sequence of max_seq_len {recipe.max_seq_len}"
     card, gib = hardware.find(recipe.gpu), memory.GIB
     return (
-        f"{total.fixed_bytes / gib:.1f} GiB of weights, activations and buffers leave room for {total.pool_tokens} KV "
+        f"{total.fixed_bytes / gib:.1f} GiB of weights, activations and buffers leave space for {total.pool_tokens} KV "
         f"tokens on one {card.name} of {card.memory_gib:g} GiB, less than one sequence of {need}"
     )
 
@@ -165,11 +165,11 @@ def a_kv_block_must_be_found(case: Case) -> str | None:
 def what_the_recipe_asks_for_must_not_be_switched_off(case: Case) -> str | None:
     recipe = case.recipe
     off = [option for option in PAGED_CONTEXT if recipe.build.get(option) == "disable"]
-    asked = [("prefix reuse", recipe.prefix_reuse), ("chunked context", recipe.chunked_context)]
-    wanted = [word for word, wants in asked if wants]
-    if not off or not wanted:
+    features = [("prefix reuse", recipe.prefix_reuse), ("chunked context", recipe.chunked_context)]
+    enabled = [word for word, is_on in features if is_on]
+    if not off or not enabled:
         return None
-    return f"{' and '.join(off)} disable leaves no {' and no '.join(wanted)}, for which this recipe asks"
+    return f"{' and '.join(off)} disable leaves no {' and no '.join(enabled)}, which this recipe enables"
 
 
 @CHECKS.rule("B4", REFUSE)
@@ -264,8 +264,8 @@ def a_cpu_engine_must_fit_this_machine(case: Case) -> str | None:
     foot, gib = memory.footprint(case.recipe, case.shape.architecture), memory.GIB
     if foot.total_bytes <= case.memory_here:
         return None
-    room = int((case.memory_here - foot.fixed_bytes) / foot.kv_bytes_per_token) // memory.BLOCK_TOKENS
-    fits = f"kv_cache_tokens up to {room * memory.BLOCK_TOKENS} fit" if room > 0 else "its weights alone do not fit"
+    blocks = int((case.memory_here - foot.fixed_bytes) / foot.kv_bytes_per_token) // memory.BLOCK_TOKENS
+    fits = f"kv_cache_tokens up to {blocks * memory.BLOCK_TOKENS} fit" if blocks > 0 else "its weights alone do not fit"
     return (
         f"weights, activations and {foot.pool_tokens} tokens of KV cache take {foot.total_bytes / gib:.1f} GiB, and "
         f"this machine has {case.memory_here / gib:.1f} GiB (/proc/meminfo and the container's limit): {fits}"

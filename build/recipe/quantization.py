@@ -1,4 +1,4 @@
-"""What one quantisation is: the formats, the options, what is refused and what is said before anything runs.
+"""What one quantisation is: the formats, the options, what is refused and what is reported before anything runs.
 
 Everything here is pure; ``quantize.py`` runs it.
 """

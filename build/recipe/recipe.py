@@ -61,7 +61,7 @@ class SpeculativeDecoding:
 
 @dataclass(frozen=True)
 class QualityBudget:
-    """How far an engine may stray from the bf16 reference on held-out text before it is not packaged.
+    """Limits on how far an engine may differ from the bf16 reference on held-out text; beyond them it is not packaged.
 
     perplexity_ratio: engine over reference, at most. top1_agreement: share of positions with the same most likely
     token, at least. kl: mean KL(reference || engine) in nats per token, at most.

@@ -1,4 +1,4 @@
-"""Rules R1 to R37: what TensorRT-LLM 1.2.1 refuses, drops silently or changes silently, asked before it can.
+"""Rules R1 to R37: what TensorRT-LLM 1.2.1 refuses, drops silently or changes silently, checked before a build starts.
 
 Each rule is a function of a Case that returns its reason or None; ``RULES.check(case)`` asks them all. They speak of
 kind ``trtllm`` only. Where a rule and the command line meet, ``commands.py`` writes what will really happen.
@@ -37,9 +37,9 @@ def quantised_kv_cache_loses_paged_context(case: Case) -> str | None:
     kv = case.recipe.kv_cache_precision
     if kv == "auto" or (kv == "fp8" and case.algo in commands.PAGED_WITH_QUANTISED_KV):
         return None
-    asked = [("prefix reuse", case.recipe.prefix_reuse), ("chunked context", case.recipe.chunked_context)]
-    wanted = [word for word, wants in asked if wants]
-    lost = f", and this recipe asks for {' and '.join(wanted)}" if wanted else ""
+    features = [("prefix reuse", case.recipe.prefix_reuse), ("chunked context", case.recipe.chunked_context)]
+    enabled = [word for word, is_on in features if is_on]
+    lost = f", which this recipe enables: {' and '.join(enabled)}" if enabled else ""
     return (
         f"an {kv.upper()} KV cache with {case.algo or 'unquantised'} weights makes the builder switch off "
         f"use_paged_context_fmha with a log line only: no prefix reuse and no chunked context at run time{lost}"
@@ -163,21 +163,21 @@ def max_seq_len_must_be_set(case: Case) -> str | None:
 @RULES.rule("R12", WARN)
 def token_limits_are_changed_silently(case: Case) -> str | None:
     recipe, block, effective = case.recipe, commands.tokens_per_block(case.recipe), commands.max_num_tokens(case.recipe)
-    said = []
+    changes = []
     if effective < recipe.max_num_tokens:
         ceiling = f"max_seq_len x max_batch_size = {recipe.max_seq_len} x {recipe.max_batch_size}"
-        said.append(f"max_num_tokens {recipe.max_num_tokens} is lowered to {effective} ({ceiling})")
+        changes.append(f"max_num_tokens {recipe.max_num_tokens} is lowered to {effective} ({ceiling})")
     if effective > recipe.max_num_tokens:
         need = "" if recipe.chunked_context else ", and chunked_context is then needed at run time"
-        said.append(f"max_num_tokens {recipe.max_num_tokens} is raised to one KV block, {block}{need}")
+        changes.append(f"max_num_tokens {recipe.max_num_tokens} is raised to one KV block, {block}{need}")
     if effective > WARNED_ABOVE_TOKENS:
-        said.append(f"max_num_tokens {effective} is above {WARNED_ABOVE_TOKENS}, which the builder warns about")
+        changes.append(f"max_num_tokens {effective} is above {WARNED_ABOVE_TOKENS}, which the builder warns about")
     opt = recipe.build.get("opt_num_tokens")
     if isinstance(opt, int) and opt > effective:
-        said.append(f"opt_num_tokens {opt} is lowered to {effective}")
+        changes.append(f"opt_num_tokens {opt} is lowered to {effective}")
     if recipe.build.get("remove_input_padding") == "disable":
-        said.append("with remove_input_padding off, max_num_tokens and opt_num_tokens are ignored")
-    return "; ".join(said) or None
+        changes.append("with remove_input_padding off, max_num_tokens and opt_num_tokens are ignored")
+    return "; ".join(changes) or None
 
 
 @RULES.rule("R13", REFUSE)
@@ -244,10 +244,10 @@ def quantize_needs_cuda(case: Case) -> str | None:
 
 @RULES.rule("R20", INFORM)
 def awq_calibrates_on_32_texts(case: Case) -> str | None:
-    used, asked = commands.calibration_size(case.recipe), case.recipe.calibration.size
-    if not case.quantizes or used == asked:
+    used, requested = commands.calibration_size(case.recipe), case.recipe.calibration.size
+    if not case.quantizes or used == requested:
         return None
-    return f"AWQ formats calibrate on {used} texts whatever calibration.size says (here {asked})"
+    return f"AWQ formats calibrate on {used} texts whatever calibration.size is (here {requested})"
 
 
 @RULES.rule("R21", REFUSE)
@@ -312,10 +312,10 @@ def weight_only_formats_are_quantised_later(case: Case) -> str | None:
 def lm_head_stays_unquantised(case: Case) -> str | None:
     if not case.quantizes or case.algo is None:
         return None
-    asked = case.recipe.quantize.get("quantize_lm_head") is True
-    if asked and case.recipe.precision == "fp8":
+    requested = case.recipe.quantize.get("quantize_lm_head") is True
+    if requested and case.recipe.precision == "fp8":
         return None
-    also = "; quantize_lm_head is for fp8 only and left out" if asked else ""
+    also = "; quantize_lm_head is for fp8 only and left out" if requested else ""
     return f"lm_head stays in 16 bits (exclude_modules: lm_head){also}"
 
 
@@ -326,7 +326,7 @@ def logits_must_be_float32(case: Case) -> str | None:
         return None
     return (
         f"logits_dtype {dtype} does not match the server's TYPE_FP32 outputs, so a request for logits would fail; "
-        "ModelOpt writes float16 unless the builder is told float32"
+        "ModelOpt writes float16 unless the builder gets float32"
     )
 
 
@@ -353,12 +353,12 @@ def dtype_auto_makes_float16(case: Case) -> str | None:
 
 @RULES.rule("R27", WARN)
 def some_options_are_deprecated(case: Case) -> str | None:
-    said = []
+    changes = []
     if "paged_kv_cache" in case.recipe.build:
-        said.append("paged_kv_cache is deprecated: kv_cache_type paged says it")
+        changes.append("paged_kv_cache is deprecated: kv_cache_type paged replaces it")
     if case.on("gather_generation_logits"):
-        said.append("gather_generation_logits is deprecated and prints a harmless warning in every build")
-    return "; ".join(said) or None
+        changes.append("gather_generation_logits is deprecated and prints a harmless warning in every build")
+    return "; ".join(changes) or None
 
 
 @RULES.rule("R28", REFUSE)
@@ -437,11 +437,11 @@ def parallelism_is_chosen_with_the_checkpoint(case: Case) -> str | None:
 def qwen_converts_less(case: Case) -> str | None:
     if case.shape.family != "qwen":
         return None
-    asked = dict(case.recipe.convert)
+    requested = dict(case.recipe.convert)
     if not case.quantizes:
-        asked |= commands.convert_options(case.recipe, case.shape)
+        requested |= commands.convert_options(case.recipe, case.shape)
     table = option_table.read("convert_checkpoint_qwen")
-    for key, value in asked.items():
+    for key, value in requested.items():
         if (problem := table.problem(key, value)) is not None:
             return f"Qwen's convert_checkpoint.py cannot do it ({problem}): FP8 and AWQ for Qwen go through quantize.py"
     return None

@@ -129,7 +129,7 @@ class CpuCalibration(Calibration):
 
 
 class Quality(Table):
-    """``[quality]``: how far an engine may stray from the bf16 reference on held-out text before it is refused."""
+    """``[quality]``: limits on the difference from the bf16 reference on held-out text."""
 
     perplexity_ratio: Annotated[float | None, _number(1.0, 10.0)] = Field(
         None, description="perplexity of the engine over the reference's, at most"

@@ -313,6 +313,6 @@ def _shipped() -> tuple[Recipe, ...]:
     for path in sorted(layout.RECIPES.glob("*.toml")):
         try:
             recipes.append(load(path))
-        except RecipeError:  # a broken recipe is somebody's work in progress, not this plan's business
+        except RecipeError:  # an unfinished recipe file must not stop the plan of another
             continue
     return tuple(recipes)

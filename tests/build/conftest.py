@@ -33,7 +33,7 @@ def stage(tmp_path_factory):
         output = root / "-".join(map(str, (model, qformat, kv, tp, *changes.items())))
         if not output.exists():
             job = Quantization(root / model, output, qformat, kv, tp, batch_size=8, **changes)
-            quantize.quantize(job, quantisable_models.BLOCKS, say=lambda line: None)
+            quantize.quantize(job, quantisable_models.BLOCKS, notify=lambda line: None)
         return output
 
     make.model = lambda model: make(model, "full_prec") and root / model

@@ -84,7 +84,7 @@ def test_a_parameter_the_backend_would_not_take_is_named(tmp_path, changes, seve
         ),
         ('name: "sequence_length"', 'name: "cum_log_probs_"', ERROR, "output 'sequence_length' is missing"),
         ('name: "input_lengths"', 'name: "encoder_output_lengths"', ERROR, "required input 'input_lengths' is missing"),
-        ('backend: "tensorrtllm"', 'backend: "tensorrt_llm"', ERROR, "allowed is tensorrtllm"),
+        ('backend: "tensorrtllm"', 'backend: "tensorrt_llm"', ERROR, "must be tensorrtllm"),
     ],
 )
 def test_a_tensor_or_policy_the_backend_would_not_take_is_named(tmp_path, old, new, severity, part):

@@ -176,7 +176,7 @@ def test_an_engine_that_is_not_the_one_asked_for_is_refused(ready, changes, prob
 
 def test_an_engine_of_other_limits_is_refused(ready):
     compile_(make())
-    with pytest.raises(EngineFailed, match="max_batch_size 64, the recipe says 8"):
+    with pytest.raises(EngineFailed, match="max_batch_size 64, the recipe has 8"):
         check_engine(make(max_batch_size=8))
 
 

@@ -191,7 +191,7 @@ def test_changed_weights_run_everything(gpu, programs):
 
 def test_a_stage_that_fails_says_its_own_last_sentence_and_is_tried_again(gpu, programs):
     programs.fail, programs.said = "evaluation", "error: engine tiny is not packaged: KL divergence is 3 nats"
-    with pytest.raises(EngineFailed, match="verify ended with status 1: engine tiny is not packaged: KL .*verify.log"):
+    with pytest.raises(EngineFailed, match="verify failed with status 1: engine tiny is not packaged: KL .*verify.log"):
         build(recipe(gpu))
     assert not (layout.ENGINES / "tiny" / "engine").exists()
     programs.fail = ""
@@ -240,5 +240,5 @@ def test_a_dry_run_is_the_plan_and_does_nothing():
 def test_what_the_image_and_docker_say_around_the_machines_answer_is_left_out():
     said = '== Triton ==\n\n{"driver": "590.44.01"}\nWARNING: memory limit 2\n7\n'
     assert gpu_engine._answer(said) == '{"driver": "590.44.01"}'
-    with pytest.raises(EngineFailed, match="said nothing of the machine, but: 'WARNING"):
+    with pytest.raises(EngineFailed, match="printed no JSON, but: 'WARNING"):
         gpu_engine._answer("WARNING: no driver\n")

@@ -326,7 +326,7 @@ def test_the_demo_model_keeps_its_predictions_in_every_format_and_damage_shows(t
     blocks = comparison.held_out_blocks(opened, "cpython", size=6, max_seq_length=256)
     for qformat in DEMO_BOUNDS:
         job = Quantization(DEMO, tmp_path / qformat, qformat, calib_size=8, calib_max_seq_length=256, batch_size=4)
-        quantize.quantize(job, say=lambda line: None)
+        quantize.quantize(job, notify=lambda line: None)
     shutil.copytree(tmp_path / "int4_awq", tmp_path / "damaged")
     stored = trtllm_checkpoint.read(tmp_path / "damaged").ranks[0]["transformer.layers.3.mlp.fc.weight"]
     weight = np.memmap(stored.path, np.uint8, "r+", stored.offset, stored.shape)

@@ -49,8 +49,8 @@ def random_checkpoint(tmp_path):
 def damage(monkeypatch):
     """From now on the compiler shifts a tenth of the weights by one: the file is whole and the model is not."""
 
-    def compiled(checkpoint, made, folder, say, real=compile_cpu.compile_cpu):
-        real(checkpoint, made, folder, say)
+    def compiled(checkpoint, made, folder, notify, real=compile_cpu.compile_cpu):
+        real(checkpoint, made, folder, notify)
         path = folder / "openvino_model.bin"
         data = np.fromfile(path, dtype=np.uint16)
         middle = slice(len(data) // 2, len(data) // 2 + len(data) // 10)

@@ -424,7 +424,7 @@ def test_a_smaller_block_has_more_scales_and_less_error(stage):
 def test_the_same_input_and_seed_give_the_same_bytes(stage, tmp_path, model, qformat):
     for run in ("a", "b"):
         job = Quantization(stage.model(model), tmp_path / run, qformat, calib_size=4, calib_max_seq_length=32)
-        quantize.quantize(job, say=lambda line: None)  # with texts, tokenizer and draw of its own
+        quantize.quantize(job, notify=lambda line: None)  # with texts, tokenizer and draw of its own
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "b").iterdir()) and quantize.REPORT in files
     for name in files:
@@ -437,7 +437,7 @@ def test_a_failure_leaves_the_output_as_it_was(stage, tmp_path, monkeypatch):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "rank0.safetensors").write_text("left by a run that was killed")
     job = Quantization(stage.model("llama"), output, "full_prec")
-    quantize.quantize(job, say=lambda line: None)
+    quantize.quantize(job, notify=lambda line: None)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
     before = {path.name: path.read_bytes() for path in output.iterdir()}
 
@@ -449,7 +449,7 @@ def test_a_failure_leaves_the_output_as_it_was(stage, tmp_path, monkeypatch):
 
     monkeypatch.setattr(modelopt.torch.export, "export_tensorrt_llm_checkpoint", fail)
     with pytest.raises(EngineFailed, match="ModelOpt could not export this model: NotImplementedError: no such layer"):
-        quantize.quantize(job, overwrite=True, say=lambda line: None)
+        quantize.quantize(job, overwrite=True, notify=lambda line: None)
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
@@ -460,7 +460,7 @@ def test_a_checkpoint_that_reads_back_wrong_never_appears(stage, tmp_path, monke
     monkeypatch.setattr(exporters, "complete_config", lambda exported, *_: exported)
     job = Quantization(stage.model("llama_bias"), tmp_path / "out", "full_prec")
     with pytest.raises(trtllm_checkpoint.BadCheckpoint, match="bias.*, for which config.json leaves no place"):
-        quantize.quantize(job, say=lambda line: None)
+        quantize.quantize(job, notify=lambda line: None)
     assert not list(tmp_path.iterdir())
 
 
@@ -470,10 +470,10 @@ def test_ids_outside_the_vocabulary_and_a_missing_gpu_are_refused(stage, tmp_pat
 
     job = Quantization(stage.model("llama"), tmp_path / "out", "fp8")
     with pytest.raises(InvalidArgument, match="token id 1024 is outside the model's vocabulary of 1024"):
-        quantize.quantize(job, TokenBlocks(np.full((1, 4), 1024), 1), say=lambda line: None)
+        quantize.quantize(job, TokenBlocks(np.full((1, 4), 1024), 1), notify=lambda line: None)
     if not torch.cuda.is_available():
-        with pytest.raises(InvalidArgument, match="device: cuda was asked for and torch sees no GPU"):
-            quantize.quantize(replace(job, device="cuda"), BLOCKS, say=lambda line: None)
+        with pytest.raises(InvalidArgument, match="device: must be auto or cpu, because torch finds no GPU"):
+            quantize.quantize(replace(job, device="cuda"), BLOCKS, notify=lambda line: None)
     assert not list(tmp_path.iterdir())
 
 

@@ -33,8 +33,8 @@ def test_there_are_37_rules_with_the_severities_of_the_fact_sheet():
 
 def test_r1_a_quantised_kv_cache_costs_prefix_reuse_unless_the_weights_are_fp8_w4a8_or_nvfp4():
     said = reason("R1", precision="int4_awq")
-    assert "no prefix reuse and no chunked context" in said and "asks for prefix reuse and chunked context" in said
-    assert "asks for prefix reuse" not in reason("R1", precision="int4_awq", prefix_reuse=False, chunked_context=False)
+    assert "no prefix reuse and no chunked context" in said and "enables: prefix reuse and chunked context" in said
+    assert "enables: prefix reuse" not in reason("R1", precision="int4_awq", prefix_reuse=False, chunked_context=False)
     for precision in ("bf16", "int8_sq", "int8_wo", "int4_wo", "fp8_pc_pt"):
         assert reason("R1", precision=precision)
     assert "INT8 KV cache" in reason("R1", kv_cache_precision="int8")
