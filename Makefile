@@ -94,7 +94,7 @@ chat: export TRIDENT_URL ?= $(REACHABLE):$(GRPC_PORT)
 chat: setup ## talk to a running server, or say one thing with PROMPT="..."
 	$(BIN)/python -m clients $(if $(value PROMPT),generate -- $(call quoted,PROMPT),chat)
 
-test: test-fast ## every test, the end-to-end ones with a real tritonserver
+test: test-fast ## every test but those of test-build, the end-to-end ones with a real tritonserver
 	$(BIN)/python -m pytest -m "end_to_end or slow"
 
 test-fast: setup ## the tests that need no server (three at once: some wait more than they work)
