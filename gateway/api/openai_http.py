@@ -29,6 +29,7 @@ from gateway.api.sse import EventEncoder, Formatter, encode_event, usage_fields
 from gateway.api.vocabulary import Vocabulary
 from gateway.cache.reuse import ResponseReuse
 from gateway.choices import ChoiceDelta, together
+from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
 from gateway.request_context import RequestContext
 from gateway.service import Service
@@ -107,14 +108,14 @@ class OpenAIEndpoint:
         settings = self._service.settings
         if not can_travel(request_id):
             raise InvalidArgument("x-request-id", f"must be at most {MAX_REQUEST_ID} printable ASCII characters")
-        body = schemas.parse(self._formatter.schema, data, settings)
+        body = _parse(self._formatter, data, settings)
         timeout_s = _timeout_s(request.headers.get("x-trident-timeout-s"), settings.request_timeout_s)
         session = request.headers.get("x-session-id", "")[:MAX_REQUEST_ID]
         context = RequestContext(
             tenant, "http", self._formatter.operation, request_id, _joined_headers(request), session
         )
         async with _admitted(self._service, body, context, timeout_s, self._reuse.open) as stream:
-            formatter = self._formatter(body, stream.request_id, stream.created_s, self._vocabulary)
+            formatter = _formatter(self._formatter, body, stream.request_id, stream.created_s, self._vocabulary)
             if body.stream:
                 encoder = EventEncoder(
                     formatter,
@@ -168,10 +169,10 @@ async def complete(
     timeout_s: None for the gateway's own limit.
     Raises: the TridentError that would have been the status; InvalidArgument for a body with ``stream``.
     """
-    body = schemas.parse(formatter_type.schema, data, service.settings)
+    body = _parse(formatter_type, data, service.settings)
     if body.stream:
         raise InvalidArgument("stream", "must be false here, got true")
-    formatter = formatter_type(body, context.request_id, int(time.time()), vocabulary)
+    formatter = _formatter(formatter_type, body, context.request_id, int(time.time()), vocabulary)
     max_s = service.settings.request_timeout_s
     async with _admitted(service, body, context, min(max_s, timeout_s or max_s), service.choices) as choices:
         return await _collect(formatter, choices, body, context.request_id)
@@ -214,6 +215,17 @@ async def _admitted(
             raise
         name = "messages" if name == "prompt" and isinstance(body, ChatRequest) else name
         raise type(exc)(name, exc.problem) from exc
+
+
+def _parse(formatter_type: FormatterType, data: bytes, settings: Settings) -> Body:
+    schema: Any = formatter_type.schema  # one of the two; a type checker cannot pair it with its formatter
+    body: Body = schemas.parse(schema, data, settings)
+    return body
+
+
+def _formatter(formatter_type: Any, body: Body, request_id: str, created_s: int, vocabulary: Vocabulary) -> Formatter:
+    formatter: Formatter = formatter_type(body, request_id, created_s, vocabulary)
+    return formatter
 
 
 async def _collect(
