@@ -104,7 +104,8 @@ class BalancedClient(AsyncBaseClient):
         self, prompt: str | None = None, *, session: str = "", **arguments: Unpack[GenerateArguments]
     ) -> Completion:
         """Return the whole text, sent in one response; arguments as for ``generate``."""
-        return await self.generate(prompt, session=session, **{"stream": False, **arguments}).complete()
+        arguments.setdefault("stream", False)
+        return await self.generate(prompt, session=session, **arguments).complete()
 
     def open(
         self, generation: GenerationRequest, *, traceparent: str = "", timings: bool = False, session: str = ""
@@ -122,8 +123,9 @@ class BalancedClient(AsyncBaseClient):
         """
         await self.found()
         calls = [replica.channel.stop(request_id, timeout_s) for replica in self._set.replicas.values()]
-        errors = await asyncio.gather(*calls, return_exceptions=True)
-        if all(isinstance(error, BaseException) for error in errors):
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors and len(errors) == len(results):
             raise errors[0]
 
     async def found(self) -> None:

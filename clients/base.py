@@ -104,4 +104,5 @@ class AsyncBaseClient(BaseClient[TokenStream]):
 
     async def complete(self, prompt: str | None = None, **arguments: Unpack[GenerateArguments]) -> Completion:
         """Return the whole text, sent in one response; arguments as for ``generate``."""
-        return await self.generate(prompt, **{"stream": False, **arguments}).complete()
+        arguments.setdefault("stream", False)
+        return await self.generate(prompt, **arguments).complete()

@@ -78,7 +78,8 @@ class Client(BaseClient[BlockingStream]):
 
     def complete(self, prompt: str | None = None, **arguments: Unpack[GenerateArguments]) -> Completion:
         """Return the whole text, sent in one response; arguments as for ``generate``."""
-        return self.generate(prompt, **{"stream": False, **arguments}).complete()
+        arguments.setdefault("stream", False)
+        return self.generate(prompt, **arguments).complete()
 
     def stop(self, request_id: str, timeout_s: float = 5.0) -> None:
         """End a running request in the engine, whoever sent it; an engine ignores an id that it does not know."""
