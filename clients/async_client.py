@@ -57,7 +57,7 @@ class AsyncClient(AsyncBaseClient):
         return self._tracked(TokenStream(SingleRoute(self.url, send), request.with_id(generation), self._schedule()))
 
     async def stop(self, request_id: str, timeout_s: float = 5.0) -> None:
-        """End a running request in the engine, whoever sent it; an engine ignores an id that it does not know."""
+        """End a running request in the engine, from any client; an engine ignores an id that it does not know."""
         await self._channel.stop(request_id, timeout_s)
 
     async def health(self, timeout_s: float = 5.0) -> status.Health:

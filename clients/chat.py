@@ -1,4 +1,4 @@
-"""A conversation in the terminal. The history stays here and goes to the server whole with every turn."""
+"""Hold a conversation in the terminal. The client keeps the history and sends all of it with every turn."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _HELP = """\
   /reset          forget the conversation
   /system TEXT    set the system message and begin anew; without TEXT, show it
   /quit           leave (so does Ctrl-D)
-  Ctrl-C          stops the answer that is being written; the conversation goes on"""
+  Ctrl-C          stops the current response; the conversation goes on"""
 
 
-def converse(client: AsyncClient, system: str, asked: dict[str, Any], stats: bool) -> int:
-    """Reads turns from standard input and streams the answers until /quit or the end of input."""
+def converse(client: AsyncClient, system: str, arguments: dict[str, Any], stats: bool) -> int:
+    """Read turns from standard input and stream the responses until /quit or the end of input; return the exit code."""
     interactive = sys.stdin.isatty()
     if interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (gives input() a history and line editing)
         print(f"Talking to {client.model} at {client.url}. /help lists the commands.", file=sys.stderr)
     loop = asyncio.new_event_loop()
-    history = _begun(system)
+    history = _initial_history(system)
     code = exits.OK
     try:
         while True:
@@ -50,11 +50,11 @@ def converse(client: AsyncClient, system: str, asked: dict[str, Any], stats: boo
                 word, _, rest = line.partition(" ")
                 if word in ("/quit", "/exit"):
                     return code
-                system, history = _commanded(word, rest.strip(), system, history)
+                system, history = _run_command(word, rest.strip(), system, history)
                 continue
             history.append({"role": "user", "content": line})
             try:
-                answer = _answered(loop, client, history, asked, stats)
+                answer = _stream_response(loop, client, history, arguments, stats)
                 history.append({"role": "assistant", "content": answer})
             except TridentError as error:
                 history.pop()
@@ -67,14 +67,14 @@ def converse(client: AsyncClient, system: str, asked: dict[str, Any], stats: boo
         loop.close()
 
 
-def _commanded(word: str, rest: str, system: str, history: list[dict]) -> tuple[str, list[dict]]:
-    """Obeys a /command; returns the system message and the history after it."""
+def _run_command(word: str, rest: str, system: str, history: list[dict]) -> tuple[str, list[dict]]:
+    """Run a /command; return the system message and the history after it."""
     if word == "/reset":
         print("(forgotten)", file=sys.stderr)
-        return system, _begun(system)
+        return system, _initial_history(system)
     if word == "/system" and rest:
         print("(set; the conversation begins anew)", file=sys.stderr)
-        return rest, _begun(rest)
+        return rest, _initial_history(rest)
     if word == "/system":
         print(system or "(no system message)", file=sys.stderr)
     else:
@@ -82,19 +82,19 @@ def _commanded(word: str, rest: str, system: str, history: list[dict]) -> tuple[
     return system, history
 
 
-def _begun(system: str) -> list[dict]:
+def _initial_history(system: str) -> list[dict]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def _answered(
-    loop: asyncio.AbstractEventLoop, client: AsyncClient, history: list[dict], asked: dict, stats: bool
+def _stream_response(
+    loop: asyncio.AbstractEventLoop, client: AsyncClient, history: list[dict], arguments: dict, stats: bool
 ) -> str:
-    """Streams one answer and returns it, or what there was of it when Ctrl-C stopped it."""
+    """Stream one response and return its text, or the part before Ctrl-C."""
     shown: list[str] = []
 
     async def answer() -> None:
         watch, last = Stopwatch(), TokenDelta()
-        stream = client.generate(messages=history, **asked)
+        stream = client.generate(messages=history, **arguments)
         try:
             async with stream:
                 async for delta in stream:

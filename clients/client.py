@@ -82,7 +82,7 @@ class Client(BaseClient[BlockingStream]):
         return self.generate(prompt, **arguments).complete()
 
     def stop(self, request_id: str, timeout_s: float = 5.0) -> None:
-        """End a running request in the engine, whoever sent it; an engine ignores an id that it does not know."""
+        """End a running request in the engine, from any client; an engine ignores an id that it does not know."""
         call = self._opened().unary_stream(infer_request.GENERATE)(
             infer_request.stop(request.sendable_id(request_id)),
             timeout=timeout_s,

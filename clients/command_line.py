@@ -40,7 +40,7 @@ _EXIT_CODES = f"exit codes:\n{exits.table()}\n"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Build the parser of the whole command line."""
     top = argparse.ArgumentParser(
         prog=_COMMAND,
         description=_OVERVIEW,
@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
 def _connection_options() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(add_help=False)
     group = made.add_argument_group("connection")
-    group.add_argument("--url", help=f"HOST:PORT of the server's gRPC door (default: $TRIDENT_URL or {DEFAULT_URL})")
+    group.add_argument("--url", help=f"HOST:PORT of the gRPC endpoint (default: $TRIDENT_URL or {DEFAULT_URL})")
     group.add_argument("--model", default=DEFAULT_MODEL, help="the model to ask (default: %(default)s)")
     group.add_argument(
         "--timeout", type=_seconds, metavar="SECONDS", help="give up, and cancel the server's work, after so long"
@@ -132,7 +132,7 @@ def _sampling_options() -> argparse.ArgumentParser:
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
     group.add_argument("--min-tokens", type=int, metavar="N", help="no end before so many tokens")
     group.add_argument(
-        "--ignore-eos", action="store_true", default=None, help="go on to --max-tokens whatever the model says"
+        "--ignore-eos", action="store_true", default=None, help="continue to --max-tokens past the model's end tokens"
     )
     return made
 
@@ -141,8 +141,8 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "se
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code."""
-    # Whoever starts us may have closed either.
+    """Run one command and return its exit code."""
+    # The parent process may have closed either.
     sys.stdin, sys.stdout = sys.stdin or open(os.devnull), sys.stdout or open(os.devnull, "w")
     # A terminal that cannot show a character shows a substitute.
     sys.stdout.reconfigure(errors="replace")
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def with_verb(argv: list[str]) -> list[str]:
-    """``argv`` with its verb in front: a verb may follow connection options, and none means generate."""
+    """Move the verb to the front of ``argv``; the default verb is generate."""
     takes_value = {
         option for action in _connection_options()._actions if action.nargs is None for option in action.option_strings
     }
@@ -191,7 +191,7 @@ def _seconds(text: str) -> float:
 
 
 def client_for(args: argparse.Namespace) -> AsyncClient:
-    """The client the connection options describe."""
+    """Make the client that the connection options describe."""
     tls = None
     if args.tls or args.tls_root or args.tls_cert or args.tls_key or args.tls_name:
         tls = TLS(args.tls_root, args.tls_cert, args.tls_key, args.tls_name)
@@ -210,7 +210,7 @@ def client_for(args: argparse.Namespace) -> AsyncClient:
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of ``generate`` out of the options; what was not given is left to the server."""
+    """Return the arguments of ``generate`` that the options set."""
     given = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
     return {"max_tokens": args.max_tokens, "timeout_s": args.timeout, **given}
 
@@ -226,7 +226,7 @@ def _generate(args: argparse.Namespace) -> int:
             raise InvalidArgument("prompt", f"standard input is not UTF-8 text: {exc}") from exc
     if args.cancel_after is not None and args.cancel_after < 1:
         raise InvalidArgument("--cancel-after", f"got {args.cancel_after}; allowed is 1 or more")
-    asked = {
+    arguments = {
         "stop": args.stop,
         "echo": args.echo,
         "stream": not args.no_stream,
@@ -236,7 +236,7 @@ def _generate(args: argparse.Namespace) -> int:
 
     async def run() -> int:
         async with client_for(args) as client:
-            stream = client.generate(prompt, timings=args.stats or args.json, **asked)
+            stream = client.generate(prompt, timings=args.stats or args.json, **arguments)
             return await terminal.show(stream, as_json=args.json, stats=args.stats, cancel_after=args.cancel_after)
 
     return _run(run())
@@ -260,7 +260,7 @@ def _models(args: argparse.Namespace) -> int:
             try:
                 models = await client.models(args.timeout or 5.0)
             except PermissionDenied:
-                print("the server does not show its index; asking for the models we know", file=sys.stderr)
+                print("the server does not show its index; checking the known models", file=sys.stderr)
                 ready = [(name, await client.model_ready(name)) for name in status.KNOWN_MODELS]
                 models = [status.Model(name, state="READY" if is_ready else "UNAVAILABLE") for name, is_ready in ready]
             for model in models:
@@ -286,14 +286,14 @@ def _stop(args: argparse.Namespace) -> int:
     async def run() -> int:
         async with client_for(args) as client:
             await client.stop(args.request_id, args.timeout or 5.0)
-            print(f"asked the engine to end {args.request_id}", file=sys.stderr)
+            print(f"stop sent for request {args.request_id}", file=sys.stderr)
             return exits.OK
 
     return _run(run())
 
 
 def _run(work: Coroutine[Any, Any, int]) -> int:
-    """Runs to the end or to Ctrl-C, which cancels what is under way before it is reported."""
+    """Run to the end, or to Ctrl-C, which cancels the request first."""
     try:
         return asyncio.run(work)
     except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""A short tour against a ready server: one completion as it is written, then proof of in-flight batching.
+"""Show a ready server at work: one completion as it is written, then proof of in-flight batching.
 
 Every stage is cut to the speed that the first one measured, so the tour takes seconds on any engine.
 """
@@ -83,9 +83,9 @@ async def _joining(client: AsyncClient, length: int) -> bool:
     await joiner
     before_s = ended_s - at_s["second began"]
     waited_s = at_s["second began"] - at_s["second sent"]
-    told = f"a request sent while another was at token {sent_at} of {length} got its first token {ms(waited_s)} later,"
+    shown = f"a request sent while another was at token {sent_at} of {length} got its first token {ms(waited_s)} later,"
     print(
-        f"In-flight batching: {told}\n  {ms(abs(before_s))} {'before' if before_s > 0 else 'AFTER'} the other ended.",
+        f"In-flight batching: {shown}\n  {ms(abs(before_s))} {'before' if before_s > 0 else 'AFTER'} the other ended.",
         flush=True,
     )
     return before_s > 0

@@ -1,4 +1,4 @@
-"""Answers on a terminal: text as it comes, figures at the end, errors in one line."""
+"""Show responses on a terminal: text as it arrives, figures at the end, errors in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from contract.generation import FinishReason, TokenDelta
 async def show(
     stream: TokenStream, *, as_json: bool = False, stats: bool = False, cancel_after: int | None = None
 ) -> int:
-    """Prints a stream to standard output as it arrives. Ends early, with a cancel, after ``cancel_after`` tokens."""
+    """Print a stream as it arrives; cancel it after ``cancel_after`` tokens. Return the exit code."""
     watch, last, column = Stopwatch(), TokenDelta(), True
     cut = False
     try:
@@ -95,12 +95,12 @@ def show_error(error: TridentError) -> None:
     print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
     if isinstance(error, Unavailable) and "cannot reach" in str(error):
         print(
-            "  is the server running? `make serve` starts one; --url or $TRIDENT_URL says where it is", file=sys.stderr
+            "  is the server running? `make serve` starts one; --url or $TRIDENT_URL sets its address", file=sys.stderr
         )
     if isinstance(error, Overloaded | Unavailable) and error.retry_after_s:
-        print(f"  the server asks to try again in {error.retry_after_s:g} s", file=sys.stderr)
+        print(f"  retry after {error.retry_after_s:g} s", file=sys.stderr)
 
 
 def forget_stdout() -> None:
-    """Keeps the interpreter from complaining, at exit, about output that nobody reads any more."""
+    """Redirect standard output to /dev/null, so that the interpreter does not report the closed pipe at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""What requests cost a replica, learned from those that were answered. No clock, no I/O.
+"""Estimate what requests cost a replica, learned from complete responses. No clock, no I/O.
 
 The unit is one token of decoding. A prompt token costs ``prefill_weight`` of it, which is a property of engine,
 model, batch and load: about 0.01 to 0.1 on a GPU, near 1 on a small CPU. It is measured, never assumed.
@@ -14,7 +14,7 @@ from contract.generation import GenerationRequest
 # How many of the latest observations an average is made of. Times change with the load; lengths vary more, so
 # that a mean of few of them would only add noise to the bookings.
 _TIMES, _LENGTHS, _PACES = 32, 512, 128
-# Beyond these a measurement is an accident, and a booking made with it would blind the picks.
+# Beyond these a measurement is an accident, and a reservation made with it would mislead the picks.
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.0001, 1000.0
 
 
@@ -66,16 +66,16 @@ class Costs:
         return min(max(self._prefill.slope / quick_s, _LEAST_WEIGHT), _MOST_WEIGHT)
 
     def estimate(self, prompt_bytes: int, max_tokens: int) -> Cost:
-        """What a request will cost, before anything about it is known but its size.
+        """Estimate the cost of a request from its size.
 
-        The answer is booked at the average length: how long it will be nobody knows yet, and a sequence holds its
-        place in the batch until its end whatever it has done.
+        The response counts with the average length: its own is not known yet, and a sequence keeps its slot in the
+        batch until its end.
         """
         expected = min(max_tokens, self._output_tokens.value or max_tokens)
         return Cost(prompt_bytes / self._bytes_per_token.value * self.prefill_weight, expected)
 
     def observe(self, seen: Observation) -> None:
-        """Learns what a token takes. A step decodes one token for each running request, so a token's share of it
+        """Learn what a token takes. A step decodes one token for each running request, so a token's share of it
         is the pace divided by ``running``; prefill has the engine to itself."""
         if seen.uncached_tokens > 0 and seen.prefill_s > 0:
             self._prefill.observe(seen.uncached_tokens, seen.prefill_s)
@@ -85,26 +85,26 @@ class Costs:
         self._output_tokens.observe(seen.output_tokens)
 
     def observe_size(self, prompt_bytes: int, input_tokens: int) -> None:
-        """Learns how many bytes a token has here."""
+        """Learn how many bytes a token has."""
         if input_tokens > 0 and prompt_bytes > 0:
             self._bytes_per_token.observe(prompt_bytes / input_tokens)
 
 
 class Pace:
-    """How fast one replica decodes, learned from its answers.
+    """How fast one replica decodes, learned from its responses.
 
     A step decodes one token of every running request and takes a fixed time and a part for each of them: a straight
     line, so that what was seen under light load says what a full replica would do.
     """
 
-    LEAST_SEEN = 16  # answers; before that chance decides
+    LEAST_SEEN = 16  # responses; fewer say too little
 
     def __init__(self) -> None:
         self._steps, self._running_mean = _Line(_PACES), _Mean(_PACES)
         self._step_s = _Mean(_PACES)
 
     def observe(self, seen: Observation) -> None:
-        """Learns from an answer of two tokens or more."""
+        """Learn from a response of two tokens or more."""
         if seen.output_tokens > 1 and seen.decode_s > 0:
             running, step_s = max(1.0, seen.running), seen.decode_s / (seen.output_tokens - 1)
             self._steps.observe(running, step_s)
@@ -137,8 +137,8 @@ class _Mean:
 class _Line:
     """The slope of prefill time over prompt tokens, by least squares over the recent past.
 
-    A slope, not a ratio: the time to the first token has a part that no prompt token is to blame for, the step
-    that was under way and the first decoding, and with short prompts that part is nearly all of it.
+    A slope, not a ratio: the time to the first token has a part that no prompt token is to blame for, the current step
+    and the first decoding, and with short prompts that part is nearly all of it.
     """
 
     def __init__(self, memory: int) -> None:
@@ -170,22 +170,22 @@ class _Line:
         return (self._products.value - tokens * self._seconds.value) / variance
 
 
-def prompt_bytes(asked: GenerationRequest) -> int:
+def prompt_bytes(request: GenerationRequest) -> int:
     """The size of a request's prompt in UTF-8, chat roles aside."""
-    if asked.text_input is not None:
-        return len(asked.text_input.encode())
-    return sum(len(str(message.get("content", "")).encode()) for message in asked.messages or ())
+    if request.text_input is not None:
+        return len(request.text_input.encode())
+    return sum(len(str(message.get("content", "")).encode()) for message in request.messages or ())
 
 
-def prefix(asked: GenerationRequest, size: int = 1024) -> str:
+def prefix(request: GenerationRequest, size: int = 1024) -> str:
     """The beginning of the prompt that later requests may share: its first ``size`` characters.
 
     Of a chat, the messages up to the first of the user, which every later turn repeats.
     """
-    if asked.text_input is not None:
-        return asked.text_input[:size]
+    if request.text_input is not None:
+        return request.text_input[:size]
     shared = []
-    for message in asked.messages or ():
+    for message in request.messages or ():
         shared.append(f"{message.get('role')}\0{message.get('content')}")
         if message.get("role") == "user":
             break

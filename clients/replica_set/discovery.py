@@ -1,7 +1,7 @@
-"""Where the replicas are: a fixed list, a DNS name, or a file that somebody keeps up to date.
+"""Find the replicas: a fixed list, a DNS name, or a file that another program keeps up to date.
 
-A source is asked again and again. What it cannot answer it raises as Unavailable, and the caller goes on with
-what it knew before: an old list serves better than none.
+Discovery repeats. A source that fails raises Unavailable, and the caller keeps the replicas it knew before:
+an old list serves better than none.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Whether a replica is fit to be sent requests: out after three failures in a row, back after two successes.
+"""Decide whether a replica is healthy: not after three failures in a row, again after two successes.
 
-Pure: a state and what was observed give the next state.
+Pure: a state and an observation give the next state.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class HealthPolicy:
 
 @dataclass(frozen=True)
 class Health:
-    """healthy None: never observed. run: how many observations in a row said the opposite of ``healthy``."""
+    """healthy None: never observed. run: consecutive observations of the opposite of ``healthy``."""
 
     healthy: bool | None = None
     run: int = 0
 
     def after(self, ok: bool, policy: HealthPolicy) -> Health:
-        """The state after one more observation. The first one decides alone: nothing speaks against it yet."""
+        """Return the state after one more observation. The first one decides alone."""
         if self.healthy is None:
             return Health(ok)
         if ok is self.healthy:

@@ -1,4 +1,4 @@
-"""Which replica gets a request. Pure functions of a snapshot: ``pick(loads, request, rng) -> ReplicaLoad``.
+"""Pick the replica for a request. Pure functions of a snapshot: ``pick(loads, request, rng) -> ReplicaLoad``.
 
 All of them choose among the healthy replicas, or among all if none is healthy: then the probes are as likely to
 be wrong as every replica to be dead. Load is relative to capacity: requests to ``max_running``, tokens to the measured
@@ -41,7 +41,7 @@ Pick = Callable[[Sequence[ReplicaLoad], RoutingRequest, random.Random], ReplicaL
 
 
 def round_robin(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: random.Random) -> ReplicaLoad:
-    """Each in turn, by name, as often as it has slots. Blind to load: the baseline."""
+    """Pick each in turn, by name, as often as it has slots, whatever its load."""
     candidates = sorted(eligible(loads), key=lambda load: load.name)
     counts = [max(1, round(slots)) for slots in slot_capacities(candidates)]
     divisor = math.gcd(*counts)
@@ -52,13 +52,13 @@ def round_robin(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: rand
 
 
 def least_outstanding(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: random.Random) -> ReplicaLoad:
-    """The one with the fewest requests under way for its slots."""
+    """Pick the replica with the fewest requests in progress for its slots."""
     candidates = eligible(loads)
     return _drawn(candidates, least_occupied(candidates), rng)
 
 
 def power_of_two_choices(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: random.Random) -> ReplicaLoad:
-    """The less busy of two drawn by capacity. With many callers that see old loads, this avoids the herd."""
+    """Pick the less busy of two drawn by capacity. With many clients that see stale loads, this avoids herding."""
     candidates = eligible(loads)
     if len(candidates) <= 2:
         return least_outstanding(candidates, request, rng)
@@ -67,13 +67,13 @@ def power_of_two_choices(loads: Sequence[ReplicaLoad], request: RoutingRequest, 
 
 
 def token_aware(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: random.Random) -> ReplicaLoad:
-    """The one that is done first with the work booked, in tokens of decoding, uncomputed prompts included."""
+    """Pick the replica that finishes its reserved work first, in tokens of decoding, uncomputed prompts included."""
     candidates = eligible(loads)
     return _drawn(candidates, least_pending(candidates), rng)
 
 
 def session_affinity(bound: float = AFFINITY_BOUND, otherwise: Pick = power_of_two_choices) -> Pick:
-    """Requests of one ``request.session`` stay together; those without one go where ``otherwise`` says."""
+    """Requests of one ``request.session`` stay together; those without one are routed by ``otherwise``."""
     return _affinity(lambda request: request.session, bound, otherwise)
 
 
@@ -132,7 +132,7 @@ def eligible(loads: Sequence[ReplicaLoad]) -> list[ReplicaLoad]:
 
 
 def occupancy(load: ReplicaLoad) -> int:
-    """Requests under way: ours, or all that its metrics show if that is more."""
+    """Return the requests in progress: our own, or all in its metrics if these are more."""
     return max(load.outstanding, load.running + load.waiting)
 
 
@@ -151,12 +151,12 @@ def token_capacities(loads: Sequence[ReplicaLoad]) -> list[float]:
 
 
 def has_room(load: ReplicaLoad) -> bool:
-    """Whether a slot is free there, or nobody knows how many there are."""
+    """Return whether a slot is free, or the number of slots is unknown."""
     return load.max_running <= 0 or occupancy(load) < load.max_running
 
 
 def least_occupied(loads: Sequence[ReplicaLoad]) -> dict[int, float]:
-    """Indices of the replicas whose turn it is by requests under way, with the weights to draw among them."""
+    """Indices of the replicas whose turn it is by requests in progress, with the weights to draw among them."""
     return _next_in_proportion([occupancy(load) for load in loads], slot_capacities(loads), 1.0)
 
 
@@ -176,14 +176,14 @@ def _next_in_proportion(work: Sequence[float], capacities: Sequence[float], size
     """
     relative = [amount / capacity for amount, capacity in zip(work, capacities, strict=True)]
     lowest, ceiling = min(relative), min((one + size) / own for one, own in zip(work, capacities, strict=True))
-    left = {place: ceiling * capacities[place] - amount for place, amount in enumerate(work)}
-    left = {place: units for place, units in left.items() if units > 1e-9 * size}
-    if not left:  # nothing is booked anywhere
-        left = {place: capacities[place] for place, load in enumerate(relative) if load == lowest}
+    left = {index: ceiling * capacities[index] - amount for index, amount in enumerate(work)}
+    left = {index: units for index, units in left.items() if units > 1e-9 * size}
+    if not left:  # nothing is reserved anywhere
+        left = {index: capacities[index] for index, load in enumerate(relative) if load == lowest}
     return {
-        place: units
-        for place, units in left.items()
-        if not any(relative[other] < relative[place] and capacities[other] >= 0.9 * capacities[place] for other in left)
+        index: units
+        for index, units in left.items()
+        if not any(relative[other] < relative[index] and capacities[other] >= 0.9 * capacities[index] for other in left)
     }
 
 
@@ -193,10 +193,10 @@ def _drawn(loads: Sequence[ReplicaLoad], weights: Mapping[int, float], rng: rand
 
 def draw(weights: Mapping[int, float], rng: random.Random) -> int:
     """A key, by chance in proportion to its weight."""
-    places = list(weights)
+    keys = list(weights)
     if min(weights.values()) == max(weights.values()):
-        return rng.choice(places)
-    return rng.choices(places, list(weights.values()))[0]
+        return rng.choice(keys)
+    return rng.choices(keys, list(weights.values()))[0]
 
 
 def _two_of(loads: Sequence[ReplicaLoad], rng: random.Random) -> list[ReplicaLoad]:
@@ -209,8 +209,8 @@ def _two_of(loads: Sequence[ReplicaLoad], rng: random.Random) -> list[ReplicaLoa
     return [first] if first is second else [first, second]
 
 
-def _coprime_near(wanted: float, total: int) -> int:
-    return next(step for step in range(max(1, round(wanted)), total) if math.gcd(step, total) == 1)
+def _coprime_near(target: float, total: int) -> int:
+    return next(step for step in range(max(1, round(target)), total) if math.gcd(step, total) == 1)
 
 
 BY_NAME: dict[str, Pick] = {

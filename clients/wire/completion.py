@@ -9,7 +9,7 @@ from contract.generation import FinishReason, Timings, TokenDelta, Usage
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished generation. Times are the caller's own, in seconds; ``timings`` the engine's, if asked for.
+    """One finished generation. Times are the caller's own, in seconds; ``timings`` the engine's, if requested.
 
     finish_reason is None only where the stream was left before its end.
     """

@@ -1,4 +1,4 @@
-"""How a client reaches a replica: address, TLS, credentials, keepalive, and what every call carries."""
+"""Reach a replica: address, TLS, credentials, keepalive, and the metadata of every call."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Connection:
 
     def __post_init__(self) -> None:
         if not self.url or "://" in self.url.removeprefix("dns://") or self.url.isdigit():
-            problem = f"got {self.url!r}; allowed is HOST:PORT of the server's gRPC door, such as {DEFAULT_URL}"
+            problem = f"got {self.url!r}; allowed is HOST:PORT of the server's gRPC endpoint, such as {DEFAULT_URL}"
             raise InvalidArgument("url", problem)
         for key, value in self.metadata:
             if not re.fullmatch(r"[0-9a-z_.-]+", key):
@@ -150,7 +150,7 @@ def _pem(field: str, path: str | Path | None, kind: bytes) -> bytes | None:
         data = Path(path).read_bytes()
     except OSError as exc:
         raise InvalidArgument(field, f"cannot read {str(path)!r}: {exc.strerror}") from exc
-    # gRPC takes anything, and says of what it cannot use only that no connection comes about.
+    # gRPC accepts any bytes and reports unusable ones only as a failed connection.
     if not re.search(rb"-----BEGIN [A-Z ]*" + kind, data):
         raise InvalidArgument(field, f"there is no {kind.decode().lower()} in {str(path)!r}; allowed is a PEM file")
     return data

@@ -1,4 +1,4 @@
-"""What gRPC and Triton say went wrong, translated once into the tree of ``contract.errors``."""
+"""Translate the errors of gRPC and Triton into ``contract.errors``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from contract.errors import (
     Unavailable,
 )
 
-# What Triton 2.51 says before anything else when a request is wrong in itself. Such words hold names that the caller
-# chose, so they are recognised by how they begin, before any phrase is looked for inside.
+# How Triton 2.51's messages about an invalid request begin. They hold names that the client chose, so the beginning is
+# matched before any phrase inside.
 _PREFIX = re.compile(r"(in ensemble '[^']*', )?(\[request id: .*\] )?", re.DOTALL)
 _WRONG_REQUEST = re.compile(
     r"unexpected (inference |explicit )?(input|output|shape|tensor|number of|'content')|incomplete string"
@@ -34,7 +34,7 @@ _WRONG_REQUEST = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 
-# Triton has no code for most of what it says, and uses UNAVAILABLE for three different things. First match wins.
+# Triton has no status code for most errors, and uses UNAVAILABLE for three different ones. First match wins.
 _TRITON_PHRASES: tuple[tuple[re.Pattern[str], type[TridentError]], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), error)
     for pattern, error in (
@@ -50,7 +50,7 @@ _TRITON_PHRASES: tuple[tuple[re.Pattern[str], type[TridentError]], ...] = tuple(
 )
 
 
-# How gRPC says that there was no connection to send anything over.
+# gRPC's messages when there was no connection.
 _UNCONNECTED = ("failed to connect", "DNS resolution failed", "errors resolving")
 
 
@@ -58,8 +58,8 @@ _UNCONNECTED = ("failed to connect", "DNS resolution failed", "errors resolving"
 class RetryHint:
     """What is known about trying again.
 
-    after_s: how long the server asks to wait, None if it says nothing. never: it asks not to. unsent: the request
-    never reached a server, so that trying elsewhere adds no load to anybody.
+    after_s: the wait that the server requests, None without one. never: it requests no retry. unsent: the request
+    never reached a server, so that an attempt elsewhere adds no load.
     """
 
     after_s: float | None = None
@@ -74,10 +74,10 @@ def is_wrong_request(text: str) -> bool:
 
 def from_error_message(text: str) -> TridentError:
     """The error in a response's ``error_message``: ours in its in-band form, or Triton's own words."""
-    said = text[_PREFIX.match(text).end() :]
-    if _WRONG_REQUEST.match(said):
+    words = text[_PREFIX.match(text).end() :]
+    if _WRONG_REQUEST.match(words):
         return InvalidArgument("", text)
-    return errors.from_text(said) or _from_words(said, EngineFailed)
+    return errors.from_text(words) or _from_words(words, EngineFailed)
 
 
 def from_rpc(code: grpc.StatusCode, details: str, url: str = "", hint: RetryHint | None = None) -> TridentError:
@@ -142,8 +142,8 @@ def _from_words(text: str, fallback: type[TridentError]) -> TridentError:
 
 
 def unreadable(problem: Exception) -> EngineFailed:
-    """The error for bytes that are no answer to what was asked; raise it from ``problem``."""
-    return EngineFailed(f"the server sent what we cannot read: {problem}")
+    """Return the error for bytes that are not a response; raise it from ``problem``."""
+    return EngineFailed(f"the server sent an unreadable response: {problem}")
 
 
 def never_reached(code: grpc.StatusCode, details: str) -> bool:

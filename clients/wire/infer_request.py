@@ -1,4 +1,4 @@
-"""ModelInferRequest by hand: what a client asks, as the bytes of KServe v2.
+"""Encode KServe v2's ModelInferRequest.
 
 The tests hold it to tritonclient's own protobufs. Without them, importing the client costs no protobuf, no numpy
 and no tritonclient.
@@ -24,10 +24,10 @@ _NO_SAMPLING = SamplingParams()
 
 def generation(request: GenerationRequest, model: str, timeout_s: float | None = None, timings: bool = False) -> bytes:
     """ModelInferRequest for the ensemble. What equals the contract's default is not sent, but for the temperature:
-    an ensemble that is told nothing is greedy (docs/decisions/0006), which is not what a temperature of 1 means.
+    an ensemble without a temperature is greedy (docs/decisions/0006), which is not what a temperature of 1 means.
 
-    The counts of tokens are always asked for; ``timings`` asks for the engine's instants too. ``timeout_s`` is
-    what is left of the deadline and goes as the parameter ``timeout`` in microseconds.
+    The token counts are always requested; ``timings`` requests the engine's instants too. ``timeout_s`` is the
+    time until the deadline, sent as the parameter ``timeout`` in microseconds.
     """
     sampling = request.sampling
     inputs: list[tuple[str, list]] = [("max_tokens", [request.max_tokens]), ("stream", [request.stream])]
@@ -90,9 +90,7 @@ def infer_request(
         try:
             raw.append(chunk(7, _raw(datatype, values)))
         except UnicodeEncodeError as exc:
-            raise InvalidArgument(
-                name, f"has half a character at {exc.start}; allowed is text that UTF-8 can hold"
-            ) from exc
+            raise InvalidArgument(name, f"lone surrogate at index {exc.start}; must be encodable as UTF-8") from exc
     return b"".join(head + raw)
 
 

@@ -85,10 +85,10 @@ _UNKNOWN = b"\xff"  # no message begins like this
 
 
 class ResponseDecoder:
-    """Reads the responses of one stream. Outputs are told apart by name; their order may vary."""
+    """Decode the responses of one stream. Outputs are identified by name; their order may vary."""
 
     def __init__(self) -> None:
-        self._begin = _UNKNOWN  # names and header of the latest response, and what that header says
+        self._begin = _UNKNOWN  # names and header of the latest response, and its parsed form
         self._header: _Header | None = None
 
     def decode(self, data: bytes) -> tuple[TokenDelta | None, bool, str]:

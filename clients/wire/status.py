@@ -21,7 +21,7 @@ class UnaryCall:
 
 @dataclass(frozen=True)
 class Health:
-    """live: the process responds. ready: the server says so. model_ready: the model we talk to is loaded."""
+    """live: the process responds. ready: as the server reports. model_ready: ``model`` is loaded."""
 
     url: str
     model: str

@@ -25,6 +25,6 @@ def test_models_and_flags_are_read_as_the_protobufs_wrote_them() -> None:
     "answer", [b"\xff", b"\x0a\xff\xff", b"\x08", b"\x0a\x02\x08\x01", b"\x0a\x03\x0a\x01\xff", b"\x08\x01"]
 )
 def test_an_answer_that_is_none_is_the_servers_failure(answer: bytes) -> None:
-    with pytest.raises(EngineFailed, match="the server sent what we cannot read"):
+    with pytest.raises(EngineFailed, match="the server sent an unreadable response"):
         status.read_models(answer)
         status.read_flag(answer + b"\xff")
