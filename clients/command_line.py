@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -145,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The parent process may have closed either.
     sys.stdin, sys.stdout = sys.stdin or open(os.devnull), sys.stdout or open(os.devnull, "w")
     # A terminal that cannot show a character shows a substitute.
-    sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     arguments = with_verb(list(sys.argv[1:] if argv is None else argv))
     command = parser()
     if not arguments and sys.stdin.isatty():

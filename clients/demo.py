@@ -48,13 +48,15 @@ async def _completion(client: AsyncClient) -> float:
     """Streams one greedy completion to the terminal; returns its tokens per second."""
     watch = Stopwatch()
     sys.stdout.write(PROMPT)
-    reason = None
+    reason: FinishReason | None = None
     async for delta in client.generate(PROMPT, max_tokens=96, temperature=0.0):
         watch.observe(delta)
         reason = delta.finish_reason
         sys.stdout.write(delta.text)
         sys.stdout.flush()
-    ended = {FinishReason.STOP: "the model ended it", FinishReason.LENGTH: "cut at 96 tokens"}.get(reason, str(reason))
+    ended = {FinishReason.STOP: "the model ended it", FinishReason.LENGTH: "cut at 96 tokens"}.get(
+        reason or FinishReason.ERROR, str(reason)
+    )
     print(f"\n\n  time to first token   {ms(watch.ttft_s)}")
     print(f"  inter-token latency   p50 {ms(watch.inter_token_s(0.5))}, p99 {ms(watch.inter_token_s(0.99))}")
     print(f"  tokens/s              {watch.tokens_per_s or 0.0:.0f}  ({watch.tokens} tokens, {ended})\n", flush=True)

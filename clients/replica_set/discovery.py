@@ -10,7 +10,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from contract.errors import InvalidArgument, Unavailable
 
@@ -91,7 +91,7 @@ def source(where: str | Iterable[str] | Discovery) -> Discovery:
             raise InvalidArgument("replicas", f"got {where!r}; allowed is {_FORMS}")
         return Static(where.split(","))
     if hasattr(where, "replicas"):
-        return where
+        return cast(Discovery, where)
     if not isinstance(where, Iterable):
         raise InvalidArgument("replicas", f"got {where!r}; allowed is {_FORMS}, a list, or a Discovery")
     return Static(where)
@@ -122,4 +122,4 @@ def _split(url: str) -> tuple[str, int]:
 
 async def _addresses(name: str, port: int) -> list[str]:
     found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    return [address[0] for *_, address in found]
+    return [str(address[0]) for *_, address in found]

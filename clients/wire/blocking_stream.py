@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 
@@ -43,7 +44,7 @@ class BlockingStream:
         self._send = send
         self._url = url
         self._schedule = schedule
-        self._call: grpc.Call | None = None
+        self._call: Any = None  # a grpc.Call while one is in progress
         self._ended = False
         self._wake = threading.Event()  # set by cancel, so that a wait between attempts ends
 

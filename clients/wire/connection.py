@@ -97,7 +97,7 @@ class Connection:
 
     def call_metadata(self, request_id: str = "", traceparent: str = "") -> tuple[tuple[str, str], ...]:
         """What one call carries: the trace context always, the credentials and the caller's own if any."""
-        carried = (("traceparent", traceparent or new_traceparent()),)
+        carried: tuple[tuple[str, str], ...] = (("traceparent", traceparent or new_traceparent()),)
         if request_id:
             carried += (("x-request-id", request_id),)
         if self.api_key:

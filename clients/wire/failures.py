@@ -24,7 +24,7 @@ from contract.errors import (
 
 # How Triton 2.51's messages about an invalid request begin. They hold names that the client chose, so the beginning is
 # matched before any phrase inside.
-_PREFIX = re.compile(r"(in ensemble '[^']*', )?(\[request id: .*\] )?", re.DOTALL)
+_PREFIX = re.compile(r"\A(in ensemble '[^']*', )?(\[request id: .*\] )?", re.DOTALL)
 _WRONG_REQUEST = re.compile(
     r"unexpected (inference |explicit )?(input|output|shape|tensor|number of|'content')|incomplete string"
     r"|input '.*' (already exists|batch size|has no shape)|input byte size mismatch|inference request batch-size"
@@ -67,14 +67,18 @@ class RetryHint:
     unsent: bool = False
 
 
+def _without_prefix(text: str) -> str:
+    return _PREFIX.sub("", text, count=1)
+
+
 def is_wrong_request(text: str) -> bool:
     """Whether ``text`` is one of Triton's own complaints about the inputs or outputs of a request."""
-    return bool(_WRONG_REQUEST.match(text[_PREFIX.match(text).end() :]))
+    return bool(_WRONG_REQUEST.match(_without_prefix(text)))
 
 
 def from_error_message(text: str) -> TridentError:
     """The error in a response's ``error_message``: ours in its in-band form, or Triton's own words."""
-    words = text[_PREFIX.match(text).end() :]
+    words = _without_prefix(text)
     if _WRONG_REQUEST.match(words):
         return InvalidArgument("", text)
     return errors.from_text(words) or _from_words(words, EngineFailed)

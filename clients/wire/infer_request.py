@@ -54,7 +54,7 @@ def generation(request: GenerationRequest, model: str, timeout_s: float | None =
     inputs += [("return_num_input_tokens", [True]), ("return_num_output_tokens", [True])]
     if timings:
         inputs.append(("return_perf_metrics", [True]))
-    parameters = {"triton_enable_empty_final_response": True}
+    parameters: dict[str, bool | int | str] = {"triton_enable_empty_final_response": True}
     if timeout_s is not None:
         parameters["timeout"] = max(1, int(timeout_s * 1e6))
     typed = [(name, _INPUT_TYPES[name], values) for name, values in inputs]
@@ -70,7 +70,7 @@ _SAMPLING_TENSORS = tuple(
 def stop(request_id: str, model: str = "engine") -> bytes:
     """ModelInferRequest that ends the running request of that id in the engine (TensorRT-LLM's convention)."""
     zeros = [(name, "INT32", [0]) for name in ("input_ids", "input_lengths", "request_output_len")]
-    inputs = [*zeros, ("stop", "BOOL", [True])]
+    inputs: list[tuple[str, str, list]] = [*zeros, ("stop", "BOOL", [True])]
     return infer_request(model, request_id, inputs, {"triton_enable_empty_final_response": True})
 
 

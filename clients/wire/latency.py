@@ -33,7 +33,7 @@ class Stopwatch:
         if not count:
             return
         now_s = self.clock()
-        if self.first_s is None:
+        if self.first_s is None or self.last_s is None:
             self.first_s = now_s
         else:
             self.gaps_s.append((now_s - self.last_s, count))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 
 class WireError(ValueError):
@@ -31,7 +32,7 @@ def text(number: int, value: str) -> bytes:
     return chunk(number, value.encode()) if value else b""
 
 
-def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+def fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """The fields of one message in order: (number, integer or bytes). Fixed-width fields come as bytes."""
     at, end = 0, len(data)
     while at < end:

@@ -24,11 +24,12 @@ _ARGUMENTS = tuple(GenerateArguments.__annotations__)
 _SWITCHES = frozenset({"stream", "echo", "skip_special_tokens", "ignore_eos", "log_probs"})
 
 
-def build(prompt: str | None = None, **arguments: Unpack[GenerateArguments]) -> GenerationRequest:
+def build(prompt: str | None = None, **given: Unpack[GenerateArguments]) -> GenerationRequest:
     """Build a valid request from the arguments of ``generate``.
 
     Raises InvalidArgument that names the argument and what is allowed.
     """
+    arguments: dict[str, Any] = dict(given)
     for name in arguments:
         if name not in _ARGUMENTS:
             near = difflib.get_close_matches(name, _ARGUMENTS, 1)

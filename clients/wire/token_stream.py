@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -92,11 +92,11 @@ class TokenStream:
         self._response = ResponseReader(request)
         self._route = route
         self._schedule = schedule
-        self._attempt: Attempt | None = None
+        self._attempt: Any = None  # an Attempt while a call is in progress
         self._pause: asyncio.Task | None = None  # the wait before another attempt
         self._abandoned: TridentError | None = None
-        self._read: Callable | None = None
-        self._next: Callable | None = None  # self._read, or None where something else than reading comes next
+        self._read: Any = None
+        self._next: Any = None  # self._read, or None where something else than reading comes next
         self._began = False
         self._ended = False
 
@@ -228,6 +228,7 @@ class TokenStream:
     async def _next_attempt(self) -> None:
         """Do as ``_failed`` for an abandoned attempt, which is no failure of its replica."""
         error, self._abandoned = self._abandoned, None
+        assert error is not None
         self._release(Cancelled("the attempt was abandoned"))
         await self._failed(error, RetryHint())
 
