@@ -227,7 +227,7 @@ def test_ids_of_nobody_get_a_well_formed_answer(hear):
 
 def test_an_id_in_use_is_refused_before_the_engine_hears_of_it(post, hear, encode):
     post()
-    with pytest.raises(InvalidArgument, match="is in use"):
+    with pytest.raises(InvalidArgument, match="request_id: must be unique"):
         post()
     hear([256])
     post()
