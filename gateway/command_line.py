@@ -1,4 +1,4 @@
-"""``python -m gateway [serve]``: both doors. ``new-key``, ``hash-key`` and ``check``: for its configuration."""
+"""``python -m gateway [serve]``: serve. ``new-key``, ``hash-key``, ``check``: prepare its configuration."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    commands.add_parser("serve", help="both doors until SIGTERM or Ctrl-C, then a drain; the default")
-    for name, run, said in (
+    commands.add_parser("serve", help="serve until SIGTERM or Ctrl-C, then drain; the default")
+    for name, run, summary in (
         ("new-key", new_key, "make an API key, and the hash for the file"),
         ("hash-key", hash_key, "the hash of an API key, read from standard input"),
     ):
-        command = commands.add_parser(name, help=said)
+        command = commands.add_parser(name, help=summary)
         command.add_argument(
             "--config",
             type=Path,
@@ -41,20 +41,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def new_key(asked: argparse.Namespace) -> None:
-    """A new key and what the file keeps of it."""
-    _print_hash(asked, tenants.new_key(), shown=True)
+def new_key(arguments: argparse.Namespace) -> None:
+    """Print a new key and the hash that the file keeps."""
+    _print_hash(arguments, tenants.new_key(), shown=True)
 
 
-def hash_key(asked: argparse.Namespace) -> None:
-    """The hash of a key that exists. It is read, not an argument: those are seen by others and kept by shells."""
+def hash_key(arguments: argparse.Namespace) -> None:
+    """Print the hash of an existing key, read from standard input: arguments show in process lists and histories."""
     api_key = getpass.getpass("API key: ") if sys.stdin.isatty() else sys.stdin.readline().rstrip("\r\n")
     if len(api_key) < tenants.LEAST_KEY_LENGTH:
         raise InvalidArgument("API key", f"allowed are {tenants.LEAST_KEY_LENGTH} characters or more")
-    _print_hash(asked, api_key, shown=False)
+    _print_hash(arguments, api_key, shown=False)
 
 
-def check_all(asked: argparse.Namespace) -> None:
+def check_all(arguments: argparse.Namespace) -> None:
     settings = Settings.from_environment(os.environ)
     reading = configuration.read(settings.config, os.environ, pools.of(settings))
     for problem in unknown(os.environ, also=(tenants.API_KEYS,)):
@@ -62,8 +62,8 @@ def check_all(asked: argparse.Namespace) -> None:
     print(f"{settings.config or 'the environment'}: good; {len(reading.keys)} keys")
 
 
-def _print_hash(asked: argparse.Namespace, api_key: str, *, shown: bool) -> None:
-    path = asked.config or _path(os.environ.get(variable("config"), ""))
+def _print_hash(arguments: argparse.Namespace, api_key: str, *, shown: bool) -> None:
+    path = arguments.config or _path(os.environ.get(variable("config"), ""))
     salt = _salt(path)
     new = salt is None
     salt = salt or secrets.token_bytes(16)
@@ -77,22 +77,22 @@ def _print_hash(asked: argparse.Namespace, api_key: str, *, shown: bool) -> None
 
 
 def _what_next(path: Path | None, salt: str, hashed: str) -> str:
-    """What a person does with a hash. salt: a new one, "" if the file has it."""
+    """Return the next steps for a person. salt: a new one; "" if the file has one."""
     python = interpreter.command()
     entry = (
         f'[orgs.acme.teams.research.keys.alice]   # organisation, team and key: names of your choice\nhash = "{hashed}"'
     )
     if not salt:
-        said = f"Add to {path}, which a running gateway reads again by itself:\n\n{entry}"
+        text = f"Add to {path}, which a running gateway reads again by itself:\n\n{entry}"
     elif path is not None and path.exists():
-        said = (
+        text = (
             f'{path} has no salt yet. Put this above its first table:\n\nsalt = "{salt}"\n\nand this below:\n\n{entry}'
         )
     else:
         name = path or "gateway.toml"
         quoted = shlex.quote(str(name))
         there = f"{name} does not exist yet. " if path is not None else ""
-        said = f"""{there}Save these lines as {name}:
+        text = f"""{there}Save these lines as {name}:
 
 salt = "{salt}"
 {entry}
@@ -101,11 +101,11 @@ then serve with it, and make further keys with its salt:
 
 {variable("config")}={quoted} {python} -m gateway
 {python} -m gateway new-key --config {quoted}"""
-    return f"\n{said}\n\nThe key itself goes to its owner and into no file."
+    return f"\n{text}\n\nThe key itself goes to its owner and into no file."
 
 
 def _salt(path: Path | None) -> bytes | None:
-    """The file's, None if there is no file, or not yet, or no salt in it."""
+    """Return the salt of the file; None if it has none or does not exist."""
     table = configuration.table(path) if path is not None and path.exists() else {}
     return tenants.salt(str(path), table) if "salt" in table else None
 

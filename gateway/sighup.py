@@ -1,4 +1,4 @@
-"""SIGHUP: a closed terminal, or somebody who wants the configuration file read again."""
+"""SIGHUP: reload the configuration file, or stop if the terminal was closed."""
 
 from __future__ import annotations
 

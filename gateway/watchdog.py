@@ -1,4 +1,4 @@
-"""One periodic check of everything that is live, in place of a timer for each stream."""
+"""One periodic check of all live streams, in place of a timer per stream."""
 
 from __future__ import annotations
 

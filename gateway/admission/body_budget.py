@@ -30,15 +30,15 @@ class BodyBudget:
     def take(self, tenant: str, size: int, most_of_tenant: int) -> None:
         """Raises Overloaded if there is no room; then nothing is taken."""
         if self.held + size > self._most:
-            said = f"request bodies under way take all of the {self._most} bytes allowed together"
+            problem = f"request bodies in flight take all of the {self._most} bytes allowed together"
         elif self._of_tenant[tenant] + size > most_of_tenant:
-            said = f"request bodies of this tenant take all of the {most_of_tenant} bytes allowed for one"
+            problem = f"request bodies of this tenant take all of the {most_of_tenant} bytes allowed for one"
         else:
             self.held += size
             self._of_tenant[tenant] += size
             return
         self._forget_if_none(tenant)
-        error = Overloaded(f"{said}; send fewer or smaller requests at once", RETRY_AFTER_S)
+        error = Overloaded(f"{problem}; send fewer or smaller requests at once", RETRY_AFTER_S)
         error.reason = "bodies"
         raise error
 

@@ -20,9 +20,9 @@ from gateway.config.tenant import Level
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-# Longer than any request may take, queueing included; whoever makes a store says how long that is.
+# Longer than any request takes, queueing included; the caller passes the real bound.
 LEASE_S = 900.0
-_SWEEP_EVERY = 1024  # reservations between two looks for buckets that can be forgotten
+_PURGE_EVERY = 1024  # reservations between two removals of idle buckets
 _SETTLE_ATTEMPTS = 5
 _log = logging.getLogger(__name__)
 
@@ -55,20 +55,20 @@ class MemoryStore:
         return len(self._buckets)
 
     async def reserve(self, levels: Sequence[Level], tokens: int, least: int | None = None) -> Reservation:
-        # Nothing is awaited from the first look to the last booking: that is what makes it atomic.
+        # Atomic: nothing is awaited between the first check and the last reservation.
         now_s = self._clock()
-        wanted = demands(levels, tokens, least)
+        required = demands(levels, tokens, least)
         self._forget_idle(now_s)
-        for demand in wanted:
+        for demand in required:
             bucket = self._buckets.setdefault(demand.bucket, Bucket(demand.capacity, demand.capacity, now_s))
             bucket.refill(demand, now_s)
             self._rates[demand.bucket] = demand.rate_per_s
-        granted = all(self._buckets[demand.bucket].balance >= demand.amount for demand in wanted)
+        granted = all(self._buckets[demand.bucket].balance >= demand.amount for demand in required)
         reservation_id = secrets.token_hex(8)
         if granted:
-            for demand in wanted:
+            for demand in required:
                 self._buckets[demand.bucket].take(reservation_id, demand, now_s + self._lease_s)
-        standings = tuple(Standing(demand, self._buckets[demand.bucket].balance) for demand in wanted)
+        standings = tuple(Standing(demand, self._buckets[demand.bucket].balance) for demand in required)
         return Reservation(reservation_id, granted, standings)
 
     def settle(self, reservation: Reservation, used: int) -> None:
@@ -84,7 +84,7 @@ class MemoryStore:
 
     def _forget_idle(self, now_s: float) -> None:
         self._reserved += 1
-        if self._reserved % _SWEEP_EVERY == 0:
+        if self._reserved % _PURGE_EVERY == 0:
             idle = [name for name, bucket in self._buckets.items() if is_idle(bucket, self._rates[name], now_s)]
             for name in idle:
                 del self._buckets[name], self._rates[name]
@@ -187,23 +187,23 @@ class RedisStore:
         """As the protocol says; raises Unavailable if the store cannot be reached."""
         from redis.exceptions import RedisError
 
-        wanted = demands(levels, tokens, least)
+        required = demands(levels, tokens, least)
         reservation_id = secrets.token_hex(8)
-        if not wanted:
+        if not required:
             return Reservation(reservation_id, True)
-        asked = Reservation(reservation_id, True, tuple(Standing(demand, 0.0) for demand in wanted))
-        call = asyncio.ensure_future(self._call(asked, None))
+        pending = Reservation(reservation_id, True, tuple(Standing(demand, 0.0) for demand in required))
+        call = asyncio.ensure_future(self._call(pending, None))
         try:
-            # Shielded: a caller that leaves now cannot know whether it was booked.
+            # Shielded: on cancellation it is unknown whether the reservation was made.
             granted, *balances = await asyncio.shield(call)
         except asyncio.CancelledError:
-            self._behind(self._undo(call, asked))
+            self._behind(self._undo(call, pending))
             raise
         except RedisError as exc:
             _log.warning("the budget store does not answer: %s", exc)  # callers need not know where it is
             raise Unavailable("the budget store does not answer", 1.0) from exc
-        standings = tuple(Standing(demand, float(left)) for demand, left in zip(wanted, balances, strict=True))
-        if granted == 1 and any(demand.held for demand in wanted):
+        standings = tuple(Standing(demand, float(left)) for demand, left in zip(required, balances, strict=True))
+        if granted == 1 and any(demand.held for demand in required):
             self._unsettled.add(reservation_id)
         return Reservation(reservation_id, granted == 1, standings)
 
@@ -221,10 +221,10 @@ class RedisStore:
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
 
-    async def _undo(self, call: asyncio.Future, asked: Reservation) -> None:
-        with contextlib.suppress(Exception):  # whatever became of it: settling what was not booked does nothing
+    async def _undo(self, call: asyncio.Future, pending: Reservation) -> None:
+        with contextlib.suppress(Exception):  # settling a reservation that was not made does nothing
             await call
-        await self._settle(asked, 0)
+        await self._settle(pending, 0)
 
     async def _settle(self, reservation: Reservation, used: int) -> None:
         from redis.exceptions import RedisError
@@ -238,11 +238,11 @@ class RedisStore:
                 await asyncio.sleep(0.1 * 2**attempt)
 
     async def _call(self, reservation: Reservation, used: int | None) -> list:
-        wanted = [standing.demand for standing in reservation.standings]
-        keys = [key for demand in wanted for key in self._keys(demand.bucket, demand.level)]
+        required = [standing.demand for standing in reservation.standings]
+        keys = [key for demand in required for key in self._keys(demand.bucket, demand.level)]
         now = "" if self._clock is None else repr(self._clock())
         arguments: list = [now, self._lease_s, reservation.id, "" if used is None else used]
-        for demand in wanted:
+        for demand in required:
             arguments += [repr(demand.rate_per_s), demand.capacity, demand.amount, int(demand.held)]
         return await self._run(keys=keys, args=arguments)
 

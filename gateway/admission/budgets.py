@@ -20,7 +20,7 @@ from gateway.config.tenant import Level
 
 @dataclass(frozen=True)
 class Demand:
-    """What one request wants from one bucket.
+    """What one request needs of one bucket.
 
     bucket: ``tokens:acme/research``. held: kept until it is settled; otherwise spent at once.
     """
@@ -48,7 +48,7 @@ def demands(levels: Sequence[Level], tokens: int, least: int | None = None) -> t
     no estimate.
     """
     least = tokens if least is None else least
-    wanted = []
+    required = []
     for level in levels:
         limits = level.limits
         if limits.tokens_per_minute is not None:
@@ -57,12 +57,12 @@ def demands(levels: Sequence[Level], tokens: int, least: int | None = None) -> t
                 problem = f"prompt and answer may need {least} tokens, more than {level.name} may ever use at once"
                 raise InvalidArgument("max_tokens", f"{problem}; allowed are {capacity} together")
             rate_per_s = limits.tokens_per_minute / 60
-            wanted.append(Demand(f"tokens:{level.name}", rate_per_s, capacity, min(tokens, capacity), held=True))
+            required.append(Demand(f"tokens:{level.name}", rate_per_s, capacity, min(tokens, capacity), held=True))
         if limits.requests_per_minute is not None:
             capacity = limits.burst_requests or limits.requests_per_minute
             rate_per_s = limits.requests_per_minute / 60
-            wanted.append(Demand(f"requests:{level.name}", rate_per_s, capacity, 1, held=False))
-    return tuple(wanted)
+            required.append(Demand(f"requests:{level.name}", rate_per_s, capacity, 1, held=False))
+    return tuple(required)
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class Standing:
 
     @property
     def short(self) -> float:
-        """What was missing; 0 if it would have been enough."""
+        """The missing amount; 0 if the balance was sufficient."""
         return max(0.0, self.demand.amount - self.balance)
 
     @property
     def wait_s(self) -> float:
-        """Until what was missing has flown in, if nobody else takes it."""
+        """Seconds until the missing amount is refilled, if no other request takes it."""
         return self.short / self.demand.rate_per_s
 
     @property

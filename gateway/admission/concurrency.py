@@ -1,7 +1,7 @@
 """How many requests may be under way: one hard cap, caps by class, caps of every level. Taken at once or refused.
 
-Nobody waits here: a caller over a cap is told so while it is still cheap to say. Of the hard cap a part is kept for
-every pool, so that a flood at one of them does not shut out the callers of another; caps of classes are each pool's.
+A request over a cap is refused at once and never waits. A part of the hard cap is kept for every pool, so that a flood
+at one pool does not block the others; caps of classes apply to each pool.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from gateway.config.tenant import Level
 
 @dataclass(eq=False)
 class Slot:
-    """Places that were taken. ``release`` gives them back; only its first call does."""
+    """Requests counted under the caps. ``release`` subtracts them; further calls do nothing."""
 
     caps: Concurrency
     counted: tuple[str, ...]
     pool: str
-    places: int = 1
+    requests: int = 1
     taken: bool = True
 
     def release(self) -> None:
@@ -32,8 +32,12 @@ class Slot:
 
 @dataclass(eq=False)
 class Concurrency:
-    """limit: all requests, those that wait included. class_limits: by priority, of each pool; a class without one has
-    none. pools: those that requests are for; each is sure of a part of the limit, if there are several."""
+    """The caps of one gateway.
+
+    limit: all requests, waiting ones included.
+    class_limits: requests of a priority class at each pool; a class without an entry is unlimited.
+    pools: all pools; with several, each has a guaranteed part of the limit.
+    """
 
     limit: int
     class_limits: Mapping[int, int] = field(default_factory=dict)
@@ -54,25 +58,27 @@ class Concurrency:
         """The part that is taken of what the pool may have now: 0 is empty, 1 is full."""
         return self._of_pool[pool] / max(1, self._most(pool))
 
-    def try_acquire(self, levels: Sequence[Level], priority: int, places: int = 1, pool: str = "") -> Slot:
-        """``places`` under every cap, or none taken. Raises Overloaded that names the cap, InvalidArgument if there
-        could never be so many."""
-        if self._of_pool[pool] + places > self._most(pool):
+    def try_acquire(self, levels: Sequence[Level], priority: int, requests: int = 1, pool: str = "") -> Slot:
+        """Count ``requests`` under every cap or under none.
+
+        Raises: Overloaded that names the cap; InvalidArgument if the cap is smaller than ``requests``.
+        """
+        if self._of_pool[pool] + requests > self._most(pool):
             kept = self._kept * sum(other != pool for other in self.pools)
-            _check_possible("the gateway", self.limit - kept, places)
-            raise Overloaded(f"{self._total} requests are under way and no more are taken")
+            _check_possible("the gateway", self.limit - kept, requests)
+            raise Overloaded(f"{self._total} requests are in flight, the most allowed")
         caps = {f"class {priority}\0{pool}": self.class_limits.get(priority)}
         caps |= {f"level {level.name}": level.limits.max_in_flight for level in levels}
         for name, limit in caps.items():
-            if limit is not None and self._counts[name] + places > limit:
-                who = name.removeprefix("level ").partition("\0")[0]
-                _check_possible(who, limit, places)
-                raise Overloaded(f"{who} has {self._counts[name]} requests under way and may have {limit}")
-        self._total += places
-        self._of_pool[pool] += places
+            if limit is not None and self._counts[name] + requests > limit:
+                holder = name.removeprefix("level ").partition("\0")[0]
+                _check_possible(holder, limit, requests)
+                raise Overloaded(f"{holder} has {self._counts[name]} requests under way and may have {limit}")
+        self._total += requests
+        self._of_pool[pool] += requests
         for name in caps:
-            self._counts[name] += places
-        return Slot(self, tuple(caps), pool, places)
+            self._counts[name] += requests
+        return Slot(self, tuple(caps), pool, requests)
 
     @property
     def _kept(self) -> int:
@@ -86,14 +92,15 @@ class Concurrency:
         return self.limit - of_others - unused
 
     def _give_back(self, slot: Slot) -> None:
-        self._total -= slot.places
+        self._total -= slot.requests
         for counts, name in ((self._of_pool, slot.pool), *((self._counts, name) for name in slot.counted)):
-            counts[name] -= slot.places
+            counts[name] -= slot.requests
             if not counts[name]:  # tenants come and go; their names must not stay
                 del counts[name]
 
 
-def _check_possible(who: str, limit: int, places: int) -> None:
-    if places > limit:
-        problem = f"{places} choices are as many requests, and {who} may have {limit} under way"
-        raise InvalidArgument("n", f"{problem}; allowed are {limit} choices")
+def _check_possible(holder: str, limit: int, requests: int) -> None:
+    if requests > limit:
+        raise InvalidArgument(
+            "n", f"must be at most {limit}, the requests that {holder} may have in flight, got {requests}"
+        )

@@ -1,6 +1,6 @@
-"""What is given up first when there is too much: the length of answers, then the model, then the request.
+"""Degradation under pressure: first max_tokens is capped, then requests overflow, then they are refused.
 
-Pure: a pressure in, a stage out. Each stage is said in the response (``x-trident-degraded``) and can be counted.
+Pure functions of the pressure. Responses name the stage (``x-trident-degraded``), and metrics count it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gateway.config.policy import DegradationRules
 
 
 class Stage(str, Enum):
-    """In the order of what they cost the caller."""
+    """Stages in order of severity."""
 
     NONE = "none"
     SHORTER = "max_tokens"
@@ -32,8 +32,11 @@ def stage_at(pressure: float, rules: DegradationRules) -> Stage:
 
 @dataclass(frozen=True)
 class Degraded:
-    """A request as it may be served. target: where, empty for the usual replicas. note: for the response's header,
-    empty if nothing was given up."""
+    """A request as it may be served.
+
+    target: the overflow target; "" for replicas.
+    note: value of ``x-trident-degraded``; "" if the request is not degraded.
+    """
 
     request: GenerationRequest
     target: str = ""
@@ -41,17 +44,19 @@ class Degraded:
 
 
 def overflow_note(target: str) -> str:
-    """What the response says of a request that ``target`` serves."""
+    """Return the value of ``x-trident-degraded`` for an overflow target."""
     return f"overflow={target}"
 
 
 def degrade(request: GenerationRequest, stage: Stage, rules: DegradationRules, target: str = "") -> Degraded:
-    """``request`` under ``stage``; REFUSE is the caller's to raise, and is treated as the stage below it. target: the
-    one that takes it in the stage OVERFLOW, the first of the rules if it is not said."""
+    """Return ``request`` as degraded in ``stage``. The caller handles REFUSE, which counts as OVERFLOW here.
+
+    target: the overflow target; by default the first of the rules.
+    """
     if stage is Stage.OVERFLOW and rules.overflow:
         target = target or rules.overflow[0]
         return Degraded(request, target, overflow_note(target))
-    limit = max(rules.max_tokens, request.sampling.min_tokens)  # a promised minimum is kept
+    limit = max(rules.max_tokens, request.sampling.min_tokens)  # min_tokens must be reachable
     if stage is Stage.NONE or request.max_tokens <= limit:
         return Degraded(request)
     return Degraded(replace(request, max_tokens=limit), "", f"max_tokens={limit}")

@@ -1,8 +1,8 @@
 """Admission: caps, budgets and each pool's fair queue in one place, behind the protocol of permit.py.
 
 The order: choose the pool → shorten under pressure → cap → room in the pool's queue → reserve the budget → wait for a
-slot of the pool → Permit. Every pool has slots, a queue and a pressure of its own; what happens at one delays nobody at
-another. What is taken on the way is given back in one place, ``_Ticket.close``, once, whichever way the request ends.
+slot of the pool → Permit. Every pool has its own slots, queue and pressure; a busy pool does not delay another one.
+``_Ticket.close`` releases everything that a request took, once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gateway.config.policy import AdmissionRules, DegradationRules
 from gateway.config.tenant import Level, Tenant
 
 _Refusal = TypeVar("_Refusal", Overloaded, DeadlineExceeded)
-Takes = Callable[[str, Sequence[GenerationRequest]], bool]  # whether an overflow target can have these requests now
+Accepts = Callable[[str, Sequence[GenerationRequest]], bool]  # whether an overflow target can serve these requests
 
 
 class Pools(Protocol):
@@ -60,9 +60,10 @@ class OnePool:
 class FairAdmission:
     """Admission for one gateway process: ``await admit(requests, tenant)``.
 
-    clock: seconds, the one the budget store counts with if that is in memory. pools: where requests can go.
-    target_pool: the pool of an overflow target, empty if it is an upstream. ``rejected`` and ``degraded`` count what
-    was refused and lowered, by reason and stage.
+    clock: monotonic seconds, the clock of an in-memory budget store.
+    pools: draws pools and reports their capacity.
+    target_pool: returns the pool of an overflow target; "" for an upstream.
+    rejected, degraded: requests refused by reason, degraded by stage.
     """
 
     def __init__(
@@ -122,14 +123,13 @@ class FairAdmission:
             slots.dispatch()
 
     def check(self, now_s: float) -> None:
-        """Looks whether pools that requests wait for can run more than before: nothing else tells when a replica comes
-        or another gateway leaves it."""
+        """Dispatch waiting requests: no event reports that a replica was added or that another gateway left one."""
         for slots in self._slots.values():
             if slots.waiting:
                 slots.dispatch()
 
     def pressure(self, tenant: Tenant, pool: str = "") -> float:
-        """How full the fullest bound is that this tenant can meet at the pool: 0 is empty, 1 is full."""
+        """Return the fullness of the tenant's fullest bound at the pool: 0 is empty, 1 is full."""
         queue = self.slots(pool).queue
         return max(
             self._concurrency.fullness(pool),
@@ -141,20 +141,22 @@ class FairAdmission:
         self,
         requests: Sequence[GenerationRequest],
         tenant: Tenant,
-        takes: Takes = lambda target, requests: True,
+        accepts: Accepts = lambda target, requests: True,
         down: bool = False,
         session: str = "",
     ) -> QueuedPermit:
-        """The permit, as soon as the first of ``requests`` has a slot; see permit.py. Where no overflow target takes
-        them, answers are shortened instead. down: the tenant's pool has no healthy replica, so that a target serves
-        them whatever the pressure. session: of a conversation, which stays in one pool.
+        """Return the permit when the first of ``requests`` has a slot; see permit.py.
 
-        Raises Overloaded with ``reason``, ``retry_after_s`` and ``headers`` (pressure, a cap, the queue or a budget is
-        full), DeadlineExceeded (their time was up in the queue), InvalidArgument (they can never fit a budget or a
-        cap), Unavailable (the budget store does not answer).
+        accepts: whether an overflow target accepts requests; if none does, ``max_tokens`` is capped instead.
+        down: the tenant's pool has no ready replica; an overflow target serves the requests at any pressure.
+        session: conversation id; a session stays in one pool.
+
+        Raises: Overloaded with ``reason``, ``retry_after_s`` and ``headers`` (pressure, cap, queue or budget full),
+        DeadlineExceeded (timed out in the queue), InvalidArgument (never fits a budget or cap), Unavailable (the
+        budget store does not answer).
         """
         pool = self.pools.draw(tenant.pool, session)
-        requests, target, headers = self._lowered(tuple(requests), tenant, pool, takes, down)
+        requests, target, headers = self._degraded(tuple(requests), tenant, pool, accepts, down)
         if target:
             pool = self.target_pool(target)
         ticket = _Ticket(self, tenant, session, self._clock(), requests)
@@ -179,8 +181,10 @@ class FairAdmission:
         return QueuedPermit(ticket.requests, headers, target, ticket.turns, ticket, need.counts)
 
     async def admit_reader(self, tenant: Tenant) -> QueuedPermit:
-        """For an answer that exists already or is being made for somebody else: a request of the tenant's budget and
-        a place in its caps, no tokens and no slot. Raises what ``admit`` raises."""
+        """Admit a reader of a reused response: charge one request and hold the caps, but no tokens and no slot.
+
+        Raises: as ``admit``.
+        """
         ticket = _Ticket(self, tenant, "", self._clock())
         ticket.slot = self._acquire(tenant, 1, tenant.pool)
         try:
@@ -191,10 +195,10 @@ class FairAdmission:
             raise
         return QueuedPermit((), dict(ticket.reservation.headers), "", (), ticket)
 
-    def _lowered(
-        self, requests: tuple[GenerationRequest, ...], tenant: Tenant, pool: str, takes: Takes, down: bool
+    def _degraded(
+        self, requests: tuple[GenerationRequest, ...], tenant: Tenant, pool: str, accepts: Accepts, down: bool
     ) -> tuple[tuple[GenerationRequest, ...], str, dict[str, str]]:
-        """The requests as they may be served under the pressure there is, where, and what is said about it."""
+        """Return the requests as degraded under the current pressure, their overflow target and response headers."""
         rules = self._degradation
         if rules is None:
             return requests, "", {}
@@ -203,24 +207,24 @@ class FairAdmission:
             raise self._refusal("pressure", Overloaded("there is more work than can be done"), pool)
         target = ""
         if down or stage is Stage.OVERFLOW:
-            takers = (name for name in rules.overflow if takes(name, requests))
-            target = next((name for name in takers if down or self._has_room(name, requests, tenant)), "")
+            names = (name for name in rules.overflow if accepts(name, requests))
+            target = next((name for name in names if down or self._has_room(name, requests, tenant)), "")
             stage = Stage.OVERFLOW if target else Stage.SHORTER if stage is Stage.OVERFLOW else stage
-        lowered = [degrade(one, stage, rules, target) for one in requests]
-        note = next((one.note for one in lowered if one.note), "")
+        degraded = [degrade(one, stage, rules, target) for one in requests]
+        note = next((one.note for one in degraded if one.note), "")
         if not note:
             return requests, "", {}
         self.degraded[stage.value] += 1
-        return tuple(one.request for one in lowered), lowered[0].target, {"x-trident-degraded": note}
+        return tuple(one.request for one in degraded), degraded[0].target, {"x-trident-degraded": note}
 
     def _has_room(self, target: str, requests: tuple[GenerationRequest, ...], tenant: Tenant) -> bool:
-        """Whether requests sent to this target would be served soon."""
+        """Return whether the target would serve the requests soon."""
         pool = self.target_pool(target)
         return not pool or self.slots(pool).is_short_wait(tenant.name, _longest(requests))
 
-    def _acquire(self, tenant: Tenant, places: int, pool: str) -> Slot:
+    def _acquire(self, tenant: Tenant, slots: int, pool: str) -> Slot:
         try:
-            return self._concurrency.try_acquire(tenant.levels, tenant.priority, places, pool)
+            return self._concurrency.try_acquire(tenant.levels, tenant.priority, slots, pool)
         except Overloaded as exc:
             raise self._refusal("concurrency", exc, pool) from None
 
@@ -238,7 +242,7 @@ class FairAdmission:
         left = max(0, math.floor(short.balance))
         unit, level = short.demand.unit, short.demand.level
         error = Overloaded(f"{level} has {left} {unit} left and the request may need {short.demand.amount:.0f}")
-        # The bucket's own pace, not the queue's: nothing else brings its tokens back.
+        # Only the bucket's refill brings its tokens back, so its rate counts and not the queue's.
         wait_s = retry_after.retry_after_s(short.short, short.demand.rate_per_s, self._rng, most_s=3600.0)
         raise self._refusal("budget", error, pool, wait_s, reservation.headers)
 
@@ -250,7 +254,7 @@ class FairAdmission:
         wait_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> _Refusal:
-        """``error`` with the reason that metrics name and what the caller is told about when to come back."""
+        """Count the refusal and return ``error`` with its reason and retry-after."""
         self.rejected[reason] += 1
         if wait_s is None:
             wait_s = self.slots(pool).retry_after_s(self._rng)
@@ -260,13 +264,13 @@ class FairAdmission:
 
 
 def _longest(requests: Sequence[GenerationRequest]) -> int:
-    """The most tokens that one of them may generate."""
+    """Return the largest ``max_tokens``."""
     return max(one.max_tokens for one in requests)
 
 
 @dataclass(eq=False)
 class _Ticket:
-    """What a request has taken so far. drawn: its pool was drawn by weight, so that another one may take its place."""
+    """What a request holds."""
 
     admission: FairAdmission
     tenant: Tenant
@@ -282,13 +286,13 @@ class _Ticket:
 
     @property
     def ends_s(self) -> float:
-        """When the caller's own time is up."""
+        """The request's own deadline."""
         return self.began_s + min((one.timeout_s or math.inf for one in self.requests), default=math.inf)
 
-    def claim(self, pool: str, tokens: int, count: int, left_s: float = math.inf) -> Claim:
-        """Queues for ``count`` slots of a pool. left_s: what is left of the request's time. Raises Overloaded."""
+    def claim(self, pool: str, tokens: int, count: int, remaining_s: float = math.inf) -> Claim:
+        """Queue for ``count`` slots of a pool. remaining_s: of the request's time. Raises Overloaded."""
         admission, tenant = self.admission, self.tenant
-        until_s = min(admission._clock() + min(admission._rules.max_wait_s, left_s), self.ends_s)
+        until_s = min(admission._clock() + min(admission._rules.max_wait_s, remaining_s), self.ends_s)
         longest_tokens = _longest(self.requests)
         entry = Entry(tenant.name, max(1, tokens), tenant.priority, tenant.weight, until_s, count, longest_tokens)
         try:
@@ -312,8 +316,11 @@ class _Ticket:
 
 @dataclass(eq=False)
 class Turn:
-    """One choice's turn; see permit.Turn. claim: None at an upstream, where no slot is used. may_move: its pool was
-    drawn by weight, so that another one may take its place."""
+    """The slot of one choice; see permit.Turn.
+
+    claim: None at an upstream, which needs no slot.
+    may_move: its pool was drawn by weight, so that another pool may serve it.
+    """
 
     ticket: _Ticket
     pool: str = ""
@@ -333,21 +340,21 @@ class Turn:
         await self._wait_in(ticket.admission.pools.draw("", ticket.session, self.pool))
         return self.pool
 
-    async def go(self, target: str, left_s: float) -> None:
+    async def go(self, target: str, remaining_s: float) -> None:
         ticket, admission = self.ticket, self.ticket.admission
         self.release()
         self.may_move = not target and not ticket.tenant.pool
         pool = admission.target_pool(target) if target else admission.pools.draw(ticket.tenant.pool, ticket.session)
         if pool or not target:
-            await self._wait_in(pool, left_s)
+            await self._wait_in(pool, remaining_s)
         else:
             self.pool, self.claim = "", None
 
-    async def _wait_in(self, pool: str, left_s: float = math.inf) -> None:
-        """Leaves the slot there is and waits for one of ``pool``."""
+    async def _wait_in(self, pool: str, remaining_s: float = math.inf) -> None:
+        """Release the slot and wait for one of ``pool``."""
         self.release()
         ticket = self.ticket
-        self.claim = ticket.claim(pool, ticket.tokens // len(ticket.requests), 1, left_s)
+        self.claim = ticket.claim(pool, ticket.tokens // len(ticket.requests), 1, remaining_s)
         self.pool, self.number = pool, 0
         await self.claim.turn(0)
 

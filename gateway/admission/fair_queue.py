@@ -1,10 +1,10 @@
-"""Whose turn it is: bounded queues by class and tenant. No clock, no I/O: every call is told the time.
+"""Fair scheduling: bounded queues by priority class and tenant. No clock and no I/O: callers pass the time.
 
-Between classes the more urgent goes first. One whose oldest request has waited ``aging_s`` takes turns with the next
-more urgent one, and so on, so that nothing starves. It moves up as a whole: if requests did alone, a tenant would get
-more of its own class the longer its queue is. Between the tenants of a class: deficit round robin (Shreedhar and
-Varghese, 1995) in tokens, by weight. Within a tenant: earliest deadline, then first come. What has passed its deadline
-never leaves the queue as work.
+Between classes the more urgent one goes first. Priority aging: a class whose oldest request has waited ``aging_s``
+shares the turns of the next more urgent one, and so on, so that nothing starves. A class ages as a whole: if requests
+aged alone, a tenant would get more of its own class the longer its queue is. Between the tenants of a class: deficit
+round robin (Shreedhar and Varghese, 1995) in tokens, by weight. Within a tenant: earliest deadline, then first come.
+What has passed its deadline never leaves the queue as work.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class FairQueue:
         return self._by_tenant[tenant]
 
     def check_room(self, tenant: str, priority: int) -> None:
-        """Raises Overloaded that says which queue is full."""
+        """Raise Overloaded that names the full queue."""
         waiting, most = self._by_class[priority], self.rules.max_waiting_per_class
         if waiting >= most:
             raise Overloaded(f"queue full: {waiting} of {most} requests wait in priority class {priority}")
@@ -131,7 +131,7 @@ class FairQueue:
             heapq.heappush(self._deadlines, (entry.deadline_s, entry.sequence, entry))
 
     def extend(self, entry: Entry, deadline_s: float) -> None:
-        """Gives an entry that waits a later deadline; it keeps its place among those of its tenant."""
+        """Give a waiting entry a later deadline; its order among its tenant's entries stays."""
         entry.deadline_s = deadline_s
         if deadline_s < math.inf:
             heapq.heappush(self._deadlines, (deadline_s, entry.sequence, entry))
@@ -204,7 +204,7 @@ class FairQueue:
             flow.deficit += unused_tokens
 
     def _by_urgency(self, now_s: float) -> list[set[int]]:
-        """The classes in which somebody waits, the most urgent first; in one set those that take turns together."""
+        """Return the classes with waiting entries, the most urgent first; aged classes share a set."""
         together: defaultdict[int, set[int]] = defaultdict(set)
         for priority, line in self._came.items():
             while line and not line[0][1].waiting:
@@ -214,37 +214,36 @@ class FairQueue:
         return [together[level] for level in sorted(together)]
 
     def _turn(self, classes: set[int], may_run: Callable[[Entry], bool]) -> Entry | None:
-        """Deficit round robin in these classes; asked again without a change it says the same.
+        """Return the next entry of these classes by deficit round robin; repeated calls return the same entry.
 
         A tenant at the front gets its quantum once a turn, sends while that lasts, and goes to the back.
         """
         flows = self._flows
         heads: dict[tuple[int, str], Entry] = {}
-        for place, flow in list(flows.items()):
-            if place[0] in classes:
+        for key, flow in list(flows.items()):
+            if key[0] in classes:
                 head = flow.head()
                 if head is None:
-                    del flows[place]  # and its deficit with it: who has nothing to send saves nothing up
+                    del flows[key]  # with its deficit: an idle tenant saves up no credit
                 elif may_run(head):
-                    heads[place] = head
+                    heads[key] = head
         while heads:
-            for place in [place for place in flows if place in heads]:
-                flow, cost = flows[place], heads[place].next_cost
+            for key in [key for key in flows if key in heads]:
+                flow, cost = flows[key], heads[key].next_cost
                 if not flow.in_turn:
                     flow.deficit += self.rules.quantum_tokens * flow.weight
                     flow.in_turn = True
                 if cost <= flow.deficit:
-                    return heads[place]
+                    return heads[key]
                 flow.in_turn = False
-                flows.move_to_end(place)
-            # Nobody had enough: as many rounds at once as pass until somebody has.
+                flows.move_to_end(key)
+            # No tenant had enough credit: add as many rounds at once as one needs.
             quantum = self.rules.quantum_tokens
             rounds = min(
-                math.ceil((heads[place].next_cost - flows[place].deficit) / (quantum * flows[place].weight))
-                for place in heads
+                math.ceil((heads[key].next_cost - flows[key].deficit) / (quantum * flows[key].weight)) for key in heads
             )
-            for place in heads:
-                flows[place].deficit += (rounds - 1) * quantum * flows[place].weight
+            for key in heads:
+                flows[key].deficit += (rounds - 1) * quantum * flows[key].weight
         return None
 
     def _forget_those_that_left(self) -> None:

@@ -1,16 +1,15 @@
-"""The boundary between the doors and admission: who asks, and the right to be served until the stream's end.
+"""The interface between the endpoints and admission: a permit to generate, held until the end of the stream.
 
-The doors (HTTP and gRPC) do, for every request, in this order:
+For every request an endpoint does, in this order:
 
     tenant = keys.tenant(api_key)                        # Unauthenticated
     permit = await admission.admit(requests, tenant)     # Overloaded, DeadlineExceeded, InvalidArgument, Unavailable
-    try: serve permit.requests, which may ask for less than ``requests`` did, each when its turn has begun
-    finally: permit.settle(usage)                        # exactly once, whichever end
+    try: serve permit.requests, perhaps with fewer max_tokens than ``requests``, each when its turn has begun
+    finally: permit.settle(usage)                        # once, at the end
 
-``admit`` may wait in a fair, bounded queue; the caller leaves by cancelling it, and then nothing stays reserved. The
-choices of one caller (``n``, several prompts) are admitted together, all or none: caps and budgets are taken for all of
-them at once. Each begins when there is a slot for it and gives the slot back when it ends, whatever the others do; so
-no caller waits for another one's end while it keeps slots idle.
+``admit`` may wait in a fair, bounded queue; cancelling it releases everything. The choices of one request (``n``,
+several prompts) are admitted together or not at all: caps and budgets are taken for all of them. Each choice begins
+when it gets a slot and releases the slot when it ends, so that no request keeps slots idle.
 """
 
 from __future__ import annotations
@@ -25,41 +24,45 @@ from gateway.config.tenant import Tenant
 
 
 class Turn(Protocol):
-    """The turn of one choice to be served. pool: where; it stays that one unless the choice moves."""
+    """The slot of one choice. pool: where the slot is."""
 
     pool: str
 
     def begin(self) -> asyncio.Future[None]:
-        """Done when there is a slot for the choice; fails with DeadlineExceeded if its time was up before. The first
-        choice of a permit has its slot already."""
+        """Return a future that is done when the choice has its slot; it fails with DeadlineExceeded. The first choice
+        of a permit has its slot already."""
 
     @property
     def may_move(self) -> bool:
-        """Whether another pool may serve it: not if the pool is the tenant's own or an overflow target's."""
+        """Whether another pool may serve the choice: not if the tenant or an overflow target names the pool."""
 
     async def move(self) -> str:
-        """Leaves its pool, whose replicas are gone, for another one that serves the tenant, and waits for a slot there.
-        Raises Overloaded, DeadlineExceeded."""
+        """Wait for a slot in another public pool, because the replicas of its own are down, and return that pool.
 
-    async def go(self, target: str, left_s: float) -> None:
-        """Leaves its slot for an overflow target, or for the usual replicas if that is empty, and waits for a slot
-        where one is needed, at most ``left_s`` seconds. Nothing is charged again. Raises Overloaded, DeadlineExceeded.
+        Raises: Overloaded, DeadlineExceeded.
+        """
+
+    async def go(self, target: str, remaining_s: float) -> None:
+        """Release the slot and wait for one at an overflow target, or at the replicas if ``target`` is "".
+
+        remaining_s: longest wait. Upstreams need no slot. Nothing is charged again.
+        Raises: Overloaded, DeadlineExceeded.
         """
 
     def fail(self, error: TridentError) -> None:
         """End its wait for a slot with ``error``; nothing if it does not wait."""
 
     def release(self) -> None:
-        """The choice is over, and its slot free. Safe to call twice."""
+        """Release the slot. Safe to call twice."""
 
 
 class Permit(Protocol):
     """An admitted request.
 
-    requests: what may be served, in the order asked: the asked ones, or less of each. turns: one for each of them.
-    headers: what the response says about it, in lower case: ``x-ratelimit-*``, and ``x-trident-degraded`` where
-    something was lowered. target: the overflow target that shall serve it, empty for the usual replicas. counts: of
-    each request's prompt, in tokens.
+    requests: as requested, in order, perhaps with fewer ``max_tokens``.
+    headers: of the response, in lower case: ``x-ratelimit-*``, and ``x-trident-degraded`` if it is degraded.
+    target: the overflow target that serves it; "" for replicas.
+    counts: tokens of each request's prompt.
     """
 
     requests: tuple[GenerationRequest, ...]
@@ -72,19 +75,21 @@ class Permit(Protocol):
         """One for each request."""
 
     def settle(self, usage: Usage | None) -> None:
-        """The last stream is over: what was used is charged, the rest of the reservation comes back.
+        """Charge ``usage`` and return the rest of the reservation. A second call does nothing.
 
-        None: nothing was generated, all of it comes back. A stream cut midway is settled with what it had produced.
-        Never blocks and never raises; state that lives elsewhere is written behind. A second call does nothing.
+        usage: of all choices, also of a stream that was cut; None if nothing was generated.
+        Does not block or raise; shared state is written in the background.
         """
 
 
 class Keys(Protocol):
-    """API keys and whose they are."""
+    """A table of API keys."""
 
     def tenant(self, api_key: str) -> Tenant:
-        """The tenant of the key, "" if none was sent. Raises Unauthenticated."""
+        """Return the tenant of a key; "" is no key. Raises Unauthenticated."""
 
     def named(self, tenant: str, key: str) -> Tenant | None:
-        """For work that outlives its request: the tenant of this name as its key ``key`` sees it today, where ``key``
-        is the name of its last level and empty if it has none. None if there is no such key any more."""
+        """Return a tenant as its key sees it now, for work that outlives its request.
+
+        key: name of the key's level; "" without keys. None if the key does not exist any more.
+        """

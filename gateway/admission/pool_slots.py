@@ -1,4 +1,4 @@
-"""The slots of one pool and the queue for them: who may run, and who waits. Everything on one event loop.
+"""The slots of one pool and the queue for them. Everything runs on one event loop.
 
 A request needs one slot for each of its choices and gets them one by one, as they come free: each choice begins and
 ends by itself, so that a request with many choices neither waits for many slots at once nor keeps them idle.
@@ -58,7 +58,7 @@ class PoolSlots:
         self._running_tokens: float = 0
         self._longest_tokens = 0  # of the running ones, added up
         self._drain = retry_after.DrainRate()
-        self._crowded, self._crowded_s, self._looked_s = False, 0.0, 0.0
+        self._saturated, self._saturated_s, self._checked_s = False, 0.0, 0.0
         self._wake: asyncio.TimerHandle | None = None
 
     @property
@@ -80,9 +80,9 @@ class PoolSlots:
 
     def retry_after_s(self, rng: random.Random) -> float:
         """When a refused request may come back, from the pace at which this pool's backlog shrinks."""
-        self._look()
+        self._update_saturated_time()
         backlog = self.queue.backlog_tokens + self._running_tokens
-        return retry_after.retry_after_s(backlog, self._drain.tokens_per_s(self._crowded_s), rng)
+        return retry_after.retry_after_s(backlog, self._drain.tokens_per_s(self._saturated_s), rng)
 
     def is_short_wait(self, tenant: str, longest_tokens: int) -> bool:
         """Whether a request would get a slot at once, or would be the tenant's only one that waits, with fewer others
@@ -101,7 +101,7 @@ class PoolSlots:
         return claim
 
     def dispatch(self) -> None:
-        """Gives free slots to those whose turn it is, refuses whose time is up, looks again at the next deadline."""
+        """Give free slots to waiting entries, fail the expired ones, and schedule the next deadline."""
         now_s, queue = self._clock(), self.queue
         for entry in queue.expire(now_s):
             self._expire(entry)
@@ -115,7 +115,7 @@ class PoolSlots:
                     queue.remove(next_entry)
                 else:
                     self._give(next_entry.work, limits)
-        self._look()
+        self._update_saturated_time()
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
@@ -151,7 +151,7 @@ class PoolSlots:
         claim._given(reserved)
 
     def _take_back(self, entry: Entry, number: int, reserved: bool) -> None:
-        """A choice is over: its slot is free."""
+        """Free the slot of a choice."""
         tokens = entry.part(number)
         self.running -= 1
         self._reserved -= reserved
@@ -161,18 +161,18 @@ class PoolSlots:
         self._running_tokens -= tokens
         self._longest_tokens -= entry.longest_tokens
         # The whole reservation is off the backlog, used or not; that is the pace at which the backlog shrinks.
-        if self._look():
-            self._drain.observe(tokens, self._crowded_s)
+        if self._update_saturated_time():
+            self._drain.observe(tokens, self._saturated_s)
 
-    def _look(self) -> bool:
-        """Whether others were kept waiting or out until now. Only such time counts for the pace at which a backlog
-        shrinks: what is settled in a quiet hour says how little was asked."""
-        now_s, crowded = self._clock(), self._crowded
-        if crowded:
-            self._crowded_s += now_s - self._looked_s
-        self._looked_s = now_s
-        self._crowded = len(self.queue) > 0 or self._full()
-        return crowded
+    def _update_saturated_time(self) -> bool:
+        """Add up saturated time and return whether the pool was saturated until now. Drain rate is measured only
+        while requests wait or are refused: idle time would understate it."""
+        now_s, saturated = self._clock(), self._saturated
+        if saturated:
+            self._saturated_s += now_s - self._checked_s
+        self._checked_s = now_s
+        self._saturated = len(self.queue) > 0 or self._full()
+        return saturated
 
     def _expire(self, entry: Entry) -> None:
         error = DeadlineExceeded("the request waited in the gateway's queue until its time was up")
@@ -194,11 +194,11 @@ class Claim:
 
     @property
     def left(self) -> bool:
-        """Whether somebody who waited has left already, and the claim is about to be closed."""
+        """Whether a waiter was cancelled, so that the claim is about to be closed."""
         return any(turn.cancelled() for turn in self._turns.values())
 
     def turn(self, number: int) -> asyncio.Future[None]:
-        """Done when the choice has its slot; fails when the request's time is up."""
+        """Return a future that is done when the choice has its slot; it fails when the request times out."""
         turn = self._turns.get(number)
         if turn is None:
             turn = self._turns[number] = asyncio.get_running_loop().create_future()
@@ -216,13 +216,13 @@ class Claim:
                 turn.set_exception(error)
 
     def release(self, number: int) -> None:
-        """The choice is over, if it ever began. Safe to call twice."""
+        """Release the slot of a choice. Safe to call twice."""
         if number in self._held:
             self.pool._take_back(self.entry, number, self._held.pop(number))
             self.pool.dispatch()
 
     def close(self, used_tokens: float) -> None:
-        """The request is over: what it still holds is free, and of what it was charged the unused part comes back."""
+        """Release all slots of the request and return the unused part of its charge."""
         if self._closed:
             return
         self._closed = True

@@ -22,13 +22,13 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-LOOK_S = 1.0
+POLL_S = 1.0
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one look at the file and the environment found."""
+    """One reading of the file and the environment."""
 
     keys: KeyTable
     policy: Policy
@@ -89,7 +89,7 @@ class Configuration:
 
     @property
     def keyless(self) -> bool:
-        """Nobody has a key, so that everybody is one and the same tenant: for private networks."""
+        """Whether there are no API keys; then all callers are one tenant, for private networks."""
         return not self._reading.keys
 
     def tenant(self, api_key: str) -> Tenant:
@@ -108,11 +108,11 @@ class Configuration:
     async def watch(self) -> None:
         """Until it is cancelled."""
         while self._path is not None:
-            await asyncio.sleep(LOOK_S)
-            await self.look()
+            await asyncio.sleep(POLL_S)
+            await self.poll()
 
-    async def look(self) -> None:
-        """Read the file if it changed since the last look."""
+    async def poll(self) -> None:
+        """Read the file if it changed since the last poll."""
         if self._path is not None and self._signature() != self._seen:
             await self.reload()
 

@@ -11,7 +11,7 @@
     max_in_flight_of_class = { 2 = 200 }   # by priority, at each pool; waiting ones included
     quantum_tokens = 128               # a tenant's turn, times its weight
     aging_s = 10.0                     # a class whose oldest request waits so long moves one class up
-    [degradation]                      # what is given up, from which fullness on; without the section nothing is
+    [degradation]                      # at which pressure requests are degraded; never without the section
     shorter_at = 0.7
     max_tokens = 128                   # of every answer, first
     overflow_at = 0.85
@@ -32,15 +32,15 @@
     cache_ttl_s = 3600.0
     engine = ""                        # the engine's hash, for replicas whose metrics do not say it
     idempotency_ttl_s = 600.0          # how long a finished stream can be asked for again by its Idempotency-Key
-    idempotency_linger_s = 30.0        # how long one goes on that nobody reads
+    idempotency_linger_s = 30.0        # how long a stream without a reader continues
     idempotency_bytes = 268435456      # 0 takes no Idempotency-Key
-    [shadow]                           # the same requests once more, where nobody waits for the answer
+    [shadow]                           # copies of requests, whose responses are only compared
     pool = "next"
     fraction = 0.01
     max_running = 8
     [pools]                            # shares of the replicas' pools; see TRIDENT_GATEWAY_REPLICAS, _POOL_WEIGHTS
     stable = 95.0
-    canary = { weight = 5.0, replicas = "10.0.0.7:8001" }   # replicas: in place of the variable's, or a new pool's
+    canary = { weight = 5.0, replicas = "10.0.0.7:8001" }   # replicas: in field of the variable's, or a new pool's
     [prices]
     replica_hour = 2.5                 # what a replica costs, for the cost of 1,000 tokens
     currency = "USD"
@@ -128,7 +128,7 @@ class DegradationRules(BaseModel):
 
 
 class OverflowTarget(BaseModel):
-    """Where requests go that find no room: a pool, or an upstream."""
+    """A target of overflowing requests: a pool or an upstream."""
 
     model_config = _RULES
     pool: str = ""
@@ -174,9 +174,9 @@ class PoolRules(BaseModel):
     replicas: Annotated[str, Field(min_length=1)] | None = None
 
 
-def _pool(said: object) -> object:
+def _pool(value: object) -> object:
     """A number alone is the weight."""
-    return {"weight": said} if isinstance(said, (int, float)) and not isinstance(said, bool) else said
+    return {"weight": value} if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 class Prices(BaseModel):
@@ -186,7 +186,7 @@ class Prices(BaseModel):
 
 
 class Policy(BaseModel):
-    """All of it."""
+    """All rules."""
 
     model_config = _RULES
     admission: AdmissionRules = AdmissionRules()
@@ -200,7 +200,7 @@ class Policy(BaseModel):
 
     @property
     def pools_used(self) -> list[tuple[str, str]]:
-        """Every (place, pool) where a rule sends requests to a pool."""
+        """Every (field, pool) where a rule sends requests to a pool."""
         named = [(f"overflow.{name}.pool", target.pool) for name, target in self.overflow.items() if target.pool]
         return named + ([("shadow.pool", self.shadow.pool)] if self.shadow else [])
 
@@ -210,7 +210,7 @@ _POLICY = TypeAdapter(Policy)
 
 
 def read(path: str, table: Mapping[str, Any], environ: Mapping[str, str]) -> Policy:
-    """The rules in ``table``. Raises InvalidArgument that names the file, the place, and what is allowed there."""
+    """Return the rules in ``table``. Raises InvalidArgument that names the file, the field and what is allowed."""
     sections = {name: table[name] for name in SECTIONS if name in table}
     try:
         policy = _POLICY.validate_python(_from_environment(path, sections, environ))
@@ -227,22 +227,22 @@ def read(path: str, table: Mapping[str, Any], environ: Mapping[str, str]) -> Pol
 
 def check_pools(path: str, policy: Policy, pools: Mapping[str, Any]) -> None:
     """Raises InvalidArgument where a rule sends requests to a pool that is not in ``pools``."""
-    for place, pool in policy.pools_used:
+    for field, pool in policy.pools_used:
         if pool not in pools:
             allowed = ", ".join(name or "''" for name in pools)
-            raise InvalidArgument(f"{path}: {place}", f"there is no pool {pool!r}; allowed is {allowed}")
+            raise InvalidArgument(f"{path}: {field}", f"there is no pool {pool!r}; allowed is {allowed}")
 
 
-def _from_environment(path: str, value: Any, environ: Mapping[str, str], place: str = "") -> Any:
+def _from_environment(path: str, value: Any, environ: Mapping[str, str], field: str = "") -> Any:
     """``value`` with what begins with $ looked up."""
     if isinstance(value, Mapping):
         return {
-            key: _from_environment(path, inner, environ, f"{place}.{key}" if place else key)
+            key: _from_environment(path, inner, environ, f"{field}.{key}" if field else key)
             for key, inner in value.items()
         }
     if isinstance(value, str) and value.startswith("$"):
         if value[1:] not in environ:
-            raise InvalidArgument(f"{path}: {place}", f"the environment has no variable {value[1:]}")
+            raise InvalidArgument(f"{path}: {field}", f"the environment has no variable {value[1:]}")
         return environ[value[1:]]
     return value
 
@@ -250,14 +250,14 @@ def _from_environment(path: str, value: Any, environ: Mapping[str, str], place: 
 def _named(path: str, failed: ValidationError) -> InvalidArgument:
     error = failed.errors(include_url=False, include_context=True, include_input=False)[0]
     parts = [str(part) for part in error["loc"] if part != "[key]"]
-    place, said = f"{path}: {'.'.join(parts)}", error["msg"]
+    field, problem = f"{path}: {'.'.join(parts)}", error["msg"]
     if error["type"] == "extra_forbidden":
         allowed = _fields(Policy, parts[:-1])
-        return InvalidArgument(place, f"is not known; allowed are {', '.join(allowed)}")
+        return InvalidArgument(field, f"is not known; allowed are {', '.join(allowed)}")
     if error["type"] == "missing":
-        return InvalidArgument(place, "is missing")
-    said = said.removeprefix("Value error, ")
-    return InvalidArgument(place, said[:1].lower() + said[1:])
+        return InvalidArgument(field, "is missing")
+    problem = problem.removeprefix("Value error, ")
+    return InvalidArgument(field, problem[:1].lower() + problem[1:])
 
 
 def _fields(model: type[BaseModel], parts: list[str]) -> list[str]:

@@ -30,7 +30,7 @@ class Pools:
         return {pool: self.weights.get(pool, 0.0) for pool in self.places}
 
     def changed(self, path: str, rules: Mapping[str, PoolRules]) -> Pools:
-        """Return these pools with what the file says of them.
+        """Return these pools with the changes of the file.
 
         path: of the file, for errors. rules: its section [pools], by pool.
         Raises InvalidArgument for a pool without replicas, one without a weight while others have one, and weights that
@@ -44,7 +44,7 @@ class Pools:
                 discovery.source(where)
             except InvalidArgument as exc:
                 raise InvalidArgument(f"{path}: pools.{pool}.replicas", exc.problem) from exc
-        # The pool without a name is the one of whoever has a single pool; named ones take its place.
+        # The pool without a name is the one of a single pool; named pools replace it.
         kept = {pool: where for pool, where in self.places.items() if pool or not listed}
         places = {**kept, **listed}
         for pool in rules:
@@ -53,14 +53,14 @@ class Pools:
                     f"allowed is {', '.join(name or repr('') for name in places)}, or a pool with replicas of its own"
                 )
                 raise InvalidArgument(f"{path}: pools.{pool}", f"there is no pool {pool!r}; {allowed}")
-        said = {pool: rule.weight for pool, rule in rules.items() if rule.weight is not None}
-        if not said:
+        weighted = {pool: rule.weight for pool, rule in rules.items() if rule.weight is not None}
+        if not weighted:
             return Pools(places, self.weights)
         for pool in places:
-            if pool not in said and self.weights is None:
-                problem = f"has no weight while {', '.join(said)} has one; allowed is a number from 0 to 1e9"
+            if pool not in weighted and self.weights is None:
+                problem = f"has no weight while {', '.join(weighted)} has one; allowed is a number from 0 to 1e9"
                 raise InvalidArgument(f"{path}: pools.{pool}", problem)
-        weights = {**(self.weights or {}), **said}
+        weights = {**(self.weights or {}), **weighted}
         if sum(weights.get(pool, 0.0) for pool in places) <= 0:
             raise InvalidArgument(f"{path}: pools", "all weights are 0; one at least must be more")
         return Pools(places, weights)

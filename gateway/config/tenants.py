@@ -1,7 +1,7 @@
-"""API keys and whose they are: organisation → team → key, from the configuration file and the environment.
+"""API keys and their tenants: organisation → team → key, from the configuration file and the environment.
 
-A team is a tenant: its keys share its name, its place in the queue and its caches, and can be exchanged without
-anyone noticing. Limits may stand on every level and all of them hold:
+A team is a tenant: its keys share its name, its queue and its caches, and can be rotated without effect
+on them. Limits are allowed on every level, and all apply:
 
     salt = "9f3c…"                            # of this file; hexadecimal, 16 bytes or more
     [orgs.acme]
@@ -63,7 +63,7 @@ class KeyTable:
         return sum(len(tenants) for _, tenants in self.salted)
 
     def tenant(self, api_key: str) -> Tenant:
-        """Raises Unauthenticated; its message says nothing about which keys there are."""
+        """Raises Unauthenticated; its message does not reveal which keys exist."""
         if not api_key:
             raise Unauthenticated("no API key was sent; send it as Authorization: Bearer <key>")
         found = self._find(api_key)

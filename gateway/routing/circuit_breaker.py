@@ -1,8 +1,8 @@
-"""Whether a replica may get requests: probes, the breaker, and what this process says of itself. Pure.
+"""The circuit breaker of a replica or upstream. Pure.
 
 Probes take a replica out after three failures and bring it back after two successes (``replica_set.health``). A deep
 probe generates one greedy token and compares its digest, so that a replica that answers nonsense is out too. The
-breaker looks at real requests instead, and reacts at once where probes need half a minute.
+breaker observes real requests and reacts at once where probes need half a minute.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BreakerPolicy:
 
 @dataclass(frozen=True)
 class Breaker:
-    """state, and in which pause it is: until ``until_s`` nothing goes there."""
+    """An immutable breaker. until_s: end of the pause during which it allows no request."""
 
     state: BreakerState = BreakerState.CLOSED
     failures: int = 0
@@ -44,7 +44,7 @@ class Breaker:
     until_s: float = 0.0
 
     def allows(self, now_s: float) -> bool:
-        """Whether a request may go there now; in half-open the one trial already has."""
+        """Return whether a request may be sent; half-open allows none beyond its one trial."""
         return self.state is BreakerState.CLOSED or (self.state is BreakerState.OPEN and now_s >= self.until_s)
 
     def state_at(self, now_s: float) -> BreakerState:
@@ -54,24 +54,24 @@ class Breaker:
         return self.state
 
     def sent(self, now_s: float) -> Breaker:
-        """After a request went there: one that goes to an open breaker after its pause is the trial."""
+        """Return the breaker after a request was sent; after a pause that request is the trial."""
         if self.state is BreakerState.OPEN and now_s >= self.until_s:
             return Breaker(BreakerState.HALF_OPEN, self.failures, self.pause_s, now_s)
         return self
 
     def left(self, now_s: float) -> Breaker:
-        """After a request ended that says nothing about the replica: a trial may be made again."""
+        """Return the breaker after an inconclusive request: another trial is allowed."""
         if self.state is BreakerState.HALF_OPEN:
             return Breaker(BreakerState.OPEN, self.failures, self.pause_s, now_s)
         return self
 
     def over(self, error: TridentError | None, silent_s: float, now_s: float, policy: BreakerPolicy) -> Breaker:
-        """After a request ended; see blames_replica."""
+        """Return the breaker after a request ended; see blames_replica."""
         bad = blames_replica(error, silent_s)
         return self.left(now_s) if bad is None else self.after(not bad, now_s, policy)
 
     def after(self, ok: bool, now_s: float, policy: BreakerPolicy) -> Breaker:
-        """After a request went well or badly."""
+        """Return the breaker after a success or failure."""
         if ok:
             # A request that began before the breaker opened is no trial.
             return self if self.state is BreakerState.OPEN else Breaker()
@@ -87,11 +87,12 @@ class Breaker:
 
 
 def blames_replica(error: TridentError | None, silent_s: float) -> bool | None:
-    """What the end of a request says about its replica: True for bad, False for good, None for nothing.
+    """Return whether the end of a request is a failure of its replica: True, False, or None if inconclusive.
 
-    A refusal is an answer: a replica that is full, or that finds a request wrong, works. silent_s: from when it got
-    the request, 0 once it said anything. Who gives it a millisecond, or stops one that answers, learns nothing about
-    it, and must not be able to open its breaker for everybody.
+    A refusal is no failure: a replica that is full, or rejects a request, works. A deadline of a millisecond or a
+    cancellation is inconclusive, so that one client cannot open the breaker for all.
+
+    silent_s: seconds without a response; 0 after the first one.
     """
     if error is None:
         return False

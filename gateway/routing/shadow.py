@@ -1,7 +1,7 @@
-"""Shadow traffic: a part of the requests once more, at replicas whose answers nobody waits for, and a comparison.
+"""Shadow traffic: a fraction of the requests is copied to another pool, and the outputs are compared.
 
-The copy is sent when the answer of the original has begun, so that it takes nothing from its first token, and only
-while fewer than ``max_running`` copies run. Whatever becomes of it, the caller never notices.
+A copy is sent after the first token of the original, so that it does not delay it, and only while fewer than
+``max_running`` copies run. Callers never wait for copies or see their errors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RESULTS = ("agree", "differ", "undetermined", "failed", "unfinished", "full")
 
 
 class Shadow:
-    """Makes copies for one pool. ``close`` ends those that run."""
+    """Sends copies to one pool. ``close`` cancels those that run."""
 
     def __init__(self, rules: ShadowRules, replicas: Replicas, results: Counter, rng: random.Random) -> None:
         self.rules, self._replicas, self._results, self._rng = rules, replicas, results, rng
@@ -36,7 +36,7 @@ class Shadow:
         self._comparing: set[asyncio.Task] = set()
 
     def begin(self, request: GenerationRequest) -> Copy | None:
-        """A copy to be made of this request, or None if it is none of those."""
+        """Return the copy of this request; None if it is not in the fraction."""
         if self._rng.random() >= self.rules.fraction:
             return None
         return Copy(self, request)
@@ -54,7 +54,7 @@ class Shadow:
         self._results.labels(result).inc()
 
     def compare(self, copy: asyncio.Task[str], original: str, determined: bool) -> None:
-        """Count what came out, once the copy is there. original: the digest, "" if it did not come to its end."""
+        """Count the result once the copy has ended. original: digest of the text; "" if it is incomplete."""
         comparing = asyncio.ensure_future(self._compare(copy, original, determined))
         self._comparing.add(comparing)
         comparing.add_done_callback(self._comparing.discard)
@@ -77,20 +77,20 @@ class Shadow:
             self.count("agree" if found == original else "differ")
 
     async def _digest(self, request: GenerationRequest) -> str:
-        """The digest of what the shadow answers, "" if it fails."""
-        asked = dataclasses.replace(request, request_id=new_request_id(), stream=False)
-        route = self._replicas.route(asked, self.rules.pool)
-        route.priority = 0.0  # behind everybody who waits for an answer
+        """Return the digest of the copy's text; "" if it fails."""
+        copy = dataclasses.replace(request, request_id=new_request_id(), stream=False)
+        route = self._replicas.route(copy, self.rules.pool)
+        route.priority = 0.0  # behind all requests of callers
         schedule = RetrySchedule(NO_RETRY, RetryBudget(), self._rng)
         try:
-            done = await TokenStream(route, asked, schedule).complete()
+            done = await TokenStream(route, copy, schedule).complete()
         except TridentError:
             return ""
         return hashlib.sha256(done.text.encode(errors="surrogatepass")).hexdigest()
 
 
 class Copy:
-    """The copy of one request, told what the original does."""
+    """The copy of one request; it observes the original."""
 
     def __init__(self, shadow: Shadow, request: GenerationRequest) -> None:
         self._shadow, self._request = shadow, request

@@ -1,4 +1,4 @@
-"""A server elsewhere that speaks OpenAI's protocol, as one more place where a generation can be made."""
+"""A client of an OpenAI-compatible server that serves overflowing requests."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from gateway.routing.circuit_breaker import Breaker, BreakerPolicy, BreakerState
 
 _LOG = logging.getLogger(__name__)
 CONNECT_S = 5.0
-COOL_S = 1.0  # how long one that answered 429 without a Retry-After is left alone
+COOL_S = 1.0  # pause after a 429 without Retry-After
 MAX_CONNECTIONS = 200
 MAX_EVENT_BYTES = 1024 * 1024
 _BYTES_PER_TOKEN = 4  # of a prompt, where an upstream does not count
-# What OpenAI's protocol cannot say, or what an upstream may do otherwise than our engines.
+# Parameters that OpenAI's protocol lacks, or that upstreams interpret differently.
 _NEUTRAL = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "log_probs", "top_log_probs")
 _SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 _PARAMETERS = frozenset({"messages", "prompt", "max_tokens", "stop", "seed", *_SAMPLING})
@@ -42,7 +42,7 @@ _ENDS = {"length": FinishReason.LENGTH}
 
 
 class Upstream:
-    """One upstream. url: up to and with ``/v1``. Its breaker opens after failures in a row, as a replica's does."""
+    """One upstream with a circuit breaker. url: up to and with ``/v1``."""
 
     def __init__(
         self,
@@ -60,17 +60,17 @@ class Upstream:
         self._cool_until_s = 0.0
 
     def accepts(self, request: GenerationRequest) -> bool:
-        """Whether it may be asked now, and the request asks for nothing that is lost on the way."""
+        """Return whether it can serve the request now."""
         return self.understands(request) and self.wait_s() <= 0
 
     def understands(self, request: GenerationRequest) -> bool:
-        """Whether OpenAI's protocol can say all that the request asks for."""
+        """Return whether OpenAI's protocol can express the request."""
         plain = all(getattr(request.sampling, name) == getattr(SamplingParams(), name) for name in _NEUTRAL)
         lost = request.stop_token_ids or request.json_schema or request.echo or not request.skip_special_tokens
         return plain and not lost
 
     def wait_s(self) -> float:
-        """Seconds until it may be asked: its Retry-After and the pause of its breaker; 0 or less for now."""
+        """Return the seconds until it accepts requests: its Retry-After and its breaker; 0 or less for now."""
         now_s = time.monotonic()
         pause_s = 0.0
         if not self.breaker.allows(now_s):
@@ -79,7 +79,7 @@ class Upstream:
         return max(self._cool_until_s - now_s, pause_s)
 
     def stream(self, request: GenerationRequest, traceparent: str = "") -> UpstreamStream:
-        """Sent at once. Made inside a running event loop."""
+        """Send the request and return its stream. Needs a running event loop."""
         self.breaker = self.breaker.sent(time.monotonic())
         self.outstanding += 1
         return UpstreamStream(self, self._events(request, traceparent), request)
@@ -92,7 +92,7 @@ class Upstream:
             _LOG.warning("upstream %s: the breaker opens for %g s after: %s", self.name, self.breaker.pause_s, error)
 
     async def _events(self, request: GenerationRequest, traceparent: str) -> AsyncIterator[dict[str, Any]]:
-        """The stream's events as tables. Raises what went wrong as TridentError."""
+        """Yield the events of the stream. Raises TridentError."""
         path = "/completions" if request.messages is None else "/chat/completions"
         headers = {"authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         headers |= {"traceparent": traceparent} if traceparent else {}
@@ -115,7 +115,7 @@ class Upstream:
                         return
                     event = orjson.loads(data)
                     if not isinstance(event, dict) or "error" in event:
-                        raise EngineFailed(f"{self.name} failed midway: {_said(data)}")
+                        raise EngineFailed(f"{self.name} failed midway: {_message(data)}")
                     yield event
         except asyncio.TimeoutError as exc:
             raise DeadlineExceeded(f"the deadline passed while {self.name} was answering") from exc
@@ -123,14 +123,14 @@ class Upstream:
             raise Unavailable(f"{self.name} cannot be reached or read: {type(exc).__name__}: {exc}") from exc
 
     def _refused(self, answer: aiohttp.ClientResponse, body: bytes) -> TridentError:
-        """The error that a status other than 200 means. All of it is internal: it may speak of our account there."""
-        status, said = answer.status, f"{self.name} answered {answer.status}: {_said(body)}"
+        """Return the error of a status other than 200. Its text is internal: it may name the account there."""
+        status, message = answer.status, f"{self.name} answered {answer.status}: {_message(body)}"
         if status in (400, 413, 422):
-            return _invalid(said, body)
+            return _invalid(message, body)
         if status == 429:
-            error: Overloaded | Unavailable = Overloaded(said, retry_after_s(answer.headers))
+            error: Overloaded | Unavailable = Overloaded(message, retry_after_s(answer.headers))
         else:  # its keys and models are our configuration, so a wrong one is no fault of the caller's
-            error = Unavailable(said, retry_after_s(answer.headers))
+            error = Unavailable(message, retry_after_s(answer.headers))
         if error.retry_after_s is not None or status == 429:
             cool_s = COOL_S if error.retry_after_s is None else error.retry_after_s
             self._cool_until_s = max(self._cool_until_s, time.monotonic() + cool_s)
@@ -138,9 +138,9 @@ class Upstream:
 
 
 class UpstreamStream:
-    """One generation there: deltas that end with one that has ``finish_reason``; errors are raised, typed.
+    """One generation at an upstream: deltas, the last with ``finish_reason``; raises TridentError.
 
-    ``cancel`` ends it from any task; a reader that waits sees Cancelled.
+    ``cancel`` ends it from any task; a waiting reader gets Cancelled.
     """
 
     attempts = 1
@@ -185,7 +185,7 @@ class UpstreamStream:
         except TridentError as exc:
             end = exc
         except (AttributeError, TypeError) as exc:
-            end = EngineFailed(f"{self._upstream.name} sent an event that is none of OpenAI's: {exc}")
+            end = EngineFailed(f"{self._upstream.name} sent a malformed event: {exc}")
         await self._arrived.put(end)
         return end
 
@@ -200,7 +200,7 @@ class UpstreamStream:
         self._upstream.over(end, math.inf if self._failure else 0.0)
 
     async def _deltas(self, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[TokenDelta]:
-        """Its text as it comes; the end is held back until the tokens have been counted, behind it."""
+        """Yield text as it arrives; the end waits for the usage that follows it."""
         reason: FinishReason | None = None
         counted: Usage | None = None
         async for event in events:
@@ -238,14 +238,14 @@ def _body(request: GenerationRequest, model: str) -> dict[str, Any]:
     return body
 
 
-def _invalid(said: str, body: bytes) -> InvalidArgument:
+def _invalid(message: str, body: bytes) -> InvalidArgument:
     """A refusal that names the request's parameter at fault, if that is one we sent."""
     error: Any = {}
     with contextlib.suppress(ValueError, KeyError, TypeError):
         error = orjson.loads(body)["error"]
     param, code = (error.get("param"), error.get("code")) if isinstance(error, dict) else (None, None)
     kind = PromptTooLong if code == "context_length_exceeded" else InvalidArgument
-    refused = kind(param if isinstance(param, str) and param in _PARAMETERS else "", said)
+    refused = kind(param if isinstance(param, str) and param in _PARAMETERS else "", message)
     refused.internal = True
     return refused
 
@@ -266,14 +266,14 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
     return None
 
 
-def _usage(said: Any) -> Usage | None:
-    if not isinstance(said, dict):
+def _usage(fields: Any) -> Usage | None:
+    if not isinstance(fields, dict):
         return None
-    prompt, output = said.get("prompt_tokens"), said.get("completion_tokens")
+    prompt, output = fields.get("prompt_tokens"), fields.get("completion_tokens")
     return Usage(prompt, output) if isinstance(prompt, int) and isinstance(output, int) else None
 
 
-def _said(body: bytes) -> str:
+def _message(body: bytes) -> str:
     """The message of an error body, or its beginning."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(orjson.loads(body)["error"]["message"])[:300]

@@ -16,7 +16,7 @@ LEVELS = (Level("acme", Limits(max_in_flight=3)), Level("acme/r"), Level("acme/r
 def test_the_hard_cap_refuses_the_next_one() -> None:
     caps = Concurrency(2)
     slots = [caps.try_acquire((), 1) for _ in range(2)]
-    with pytest.raises(Overloaded, match="2 requests are under way and no more are taken"):
+    with pytest.raises(Overloaded, match="2 requests are in flight, the most allowed"):
         caps.try_acquire((), 1)
     slots[0].release()
     assert caps.try_acquire((), 1).taken

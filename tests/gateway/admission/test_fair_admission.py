@@ -99,14 +99,14 @@ async def test_the_hard_cap_refuses_at_once_with_the_drain_rates_hint(clock: Any
         clock.advance(10)
         (await door.admission.admit([ASKED], Tenant())).settle(Usage(1, 1))
     held = [await door.admission.admit([ASKED], Tenant()) for _ in range(2)]
-    with pytest.raises(Overloaded, match="2 requests are under way") as refused:
+    with pytest.raises(Overloaded, match="2 requests are in flight") as refused:
         await door.admission.admit([ASKED], Tenant())
     assert refused.value.retry_after_s <= 1.25
     for _ in range(100):  # a pace of COST tokens each second
         clock.advance(1)
         held.pop(0).settle(Usage(1, 1))
         held.append(await door.admission.admit([ASKED], Tenant()))
-    with pytest.raises(Overloaded, match="2 requests are under way") as refused:
+    with pytest.raises(Overloaded, match="2 requests are in flight") as refused:
         await door.admission.admit([ASKED], Tenant())
     assert 1.8 <= refused.value.retry_after_s <= 2.2 * 1.25
     assert door.admission.rejected == {"concurrency": 2}
@@ -334,9 +334,9 @@ async def test_a_wide_request_is_not_kept_out_by_narrow_ones(clock: Any) -> None
 async def test_more_choices_than_a_cap_allows_are_an_invalid_argument(clock: Any) -> None:
     door = Door(clock, limit=10)
     capped = Tenant("acme", levels=(Level("acme", Limits(max_in_flight=2)),))
-    with pytest.raises(InvalidArgument, match="n: 3 choices .* acme may have 2"):
+    with pytest.raises(InvalidArgument, match="n: must be at most 2, "):
         await door.admission.admit(_choices(3), capped)
-    with pytest.raises(InvalidArgument, match="n: 11 choices .* the gateway may have 10"):
+    with pytest.raises(InvalidArgument, match="n: must be at most 10, "):
         await door.admission.admit(_choices(11), Tenant())
     permit = await door.admission.admit(_choices(2), capped)
     with pytest.raises(Overloaded, match="acme has 2 requests under way and may have 2"):
@@ -349,7 +349,7 @@ async def test_a_reader_of_anothers_answer_costs_a_request_and_no_tokens(clock: 
     door, tenant = Door(clock, limit=2), _tenant(tokens=10, requests=2)
     permits = [await door.admission.admit_reader(tenant) for _ in range(2)]
     assert permits[1].headers["x-ratelimit-remaining-requests"] == "0" and door.admission.running == 0
-    with pytest.raises(Overloaded, match="2 requests are under way"):
+    with pytest.raises(Overloaded, match="2 requests are in flight"):
         await door.admission.admit_reader(tenant)
     for permit in permits:
         permit.settle(None)

@@ -121,18 +121,18 @@ async def test_a_file_that_became_wrong_changes_nothing_until_it_is_right_again(
     found.changed = lambda: changes.append(1)
     for broken in ("broken", keys(ALICE) + "[admission]\nmax_running = -1", "[admission]\nmax_running = 3"):
         path.write_text(broken)
-        await found.look()
+        await found.poll()
         assert found.tenant(ALICE).levels[0].limits.tokens_per_minute == 6000 and found.problem
     assert "has no keys any more" in found.problem  # it would have been open to everybody
     path.unlink()
-    await found.look()
-    await found.look()
+    await found.poll()
+    await found.poll()
     assert found.tenant(ALICE) and "cannot be read" in found.problem
     assert len([record for record in caplog.records if "stays as it was" in record.message]) == 4
     fresh = tmp_path / "fresh.toml"
     fresh.write_text(keys(BOB, limits="tokens_per_minute = 7000"))
     os.replace(fresh, path)
-    await found.look()
+    await found.poll()
     assert found.tenant(BOB).levels[0].limits.tokens_per_minute == 7000 and found.problem == ""
     assert len(changes) == 1
     with pytest.raises(Unauthenticated):
@@ -144,7 +144,7 @@ async def test_what_holds_until_the_next_start_says_so(tmp_path: Path, caplog: p
     path.write_text("")
     found = Configuration(path, {}, POOLS)
     path.write_text("[reuse]\ncoalesce = false")
-    await found.look()
+    await found.poll()
     assert any("[reuse] changed and holds from the next start on" in record.message for record in caplog.records)
 
 
