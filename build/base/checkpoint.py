@@ -201,10 +201,20 @@ def _check_tokenizer(folder: Path, arch: Architecture) -> None:
 
 
 def _token_ids(key: str, generation: Mapping, config: Mapping, arch: Architecture) -> tuple[int, ...]:
-    """From generation_config.json, else config.json; -1 (an old spelling of none) is dropped."""
-    value = generation.get(key, config.get(key))
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not -1 <= token < arch.vocab_size:
-            raise CheckpointError(f"{key} is {shown(value)}; allowed are token ids below vocab_size {arch.vocab_size}")
+    """From generation_config.json, else config.json; -1 (an old spelling of none) is dropped.
+
+    An entry of config.json that generation_config.json overrides must still hold integers: config.json is copied
+    into the engine, where other programs read it. Its range is not checked; published configs have unused ids.
+    """
+    files = {"config.json": config, "generation_config.json": generation}
+    ids: list[int] = []
+    for name, fields in files.items():
+        if key not in fields:
+            continue
+        value = fields[key]
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        last = 2**63 if key in generation and name == "config.json" else arch.vocab_size
+        if any(isinstance(token, bool) or not isinstance(token, int) or not -1 <= token < last for token in ids):
+            allowed = f"token ids below vocab_size {arch.vocab_size}"
+            raise CheckpointError(f"{name}: {key} is {shown(value)}; allowed are {allowed}")
     return tuple(dict.fromkeys(token for token in ids if token >= 0))

@@ -172,7 +172,22 @@ def test_a_tokenizer_of_another_model_is_refused(folder):
 @pytest.mark.parametrize("value", [331, "x", [3, None], True, -2])
 def test_an_end_id_outside_the_vocabulary_is_refused(folder, value):
     edit(folder / "generation_config.json", eos_token_id=value)
-    assert f"eos_token_id is {value!r}; allowed are token ids below vocab_size 331" in refusal(folder)
+    expected = f"generation_config.json: eos_token_id is {value!r}; allowed are token ids below vocab_size 331"
+    assert expected in refusal(folder)
+
+
+@pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("value", [["a"], "2", [2, None], True, 2.0, {}])
+def test_a_token_id_in_config_that_generation_config_overrides_must_be_an_integer_too(folder, key, value):
+    edit(folder / "generation_config.json", **{key: 7})
+    edit(folder / "config.json", **{key: value})
+    assert f"config.json: {key} is {value!r}; allowed are token ids" in refusal(folder)
+
+
+def test_an_overridden_id_beyond_the_vocabulary_does_no_harm(folder):
+    edit(folder / "generation_config.json", pad_token_id=7)
+    edit(folder / "config.json", pad_token_id=331)
+    assert open_checkpoint(folder).pad_token_id == 7
 
 
 @pytest.mark.parametrize(
@@ -239,7 +254,15 @@ _ODD = st.one_of(
 )
 _FIELDS = {
     "config.json": (*LLAMA, "head_dim", "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window")
-    + ("layer_types", "quantization_config", "attention_bias", "mlp_bias", "partial_rotary_factor", "pad_token_id"),
+    + (
+        "layer_types",
+        "quantization_config",
+        "attention_bias",
+        "mlp_bias",
+        "partial_rotary_factor",
+        "pad_token_id",
+        "eos_token_id",
+    ),
     "generation_config.json": ("eos_token_id", "bos_token_id", "pad_token_id"),
     "tokenizer.json": ("model", "added_tokens", "version"),
 }
