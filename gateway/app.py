@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's endpoints and health over one Service."""
+"""Build the HTTP application: OpenAI's endpoints and health over one Service."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gateway.service import Service
 
 
 def build(service: Service) -> Starlette:
-    """The application; its lifespan starts and closes the service."""
+    """Return the application; its lifespan starts and closes the service."""
     settings = service.settings
     vocabulary = Vocabulary(settings.tokenizer)
     semantic = semantic_cache.configured(settings, time.monotonic, service.metrics.registry)
@@ -46,7 +46,7 @@ def build(service: Service) -> Starlette:
         table = {"object": "list", "data": [model] if service.may_use(settings.model, tenant) else []}
         return Response(orjson.dumps(table), media_type="application/json")
 
-    async def one_model(request: Request) -> Response:
+    async def get_model(request: Request) -> Response:
         try:
             tenant = service.tenant(bearer_token(request.headers.get("authorization", "")))
             service.check_model(request.path_params["name"], tenant)
@@ -55,7 +55,7 @@ def build(service: Service) -> Starlette:
         return Response(orjson.dumps(model), media_type="application/json")
 
     async def schema(request: Request) -> Response:
-        # Its bounds reach beyond 64 bits, which is where orjson ends.
+        # orjson has no integers beyond 64 bits, and the schema's limits exceed them.
         return Response(json.dumps(openapi.document(settings)), media_type="application/json")
 
     @contextlib.asynccontextmanager
@@ -72,7 +72,7 @@ def build(service: Service) -> Starlette:
     application = Starlette(
         routes=[
             Route("/v1/models", models),
-            Route("/v1/models/{name}", one_model),
+            Route("/v1/models/{name}", get_model),
             Route("/v1/chat/completions", OpenAIEndpoint(service, reuse, ChatFormatter, vocabulary), methods=["POST"]),
             Route("/v1/completions", OpenAIEndpoint(service, reuse, CompletionFormatter, vocabulary), methods=["POST"]),
             *monitoring.health_routes(service, public=True),
@@ -82,12 +82,12 @@ def build(service: Service) -> Starlette:
         exception_handlers={HTTPException: _http_exception},
         lifespan=lifespan,
     )
-    application.router.redirect_slashes = False  # to wherever the caller's Host says
+    application.router.redirect_slashes = False  # a redirect would go to the host that the client's Host header names
     return application
 
 
 async def _http_exception(request: Request, exc: Exception) -> Response:
-    """Starlette's own refusals, unknown paths and methods, as OpenAI's error object."""
+    """Return Starlette's own errors, unknown paths and methods, as OpenAI's error object."""
     assert isinstance(exc, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "bad_request")
     status, headers, body = error_responses.plain(

@@ -1,4 +1,4 @@
-"""What a person at the terminal reads once the gateway listens: addresses, and commands to copy."""
+"""Write the text that the gateway prints when it listens: addresses, and commands to copy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def text(settings: Settings, http: str, grpc: str, monitoring: str, *, keyless: 
     key = "" if keyless else ' -H "authorization: Bearer $KEY"'
     api_key = '"none"' if keyless else 'os.environ["KEY"]'
     config = settings.config or f"none ({variable('config')})"
-    who = "needed" if not keyless else f"none needed; `{python} -m gateway new-key` makes one"
+    keys = "required" if not keyless else f"not required; `{python} -m gateway new-key` makes one"
     return f"""
 Trident's gateway serves the model {settings.model}.
   OpenAI    {scheme}://{http}/v1
@@ -35,7 +35,7 @@ Trident's gateway serves the model {settings.model}.
   metrics   http://{monitoring}/metrics
   replicas  {settings.replicas}
   config    {config}
-  API keys  {who}
+  API keys  {keys}
 Try
   {curl} {scheme}://{http}/v1/models{key}
   {curl} -N {scheme}://{http}/v1/chat/completions{key} -H "content-type: application/json" \\
@@ -43,5 +43,5 @@ Try
   {python} -c 'import openai{"" if keyless else ", os"}
 client = openai.OpenAI(base_url="{scheme}://{http}/v1", api_key={api_key})
 print(client.completions.create(model="{settings.model}", prompt="def fibonacci(n):", max_tokens=32).choices[0].text)'
-Ctrl-C stops it{"" if settings.config is None else "; SIGHUP reads the configuration file again"}.
+Ctrl-C stops it{"" if settings.config is None else "; SIGHUP reloads the configuration file"}.
 """

@@ -50,16 +50,18 @@ def hash_key(arguments: argparse.Namespace) -> None:
     """Print the hash of an existing key, read from standard input: arguments show in process lists and histories."""
     api_key = getpass.getpass("API key: ") if sys.stdin.isatty() else sys.stdin.readline().rstrip("\r\n")
     if len(api_key) < tenants.LEAST_KEY_LENGTH:
-        raise InvalidArgument("API key", f"allowed are {tenants.LEAST_KEY_LENGTH} characters or more")
+        problem = f"must have at least {tenants.LEAST_KEY_LENGTH} characters, got {len(api_key)}"
+        raise InvalidArgument("API key", problem)
     _print_hash(arguments, api_key, shown=False)
 
 
 def check_all(arguments: argparse.Namespace) -> None:
+    """Read the settings and the configuration file. Raises: InvalidArgument for the first wrong field."""
     settings = Settings.from_environment(os.environ)
     reading = configuration.read(settings.config, os.environ, pools.of(settings))
     for problem in unknown(os.environ, also=(tenants.API_KEYS,)):
         print(f"warning: {problem}", file=sys.stderr)
-    print(f"{settings.config or 'the environment'}: good; {len(reading.keys)} keys")
+    print(f"{settings.config or 'the environment'}: valid; {len(reading.keys)} keys")
 
 
 def _print_hash(arguments: argparse.Namespace, api_key: str, *, shown: bool) -> None:

@@ -1,4 +1,4 @@
-"""The key under which equal requests share a response: in caches, coalescing and shadow traffic."""
+"""Compute the key under which equal requests share a response: in caches, coalescing and shadow traffic."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What callers are shown of errors that replicas and upstreams cause: a fixed sentence for each kind, an id to quote.
+"""Replace the text of errors that replicas and upstreams cause with a fixed message per error type and a request id.
 
-The error's own text may hold paths, addresses, wire errors, signals or an upstream's account, so it goes to the log
-only, under the same request id. What a replica says about the request itself, naming an input, is passed on: only the
-caller can mend it. An upstream's 400 is shown with its ``param``, if that is one of OpenAI's, and without its message.
+The original text may contain paths, addresses, gRPC errors, signals or an upstream's account, so only the log has it,
+under the same request id. A replica's error about an input of the request is passed on: only the client can correct
+the input. An upstream's 400 keeps its ``param``, if that is one of OpenAI's, and loses its message.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from contract.errors import (
 )
 from gateway.routing.backend_errors import INPUT_NAME
 
-_SENTENCES: dict[type[TridentError], str] = {
-    PromptTooLong: "the prompt and the tokens asked for do not fit the model that was to serve the request",
-    InvalidArgument: "the model that was to serve the request does not take it as it is",
-    NotFound: "the model, or the version asked for, is not there",
+_MESSAGES: dict[type[TridentError], str] = {
+    PromptTooLong: "the prompt and max_tokens exceed the context length of the model",
+    InvalidArgument: "the model rejected a field of the request",
+    NotFound: "the model, or the requested version, does not exist",
     Cancelled: "the request was cancelled",
     Overloaded: "the engine's queue is full",
-    Unavailable: "no engine is fit to serve the request, or the one that served it was lost",
-    DeadlineExceeded: "the request's time was up before its answer was complete",
+    Unavailable: "no healthy replica can serve the request, or the connection to its replica was lost",
+    DeadlineExceeded: "the request timed out before its response was complete",
     EngineFailed: "the engine failed while it served the request",
 }
 
 
 def for_caller(error: TridentError, request_id: str = "") -> TridentError:
-    """The error as its caller may read it: itself, or one of the same kind with a fixed sentence if it is internal."""
+    """Return the error to send to the client: unchanged, or of the same type with a fixed message if it is internal."""
     if not error.internal:
         return error
-    kind = next(kind for kind in type(error).__mro__ if kind in _SENTENCES or kind is TridentError)
-    message = _SENTENCES.get(kind, _SENTENCES[EngineFailed])
+    kind = next(kind for kind in type(error).__mro__ if kind in _MESSAGES or kind is TridentError)
+    message = _MESSAGES.get(kind, _MESSAGES[EngineFailed])
     if error.attempts > 1:
         message += f"; it was tried {error.attempts} times"
     if request_id:

@@ -1,4 +1,4 @@
-"""Errors in each protocol: OpenAI's error object with its headers, or a gRPC status with its trailers."""
+"""Convert errors to each protocol: OpenAI's error object with its headers, or a gRPC status with its trailers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Serve Triton's own gRPC protocol (KServe v2) with admission and routing, for unchanged Triton clients.
 
 Requests and responses of ModelStreamInfer go through as the bytes they are; what admission needs is read from the
-tensors. A request that is refused (budget, overload, credentials, deadline) ends the RPC with that status while no
-other request runs on the stream; otherwise, and for what is wrong with a request itself, the error rides in
-``error_message`` as Triton's do, unless the caller asked for statuses with ``triton_grpc_error: true``.
+tensors. A rejected request (budget, overload, credentials, deadline) ends the RPC with that status while no other
+request runs on the stream. Otherwise, and for an invalid request, the error is sent in ``error_message`` as Triton
+sends it, unless the client sent the metadata ``triton_grpc_error: true``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import struct
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from functools import partial
+from typing import NoReturn
 
 import grpc
 import grpc.aio
@@ -56,16 +57,19 @@ from gateway.telemetry.metrics import refusal_reason
 
 _LOG = logging.getLogger(__name__)
 _SERVICE = "inference.GRPCInferenceService"
-DEFAULT_MAX_TOKENS = 128  # the tokenizer's, for a request that sends none
+DEFAULT_MAX_TOKENS = 128  # the tokenizer model's default
 MAX_PENDING = 20_000  # calls that have arrived and are not handled yet, as in a burst
-MOST_ON_A_STREAM = 256  # requests at once on one stream; more wait until the stream has read them
+MAX_REQUESTS_PER_STREAM = 256  # in flight at once; the stream is not read further until one ends
 COUNTS = frozenset({"output_ids", "finish_reason", "error_message", "num_input_tokens", "num_output_tokens"})
 TIMINGS = frozenset({"arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns"})
-_REFUSALS = (Overloaded, Unavailable, Unauthenticated, PermissionDenied, DeadlineExceeded)
+_REJECTIONS = (Overloaded, Unavailable, Unauthenticated, PermissionDenied, DeadlineExceeded)
 
 
 class KServeEndpoint:
-    """``start`` it on the loop that serves; ``port`` is then where it listens."""
+    """Serve the KServe v2 gRPC methods.
+
+    port: the port it listens on, 0 before ``start``, which must run on the loop that serves.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -82,7 +86,7 @@ class KServeEndpoint:
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.so_reuseport", 0),
-            # gRPC drops what it has no time to hand over, without a word; admission says why, and when to come back.
+            # gRPC drops calls over its own limits without an error; admission rejects them with one and a Retry-After.
             ("grpc.server.max_pending_requests", MAX_PENDING),
             ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
             ("grpc.server_max_unrequested_time_in_server", math.ceil(settings.request_timeout_s)),
@@ -111,8 +115,8 @@ class KServeEndpoint:
             await self._server.stop(0.5)
 
     def _handlers(self) -> grpc.GenericRpcHandler:
-        def unary(answer: Callable) -> grpc.RpcMethodHandler:
-            return grpc.unary_unary_rpc_method_handler(answer)
+        def unary(handle: Callable) -> grpc.RpcMethodHandler:
+            return grpc.unary_unary_rpc_method_handler(handle)
 
         methods = {
             "ServerLive": unary(self._server_live),
@@ -122,7 +126,7 @@ class KServeEndpoint:
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._stream),
         }
         for name in ("ServerMetadata", "ModelMetadata", "ModelConfig"):
-            methods[name] = unary(self._passed_on(f"/{_SERVICE}/{name}"))
+            methods[name] = unary(self._forwarded(f"/{_SERVICE}/{name}"))
         return grpc.method_handlers_generic_handler(_SERVICE, methods)
 
     async def _server_live(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
@@ -134,15 +138,16 @@ class KServeEndpoint:
     async def _model_ready(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         return _flag(_name(request) in self._models and self._service.ready())
 
-    async def _model_infer(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    async def _model_infer(self, request: bytes, context: grpc.aio.ServicerContext) -> NoReturn:
         """Reject ModelInfer as Triton does for an ensemble with a decoupled step."""
         message = "ModelInfer RPC doesn't support models with decoupled transaction policy; use ModelStreamInfer"
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
+        raise AssertionError("abort raises")
 
-    def _passed_on(self, method: str) -> Callable:
-        """A question that any fit replica answers."""
+    def _forwarded(self, method: str) -> Callable:
+        """Return the handler of a method that any healthy replica can serve."""
 
-        async def answer(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        async def handle(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
             try:
                 self._service.tenant(bearer_token(_carrier(context).get("authorization", "")))
                 if not method.endswith("ServerMetadata"):
@@ -164,8 +169,9 @@ class KServeEndpoint:
                 raise error
             except TridentError as error:
                 await context.abort(*error_responses.grpc_status(error))
+                raise
 
-        return answer
+        return handle
 
     @property
     def _models(self) -> tuple[str, str]:
@@ -175,8 +181,8 @@ class KServeEndpoint:
         writer = _Writer(context, self._service)
         carrier = _carrier(context)
         tasks: set[asyncio.Task] = set()
-        refused: list[TridentError] = []
-        slots = asyncio.Semaphore(MOST_ON_A_STREAM)
+        rejected: list[TridentError] = []
+        slots = asyncio.Semaphore(MAX_REQUESTS_PER_STREAM)
         handler = asyncio.current_task()
 
         async def serve(request: service_pb2.ModelInferRequest, size: int) -> None:
@@ -187,8 +193,9 @@ class KServeEndpoint:
             except TridentError as error:
                 code = error.grpc_status
                 if _wants_status(error, carrier) and len(tasks) == 1:
-                    refused.append(error)
-                    handler.cancel()  # it may be waiting for another request
+                    rejected.append(error)
+                    if handler is not None:
+                        handler.cancel()  # it may be waiting for another request
                 elif not context.done():
                     await writer.write(_in_band(error, request.id))
             finally:
@@ -201,7 +208,7 @@ class KServeEndpoint:
                 try:
                     request = service_pb2.ModelInferRequest.FromString(data)
                 except DecodeError:
-                    refused.append(InvalidArgument("", "the message is not a ModelInferRequest"))
+                    rejected.append(InvalidArgument("", "the message is not a ModelInferRequest"))
                     break
                 await slots.acquire()
                 task = asyncio.ensure_future(serve(request, len(data)))
@@ -211,16 +218,16 @@ class KServeEndpoint:
                 await asyncio.wait(tasks)
         except asyncio.CancelledError:
             if writer.stalled:
-                refused.append(Cancelled(f"the client read nothing for {writer.timeout_s:g} s"))
-            elif not refused:
+                rejected.append(Cancelled(f"the client read nothing for {writer.timeout_s:g} s"))
+            elif not rejected:
                 raise
         finally:
             self._service.watchdog.discard(writer)
             for task in tuple(tasks):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if refused:
-            await context.abort(*error_responses.grpc_status(refused[0]))
+        if rejected:
+            await context.abort(*error_responses.grpc_status(rejected[0]))
 
     async def _serve(
         self,
@@ -333,6 +340,7 @@ class _Writer:
                 await self._context.send_initial_metadata(tuple(headers.items()))
 
     async def write(self, data: bytes) -> None:
+        """Send one serialised response, after those before it."""
         async with self._lock:
             self._began = True
             self._writing_since_s = time.monotonic()
@@ -342,10 +350,12 @@ class _Writer:
                 self._writing_since_s = 0.0
 
     def check(self, now_s: float) -> None:
+        """End the stream if the client has not read for ``timeout_s``. now_s: ``time.monotonic()``."""
         if self._writing_since_s and now_s - self._writing_since_s > self.timeout_s:
             self._writing_since_s = 0.0
             self.stalled = True
-            self._handler.cancel()
+            if self._handler is not None:
+                self._handler.cancel()
 
 
 def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> GenerationRequest:
@@ -395,11 +405,11 @@ def set_max_tokens(request: service_pb2.ModelInferRequest, max_tokens: int) -> N
         if contents is not None:
             contents.int_contents.append(max_tokens)
         return
-    place, raw = found
+    index, raw = found
     if raw is None:
-        request.inputs[place].contents.int_contents[:] = [max_tokens]
+        request.inputs[index].contents.int_contents[:] = [max_tokens]
     else:
-        request.raw_input_contents[place] = struct.pack("<i", max_tokens)
+        request.raw_input_contents[index] = struct.pack("<i", max_tokens)
 
 
 def request_counts(request: service_pb2.ModelInferRequest) -> frozenset[str]:
@@ -417,7 +427,7 @@ def request_timings(request: service_pb2.ModelInferRequest) -> frozenset[str]:
 
 
 def _also(request: service_pb2.ModelInferRequest, names: frozenset[str]) -> frozenset[str]:
-    """Names these outputs, too, in a request that names any; which ones were not named before."""
+    """Add outputs to a request that lists its outputs. Return the added names."""
     if not request.outputs:
         return frozenset()
     added = names - {output.name for output in request.outputs}
@@ -429,7 +439,7 @@ def _also(request: service_pb2.ModelInferRequest, names: frozenset[str]) -> froz
 def _added(
     request: service_pb2.ModelInferRequest, name: str, datatype: str, raw: bytes
 ) -> service_pb2.InferTensorContents | None:
-    """One more input of shape [1, 1]; where its contents go if those of the request are inline."""
+    """Add an input of shape [1, 1]. Return where to put its value if the request has inline contents, else None."""
     tensor = request.inputs.add(name=name, datatype=datatype, shape=[1, 1])
     if request.raw_input_contents or len(request.inputs) == 1:
         request.raw_input_contents.append(raw)
@@ -438,52 +448,50 @@ def _added(
 
 
 def without_outputs(data: bytes, names: Collection[str]) -> bytes:
-    """A serialised response without some of its outputs."""
+    """Return a serialised response without the outputs ``names``."""
     message = service_pb2.ModelStreamInferResponse.FromString(data)
     response = message.infer_response
     raw = len(response.raw_output_contents) == len(response.outputs)
-    for place in reversed([place for place, tensor in enumerate(response.outputs) if tensor.name in names]):
-        del response.outputs[place]
+    for index in reversed([index for index, tensor in enumerate(response.outputs) if tensor.name in names]):
+        del response.outputs[index]
         if raw:
-            del response.raw_output_contents[place]
+            del response.raw_output_contents[index]
     return message.SerializeToString()
 
 
 def with_error(data: bytes, error: TridentError) -> bytes:
-    """A serialised response whose error, in ``error_message`` or in the output of that name, is ``error``."""
+    """Return a serialised response with ``error`` in ``error_message`` or in the output of that name."""
     message = service_pb2.ModelStreamInferResponse.FromString(data)
     response, text = message.infer_response, to_text(error)
     if message.error_message:
         message.error_message = text
-    for place, tensor in enumerate(response.outputs):
+    for index, tensor in enumerate(response.outputs):
         if tensor.name == "error_message":
-            response.raw_output_contents[place] = struct.pack("<I", len(text.encode())) + text.encode()
+            response.raw_output_contents[index] = struct.pack("<I", len(text.encode())) + text.encode()
     return message.SerializeToString()
 
 
 def without_cached_tokens(data: bytes) -> bytes:
-    """A serialised response whose ``num_cached_tokens``, if it has one, says 0."""
+    """Return a serialised response with 0 in ``num_cached_tokens``, if it has that output."""
     message = service_pb2.ModelStreamInferResponse.FromString(data)
     response = message.infer_response
-    for place, tensor in enumerate(response.outputs):
+    for index, tensor in enumerate(response.outputs):
         if tensor.name == "num_cached_tokens":
-            response.raw_output_contents[place] = bytes(len(response.raw_output_contents[place]))
+            response.raw_output_contents[index] = bytes(len(response.raw_output_contents[index]))
     return message.SerializeToString()
 
 
 def _find(request: service_pb2.ModelInferRequest, name: str) -> tuple[int, bytes | None] | None:
-    """(its place, its raw content or None where contents are inline), or None if the input was not sent."""
-    for place, tensor in enumerate(request.inputs):
+    """Return an input's index and its raw content (None where contents are inline); None if it was not sent."""
+    for index, tensor in enumerate(request.inputs):
         if "shared_memory_region" in tensor.parameters:
-            raise InvalidArgument(
-                tensor.name, "lies in shared memory, which the gateway does not reach; send it inline"
-            )
+            raise InvalidArgument(tensor.name, "must be sent inline, got shared memory, which the gateway cannot read")
         if tensor.name == name:
             if not request.raw_input_contents:
-                return place, None
-            if place >= len(request.raw_input_contents):
-                raise InvalidArgument(name, "has no content")
-            return place, request.raw_input_contents[place]
+                return index, None
+            if index >= len(request.raw_input_contents):
+                raise InvalidArgument(name, "must have an entry in raw_input_contents, got none")
+            return index, request.raw_input_contents[index]
     return None
 
 
@@ -491,37 +499,37 @@ def _texts(request: service_pb2.ModelInferRequest, name: str) -> str | None:
     found = _find(request, name)
     if found is None:
         return None
-    place, raw = found
+    index, raw = found
     if raw is None:
-        parts = request.inputs[place].contents.bytes_contents
+        parts = request.inputs[index].contents.bytes_contents
         data = parts[0] if parts else b""
     else:
         if len(raw) < 4 or len(raw) != 4 + struct.unpack_from("<I", raw)[0]:
-            raise InvalidArgument(name, "allowed is one text: its length in four bytes and its UTF-8")
+            raise InvalidArgument(name, "must be one BYTES element: its length in four bytes, then UTF-8")
         data = raw[4:]
     try:
         return data.decode()
     except UnicodeDecodeError as exc:
-        raise InvalidArgument(name, f"is not UTF-8 at byte {exc.start}") from exc
+        raise InvalidArgument(name, f"must be UTF-8, got an invalid byte at {exc.start}") from exc
 
 
 def _integer(request: service_pb2.ModelInferRequest, name: str) -> int | None:
     found = _find(request, name)
     if found is None:
         return None
-    place, raw = found
+    index, raw = found
     if raw is None:
-        values = list(request.inputs[place].contents.int_contents)
+        values = list(request.inputs[index].contents.int_contents)
     else:
         values = list(struct.unpack(f"<{len(raw) // 4}i", raw)) if len(raw) % 4 == 0 else []
-    if len(values) != 1 or request.inputs[place].datatype != "INT32":
-        raise InvalidArgument(name, "allowed is one INT32 of shape [1, 1]")
+    if len(values) != 1 or request.inputs[index].datatype != "INT32":
+        raise InvalidArgument(name, "must be one INT32 of shape [1, 1]")
     return values[0]
 
 
-def _remaining_s(request: service_pb2.ModelInferRequest, context: grpc.aio.ServicerContext, most_s: float) -> float:
-    """The shortest of what the gateway, the RPC's deadline and the request's ``timeout`` (µs) allow."""
-    limits = [most_s]
+def _remaining_s(request: service_pb2.ModelInferRequest, context: grpc.aio.ServicerContext, max_s: float) -> float:
+    """Return the shortest of ``max_s``, the RPC's deadline and the request's parameter ``timeout`` (µs)."""
+    limits = [max_s]
     remaining_s = context.time_remaining()
     if remaining_s is not None:
         limits.append(max(0.001, remaining_s))
@@ -539,7 +547,7 @@ def _request_context(tenant: Tenant, request: service_pb2.ModelInferRequest, car
 
 
 def _quotable(request_id: str) -> str:
-    """The id, empty if it cannot go into logs and metadata. In the answer it stands as it came, whatever it is."""
+    """Return the id, "" if it cannot go into logs and metadata. Responses always carry it unchanged."""
     return request_id if can_travel(request_id) else ""
 
 
@@ -548,15 +556,15 @@ def _carrier(context: grpc.aio.ServicerContext) -> dict[str, str]:
 
 
 def _in_band(error: TridentError, request_id: str) -> bytes:
-    answer = service_pb2.ModelStreamInferResponse(error_message=to_text(error))
-    answer.infer_response.id = request_id
-    answer.infer_response.parameters["triton_final_response"].bool_param = True
-    return answer.SerializeToString()
+    message = service_pb2.ModelStreamInferResponse(error_message=to_text(error))
+    message.infer_response.id = request_id
+    message.infer_response.parameters["triton_final_response"].bool_param = True
+    return message.SerializeToString()
 
 
 def _wants_status(error: TridentError, carrier: Mapping[str, str]) -> bool:
-    """Whether the error shall end the RPC, if no other request runs on it."""
-    return isinstance(error, _REFUSALS) or carrier.get("triton_grpc_error") == "true"
+    """Return whether the error ends the RPC, if no other request runs on it."""
+    return isinstance(error, _REJECTIONS) or carrier.get("triton_grpc_error") == "true"
 
 
 def _flag(value: bool) -> bytes:
@@ -568,7 +576,8 @@ def _name(request: bytes) -> str:
 
 
 def _field(request: bytes, number: int) -> str:
-    """Of a Model…Request: 1 is the name, 2 the version."""
-    with contextlib.suppress(protobuf.WireError, UnicodeDecodeError, AttributeError):
-        return dict(protobuf.fields(request)).get(number, b"").decode()
+    """Return a field of a Model…Request: 1 is the name, 2 the version. "" if it cannot be read."""
+    with contextlib.suppress(protobuf.WireError, UnicodeDecodeError):
+        value = dict(protobuf.fields(request)).get(number, b"")
+        return value.decode() if isinstance(value, bytes) else ""
     return ""

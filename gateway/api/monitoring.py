@@ -1,4 +1,4 @@
-"""The monitoring listener: metrics and health over plain HTTP, on an address of its own (docs/decisions/0020)."""
+"""Serve metrics and health over plain HTTP, on a separate address (docs/decisions/0020)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gateway.service import Service
 
 
 def build(service: Service) -> Starlette:
-    """Builds the application of the monitoring listener: ``/metrics``, ``/health/live``, ``/health/ready`` and
-    ``/health/deep`` with the address of every replica."""
+    """Return the application of the monitoring listener: ``/metrics``, ``/health/live``, ``/health/ready`` and
+    ``/health/deep``, with the address of every replica."""
 
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -22,26 +22,26 @@ def build(service: Service) -> Starlette:
 
 
 def health_routes(service: Service, *, public: bool) -> list[Route]:
-    """Returns the health endpoints.
+    """Return the health endpoints.
 
-    public: callers may be anybody; once there are API keys, the addresses of the replicas are left out.
+    public: whether clients are untrusted; then pools and replica addresses are left out once there are API keys.
     """
 
     async def live(request: Request) -> Response:
         return Response("live\n", media_type="text/plain")
 
     async def ready(request: Request) -> Response:
-        """200 while a pool that callers are sent to has a healthy replica; the pools one by one, but not to anybody."""
+        """Respond 200 while a pool that serves requests has a healthy replica, else 503."""
         is_ready = service.ready()
         fields: dict[str, object] = {"ready": is_ready, "draining": service.draining}
         if not public or service.configuration.keyless:
-            fields["pools"] = {pool: _standing(service, pool) for pool in service.replicas.pools}
+            fields["pools"] = {pool: _pool_state(service, pool) for pool in service.replicas.pools}
         headers = {} if is_ready else {"retry-after": "1"}
         return Response(orjson.dumps(fields), 200 if is_ready else 503, headers, media_type="application/json")
 
     async def deep(request: Request) -> Response:
-        """What the latest deep probes fields; asking does not make another one. 200 if one replica made its token,
-        404 where none is asked to."""
+        """Respond with the results of the latest deep probes, without a new probe: 200 if one replica generated its
+        token, else 503; 404 where deep probes are off."""
         on = service.settings.deep_probes
         digests = {replica.url: replica.deep_digest for replica in service.replicas.all()}
         fields: dict[str, object] = {"deep_probes": on}
@@ -53,8 +53,8 @@ def health_routes(service: Service, *, public: bool) -> list[Route]:
     return [Route("/health/live", live), Route("/health/ready", ready), Route("/health/deep", deep)]
 
 
-def _standing(service: Service, pool: str) -> dict[str, object]:
-    """A pool's health. serving: callers are sent there; not so for pools of copies and overflow alone."""
+def _pool_state(service: Service, pool: str) -> dict[str, object]:
+    """Return a pool's health. ``serving`` is false for a pool that gets only shadow copies or overflow."""
     healthy, replicas = len(service.replicas.ready_in(pool)), service.replicas.all()
     return {
         "ready": healthy > 0,

@@ -232,7 +232,7 @@ async def _collect(
     formatter: Formatter, deltas: AsyncIterable[ChoiceDelta], body: Body, request_id: str
 ) -> dict[str, Any]:
     completions = await together(deltas, request_id)
-    return formatter.response(completions, usage_fields([one.usage for one in completions], body.choices))
+    return formatter.response(completions, usage_fields([completion.usage for completion in completions], body.choices))
 
 
 def _joined_headers(request: Request) -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""The OpenAI wire: what a body may hold, and the GenerationRequest it means.
+"""Parse OpenAI request bodies and convert them to GenerationRequests.
 
-Every field is either obeyed or refused by name; none is quietly ignored. Those that ask for nothing (an empty
-``logit_bias``, ``n=1``, ``response_format`` text) are allowed. Beside OpenAI's own, the usual extensions of open
-servers are understood: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,
-skip_special_tokens.
+Every field is either applied or rejected by name; none is ignored. A field that is not supported is accepted with the
+value that changes nothing (an empty ``logit_bias``, ``n=1``, ``response_format`` text). Beside OpenAI's own fields, the
+usual extensions of open servers are supported: top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
+stop_token_ids, skip_special_tokens.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest, SamplingParams
 from gateway.config.settings import Settings
 
-MAX_STOPS = 100  # the tokenizer's own bound
-MAX_ENTRIES = 10_000  # of a list or a table that has no bound of its own
-LONGEST_NAME = 100  # of a field, as far as a complaint repeats it
-_Number = StrictFloat  # which takes integers too
+MAX_STOPS = 100  # the tokenizer model's limit
+MAX_ENTRIES = 10_000  # of a list or an object without a limit of its own
+MAX_NAME_SHOWN = 100  # characters of a field's name that an error message repeats
+_Number = StrictFloat  # accepts integers too
 # 3.0 is an integer to JSON Schema.
-_WHOLE = BeforeValidator(lambda given: int(given) if isinstance(given, float) and given.is_integer() else given)
+_WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 _Integer = Annotated[StrictInt, _WHOLE]
 _TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31), _WHOLE]
 _TEXT = {"type": "string", "minLength": 1}
@@ -41,38 +41,40 @@ _PROMPT = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]}
 _Stop = Annotated[StrictStr, Field(min_length=1)]
 
 
-def _few(value: Any) -> Any:
-    """Ends the reading before every entry was looked at, and complained about. Not published: a machine that tests the
-    schema would send hundreds of megabytes to see whether it holds."""
+def _check_entries(value: Any) -> Any:
+    """Reject a list or an object with too many entries before each entry is validated.
+
+    The published schema omits the limit: a tool that tests the schema would send hundreds of megabytes to exceed it.
+    """
     if isinstance(value, dict | list) and len(value) > MAX_ENTRIES:
-        raise ValueError(f"allowed are at most {MAX_ENTRIES} entries")
+        raise ValueError(f"must have at most {MAX_ENTRIES} entries, got {len(value)}")
     return value
 
 
-_Few = BeforeValidator(_few)
-# A list of a million wrong items is refused at its first: naming them all took seconds.
+_EntryLimit = BeforeValidator(_check_entries)
+# Validation stops at the first wrong item: listing a million wrong items took seconds.
 _FIRST = Field(fail_fast=True)
 
 
-def _published(nothing: Any) -> WithJsonSchema:
-    """What the published schema says of a field that is understood and must ask for nothing."""
-    return WithJsonSchema({"enum": [None, nothing], "default": None})
+def _only(neutral: Any) -> WithJsonSchema:
+    """Return the published schema of a field that is accepted only as null or its neutral value."""
+    return WithJsonSchema({"enum": [None, neutral], "default": None})
 
 
-def _asks_for_nothing(value: Any) -> Any:
+def _check_unset(value: Any) -> Any:
     if value is not None and value != []:
         raise ValueError("is not supported; leave it out")
     return value
 
 
-_Nothing = Annotated[Any, BeforeValidator(_asks_for_nothing), _published([])]
+_Unsupported = Annotated[Any, BeforeValidator(_check_unset), _only([])]
 _STRICT = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
 
 class StreamOptions(BaseModel):
     model_config = _STRICT
     include_usage: StrictBool = False
-    include_obfuscation: Literal[False] = False  # random padding of chunks: not made here
+    include_obfuscation: Literal[False] = False  # random padding of chunks: not supported
 
 
 class TextPart(BaseModel):
@@ -82,28 +84,29 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn of a chat. developer is OpenAI's newer word for system.
+    """One message of a chat. Role ``developer`` is OpenAI's newer name of ``system``.
 
-    The last five are what an answer of OpenAI's clients has besides, so that it can be sent back as it came.
+    The last five fields are accepted so that a client can send back a response message unchanged.
     """
 
     model_config = _STRICT
     role: Literal["system", "developer", "user", "assistant"]
-    content: StrictStr | Annotated[list[TextPart], _FIRST, _Few]
-    refusal: _Nothing = None
-    audio: _Nothing = None
-    function_call: _Nothing = None
-    annotations: _Nothing = None
-    tool_calls: _Nothing = None
+    content: StrictStr | Annotated[list[TextPart], _FIRST, _EntryLimit]
+    refusal: _Unsupported = None
+    audio: _Unsupported = None
+    function_call: _Unsupported = None
+    annotations: _Unsupported = None
+    tool_calls: _Unsupported = None
 
     def plain(self) -> dict[str, str]:
+        """Return role and text, as the ensemble's ``messages`` has them."""
         role = "system" if self.role == "developer" else self.role
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": role, "content": text}
 
 
 class _Sampling(BaseModel):
-    """What both endpoints have in common."""
+    """The fields that both endpoints share."""
 
     model_config = _STRICT
     model: StrictStr
@@ -117,9 +120,9 @@ class _Sampling(BaseModel):
     presence_penalty: Annotated[_Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[_Number, Field(ge=-2, le=2)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31), _WHOLE] | None = None
-    user: StrictStr | None = None  # who the caller's own user is; nothing is kept of it
-    metadata: Annotated[dict[str, StrictStr], _Few] | None = None
-    logit_bias: Annotated[Annotated[dict[str, _Number], _Few] | None, _published({})] = None
+    user: StrictStr | None = None  # accepted and not stored
+    metadata: Annotated[dict[str, StrictStr], _EntryLimit] | None = None
+    logit_bias: Annotated[Annotated[dict[str, _Number], _EntryLimit] | None, _only({})] = None
     top_k: Annotated[StrictInt, Field(ge=-1, lt=2**31), _WHOLE] | None = None
     min_p: Annotated[_Number, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[_Number, Field(gt=0, le=100)] | None = None
@@ -137,16 +140,21 @@ class _Sampling(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def check(self) -> None:
-        """Raises InvalidArgument for what is well-formed and cannot be done here."""
+        """Raise InvalidArgument for a well-formed field that is not supported."""
         if self.logit_bias:
             raise InvalidArgument("logit_bias", "is not supported; leave it out")
         if self.stream_options is not None and not self.stream:
-            raise InvalidArgument("stream_options", "is allowed only with stream=true")
+            raise InvalidArgument("stream_options", "must be left out without stream=true")
 
     def requests(
         self, prompt: dict[str, Any], max_tokens: int, timeout_s: float, log_probs: int | None, **more: Any
     ) -> list[GenerationRequest]:
-        """One request for each choice. A seed is counted up from choice to choice, so that they differ."""
+        """Return one request for each choice. A seed increases by 1 from choice to choice, so that they differ.
+
+        prompt: ``text_input`` or ``messages``. log_probs: number of alternatives per token; None for no log
+        probabilities. more: further fields of GenerationRequest.
+        Raises: InvalidArgument.
+        """
         sampling = {
             name: value
             for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
@@ -154,7 +162,7 @@ class _Sampling(BaseModel):
             if (value := getattr(self, name)) is not None
         }
         if self.top_k is not None:
-            sampling["top_k"] = max(0, self.top_k)  # -1 is the other servers' word for "all"
+            sampling["top_k"] = max(0, self.top_k)  # other servers use -1 for "all"
         if log_probs is not None:
             sampling |= {"log_probs": True, "top_log_probs": log_probs}
         seeds = [None if self.seed is None else (self.seed + choice) % 2**64 for choice in range(self.choices)]
@@ -181,7 +189,7 @@ class _Sampling(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """The format of the output. No engine can be held to a schema, so requests for one are refused by name."""
+    """The format of the output. Only ``text`` is supported: no engine here constrains its output to a schema."""
 
     model_config = _STRICT
     type: Annotated[Literal["text", "json_object", "json_schema"], WithJsonSchema({"const": "text"})]
@@ -191,38 +199,39 @@ class ResponseFormat(BaseModel):
 class ChatRequest(_Sampling):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), _Few]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), _EntryLimit]
     max_completion_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31), _WHOLE] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20), _WHOLE] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Any] | None, _published([])] = None
+    tools: Annotated[list[Any] | None, _only([])] = None
     tool_choice: Annotated[Any, WithJsonSchema({"enum": [None, "none", "auto"]})] = None
-    parallel_tool_calls: StrictBool | None = None  # without tools it asks for nothing
-    functions: _Nothing = None
+    parallel_tool_calls: StrictBool | None = None  # has no effect without tools
+    functions: _Unsupported = None
     function_call: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
-    service_tier: Literal["auto", "default"] | None = None  # there is one
-    store: Annotated[StrictBool | None, _published(False)] = None
+    service_tier: Literal["auto", "default"] | None = None  # there is only one tier
+    store: Annotated[StrictBool | None, _only(False)] = None
     safety_identifier: StrictStr | None = None  # the newer name of user
 
     def generations(self, settings: Settings, timeout_s: float) -> list[GenerationRequest]:
-        """One request for each choice. Raises InvalidArgument."""
+        """Return one request for each choice. Raises: InvalidArgument."""
         self.check()
         if self.tools:
-            raise InvalidArgument("tools", "are not supported: this engine's output cannot be held to a call's form")
+            raise InvalidArgument("tools", "are not supported: the engine cannot constrain its output to a tool call")
         if self.store:
-            raise InvalidArgument("store", "is not supported: no answer is kept to be listed")
+            raise InvalidArgument("store", "must be false, got true: responses are not stored")
         if self.tool_choice not in (None, "none", "auto"):
-            raise InvalidArgument("tool_choice", "is allowed only as none or auto: tools are not supported")
+            problem = f"must be none or auto, got {self.tool_choice!r:.100}: tools are not supported"
+            raise InvalidArgument("tool_choice", problem)
         if self.response_format is not None and self.response_format.type != "text":
-            problem = f"must be text, got {self.response_format.type}: no engine can hold its output to a schema"
+            problem = f"must be text, got {self.response_format.type}: the engine cannot constrain its output"
             raise InvalidArgument("response_format", problem)
         if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidArgument("top_logprobs", "is allowed only with logprobs=true")
+            raise InvalidArgument("top_logprobs", "must be left out without logprobs=true")
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
-            raise InvalidArgument("max_tokens", "differs from max_completion_tokens, its newer name; send one of them")
+            raise InvalidArgument("max_tokens", "must equal max_completion_tokens, its newer name; send one of them")
         return self.requests(
             {"messages": tuple(message.plain() for message in self.messages)},
             next(iter(limits), settings.default_max_tokens),
@@ -238,32 +247,34 @@ class CompletionRequest(_Sampling):
         StrictStr
         | Annotated[list[StrictStr], _FIRST]
         | Annotated[list[_Integer], _FIRST]
-        | Annotated[list[Annotated[list[_Integer], _FIRST]], _FIRST, _Few],
+        | Annotated[list[Annotated[list[_Integer], _FIRST]], _FIRST, _EntryLimit],
         WithJsonSchema(_PROMPT),
     ]
     logprobs: Annotated[StrictInt, Field(ge=0, le=20), _WHOLE] | None = None
     echo: StrictBool | None = None
     best_of: _Integer | None = None
-    suffix: Annotated[StrictStr | None, _published("")] = None
+    suffix: Annotated[StrictStr | None, _only("")] = None
 
     def generations(self, settings: Settings, timeout_s: float) -> list[GenerationRequest]:
-        """One request for each choice of each prompt, prompt by prompt. Raises InvalidArgument."""
+        """Return one request for each choice of each prompt, prompt by prompt. Raises: InvalidArgument."""
         self.check()
         if self.best_of not in (None, self.choices):
-            raise InvalidArgument("best_of", "is allowed only equal to n: choices are not ranked here")
+            raise InvalidArgument("best_of", f"must equal n, got {self.best_of}: choices are not ranked")
         if self.suffix:
             raise InvalidArgument("suffix", "is not supported; leave it out")
         if self.echo and self.logprobs is not None:
-            raise InvalidArgument("logprobs", "is not supported together with echo: the prompt has none here")
+            raise InvalidArgument("logprobs", "must be left out with echo: the prompt has no log probabilities")
         prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
-            raise InvalidArgument("prompt", "allowed is a text or a list of texts; token ids are not taken here")
-        if len(prompts) * self.choices > settings.max_choices:  # before so many requests are made
-            raise InvalidArgument("prompt", f"times n makes more than {settings.max_choices} choices, the most allowed")
+            raise InvalidArgument("prompt", "must be a string or a list of strings; token ids are not supported")
+        choices = len(prompts) * self.choices
+        if choices > settings.max_choices:
+            problem = f"must make at most {settings.max_choices} choices together with n, got {choices}"
+            raise InvalidArgument("prompt", problem)
         return [
-            one
+            request
             for prompt in prompts
-            for one in self.requests(
+            for request in self.requests(
                 {"text_input": prompt}, self.max_tokens or 16, timeout_s, self.logprobs, echo=bool(self.echo)
             )
         ]
@@ -273,55 +284,55 @@ Body = TypeVar("Body", ChatRequest, CompletionRequest)
 
 
 def fields_of(data: bytes) -> dict[str, Any]:
-    """The JSON object in ``data``. Raises InvalidArgument."""
+    """Return the JSON object in ``data``. Raises: InvalidArgument."""
     try:
         table = orjson.loads(data)
     except orjson.JSONDecodeError as exc:
-        raise InvalidArgument("", f"the body is not JSON: {exc}") from exc
+        raise InvalidArgument("", f"the body must be JSON: {exc}") from exc
     if not isinstance(table, dict):
-        raise InvalidArgument("", "the body is not a JSON object")
+        raise InvalidArgument("", "the body must be a JSON object")
     return table
 
 
 def parse(kind: type[Body], data: bytes, settings: Settings) -> Body:
-    """The body in ``data``. Raises InvalidArgument that names the first field that is wrong."""
-    table = fields_of(data)
-    for name in table:
+    """Return the body in ``data``. Raises: InvalidArgument that names the first wrong field."""
+    fields = fields_of(data)
+    for name in fields:
         if name not in kind.model_fields:
             raise InvalidArgument(_shown(name), "is not supported; leave it out")
     try:
-        body = kind.model_validate(table)
+        body = kind.model_validate(fields)
     except ValidationError as exc:
-        raise _named(exc) from exc
+        raise _error(exc) from exc
     if body.choices > settings.max_choices:
-        raise InvalidArgument("n", f"got {body.choices}; allowed is 1 to {settings.max_choices}")
+        raise InvalidArgument("n", f"must be 1 to {settings.max_choices}, got {body.choices}")
     return body
 
 
-def _named(failed: ValidationError) -> InvalidArgument:
-    """The complaint about the first field that is wrong, in our words where pydantic's do not help."""
+def _error(failed: ValidationError) -> InvalidArgument:
+    """Return the error of the first wrong field."""
     errors = failed.errors(include_url=False, include_context=False, include_input=False)
-    # Of a field that may be several things, what is said about the one that was nearest: the deepest place.
+    # A union reports one error per member: the member that matched best failed at the deepest path.
     errors = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
-    nearest = max(errors, key=lambda error: len(_place(error)))
-    place = _place(nearest)
-    said = list(dict.fromkeys(error["msg"] for error in errors if _place(error) == place))
-    name = _shown(".".join(map(str, place)))
+    nearest = max(errors, key=lambda error: len(_path(error)))
+    path = _path(nearest)
+    messages = list(dict.fromkeys(error["msg"] for error in errors if _path(error) == path))
+    name = _shown(".".join(map(str, path)))
     if nearest["type"] == "extra_forbidden":
         return InvalidArgument(name, "is not supported; leave it out")
     if nearest["type"] == "missing":
         return InvalidArgument(name, "is missing")
-    said = [one.removeprefix("Value error, ") for one in said]
-    return InvalidArgument(name, " or ".join(one[:1].lower() + one[1:] for one in said))
+    messages = [message.removeprefix("Value error, ") for message in messages]
+    return InvalidArgument(name, " or ".join(message[:1].lower() + message[1:] for message in messages))
 
 
 def _shown(name: str) -> str:
-    """A caller's own name for a field: not longer, and not stranger, than a complaint should be."""
+    """Return a field name that a client sent: printable, at most MAX_NAME_SHOWN characters."""
     shown = name if name and name.isprintable() else repr(name)
-    return shown if len(shown) <= LONGEST_NAME else f"{shown[:LONGEST_NAME]}…"
+    return shown if len(shown) <= MAX_NAME_SHOWN else f"{shown[:MAX_NAME_SHOWN]}…"
 
 
-def _place(error: Any) -> tuple[int | str, ...]:
-    """Where in the body, without the names of a union's members, which no caller knows."""
+def _path(error: Any) -> tuple[int | str, ...]:
+    """Return an error's path in the body, without pydantic's names of union members."""
     parts = (part for part in error["loc"] if isinstance(part, int) or part.isidentifier())
     return tuple(part for part in parts if part not in ("str", "int", "float", "TextPart"))

@@ -1,7 +1,7 @@
-"""What a token id is called in ``logprobs``: its text and its bytes, by the model's own tokenizer.json if there is one.
+"""Convert token ids to the text and bytes that ``logprobs`` contains, with the model's tokenizer.json if there is one.
 
-A token is not always text: a byte-level vocabulary has tokens that hold half a character. Their bytes are exact; their
-text shows U+FFFD in place of what is no character.
+A token of a byte-level vocabulary may contain part of a character. Its bytes are exact; its text has U+FFFD in place
+of incomplete characters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
-    """tokenizer: the path of tokenizer.json, or None: then tokens are called ``token_id:N`` and have no bytes."""
+    """Look up token ids.
+
+    tokenizer: path of tokenizer.json; None: the text of a token is ``token_id:N``, its bytes are unknown.
+    """
 
     def __init__(self, tokenizer: Path | None = None) -> None:
         self._tokenizer = None
@@ -26,7 +29,7 @@ class Vocabulary:
         self.token = lru_cache(65_536)(self._token)
 
     def _token(self, token_id: int) -> tuple[str, list[int] | None]:
-        """(text, bytes or None if unknown)."""
+        """Return text, and bytes or None if unknown."""
         surface = self._tokenizer.id_to_token(token_id) if self._tokenizer else None
         if surface is None:
             return f"token_id:{token_id}", None
@@ -37,18 +40,18 @@ class Vocabulary:
         if self._byte_level:
             if all(character in _ALPHABET for character in surface):
                 return bytes(_ALPHABET[character] for character in surface)
-            return surface.encode()  # an added token stands for itself
+            return surface.encode()  # an added token is literal text
         if found := _BYTE.fullmatch(surface):
             return bytes([int(found[1], 16)])
         return surface.replace("\u2581", " ").encode()
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's: printable Latin-1 characters stand for themselves, all other bytes for U+0100 and up, in order."""
+    """Return GPT-2's byte of each character: printable Latin-1 unchanged, the other bytes U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     named = {chr(byte): byte for byte in printable}
-    return named | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    return named | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 _ALPHABET = _alphabet()

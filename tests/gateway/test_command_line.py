@@ -57,4 +57,4 @@ def test_check_reads_settings_and_file(tmp_path: Path, capsys: pytest.CaptureFix
     path.write_text("[admission]\nmax_wait_s = 1.0")
     run("check")
     output = capsys.readouterr()
-    assert "good; 0 keys" in output.out and "did you mean TRIDENT_GATEWAY_HTTP_PORT" in output.err
+    assert "valid; 0 keys" in output.out and "did you mean TRIDENT_GATEWAY_HTTP_PORT" in output.err

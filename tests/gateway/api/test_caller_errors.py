@@ -80,7 +80,7 @@ def test_when_to_come_back_is_kept():
 
 def test_a_complaint_about_the_request_is_the_callers_to_read():
     for said in (
-        InvalidArgument("top_k", "got -3; allowed is 0 or more"),
+        InvalidArgument("top_k", "must be 0 or more, got -3"),
         PromptTooLong("text_input", "has 9 tokens, allowed are 8"),
         InvalidArgument("", "in ensemble 'ensemble', unexpected inference input 'x' for model 'ensemble'"),
     ):

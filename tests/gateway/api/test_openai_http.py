@@ -195,25 +195,25 @@ async def test_a_drain_that_takes_too_long_cuts_streams_off_with_an_error():
 
 
 MALFORMED = (
-    (b"", "not JSON"),
-    (b"{", "not JSON"),
-    (b"[]", "not a JSON object"),
+    (b"", "must be JSON"),
+    (b"{", "must be JSON"),
+    (b"[]", "must be a JSON object"),
     (b'{"model": "demo"}', "prompt: is missing"),
     (b'{"model": "demo", "prompt": 3}', "prompt: "),
     (b'{"model": "demo", "prompt": ""}', "prompt: "),
-    (b'{"model": "demo", "prompt": [1, 2]}', "token ids are not taken"),
+    (b'{"model": "demo", "prompt": [1, 2]}', "token ids are not supported"),
     (b'{"model": "demo", "prompt": []}', "prompt: "),
     (b'{"model": "demo", "prompt": "x", "max_tokens": 1.5}', "max_tokens: "),
     (b'{"model": "demo", "prompt": "x", "max_tokens": 99999999999}', "max_tokens: "),
     (b'{"model": "demo", "prompt": "x", "temperature": "1"}', "temperature: "),
-    (b'{"model": "demo", "prompt": "x", "temperature": NaN}', "not JSON"),
-    (b'{"model": "demo", "prompt": "\\ud800"}', "not JSON"),
+    (b'{"model": "demo", "prompt": "x", "temperature": NaN}', "must be JSON"),
+    (b'{"model": "demo", "prompt": "\\ud800"}', "must be JSON"),
     (b'{"model": "demo", "prompt": "x", "stop": [""]}', "stop"),
     (b'{"model": "demo", "prompt": "x", "suffix": "y"}', "suffix: is not supported"),
     (b'{"model": "demo", "prompt": "x", "best_of": 3}', "best_of: "),
     (b'{"model": "demo", "prompt": "x", "stream_options": {}}', "stream_options: "),
     (b'{"model": "demo", "prompt": "x", "nonsense": 1}', "nonsense: is not supported"),
-    (b"[" * 100_000, "not JSON"),
+    (b"[" * 100_000, "must be JSON"),
 )
 
 

@@ -95,4 +95,4 @@ def test_no_body_raises_anything_but_invalid_argument(data: bytes) -> None:
 def test_a_strange_name_is_shortened() -> None:
     with pytest.raises(InvalidArgument) as caught:
         chat(**{"x\n" * 1000: 1})
-    assert len(caught.value.field) <= schemas.LONGEST_NAME + 1 and caught.value.field.isprintable()
+    assert len(caught.value.field) <= schemas.MAX_NAME_SHOWN + 1 and caught.value.field.isprintable()

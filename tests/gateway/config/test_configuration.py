@@ -194,7 +194,7 @@ def test_the_commands_make_keys_that_the_gateway_lets_in_and_say_what_is_wrong(t
     fresh = command("new-key").stdout.splitlines()
     assert [line.split()[0] for line in fresh] == ["salt", "key", "hash"]
     good = command("check", environ={"TRIDENT_GATEWAY_CONFIG": str(path), API_KEYS: f"a/b/c={'k' * 20}"})
-    assert good.returncode == 0 and "good; 3 keys" in good.stdout
+    assert good.returncode == 0 and "valid; 3 keys" in good.stdout
     path.write_text("[admission]\nmax_running = -1")
     wrong = command("check", environ={"TRIDENT_GATEWAY_CONFIG": str(path)})
     assert wrong.returncode == 2 and "admission.max_running" in wrong.stderr and "Traceback" not in wrong.stderr
