@@ -14,7 +14,7 @@ from build.recipe.recipe import DEFAULT_QUALITY
 
 OPENING = """# Recipes
 
-Generated from `build/recipe/schema.py` by `python -m build.recipe.reference > docs/recipes.md`.
+Generated from `build/recipe/schema.py` by `.venv/bin/python -m build.recipe.reference > docs/recipes.md`.
 
 A recipe is a TOML file, `build/recipes/<engine>.toml`, that describes one engine. `make build-engine ENGINE=<engine>`
 builds it, `make plan-engine ENGINE=<engine>` prints the stages of the build and runs none. A key that is unknown,

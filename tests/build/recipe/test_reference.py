@@ -6,7 +6,7 @@ from build.recipe import reference, schema
 
 def test_the_page_in_docs_is_the_generated_one():
     written = (layout.ROOT / "docs" / "recipes.md").read_text("utf-8")
-    assert written == reference.page(), "run: python -m build.recipe.reference > docs/recipes.md"
+    assert written == reference.page(), "run: .venv/bin/python -m build.recipe.reference > docs/recipes.md"
 
 
 def test_every_key_has_a_row_with_its_meaning():
