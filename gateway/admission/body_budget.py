@@ -64,11 +64,20 @@ class Lease:
         self._budget.take(self._tenant, size, self._most_of_tenant)
         self._size += size
 
+    def grow_to(self, size: int) -> None:
+        """Takes what is missing to ``size`` bytes. Raises Overloaded as ``take`` does."""
+        if size > self._size:
+            self.take(size - self._size)
+
+    def release(self) -> None:
+        """Gives back all that is held. Safe to call twice."""
+        size, self._size = self._size, 0
+        self._budget.give_back(self._tenant, size)
+
     def __enter__(self) -> Lease:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        size, self._size = self._size, 0
-        self._budget.give_back(self._tenant, size)
+        self.release()

@@ -99,6 +99,7 @@ class OpenAIEndpoint:
         except asyncio.TimeoutError:
             problem = f"the body did not arrive within {settings.body_timeout_s:g} s"
             rejection = error_responses.plain(408, problem, "timeout")
+        lease.release()  # not only after the rest was discarded
         await self._reject(receive, send, rejection, request_id)
         return None
 

@@ -7,6 +7,7 @@ import contextlib
 
 from starlette.requests import Request
 
+from contract.errors import Overloaded
 from gateway.admission.body_budget import Lease
 from gateway.api.response_stream import Receive
 
@@ -18,13 +19,17 @@ class BodyTooLarge(Exception):
 
 
 async def read(request: Request, lease: Lease, max_bytes: int, timeout_s: float) -> bytes:
-    """Return the body, its bytes counted in ``lease`` as they arrive.
+    """Return the body, its bytes counted in ``lease``: all at once where the length is announced, else as they arrive.
+
+    An upload that the budget has no room for gives back what it holds at once, so that others that race it can end.
 
     Raises: BodyTooLarge, asyncio.TimeoutError, ClientDisconnect, and Overloaded if ``lease`` cannot hold it.
     """
     declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise BodyTooLarge
+    if declared.isdigit():
+        if int(declared) > max_bytes:
+            raise BodyTooLarge
+        lease.grow_to(int(declared))
 
     async def receive() -> bytes:
         parts, size = [], 0
@@ -32,7 +37,12 @@ async def read(request: Request, lease: Lease, max_bytes: int, timeout_s: float)
             size += len(part)
             if size > max_bytes:
                 raise BodyTooLarge
-            lease.take(len(part))
+            try:
+                lease.grow_to(size)
+            except Overloaded:
+                parts.clear()
+                lease.release()
+                raise
             parts.append(part)
         return b"".join(parts)
 

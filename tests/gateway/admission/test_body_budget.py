@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +96,40 @@ async def test_many_large_slow_bodies_stay_below_the_bound_and_another_tenant_ge
         assert all(b"bytes allowed" in answer for answer in refused)
         await until(lambda: bodies.held == 0)
         assert (await running.metrics())["trident_gateway_body_bytes"] == 0
+
+
+@pytest.mark.parametrize("length_known", [True, False])
+async def test_of_uploads_that_race_those_that_fit_succeed(length_known: bool):
+    """Ten uploads of nearly the largest size grow in step; four fit."""
+    body = json.dumps({"model": "demo", "prompt": "x " * (EACH // 2 - 100), "max_tokens": 1}).encode()
+    parts = [body[start : start + len(body) // 8 + 1] for start in range(0, len(body), len(body) // 8 + 1)]
+    async with FakeReplica() as replica, gateway(replica, max_body_bytes=EACH, max_bodies_bytes=ALL) as running:
+        step = asyncio.Condition()
+        released = 0
+
+        async def upload(session: aiohttp.ClientSession) -> int:
+            async def sent():
+                for number, part in enumerate(parts):
+                    async with step:
+                        await step.wait_for(lambda number=number: released >= number)
+                    yield part
+
+            headers = {"content-length": str(len(body))} if length_known else {}
+            async with session.post(f"{running.base_url}/v1/completions", data=sent(), headers=headers) as response:
+                await response.read()
+                return response.status
+
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            uploads = [asyncio.ensure_future(upload(session)) for _ in range(10)]
+            for _ in parts:
+                await asyncio.sleep(0.1)  # so that every upload has come as far as the others
+                async with step:
+                    released += 1
+                    step.notify_all()
+                assert running.service.bodies.held <= ALL
+            statuses = await asyncio.gather(*uploads)
+        assert sorted(statuses) == [200] * 4 + [429] * 6
+        await until(lambda: running.service.bodies.held == 0)
 
 
 async def test_callers_that_leave_give_their_bytes_back():
