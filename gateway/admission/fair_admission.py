@@ -110,6 +110,7 @@ class FairAdmission:
                 self._rules,
                 expired=lambda error: self._refusal("deadline", error, pool),
                 full=lambda: self._concurrency.fullness(pool) >= 1,
+                rng=self._rng,
             )
         return found
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from contract.errors import DeadlineExceeded, TridentError
-from gateway.admission import retry_after
+from gateway.admission import retry_after, sharing
 from gateway.admission.fair_queue import Entry, FairQueue
 from gateway.admission.sharing import Capacity
 from gateway.config.policy import AdmissionRules
@@ -49,6 +49,7 @@ class PoolSlots:
         *,
         expired: Callable[[DeadlineExceeded], DeadlineExceeded] = lambda error: error,
         full: Callable[[], bool] = lambda: False,
+        rng: random.Random | None = None,
     ) -> None:
         self.queue, self.rules = queue, rules
         self._clock, self._capacity, self._expired, self._full = clock, capacity, expired, full
@@ -60,6 +61,10 @@ class PoolSlots:
         self._drain = retry_after.DrainRate()
         self._saturated, self._saturated_s, self._checked_s = False, 0.0, 0.0
         self._wake: asyncio.TimerHandle | None = None
+        self._rng = rng or random.Random()
+        # A part of 3.4 slots is 4 slots with a chance of 0.4, drawn when a slot is released. Rounded down, few slots
+        # would stay divided unequally; drawn more often, slots held for long would make the larger number the rule.
+        self._rounding = self._rng.random()
 
     @property
     def capacity(self) -> Capacity:
@@ -107,7 +112,7 @@ class PoolSlots:
             self._expire(entry)
         if len(queue):
             limits = self._limits()
-            while self.running < limits.limit and self._length_allowed(limits) >= queue.shortest_tokens():
+            while self._length_allowed(limits) >= queue.shortest_tokens():
                 next_entry = queue.pop(now_s, lambda entry: self._may_run(entry, limits))
                 if next_entry is None:
                     break
@@ -124,19 +129,45 @@ class PoolSlots:
             self._wake = asyncio.get_running_loop().call_later(max(0.0, next_s - now_s) + 0.001, self.dispatch)
 
     def _limits(self) -> _Limits:
-        capacity, rules = self.capacity, self.rules
+        capacity = self.capacity
+        if capacity.others:
+            return self._shared_limits(capacity)
         # A share is one of what runs: a request that only waits at a replica makes no room for others.
-        share = max(1, math.floor(capacity.slots * rules.tenant_share)) if rules.tenant_share < 1 else capacity.limit
-        if not rules.short_reserve or capacity.slots < 2:
-            return _Limits(capacity.limit, capacity.limit, share)
-        reserved = min(max(1, math.floor(capacity.slots * rules.short_reserve)), capacity.slots - 1)
-        return _Limits(capacity.limit, capacity.slots - reserved, share)
+        share = self._share(capacity.slots) if self.rules.tenant_share < 1 else capacity.limit
+        reserved = self._reserve(capacity.slots)
+        return _Limits(capacity.limit, capacity.slots - reserved if reserved else capacity.limit, share)
+
+    def _shared_limits(self, capacity: Capacity) -> _Limits:
+        """The limits while other gateways have requests at the same replicas.
+
+        The reserve is one of the pool: the parts of all gateways are parts of the other slots, so that their long
+        requests together leave it free. Of the reserve every gateway may use its part, and at least one slot.
+        """
+        slots, others = capacity.pool_slots, capacity.others
+        reserved = self._reserve(slots)
+        part = sharing.part(slots - reserved, others)
+        limit = math.floor(part + self._rounding)
+        share = self._share(sharing.part(slots, others)) if self.rules.tenant_share < 1 else limit
+        own_reserved = max(1, round(reserved * part / slots)) if reserved else 0
+        return _Limits(limit + own_reserved, limit, share)
+
+    def _share(self, slots: float) -> int:
+        """The slots of which one tenant may have a choice running, at least 1."""
+        rounding = 0.0 if isinstance(slots, int) else self._rounding
+        return max(1, math.floor(slots * self.rules.tenant_share + rounding))
+
+    def _reserve(self, slots: int) -> int:
+        """The slots, of ``slots``, that are kept for short requests."""
+        if not self.rules.short_reserve or slots < 2:
+            return 0
+        return min(max(1, math.floor(slots * self.rules.short_reserve)), slots - 1)
 
     def _length_allowed(self, limits: _Limits) -> float:
         """The most tokens that a request may generate to get a slot now."""
-        if self.running - self._reserved < limits.open:
+        if self.running < limits.limit and self.running - self._reserved < limits.open:
             return math.inf
-        return SHORT * self._longest_tokens / self.running if self.running < limits.limit else -1.0
+        # Not by the sum of what runs: where the limits have just shrunk, the reserve may still be free.
+        return SHORT * self._longest_tokens / self.running if self._reserved < limits.limit - limits.open else -1.0
 
     def _may_run(self, entry: Entry, limits: _Limits) -> bool:
         return self._running_of[entry.tenant] < limits.share and entry.longest_tokens <= self._length_allowed(limits)
@@ -153,6 +184,7 @@ class PoolSlots:
     def _take_back(self, entry: Entry, number: int, reserved: bool) -> None:
         """Free the slot of a choice."""
         tokens = entry.part(number)
+        self._rounding = self._rng.random()
         self.running -= 1
         self._reserved -= reserved
         self._running_of[entry.tenant] -= 1

@@ -1,10 +1,11 @@
-"""How many requests one gateway may have at the replicas of a pool, of which other gateways may use a part.
+"""Divide the slots of a pool between gateways that know each other's load only from the replicas' metrics.
 
-Pure. Every gateway reads the replicas' metrics and knows its own requests there; what is reported beyond them is the
-load of others. A gateway that is alone may send a quarter more than the replicas can run, so that a slot that becomes
-free is used at once. While there are others, its limit is ``slots - others / 1.25``. Of N gateways with enough
-requests each then gets ``slots / (1 + 0.8 * (N - 1))``: equal parts, which add up to at least the slots and to less
-than a quarter more. What one does not use is free for the others.
+Pure. Every gateway scrapes the replicas' metrics and knows its own requests there; the rest is the load of others.
+A gateway without others may send a quarter more requests than the replicas can run, so that a slot that becomes free
+is used at once. While there are others, no gateway sends ahead: its part is ``WEIGHT * (slots - others)``. N busy
+gateways then get equal parts, ``WEIGHT * slots / (1 + WEIGHT * (N - 1))`` each: together 0.89 of the slots with two
+gateways, 0.92 with three, and never more than all. With WEIGHT = 1 any division would be stable, and the first gateway
+would keep all slots. What one gateway does not use is free for the others.
 """
 
 from __future__ import annotations
@@ -12,59 +13,85 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-AHEAD = 1.25  # times what the replicas can run
+AHEAD = 1.25  # times the slots, while there are no others
+WEIGHT = 0.8
 UNKNOWN_CAPACITY = 256  # slots of a pool whose replicas do not report them
-# Of a new measurement; the rest is the mean of those before. Many gateways that all react to the same free slots must
-# not react at full strength, or they overshoot together.
-SMOOTHING = 0.2
-# A mean below this is a probe or a request that just ended, not another gateway.
+# Weight of a new measurement, at least and at most; the rest is the mean of those before. Gateways that all react to
+# the same free slots overshoot together if they react at full strength, and the more so the more they are. How many
+# they are shows in the part of the requests that is this gateway's own.
+SMOOTHING = 0.2, 0.4
+# A mean below this is a probe or a request that has just ended, not another gateway.
 ALONE = 0.5
+# Scrapes after which others that cannot be told from own requests any more are taken to be gone.
+PRESENT = 20
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """slots: requests that this gateway can count on being run. limit: requests that it may have sent."""
+    """What one gateway may send to a pool.
+
+    slots: requests that this gateway can count on being run.
+    limit: requests that it may have sent.
+    others: requests of other gateways there; 0 without other gateways.
+    pool_slots: requests that the pool can run for all gateways; only set while there are others.
+    """
 
     slots: int
     limit: int
+    others: float = 0.0
+    pool_slots: int = 0
 
 
 UNKNOWN = Capacity(UNKNOWN_CAPACITY, UNKNOWN_CAPACITY)
 
 
-def capacity(slots: int, others: float, dither: float = 0.0) -> Capacity:
-    """The part of ``slots`` that is this gateway's while ``others`` requests of others are under way; one at least.
-
-    dither: at random in [0, 1), drawn anew with every measurement. Always rounded down, few slots would stay divided
-    as they happened to be at first; rounded by chance, the parts are equal on average.
-    """
+def capacity(slots: int, others: float) -> Capacity:
+    """Return what this gateway may send to ``slots`` slots while ``others`` requests of others are there."""
     if others < ALONE:
         return Capacity(slots, math.ceil(slots * AHEAD))
-    part = max(1, math.floor(slots - others / AHEAD + dither))
-    return Capacity(part, part)
+    rounded = round(part(slots, others))
+    return Capacity(rounded, rounded, others, slots)
+
+
+def part(slots: float, others: float) -> float:
+    """Return this gateway's part of ``slots`` slots, at least 1, while there are others."""
+    return max(1.0, WEIGHT * (slots - others))
 
 
 @dataclass(eq=False)
 class OthersLoad:
-    """Requests that others have at one replica: a moving average over the metrics that were read.
+    """Estimate the requests of others at one replica, from scrapes of its metrics.
 
-    Of two readings in a row the lower one counts: while a request ends and another begins in its place, both may be
-    reported for a moment.
+    requests: moving average of what is reported beyond this gateway's own requests; 0 without others.
+
+    A reported request may have ended meanwhile, and a sent one may not be reported yet. The average is therefore over
+    signed differences. That there are others at all is taken only from two scrapes in a row with more requests than
+    this gateway had at any moment since the scrape before: a gateway without others never sees its own as theirs.
     """
 
     requests: float = 0.0
-    _before: int = 0
-    _known: bool = False
+    _mean: float = 0.0
+    _before: int = 0  # requests that cannot have been this gateway's, at the latest scrape
+    _absent: int = PRESENT  # scrapes since others were seen for certain
 
-    def observe(self, reported: int, own: int) -> None:
-        """reported: requests running and waiting there. own: of which so many can be this gateway's."""
-        seen = max(0, reported - own)
-        now, self._before = min(seen, self._before), seen
-        self.requests += (now - self.requests) * (SMOOTHING if self._known else 1.0)
-        self._known = now > 0 or self._known and self.requests > 0
-        if not now and self.requests < ALONE / 10:
-            self.requests = 0.0
+    def observe(self, reported: int, own: float, most_own: int) -> None:
+        """Take in one scrape.
+
+        reported: requests running and waiting at the replica.
+        own: requests of this gateway there at that moment.
+        most_own: the most requests that this gateway had there since the scrape before.
+        """
+        certain = max(0, reported - most_own)
+        present, self._before = min(certain, self._before) > 0, certain
+        if self._absent >= PRESENT:
+            self._mean = reported - own
+        else:
+            least, most = SMOOTHING
+            weight = min(most, max(least, 2 * most * own / max(1, reported)))
+            self._mean += (reported - own - self._mean) * weight
+        self._absent = 0 if present else min(PRESENT, self._absent + 1)
+        self.requests = max(0.0, self._mean) if self._absent < PRESENT else 0.0
 
     def forget(self) -> None:
-        """The replica does not report its load any more."""
-        self.requests, self._before, self._known = 0.0, 0, False
+        """Forget the others: the replica does not report its load any more."""
+        self.requests, self._mean, self._before, self._absent = 0.0, 0.0, 0, PRESENT

@@ -118,16 +118,15 @@ class RoutedReplica(Replica):
             return payload
         return infer_request.with_parameter(payload, PARAMETER, priority)
 
-    def read_metrics(self, metrics: ReplicaMetrics) -> None:
+    def read_metrics(self, metrics: ReplicaMetrics, own: float) -> None:
         """Take over the latest metrics. A step counter that has moved is progress.
 
-        A request that has ended since the last metrics may still be counted: the most that this process had there
-        meanwhile is subtracted.
+        own: requests of this process there when the metrics were made.
         """
         self.page = metrics
         if metrics.max_running:
             self.slots = metrics.max_running
-            self.others.observe(metrics.running + metrics.waiting, max(self.own_requests, self.own))
+            self.others.observe(metrics.running + metrics.waiting, own, max(self.own_requests, self.own))
         else:
             self.others.forget()
         self.own_requests = self.own
@@ -162,7 +161,6 @@ class Replicas:
         self._sets = {pool: self._set(pool, discovery) for pool, discovery in found.items()}
         self._retired: list[ReplicaSet[RoutedReplica]] = []  # of pools that are no longer configured
         self._weights = settings.weights
-        self._dither: dict[str, float] = {}
         self._http: aiohttp.ClientSession | None = None
         self._turn = 0
         self.costs = Costs()
@@ -259,7 +257,7 @@ class Replicas:
         if not known:
             return UNKNOWN
         slots = math.ceil(sum(replica.slots for replica in known) * len(fit) / len(known))
-        return capacity(slots, sum(replica.others.requests for replica in known), self._dither.get(pool, 0.0))
+        return capacity(slots, sum(replica.others.requests for replica in known))
 
     def engine(self, pinned: str = "") -> str:
         """The hash of the engine that answers, "" while replicas that might do not all say one and the same."""
@@ -371,15 +369,15 @@ class Replicas:
         """Read the replica's metrics. Without them the work that this process has reserved is the only known load."""
         if not replica.metrics_url:
             return
+        own = replica.own
         try:
             metrics = await self._scrape(replica.metrics_url)
-            replica.read_metrics(metrics or ReplicaMetrics())
+            replica.read_metrics(metrics or ReplicaMetrics(), (own + replica.own) / 2)
             if metrics is not None:
                 replica.takes_priority = metrics.kind != "trtllm"  # whose backend refuses the parameter
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as exc:
             _LOG.debug("replica %s: its metrics cannot be read: %s", replica.url, exc)
-            replica.read_metrics(ReplicaMetrics())
-        self._dither[replica.pool] = self._rng.random()
+            replica.read_metrics(ReplicaMetrics(), replica.own)
 
     async def _scrape(self, url: str) -> ReplicaMetrics | None:
         async with self._http.get(url) as response:
