@@ -1,3 +1,5 @@
+"""``python -m benchmarks``: measure a server or the gateway; see ``--help``."""
+
 import sys
 
 from benchmarks.command_line import main

@@ -63,15 +63,15 @@ def package(version: tuple[int, int]) -> str:
 def tool(venv: Path = VENV) -> Tool:
     """Return perf_analyzer, installed if needed. Raises NotFound with pip's output if that fails."""
     program = venv / "bin" / "perf_analyzer"
-    wanted = package(glibc())
+    requirement = package(glibc())
     if not program.exists():
-        print(f"installing {wanted} into {venv}", file=sys.stderr, flush=True)
+        print(f"installing {requirement} into {venv}", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        pip = [str(venv / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", wanted]
+        pip = [str(venv / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", requirement]
         installed = subprocess.run(pip, capture_output=True, text=True)
         if installed.returncode or not program.exists():
-            raise NotFound(f"{wanted} cannot be installed: {installed.stderr.strip()[-500:]}")
-    return Tool(program, link_libraries(venv / "lib-perf") if wanted == OLD else "")
+            raise NotFound(f"{requirement} cannot be installed: {installed.stderr.strip()[-500:]}")
+    return Tool(program, link_libraries(venv / "lib-perf") if requirement == OLD else "")
 
 
 def link_libraries(folder: Path) -> str:

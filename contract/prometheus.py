@@ -25,8 +25,8 @@ class Metrics:
 
     def matching(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
         """Yield the samples of ``name`` that have all of ``labels``."""
-        wanted = labels.items()
-        return ((found, value) for found, value in self.samples.get(name, ()) if wanted <= found.items())
+        required = labels.items()
+        return ((found, value) for found, value in self.samples.get(name, ()) if required <= found.items())
 
     def value(self, name: str, **labels: str) -> float:
         """Return the sum of the matching samples; 0 if there is none."""

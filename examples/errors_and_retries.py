@@ -23,9 +23,9 @@ def main(url: str | None) -> None:
                 client.complete("x = ", **arguments)
             except TridentError as error:
                 print(f"{error}\n  -> {describe(error)}")
-    with Client("127.0.0.1:1", retry=NO_RETRY) as nobody:  # no server listens there
+    with Client("127.0.0.1:1", retry=NO_RETRY) as client:  # no server listens there
         try:
-            nobody.complete("x = ", timeout_s=10)
+            client.complete("x = ", timeout_s=10)
         except TridentError as error:
             print(f"Unavailable: {type(error) is Unavailable}\n  -> {describe(error)}")
 

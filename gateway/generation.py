@@ -66,7 +66,7 @@ class Generation:
     ``message`` holds its bytes.
 
     Before its first token a request may move: to another replica when its own makes no progress or becomes unhealthy,
-    at most ``hang_retries`` times, and to the next target when one fails, each target once (docs/decisions/0018).
+    at most ``hang_retries`` times, and to the next target when one fails, each target once (docs/decisions/0015).
 
     request: what is served, perhaps with fewer ``max_tokens`` than requested.
     target: the overflow target that serves it; "" for replicas of its own pool.

@@ -105,7 +105,7 @@ def local_folder(model: str) -> Path | None:
                 return candidate.resolve()
             if candidate.exists():
                 raise InvalidArgument("model", f"{candidate} is a file; give the folder that holds config.json")
-    except (OSError, RuntimeError, ValueError) as exc:  # too long, no permission, ~nobody, a NUL byte
+    except (OSError, RuntimeError, ValueError) as exc:  # too long, no permission, ~USER, a NUL byte
         raise InvalidArgument("model", f"{model!r} cannot be looked at: {exc}") from exc
     return None
 

@@ -55,7 +55,7 @@ def local_folder(model: str) -> Path | None:
         folder = (layout.ROOT / Path(model).expanduser()).resolve()
         return folder if folder.is_dir() else None
     except (OSError, RuntimeError, ValueError):
-        return None  # no path at all: too long, a NUL byte, a circle of links, ~nobody
+        return None  # no path at all: too long, a NUL byte, a circle of links, ~USER
 
 
 def find(model: str) -> Shape:

@@ -52,7 +52,7 @@ def stdlib_folder() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def is_wanted(relative: Path) -> bool:
+def is_included(relative: Path) -> bool:
     """Whether the source file at this path inside the standard library belongs to the corpus."""
     if relative.suffix != ".py" or SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
         return False
@@ -91,7 +91,7 @@ def documents(folder: Path) -> Iterator[Document]:
     """Every document of the library in `folder`, ordered by path."""
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
     for name in sorted(files):
-        if not is_wanted(Path(name)):
+        if not is_included(Path(name)):
             continue
         text = read_source(files[name])
         if text is None:

@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary_tokens: int = VOCABULARY_TOKENS) -> Tokenizer:
-    """Learn merges from `texts`. The result prepends <|endoftext|> when asked to add special tokens."""
+    """Learn merges from `texts`. The result prepends <|endoftext|> if it is to add special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

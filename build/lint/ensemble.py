@@ -274,7 +274,7 @@ def _ordered(ensemble: Model, model: Model) -> Iterator[Fault]:
 
 
 def _signature(ensemble: Model) -> Iterator[Fault]:
-    """The public door: our names with our types, and what a text client cannot do without."""
+    """The public model: our names with our types, and what a text client cannot do without."""
     for side, expected in (("input", tensors.ENSEMBLE_INPUTS), ("output", tensors.ENSEMBLE_OUTPUTS)):
         known = {tensor.name: tensor for tensor in expected}
         for tensor in getattr(ensemble.config, side):

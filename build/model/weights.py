@@ -122,7 +122,7 @@ class Weights:
         self._nodes: dict[str, Node] = {}
 
     def matrix(self, name: str) -> Node:
-        """f32[N, K] node of a linear layer or embedding; asked twice (tied), the same node."""
+        """f32[N, K] node of a linear layer or embedding; a tied weight is one node."""
         if name not in self._nodes:
             self._nodes[name] = self._compressed(name)
             self._nodes[name].set_friendly_name(name)

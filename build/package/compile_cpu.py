@@ -81,12 +81,12 @@ def _announced(matrix: graph.Weight, checkpoint: Checkpoint, notify: Callable[[s
     """``matrix`` that says how far it has come, every two seconds at most."""
     sizes = {name: math.prod(tensor.shape) for name, tensor in checkpoint.tensors.items()}
     seen: set[str] = set()
-    said_s = time.monotonic()
+    reported_s = time.monotonic()
 
     def announced(name: str) -> ov.Node:
-        nonlocal said_s
-        if time.monotonic() - said_s > 2:
-            said_s = time.monotonic()
+        nonlocal reported_s
+        if time.monotonic() - reported_s > 2:
+            reported_s = time.monotonic()
             notify(f"weights {100 * sum(sizes[n] for n in seen) // sum(sizes.values())} %")
         seen.add(name)
         return matrix(name)

@@ -101,12 +101,12 @@ def _made_once(make: Callable[[], decoder.Layer]) -> Callable[[], decoder.Layer]
 def _announced(
     layers: Sequence[Callable[[], decoder.Layer]], name: str, notify: Notify
 ) -> list[Callable[[], decoder.Layer]]:
-    said_s = time.monotonic()
+    reported_s = time.monotonic()
 
     def announced(number: int) -> decoder.Layer:
-        nonlocal said_s
-        if time.monotonic() - said_s > PROGRESS_S:
-            said_s = time.monotonic()
+        nonlocal reported_s
+        if time.monotonic() - reported_s > PROGRESS_S:
+            reported_s = time.monotonic()
             notify(f"verify: {name}, layer {number + 1} of {len(layers)}")
         return layers[number]()
 

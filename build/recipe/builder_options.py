@@ -79,13 +79,13 @@ OF_MEDUSA = ("num_medusa_layers", "medusa_hidden_act", "quant_medusa_head")
 
 @BUILDER_OPTIONS.rule("O1", REFUSE)
 def the_ensemble_has_no_adapter_inputs(case: Case) -> str | None:
-    given = [key for key in LORA if _asked(case, key)]
+    given = [key for key in LORA if _is_set(case, key)]
     if given:
         return (
             f"{' and '.join(given)}: LoRA adapters are not served: they reach the engine through lora_weights and "
             "lora_config, which the ensemble does not have"
         )
-    given = [key for key in PROMPT_TABLE if _asked(case, key)]
+    given = [key for key in PROMPT_TABLE if _is_set(case, key)]
     if given:
         return f"{' and '.join(given)}: prompt tuning is not served: the ensemble has no prompt_embedding_table"
     return None
@@ -128,10 +128,10 @@ def plugins_compute_in_the_models_type(case: Case) -> str | None:
 
 @BUILDER_OPTIONS.rule("O4", REFUSE)
 def fp8_plugins_need_fp8_weights(case: Case) -> str | None:
-    wrong = [key for key in FP8_PLUGINS if _asked(case, key) and case.recipe.precision != "fp8"]
+    wrong = [key for key in FP8_PLUGINS if _is_set(case, key) and case.recipe.precision != "fp8"]
     if wrong:
         return f"{' and '.join(wrong)} take FP8 weights with per-tensor scales{_not_these(case)}"
-    if _asked(case, "fp8_rowwise_gemm_plugin") and case.recipe.precision != "fp8_pc_pt":
+    if _is_set(case, "fp8_rowwise_gemm_plugin") and case.recipe.precision != "fp8_pc_pt":
         return f"fp8_rowwise_gemm_plugin takes fp8_pc_pt weights{_not_these(case)}"
     return None
 
@@ -193,5 +193,5 @@ def _not_these(case: Case) -> str:
     return f"; this recipe's precision is {case.recipe.precision}"
 
 
-def _asked(case: Case, key: str) -> bool:
+def _is_set(case: Case, key: str) -> bool:
     return case.recipe.build.get(key) not in (None, False, 0, "disable")

@@ -1,7 +1,7 @@
 """The settings a CPU engine may be built with when its recipe chooses none, fastest first.
 
 The build takes the first that passes the quality gate with a standard error to spare (``quality.judge``). The order
-is by measured speed, with the figures in docs/decisions/0021: int8 weights are as fast with the embedding and lm_head
+is by measured speed, with the figures in docs/decisions/0018: int8 weights are as fast with the embedding and lm_head
 in bf16, and faster than bf16 weights up to about eight streams; f32 keys and values cost most and lose nothing.
 """
 

@@ -23,7 +23,7 @@ rules when the plan is made.
 
 `kind` chooses the runtime: `cpu` (OpenVINO), `trtllm` (a compiled TensorRT-LLM engine) or `llmapi` (TensorRT-LLM's
 LLM API). It decides which other keys there are. `precision = "auto"` chooses `precision`, `kv_cache_precision` and
-`head_precision` by measuring (docs/decisions/0021).
+`head_precision` by measuring (docs/decisions/0018).
 """
 SECTIONS = (
     ("Keys of every kind", schema.AnyRecipe),

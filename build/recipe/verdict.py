@@ -127,7 +127,7 @@ class _Search:
         good = [((edit,), after) for edit, after in self.singles if not after.left(rule)]
         best = next((edits for edits, after in good if after.warned <= self.before.warned), None)
         best = best or (good[0][0] if good else None) or self._pair(rule) or self._mended(rule)
-        return _said(best, _changed(self.case, best)) if best else ""
+        return _advice(best, _changed(self.case, best)) if best else ""
 
     def _pair(self, rule: str) -> tuple[_Edit, ...] | None:
         """Two edits of which each does away with what the other leaves."""
@@ -171,7 +171,7 @@ def _changed(case: Case, edits: tuple[_Edit, ...]) -> Case:
     return replace(case, recipe=replace(case.recipe, **changes, given=given))
 
 
-def _said(edits: tuple[_Edit, ...], changed: Case) -> str:
+def _advice(edits: tuple[_Edit, ...], changed: Case) -> str:
     text, shipped = ", ".join(edit.text for edit in edits), _shipped_like(changed.recipe)
     return f"{text} (as {shipped})" if shipped else text
 

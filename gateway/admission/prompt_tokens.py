@@ -117,7 +117,7 @@ class PromptTokens:
         self._mean = 0.0  # tokens per estimated token over all tenants, 0 until something was settled
         self._template_extra = 0.0  # beyond TEMPLATE_TOKENS, as a default system prompt is
         self._mismatches = 0
-        self._late: list[Future[int]] = []  # counts that nobody waits for any more and that still take a thread
+        self._late: list[Future[int]] = []  # counts whose callers gave up and that still take a thread
 
     def close(self) -> None:
         if self._threads is not None:

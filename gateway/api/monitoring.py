@@ -1,4 +1,4 @@
-"""Serve metrics and health over plain HTTP, on a separate address (docs/decisions/0020)."""
+"""Serve metrics and health over plain HTTP, on a separate address (docs/decisions/0017)."""
 
 from __future__ import annotations
 

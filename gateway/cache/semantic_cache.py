@@ -1,7 +1,7 @@
 """Responses to prompts of similar meaning, found by the cosine of their embeddings. Off unless an endpoint is set.
 
 Only the last user turn of a chat is compared by meaning; the rest of the request, the tenant and the engine must be
-equal. A high cosine does not prove that two prompts ask the same: see docs/decisions/0014.
+equal. A high cosine does not prove that two prompts ask the same: see docs/decisions/0011.
 """
 
 from __future__ import annotations

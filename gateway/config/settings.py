@@ -145,7 +145,7 @@ class Settings(EnvironmentSettings):
     semantic_api_key: str = Field("", repr=False, description="API key for SEMANTIC_URL, sent as a bearer token")
     semantic_timeout_s: Seconds = Field(0.25, description="timeout of an embeddings request; a slower one is a miss")
     semantic_threshold: Annotated[float, Field(ge=0.5, le=1, allow_inf_nan=False)] = Field(
-        0.95, description="lowest cosine similarity of a hit (docs/decisions/0014)"
+        0.95, description="lowest cosine similarity of a hit (docs/decisions/0011)"
     )
     semantic_ttl_s: Seconds = Field(3600.0, description="longest age of a hit in seconds")
     semantic_max_entries: Annotated[int, Field(ge=1, le=100_000)] = Field(2000, description="responses per tenant")

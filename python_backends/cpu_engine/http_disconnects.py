@@ -3,7 +3,7 @@
 Triton 2.51 does not read a connection while its request runs, and no model learns which connection a request came by. A
 connection that the client has closed stays in CLOSE_WAIT until its request ends, and each has one request. So when
 there are as many of them as requests in the engine, the clients of all these requests have disconnected; when there are
-fewer, it cannot be known which (docs/decisions/0016).
+fewer, it cannot be known which (docs/decisions/0013).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 For every sequence of ids and every way to cut it into increments, the texts of a :class:`Stream` joined are byte for
 byte what the ``tokenizers`` library's ``Tokenizer.decode`` returns for all ids at once. No later id changes text that
 was returned, so it holds neither half a character nor a U+FFFD that the whole text does not have at that position. The
-work per id does not depend on what was decoded before. docs/decisions/0023 compares the library's ``DecodeStream``.
+work per id does not depend on what was decoded before. docs/decisions/0020 compares the library's ``DecodeStream``.
 
 An id is looked up in a :class:`_TokenTable` (filled as ids are seen, so that a vocabulary of 150,000 costs nothing at
 load); the token stages and the join of ``stages.py`` make text of it, and the text stages finish the text.

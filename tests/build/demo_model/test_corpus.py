@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from build.demo_model.corpus import TOPICS, documents, gather, is_held_out, is_wanted
+from build.demo_model.corpus import TOPICS, documents, gather, is_held_out, is_included
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ def test_tests_tables_installed_packages_and_generated_files_stay_out(corpus):
 def test_a_path_alone_says_whether_it_is_wanted(path, wanted):
     from pathlib import Path
 
-    assert is_wanted(Path(path)) is wanted
+    assert is_included(Path(path)) is wanted
 
 
 @given(st.text(min_size=1))
