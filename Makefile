@@ -138,7 +138,7 @@ bench-gateway: build-engine ## what the gateway adds and withstands, beside Lite
 bench-peers: build-engine ## our server beside vLLM, llama.cpp and transformers serve, on the same weights
 	$(BIN)/python -m benchmarks peers
 
-bench-aiperf: build-engine ## NVIDIA's AIPerf against the OpenAI door
+bench-aiperf: build-engine ## NVIDIA's AIPerf against the OpenAI endpoint
 	$(BIN)/python -m benchmarks aiperf --engine $(call quoted,ENGINE)
 
 $(VENV)/.bench-installed: $(VENV)/.installed requirements/bench.txt
