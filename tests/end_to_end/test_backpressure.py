@@ -37,10 +37,10 @@ async def test_beyond_the_bound_a_request_is_refused_at_once_and_the_admitted_on
 
     async with triton.InferenceServerClient(replica.grpc_url) as client:
         with halted(replica):
-            asked = asyncio.gather(*[ask(client, {**LONG, "max_tokens": 50}) for _ in range(slots + 30)])
+            pending = asyncio.gather(*[ask(client, {**LONG, "max_tokens": 50}) for _ in range(slots + 30)])
             page = await until(replica, all_but_the_admitted_are_refused)
             assert requests(page, "waiting") == 4 and requests(page, "scheduled") > 4
-        answers = await asked
+        answers = await pending
     refused = [answer for answer in answers if answer.error]
     served = [answer for answer in answers if not answer.error]
     assert (len(served), len(refused)) == (requests(page, "active"), refusals(page) - before)

@@ -24,7 +24,7 @@ async def client(replica):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "message"),
     [
         ({"text_input": ""}, "text_input: must have at least one character"),
         ({"max_tokens": 4}, "text_input: must be sent"),
@@ -74,25 +74,25 @@ async def client(replica):
         ({"messages": json.dumps([{"content": "x"}])}, 'messages: entry 0 must have a "role"'),
     ],
 )
-async def test_the_ensemble_refuses_it_by_name(client, inputs, said):
+async def test_the_ensemble_refuses_it_by_name(client, inputs, message):
     answer = await ask(client, inputs)
-    assert said in answer.error
+    assert message in answer.error
     assert answer.ids == []
 
 
 @pytest.mark.parametrize(
-    ("parameters", "said"),
+    ("parameters", "message"),
     [
         ({"temperature": 0.5}, "temperature: must be sent as an input tensor"),
         ({"temprature": 0.5}, "temprature: must be an input or a known request parameter; did you mean"),
     ],
 )
-async def test_a_parameter_nobody_reads_is_refused_by_name(client, parameters, said):
-    assert said in (await ask(client, GOOD, parameters=parameters)).error
+async def test_a_parameter_nobody_reads_is_refused_by_name(client, parameters, message):
+    assert message in (await ask(client, GOOD, parameters=parameters)).error
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "message"),
     [
         ([tensor("text_input", "a", shape=(1,))], "unexpected shape for input 'text_input'"),
         ([tensor("text_input", ["a", "b"], shape=(2, 1))], "batch-size must be <= 1"),
@@ -100,15 +100,15 @@ async def test_a_parameter_nobody_reads_is_refused_by_name(client, parameters, s
         ([tensor("text_input", "a"), tensor("stop_words", ["a", "b"], shape=(2, 1))], "batch"),
     ],
 )
-async def test_wrong_shapes_and_types_are_refused_by_name(client, inputs, said):
-    assert said in (await ask(client, inputs)).error
+async def test_wrong_shapes_and_types_are_refused_by_name(client, inputs, message):
+    assert message in (await ask(client, inputs)).error
 
 
 ENGINE = {"input_ids": [5, 6], "input_lengths": 2, "request_output_len": 3}
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "message"),
     [
         ({**ENGINE, "input_ids": [5, 4096]}, "input_ids: must hold ids from 0 to 4095, got 4096"),
         ({**ENGINE, "input_ids": [5, -1]}, "input_ids: must hold ids from 0"),
@@ -119,8 +119,8 @@ ENGINE = {"input_ids": [5, 6], "input_lengths": 2, "request_output_len": 3}
         ({**ENGINE, "stop": True}, "request_id: must be the id"),
     ],
 )
-async def test_the_engine_door_refuses_it_by_name(client, inputs, said):
-    assert said in (await ask(client, inputs, model="engine")).error
+async def test_the_engine_door_refuses_it_by_name(client, inputs, message):
+    assert message in (await ask(client, inputs, model="engine")).error
 
 
 async def test_bad_requests_disturb_no_running_stream(client):

@@ -21,13 +21,13 @@ def benchmark(engine_dir, tmp_path):
 
 
 def test_efficiency_measures_every_path_on_equal_work(benchmark):
-    said, kept = benchmark("efficiency", "--engines", "demo", "--rounds", "1", "--concurrency", "1")
+    output, kept = benchmark("efficiency", "--engines", "demo", "--rounds", "1", "--concurrency", "1")
     waves = {wave["path"]: wave for wave in kept["waves"]["demo"]}
     assert set(waves) == {"raw engine", "engine, gRPC", "ensemble", "ensemble, 1 token/msg"}
     assert {wave["tokens"] for wave in waves.values()} == {4 * 128}
     assert all(wave["engine_cpu_s"] > 0 and len(wave["ttfts_s"]) == 4 for wave in waves.values())
     assert set(waves["ensemble"]["serving_cpu_s"]) >= {"tritonserver", "engine stub", "detokenizer", "tokenizer"}
-    assert "TTFT added at 1" in said and "others used" in said
+    assert "TTFT added at 1" in output and "others used" in output
 
 
 def test_hops_find_where_the_first_token_goes(benchmark):
@@ -39,7 +39,7 @@ def test_hops_find_where_the_first_token_goes(benchmark):
 
 
 def test_a_cancel_gives_its_place_to_the_next_in_line(benchmark):
-    said, kept = benchmark("cancel", "--engine", "demo", "--samples", "2", "--streams", "4")
+    output, kept = benchmark("cancel", "--engine", "demo", "--samples", "2", "--streams", "4")
     rows = {row["what"]: row for row in kept["figures"]}
     assert rows["to the next in line"]["count"] == 2 and rows["to the gauges"]["count"] == 3
-    assert all(0 < row["p50"] <= row["max"] for row in rows.values()) and "next in line" in said
+    assert all(0 < row["p50"] <= row["max"] for row in rows.values()) and "next in line" in output

@@ -126,8 +126,8 @@ async def test_a_timeout_while_generating_ends_the_stream_with_a_typed_error(cli
     with halted(replica):
         answer = await ask(client, LONG, timeout_us=150_000)
     assert answer.finish_reasons == ["error"]
-    said = answer.outputs["error_message"].item().decode()
-    assert said == "DeadlineExceeded: the deadline passed while it was generating"
+    message = answer.outputs["error_message"].item().decode()
+    assert message == "DeadlineExceeded: the deadline passed while it was generating"
     await until_idle(replica)
 
 
@@ -137,8 +137,8 @@ async def test_a_timeout_in_the_queue_never_reaches_the_engine(client, replica):
         full = [asyncio.create_task(ask(client, {**LONG, "max_tokens": 990})) for _ in range(slots * 2)]
         await until(replica, lambda page: requests(page, "active") == slots * 2)
         late = await ask(client, {**LONG, "text_input": "late"}, timeout_us=100_000)
-        said = late.error or late.outputs["error_message"].item().decode()
-        assert "DeadlineExceeded: the deadline passed while it waited for a slot" in said
+        message = late.error or late.outputs["error_message"].item().decode()
+        assert "DeadlineExceeded: the deadline passed while it waited for a slot" in message
         assert late.ids == []
         for task in full:
             task.cancel()

@@ -67,5 +67,5 @@ async def test_a_caller_who_still_waits_gets_the_whole_answer_though_others_have
         leaves.kill()
         leaves.communicate()
         await asyncio.sleep(3)  # three looks of the engine
-    said, _ = await asyncio.to_thread(stays.communicate)
-    assert json.loads(said)["num_output_tokens"] == 100
+    output, _ = await asyncio.to_thread(stays.communicate)
+    assert json.loads(output)["num_output_tokens"] == 100

@@ -70,9 +70,11 @@ def test_a_draining_server_says_so_to_every_new_caller_and_ends_what_it_has(engi
             with Client(replica.grpc_url) as client, pytest.raises(Unavailable, match="the server is shutting down"):
                 list(client.open(LONG))
             for path in ("generate", "generate_stream"):
-                code, said = post(f"{replica.http_url}/v2/models/ensemble/{path}", {"text_input": "x", "max_tokens": 4})
+                code, message = post(
+                    f"{replica.http_url}/v2/models/ensemble/{path}", {"text_input": "x", "max_tokens": 4}
+                )
                 assert (
-                    code == 400 and "Unavailable: the server is shutting down" in said
+                    code == 400 and "Unavailable: the server is shutting down" in message
                 )  # Triton has no other code here
         for answer in answers:
             answer.wait()

@@ -106,7 +106,7 @@ def serve(engines_dir: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda folder: (folder / "manifest.json").unlink(), "is half-built"),
         (lambda folder: (folder / "openvino_model.bin").write_bytes(b"x"), "openvino_model.bin is not the file that"),
@@ -114,9 +114,9 @@ def serve(engines_dir: Path) -> subprocess.CompletedProcess[str]:
         (lambda folder: shutil.rmtree(folder), "there is no engine at"),
     ],
 )
-def test_a_broken_engine_folder_is_one_clear_error_before_anything_starts(engine_dir, tmp_path, damage, said):
+def test_a_broken_engine_folder_is_one_clear_error_before_anything_starts(engine_dir, tmp_path, damage, message):
     shutil.copytree(engine_dir, tmp_path / "demo")
     damage(tmp_path / "demo")
     result = serve(tmp_path)
     assert result.returncode == 1
-    assert said in result.stderr
+    assert message in result.stderr

@@ -32,7 +32,9 @@ CHAT = [{"role": "user", "content": "What is two plus two?"}]
 
 
 @pytest.fixture(scope="module")
-def doors(replica: Replica, engine_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+def endpoints(
+    replica: Replica, engine_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, str]]:
     """(URL of the OpenAI door, HOST:PORT of the KServe door)."""
     environ = {
         **os.environ,
@@ -64,33 +66,33 @@ def doors(replica: Replica, engine_dir: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture
-def ask(doors: tuple[str, str]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{doors[0]}/v1", api_key=ALICE, max_retries=0) as client:
+def ask(endpoints: tuple[str, str]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{endpoints[0]}/v1", api_key=ALICE, max_retries=0) as client:
         yield client
 
 
 def test_a_stream_and_a_whole_answer_say_the_same_as_the_server_itself(ask: openai.OpenAI, replica: Replica):
     with Client(replica.grpc_url) as direct:
         expected = direct.complete("The cat", max_tokens=12, temperature=0.0).text
-    asked = {"model": "demo", "prompt": "The cat", "max_tokens": 12, "temperature": 0}
-    assert ask.completions.create(**asked).choices[0].text == expected
-    chunks = list(ask.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    request_body = {"model": "demo", "prompt": "The cat", "max_tokens": 12, "temperature": 0}
+    assert ask.completions.create(**request_body).choices[0].text == expected
+    chunks = list(ask.completions.create(**request_body, stream=True, stream_options={"include_usage": True}))
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected
     assert chunks[-1].usage.completion_tokens <= 12 and chunks[-1].usage.prompt_tokens > 0
 
 
 def test_a_chat_counts_its_tokens_and_repeats_itself_with_a_seed(ask: openai.OpenAI):
-    asked = {"model": "demo", "messages": CHAT, "max_completion_tokens": 16, "seed": 7}
+    request_body = {"model": "demo", "messages": CHAT, "max_completion_tokens": 16, "seed": 7}
     anew = {"cache-control": "no-cache"}  # by the engine, not by the cache
-    one, two = (ask.chat.completions.create(**asked, extra_headers=anew) for _ in range(2))
+    one, two = (ask.chat.completions.create(**request_body, extra_headers=anew) for _ in range(2))
     assert one.id != two.id
     assert one.choices[0].message.content == two.choices[0].message.content
     assert 0 < one.usage.completion_tokens <= 16 and one.choices[0].finish_reason in ("stop", "length")
 
 
-@pytest.mark.parametrize("said", [{}, {"temperature": 1}])
-def test_a_temperature_of_one_samples_whether_it_is_said_or_not(ask: openai.OpenAI, said: dict):
-    done = ask.chat.completions.create(model="demo", messages=CHAT, max_tokens=16, n=8, seed=1, **said)
+@pytest.mark.parametrize("text_shown", [{}, {"temperature": 1}])
+def test_a_temperature_of_one_samples_whether_it_is_said_or_not(ask: openai.OpenAI, text_shown: dict):
+    done = ask.chat.completions.create(model="demo", messages=CHAT, max_tokens=16, n=8, seed=1, **text_shown)
     assert len({choice.message.content for choice in done.choices}) > 1
 
 
@@ -110,8 +112,8 @@ def test_a_prompt_that_does_not_fit_is_refused_by_the_engine_as_a_bad_request(as
         ask.completions.create(model="demo", prompt="word " * 3000, max_tokens=10)
 
 
-def test_our_own_client_streams_through_the_kserve_door(doors: tuple[str, str], replica: Replica):
-    with Client(replica.grpc_url) as direct, Client(doors[1], api_key=ALICE) as through:
+def test_our_own_client_streams_through_the_kserve_door(endpoints: tuple[str, str], replica: Replica):
+    with Client(replica.grpc_url) as direct, Client(endpoints[1], api_key=ALICE) as through:
         assert through.health().ok
         expected = direct.complete("The cat", max_tokens=12, temperature=0.0)
         found = [delta for delta in through.generate("The cat", max_tokens=12, temperature=0.0)]
@@ -120,9 +122,9 @@ def test_our_own_client_streams_through_the_kserve_door(doors: tuple[str, str], 
 
 
 def test_the_real_engine_says_which_it_is_so_that_its_answers_are_cached(ask: openai.OpenAI):
-    asked = {"model": "demo", "prompt": "Once more", "max_tokens": 8, "temperature": 0}
-    first = ask.completions.with_raw_response.create(**asked)
-    again = ask.completions.with_raw_response.create(**asked)
+    request_body = {"model": "demo", "prompt": "Once more", "max_tokens": 8, "temperature": 0}
+    first = ask.completions.with_raw_response.create(**request_body)
+    again = ask.completions.with_raw_response.create(**request_body)
     assert [one.headers["x-trident-cache"] for one in (first, again)] == ["miss", "hit"]
     assert first.parse().choices == again.parse().choices
     left = int(first.headers["x-ratelimit-remaining-tokens"])
@@ -130,13 +132,13 @@ def test_the_real_engine_says_which_it_is_so_that_its_answers_are_cached(ask: op
 
 
 def test_a_stream_that_was_left_goes_on_where_it_was_under_its_idempotency_key(ask: openai.OpenAI):
-    asked = {"model": "demo", "prompt": "A long story", "max_tokens": 40, "stream": True, "temperature": 1}
+    request_body = {"model": "demo", "prompt": "A long story", "max_tokens": 40, "stream": True, "temperature": 1}
     key = {"idempotency-key": "story-1"}
-    with ask.completions.with_streaming_response.create(**asked, extra_headers=key) as answer:
+    with ask.completions.with_streaming_response.create(**request_body, extra_headers=key) as answer:
         lines = answer.iter_lines()
         seen = [next(line for line in lines if line.startswith("id: ")) for _ in range(3)]
     rest = {**key, "last-event-id": seen[-1].removeprefix("id: ")}
-    with ask.completions.with_streaming_response.create(**asked, extra_headers=rest) as answer:
+    with ask.completions.with_streaming_response.create(**request_body, extra_headers=rest) as answer:
         lines = [line for line in answer.iter_lines() if line]
         assert answer.headers["x-trident-cache"] == "replayed"
     assert seen[-1] not in lines and lines[-1] == "data: [DONE]"
@@ -144,11 +146,11 @@ def test_a_stream_that_was_left_goes_on_where_it_was_under_its_idempotency_key(a
     assert numbers == sorted(set(numbers))
 
 
-def test_without_a_key_neither_door_opens(doors: tuple[str, str]):
-    with openai.OpenAI(base_url=f"{doors[0]}/v1", api_key="any", max_retries=0) as client:
+def test_without_a_key_neither_door_opens(endpoints: tuple[str, str]):
+    with openai.OpenAI(base_url=f"{endpoints[0]}/v1", api_key="any", max_retries=0) as client:
         with pytest.raises(openai.AuthenticationError):
             client.models.list()
-    with Client(doors[1]) as through, pytest.raises(Unauthenticated):
+    with Client(endpoints[1]) as through, pytest.raises(Unauthenticated):
         through.complete("x", max_tokens=1)
 
 

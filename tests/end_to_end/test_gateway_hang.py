@@ -13,7 +13,7 @@ from server.replica import Replica, running
 from tests.gateway.api.test_kserve import ours
 from tests.gateway.running import gateway, until
 
-ASKED = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
+REQUEST = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +35,16 @@ async def test_requests_at_a_stopped_server_are_served_by_the_other(replica: Rep
     }
     async with gateway(**settings) as served, ours(served) as client:
         await until(lambda: len(served.service.replicas.ready()) == 2)
-        status, _, body = await served.post("/v1/completions", ASKED)
+        status, _, body = await served.post("/v1/completions", REQUEST)
         expected = body["choices"][0]["text"]
         assert status == 200 and expected
         pid = replica.server_pid
         os.kill(pid, signal.SIGSTOP)
         try:
-            answers = await asyncio.gather(*(served.post("/v1/completions", ASKED) for _ in range(4)))
+            answers = await asyncio.gather(*(served.post("/v1/completions", REQUEST) for _ in range(4)))
             assert [body["choices"][0]["text"] for _, _, body in answers] == [expected] * 4
             done = await asyncio.gather(
-                *(client.generate(ASKED["prompt"], max_tokens=8, temperature=0.0).complete() for _ in range(4))
+                *(client.generate(REQUEST["prompt"], max_tokens=8, temperature=0.0).complete() for _ in range(4))
             )
             assert [one.text for one in done] == [expected] * 4
             page = await served.metrics()

@@ -107,8 +107,12 @@ async def test_an_engine_that_makes_no_step_ends_its_streams_by_name_and_is_repl
     answers = await hang(replica, streams, hung)
     assert replica.status.restarts == before + 1 and worker(replica) != hung
     for answer in answers:
-        said = answer.outputs["error_message"].item().decode() if answer.finish_reasons == ["error"] else answer.error
-        assert f"{EngineFailed.__name__}: the engine process hung with" in said and "being restarted" in said, said
+        message = (
+            answer.outputs["error_message"].item().decode() if answer.finish_reasons == ["error"] else answer.error
+        )
+        assert f"{EngineFailed.__name__}: the engine process hung with" in message and "being restarted" in message, (
+            message
+        )
     assert "no progress and no CPU use" in replica.output.read_text()
     await serves_whole(replica)
 

@@ -91,14 +91,14 @@ def test_node_is_told_what_was_wrong_with_its_request(node):
 
 
 async def test_node_cancels_and_the_engine_is_free_again(node, replica):
-    said = []
+    received = []
 
     async def leave() -> None:
-        said[:] = node("cancel", PROMPT, "900")
+        received[:] = node("cancel", PROMPT, "900")
 
     await left_in_time(replica, leave)
-    assert said[-1] == {"status": 1, "details": "Cancelled on client"}
-    assert not any(message.get("final") for message in said)
+    assert received[-1] == {"status": 1, "details": "Cancelled on client"}
+    assert not any(message.get("final") for message in received)
 
 
 def test_node_can_ask_what_the_server_has(node):

@@ -49,7 +49,7 @@ async def test_spans_are_true(replica: Replica, streaming: bool):
             {"model": "demo", "prompt": f"{n} " + "the cat sat " * 40, "max_tokens": 8, "stream": streaming}
             for n in range(AT_ONCE)
         ]
-        answers = await asyncio.gather(*(said(running.base_url, body) for body in bodies))
+        answers = await asyncio.gather(*(post_status(running.base_url, body) for body in bodies))
         assert answers == [200] * AT_ONCE
         for phase in PHASES.values():  # metrics are shown every 100 ms
             await until(lambda p=phase: phases(replica)[p][1] - before.get(p, (0, 0))[1] >= AT_ONCE)
@@ -78,7 +78,7 @@ async def test_spans_are_true(replica: Replica, streaming: bool):
             assert ours_s <= theirs_s * 1.001 + 1e-5, name
 
 
-async def said(base_url: str, body: dict) -> int:
+async def post_status(base_url: str, body: dict) -> int:
     async with aiohttp.ClientSession() as session:
         async with session.post(f"{base_url}/v1/completions", json=body) as answer:
             await answer.read()

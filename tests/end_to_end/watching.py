@@ -46,10 +46,10 @@ def halted(replica: Replica) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-async def until(replica: Replica, wanted: Callable[[Page], bool]) -> Page:
+async def until(replica: Replica, condition: Callable[[Page], bool]) -> Page:
     """The first metrics page that is as wanted. Gauges and counters are up to 100 ms old."""
     deadline_s = time.monotonic() + PATIENCE_S
-    while not wanted(page := await asyncio.to_thread(metrics, replica.metrics_url)):
+    while not condition(page := await asyncio.to_thread(metrics, replica.metrics_url)):
         assert time.monotonic() < deadline_s, {key: n for key, n in page.items() if key.startswith(("nv_trt", "tri"))}
         await asyncio.sleep(0.02)
     return page

@@ -29,8 +29,8 @@ from tests.gateway.running import Running, gateway, until
 pytestmark = pytest.mark.slow
 
 PATH = "/v1/completions"
-ASKED = {"model": "demo", "prompt": "one two", "max_tokens": 2}
-BODY = json.dumps(ASKED).encode()
+REQUEST = {"model": "demo", "prompt": "one two", "max_tokens": 2}
+BODY = json.dumps(REQUEST).encode()
 LINE = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 LENGTH = b"content-length: %d\r\n" % len(BODY)
 CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
@@ -41,7 +41,7 @@ SHORT = {"header_timeout_s": 1.0, "body_timeout_s": 1.0}
 async def unharmed(replica: FakeReplica | None = None, **overrides: Any) -> AsyncIterator[Running]:
     async with replica or FakeReplica() as serving, gateway(serving, **overrides) as running:
         keys = {"authorization": "Bearer right"}
-        assert (await running.post(PATH, ASKED, **keys))[0] == 200  # opens what stays open, at both doors
+        assert (await running.post(PATH, REQUEST, **keys))[0] == 200  # opens what stays open, at both doors
         async with grpc.aio.insecure_channel(running.grpc_url) as channel:
             await streamed(channel, message(), (("authorization", "Bearer right"),))
         before = open_files()
@@ -49,14 +49,14 @@ async def unharmed(replica: FakeReplica | None = None, **overrides: Any) -> Asyn
         await until(lambda: serving.counts.running == 0 and open_files() <= before)
         page = await running.metrics()
         assert page["trident_gateway_in_flight"] == 0 and page["trident_gateway_waiting"] == 0
-        assert (await running.post(PATH, ASKED, **keys))[0] == 200
+        assert (await running.post(PATH, REQUEST, **keys))[0] == 200
 
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-async def said(running: Running, data: bytes, patience_s: float = 60.0, port: int = 0) -> bytes:
+async def exchange(running: Running, data: bytes, patience_s: float = 60.0, port: int = 0) -> bytes:
     """What is answered to these bytes until the connection is closed from the other side, which it must be."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port or running.port)
     with contextlib.suppress(ConnectionError):
@@ -107,7 +107,7 @@ TWO_WAYS_TO_READ = {
 async def test_what_can_be_read_two_ways_is_not_read_at_all():
     async with unharmed() as running:
         for name, rest in TWO_WAYS_TO_READ.items():
-            assert refused(await said(running, LINE + rest), 400)["type"] == "invalid_request_error", name
+            assert refused(await exchange(running, LINE + rest), 400)["type"] == "invalid_request_error", name
 
 
 async def test_what_is_not_http_ends_with_its_connection():
@@ -120,18 +120,18 @@ async def test_what_is_not_http_ends_with_its_connection():
             b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(64),
             b"CONNECT x:1 HTTP/1.1\r\n\r\n",
         ):
-            refused(await said(running, data), 400)
-        refused(await said(running, b"\r\n\r\n"), 408)
+            refused(await exchange(running, data), 400)
+        refused(await exchange(running, b"\r\n\r\n"), 408)
 
 
 async def test_a_smuggled_second_request_is_never_answered():
     second = b"GET /health/live HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabcd"
     async with unharmed() as running:
-        answer = await said(running, LINE + LENGTH + b"\r\n" + BODY + second)
+        answer = await exchange(running, LINE + LENGTH + b"\r\n" + BODY + second)
         assert b"\r\nlive\n" not in answer and b" 400 " in answer
         whole = LINE + LENGTH + b"\r\n" + BODY
         closing = LINE + b"connection: close\r\n" + LENGTH + b"\r\n" + BODY
-        answer = await said(running, whole * 2 + closing)  # pipelining itself is fine
+        answer = await exchange(running, whole * 2 + closing)  # pipelining itself is fine
         assert answer.count(b"HTTP/1.1 200 OK") == 3
 
 
@@ -159,7 +159,7 @@ async def test_an_offer_of_another_protocol_is_declined_and_its_body_is_no_secon
 async def test_who_sends_ahead_and_leaves_frees_the_replica(stream: bool):
     replica = FakeReplica(lambda seen: Script((" a",), stall_after=0))
     async with replica, gateway(replica) as running:
-        body = json.dumps({**ASKED, "stream": stream}).encode()
+        body = json.dumps({**REQUEST, "stream": stream}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
         writer.write(
             LINE + b"content-length: %d\r\n\r\n" % len(body) + body + b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -176,7 +176,7 @@ async def test_who_sends_ahead_and_leaves_frees_the_replica(stream: bool):
 )
 async def test_who_sends_too_far_ahead_is_cut_off(ahead: bytes):
     async with FakeReplica(lambda seen: Script((" a",), stall_after=0)) as replica, gateway(replica) as running:
-        assert await said(running, LINE + LENGTH + b"\r\n" + BODY + ahead, 30) == b""
+        assert await exchange(running, LINE + LENGTH + b"\r\n" + BODY + ahead, 30) == b""
         await until(lambda: replica.counts.running == 0 and not running.service.live)
 
 
@@ -184,17 +184,17 @@ async def test_floods_of_headers_and_long_lines_are_refused_while_they_come():
     async with unharmed() as running:
         many = LINE + b"".join(b"x-%d: y\r\n" % n for n in range(5000)) + b"\r\n"
         for data in (many, LINE + b"x: " + b"y" * 200_000, b"GET /" + b"a" * 200_000):
-            assert refused(await said(running, data), 431)["code"] == "headers_too_large"
+            assert refused(await exchange(running, data), 431)["code"] == "headers_too_large"
 
 
 @pytest.mark.slow
 async def test_slow_callers_are_cut_off_and_keep_nobody_waiting():
     """A hundred that stop in their headers and a hundred that stop in their body."""
     async with unharmed(**SHORT) as running:
-        slow = [said(running, LINE + b"x-a: b\r\n") for _ in range(100)]
-        slow += [said(running, LINE + LENGTH + b"\r\n" + BODY[:5]) for _ in range(100)]
+        slow = [exchange(running, LINE + b"x-a: b\r\n") for _ in range(100)]
+        slow += [exchange(running, LINE + LENGTH + b"\r\n" + BODY[:5]) for _ in range(100)]
         answers = asyncio.gather(*slow)
-        assert (await running.post(PATH, ASKED))[0] == 200
+        assert (await running.post(PATH, REQUEST))[0] == 200
         for answer in await answers:
             assert refused(answer, 408)["code"] == "timeout"
 
@@ -217,14 +217,14 @@ async def test_a_body_of_ten_megabytes_gets_its_answer_although_it_was_not_read(
     else:
         data = LINE + b"content-length: %d\r\n\r\n" % len(body) + body
     async with unharmed() as running:
-        assert refused(await said(running, data), 413)["code"] == "request_too_large"
+        assert refused(await exchange(running, data), 413)["code"] == "request_too_large"
 
 
 @pytest.mark.slow
 async def test_who_announces_too_much_and_sends_nothing_is_refused_too():
     async with unharmed() as running:
         data = LINE + b"content-length: 1099511627776\r\nexpect: 100-continue\r\n\r\n"
-        answer = await said(running, data)
+        answer = await exchange(running, data)
         assert b"100 Continue" not in answer and refused(answer, 413)
 
 
@@ -238,12 +238,12 @@ async def test_a_caller_without_a_key_cannot_make_us_hold_a_body():
 
     async with unharmed(keys=Keys()) as running:
         data = LINE + b"authorization: Bearer wrong\r\ncontent-length: 4000000\r\nexpect: 100-continue\r\n\r\n"
-        answer = await said(running, data)
+        answer = await exchange(running, data)
         assert b"100 Continue" not in answer and refused(answer, 401)["code"] == "invalid_api_key"
 
 
 def with_(**fields: Any) -> bytes:
-    return json.dumps({**ASKED, **fields}).encode()
+    return json.dumps({**REQUEST, **fields}).encode()
 
 
 NOT_JSON = {
@@ -320,18 +320,18 @@ async def test_strange_request_ids_are_refused_and_not_repeated():
     async with unharmed() as running:
         for strange in (b"\xff\xfe", b"a" * 300, b"a\tb"):
             data = LINE + b"connection: close\r\nx-request-id: " + strange + b"\r\n" + LENGTH + b"\r\n" + BODY
-            answer = await said(running, data)
+            answer = await exchange(running, data)
             assert refused(answer, 400)["param"] == "x-request-id"
             assert strange not in answer
 
 
 async def test_model_text_forges_no_event_of_a_chat():
     evil = "\r\n\r\ndata: [DONE]\r\n\r\nevent: x\rid: 1\n\u2028data: {}\n\n"
-    asked = {"model": "demo", "messages": [{"role": "user", "content": "a"}], "stream": True}
+    chat_request = {"model": "demo", "messages": [{"role": "user", "content": "a"}], "stream": True}
     async with unharmed(FakeReplica(lambda seen: Script((evil, " b")))) as running:
-        body = json.dumps(asked).encode()
+        body = json.dumps(chat_request).encode()
         data = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
-        answer = await said(running, data + b"content-length: %d\r\n\r\n" % len(body) + body)
+        answer = await exchange(running, data + b"content-length: %d\r\n\r\n" % len(body) + body)
         lines = answer.partition(b"\r\n\r\n")[2].replace(b"\r\n", b"\n").split(b"\n")
         assert sum(line == b"data: [DONE]" for line in lines) == 1
         assert not any(line.startswith((b"event:", b"data: {}")) for line in lines)
@@ -351,7 +351,7 @@ async def test_no_header_makes_a_caller_somebody_else():
     async with unharmed(keys=Keys()) as running:
         for authorization in ("", "right", "Basic right", "Bearer", "Bearer wrong", "Bearer right, Bearer wrong"):
             headers = {**forged, "authorization": authorization}
-            status, said_, _ = await running.post(PATH, ASKED, **headers)
+            status, said_, _ = await running.post(PATH, REQUEST, **headers)
             assert status == 401 and said_["www-authenticate"] == "Bearer", authorization
         calls = grpc.aio.insecure_channel(running.grpc_url)
         for metadata in (tuple(forged.items()), (("authorization", "bearer wrong"), *forged.items())):
@@ -369,12 +369,12 @@ async def test_no_caller_can_make_series_of_metrics():
         for n in range(50):
             await running.post(PATH, with_and(f"model-{n}"), x_request_id=f"r{n}", x_session_id=f"s{n}")
             await running.get(f"/path-{n}")
-            await running.post(PATH, {**ASKED, "user": f"user-{n}", "metadata": {f"k{n}": "v"}}, x_tenant_id=f"t{n}")
+            await running.post(PATH, {**REQUEST, "user": f"user-{n}", "metadata": {f"k{n}": "v"}}, x_tenant_id=f"t{n}")
         assert len(set(await running.metrics()) - before) <= 40  # of statuses that had not been seen before
 
 
 def with_and(model: str) -> dict:
-    return {**ASKED, "model": model}
+    return {**REQUEST, "model": model}
 
 
 def message(**more: Any) -> bytes:
@@ -399,7 +399,7 @@ async def test_garbage_on_the_grpc_port_harms_no_call():
     async with unharmed() as running, grpc.aio.insecure_channel(running.grpc_url) as channel:
         port = int(running.grpc_url.rpartition(":")[2])
         for data in (noise, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", preface + noise, huge_frame):
-            await said(running, data, port=port)
+            await exchange(running, data, port=port)
             assert len(await streamed(channel, message())) >= 2
         await channel.close()
 

@@ -27,8 +27,8 @@ def test_addresses_are_those_that_a_client_can_use(host: str, expected: str):
 
 @pytest.mark.parametrize("keyless", [True, False])
 def test_what_it_offers_is_shell_and_python(keyless: bool, tmp_path: Path):
-    said = banner.text(Settings(), "127.0.0.1:9000", "127.0.0.1:9001", "127.0.0.1:9002", keyless=keyless)
-    commands = said.partition("\nTry\n")[2].rpartition("Ctrl-C")[0]
-    assert ("$KEY" in commands) != keyless and "http://127.0.0.1:9002/metrics" in said
+    banner_text = banner.text(Settings(), "127.0.0.1:9000", "127.0.0.1:9001", "127.0.0.1:9002", keyless=keyless)
+    commands = banner_text.partition("\nTry\n")[2].rpartition("Ctrl-C")[0]
+    assert ("$KEY" in commands) != keyless and "http://127.0.0.1:9002/metrics" in banner_text
     subprocess.run(["bash", "-nc", commands], check=True, timeout=60)
     compile(commands.partition("-c '")[2].rpartition("'")[0], "banner", "exec")

@@ -23,7 +23,7 @@ from tests.gateway.running import until
 pytestmark = pytest.mark.slow
 
 TOKENS = 40
-ASKED = {"model": "demo", "prompt": "x", "max_tokens": TOKENS, "stream": True}
+REQUEST = {"model": "demo", "prompt": "x", "max_tokens": TOKENS, "stream": True}
 
 
 @contextlib.asynccontextmanager
@@ -49,7 +49,7 @@ async def process(replica: FakeReplica, **settings: str) -> AsyncIterator[tuple[
 async def test_a_signal_ends_it_when_the_streams_have_ended(number: signal.Signals):
     async with FakeReplica(lambda seen: Script((" a",) * TOKENS, gap_s=0.02)) as replica:
         async with process(replica) as (gateway, url), aiohttp.ClientSession() as session:
-            async with session.post(f"{url}/v1/completions", json=ASKED) as answer:
+            async with session.post(f"{url}/v1/completions", json=REQUEST) as answer:
                 await until(lambda: replica.counts.running == 1, 60.0)
                 gateway.send_signal(number)
                 text = await answer.text()
@@ -60,7 +60,7 @@ async def test_a_signal_ends_it_when_the_streams_have_ended(number: signal.Signa
 async def test_a_second_signal_ends_the_streams_at_once_and_they_hear_why():
     async with FakeReplica(lambda seen: Script((" a", " b"), stall_after=1)) as replica:
         async with process(replica, DRAIN_S="600") as (gateway, url), aiohttp.ClientSession() as session:
-            async with session.post(f"{url}/v1/completions", json=ASKED) as answer:
+            async with session.post(f"{url}/v1/completions", json=REQUEST) as answer:
                 await until(lambda: replica.counts.running == 1, 60.0)
                 gateway.send_signal(signal.SIGTERM)
                 while await ready(session, url):
@@ -75,14 +75,14 @@ async def ready(session: aiohttp.ClientSession, url: str) -> bool:
         return answer.status == 200
 
 
-@pytest.mark.parametrize("door", ["HTTP_PORT", "GRPC_PORT", "MONITORING_PORT"])
-async def test_a_port_that_is_taken_is_named(door: str):
+@pytest.mark.parametrize("setting", ["HTTP_PORT", "GRPC_PORT", "MONITORING_PORT"])
+async def test_a_port_that_is_taken_is_named(setting: str):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         async with FakeReplica() as replica:
-            async with process(replica, **{door: str(taken.getsockname()[1])}) as (gateway, _):
-                said = (await asyncio.wait_for(gateway.stderr.read(), 60.0)).decode()
+            async with process(replica, **{setting: str(taken.getsockname()[1])}) as (gateway, _):
+                output = (await asyncio.wait_for(gateway.stderr.read(), 60.0)).decode()
                 assert await gateway.wait() == 2
-    assert f"error: TRIDENT_GATEWAY_{door}: cannot listen at 127.0.0.1" in said and "Traceback" not in said
+    assert f"error: TRIDENT_GATEWAY_{setting}: cannot listen at 127.0.0.1" in output and "Traceback" not in output
 
 
 async def test_sighup_reads_the_file_again_and_ends_no_stream(tmp_path: Path):
@@ -90,13 +90,13 @@ async def test_sighup_reads_the_file_again_and_ends_no_stream(tmp_path: Path):
     config.write_text("[admission]\n")
     async with FakeReplica(lambda seen: Script((" a",) * TOKENS, gap_s=0.05)) as replica:
         async with process(replica, CONFIG=str(config)) as (gateway, url), aiohttp.ClientSession() as session:
-            async with session.post(f"{url}/v1/completions", json=ASKED) as answer:
+            async with session.post(f"{url}/v1/completions", json=REQUEST) as answer:
                 await until(lambda: replica.counts.running == 1, 60.0)
                 gateway.send_signal(signal.SIGHUP)
-                said = await lines_until(gateway, "the configuration was read again")
+                output = await lines_until(gateway, "the configuration was read again")
                 config.write_text("[admission]\nmax_wait_s = -1\n")
                 gateway.send_signal(signal.SIGHUP)
-                said += await lines_until(gateway, "the configuration stays as it was")
+                output += await lines_until(gateway, "the configuration stays as it was")
                 gateway.send_signal(signal.SIGHUP)
                 gateway.send_signal(signal.SIGHUP)
                 text = await answer.text()
@@ -104,20 +104,20 @@ async def test_sighup_reads_the_file_again_and_ends_no_stream(tmp_path: Path):
             assert await ready(session, url)
             config.write_text("[admission]\nmax_wait_s = 5\n")
             gateway.send_signal(signal.SIGHUP)
-            said += await lines_until(gateway, "the configuration was read again")
-            assert said.count("stays as it was") == 1 and "max_wait_s" in said
+            output += await lines_until(gateway, "the configuration was read again")
+            assert output.count("stays as it was") == 1 and "max_wait_s" in output
             gateway.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(gateway.wait(), 60.0) == 0
 
 
 async def lines_until(process: asyncio.subprocess.Process, part: str) -> str:
     """What it logs up to the line with ``part``."""
-    said = ""
-    while part not in said:
+    output = ""
+    while part not in output:
         line = (await asyncio.wait_for(process.stderr.readline(), 60.0)).decode()
-        assert line, f"it ended without saying {part!r}:\n{said}"
-        said += line
-    return said
+        assert line, f"it ended without saying {part!r}:\n{output}"
+        output += line
+    return output
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="how a terminal goes away is Linux's")
@@ -136,10 +136,10 @@ def test_a_closed_terminal_drains_even_with_a_file(tmp_path: Path):
     ) as shell:  # fmt: skip
         os.close(slave)
         try:
-            said = b""
-            while b"Ctrl-C stops it" not in said:
-                said += os.read(master, 4096)
-            pid = int(re.search(rb"pid (\d+)", said)[1])
+            output = b""
+            while b"Ctrl-C stops it" not in output:
+                output += os.read(master, 4096)
+            pid = int(re.search(rb"pid (\d+)", output)[1])
             os.kill(pid, signal.SIGHUP)  # the terminal is there: it is read again
             deadline = 6000
             while "the configuration was read again" not in log.read_text():
@@ -177,5 +177,5 @@ async def test_it_says_to_people_where_it_is_and_what_to_try():
             out, _ = await asyncio.wait_for(done.communicate(), 60.0)
             assert out.endswith(b"data: [DONE]\n\n")
             gateway.send_signal(signal.SIGTERM)
-            said = (await asyncio.wait_for(gateway.stderr.read(), 60.0)).decode()
-            assert "files" not in said  # 1000 requests at once need no more than are allowed here
+            output = (await asyncio.wait_for(gateway.stderr.read(), 60.0)).decode()
+            assert "files" not in output  # 1000 requests at once need no more than are allowed here

@@ -185,7 +185,7 @@ async def test_an_engine_that_fails_midway_ends_the_stream_with_an_error():
 async def test_what_is_not_supported_is_refused_by_name():
     async with FakeReplica() as replica, gateway(replica) as running, client(running) as ask:
         tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-        for asked, name in (
+        for request_body, name in (
             ({"tools": [tool]}, "tools"),
             ({"response_format": {"type": "json_object"}}, "response_format"),
             (
@@ -199,7 +199,7 @@ async def test_what_is_not_supported_is_refused_by_name():
             ({"temperature": 3}, "temperature"),
         ):
             with pytest.raises(openai.BadRequestError) as caught:
-                await ask.chat.completions.create(model="demo", messages=HELLO, **asked)
+                await ask.chat.completions.create(model="demo", messages=HELLO, **request_body)
             assert caught.value.param == name and name in caught.value.message
         with pytest.raises(openai.NotFoundError) as missing:
             await ask.chat.completions.create(model="gpt-9", messages=HELLO)

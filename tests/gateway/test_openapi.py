@@ -21,12 +21,12 @@ async def test_schemathesis_finds_nothing_wrong(tmp_path: Path):
             str(program), *arguments, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
         )
         try:
-            said, _ = await asyncio.wait_for(process.communicate(), 600)
+            output, _ = await asyncio.wait_for(process.communicate(), 600)
         except asyncio.TimeoutError:
             process.kill()
             await process.wait()
             raise
-        assert process.returncode == 0, said.decode()[-6000:]
+        assert process.returncode == 0, output.decode()[-6000:]
         # What is only slow or strange would end in a defect of ours.
         page = await running.metrics()
         assert not [name for name in page if "requests_total" in name and 'code="500"' in name]

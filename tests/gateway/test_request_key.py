@@ -9,7 +9,7 @@ import pytest
 from contract.generation import GenerationRequest, SamplingParams
 from gateway.request_key import deterministic, request_key
 
-ASKED = GenerationRequest("Hello", sampling=SamplingParams(temperature=0.0))
+REQUEST = GenerationRequest("Hello", sampling=SamplingParams(temperature=0.0))
 OTHERS = {
     "text_input": "Hello ",
     "messages": ({"role": "user", "content": "Hello"},),
@@ -23,20 +23,20 @@ OTHERS = {
 
 
 def test_carriage_does_not_change_the_key() -> None:
-    carried = dataclasses.replace(ASKED, request_id="7", stream=False, timeout_s=3.0)
-    assert request_key(carried, "a", "e") == request_key(ASKED, "a", "e")
+    carried = dataclasses.replace(REQUEST, request_id="7", stream=False, timeout_s=3.0)
+    assert request_key(carried, "a", "e") == request_key(REQUEST, "a", "e")
 
 
 def test_every_field_of_the_answer_changes_the_key() -> None:
     declared = {field.name for field in dataclasses.fields(GenerationRequest)}
     assert declared == {*OTHERS, "sampling", "request_id", "stream", "timeout_s"}  # a new field must be decided on
-    keys = {request_key(dataclasses.replace(ASKED, **{name: value}), "a", "e") for name, value in OTHERS.items()}
+    keys = {request_key(dataclasses.replace(REQUEST, **{name: value}), "a", "e") for name, value in OTHERS.items()}
     for field in dataclasses.fields(SamplingParams):
-        default = getattr(ASKED.sampling, field.name)
+        default = getattr(REQUEST.sampling, field.name)
         other = (default or 0) + 1 if not isinstance(default, bool) else not default
-        sampling = dataclasses.replace(ASKED.sampling, **{field.name: other})
-        keys.add(request_key(dataclasses.replace(ASKED, sampling=sampling), "a", "e"))
-    keys |= {request_key(ASKED, "b", "e"), request_key(ASKED, "a", "f"), request_key(ASKED, "a", "e")}
+        sampling = dataclasses.replace(REQUEST.sampling, **{field.name: other})
+        keys.add(request_key(dataclasses.replace(REQUEST, sampling=sampling), "a", "e"))
+    keys |= {request_key(REQUEST, "b", "e"), request_key(REQUEST, "a", "f"), request_key(REQUEST, "a", "e")}
     assert len(keys) == len(OTHERS) + len(dataclasses.fields(SamplingParams)) + 3
 
 
@@ -45,12 +45,12 @@ PARTS = [("ab", "c"), ("b", "ca"), ("a", "bc"), ('a", "b', "c"), ("b", 'c", "a')
 
 @pytest.mark.parametrize("parts", PARTS)
 def test_tenant_and_engine_do_not_run_into_each_other(parts: tuple[str, str]) -> None:
-    same = [other for other in PARTS if request_key(ASKED, *other) == request_key(ASKED, *parts)]
+    same = [other for other in PARTS if request_key(REQUEST, *other) == request_key(REQUEST, *parts)]
     assert same == [parts]
 
 
 def test_greedy_or_seeded_is_deterministic() -> None:
-    assert deterministic(ASKED) and deterministic(GenerationRequest("x", sampling=SamplingParams(seed=0)))
+    assert deterministic(REQUEST) and deterministic(GenerationRequest("x", sampling=SamplingParams(seed=0)))
     assert deterministic(GenerationRequest("x", sampling=SamplingParams(top_k=1)))
     assert not deterministic(GenerationRequest("x"))
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 COMPLETIONS = "/v1/completions"
 
 
-def asked(prompt: str = "a b", max_tokens: int = 4, **more: object) -> dict:
+def request_body(prompt: str = "a b", max_tokens: int = 4, **more: object) -> dict:
     return {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, **more}
 
 
@@ -53,7 +53,7 @@ async def test_floods_of_several_tenants_are_counted_to_the_token():
                 async with ours(running, api_key=api_key) as client:
                     await client.generate("a b", max_tokens=4).complete()
             else:
-                status, _, body = await running.post(COMPLETIONS, asked(n=1 + number % 2), **as_(api_key))
+                status, _, body = await running.post(COMPLETIONS, request_body(n=1 + number % 2), **as_(api_key))
                 assert status == 200 and len(body["choices"]) == 1 + number % 2
             return api_key
 
@@ -92,7 +92,7 @@ async def test_a_budget_is_never_overrun_whatever_ends_come_between():
         running.service.budgets._clock = lambda: 0.0  # nothing flows in
 
         async def one() -> int:
-            body = asked(max_tokens=rng.randint(5, 40), stream=rng.random() < 0.5)
+            body = request_body(max_tokens=rng.randint(5, 40), stream=rng.random() < 0.5)
             post = running.post(COMPLETIONS, body, **as_(ALICE))
             if body["stream"]:
                 with contextlib.suppress(asyncio.TimeoutError, ValueError):
@@ -113,7 +113,7 @@ async def test_a_long_prompt_is_reserved_in_tokens_and_settled_with_what_the_eng
     limits = "tokens_per_minute = 8000"
     async with FakeReplica(exact) as replica, gateway(replica, config=keys(ALICE, BOB, limits=limits)) as running:
         running.service.budgets._clock = lambda: 0.0  # nothing flows in
-        status, _, _ = await running.post(COMPLETIONS, asked(" ".join(words[:2500]), 100), **as_(ALICE))
+        status, _, _ = await running.post(COMPLETIONS, request_body(" ".join(words[:2500]), 100), **as_(ALICE))
         assert status == 200 and free(running, "o0") == 8000 - 2600
         chat = {"model": "demo", "max_tokens": 100, "messages": [{"role": "user", "content": " ".join(words[:1000])}]}
         four = await asyncio.gather(*(running.post("/v1/chat/completions", chat, **as_(BOB)) for _ in range(4)))
@@ -131,13 +131,14 @@ async def test_a_long_flood_does_not_keep_a_short_request_waiting():
 
     async with FakeReplica(script) as replica, gateway(replica, config=config) as running:
         flood = [
-            asyncio.ensure_future(running.post(COMPLETIONS, asked(max_tokens=900), **as_(ALICE))) for _ in range(40)
+            asyncio.ensure_future(running.post(COMPLETIONS, request_body(max_tokens=900), **as_(ALICE)))
+            for _ in range(40)
         ]
         await until(lambda: sum(one.done() for one in flood) == 7 and running.service.admission.waiting == 30)
         page = await running.metrics()
         assert page['trident_gateway_queue_depth{pool="",priority="1"}'] == 30
         for _ in range(3):
-            assert (await running.post(COMPLETIONS, asked(max_tokens=2), **as_(BOB)))[0] == 200
+            assert (await running.post(COMPLETIONS, request_body(max_tokens=2), **as_(BOB)))[0] == 200
         assert replica.counts.finished == 3  # none of the flood
         gate.set()
         statuses = Counter(status for status, _, _ in await asyncio.gather(*flood))
@@ -155,18 +156,20 @@ async def test_two_gateways_share_one_budget_through_redis(redis_socket: Path):
     ):
         limits = Limits(tokens_per_minute=600, requests_per_minute=1, burst_requests=20)
         assert one.service.configuration.tenant(ALICE).levels[0].limits == limits
-        answers = [gate.post(COMPLETIONS, asked(max_tokens=1), **as_(ALICE)) for _ in range(20) for gate in (one, two)]
+        answers = [
+            gate.post(COMPLETIONS, request_body(max_tokens=1), **as_(ALICE)) for _ in range(20) for gate in (one, two)
+        ]
         statuses = Counter(status for status, _, _ in await asyncio.gather(*answers))
         assert statuses[200] <= 21 and statuses[200] + statuses[429] == 40 and statuses[200] >= 10
         assert replica.counts.started == statuses[200]
-        _, headers, _ = await one.post(COMPLETIONS, asked(), **as_(ALICE))
+        _, headers, _ = await one.post(COMPLETIONS, request_body(), **as_(ALICE))
         assert int(headers["x-ratelimit-remaining-requests"]) <= 20 - statuses[200] + 1
 
 
 async def test_a_budget_store_that_is_gone_is_unavailable_and_takes_nothing():
     config = keys(ALICE, limits="tokens_per_minute = 600") + '[budgets]\nredis = "redis://127.0.0.1:1/0"\n'
     async with FakeReplica() as replica, gateway(replica, config=config) as running:
-        status, headers, body = await running.post(COMPLETIONS, asked(), **as_(ALICE))
+        status, headers, body = await running.post(COMPLETIONS, request_body(), **as_(ALICE))
         assert status == 503 and "budget store" in body["error"]["message"] and headers["retry-after"] == "1"
         assert nothing_left(running) and replica.counts.started == 0
 
@@ -174,7 +177,7 @@ async def test_a_budget_store_that_is_gone_is_unavailable_and_takes_nothing():
 async def test_requests_of_a_replica_that_is_killed_before_their_first_token_are_answered_by_another():
     async with FakeReplica(lambda seen: Script((" a",), stall_after=0)) as dying, FakeReplica(exact) as other:
         async with gateway(dying, other, routing="least_outstanding") as running:
-            tasks = [asyncio.ensure_future(running.post(COMPLETIONS, asked(n=2))) for _ in range(6)]
+            tasks = [asyncio.ensure_future(running.post(COMPLETIONS, request_body(n=2))) for _ in range(6)]
             await until(lambda: dying.counts.running > 0)
             await dying.stop()
             answers = await asyncio.gather(*tasks)
@@ -186,12 +189,12 @@ async def test_a_replica_that_answers_nonsense_or_nothing_is_an_error_and_is_tak
     poisoned = Script((" a", " b"), fail_after=0, error=EngineFailed("NaN"))
     async with FakeReplica(lambda seen: poisoned) as bad, gateway(bad, breaker_failures=3) as running:
         for _ in range(3):
-            assert (await running.post(COMPLETIONS, asked()))[0] == 500
-        status, _, body = await running.post(COMPLETIONS, asked())
-        assert status == 503 and "fit to serve" in body["error"]["message"] and nothing_left(running)
+            assert (await running.post(COMPLETIONS, request_body()))[0] == 500
+        status, _, body = await running.post(COMPLETIONS, request_body())
+        assert status == 503 and "no healthy replica" in body["error"]["message"] and nothing_left(running)
     silent = Script((" a", " b"), stall_after=0)
     async with FakeReplica(lambda seen: silent) as stalled, gateway(stalled, idle_timeout_s=0.1) as running:
-        status, _, body = await running.post(COMPLETIONS, asked())
+        status, _, body = await running.post(COMPLETIONS, request_body())
         assert status == 504 and "silent" in body["error"]["message"]
         await until(lambda: stalled.counts.running == 0 and nothing_left(running))
 
@@ -204,12 +207,12 @@ async def test_a_tenants_pool_is_its_own_even_when_it_is_down():
         pools = {"replicas": f"shared={shared.url};own={own.url}", "pool_weights": {"shared": "1"}}
         async with gateway(own, shared, config=pinned, **pools) as running:
             for api_key in (ALICE, BOB, ALICE):
-                assert (await running.post(COMPLETIONS, asked(), **as_(api_key)))[0] == 200
+                assert (await running.post(COMPLETIONS, request_body(), **as_(api_key)))[0] == 200
             assert (own.counts.started, shared.counts.started) == (2, 1)
             for one in running.service.replicas.all():
                 if one.url == own.url:
                     one.health = type(one.health)(healthy=False)
-            assert (await running.post(COMPLETIONS, asked(), **as_(ALICE)))[0] == 503
+            assert (await running.post(COMPLETIONS, request_body(), **as_(ALICE)))[0] == 503
             assert shared.counts.started == 1
 
 
@@ -221,13 +224,13 @@ async def test_a_key_sees_and_gets_only_the_models_it_may_use():
             _, models = await running.get("/v1/models", **as_(api_key))
             assert len(json.loads(models)["data"]) == listed
             assert (await running.get("/v1/models/demo", **as_(api_key)))[0] == status
-            assert (await running.post(COMPLETIONS, asked(), **as_(api_key)))[0] == status
+            assert (await running.post(COMPLETIONS, request_body(), **as_(api_key)))[0] == status
 
 
 async def test_what_tokens_cost_is_on_the_page():
     async with FakeReplica() as replica, gateway(replica, config="[prices]\nreplica_hour = 3600.0") as running:
         assert "trident_gateway_cost_per_1000_tokens{" not in await running.metrics_page()
-        await running.post(COMPLETIONS, asked(max_tokens=8))
+        await running.post(COMPLETIONS, request_body(max_tokens=8))
         page = await running.metrics()
         spent = page['trident_gateway_cost_total{currency="USD"}']
         assert spent == pytest.approx(page["trident_gateway_replica_seconds_total"], rel=0.2)
@@ -240,8 +243,8 @@ async def test_with_keys_nobody_hears_what_the_shared_prefix_cache_had(keyed):
     bearer = {"authorization": "Bearer " + "k" * 20} if keyed else {}
     script = Script((" a", " b"), cached_tokens=64)
     async with FakeReplica(lambda seen: script) as replica, gateway(replica, environ=environ) as running:
-        asked = {"model": "demo", "prompt": "one two", "max_tokens": 2}
-        _, _, body = await running.post("/v1/completions", asked, **bearer)
+        request_body = {"model": "demo", "prompt": "one two", "max_tokens": 2}
+        _, _, body = await running.post("/v1/completions", request_body, **bearer)
         told = [body["usage"]["prompt_tokens_details"]["cached_tokens"]]
         async with ours(running, api_key="k" * 20 if keyed else "") as client:
             done = await client.generate("one two", max_tokens=2).complete()
@@ -274,11 +277,12 @@ async def test_a_flood_at_one_pool_delays_nobody_at_another(pinned: str):
         async with gateway(own, public, config=config, **pools) as running:
             flooded, slots = (own, own_slots) if pinned == "own" else (public, public_slots)
             flood = [
-                asyncio.ensure_future(running.post(COMPLETIONS, asked(max_tokens=900), **as_(ALICE))) for _ in range(60)
+                asyncio.ensure_future(running.post(COMPLETIONS, request_body(max_tokens=900), **as_(ALICE)))
+                for _ in range(60)
             ]
             await until(lambda: running.service.admission.waiting > 50)
             for _ in range(4):
-                assert (await running.post(COMPLETIONS, asked(max_tokens=2), **as_(BOB)))[0] == 200
+                assert (await running.post(COMPLETIONS, request_body(max_tokens=2), **as_(BOB)))[0] == 200
             assert flooded.counts.running <= slots * 1.25 + 1
             page = await running.metrics()
             name = "own" if pinned == "own" else "public"
@@ -298,11 +302,11 @@ async def test_many_choices_of_one_request_leave_slots_to_others_and_all_come_to
 
     async with FakeReplica(script, slots=8) as replica, gateway(replica, config=keys(ALICE, BOB)) as running:
         wide = asyncio.ensure_future(
-            running.post(COMPLETIONS, asked(max_tokens=900, n=16, temperature=1), **as_(ALICE))
+            running.post(COMPLETIONS, request_body(max_tokens=900, n=16, temperature=1), **as_(ALICE))
         )
         await until(lambda: replica.counts.running == 6 and running.service.admission.waiting == 1)
         for _ in range(5):
-            assert (await running.post(COMPLETIONS, asked(max_tokens=2), **as_(BOB)))[0] == 200
+            assert (await running.post(COMPLETIONS, request_body(max_tokens=2), **as_(BOB)))[0] == 200
         gate.set()
         status, _, body = await wide
         assert status == 200 and len(body["choices"]) == 16 and body["usage"]["completion_tokens"] == 16
@@ -317,7 +321,7 @@ async def test_requests_of_a_public_pool_that_dies_are_served_by_another_within_
     ):
         pools = {"replicas": f"one={dying.url};two={other.url}", "pool_weights": {"one": "1000000", "two": "0.001"}}
         async with gateway(dying, other, **pools) as running:
-            tasks = [asyncio.ensure_future(running.post(COMPLETIONS, asked(temperature=1))) for _ in range(12)]
+            tasks = [asyncio.ensure_future(running.post(COMPLETIONS, request_body(temperature=1))) for _ in range(12)]
             await until(lambda: dying.counts.running == 5 and running.service.admission.slots("one").waiting == 7)
             await dying.stop()
             assert {status for status, _, _ in await asyncio.gather(*tasks)} == {200}
@@ -335,11 +339,11 @@ async def test_ready_means_that_callers_can_be_sent_somewhere():
                 if one.url == public.url:
                     one.health = type(one.health)(healthy=False)
             status, body = await running.get("/health/ready")
-            said = json.loads(body)
+            message = json.loads(body)
             assert (
                 status == 503
-                and not said["ready"]
-                and said["pools"]["side"]
+                and not message["ready"]
+                and message["pools"]["side"]
                 == {
                     "ready": True,
                     "serving": False,

@@ -13,7 +13,7 @@ from tests.gateway.embeddings_server import embeddings_server
 from tests.gateway.running import Running, gateway, until
 
 CHAT, ENGINE = "/v1/chat/completions", "e" * 64
-ASKED, AGAIN = "How is a list sorted", "How is a long list sorted"
+PROMPT, AGAIN = "How is a list sorted", "How is a long list sorted"
 
 
 def numbered() -> Callable[[SeenRequest], Script]:
@@ -35,7 +35,7 @@ async def on() -> AsyncIterator[dict[str, Any]]:
         yield {**settings, "semantic_timeout_s": 60.0}
 
 
-async def said(running: Running, text: str, key: str = "", **headers: str) -> tuple[dict[str, str], str]:
+async def complete_chat(running: Running, text: str, key: str = "", **headers: str) -> tuple[dict[str, str], str]:
     body = {"model": "demo", "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 4}
     if key:
         headers["authorization"] = f"Bearer {key}"
@@ -52,17 +52,17 @@ async def kept(running: Running, answers: int) -> None:
 
 async def test_a_similar_prompt_is_answered_without_the_engine_and_says_so(on: dict[str, Any]) -> None:
     async with FakeReplica(numbered(), engine=ENGINE) as replica, gateway(replica, **on) as running:
-        headers, first = await said(running, ASKED)
+        headers, first = await complete_chat(running, PROMPT)
         assert headers["x-trident-cache"] == "miss"
         await kept(running, 1)
-        headers, again = await said(running, AGAIN)
+        headers, again = await complete_chat(running, AGAIN)
         assert headers["x-trident-cache"] == "semantic" and again == first
         assert 0.7 <= float(headers["x-trident-cache-similarity"]) <= 1 and headers["age"].isdigit()
         assert replica.counts.started == 1
         for refused in ({"x_trident_cache": "off"}, {"cache_control": "no-store"}):
-            headers, other = await said(running, AGAIN, **refused)
+            headers, other = await complete_chat(running, AGAIN, **refused)
             assert "x-trident-cache-similarity" not in headers and other != first
-        headers, near = await said(running, "Where is Hamburg")
+        headers, near = await complete_chat(running, "Where is Hamburg")
         assert headers["x-trident-cache"] == "miss" and near != first
         page = await running.metrics()
         assert page['trident_gateway_semantic_cache_lookups_total{result="hit"}'] == 1
@@ -70,8 +70,8 @@ async def test_a_similar_prompt_is_answered_without_the_engine_and_says_so(on: d
 
 async def test_it_is_off_unless_an_endpoint_is_set() -> None:
     async with FakeReplica(numbered(), engine=ENGINE) as replica, gateway(replica) as running:
-        await said(running, ASKED)
-        headers, _ = await said(running, AGAIN)
+        await complete_chat(running, PROMPT)
+        headers, _ = await complete_chat(running, AGAIN)
         assert headers["x-trident-cache"] == "miss" and replica.counts.started == 2
         assert not [name for name in await running.metrics() if "semantic_cache" in name]
 
@@ -79,9 +79,9 @@ async def test_it_is_off_unless_an_endpoint_is_set() -> None:
 async def test_no_tenant_gets_anothers_answer(on: dict[str, Any]) -> None:
     async with FakeReplica(numbered(), engine=ENGINE) as replica:
         async with gateway(replica, config=keys(ALICE, BOB), **on) as running:
-            _, alices = await said(running, ASKED, ALICE)
+            _, alices = await complete_chat(running, PROMPT, ALICE)
             await kept(running, 1)
-            headers, bobs = await said(running, AGAIN, BOB)
+            headers, bobs = await complete_chat(running, AGAIN, BOB)
             assert headers["x-trident-cache"] == "miss" and bobs != alices
-            headers, again = await said(running, AGAIN, ALICE)
+            headers, again = await complete_chat(running, AGAIN, ALICE)
             assert headers["x-trident-cache"] == "semantic" and again == alices

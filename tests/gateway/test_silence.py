@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 COMPLETIONS = "/v1/completions"
 
 
-def asked(prompt: str = "x", **more: object) -> dict:
+def request_body(prompt: str = "x", **more: object) -> dict:
     return {"model": "demo", "prompt": prompt, "max_tokens": 5, **more}
 
 
@@ -43,7 +43,9 @@ async def test_time_in_the_queue_of_a_replica_that_serves_others_is_no_silence(p
     async with FakeReplica(lambda seen: script, slots=2) as replica, gateway(replica, **more) as running:
         async with ours(running) as client:
             grpc = [asyncio.ensure_future(client.generate(f"g{n}", max_tokens=6).complete()) for n in range(20)]
-            http = [asyncio.ensure_future(running.post(COMPLETIONS, asked(f"h{n}", stream=False))) for n in range(20)]
+            http = [
+                asyncio.ensure_future(running.post(COMPLETIONS, request_body(f"h{n}", stream=False))) for n in range(20)
+            ]
             assert {status for status, _, _ in await asyncio.gather(*http)} == {200}
             assert {done.text for done in await asyncio.gather(*grpc)} == {" a" * 6}
         assert breaker(running, replica.url) is BreakerState.CLOSED
@@ -53,7 +55,7 @@ async def test_a_queue_that_another_gateway_fills_is_no_silence_while_the_engine
     async with FakeReplica(lambda seen: Script((" a",), gate=gate)) as replica:
         gate = asyncio.Event()
         async with gateway(replica, idle_timeout_s=1.0) as running:
-            waiting = asyncio.ensure_future(running.post(COMPLETIONS, asked()))
+            waiting = asyncio.ensure_future(running.post(COMPLETIONS, request_body()))
             await until(lambda: replica.counts.running == 1)
             for _ in range(30):
                 replica.steps += 1
@@ -76,7 +78,7 @@ async def test_a_request_that_waits_in_such_a_queue_ends_with_its_own_deadline_a
             async with ours(running) as client, client.generate("go", max_tokens=10_000) as going:
                 await going.__anext__()
                 reading = asyncio.ensure_future(going.complete())
-                status, _, _ = await running.post(COMPLETIONS, asked("wait"), x_trident_timeout_s="4")
+                status, _, _ = await running.post(COMPLETIONS, request_body("wait"), x_trident_timeout_s="4")
                 assert status == 504 and breaker(running, replica.url) is BreakerState.CLOSED
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
@@ -92,12 +94,12 @@ async def test_a_replica_that_makes_nothing_is_silent_whatever_its_page_says(pro
 
             async def one() -> str:
                 if protocol == "http":
-                    return str(await running.post(COMPLETIONS, asked()))
+                    return str(await running.post(COMPLETIONS, request_body()))
                 with pytest.raises(DeadlineExceeded) as late:
                     await client.generate("x").complete()
                 return str(late.value)
 
-            assert all("silent for 0.3 s" in said for said in await asyncio.gather(one(), one()))
+            assert all("silent for 0.3 s" in message for message in await asyncio.gather(one(), one()))
             assert breaker(running, replica.url) is BreakerState.OPEN
 
 
@@ -130,9 +132,9 @@ async def test_requests_without_a_token_at_a_stopped_replica_are_served_by_anoth
                 if protocol == "grpc":
                     assert (await client.generate(f"p{number}", max_tokens=2).complete()).text == f" p{number}" * 2
                     return
-                body = asked(f"p{number}", stream=protocol == "stream")
-                status, said = await post_text(running, body)
-                assert status == 200 and f" p{number}" in said and '"error"' not in said
+                body = request_body(f"p{number}", stream=protocol == "stream")
+                status, message = await post_text(running, body)
+                assert status == 200 and f" p{number}" in message and '"error"' not in message
 
             await asyncio.gather(*(one(number) for number in range(6)))
             assert good.counts.started == 6
@@ -158,14 +160,14 @@ async def test_a_prompt_that_hangs_engines_hangs_few_of_them_and_says_how_many(p
         more = {"first_token_timeout_s": 0.2, "idle_timeout_s": 0.4, "hang_retries": retries}
         async with gateway(*replicas, **more) as running, ours(running) as client:
             if protocol == "http":
-                status, _, body = await running.post(COMPLETIONS, asked())
-                said = body["error"]["message"]
+                status, _, body = await running.post(COMPLETIONS, request_body())
+                message = body["error"]["message"]
                 assert status == 504
             else:
                 with pytest.raises(DeadlineExceeded) as late:
                     await client.generate("x").complete()
-                said = str(late.value)
-            assert "silent" in said and (f"tried {retries + 1} times" in said) is bool(retries)
+                message = str(late.value)
+            assert "silent" in message and (f"tried {retries + 1} times" in message) is bool(retries)
             assert sum(one.counts.started for one in replicas) == retries + 1
             await until(lambda: all(one.counts.running == 0 for one in replicas))
 
@@ -187,7 +189,7 @@ async def test_when_probes_take_a_replica_out_its_requests_without_a_token_move_
         async with gateway(bad, good, idle_timeout_s=600.0, **more) as running, ours(running) as client:
             tasks = [
                 asyncio.ensure_future(
-                    running.post(COMPLETIONS, asked(f"p{n}"))
+                    running.post(COMPLETIONS, request_body(f"p{n}"))
                     if protocol == "http"
                     else client.generate(f"p{n}", max_tokens=2).complete()
                 )

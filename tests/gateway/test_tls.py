@@ -143,8 +143,8 @@ async def test_replicas_are_reached_over_tls_and_learn_who_the_gateway_is(pki: P
         async with gateway(replica, **trust, **(known if asks_back else {})) as running:
             await until(running.service.ready)
             body = {"model": "demo", "prompt": "one", "max_tokens": 2}
-            status, _, said = await running.post("/v1/completions", body)
-            assert (status, said["choices"][0]["text"]) == (200, " one one")
+            status, _, fields = await running.post("/v1/completions", body)
+            assert (status, fields["choices"][0]["text"]) == (200, " one one")
         wrong = [{}, {"replica_ca": stranger / "ca.pem", "replica_name": "replica.internal"}]
         wrong += [{"replica_ca": pki / "ca.pem"}]  # and so the name in its certificate is not its address
         wrong += [trust, trust | unknown] if asks_back else []

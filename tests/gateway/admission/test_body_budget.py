@@ -86,8 +86,8 @@ async def test_many_large_slow_bodies_stay_below_the_bound_and_another_tenant_ge
         await until(lambda: rejected._value.get() == 24 - fitting)
         assert EACH <= bodies.held <= (ALL // 2 if keyed else ALL)
         if keyed:
-            asked = {"model": "demo", "prompt": "x", "max_tokens": 1}
-            status, _, _ = await running.post("/v1/completions", asked, authorization=f"Bearer {KEYS['bob']}")
+            request_body = {"model": "demo", "prompt": "x", "max_tokens": 1}
+            status, _, _ = await running.post("/v1/completions", request_body, authorization=f"Bearer {KEYS['bob']}")
             assert status == 200
         answers = await asyncio.gather(*(one.end() for one in callers))
         assert sum(b" 200 OK" in answer for answer in answers) == fitting

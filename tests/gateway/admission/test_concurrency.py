@@ -23,11 +23,11 @@ def test_the_hard_cap_refuses_the_next_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("levels", "priority", "said"), [(LEVELS, 1, "acme/r/k has 2"), (LEVELS[:1], 0, "class 0 has 1")]
+    ("levels", "priority", "problem"), [(LEVELS, 1, "acme/r/k has 2"), (LEVELS[:1], 0, "class 0 has 1")]
 )
-def test_a_cap_of_a_level_or_class_is_named(levels: tuple[Level, ...], priority: int, said: str) -> None:
+def test_a_cap_of_a_level_or_class_is_named(levels: tuple[Level, ...], priority: int, problem: str) -> None:
     caps = Concurrency(100, {0: 1})
-    with pytest.raises(Overloaded, match=said):
+    with pytest.raises(Overloaded, match=problem):
         for _ in range(3):
             caps.try_acquire(levels, priority)
 

@@ -10,7 +10,7 @@ from contract.generation import GenerationRequest, SamplingParams
 from gateway.admission.degradation import Degraded, Stage, degrade, stage_at
 from gateway.config.policy import DegradationRules
 
-ASKED = GenerationRequest("Hello", max_tokens=1000)
+REQUEST = GenerationRequest("Hello", max_tokens=1000)
 
 
 @pytest.mark.parametrize(
@@ -36,21 +36,21 @@ def test_more_pressure_never_gives_up_less(one: float, other: float) -> None:
 
 
 def test_answers_are_shortened_and_it_is_said() -> None:
-    lowered = degrade(ASKED, Stage.SHORTER, DegradationRules(max_tokens=64))
+    lowered = degrade(REQUEST, Stage.SHORTER, DegradationRules(max_tokens=64))
     assert (lowered.request.max_tokens, lowered.note) == (64, "max_tokens=64")
-    assert ASKED.max_tokens == 1000
+    assert REQUEST.max_tokens == 1000
 
 
 def test_what_asks_for_less_is_left_alone() -> None:
-    asked = GenerationRequest("Hello", max_tokens=10)
-    assert degrade(asked, Stage.SHORTER, DegradationRules()) == Degraded(asked)
+    original = GenerationRequest("Hello", max_tokens=10)
+    assert degrade(original, Stage.SHORTER, DegradationRules()) == Degraded(original)
 
 
 def test_a_promised_minimum_is_kept() -> None:
-    asked = GenerationRequest("Hello", max_tokens=1000, sampling=SamplingParams(min_tokens=300))
-    assert degrade(asked, Stage.SHORTER, DegradationRules(max_tokens=64)).request.max_tokens == 300
+    original = GenerationRequest("Hello", max_tokens=1000, sampling=SamplingParams(min_tokens=300))
+    assert degrade(original, Stage.SHORTER, DegradationRules(max_tokens=64)).request.max_tokens == 300
 
 
 def test_overflow_names_its_target() -> None:
-    lowered = degrade(ASKED, Stage.OVERFLOW, DegradationRules(overflow="small"))
-    assert lowered == Degraded(ASKED, "small", "overflow=small")
+    lowered = degrade(REQUEST, Stage.OVERFLOW, DegradationRules(overflow="small"))
+    assert lowered == Degraded(REQUEST, "small", "overflow=small")

@@ -58,11 +58,11 @@ async def sent_by_grpc(url: str, key: str, **parameters: object) -> list[bytes]:
 async def test_the_tenants_class_reaches_the_engine_over_both_protocols(key: str, priority: float) -> None:
     async with FakeReplica() as replica, gateway(replica, keys=Keys()) as running:
         await until(lambda: all(one.takes_priority for one in running.service.replicas.all()))
-        for path, asked in (
+        for path, fields in (
             ("/v1/completions", {"prompt": "a"}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
         ):
-            body = {"model": "demo", "max_tokens": 2, **asked}
+            body = {"model": "demo", "max_tokens": 2, **fields}
             assert (await running.post(path, body, authorization=f"Bearer {key}"))[0] == 200
         await sent_by_grpc(running.grpc_url, key)
         assert [seen.parameters["request_priority"] for seen in replica.seen] == [priority] * 3
@@ -79,8 +79,8 @@ async def test_a_callers_own_priority_does_not_raise_it_above_its_class(wish: ob
 async def test_a_priority_that_is_none_is_refused_at_the_gateway() -> None:
     async with FakeReplica() as replica, gateway(replica, keys=Keys()) as running:
         (answer,) = await sent_by_grpc(running.grpc_url, "1", request_priority=7.0)
-        said = service_pb2.ModelStreamInferResponse.FromString(answer).error_message
-        assert "request_priority: must be a number from 0" in said and not replica.seen
+        message = service_pb2.ModelStreamInferResponse.FromString(answer).error_message
+        assert "request_priority: must be a number from 0" in message and not replica.seen
 
 
 async def test_an_engine_without_priorities_is_sent_none() -> None:

@@ -47,12 +47,12 @@ def made(pools: SomePools, clock: Any, **options: Any) -> FairAdmission:
     return FairAdmission(MemoryStore(clock), concurrency, clock, pools=pools, **{"rules": rules(), **options})
 
 
-def asked(max_tokens: int = 100, count: int = 1, **more: Any) -> list[GenerationRequest]:
+def generation_requests(max_tokens: int = 100, count: int = 1, **more: Any) -> list[GenerationRequest]:
     return [GenerationRequest("Hello", max_tokens=max_tokens, **more) for _ in range(count)]
 
 
 def start(admission: FairAdmission, tenant: Tenant, count: int = 1, **more: Any) -> list[asyncio.Future]:
-    return [asyncio.ensure_future(admission.admit(asked(**more), tenant)) for _ in range(count)]
+    return [asyncio.ensure_future(admission.admit(generation_requests(**more), tenant)) for _ in range(count)]
 
 
 async def leave(*tasks: asyncio.Future) -> None:
@@ -101,7 +101,7 @@ async def test_pressure_is_of_the_pool_that_is_asked_for(clock: Any) -> None:
     flood = start(admission, pinned("flood", "private"), 40)
     await settled()
     assert admission.pressure(pinned("flood", "private"), "private") >= 0.1
-    permit = await admission.admit(asked(), pinned("flood", "shared"))
+    permit = await admission.admit(generation_requests(), pinned("flood", "shared"))
     assert permit.requests[0].max_tokens == 100 and not permit.headers
     permit.settle(None)
     await leave(*flood)
@@ -112,7 +112,7 @@ async def test_a_flood_at_one_pool_leaves_another_its_part_of_the_hard_cap(clock
     flood = start(admission, pinned("flood", "private"), 150)
     await settled()
     assert sum(isinstance(one.exception(), Overloaded) for one in flood if one.done() and one.exception()) == 60
-    chat = [await admission.admit(asked(), pinned("chat", "shared")) for _ in range(3)]
+    chat = [await admission.admit(generation_requests(), pinned("chat", "shared")) for _ in range(3)]
     for permit in chat:
         permit.settle(None)
     await leave(*flood)
@@ -133,7 +133,7 @@ async def test_an_overflow_pool_is_sent_what_it_can_run_and_keeps_a_queue_no_lon
 async def test_choices_begin_and_end_one_by_one_and_block_nobody(clock: Any) -> None:
     admission = made(SomePools(main=8), clock, rules=rules(tenant_share=0.75))
     main = admission.slots("main")
-    wide = await admission.admit(asked(count=16), pinned("wide", "main"))
+    wide = await admission.admit(generation_requests(count=16), pinned("wide", "main"))
     turns = [turn.begin() for turn in wide.turns]
     assert sum(turn.done() for turn in turns) == main.running == 6
     (narrow,) = start(admission, pinned("narrow", "main"))
@@ -151,7 +151,7 @@ async def test_choices_begin_and_end_one_by_one_and_block_nobody(clock: Any) -> 
 
 async def test_choices_that_wait_longer_than_the_queue_allows_have_the_requests_own_time(clock: Any) -> None:
     admission = made(SomePools(main=2), clock, rules=rules(tenant_share=1.0, max_wait_s=10.0))
-    wide = await admission.admit(asked(count=4, timeout_s=60.0), pinned("wide", "main"))
+    wide = await admission.admit(generation_requests(count=4, timeout_s=60.0), pinned("wide", "main"))
     last = wide.turns[3].begin()
     clock.advance(20)
     admission.slots("main").dispatch()
@@ -167,7 +167,7 @@ async def test_choices_that_wait_longer_than_the_queue_allows_have_the_requests_
 async def test_a_choice_moves_to_another_pool_and_takes_a_slot_there(clock: Any) -> None:
     pools = SomePools(one=2, two=1)
     admission = made(pools, clock, rules=rules(tenant_share=1.0))
-    permits = [await admission.admit(asked(), Tenant("a")) for _ in range(3)]
+    permits = [await admission.admit(generation_requests(), Tenant("a")) for _ in range(3)]
     assert [permit.turns[0].pool for permit in permits] == ["one"] * 3
     pools.dead.add("one")
     moving = [asyncio.ensure_future(permit.turns[0].move()) for permit in permits]
@@ -179,7 +179,7 @@ async def test_a_choice_moves_to_another_pool_and_takes_a_slot_there(clock: Any)
     permits[1].settle(None)
     permits[2].settle(None)
     assert admission.slots("one").idle and admission.slots("two").idle
-    assert not (await admission.admit(asked(), pinned("b", "two"))).turns[0].may_move
+    assert not (await admission.admit(generation_requests(), pinned("b", "two"))).turns[0].may_move
 
 
 async def test_long_answers_of_many_tenants_leave_slots_for_short_ones(clock: Any) -> None:
@@ -189,7 +189,9 @@ async def test_long_answers_of_many_tenants_leave_slots_for_short_ones(clock: An
     await settled()
     assert main.running == 7  # of 8
     for priority in (0, 1):
-        short = [await admission.admit(asked(5), pinned("chat", "main", priority=priority)) for _ in range(3)]
+        short = [
+            await admission.admit(generation_requests(5), pinned("chat", "main", priority=priority)) for _ in range(3)
+        ]
         for permit in short:
             permit.settle(None)
     (medium,) = start(admission, pinned("chat", "main"), max_tokens=int(100 * SHORT) + 1)

@@ -29,11 +29,11 @@ SALAD = base64.b64encode(random.Random(0).randbytes(6000)).decode()
 TENANT = Tenant("acme/r", levels=(Level("acme/r", Limits(8000)),))
 
 
-def asked(text: str, max_tokens: int = 100) -> GenerationRequest:
+def generation_request(text: str, max_tokens: int = 100) -> GenerationRequest:
     return GenerationRequest(text, max_tokens=max_tokens)
 
 
-def door(clock, tokenizer: tokenizers.Tokenizer | None = None) -> tuple[FairAdmission, MemoryStore]:
+def new_admission(clock, tokenizer: tokenizers.Tokenizer | None = None) -> tuple[FairAdmission, MemoryStore]:
     budgets = MemoryStore(clock)
     parts = (budgets, Concurrency(1000), clock)
     return FairAdmission(*parts, prompt_tokens=PromptTokens(tokenizer), rng=random.Random(1)), budgets
@@ -49,18 +49,18 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 
 async def test_a_prompt_of_2500_words_fits_a_budget_of_8000_and_four_of_1000_fit_together(clock) -> None:
-    admission, _ = door(clock)
-    permit = await admission.admit([asked((ENGLISH * 200)[:14_611])], TENANT)
+    admission, _ = new_admission(clock)
+    permit = await admission.admit([generation_request((ENGLISH * 200)[:14_611])], TENANT)
     permit.settle(None)
-    held = [await admission.admit([asked((ENGLISH * 100)[:5_844])], TENANT) for _ in range(4)]
+    held = [await admission.admit([generation_request((ENGLISH * 100)[:5_844])], TENANT) for _ in range(4)]
     assert len(held) == 4
 
 
 @pytest.mark.parametrize(("text", "least"), [("日本語の文章" * 300, 1.0), ("🐟🦆" * 300, 1.0), (SALAD, 1 / 2)])
 def test_what_tokenises_badly_is_estimated_higher_than_prose(text: str, least: float) -> None:
     units = len(text) if not text.isascii() else len(text.encode())
-    assert PromptTokens().estimate(asked(text)).tokens >= least * units
-    prose = PromptTokens().estimate(asked(ENGLISH * 50)).tokens
+    assert PromptTokens().estimate(generation_request(text)).tokens >= least * units
+    prose = PromptTokens().estimate(generation_request(ENGLISH * 50)).tokens
     assert prose <= len(ENGLISH) * 50 / 3
 
 
@@ -76,31 +76,31 @@ def test_an_estimate_is_never_more_than_a_token_for_each_byte_and_the_template(t
 
 def test_a_tenants_estimate_rises_at_once_falls_slowly_and_is_its_own() -> None:
     learned = PromptTokens()
-    first = learned.estimate(asked(SALAD), "bad")
+    first = learned.estimate(generation_request(SALAD), "bad")
     learned.learn("bad", first, len(SALAD))
-    after = learned.estimate(asked(SALAD), "bad").tokens
+    after = learned.estimate(generation_request(SALAD), "bad").tokens
     assert after >= len(SALAD)
-    prose = PromptTokens().estimate(asked(ENGLISH * 50)).tokens
-    assert learned.estimate(asked(ENGLISH * 50), "bad").tokens > 1.2 * prose
-    learned.learn("good", learned.estimate(asked(ENGLISH * 200), "good"), 200 * 15)
-    prose = [learned.estimate(asked(ENGLISH * 50), name).tokens for name in ("good", "bad")]
+    prose = PromptTokens().estimate(generation_request(ENGLISH * 50)).tokens
+    assert learned.estimate(generation_request(ENGLISH * 50), "bad").tokens > 1.2 * prose
+    learned.learn("good", learned.estimate(generation_request(ENGLISH * 200), "good"), 200 * 15)
+    prose = [learned.estimate(generation_request(ENGLISH * 50), name).tokens for name in ("good", "bad")]
     assert prose[0] < prose[1]
     for _ in range(200):
-        learned.learn("bad", learned.estimate(asked(ENGLISH * 200), "bad"), 200 * 15)
-    settled = learned.estimate(asked(ENGLISH * 50), "bad").tokens - TEMPLATE_TOKENS
+        learned.learn("bad", learned.estimate(generation_request(ENGLISH * 200), "bad"), 200 * 15)
+    settled = learned.estimate(generation_request(ENGLISH * 50), "bad").tokens - TEMPLATE_TOKENS
     assert 50 * 15 <= settled <= 50 * 15 * 1.2
 
 
 async def test_a_budget_owes_what_was_estimated_too_low_and_pays_it_back(clock) -> None:
-    admission, budgets = door(clock)
-    permit = await admission.admit([asked(ENGLISH * 200)], TENANT)
+    admission, budgets = new_admission(clock)
+    permit = await admission.admit([generation_request(ENGLISH * 200)], TENANT)
     permit.settle(Usage(9_000, 100))
     assert await left(budgets) == 8000 - 9_100
     with pytest.raises(Overloaded, match="acme/r has 0 tokens left") as refused:
-        await admission.admit([asked("Hello", 1)], TENANT)
+        await admission.admit([generation_request("Hello", 1)], TENANT)
     assert refused.value.retry_after_s >= 1_100 / (8000 / 60)
     clock.advance(1_200 / (8000 / 60))
-    await admission.admit([asked("Hello", 1)], TENANT)
+    await admission.admit([generation_request("Hello", 1)], TENANT)
 
 
 @given(st.lists(st.tuples(st.integers(100, 6000), st.floats(0.1, 1.0), st.floats(0, 20)), min_size=5, max_size=60))
@@ -115,10 +115,10 @@ def test_over_time_no_more_is_spent_than_capacity_rate_and_what_runs(requests: l
 
     async def play() -> None:
         clock = Clock()
-        admission, _ = door(clock)
+        admission, _ = new_admission(clock)
         spent, largest = 0.0, 0.0
         for length, ratio, pause_s in requests:
-            request, used = asked(SALAD[:length], 10), math.ceil(length * ratio)
+            request, used = generation_request(SALAD[:length], 10), math.ceil(length * ratio)
             try:
                 permit = await admission.admit([request], TENANT)
             except Overloaded:
@@ -135,26 +135,26 @@ def test_over_time_no_more_is_spent_than_capacity_rate_and_what_runs(requests: l
 
 
 async def test_only_what_can_really_never_fit_is_an_invalid_argument(clock, tokenizer) -> None:
-    admission, budgets = door(clock)
+    admission, budgets = new_admission(clock)
     with pytest.raises(InvalidArgument, match="more than acme/r may ever use at once"):
-        await admission.admit([asked("Hello", 8000)], TENANT)
+        await admission.admit([generation_request("Hello", 8000)], TENANT)
     await budgets.reserve(TENANT.levels, 100)
     for _ in range(2):  # the estimate is above the budget; it may still be wrong
         with pytest.raises(Overloaded, match="may need 8000") as refused:
-            await admission.admit([asked(SALAD + SALAD)], TENANT)
+            await admission.admit([generation_request(SALAD + SALAD)], TENANT)
         assert refused.value.retry_after_s > 0
-    counted, _ = door(clock, tokenizer)
+    counted, _ = new_admission(clock, tokenizer)
     with pytest.raises(InvalidArgument, match="more than acme/r may ever use at once"):
-        await counted.admit([asked(SALAD * 3)], TENANT)
+        await counted.admit([generation_request(SALAD * 3)], TENANT)
     clock.advance(1000)
-    full, _ = door(clock)
-    await full.admit([asked(SALAD + SALAD)], TENANT)
+    full, _ = new_admission(clock)
+    await full.admit([generation_request(SALAD + SALAD)], TENANT)
 
 
 @pytest.mark.parametrize("text", ["Hello there", ENGLISH * 100, "日本語\n" * 500, SALAD])
 async def test_with_the_models_tokenizer_prompts_are_counted(text: str, tokenizer) -> None:
     known = len(tokenizer.encode(text, add_special_tokens=False))
-    need = await PromptTokens(tokenizer).need([asked(text)], "acme")
+    need = await PromptTokens(tokenizer).need([generation_request(text)], "acme")
     assert need.counts[0].size == need.least - 100 == known and need.tokens == known + TEMPLATE_TOKENS + 100
     chat = GenerationRequest(messages=({"role": "user", "content": f"  {text}  "},), max_tokens=100)
     need = await PromptTokens(tokenizer).need([chat], "acme")
@@ -163,7 +163,7 @@ async def test_with_the_models_tokenizer_prompts_are_counted(text: str, tokenize
 
 async def test_choices_of_one_prompt_count_it_once(tokenizer) -> None:
     for tokens in (PromptTokens(), PromptTokens(tokenizer)):
-        request = asked(ENGLISH * 10)
+        request = generation_request(ENGLISH * 10)
         one, three = await tokens.need([request], "a"), await tokens.need([request] * 3, "a")
         assert three.tokens == one.tokens + 200 and three.least == one.least + 200 and len(three.counts) == 3
 
@@ -176,16 +176,17 @@ async def test_long_prompts_are_counted_beside_the_event_loop(tokenizer) -> None
 
     threads: set[threading.Thread] = set()
     counted = PromptTokens(Watched())
-    await counted.need([asked(ENGLISH * 100)], "a")
+    await counted.need([generation_request(ENGLISH * 100)], "a")
     assert threading.main_thread() not in threads and threads
     threads.clear()
     assert (
-        not (await counted.need([asked("x" * (prompt_tokens.MOST_COUNTED + 1))], "a")).counts[0].exact and not threads
+        not (await counted.need([generation_request("x" * (prompt_tokens.MOST_COUNTED + 1))], "a")).counts[0].exact
+        and not threads
     )
 
 
 async def test_the_event_loop_turns_while_a_long_prompt_is_counted(tokenizer) -> None:
-    counting = asyncio.ensure_future(PromptTokens(tokenizer).need([asked(ENGLISH * 1000)], "a"))
+    counting = asyncio.ensure_future(PromptTokens(tokenizer).need([generation_request(ENGLISH * 1000)], "a"))
     turns = 0
     while not counting.done():
         await asyncio.sleep(0.001)
@@ -204,10 +205,12 @@ async def test_a_count_that_takes_too_long_is_an_estimate_and_holds_nobody_up(mo
 
     counted = PromptTokens(Slow())
     try:
-        late = await asyncio.gather(*(counted.need([asked(ENGLISH * 100)], "a") for _ in range(8)))
+        late = await asyncio.gather(*(counted.need([generation_request(ENGLISH * 100)], "a") for _ in range(8)))
         assert not any(need.counts[0].exact for need in late)
         monkeypatch.setattr(prompt_tokens, "COUNTING_S", 60.0)
-        need = await counted.need([asked(ENGLISH * 100)], "a")  # both threads are taken: nothing is waited for
+        need = await counted.need(
+            [generation_request(ENGLISH * 100)], "a"
+        )  # both threads are taken: nothing is waited for
         assert not need.counts[0].exact
     finally:
         gate.set()
@@ -217,10 +220,10 @@ async def test_a_count_that_takes_too_long_is_an_estimate_and_holds_nobody_up(mo
 async def test_a_tokenizer_of_another_model_is_found_out(tokenizer, caplog) -> None:
     counted = PromptTokens(tokenizer)
     for _ in range(3):
-        count = (await counted.need([asked(ENGLISH * 100)], "a")).counts[0]
+        count = (await counted.need([generation_request(ENGLISH * 100)], "a")).counts[0]
         assert count.exact
         counted.learn("a", count, count.size // 3)
-    assert not (await counted.need([asked(ENGLISH * 100)], "a")).counts[0].exact
+    assert not (await counted.need([generation_request(ENGLISH * 100)], "a")).counts[0].exact
     assert "the tokenizer is not the served model's" in caplog.text
 
 

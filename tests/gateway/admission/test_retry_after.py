@@ -48,5 +48,5 @@ def test_a_hint_is_always_within_its_bounds(backlog: float, pace: float, seed: i
 
 @given(st.floats(0, 1e6))
 def test_headers_are_never_early(wait_s: float) -> None:
-    said = headers(wait_s)
-    assert int(said["retry-after"]) >= max(wait_s, 1) and int(said["retry-after-ms"]) >= wait_s * 1000
+    message = headers(wait_s)
+    assert int(message["retry-after"]) >= max(wait_s, 1) and int(message["retry-after-ms"]) >= wait_s * 1000

@@ -38,7 +38,7 @@ from tests.gateway.routing.test_overflow import elsewhere, pressed
 from tests.gateway.running import gateway
 
 SECRET = "kaputt at /secret/path, signal 9, wire type 7"
-ASKED = {"model": "demo", "prompt": "a b", "max_tokens": 5}
+REQUEST = {"model": "demo", "prompt": "a b", "max_tokens": 5}
 STATUSES = (
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.INTERNAL,
@@ -79,12 +79,12 @@ def test_when_to_come_back_is_kept():
 
 
 def test_a_complaint_about_the_request_is_the_callers_to_read():
-    for said in (
+    for text_shown in (
         InvalidArgument("top_k", "must be 0 or more, got -3"),
         PromptTooLong("text_input", "has 9 tokens, allowed are 8"),
         InvalidArgument("", "in ensemble 'ensemble', unexpected inference input 'x' for model 'ensemble'"),
     ):
-        assert for_caller(from_backend(said), "r") is said
+        assert for_caller(from_backend(text_shown), "r") is text_shown
     for hidden in (InvalidArgument("", SECRET), InvalidArgument("/secret/path", "x"), NotFound("no /secret/model")):
         assert "secret" not in str(for_caller(from_backend(hidden), "r"))
 
@@ -111,22 +111,24 @@ async def test_no_words_of_a_replica_reach_callers_and_all_of_them_reach_the_log
 ):
     caplog.set_level(logging.INFO)
     async with FakeReplica(FAILURES[failure]) as replica, gateway(replica, breaker_failures=1000) as running:
-        said = []
+        text_shown = []
         for stream in (True,) if "midway" in failure else (False, True):  # a whole answer has no middle
             async with aiohttp.ClientSession(headers={"x-request-id": f"http-{stream}"}) as session:
                 url = f"{running.base_url}/v1/completions"
-                async with session.post(url, json={**ASKED, "stream": stream}) as answer:
-                    said.append(await answer.text())
-                    assert '"error"' in said[-1] and f"quote request http-{stream}" in said[-1]
+                async with session.post(url, json={**REQUEST, "stream": stream}) as answer:
+                    text_shown.append(await answer.text())
+                    assert '"error"' in text_shown[-1] and f"quote request http-{stream}" in text_shown[-1]
         for status in ("true", "false"):
-            said.append(await raw(running.grpc_url, f"grpc-{status}", status))
-            assert f"quote request grpc-{status}" in said[-1]
+            text_shown.append(await raw(running.grpc_url, f"grpc-{status}", status))
+            assert f"quote request grpc-{status}" in text_shown[-1]
         assert not [
-            text for text in said for word in ("secret", "kaputt", "signal", "wire", replica.url) if word in text
+            text for text in text_shown for word in ("secret", "kaputt", "signal", "wire", replica.url) if word in text
         ]
     fields = [record.fields for record in caplog.records if record.name == "gateway.request"]
     logged = {one["request_id"] for one in fields if "kaputt" in one["error"]}
-    assert logged >= {"http-True", "grpc-true"} and len(logged) >= len(said) - 1  # the last may find nobody healthy
+    assert (
+        logged >= {"http-True", "grpc-true"} and len(logged) >= len(text_shown) - 1
+    )  # the last may find nobody healthy
 
 
 async def raw(url: str, request_id: str, status: str, outputs: tuple[str, ...] = ()) -> str:
@@ -136,23 +138,23 @@ async def raw(url: str, request_id: str, status: str, outputs: tuple[str, ...] =
     request.raw_input_contents.append(b"\1\0\0\0x")
     for name in outputs:
         request.outputs.add(name=name)
-    said: list[str] = []
+    text_shown: list[str] = []
     async with grpc.aio.insecure_channel(url) as channel:
         method = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
         call = method(iter([request.SerializeToString()]), metadata=(("triton_grpc_error", status),))
         try:
             async for data in call:
-                said.append(data.decode(errors="replace"))
+                text_shown.append(data.decode(errors="replace"))
         except grpc.aio.AioRpcError as error:
-            said += [error.details() or "", str(error.trailing_metadata())]
-    return "\n".join(said)
+            text_shown += [error.details() or "", str(error.trailing_metadata())]
+    return "\n".join(text_shown)
 
 
 @pytest.mark.slow
 async def test_an_error_in_the_same_message_as_text_is_rewritten_and_the_text_kept():
     error = EngineFailed(SECRET)
 
-    async def generate(seen: SeenRequest, context: object, asked: bool):
+    async def generate(seen: SeenRequest, context: object, sends_final: bool):
         script = Script(error=error)
         order = range(len(tensors.ENSEMBLE_OUTPUTS))
         yield content(seen.id, "ensemble", 0, [" kept"], FinishReason.ERROR, script, order, 3, True)
@@ -160,8 +162,8 @@ async def test_an_error_in_the_same_message_as_text_is_rewritten_and_the_text_ke
     async with FakeReplica() as replica, gateway(replica) as running:
         replica.generate = generate
         for outputs in ((), ("text_output",), ("text_output", "error_message")):
-            said = await raw(running.grpc_url, "mine", "false", outputs)
-            assert " kept" in said and "secret" not in said and "quote request mine" in said
+            text_shown = await raw(running.grpc_url, "mine", "false", outputs)
+            assert " kept" in text_shown and "secret" not in text_shown and "quote request mine" in text_shown
 
 
 def test_only_the_error_of_a_message_is_replaced():
@@ -192,7 +194,7 @@ async def test_an_upstreams_refusal_names_our_parameter_and_nothing_of_its_own(c
         async with upstream(status=400, error=error) as there, FakeReplica() as replica:
             async with gateway(replica, config=elsewhere(there), environ={"UPSTREAM": ""}) as running:
                 held = await pressed(running, replica)
-                status, _, body = await running.post("/v1/completions", ASKED, x_request_id="r-9")
+                status, _, body = await running.post("/v1/completions", REQUEST, x_request_id="r-9")
                 assert (status, body["error"]["param"], body["error"]["code"]) == (400, told, told_code)
                 assert "org-17" not in str(body) and "r-9" in body["error"]["message"]
                 held.cancel()

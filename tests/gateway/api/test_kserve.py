@@ -50,7 +50,7 @@ def inputs(prompt: str, max_tokens: int, **more: object) -> list[InferInput]:
     return made
 
 
-async def asked(running: Running, *requests: dict, headers: dict | None = None) -> list[tuple[str, str]]:
+async def send_requests(running: Running, *requests: dict, headers: dict | None = None) -> list[tuple[str, str]]:
     """(request id, text or error) of every response of one stream, by Triton's own client."""
 
     async def iterate():
@@ -75,14 +75,14 @@ def ours(running: Running, **more: object) -> AsyncClient:
 
 async def test_tritons_client_streams_through_the_door():
     async with FakeReplica() as replica, gateway(replica) as running:
-        seen = await asked(running, {"request_id": "r1", "inputs": inputs("one two", 3)})
+        seen = await send_requests(running, {"request_id": "r1", "inputs": inputs("one two", 3)})
         assert "".join(text for _, text in seen) == " one two one" and {rid for rid, _ in seen} == {"r1"}
         assert replica.seen[-1].id == "r1" and replica.seen[-1].value("max_tokens") == 3
 
 
 async def test_requests_of_one_stream_run_side_by_side():
     async with FakeReplica(lambda seen: Script((" a", " b"), gap_s=0.05)) as replica, gateway(replica) as running:
-        seen = await asked(running, *({"request_id": f"r{n}", "inputs": inputs("x", 2)} for n in range(5)))
+        seen = await send_requests(running, *({"request_id": f"r{n}", "inputs": inputs("x", 2)} for n in range(5)))
         for n in range(5):
             assert "".join(text for rid, text in seen if rid == f"r{n}") == " a b"
         assert replica.counts.most_running > 1
@@ -133,7 +133,7 @@ async def test_a_refusal_beside_running_requests_rides_in_band_and_leaves_them_a
     script = Script(tuple(" a" for _ in range(10)), gap_s=0.03)
     async with FakeReplica(lambda seen: script) as replica:
         async with gateway(replica, max_in_flight=1) as running:
-            seen = await asked(running, *({"request_id": f"r{n}", "inputs": inputs("x", 10)} for n in range(2)))
+            seen = await send_requests(running, *({"request_id": f"r{n}", "inputs": inputs("x", 10)} for n in range(2)))
             assert [text for _, text in seen if "Overloaded" in text]
             assert "".join(text for rid, text in seen if rid in ("r0", "r1") and "Overloaded" not in text) == " a" * 10
 
@@ -162,7 +162,7 @@ async def test_an_open_stream_hears_a_refusal_without_ending_its_side():
 async def test_what_the_replica_refuses_comes_through_as_it_said_it():
     refusal = InvalidArgument("top_k", "must be 0 or more, got -3")
     async with FakeReplica(lambda seen: Script(refuse=refusal)) as replica, gateway(replica) as running:
-        seen = await asked(running, {"inputs": inputs("x", 2)})
+        seen = await send_requests(running, {"inputs": inputs("x", 2)})
         assert "in ensemble 'ensemble', InvalidArgument: top_k" in seen[0][1]
         async with ours(running) as client:
             with pytest.raises(InvalidArgument, match="top_k"):
@@ -176,7 +176,7 @@ async def test_a_request_that_fails_at_one_replica_goes_to_another_before_its_fi
     async with FakeReplica(dying) as bad, FakeReplica() as good:
         async with gateway(bad, good, routing="round_robin") as running:
             for _ in range(6):
-                seen = await asked(running, {"inputs": inputs("one two", 2)})
+                seen = await send_requests(running, {"inputs": inputs("one two", 2)})
                 assert "".join(text for _, text in seen) == " one two"
             assert bad.counts.started >= 1 and good.counts.started == 6
 
@@ -192,14 +192,14 @@ async def test_after_the_first_token_nothing_is_tried_again():
 
 async def test_an_unknown_model_and_unreadable_tensors_are_named():
     async with FakeReplica() as replica, gateway(replica) as running:
-        seen = await asked(running, {"model_name": "engine", "inputs": inputs("x", 2)})
+        seen = await send_requests(running, {"model_name": "engine", "inputs": inputs("x", 2)})
         assert "NotFound: the model 'engine' does not exist" in seen[0][1]
         wrong = InferInput("max_tokens", [1, 2], "INT32")
         wrong.set_data_from_numpy(np.array([[1, 2]], dtype=np.int32))
-        seen = await asked(running, {"inputs": [wrong]})
+        seen = await send_requests(running, {"inputs": [wrong]})
         assert "max_tokens: must be one INT32" in seen[0][1]
         with pytest.raises(grpc.aio.AioRpcError) as status:
-            await asked(running, {"inputs": [wrong]}, headers={"triton_grpc_error": "true"})
+            await send_requests(running, {"inputs": [wrong]}, headers={"triton_grpc_error": "true"})
         assert status.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         async with ours(running, model="nowhere") as client:
             with pytest.raises(NotFound):
@@ -210,7 +210,7 @@ async def test_an_unknown_model_and_unreadable_tensors_are_named():
 async def test_an_id_that_no_metadata_can_carry_is_served_and_comes_back():
     async with FakeReplica() as replica, gateway(replica) as running:
         for odd in ("\u65e5\u672c", "line\nbreak", "x" * 100_000):
-            seen = await asked(running, {"request_id": odd, "inputs": inputs("one", 1)})
+            seen = await send_requests(running, {"request_id": odd, "inputs": inputs("one", 1)})
             assert "".join(text for _, text in seen) == " one" and {rid for rid, _ in seen} == {odd}
 
 
@@ -218,7 +218,7 @@ async def test_a_caller_who_wants_statuses_gets_what_the_replica_refuses_as_one(
     script = Script(refuse=InvalidArgument("temperature", "got -1"))
     async with FakeReplica(lambda seen: script) as replica, gateway(replica) as running:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asked(running, {"inputs": inputs("x", 1)}, headers={"triton_grpc_error": "true"})
+            await send_requests(running, {"inputs": inputs("x", 1)}, headers={"triton_grpc_error": "true"})
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "temperature" in caught.value.details()
 
 
@@ -374,13 +374,17 @@ class Broken(FakeReplica):
             yield message
 
 
-def said(text: str, final: bool = False, reason: FinishReason | None = None) -> bytes:
+def serialised(text: str, final: bool = False, reason: FinishReason | None = None) -> bytes:
     texts = [text] if text else []
     return content("r1", "ensemble", 0, texts, reason, Script(), range(len(tensors.ENSEMBLE_OUTPUTS)), 3, final)
 
 
 async def test_an_answer_that_ends_in_the_middle_is_not_passed_on_as_a_whole_one():
-    async with Broken(said(" a"), said(" b")) as replica, gateway(replica) as running, ours(running) as client:
+    async with (
+        Broken(serialised(" a"), serialised(" b")) as replica,
+        gateway(replica) as running,
+        ours(running) as client,
+    ):
         got = []
         with pytest.raises(Unavailable, match="the connection to its replica was lost; quote request"):
             async for delta in client.generate("x"):
@@ -391,8 +395,8 @@ async def test_an_answer_that_ends_in_the_middle_is_not_passed_on_as_a_whole_one
 
 @pytest.mark.parametrize("rubbish", [b"\xff\xff", b"\x12\xff\xff\xff\x7f"])
 async def test_what_cannot_be_read_is_not_passed_on_but_said_to_be_so(rubbish: bytes):
-    async with Broken(said(" a"), rubbish) as replica, gateway(replica) as running:
-        seen = await asked(running, {"request_id": "r1", "inputs": inputs("x", 2)})
+    async with Broken(serialised(" a"), rubbish) as replica, gateway(replica) as running:
+        seen = await send_requests(running, {"request_id": "r1", "inputs": inputs("x", 2)})
         assert (
             seen[0] == ("r1", " a")
             and "EngineFailed: the engine failed while it served the request; quote" in seen[1][1]
@@ -401,14 +405,14 @@ async def test_what_cannot_be_read_is_not_passed_on_but_said_to_be_so(rubbish: b
 
 
 async def test_nothing_is_passed_on_behind_the_end_of_an_answer():
-    end = said(" a", True, FinishReason.LENGTH)
-    async with Broken(end, said(" b"), end) as replica, gateway(replica) as running:
-        assert await asked(running, {"request_id": "r1", "inputs": inputs("x", 2)}) == [("r1", " a")]
+    end = serialised(" a", True, FinishReason.LENGTH)
+    async with Broken(end, serialised(" b"), end) as replica, gateway(replica) as running:
+        assert await send_requests(running, {"request_id": "r1", "inputs": inputs("x", 2)}) == [("r1", " a")]
 
 
 async def test_an_error_that_a_replica_says_in_band_is_counted_as_one():
     async with FakeReplica(lambda seen: Script(refuse=EngineFailed("no"))) as replica, gateway(replica) as running:
-        await asked(running, {"inputs": inputs("x", 2)})
+        await send_requests(running, {"inputs": inputs("x", 2)})
         assert (await running.metrics())[CODE % "INTERNAL"] == 1
 
 
@@ -432,7 +436,7 @@ async def test_whoever_asks_for_the_text_alone_pays_for_every_token_and_gets_the
 
 
 def test_outputs_can_be_taken_out_of_a_response():
-    left = service_pb2.ModelStreamInferResponse.FromString(kserve.without_outputs(said(" a"), kserve.COUNTS))
+    left = service_pb2.ModelStreamInferResponse.FromString(kserve.without_outputs(serialised(" a"), kserve.COUNTS))
     names = [output.name for output in left.infer_response.outputs]
     assert not kserve.COUNTS & set(names)
     assert len(left.infer_response.raw_output_contents) == len(names)
@@ -469,7 +473,7 @@ async def test_a_traced_request_has_spans_from_the_engine_itself_and_its_caller_
     exporter = InMemorySpanExporter()
     async with FakeReplica() as replica, gateway(replica, tracing=Tracing(exporter=exporter)) as running:
         for outputs in (None, [InferRequestedOutput("text_output")]):
-            await asked(running, {"inputs": inputs("x", 2), "outputs": outputs})
+            await send_requests(running, {"inputs": inputs("x", 2), "outputs": outputs})
             assert replica.seen[-1].value("return_perf_metrics") is True
         running.service.tracing.close()
         names = [span.name for span in exporter.get_finished_spans()]

@@ -11,13 +11,13 @@ from tests.gateway.running import gateway
 
 KEY = "tri-0123456789abcdefghij"
 API_KEYS = {"TRIDENT_GATEWAY_API_KEYS": f"acme/research/alice={KEY}"}
-ASKED = {"model": "demo", "prompt": "one two", "max_tokens": 3}
+REQUEST = {"model": "demo", "prompt": "one two", "max_tokens": 3}
 PUBLIC = ("/metrics", "/health/live", "/health/ready", "/health/deep", "/openapi.json", "/v1/models")
 
 
 async def test_no_tenant_and_no_replica_is_named_on_the_public_port():
     async with FakeReplica() as replica, gateway(replica, environ=API_KEYS, deep_probes=True) as running:
-        status, _, _ = await running.post("/v1/completions", ASKED, authorization=f"Bearer {KEY}")
+        status, _, _ = await running.post("/v1/completions", REQUEST, authorization=f"Bearer {KEY}")
         assert status == 200
         for path in PUBLIC:
             for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Bearer {KEY}"}):

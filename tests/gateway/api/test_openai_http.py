@@ -18,7 +18,7 @@ from tests.gateway.running import Running, gateway, until
 pytestmark = pytest.mark.slow
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-ASKED = {"model": "demo", "prompt": "one two", "max_tokens": 3}
+REQUEST = {"model": "demo", "prompt": "one two", "max_tokens": 3}
 
 
 async def send(running: Running, body: bytes, path: str = COMPLETIONS, head: str = "") -> tuple:
@@ -39,7 +39,7 @@ async def rest(reader: asyncio.StreamReader, until_: bytes = b"[DONE]") -> bytes
 
 
 def streamed(**more: object) -> bytes:
-    return json.dumps({**ASKED, "stream": True, **more}).encode()
+    return json.dumps({**REQUEST, "stream": True, **more}).encode()
 
 
 class Keys:
@@ -67,15 +67,15 @@ async def test_what_was_answered_is_counted_so_and_who_left_is_counted_so():
             reader, writer = await send(running, streamed(**more))
             await rest(reader)
             writer.close()
-            await running.post(COMPLETIONS, ASKED)
+            await running.post(COMPLETIONS, REQUEST)
         reader, writer = await send(running, streamed())
         await rest(reader, b" a")
         writer.close()
         await until(lambda: replica.counts.cancelled == 1)
         await until(lambda: not running.service.admission.running)
         counted = await running.metrics()
-        said = 'trident_gateway_requests_total{code="%d",operation="text_completion",protocol="http"}'
-        assert (counted[said % 200], counted[said % 499]) == (4, 1)
+        message = 'trident_gateway_requests_total{code="%d",operation="text_completion",protocol="http"}'
+        assert (counted[message % 200], counted[message % 499]) == (4, 1)
 
 
 async def test_text_cannot_forge_events():
@@ -103,7 +103,7 @@ async def test_silence_is_filled_with_heartbeats_before_and_after_the_first_toke
 
 async def test_a_caller_that_leaves_before_the_first_token_frees_the_replica():
     async with FakeReplica(lambda seen: Script((" a",), stall_after=0)) as replica, gateway(replica) as running:
-        for body in (streamed(), json.dumps(ASKED).encode()):
+        for body in (streamed(), json.dumps(REQUEST).encode()):
             _, writer = await send(running, body)
             await until(lambda: replica.counts.running == 1)
             writer.close()
@@ -137,20 +137,20 @@ async def test_an_engine_that_falls_silent_is_left_and_the_caller_told():
 async def test_an_engine_that_falls_silent_behind_its_answer_has_answered():
     async with FakeReplica(lambda seen: Script((" a", " b"), stall_after=2)) as replica:
         async with gateway(replica, idle_timeout_s=1.0) as running:
-            status, _, body = await running.post(COMPLETIONS, ASKED)
+            status, _, body = await running.post(COMPLETIONS, REQUEST)
             assert status == 200 and body["choices"][0]["text"] == " a b"
             reader, writer = await send(running, streamed())
-            said = await rest(reader)
-            assert b"[DONE]" in said and b"error" not in said
+            message = await rest(reader)
+            assert b"[DONE]" in message and b"error" not in message
             writer.close()
             await until(lambda: replica.counts.running == 0)
 
 
 async def test_a_deadline_of_the_caller_holds():
     async with FakeReplica(lambda seen: Script((" a",), stall_after=0)) as replica, gateway(replica) as running:
-        status, _, body = await running.post(COMPLETIONS, ASKED, x_trident_timeout_s="0.1")
+        status, _, body = await running.post(COMPLETIONS, REQUEST, x_trident_timeout_s="0.1")
         assert status == 504 and body["error"]["code"] == "deadline_exceeded"
-        status, _, body = await running.post(COMPLETIONS, ASKED, x_trident_timeout_s="soon")
+        status, _, body = await running.post(COMPLETIONS, REQUEST, x_trident_timeout_s="soon")
         assert status == 400 and body["error"]["param"] == "x-trident-timeout-s"
 
 
@@ -161,7 +161,7 @@ async def test_a_drain_lets_streams_end_and_refuses_new_work():
         await until(lambda: replica.counts.running == 1)
         draining = asyncio.ensure_future(running.service.drain(60.0))
         await asyncio.sleep(0)
-        status, headers, body = await running.post(COMPLETIONS, ASKED)
+        status, headers, body = await running.post(COMPLETIONS, REQUEST)
         assert status == 503 and headers["retry-after"] == "1" and body["error"]["code"] == "unavailable"
         assert (await running.get("/health/ready"))[0] == 503 and (await running.get("/health/live"))[0] == 200
         assert (await rest(reader)).count(b'"text":" a"') == 20
@@ -173,11 +173,11 @@ async def test_a_drain_waits_for_those_who_wait_already():
     gate = asyncio.Event()
     async with FakeReplica(lambda seen: Script((" a", " b"), gate=gate)) as replica:
         async with gateway(replica, config="[admission]\nmax_running = 1") as running:
-            asked = [asyncio.ensure_future(running.post(COMPLETIONS, ASKED)) for _ in range(4)]
+            pending = [asyncio.ensure_future(running.post(COMPLETIONS, REQUEST)) for _ in range(4)]
             await until(lambda: running.service.admission.waiting == 3)
             asyncio.get_running_loop().call_later(0.1, gate.set)
             assert await running.service.drain(60.0) == 0
-            assert [status for status, _, _ in await asyncio.gather(*asked)] == [200] * 4
+            assert [status for status, _, _ in await asyncio.gather(*pending)] == [200] * 4
 
 
 async def test_a_drain_that_takes_too_long_cuts_streams_off_with_an_error():
@@ -185,7 +185,7 @@ async def test_a_drain_that_takes_too_long_cuts_streams_off_with_an_error():
         reader, writer = await send(running, streamed())
         await until(lambda: replica.counts.running == 1)
         running.service.admission.change(AdmissionRules(short_reserve=0.0, max_running=1), None)
-        waiting = asyncio.ensure_future(running.post(COMPLETIONS, ASKED))
+        waiting = asyncio.ensure_future(running.post(COMPLETIONS, REQUEST))
         await until(lambda: running.service.admission.waiting == 1)
         assert await running.service.drain(0.05) == 1
         assert b"the gateway is stopping" in await rest(reader, b"stopping")
@@ -219,9 +219,9 @@ MALFORMED = (
 
 async def test_malformed_bodies_are_refused_in_words():
     async with FakeReplica() as replica, gateway(replica) as running:
-        for data, said in MALFORMED:
+        for data, message in MALFORMED:
             status, _, body = await running.post(COMPLETIONS, data=data)
-            assert status == 400 and said in body["error"]["message"], (data[:60], body)
+            assert status == 400 and message in body["error"]["message"], (data[:60], body)
             assert body["error"]["type"] == "invalid_request_error"
         assert replica.counts.started == 0
 
@@ -244,7 +244,7 @@ async def test_messages_must_be_text_of_known_roles():
 
 async def test_a_body_over_the_limit_is_refused_whether_it_says_so_or_not():
     async with FakeReplica() as replica, gateway(replica, max_body_bytes=2048) as running:
-        status, _, body = await running.post(COMPLETIONS, {**ASKED, "prompt": "x" * 4096})
+        status, _, body = await running.post(COMPLETIONS, {**REQUEST, "prompt": "x" * 4096})
         assert status == 413 and body["error"]["code"] == "request_too_large"
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -277,7 +277,7 @@ async def test_a_connection_serves_several_requests_in_turn():
     async with FakeReplica() as replica, gateway(replica, header_timeout_s=5.0) as running:
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
         for _ in range(3):
-            body = json.dumps(ASKED).encode()
+            body = json.dumps(REQUEST).encode()
             writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
             assert b"one two one" in await rest(reader, b"}}}")
         writer.close()
@@ -287,7 +287,7 @@ async def test_unknown_paths_and_methods_are_refused_as_openai_does():
     async with FakeReplica() as replica, gateway(replica) as running:
         status, _, body = await running.post("/v1/nowhere", {})
         assert status == 404 and body["error"]["code"] == "not_found"
-        status, _, body = await running.post(COMPLETIONS + "/", ASKED)  # and is not sent where its Host header says
+        status, _, body = await running.post(COMPLETIONS + "/", REQUEST)  # and is not sent where its Host header says
         assert status == 404 and body["error"]["code"] == "not_found"
         status, text = await running.get(CHAT)
         assert status == 405 and json.loads(text)["error"]["code"] == "method_not_allowed"
@@ -295,21 +295,21 @@ async def test_unknown_paths_and_methods_are_refused_as_openai_does():
 
 async def test_a_request_id_comes_back_and_never_becomes_the_engines():
     async with FakeReplica() as replica, gateway(replica) as running:
-        status, headers, body = await running.post(COMPLETIONS, ASKED, x_request_id="mine-1")
+        status, headers, body = await running.post(COMPLETIONS, REQUEST, x_request_id="mine-1")
         assert headers["x-request-id"] == "mine-1" and body["id"] == "cmpl-mine-1"
         assert replica.seen[-1].id not in ("", "mine-1")
-        status, headers, body = await running.post(COMPLETIONS, ASKED, x_request_id="m" * 300)
+        status, headers, body = await running.post(COMPLETIONS, REQUEST, x_request_id="m" * 300)
         assert status == 400 and body["error"]["param"] == "x-request-id" and headers["x-request-id"] != "m" * 300
 
 
 async def test_keys_are_asked_for_on_every_endpoint_that_generates_or_lists():
     async with FakeReplica() as replica, gateway(replica, keys=Keys()) as running:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "right"}):
-            status, sent, body = await running.post(COMPLETIONS, ASKED, **headers)
+            status, sent, body = await running.post(COMPLETIONS, REQUEST, **headers)
             assert status == 401 and body["error"]["code"] == "invalid_api_key"
             assert sent["www-authenticate"] == "Bearer"
             assert (await running.get("/v1/models", **headers))[0] == 401
-        assert (await running.post(COMPLETIONS, ASKED, authorization="Bearer right"))[0] == 200
+        assert (await running.post(COMPLETIONS, REQUEST, authorization="Bearer right"))[0] == 200
 
 
 async def test_every_end_settles_the_permit_once():
@@ -317,14 +317,14 @@ async def test_every_end_settles_the_permit_once():
     scripts = [Script((" a", " b")), Script((" a", " b"), fail_after=1), Script((" a", " b"), stall_after=1)]
     config = f'salt = "{"00" * 16}"\n[orgs.a]\ntokens_per_minute = 600000'
     environ = {"TRIDENT_GATEWAY_API_KEYS": "a/b/c=" + "k" * 20}
-    asked = {"authorization": "Bearer " + "k" * 20}
+    bearer = {"authorization": "Bearer " + "k" * 20}
     async with FakeReplica(lambda seen: scripts[len(settled)]) as replica:
         async with gateway(replica, config=config, environ=environ) as running:
             settle = running.service.budgets.settle
             running.service.budgets.settle = lambda one, used: (settled.append(used), settle(one, used))
-            await running.post(COMPLETIONS, ASKED, **asked)
-            await running.post(COMPLETIONS, ASKED, **asked)
-            reader, writer = await send(running, streamed(), head=f"authorization: {asked['authorization']}\r\n")
+            await running.post(COMPLETIONS, REQUEST, **bearer)
+            await running.post(COMPLETIONS, REQUEST, **bearer)
+            reader, writer = await send(running, streamed(), head=f"authorization: {bearer['authorization']}\r\n")
             await reader.readuntil(b'"text":" a"')
             writer.close()
             await until(lambda: len(settled) == 3)
@@ -346,8 +346,8 @@ async def test_the_published_schema_describes_what_is_served():
 
 async def test_an_answer_without_an_end_is_an_error_and_not_an_answer_without_choices():
     async with FakeReplica(lambda seen: Script(())) as replica, gateway(replica) as running:
-        replica.generate = lambda seen, context, asked: only_the_flag(seen.id)
-        status, _, body = await running.post(COMPLETIONS, ASKED)
+        replica.generate = lambda seen, context, sends_final: only_the_flag(seen.id)
+        status, _, body = await running.post(COMPLETIONS, REQUEST)
         assert status == 500 and "the engine failed" in body["error"]["message"]
 
 

@@ -65,13 +65,13 @@ async def test_a_batch_goes_from_file_to_file(tmp_path: Path):
         word = json.loads(seen.value("messages"))[-1]["content"]
         return Script((f" {word}",) * seen.value("max_tokens"))
 
-    wanted = [chat(f"line-{n}", f"word{n}") for n in range(20)]
+    expected = [chat(f"line-{n}", f"word{n}") for n in range(20)]
     async with (
         FakeReplica(says_the_last_word) as replica,
         gateway(replica, batch_db=tmp_path / "b") as running,
         client(running) as ask,
     ):
-        batch = await made(ask, jsonl(*wanted))
+        batch = await made(ask, jsonl(*expected))
         assert batch.status in ("validating", "in_progress") and batch.metadata == {"for": "a test"}
         assert batch.expires_at - batch.created_at == 24 * 3600
         done = await over(ask, batch.id)
@@ -79,7 +79,7 @@ async def test_a_batch_goes_from_file_to_file(tmp_path: Path):
         assert (done.request_counts.total, done.request_counts.completed, done.request_counts.failed) == (20, 20, 0)
         assert done.in_progress_at and done.finalizing_at and done.completed_at
         found = await lines(ask, done.output_file_id)
-        assert [one["custom_id"] for one in found] == [one["custom_id"] for one in wanted]
+        assert [one["custom_id"] for one in found] == [one["custom_id"] for one in expected]
         for n, one in enumerate(found):
             assert one["error"] is None and one["response"]["status_code"] == 200
             assert one["response"]["body"]["object"] == "chat.completion"
@@ -88,9 +88,9 @@ async def test_a_batch_goes_from_file_to_file(tmp_path: Path):
 
 
 async def test_what_one_line_asks_wrongly_fails_alone(tmp_path: Path):
-    wanted = jsonl(chat("good"), chat("hot", temperature=9), chat("other", model="nobody"), b"", chat("good too"))
+    expected = jsonl(chat("good"), chat("hot", temperature=9), chat("other", model="nobody"), b"", chat("good too"))
     async with FakeReplica() as replica, gateway(replica, batch_db=tmp_path / "b") as running, client(running) as ask:
-        done = await over(ask, (await made(ask, wanted)).id)
+        done = await over(ask, (await made(ask, expected)).id)
         assert done.status == "completed"
         assert (done.request_counts.total, done.request_counts.completed, done.request_counts.failed) == (4, 2, 2)
         assert [one["custom_id"] for one in await lines(ask, done.output_file_id)] == ["good", "good too"]
@@ -155,10 +155,10 @@ async def test_a_cancelled_batch_keeps_what_was_done_and_frees_the_engine(tmp_pa
     def script(seen):
         return Script(stall_after=0) if "stall" in seen.value("messages") else echo(seen)
 
-    wanted = [chat("done"), *(chat(f"stalls-{n}", "stall") for n in range(50))]
+    expected = [chat("done"), *(chat(f"stalls-{n}", "stall") for n in range(50))]
     async with FakeReplica(script) as replica, gateway(replica, batch_db=tmp_path / "b") as running:
         async with client(running) as ask:
-            batch = await made(ask, jsonl(*wanted))
+            batch = await made(ask, jsonl(*expected))
             while (await ask.batches.retrieve(batch.id)).request_counts.completed < 1 or not replica.counts.running:
                 await asyncio.sleep(0.01)
             assert (await ask.batches.cancel(batch.id)).status == "cancelling"
@@ -191,12 +191,12 @@ async def test_another_tenants_files_and_batches_are_not_there(tmp_path: Path):
                 ),
                 bob.batches.list(after=batch.id),
             ]
-            said = set()
+            text_shown = set()
             for one in tries:
                 with pytest.raises(openai.NotFoundError) as refused:
                     await one
-                said.add(refused.value.body["code"])
-            assert said == {"not_found"}
+                text_shown.add(refused.value.body["code"])
+            assert text_shown == {"not_found"}
             assert [one async for one in bob.batches.list()] == [] and [one async for one in bob.files.list()] == []
             assert len(await lines(alice, done.output_file_id)) == 1
         async with client(running, "tri-nobody") as nobody:
@@ -234,8 +234,8 @@ async def test_bad_requests_are_refused_by_name(tmp_path: Path):
             ({"surprise": 1}, "surprise"),
             ({"webhook_url": "https://example.org/x"}, "webhook_url"),
         ]:
-            status, _, said = await running.post("/v1/batches", {**good, **change})
-            assert status == 400 and said["error"]["param"].startswith(field), (change, said)
+            status, _, text_shown = await running.post("/v1/batches", {**good, **change})
+            assert status == 400 and text_shown["error"]["param"].startswith(field), (change, text_shown)
         for data in (b"", b"{", b"[]"):
             assert (await running.post("/v1/batches", data=data))[0] == 400
         with pytest.raises(openai.BadRequestError, match="purpose"):

@@ -77,7 +77,7 @@ def test_a_broken_form_is_read_or_refused_by_name_and_warns_of_nothing(edits):
 
 
 @pytest.mark.parametrize(
-    ("form", "said"),
+    ("form", "message"),
     [
         (FORM.replace(b'name="file"', b'name="other"').replace(DATA, b"x" * (MAX_FIELD_BYTES + 1)), "^other: "),
         (FORM.replace(b'name="purpose"', b'name="file"'), "^file: "),
@@ -88,8 +88,8 @@ def test_a_broken_form_is_read_or_refused_by_name_and_warns_of_nothing(edits):
         (FORM.replace(b"Content-Type:", b"x: " + b"y" * 10_000 + b"\r\nContent-Type:"), "at most"),
     ],
 )
-async def test_what_is_wrong_is_named(form: bytes, said: str):
-    with pytest.raises(InvalidArgument, match=said):
+async def test_what_is_wrong_is_named(form: bytes, message: str):
+    with pytest.raises(InvalidArgument, match=message):
         await read([form])
 
 

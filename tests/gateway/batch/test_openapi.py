@@ -33,5 +33,5 @@ async def test_schemathesis_finds_nothing(tmp_path: Path):
         process = await asyncio.create_subprocess_exec(
             Path(sys.executable).parent / "st", *arguments, cwd=tmp_path, stdout=-1, stderr=-2
         )
-        said, _ = await asyncio.wait_for(process.communicate(), 600)
-        assert process.returncode == 0, said.decode()[-4000:]
+        message, _ = await asyncio.wait_for(process.communicate(), 600)
+        assert process.returncode == 0, message.decode()[-4000:]

@@ -21,14 +21,14 @@ def uploaded(store: BatchStore, data: bytes = b"{}\n", tenant: str = "a") -> str
 
 
 def created(store: BatchStore, tenant: str = "a", **more: object) -> Batch:
-    wanted = {
+    expected = {
         "endpoint": "/v1/completions",
         "input_file_id": uploaded(store, tenant=tenant),
         "completion_window": "24h",
         "window_s": 86_400.0,
         "metadata": {"k": "ü"},
     }
-    return store.create_batch(tenant, "", **{**wanted, **more})
+    return store.create_batch(tenant, "", **{**expected, **more})
 
 
 def begun(store: BatchStore, count: int, **more: object) -> tuple[Batch, list[Line]]:

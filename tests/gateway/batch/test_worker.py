@@ -83,10 +83,10 @@ def over(store: BatchStore, batch: Batch, status: str = "completed") -> Callable
 
 
 async def test_lines_run_as_their_tenant_in_the_lowest_class_and_under_the_batch_label(tmp_path: Path):
-    asked: list[RequestContext] = []
+    contexts: list[RequestContext] = []
 
-    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
-        asked.append(asking)
+    async def answer(form: type, context: RequestContext, body: bytes) -> dict:
+        contexts.append(context)
         return DONE
 
     store = BatchStore(tmp_path / "b")
@@ -96,14 +96,16 @@ async def test_lines_run_as_their_tenant_in_the_lowest_class_and_under_the_batch
     done = store.batch("a", batch.id)
     assert (done.total, done.completed, done.failed) == (300, 300, 0)
     assert (done.input_tokens, done.output_tokens) == (600, 900)
-    assert {(one.tenant.name, one.tenant.priority, one.operation) for one in asked} == {("a", LOWEST_PRIORITY, "batch")}
-    assert len({one.request_id for one in asked}) == 300
+    assert {(one.tenant.name, one.tenant.priority, one.operation) for one in contexts} == {
+        ("a", LOWEST_PRIORITY, "batch")
+    }
+    assert len({one.request_id for one in contexts}) == 300
 
 
 async def test_lack_of_room_makes_a_line_wait_and_nothing_is_lost(tmp_path: Path):
     calls: Counter[bytes] = Counter()
 
-    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
+    async def answer(form: type, context: RequestContext, body: bytes) -> dict:
         calls[body] += 1
         if calls[body] <= 2 * MAX_ATTEMPTS:
             raise Overloaded("full", 0.0) if calls[body] % 2 else Unavailable("nobody", 0.0)
@@ -120,7 +122,7 @@ async def test_a_line_that_breaks_the_engine_fails_after_its_tries_and_alone(tmp
     monkeypatch.setattr("gateway.batch.worker.BatchWorker._retry", _at_once)
     calls: Counter[int] = Counter()
 
-    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
+    async def answer(form: type, context: RequestContext, body: bytes) -> dict:
         number = json.loads(body)["max_tokens"]
         calls[number] += 1
         if number == 2:
@@ -145,8 +147,8 @@ def _at_once(self: BatchWorker, run: Any, held: Any, pause_s: float) -> None:
 
 
 async def test_a_defect_leaves_the_line_pending_and_the_worker_alive(tmp_path: Path, caplog):
-    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
-        if asking.tenant.name == "a":
+    async def answer(form: type, context: RequestContext, body: bytes) -> dict:
+        if context.tenant.name == "a":
             raise ZeroDivisionError("a defect")
         return DONE
 
@@ -159,7 +161,7 @@ async def test_a_defect_leaves_the_line_pending_and_the_worker_alive(tmp_path: P
 
 
 async def test_a_key_that_is_gone_ends_its_lines(tmp_path: Path):
-    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
+    async def answer(form: type, context: RequestContext, body: bytes) -> dict:
         return DONE
 
     store = BatchStore(tmp_path / "b")
@@ -173,8 +175,8 @@ async def test_a_key_that_is_gone_ends_its_lines(tmp_path: Path):
 async def test_tenants_take_turns(tmp_path: Path):
     order: list[str] = []
 
-    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
-        order.append(asking.tenant.name)
+    async def answer(form: type, context: RequestContext, body: bytes) -> dict:
+        order.append(context.tenant.name)
         return DONE
 
     store = BatchStore(tmp_path / "b")
@@ -197,7 +199,7 @@ async def test_tenants_take_turns(tmp_path: Path):
 async def test_what_did_not_run_in_its_window_expires(tmp_path: Path, clock):
     clock.now_s = 1e9
 
-    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
+    async def answer(form: type, context: RequestContext, body: bytes) -> dict:
         if json.loads(body)["max_tokens"] > 1:
             await asyncio.Event().wait()
         return DONE
@@ -221,7 +223,7 @@ async def test_a_cut_gives_the_youngest_lines_up_and_they_run_again(tmp_path: Pa
     calls: Counter[bytes] = Counter()
     gate = asyncio.Event()
 
-    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
+    async def answer(form: type, context: RequestContext, body: bytes) -> dict:
         calls[body] += 1
         await gate.wait()
         return DONE
@@ -245,7 +247,7 @@ async def test_lines_that_were_given_up_often_enough_run_to_their_end(tmp_path: 
     looked = 0
     goes_on = asyncio.Event()
 
-    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
+    async def answer(form: type, context: RequestContext, body: bytes) -> dict:
         started.append(1)
         await goes_on.wait()
         return DONE
@@ -276,7 +278,7 @@ async def test_one_worker_works_on_a_database_and_the_next_takes_over(tmp_path: 
     served: list[str] = []
 
     def answering(name: str) -> Callable:
-        async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
+        async def answer(form: type, context: RequestContext, body: bytes) -> dict:
             served.append(name)
             return DONE
 
@@ -296,7 +298,7 @@ async def test_one_worker_works_on_a_database_and_the_next_takes_over(tmp_path: 
 
 
 async def test_a_validation_that_was_interrupted_begins_again(tmp_path: Path):
-    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
+    async def answer(form: type, context: RequestContext, body: bytes) -> dict:
         return DONE
 
     store = BatchStore(tmp_path / "b")
@@ -309,7 +311,7 @@ async def test_a_validation_that_was_interrupted_begins_again(tmp_path: Path):
 
 
 async def test_an_input_that_is_gone_fails_the_batch(tmp_path: Path):
-    async def answer(form: type, asking: RequestContext, body: bytes) -> dict:
+    async def answer(form: type, context: RequestContext, body: bytes) -> dict:
         return DONE
 
     store = BatchStore(tmp_path / "b")
@@ -340,8 +342,8 @@ async def test_a_gateway_that_is_killed_twice_finishes_every_line_once(tmp_path:
             start = len(replica.seen)
             async with _gateway_process(replica.url, path) as process:
                 if life < 2:
-                    wanted = _finished(store, batch) + 20
-                    await until(lambda at_least=wanted: _finished(store, batch) >= at_least)
+                    expected = _finished(store, batch) + 20
+                    await until(lambda at_least=expected: _finished(store, batch) >= at_least)
                     process.send_signal(signal.SIGKILL)
                     await process.wait()
                 else:

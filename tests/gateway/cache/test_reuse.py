@@ -121,8 +121,8 @@ async def test_another_engine_answers_for_itself_and_two_at_once_are_not_cached(
             assert [(await running.post(COMPLETIONS, GREEDY))[1]["x-trident-cache"] for _ in range(2)] == ["miss"] * 2
             two.engine = "f" * 64
             await until(lambda: running.service.replicas.engine() == "f" * 64)
-            said = [(await running.post(COMPLETIONS, GREEDY))[1]["x-trident-cache"] for _ in range(2)]
-            assert said == ["miss", "hit"]
+            message = [(await running.post(COMPLETIONS, GREEDY))[1]["x-trident-cache"] for _ in range(2)]
+            assert message == ["miss", "hit"]
 
 
 async def test_without_an_engines_hash_nothing_is_cached():
@@ -143,8 +143,8 @@ async def test_no_tenant_sees_what_another_asked_by_any_way():
         )
         assert status == 400 and "still kept" in body["error"]["message"]
         replica.script = slow
-        asked = {**GREEDY, "prompt": "slow"}
-        answers = await asyncio.gather(*(running.post(COMPLETIONS, asked, **as_(key)) for key in (ALICE, BOB)))
+        request_body = {**GREEDY, "prompt": "slow"}
+        answers = await asyncio.gather(*(running.post(COMPLETIONS, request_body, **as_(key)) for key in (ALICE, BOB)))
         assert [headers["x-trident-cache"] for _, headers, _ in answers] == ["miss", "miss"]
 
 
@@ -162,14 +162,14 @@ async def test_what_is_there_costs_a_request_and_no_tokens():
 async def test_identical_requests_under_way_share_one_engine_stream_and_each_may_leave():
     gate, script = gated(1)
     async with FakeReplica(script) as replica, gateway(replica) as running:
-        asked = [asyncio.ensure_future(running.post(COMPLETIONS, {**GREEDY, "stream": False})) for _ in range(6)]
+        pending = [asyncio.ensure_future(running.post(COMPLETIONS, {**GREEDY, "stream": False})) for _ in range(6)]
         streams = events(running, GREEDY)
         assert (await anext(streams))[1]["choices"][0]["text"] == " t0"
         await until(lambda: len(running.service.watchdog) >= 7)
-        asked[0].cancel()  # the one for whom it was begun
+        pending[0].cancel()  # the one for whom it was begun
         await streams.aclose()
         gate.set()
-        answers = await asyncio.gather(*asked[1:])
+        answers = await asyncio.gather(*pending[1:])
         whole = "".join(TWENTY)
         assert all(body["choices"][0]["text"] == whole for _, _, body in answers)
         assert (replica.counts.started, replica.counts.cancelled) == (1, 0)
@@ -179,9 +179,9 @@ async def test_identical_requests_under_way_share_one_engine_stream_and_each_may
 
 async def test_the_last_reader_to_leave_frees_the_engine():
     async with FakeReplica(gated()[1]) as replica, gateway(replica) as running:
-        asked = [asyncio.ensure_future(running.post(COMPLETIONS, GREEDY)) for _ in range(3)]
+        pending = [asyncio.ensure_future(running.post(COMPLETIONS, GREEDY)) for _ in range(3)]
         await until(lambda: replica.counts.running == 1)
-        for one in asked:
+        for one in pending:
             one.cancel()
         await until(lambda: replica.counts.running == 0 and not running.service.live)
         assert replica.counts.cancelled == 1 and running.service.admission._concurrency.in_flight == 0
@@ -202,52 +202,52 @@ async def test_one_readers_deadline_is_not_the_others():
 
 async def test_an_answer_that_was_cut_short_under_load_is_not_kept():
     config = "[degradation]\nshorter_at = 0.0001\noverflow_at = 0.9\nmax_tokens = 2"
-    asked = {**GREEDY, "max_tokens": 6}
+    request_body = {**GREEDY, "max_tokens": 6}
     async with FakeReplica(engine=ENGINE) as replica, gateway(replica, config=config) as running:
         replica.script = lambda seen: Script((" a",), stall_after=0)
         held = asyncio.ensure_future(running.post(COMPLETIONS, {**GREEDY, "prompt": "held"}))
         await until(lambda: replica.counts.running == 1)
         replica.script = lambda seen: Script(tuple(" a" for _ in range(seen.value("max_tokens"))))
         for _ in range(2):
-            _, headers, body = await running.post(COMPLETIONS, asked)
+            _, headers, body = await running.post(COMPLETIONS, request_body)
             assert headers["x-trident-degraded"] == "max_tokens=2" and headers["x-trident-cache"] == "miss"
             assert body["usage"]["completion_tokens"] == 2
         held.cancel()
         await until(lambda: not running.service.live)
-        _, headers, body = await running.post(COMPLETIONS, asked)
+        _, headers, body = await running.post(COMPLETIONS, request_body)
         assert "x-trident-degraded" not in headers and body["usage"]["completion_tokens"] == 6
 
 
 async def test_a_retry_attaches_to_the_running_stream_and_to_the_finished_one():
-    asked = {**GREEDY, "temperature": 1}  # nothing that would be coalesced or cached
+    request_body = {**GREEDY, "temperature": 1}  # nothing that would be coalesced or cached
     gate, script = gated()
     async with FakeReplica(script) as replica, gateway(replica) as running:
-        first = asyncio.ensure_future(running.post(COMPLETIONS, asked, idempotency_key="k-1"))
+        first = asyncio.ensure_future(running.post(COMPLETIONS, request_body, idempotency_key="k-1"))
         await until(lambda: replica.counts.running == 1)
-        retrying = asyncio.ensure_future(running.post(COMPLETIONS, asked, idempotency_key="k-1"))
+        retrying = asyncio.ensure_future(running.post(COMPLETIONS, request_body, idempotency_key="k-1"))
         await until(lambda: len(running.service.watchdog) >= 2)
         gate.set()
         original, retry = await asyncio.gather(first, retrying)
-        later = await running.post(COMPLETIONS, asked, idempotency_key="k-1")
+        later = await running.post(COMPLETIONS, request_body, idempotency_key="k-1")
         assert original[2] == retry[2] == later[2]  # its id and the time it was created, too
         assert [one[1].get("x-trident-cache") for one in (original, retry, later)] == [None, "replayed", "replayed"]
         assert replica.counts.started == 1
-        status, _, body = await running.post(COMPLETIONS, {**asked, "prompt": "x"}, idempotency_key="k-1")
+        status, _, body = await running.post(COMPLETIONS, {**request_body, "prompt": "x"}, idempotency_key="k-1")
         assert status == 400 and body["error"]["param"] == "Idempotency-Key"
 
 
 async def test_a_reader_that_was_cut_off_goes_on_after_its_last_event_without_the_engine():
-    asked = {**GREEDY, "temperature": 1, "stream_options": {"include_usage": True}, "n": 2}
+    request_body = {**GREEDY, "temperature": 1, "stream_options": {"include_usage": True}, "n": 2}
     async with FakeReplica(slow) as replica, gateway(replica) as running:
         seen = []
-        stream = events(running, asked, idempotency_key="k")
+        stream = events(running, request_body, idempotency_key="k")
         async for event in stream:
             seen.append(event)
             if len(seen) == 9:
                 break
         await stream.aclose()
         assert [number for number, _ in seen] == list(range(9))
-        rest = [event async for event in events(running, asked, idempotency_key="k", last_event_id="8")]
+        rest = [event async for event in events(running, request_body, idempotency_key="k", last_event_id="8")]
         assert [number for number, _ in rest] == [*range(9, 40), None, None]
         assert rest[-2][1]["usage"]["completion_tokens"] == 40 and rest[-1] == (None, "[DONE]")
         for choice in (0, 1):
@@ -256,7 +256,7 @@ async def test_a_reader_that_was_cut_off_goes_on_after_its_last_event_without_th
             assert whole == "".join(TWENTY)
         assert len({event["id"] for _, event in seen + rest if isinstance(event, dict)}) == 1
         assert replica.counts.started == 2 and replica.counts.cancelled == 0
-        over = [event async for event in events(running, asked, idempotency_key="k", last_event_id="39")]
+        over = [event async for event in events(running, request_body, idempotency_key="k", last_event_id="39")]
         assert [event for _, event in over][-1] == "[DONE]" and len(over) == 2
 
 
@@ -273,19 +273,19 @@ async def test_a_reader_that_was_cut_off_goes_on_after_its_last_event_without_th
 )
 async def test_headers_that_cannot_be_obeyed_are_refused_by_name(headers: dict[str, str], param: str):
     async with FakeReplica(numbered) as replica, gateway(replica) as running:
-        asked = {**GREEDY, "stream": headers.get("last_event_id") != "whole"}
-        status, _, body = await running.post(COMPLETIONS, asked, **headers)
+        request_body = {**GREEDY, "stream": headers.get("last_event_id") != "whole"}
+        status, _, body = await running.post(COMPLETIONS, request_body, **headers)
         assert (status, body["error"]["param"]) == (400, param) and replica.counts.started == 0
 
 
 async def test_a_refusal_of_the_shared_stream_reaches_every_reader_and_is_not_remembered():
     config = keys(ALICE, limits="tokens_per_minute = 100")
-    asked = {**GREEDY, "max_tokens": 60}
+    request_body = {**GREEDY, "max_tokens": 60}
     async with FakeReplica(engine=ENGINE) as replica, gateway(replica, config=config) as running:
         spent = {**GREEDY, "prompt": "x", "max_tokens": 50, "temperature": 1}
         assert (await running.post(COMPLETIONS, spent, **as_(ALICE)))[0] == 200
         for headers in (as_(ALICE), as_(ALICE, idempotency_key="k")):
-            answers = await asyncio.gather(*(running.post(COMPLETIONS, asked, **headers) for _ in range(3)))
+            answers = await asyncio.gather(*(running.post(COMPLETIONS, request_body, **headers) for _ in range(3)))
             assert [status for status, _, _ in answers] == [429] * 3
-            assert all(int(said["retry-after-ms"]) > 0 for _, said, _ in answers)
+            assert all(int(message["retry-after-ms"]) > 0 for _, message, _ in answers)
         assert len(running.service.admission._concurrency._counts) == 0 and replica.counts.started == 1

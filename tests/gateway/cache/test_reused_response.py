@@ -23,7 +23,7 @@ def by_source(page: dict[str, float], name: str, **labels: str) -> dict[str, flo
     """Values of a family by its label ``source``, added up over the other labels."""
     found: Counter = Counter()
     for sample, value in page.items():
-        if sample.startswith(name + "{") and all(f'{key}="{wanted}"' in sample for key, wanted in labels.items()):
+        if sample.startswith(name + "{") and all(f'{key}="{condition}"' in sample for key, condition in labels.items()):
             found[sample.partition('source="')[2].partition('"')[0]] += value
     return {source: value for source, value in found.items() if value}
 

@@ -120,7 +120,7 @@ async def test_an_earlier_turn_is_not_matched_by_its_meaning(made: Made) -> None
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("request_body", "reason"),
     [
         ({"headers": {"x-trident-cache": "off"}}, "header"),
         ({"headers": {"cache-control": "max-age=9, No-Store"}}, "header"),
@@ -137,11 +137,11 @@ async def test_an_earlier_turn_is_not_matched_by_its_meaning(made: Made) -> None
     ],
 )
 async def test_what_is_excluded_is_neither_stored_nor_looked_up_nor_sent_to_the_endpoint(
-    clock: Any, asked: dict[str, Any], reason: str
+    clock: Any, request_body: dict[str, Any], reason: str
 ) -> None:
-    text = asked.pop("text", PROMPT)
+    text = request_body.pop("text", PROMPT)
     async with opened(clock, EXCLUDE=r"\bsecret\b") as made:
-        assert not await made.put(text, **dict(asked)) and not await made.hit(text, **dict(asked))
+        assert not await made.put(text, **dict(request_body)) and not await made.hit(text, **dict(request_body))
         assert made.counted("excluded_total", reason=reason) == made.counted("lookups_total", result="excluded") == 1
         assert made.server.seen == [] and made.counted("entries") == 0
 

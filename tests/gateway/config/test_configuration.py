@@ -70,7 +70,7 @@ def test_rules_are_read_and_names_with_a_dollar_come_from_the_environment(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "text_shown"),
     [
         ("[admision]", "gateway.toml: admision: is not known; allowed are salt, orgs, admission"),
         ("[admission]\nmax_runing = 1", "admission.max_runing: is not known; allowed are max_running, tenant_share"),
@@ -100,10 +100,10 @@ def test_rules_are_read_and_names_with_a_dollar_come_from_the_environment(tmp_pa
         ("[reuse", "cannot be read as TOML"),
     ],
 )
-def test_a_wrong_rule_is_named_with_the_place_and_what_is_allowed(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_rule_is_named_with_the_place_and_what_is_allowed(tmp_path: Path, text: str, text_shown: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         read(tmp_path, text)
-    assert said in str(refused.value) and "gateway.toml" in str(refused.value)
+    assert text_shown in str(refused.value) and "gateway.toml" in str(refused.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -150,32 +150,34 @@ async def test_what_holds_until_the_next_start_says_so(tmp_path: Path, caplog: p
 
 @pytest.mark.slow
 async def test_a_running_gateway_takes_over_a_changed_file() -> None:
-    asked = {"model": "demo", "prompt": "x", "max_tokens": 50}
+    request_body = {"model": "demo", "prompt": "x", "max_tokens": 50}
     ladder = "[degradation]\nshorter_at = 0.001\noverflow_at = 0.9\nmax_tokens = 3\n"
     async with FakeReplica() as replica, gateway(replica, config=keys(ALICE), max_in_flight=4) as running:
         path = running.service.settings.config
         alice, bob = ({"authorization": f"Bearer {key}"} for key in (ALICE, BOB))
-        assert (await running.post("/v1/completions", asked, **alice))[0] == 200
-        assert (await running.post("/v1/completions", asked, **bob))[0] == 401
+        assert (await running.post("/v1/completions", request_body, **alice))[0] == 200
+        assert (await running.post("/v1/completions", request_body, **bob))[0] == 401
         path.write_text(keys(ALICE, BOB) + ladder)
         # Looked at once a second by itself.
         await until(lambda: len(running.service.configuration._reading.keys) == 2)
         replica.script = lambda seen: Script((" a",), stall_after=0)
-        held = asyncio.ensure_future(running.post("/v1/completions", asked, **alice))
+        held = asyncio.ensure_future(running.post("/v1/completions", request_body, **alice))
         await until(lambda: replica.counts.running == 1)
         replica.script = lambda seen: Script(tuple(" a" for _ in range(seen.value("max_tokens"))))
-        status, headers, body = await running.post("/v1/completions", asked, **bob)
+        status, headers, body = await running.post("/v1/completions", request_body, **bob)
         assert status == 200 and headers["x-trident-degraded"] == "max_tokens=3"
         assert body["usage"]["completion_tokens"] == 3
         held.cancel()
 
 
-def command(*arguments: str, environ: dict[str, str] | None = None, said: str = "") -> subprocess.CompletedProcess:
+def command(
+    *arguments: str, environ: dict[str, str] | None = None, text_shown: str = ""
+) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "gateway", *arguments],
         cwd=ROOT,
         env={**os.environ, **(environ or {})},
-        input=said,
+        input=text_shown,
         capture_output=True,
         text=True,
     )
@@ -187,7 +189,7 @@ def test_the_commands_make_keys_that_the_gateway_lets_in_and_say_what_is_wrong(t
     path.write_text(keys(ALICE))
     made = dict(line.split(maxsplit=1) for line in command("new-key", "--config", str(path)).stdout.splitlines())
     assert set(made) == {"key", "hash"}
-    hashed = command("hash-key", environ={"TRIDENT_GATEWAY_CONFIG": str(path)}, said=made["key"] + "\n").stdout
+    hashed = command("hash-key", environ={"TRIDENT_GATEWAY_CONFIG": str(path)}, text_shown=made["key"] + "\n").stdout
     assert hashed.strip() == f"hash {made['hash']}"
     path.write_text(f"{keys(ALICE)}[orgs.new.teams.t.keys.k]\nhash {made['hash']}\n")
     assert Configuration(path, {}, {}).tenant(made["key"]).name == "new/t"

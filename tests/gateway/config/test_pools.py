@@ -20,7 +20,7 @@ from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import Running, gateway, until
 
 START = Pools({"stable": "127.0.0.1:1", "canary": "127.0.0.1:2"})
-ASKED = {"model": "demo", "prompt": "x", "max_tokens": 8, "stream": True}
+REQUEST = {"model": "demo", "prompt": "x", "max_tokens": 8, "stream": True}
 
 
 def found(tmp_path: Path, text: str, start: Pools = START) -> Pools:
@@ -44,7 +44,7 @@ def test_the_file_wins_over_the_environment_and_says_only_what_it_says(tmp_path:
     }
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("[pools]\nold = 5\nstable = 1\ncanary = 1", "pools.old: there is no pool 'old'; allowed is stable, canary"),
     ("[pools]\ncanary = 5", "pools.stable: has no weight while canary has one"),
     ("[pools]\nstable = 0\ncanary = 0", "pools: all weights are 0"),
@@ -57,10 +57,10 @@ def test_the_file_wins_over_the_environment_and_says_only_what_it_says(tmp_path:
     ("[pools]\nstable = { replicas = '' }", "pools.stable.replicas"),
     ("[shadow]\npool = 'next'\nfraction = 0.1", "shadow.pool: there is no pool 'next'"),
 ])  # fmt: skip
-def test_what_cannot_be_is_named_with_what_is_allowed(tmp_path: Path, text: str, said: str):
+def test_what_cannot_be_is_named_with_what_is_allowed(tmp_path: Path, text: str, message: str):
     with pytest.raises(InvalidArgument) as caught:
         found(tmp_path, text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_the_pools_of_the_environment():
@@ -93,7 +93,7 @@ async def test_shares_follow_the_file_and_streams_under_way_are_not_touched():
             wholes: list[asyncio.Future] = []
 
             async def stream(session: aiohttp.ClientSession, number: int) -> str:
-                body = {**ASKED, "prompt": f"x {number}"}
+                body = {**REQUEST, "prompt": f"x {number}"}
                 async with session.post(f"{running.base_url}/v1/completions", json=body) as answer:
                     return await answer.text()
 
@@ -119,12 +119,12 @@ async def test_pools_come_and_go_with_the_file_and_what_runs_there_ends_well():
         config = f'[pools]\nblue = {{ weight = 1, replicas = "{old.url}" }}\n'
         async with gateway(old, new, replicas=old.url, config=config) as running:
             async with aiohttp.ClientSession() as session:
-                async with session.post(f"{running.base_url}/v1/completions", json=ASKED) as answer:
+                async with session.post(f"{running.base_url}/v1/completions", json=REQUEST) as answer:
                     await until(lambda: old.counts.running == 1)
                     await rewritten(running, f'[pools]\ngreen = {{ weight = 1, replicas = "{new.url}" }}\n')
                     await until(lambda: [one.pool for one in running.service.replicas.ready()] == ["green"])
                     started = old.counts.started
-                    assert (await running.post("/v1/completions", {**ASKED, "stream": False}))[0] == 200
+                    assert (await running.post("/v1/completions", {**REQUEST, "stream": False}))[0] == 200
                     assert old.counts.started == started and new.counts.started == 1
                     text = await answer.text()
             assert text.count('"text":" a"') == 20 and text.endswith("[DONE]\n\n")
@@ -135,4 +135,4 @@ async def test_pools_come_and_go_with_the_file_and_what_runs_there_ends_well():
             running.service.configuration.path.write_text("[pools]\nred = 1\n")
             await running.service.configuration.reload()
             assert "there is no pool 'red'" in running.service.configuration.problem
-            assert (await running.post("/v1/completions", {**ASKED, "stream": False}))[0] == 200
+            assert (await running.post("/v1/completions", {**REQUEST, "stream": False}))[0] == 200

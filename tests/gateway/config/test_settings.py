@@ -89,9 +89,9 @@ def test_a_certificate_that_is_none_is_refused_before_anything_starts():
     ],
 )
 def test_a_misspelt_variable_is_named_with_the_nearest(name: str, value: str, near: str):
-    [said] = unknown({f"TRIDENT_GATEWAY_{name}": value, "HOME": "/"}, also=("TRIDENT_GATEWAY_API_KEYS",))
-    assert said.startswith(f"TRIDENT_GATEWAY_{name}: is not known")
-    assert (f"did you mean TRIDENT_GATEWAY_{near}?" in said) == bool(near) and "secret" not in said
+    [message] = unknown({f"TRIDENT_GATEWAY_{name}": value, "HOME": "/"}, also=("TRIDENT_GATEWAY_API_KEYS",))
+    assert message.startswith(f"TRIDENT_GATEWAY_{name}: is not known")
+    assert (f"did you mean TRIDENT_GATEWAY_{near}?" in message) == bool(near) and "secret" not in message
 
 
 def test_what_is_ours_and_what_kubernetes_sets_is_not_complained_about():

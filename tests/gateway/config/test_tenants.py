@@ -103,22 +103,22 @@ def test_keys_come_from_the_environment_too_and_share_the_files_limits(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [
         ("acme/alice=" + "k" * 30, "entry 1: allowed is ORG/TEAM/KEY="),
         ("a/b/c=short", "a/b/c: the API key is shorter than 20"),
         (f"a/b/c={'k' * 20},a/b/d={'k' * 20}", "a/b/d: the same API key stands there twice"),
     ],
 )
-def test_a_wrong_environment_is_named_without_the_key(environment: str, said: str) -> None:
+def test_a_wrong_environment_is_named_without_the_key(environment: str, message: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         configuration.read(None, {API_KEYS: environment}, {})
-    assert said in str(refused.value) and API_KEYS in str(refused.value)
+    assert message in str(refused.value) and API_KEYS in str(refused.value)
     assert "kkkk" not in str(refused.value) and "short," not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("salt", "sal", "tenants.toml: sal: is not known; allowed are salt, orgs, admission"),
         (SALT, "0011", "tenants.toml: salt: allowed are 16 bytes"),
@@ -139,8 +139,8 @@ def test_a_wrong_environment_is_named_without_the_key(environment: str, said: st
         ("salt =", "salt", "cannot be read as TOML"),
     ],
 )
-def test_a_wrong_file_is_named_with_the_place(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_a_wrong_file_is_named_with_the_place(tmp_path: Path, old: str, new: str, message: str) -> None:
     assert old in FILE
     with pytest.raises(InvalidArgument) as refused:
         _keys(tmp_path, FILE.replace(old, new, 1))
-    assert said in str(refused.value) and "tenants.toml" in str(refused.value)
+    assert message in str(refused.value) and "tenants.toml" in str(refused.value)

@@ -19,7 +19,7 @@ from tests.gateway.running import Running, gateway, until
 pytestmark = pytest.mark.slow
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-ASKED = {"model": "demo", "prompt": "one two", "max_tokens": 9, "temperature": 0.5, "stop": ["X"], "seed": 4}
+REQUEST = {"model": "demo", "prompt": "one two", "max_tokens": 9, "temperature": 0.5, "stop": ["X"], "seed": 4}
 LADDER = """
 [degradation]
 shorter_at = 0.0001
@@ -49,17 +49,21 @@ async def test_an_upstream_serves_what_finds_no_room_and_the_response_says_so():
     async with upstream() as there, FakeReplica() as replica:
         config, environ = elsewhere(there), {"UPSTREAM": "hush"}
         async with gateway(replica, config=config, environ=environ) as running:
-            _, headers, _ = await running.post(COMPLETIONS, {**ASKED, "temperature": 1})
+            _, headers, _ = await running.post(COMPLETIONS, {**REQUEST, "temperature": 1})
             assert "x-trident-degraded" not in headers and not there.seen
             held = await pressed(running, replica)
-            status, headers, body = await running.post(COMPLETIONS, ASKED, traceparent=TRACE)
+            status, headers, body = await running.post(COMPLETIONS, REQUEST, traceparent=TRACE)
             assert (status, headers["x-trident-degraded"]) == (200, "overflow=afar")
             assert body["choices"][0]["text"] == " from afar" and body["choices"][0]["finish_reason"] == "stop"
             assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (7, 2)
-            path, seen, asked = there.seen[-1]
+            path, seen, request_body = there.seen[-1]
             assert path == COMPLETIONS and seen["authorization"] == "Bearer hush" and "1" * 32 in seen["traceparent"]
-            assert (asked["model"], asked["prompt"], asked["max_tokens"]) == ("small", "one two", 9)
-            assert (asked["temperature"], asked["stop"], asked["seed"]) == (0.5, ["X"], 4)
+            assert (request_body["model"], request_body["prompt"], request_body["max_tokens"]) == (
+                "small",
+                "one two",
+                9,
+            )
+            assert (request_body["temperature"], request_body["stop"], request_body["seed"]) == (0.5, ["X"], 4)
             chat = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "stream": False}
             _, _, body = await running.post(CHAT, chat)
             assert body["choices"][0]["message"]["content"] == " from afar" and there.seen[-1][0] == CHAT
@@ -74,7 +78,7 @@ async def test_what_an_upstream_cannot_say_is_made_shorter_instead():
     async with upstream() as there, FakeReplica() as replica:
         async with gateway(replica, config=elsewhere(there), environ={"UPSTREAM": ""}) as running:
             held = await pressed(running, replica)
-            _, headers, body = await running.post(COMPLETIONS, {**ASKED, "top_k": 3})
+            _, headers, body = await running.post(COMPLETIONS, {**REQUEST, "top_k": 3})
             assert headers["x-trident-degraded"] == "max_tokens=2" and not there.seen
             async with ours(running) as client:
                 assert len((await client.generate("a b", max_tokens=9, top_k=3).complete()).token_ids) == 2
@@ -85,7 +89,7 @@ async def test_an_upstream_that_does_not_count_is_counted_for():
     async with upstream(usage=False) as there, FakeReplica() as replica:
         async with gateway(replica, config=elsewhere(there), environ={"UPSTREAM": ""}) as running:
             held = await pressed(running, replica)
-            _, _, body = await running.post(COMPLETIONS, ASKED)
+            _, _, body = await running.post(COMPLETIONS, REQUEST)
             assert body["usage"]["completion_tokens"] == 2 and body["usage"]["prompt_tokens"] > 0
             held.cancel()
 
@@ -105,7 +109,7 @@ async def test_what_an_upstream_refuses_as_wrong_or_breaks_midway_is_told_withou
     async with upstream(**script) as there, FakeReplica() as replica:
         async with gateway(replica, config=elsewhere(there), environ={"UPSTREAM": ""}) as running:
             held = await pressed(running, replica)
-            found, _, body = await running.post(COMPLETIONS, ASKED)
+            found, _, body = await running.post(COMPLETIONS, REQUEST)
             assert found == status and replica.counts.started == 1  # the one that is held
             assert found == 200 or body["error"]["code"] == code
             if found != 200:  # what it says may be about our account there
@@ -132,9 +136,9 @@ async def test_what_fails_at_an_upstream_before_its_first_token_goes_back_to_the
         async with gateway(replica, config=elsewhere(there), **more) as running:
             held = await pressed(running, replica)
             async with aiohttp.ClientSession() as session:
-                async with session.post(running.base_url + COMPLETIONS, json={**ASKED, "stream": stream}) as answer:
-                    said = await answer.text()
-                    assert answer.status == 200 and "error" not in said and " one" in said
+                async with session.post(running.base_url + COMPLETIONS, json={**REQUEST, "stream": stream}) as answer:
+                    message = await answer.text()
+                    assert answer.status == 200 and "error" not in message and " one" in message
                     assert "x-trident-degraded" not in answer.headers
             assert len(there.seen) == 1 and replica.counts.started == 2
             page = await running.metrics()
@@ -152,7 +156,7 @@ async def test_what_comes_back_from_an_upstream_waits_for_its_slot_like_others()
             replica.script = lambda seen: Script((" a",), gate=gate)
             held = asyncio.ensure_future(running.post(COMPLETIONS, {"model": "demo", "prompt": "held"}))
             await until(lambda: replica.counts.running == 1)
-            waiting = [asyncio.ensure_future(running.post(COMPLETIONS, {**ASKED, "n": 2})) for _ in range(2)]
+            waiting = [asyncio.ensure_future(running.post(COMPLETIONS, {**REQUEST, "n": 2})) for _ in range(2)]
             await until(lambda: running.service.admission.waiting == 4)
             assert replica.counts.running == 1
             gate.set()
@@ -169,7 +173,7 @@ async def test_a_caller_that_leaves_while_it_waits_to_come_back_leaves_nothing_b
         async with gateway(replica, config=elsewhere(there) + limits, environ={"UPSTREAM": ""}) as running:
             held = await pressed(running, replica)
             admission = running.service.admission
-            leaving = asyncio.ensure_future(running.post(COMPLETIONS, ASKED))
+            leaving = asyncio.ensure_future(running.post(COMPLETIONS, REQUEST))
             await until(lambda: admission.waiting == 1)
             leaving.cancel()
             await until(lambda: admission.waiting == 0 and len(running.service.live) == 1)
@@ -182,12 +186,12 @@ async def test_an_upstream_is_not_asked_again_before_the_time_it_said():
         async with gateway(replica, config=elsewhere(there), environ={"UPSTREAM": ""}) as running:
             held = await pressed(running, replica)
             for _ in range(5):
-                assert (await running.post(COMPLETIONS, ASKED))[0] == 200
+                assert (await running.post(COMPLETIONS, REQUEST))[0] == 200
             assert len(there.seen) == 1
             [one] = running.service.overflow.upstreams()
             assert 0 < one.wait_s() <= 7
             there.status, one._cool_until_s = 200, 0.0
-            _, headers, _ = await running.post(COMPLETIONS, ASKED)
+            _, headers, _ = await running.post(COMPLETIONS, REQUEST)
             assert headers["x-trident-degraded"] == "overflow=afar" and len(there.seen) == 2
             held.cancel()
 
@@ -198,13 +202,13 @@ async def test_an_upstream_that_keeps_failing_is_left_alone_and_tried_again():
         async with gateway(replica, config=config, environ={"UPSTREAM": ""}, **more) as running:
             held = await pressed(running, replica)
             for _ in range(4):
-                assert (await running.post(COMPLETIONS, ASKED))[0] == 200
-            status, headers, _ = await running.post(COMPLETIONS, ASKED)
+                assert (await running.post(COMPLETIONS, REQUEST))[0] == 200
+            status, headers, _ = await running.post(COMPLETIONS, REQUEST)
             assert (status, headers["x-trident-degraded"], len(there.seen)) == (200, "max_tokens=2", 2)
             there.status = 200
             [one] = running.service.overflow.upstreams()
             one.breaker = dataclasses.replace(one.breaker, until_s=0.0)  # its pause is over
-            status, headers, _ = await running.post(COMPLETIONS, ASKED)
+            status, headers, _ = await running.post(COMPLETIONS, REQUEST)
             assert (status, headers["x-trident-degraded"]) == (200, "overflow=afar")
             held.cancel()
 
@@ -217,7 +221,7 @@ async def test_a_hung_upstreams_breaker_opens(replicas: str):
             held = await pressed(running, replica) if replicas == "alive" else None
             if held is None:
                 take_out(running)
-            answers = [await running.post(COMPLETIONS, ASKED) for _ in range(6)]
+            answers = [await running.post(COMPLETIONS, REQUEST) for _ in range(6)]
             if held is None:  # nobody else: they hear of it, and the later ones at once
                 assert [status for status, _, _ in answers] == [504] * 3 + [503] * 3
                 assert "silent" in answers[0][2]["error"]["message"]
@@ -243,10 +247,10 @@ async def test_while_no_replica_is_healthy_the_upstream_serves_without_any_press
     async with upstream() as there, FakeReplica() as replica:
         config = FALLBACK + f"overflow = 'afar'\n[overflow.afar]\nurl = '{there.url}'\nmodel = 'small'"
         async with gateway(replica, config=config, probe_interval_s=60.0) as running:
-            _, headers, _ = await running.post(COMPLETIONS, ASKED)
+            _, headers, _ = await running.post(COMPLETIONS, REQUEST)
             assert "x-trident-degraded" not in headers and not there.seen
             take_out(running)
-            answers = await asyncio.gather(*(running.post(COMPLETIONS, {**ASKED, "seed": n}) for n in range(30)))
+            answers = await asyncio.gather(*(running.post(COMPLETIONS, {**REQUEST, "seed": n}) for n in range(30)))
             assert {(status, headers["x-trident-degraded"]) for status, headers, _ in answers} == {
                 (200, "overflow=afar")
             }
@@ -255,7 +259,7 @@ async def test_while_no_replica_is_healthy_the_upstream_serves_without_any_press
                 with pytest.raises(Unavailable):
                     await client.generate("x", max_tokens=2).complete()
             # What an upstream cannot say it does not get.
-            assert (await running.post(COMPLETIONS, {**ASKED, "top_k": 3}))[0] == 503
+            assert (await running.post(COMPLETIONS, {**REQUEST, "top_k": 3}))[0] == 503
 
 
 async def test_requests_of_a_replica_that_dies_under_them_go_to_the_upstream():
@@ -297,17 +301,17 @@ async def test_targets_are_tried_in_their_order_each_once():
             )
             async with gateway(replica, config=config, probe_interval_s=60.0) as running:
                 take_out(running)
-                status, headers, body = await running.post(COMPLETIONS, ASKED)
+                status, headers, body = await running.post(COMPLETIONS, REQUEST)
                 assert (status, body["choices"][0]["text"]) == (200, " third")
                 assert headers["x-trident-degraded"] == "overflow=c"
                 third.status, third.headers = 429, {"retry-after": "20"}
-                status, headers, body = await running.post(COMPLETIONS, ASKED)
+                status, headers, body = await running.post(COMPLETIONS, REQUEST)
                 assert [len(one.seen) for one in (first, second, third)] == [2, 1, 2]
                 # The first may be asked again at once.
                 assert status == 429 and headers["retry-after"] == "1" and "2 times" in body["error"]["message"]
                 first.status, first.headers = 429, {"retry-after": "30"}
-                await running.post(COMPLETIONS, ASKED)
-                status, headers, _ = await running.post(COMPLETIONS, ASKED)
+                await running.post(COMPLETIONS, REQUEST)
+                status, headers, _ = await running.post(COMPLETIONS, REQUEST)
                 assert status == 503 and 5 <= int(headers["retry-after"]) <= 9  # the second is the next to come back
                 assert [len(one.seen) for one in (first, second, third)] == [3, 1, 2]
 
@@ -321,12 +325,12 @@ async def test_a_failing_target_costs_a_tenant_no_more_and_is_refunded():
             held = {"authorization": f"Bearer {ALICE}"}
             take_out(running)
             for _ in range(3):
-                assert (await running.post(COMPLETIONS, ASKED, **held))[0] == 503
+                assert (await running.post(COMPLETIONS, REQUEST, **held))[0] == 503
             bucket = running.service.budgets._buckets["tokens:o0"]
             assert bucket.balance == 1000
             for one in running.service.replicas.all():
                 one.health = type(one.health)(healthy=True)
-            assert (await running.post(COMPLETIONS, ASKED, **held))[0] == 200
+            assert (await running.post(COMPLETIONS, REQUEST, **held))[0] == 200
             assert bucket.balance == 1000 - 11
 
 
@@ -335,11 +339,11 @@ async def test_a_caller_that_leaves_or_is_late_frees_the_upstream():
         config = elsewhere(there)
         async with gateway(replica, config=config, environ={"UPSTREAM": ""}, breaker_failures=1) as running:
             held = await pressed(running, replica)
-            leaving = asyncio.ensure_future(running.post(COMPLETIONS, ASKED))
+            leaving = asyncio.ensure_future(running.post(COMPLETIONS, REQUEST))
             await until(lambda: there.running == 1)
             leaving.cancel()
             await until(lambda: there.running == 0 and len(running.service.live) == 1)
-            status, _, _ = await running.post(COMPLETIONS, ASKED, x_trident_timeout_s="0.2")
+            status, _, _ = await running.post(COMPLETIONS, REQUEST, x_trident_timeout_s="0.2")
             assert status == 504
             await until(lambda: there.running == 0)
             assert all(one.outstanding == 0 for one in running.service.overflow.upstreams())
@@ -353,7 +357,7 @@ async def test_a_pool_of_others_serves_what_finds_no_room_at_both_doors():
         pools = {"replicas": f"usual={replica.url};draft={draft.url}", "pool_weights": {"usual": "1"}}
         async with gateway(replica, draft, config=config, **pools) as running:
             held = await pressed(running, replica)
-            _, headers, body = await running.post(COMPLETIONS, ASKED)
+            _, headers, body = await running.post(COMPLETIONS, REQUEST)
             assert headers["x-trident-degraded"] == "overflow=afar" and body["choices"][0]["text"] == " small"
             async with ours(running) as client:
                 assert (await client.generate("x", max_tokens=5).complete()).text == " small"
@@ -361,7 +365,7 @@ async def test_a_pool_of_others_serves_what_finds_no_room_at_both_doors():
             for one in running.service.replicas.all():
                 if one.url == draft.url:
                     one.health = type(one.health)(healthy=False)
-            _, headers, _ = await running.post(COMPLETIONS, ASKED)
+            _, headers, _ = await running.post(COMPLETIONS, REQUEST)
             assert headers["x-trident-degraded"] == "max_tokens=2"
             assert draft.counts.started == 2
             held.cancel()

@@ -20,14 +20,14 @@ from tests.gateway.running import gateway, until
 
 pytestmark = pytest.mark.slow
 
-ASKED = {"model": "demo", "prompt": "one two", "max_tokens": 2}
+REQUEST = {"model": "demo", "prompt": "one two", "max_tokens": 2}
 
 
 async def test_a_request_goes_to_another_replica_when_one_dies_before_its_first_token():
     async with FakeReplica(lambda seen: Script((" a",), status_after=0)) as bad, FakeReplica() as good:
         async with gateway(bad, good, routing="round_robin") as running:
             for _ in range(8):
-                status, _, body = await running.post("/v1/completions", ASKED)
+                status, _, body = await running.post("/v1/completions", REQUEST)
                 assert status == 200 and body["choices"][0]["text"] == " one two"
             assert good.counts.finished == 8 and bad.counts.started >= 1
             assert (await running.metrics())["trident_gateway_retries_total"] == bad.counts.started
@@ -37,10 +37,10 @@ async def test_a_stream_that_has_begun_is_never_started_again():
     script = Script((" a", " b"), status_after=1)
     async with FakeReplica(lambda seen: script) as one, FakeReplica(lambda seen: script) as two:
         async with gateway(one, two) as running:
-            url, body = running.base_url + "/v1/completions", {**ASKED, "stream": True}
+            url, body = running.base_url + "/v1/completions", {**REQUEST, "stream": True}
             async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
-                said = await answer.text()
-            assert '"text":" a"' in said and '"code":"unavailable"' in said and "[DONE]" not in said
+                message = await answer.text()
+            assert '"text":" a"' in message and '"code":"unavailable"' in message and "[DONE]" not in message
             assert one.counts.started + two.counts.started == 1
 
 
@@ -49,8 +49,8 @@ async def test_the_breaker_keeps_requests_from_a_replica_that_fails_them():
     async with FakeReplica(lambda seen: script) as replica:
         async with gateway(replica, breaker_failures=3, breaker_open_s=60.0) as running:
             for _ in range(3):
-                assert (await running.post("/v1/completions", ASKED))[0] == 500
-            status, headers, _ = await running.post("/v1/completions", ASKED)
+                assert (await running.post("/v1/completions", REQUEST))[0] == 500
+            status, headers, _ = await running.post("/v1/completions", REQUEST)
             assert status == 503 and "retry-after" in headers and replica.counts.started == 3
             assert running.service.replicas.all()[0].breaker.state is BreakerState.OPEN
             label = f'{{pool="",replica="{replica.url}"}}'
@@ -84,8 +84,8 @@ async def test_a_deep_probe_finds_the_replica_that_makes_another_token():
 
 async def test_a_replica_that_is_not_there_is_said_to_be_so_and_found_when_it_comes():
     async with gateway() as running:
-        status, headers, body = await running.post("/v1/completions", ASKED)
-        assert status == 503 and headers["retry-after"] == "1" and "fit to serve" in body["error"]["message"]
+        status, headers, body = await running.post("/v1/completions", REQUEST)
+        assert status == 503 and headers["retry-after"] == "1" and "no healthy replica" in body["error"]["message"]
 
 
 async def test_loads_are_read_from_the_replicas_pages():
@@ -101,7 +101,7 @@ async def test_a_burst_is_shared_by_slots_and_nobody_waits_while_there_is_room(p
         async with gateway(small, large, routing=policy) as running:
             pages = running.service.replicas.all()
             await until(lambda: all(replica.page.max_running for replica in pages))
-            calls = [asyncio.ensure_future(running.post("/v1/completions", ASKED)) for _ in range(60)]
+            calls = [asyncio.ensure_future(running.post("/v1/completions", REQUEST)) for _ in range(60)]
             try:
                 await until(lambda: small.counts.started + large.counts.started == 60)
                 assert small.counts.running in (6, 7) and large.counts.running in (53, 54)
@@ -116,18 +116,18 @@ async def test_a_pick_is_explained_in_the_debug_log_and_only_there(caplog: pytes
         await until(lambda: all(replica.page.max_running for replica in running.service.replicas.all()))
         for level, picks in ((logging.INFO, 0), (logging.DEBUG, 1)):
             caplog.set_level(level, "gateway.routing.replicas")
-            await running.post("/v1/completions", ASKED)
-            said = [record.fields for record in caplog.records if record.getMessage() == "replica picked"]
-            assert len(said) == picks
-        assert said[0]["chosen"] in (one.url, two.url) and set(said[0]["scores"]) == {one.url, two.url}
-        assert said[0]["loads"][two.url].startswith("0/5 requests")
+            await running.post("/v1/completions", REQUEST)
+            message = [record.fields for record in caplog.records if record.getMessage() == "replica picked"]
+            assert len(message) == picks
+        assert message[0]["chosen"] in (one.url, two.url) and set(message[0]["scores"]) == {one.url, two.url}
+        assert message[0]["loads"][two.url].startswith("0/5 requests")
 
 
 async def test_a_session_stays_at_one_replica():
     async with FakeReplica() as one, FakeReplica() as two, FakeReplica() as three:
         async with gateway(one, two, three) as running:
             for _ in range(6):
-                await running.post("/v1/completions", ASKED, x_session_id="talk")
+                await running.post("/v1/completions", REQUEST, x_session_id="talk")
             assert sorted(replica.counts.started for replica in (one, two, three)) == [0, 0, 6]
 
 
@@ -140,11 +140,11 @@ async def test_a_pinned_tenant_goes_to_its_own_pool_and_nobody_else_does():
         pools = {"replicas": f"main={shared.url};own={own.url}", "pool_weights": {"main": "1", "own": "0"}}
         async with gateway(shared, own, keys=Keys(), **pools) as running:
             for _ in range(3):
-                await running.post("/v1/completions", ASKED, authorization="Bearer acme")
-                await running.post("/v1/completions", ASKED, authorization="Bearer x")
+                await running.post("/v1/completions", REQUEST, authorization="Bearer acme")
+                await running.post("/v1/completions", REQUEST, authorization="Bearer x")
             assert own.counts.started == 3 and shared.counts.started == 3
             await own.stop()
-            assert (await running.post("/v1/completions", ASKED, authorization="Bearer acme"))[0] == 503
+            assert (await running.post("/v1/completions", REQUEST, authorization="Bearer acme"))[0] == 503
 
 
 async def test_a_canary_gets_its_share():
@@ -152,7 +152,7 @@ async def test_a_canary_gets_its_share():
         pools = {"replicas": f"stable={stable.url};canary={canary.url}"}
         async with gateway(stable, canary, pool_weights={"stable": "50", "canary": "50"}, **pools) as running:
             for _ in range(30):
-                await running.post("/v1/completions", ASKED)
+                await running.post("/v1/completions", REQUEST)
             assert canary.counts.started > 3 and stable.counts.started > 3
 
 
@@ -208,12 +208,14 @@ async def test_the_breaker_opens_for_a_replica_that_falls_silent_at_either_door(
         async with gateway(replica, idle_timeout_s=0.1, breaker_failures=2, breaker_open_s=60.0) as running:
             [known] = running.service.replicas.all()
             async with aiohttp.ClientSession() as session:
-                async with session.post(running.base_url + "/v1/completions", json={**ASKED, "stream": True}) as said:
-                    assert "silent" in await said.text()
+                async with session.post(
+                    running.base_url + "/v1/completions", json={**REQUEST, "stream": True}
+                ) as message:
+                    assert "silent" in await message.text()
             assert known.breaker.state is BreakerState.CLOSED and known.breaker.failures == 1
             async with AsyncClient(running.grpc_url, retry=NO_RETRY) as client:
                 with pytest.raises(DeadlineExceeded, match="silent"):
                     async for _ in client.generate("x", max_tokens=2):
                         pass
             assert known.breaker.state is BreakerState.OPEN
-            assert (await running.post("/v1/completions", ASKED))[0] == 503
+            assert (await running.post("/v1/completions", REQUEST))[0] == 503

@@ -159,11 +159,11 @@ def test_a_pick_says_why_if_it_is_asked():
     assert Router().choose(found, RoutingRequest(session="s"), random.Random(0), why).name == why.chosen
     assert why.passed_over == {"d": "not ready", "c": "no_queue"}
     assert set(why.scores) == {"a", "b"} and why.scores["b"]["least_outstanding"] == 1.0
-    said = why.attributes()
-    assert said["trident.route.policy"] == "scored"
-    assert "a: 2/8 requests, 90 tokens, KV 0.00" in said["trident.route.loads"]
-    assert "c: no_queue" in said["trident.route.passed_over"]
-    assert any(text.startswith("b: affinity=") for text in said["trident.route.scores"])
+    message = why.attributes()
+    assert message["trident.route.policy"] == "scored"
+    assert "a: 2/8 requests, 90 tokens, KV 0.00" in message["trident.route.loads"]
+    assert "c: no_queue" in message["trident.route.passed_over"]
+    assert any(text.startswith("b: affinity=") for text in message["trident.route.scores"])
 
 
 def test_a_filter_that_would_remove_every_replica_is_skipped():

@@ -8,7 +8,7 @@ from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.api.test_kserve import ours
 from tests.gateway.running import gateway, until
 
-ASKED = {"model": "demo", "prompt": "one two", "max_tokens": 4, "temperature": 0}
+REQUEST = {"model": "demo", "prompt": "one two", "max_tokens": 4, "temperature": 0}
 CONFIG = '[shadow]\npool = "next"\nfraction = 1.0\nmax_running = 2\n'
 
 
@@ -24,15 +24,15 @@ async def counted(running, result: str, count: int) -> None:
 async def test_texts_of_deterministic_requests_are_compared_and_others_are_only_sent():
     async with FakeReplica() as usual, FakeReplica() as shadow:
         async with gateway(usual, shadow, **pools(usual, shadow)) as running:
-            await running.post("/v1/completions", ASKED)
+            await running.post("/v1/completions", REQUEST)
             await counted(running, "agree", 1)
             async with ours(running) as client:
                 await client.generate("three four", max_tokens=4, temperature=0.0).complete()
             await counted(running, "undetermined", 1)  # nothing of its sampling is known at this door
             shadow.script = lambda seen: Script((" other",))
-            await running.post("/v1/completions", {**ASKED, "stream": False, "prompt": "x y"})
+            await running.post("/v1/completions", {**REQUEST, "stream": False, "prompt": "x y"})
             await counted(running, "differ", 1)
-            await running.post("/v1/completions", {**ASKED, "temperature": 1})
+            await running.post("/v1/completions", {**REQUEST, "temperature": 1})
             await counted(running, "undetermined", 2)
             assert usual.counts.started == shadow.counts.started == 4
 
@@ -40,13 +40,13 @@ async def test_texts_of_deterministic_requests_are_compared_and_others_are_only_
 async def test_a_shadow_that_fails_stalls_or_is_full_is_not_noticed():
     async with FakeReplica() as usual, FakeReplica(lambda seen: Script((), status_after=0)) as shadow:
         async with gateway(usual, shadow, **pools(usual, shadow)) as running:
-            assert (await running.post("/v1/completions", {**ASKED, "prompt": "0"}))[0] == 200
+            assert (await running.post("/v1/completions", {**REQUEST, "prompt": "0"}))[0] == 200
             await counted(running, "failed", 1)
             for one in running.service.replicas.all():
                 one.breaker = type(one.breaker)()
                 one.health = type(one.health)(healthy=True)
             shadow.script = lambda seen: Script((" a",), stall_after=0)
-            answers = [running.post("/v1/completions", {**ASKED, "prompt": f"p {n}"}) for n in range(5)]
+            answers = [running.post("/v1/completions", {**REQUEST, "prompt": f"p {n}"}) for n in range(5)]
             assert [status for status, _, _ in await asyncio.gather(*answers)] == [200] * 5
             await counted(running, "full", 3)
             await until(lambda: shadow.counts.running == 2)

@@ -19,13 +19,13 @@ from gateway.telemetry.tracing import Tracing
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import gateway, until
 
-ASKED = {"model": "demo", "prompt": "my secret prompt", "max_tokens": 3}
+REQUEST = {"model": "demo", "prompt": "my secret prompt", "max_tokens": 3}
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 async def test_a_request_shows_in_every_metric_it_should():
     async with FakeReplica() as replica, gateway(replica) as running:
-        await running.post("/v1/completions", ASKED)
+        await running.post("/v1/completions", REQUEST)
         await running.post("/v1/completions", {"model": "demo"})
         found = await running.metrics()
         where = 'model="demo",operation="text_completion",pool="",source="engine"'
@@ -45,11 +45,11 @@ async def test_refusals_and_failures_are_counted_by_reason():
     async with FakeReplica(lambda seen: script) as replica:
         config = "[degradation]\nshorter_at = 0.5\noverflow_at = 0.5\nrefuse_at = 0.5"
         async with gateway(replica, max_in_flight=2, config=config) as running:
-            await running.post("/v1/completions", ASKED)
+            await running.post("/v1/completions", REQUEST)
             replica.script = lambda seen: Script((" a",), stall_after=0)
-            stalled = asyncio.ensure_future(running.post("/v1/completions", ASKED))
+            stalled = asyncio.ensure_future(running.post("/v1/completions", REQUEST))
             await until(lambda: replica.counts.running == 1)
-            await running.post("/v1/completions", ASKED)
+            await running.post("/v1/completions", REQUEST)
             stalled.cancel()
             found = await running.metrics()
             assert found['trident_gateway_rejections_total{reason="pressure"}'] == 1
@@ -74,7 +74,7 @@ async def test_log_lines_are_json_with_ids_and_without_prompts(caplog: pytest.Lo
     caplog.set_level(logging.DEBUG)
     script = Script((" my", " answer"))
     async with FakeReplica(lambda seen: script) as replica, gateway(replica, keys=Keys()) as running:
-        await running.post("/v1/completions", ASKED, x_request_id="quote-me", authorization="Bearer hidden-key")
+        await running.post("/v1/completions", REQUEST, x_request_id="quote-me", authorization="Bearer hidden-key")
     lines = [JsonLines().format(record) for record in caplog.records]
     assert "secret" not in "".join(lines) and "answer" not in "".join(lines) and "hidden-key" not in "".join(lines)
     line = next(json.loads(line) for line in lines if '"gateway.request"' in line)
@@ -85,7 +85,7 @@ async def test_log_lines_are_json_with_ids_and_without_prompts(caplog: pytest.Lo
 async def test_spans_join_the_callers_trace_and_the_engine_joins_theirs():
     exporter = InMemorySpanExporter()
     async with FakeReplica() as replica, gateway(replica, tracing=Tracing(exporter=exporter)) as running:
-        await running.post("/v1/completions", ASKED, traceparent=TRACE)
+        await running.post("/v1/completions", REQUEST, traceparent=TRACE)
     spans = {span.name: span for span in exporter.get_finished_spans()}
     in_order = ("tokenizer.queue", "tokenizer", "engine", "detokenizer.queue", "detokenizer", "response")
     in_engine = ("engine.queue", "engine.prefill", "engine.decode")
@@ -110,10 +110,10 @@ async def test_spans_join_the_callers_trace_and_the_engine_joins_theirs():
 
 async def test_an_answer_of_the_cache_has_a_span_and_a_log_line_too(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
-    exporter, asked = InMemorySpanExporter(), {**ASKED, "temperature": 0}
+    exporter, request_body = InMemorySpanExporter(), {**REQUEST, "temperature": 0}
     async with FakeReplica(engine="e") as replica, gateway(replica, tracing=Tracing(exporter=exporter)) as running:
         for _ in range(2):
-            await running.post("/v1/completions", asked, traceparent=TRACE)
+            await running.post("/v1/completions", request_body, traceparent=TRACE)
     roots = [span for span in exporter.get_finished_spans() if span.name == "text_completion demo"]
     assert [span.attributes.get("trident.cache") for span in roots] == [None, "hit"]
     assert f"{roots[1].parent.span_id:016x}" == TRACE.split("-")[2]
@@ -122,9 +122,9 @@ async def test_an_answer_of_the_cache_has_a_span_and_a_log_line_too(caplog: pyte
 
 async def test_without_tracing_the_callers_context_still_reaches_the_engine():
     async with FakeReplica() as replica, gateway(replica) as running:
-        await running.post("/v1/completions", ASKED, traceparent=TRACE)
+        await running.post("/v1/completions", REQUEST, traceparent=TRACE)
         assert replica.seen[-1].metadata["traceparent"] == TRACE
-        await running.post("/v1/completions", ASKED, traceparent="nonsense")
+        await running.post("/v1/completions", REQUEST, traceparent="nonsense")
         assert replica.seen[-1].metadata["traceparent"].endswith("-00")
 
 
