@@ -107,9 +107,10 @@ search: setup ## the property tests with new examples, drawn by SEED
 test-build: setup-build ## the tests that need torch and ModelOpt
 	$(BUILD_BIN)/python -m pytest -m build_env $$(grep -rl --include='test_*.py' mark.build_env tests)
 
-check: setup ## lint, formatting, the model repository; writes nothing
+check: setup ## lint, formatting, types, the model repository; writes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy --no-incremental
 	$(BIN)/python -m build.lint model_repository
 
 format: setup ## rewrite the sources in the project's format

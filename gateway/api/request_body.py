@@ -32,7 +32,8 @@ async def read(request: Request, lease: Lease, max_bytes: int, timeout_s: float)
         lease.grow_to(int(declared))
 
     async def receive() -> bytes:
-        parts, size = [], 0
+        parts: list[bytes] = []
+        size = 0
         async for part in request.stream():
             size += len(part)
             if size > max_bytes:

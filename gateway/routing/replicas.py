@@ -380,6 +380,7 @@ class Replicas:
             replica.read_metrics(ReplicaMetrics(), replica.own)
 
     async def _scrape(self, url: str) -> ReplicaMetrics | None:
+        assert self._http is not None, "start() comes first"
         async with self._http.get(url) as response:
             text = b""
             async for part in response.content.iter_any():
