@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from python_backends.settings import Settings
 
 @pytest.fixture(autouse=True)
 def engine_dir(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("TRIDENT_")]:  # make exports some of them
+        monkeypatch.delenv(name)
     monkeypatch.setenv("TRIDENT_ENGINE_DIR", "/engines/demo")
 
 

@@ -24,7 +24,8 @@ def start(tmp_path):
         # bash -c SCRIPT would be another command line, so the script stands where a stub has its model.
         script = tmp_path / model / "1" / "model.py"
         script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text("read line\n")
+        if not script.exists():  # a running shell reads it: it must not change
+            script.write_text("read line\n")
         arguments = [name, script, "shm", "1", "1", str(server_pid), "/b", "336", instance, "DEFAULT"]
         started.append(subprocess.Popen(arguments, executable=executable, stdin=subprocess.PIPE))
         return started[-1]
