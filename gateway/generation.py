@@ -428,11 +428,10 @@ class Generation:
 
     def _opened(self) -> TokenStream | UpstreamStream:
         upstream, runtime = self.upstream, self._runtime
-        request = dataclasses.replace(self.request, timeout_s=self.remaining_s)
+        relayed = bool(self._payload)
+        request_id = self.id if upstream is None and not relayed else self.request.request_id
+        request = dataclasses.replace(self.request, request_id=request_id, timeout_s=self.remaining_s)
         if upstream is None:
-            relayed = bool(self._payload)
-            if not relayed:
-                request = dataclasses.replace(request, request_id=self.id)
             return TokenStream(self._open_route(), request, runtime.replicas.schedule(), relayed)
         self._replica_span = runtime.tracing.child(self._span, "upstream", SpanKind.CLIENT)
         return upstream.stream(request, traceparent(self._replica_span, self._context.carrier))
