@@ -22,12 +22,12 @@ def benchmark(engine_dir, tmp_path):
 
 def test_efficiency_measures_every_path_on_equal_work(benchmark):
     output, kept = benchmark("efficiency", "--engines", "demo", "--rounds", "1", "--concurrency", "1")
-    waves = {wave["path"]: wave for wave in kept["waves"]["demo"]}
-    assert set(waves) == {"raw engine", "engine, gRPC", "ensemble", "ensemble, 1 token/msg"}
-    assert {wave["tokens"] for wave in waves.values()} == {4 * 128}
-    assert all(wave["engine_cpu_s"] > 0 and len(wave["ttfts_s"]) == 4 for wave in waves.values())
-    assert set(waves["ensemble"]["serving_cpu_s"]) >= {"tritonserver", "engine stub", "detokenizer", "tokenizer"}
-    assert "TTFT added at 1" in output and "others used" in output
+    batches = {batch["path"]: batch for batch in kept["batches"]["demo"]}
+    assert set(batches) == {"raw engine", "engine, gRPC", "ensemble", "ensemble, 1 token/msg"}
+    assert {batch["tokens"] for batch in batches.values()} == {4 * 128}
+    assert all(batch["engine_cpu_s"] > 0 and len(batch["ttfts_s"]) == 4 for batch in batches.values())
+    assert set(batches["ensemble"]["serving_cpu_s"]) >= {"tritonserver", "engine stub", "detokenizer", "tokenizer"}
+    assert "TTFT added at 1" in output and "other processes" in output
 
 
 def test_hops_find_where_the_first_token_goes(benchmark):
@@ -35,11 +35,11 @@ def test_hops_find_where_the_first_token_goes(benchmark):
     parts = {name: seconds for name, seconds, _ in kept["1"]["first_token"]}
     whole_s = parts.pop("time to first token")
     assert sum(parts.values()) == pytest.approx(whole_s) and parts["prefill"] > 0
-    assert all(wave["messages"] > 0 for waves in kept["1"]["waves"].values() for wave in waves)
+    assert all(batch["messages"] > 0 for batches in kept["1"]["batches"].values() for batch in batches)
 
 
 def test_a_cancel_gives_its_place_to_the_next_in_line(benchmark):
     output, kept = benchmark("cancel", "--engine", "demo", "--samples", "2", "--streams", "4")
     rows = {row["what"]: row for row in kept["figures"]}
-    assert rows["to the next in line"]["count"] == 2 and rows["to the gauges"]["count"] == 3
-    assert all(0 < row["p50"] <= row["max"] for row in rows.values()) and "next in line" in output
+    assert rows["to the next request"]["count"] == 2 and rows["to the gauges"]["count"] == 3
+    assert all(0 < row["p50"] <= row["max"] for row in rows.values()) and "next request" in output
