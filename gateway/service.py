@@ -111,12 +111,12 @@ class Service:
     def apply(self) -> None:
         """Apply the current configuration to later requests."""
         policy, pools = self.configuration.policy, self.configuration.pools
-        self.replicas.change(pools.places, pools.shares)
+        self.replicas.change(pools.sources, pools.shares)
         rules = policy.admission
         if self.configuration.keyless:  # one tenant: there are no others to keep slots free for
             alone = {"tenant_share": 1.0, "short_reserve": 0.0, "max_waiting_per_tenant": rules.max_waiting_per_class}
             rules = rules.model_copy(update=alone)
-        self._concurrency.pools = tuple(pools.places)
+        self._concurrency.pools = tuple(pools.sources)
         self.overflow.change(policy.overflow)
         self.admission.change(rules, policy.degradation)
         if policy.shadow is None:

@@ -1,4 +1,4 @@
-"""What tests of several rooms share: the server's Python types, model configurations and a tiny engine."""
+"""What several test packages share: the server's Python types, model configurations and a tiny engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-# Tests of all rooms share a process. gRPC, which reads this when it is imported, else starts its threads again in every
+# Tests of all packages share a process. gRPC, which reads this when it is imported, else restarts its threads in every
 # fork, and where they find their files closed they abort the child before it becomes the program that was to be run.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 

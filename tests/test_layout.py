@@ -1,5 +1,5 @@
-"""The house's rules that no single room can keep: imports run one way, broad handlers stay at the edges, names say
-what is inside, and the README's map is the territory."""
+"""Rules that span packages: imports run one way, broad handlers stay at the edges, names say
+what is inside, and the README names every package."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Which other rooms a room may import. Those of one line at the bottom never import each other.
+# Which other packages a package may import. Those of one line at the bottom never import each other.
 MAY_IMPORT = {
     "contract": set(),
     "python_backends": {"contract"},
@@ -38,10 +38,10 @@ OUTER_EDGES = (
 # them, and no package imports a command.
 BUILD_ORDER = ("demo_model", "base", "model", "recipe", "quantise", "quality", "package")
 
-SOURCES = sorted(path for room in MAY_IMPORT for path in (ROOT / room).rglob("*.py"))
+SOURCES = sorted(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))
 
 
-def room_of(path):
+def package_of(path):
     return path.relative_to(ROOT).parts[0]
 
 
@@ -84,11 +84,11 @@ def _top_level(node):
         yield from _top_level(child)
 
 
-@pytest.mark.parametrize("room", MAY_IMPORT)
-def test_imports_between_rooms_run_one_way(room):
-    for path in (ROOT / room).rglob("*.py"):
-        others = {name.split(".")[0] for name in imports(path)} & (MAY_IMPORT.keys() | {"tests"}) - {room}
-        assert others <= MAY_IMPORT[room], f"{path.relative_to(ROOT)} imports {sorted(others - MAY_IMPORT[room])}"
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_between_packages_run_one_way(package):
+    for path in (ROOT / package).rglob("*.py"):
+        others = {name.split(".")[0] for name in imports(path)} & (MAY_IMPORT.keys() | {"tests"}) - {package}
+        assert others <= MAY_IMPORT[package], f"{path.relative_to(ROOT)} imports {sorted(others - MAY_IMPORT[package])}"
 
 
 def test_the_packages_of_build_form_a_chain():
@@ -159,9 +159,9 @@ def test_imports_inside_the_gateway_point_down():
 
 
 # build/engine.py imports its stages when they are run: torch is large, and most recipes do not need it.
-@pytest.mark.parametrize("room", sorted(MAY_IMPORT.keys() - {"build"}))
-def test_no_import_of_our_own_hides_behind_type_checking(room):
-    for path in (ROOT / room).rglob("*.py"):
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT.keys() - {"build"}))
+def test_no_import_of_our_own_hides_behind_type_checking(package):
+    for path in (ROOT / package).rglob("*.py"):
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
                 for inner in ast.walk(node):
@@ -225,10 +225,10 @@ def test_source_files_are_small_enough_to_read():
     assert sorted(sizes.values())[len(sizes) // 2] <= 262  # the median of the codebases we learn from, at most
 
 
-def test_every_room_says_what_it_is_for():
-    for room in MAY_IMPORT:
-        if (ROOT / room / "__init__.py").exists():
-            assert ast.get_docstring(parsed(ROOT / room / "__init__.py")), room
+def test_every_package_says_what_it_is_for():
+    for package in MAY_IMPORT:
+        if (ROOT / package / "__init__.py").exists():
+            assert ast.get_docstring(parsed(ROOT / package / "__init__.py")), package
 
 
 def test_the_readmes_map_is_the_territory():
@@ -237,7 +237,7 @@ def test_the_readmes_map_is_the_territory():
     named = {name for name, _ in rows}
     for name in named:
         assert (ROOT / name).is_dir(), f"README names {name}/, which is not there"
-    rooms = {
+    packages = {
         "contract",
         "build",
         "model_repository",
@@ -248,7 +248,7 @@ def test_the_readmes_map_is_the_territory():
         "tests",
         "docs",
     }
-    assert rooms <= named, f"README does not name {sorted(rooms - named)}"
+    assert packages <= named, f"README does not name {sorted(packages - named)}"
 
 
 def test_the_readmes_links_lead_somewhere():

@@ -36,10 +36,10 @@ class InteractiveSignals:
         healthy = [
             replica for pool in self._service.serving_pools() for replica in self._service.replicas.ready_in(pool)
         ]
-        slots = sum(replica.page.max_running for replica in healthy)
-        running = sum(replica.page.running for replica in healthy)
-        kv_usage = sum(replica.page.kv_usage for replica in healthy) / max(1, len(healthy))
-        in_engines = sum(replica.page.waiting for replica in healthy)
+        slots = sum(replica.metrics.max_running for replica in healthy)
+        running = sum(replica.metrics.running for replica in healthy)
+        kv_usage = sum(replica.metrics.kv_usage for replica in healthy) / max(1, len(healthy))
+        in_engines = sum(replica.metrics.waiting for replica in healthy)
         return Signals(
             waiting=in_engines + getattr(self._service.admission, "waiting", 0),
             first_tokens=total - total_before,

@@ -45,7 +45,7 @@ def read(path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[s
     found = table(path) if path is not None else {}
     rules = policy.read(str(path), found, environ)
     there = start.changed(str(path), rules.pools)
-    policy.check_pools(str(path), rules, there.places)
+    policy.check_pools(str(path), rules, there.sources)
     return Reading(tenants.read(str(path), found, environ), rules, there)
 
 

@@ -15,19 +15,19 @@ from gateway.config.settings import Settings
 class Pools:
     """Which pools there are.
 
-    places: HOST:PORT,… or the URL of a discovery, by pool.
+    sources: HOST:PORT,… or the URL of a discovery, by pool.
     weights: share of the requests, by pool; None: the environment sets none, and all pools have equal shares.
     """
 
-    places: Mapping[str, str]
+    sources: Mapping[str, str]
     weights: Mapping[str, float] | None = None
 
     @property
     def shares(self) -> dict[str, float]:
         """The weight of every pool."""
         if self.weights is None:
-            return dict.fromkeys(self.places, 1.0)
-        return {pool: self.weights.get(pool, 0.0) for pool in self.places}
+            return dict.fromkeys(self.sources, 1.0)
+        return {pool: self.weights.get(pool, 0.0) for pool in self.sources}
 
     def changed(self, path: str, rules: Mapping[str, PoolRules]) -> Pools:
         """Return these pools with the changes of the file.
@@ -45,25 +45,25 @@ class Pools:
             except InvalidArgument as exc:
                 raise InvalidArgument(f"{path}: pools.{pool}.replicas", exc.problem) from exc
         # The pool without a name is the one of a single pool; named pools replace it.
-        kept = {pool: where for pool, where in self.places.items() if pool or not listed}
-        places = {**kept, **listed}
+        kept = {pool: where for pool, where in self.sources.items() if pool or not listed}
+        sources = {**kept, **listed}
         for pool in rules:
-            if pool not in places:
+            if pool not in sources:
                 allowed = (
-                    f"allowed is {', '.join(name or repr('') for name in places)}, or a pool with replicas of its own"
+                    f"allowed is {', '.join(name or repr('') for name in sources)}, or a pool with replicas of its own"
                 )
                 raise InvalidArgument(f"{path}: pools.{pool}", f"there is no pool {pool!r}; {allowed}")
         weighted = {pool: rule.weight for pool, rule in rules.items() if rule.weight is not None}
         if not weighted:
-            return Pools(places, self.weights)
-        for pool in places:
+            return Pools(sources, self.weights)
+        for pool in sources:
             if pool not in weighted and self.weights is None:
                 problem = f"has no weight while {', '.join(weighted)} has one; allowed is a number from 0 to 1e9"
                 raise InvalidArgument(f"{path}: pools.{pool}", problem)
         weights = {**(self.weights or {}), **weighted}
-        if sum(weights.get(pool, 0.0) for pool in places) <= 0:
+        if sum(weights.get(pool, 0.0) for pool in sources) <= 0:
             raise InvalidArgument(f"{path}: pools", "all weights are 0; one at least must be more")
-        return Pools(places, weights)
+        return Pools(sources, weights)
 
 
 def of(settings: Settings) -> Pools:

@@ -62,7 +62,7 @@ class RoutedReplica(Replica):
         super().__init__(Connection(url, tls), health)
         self.pool, self.metrics_url = pool, metrics_url
         self.breaker = Breaker()
-        self.page = ReplicaMetrics()
+        self.metrics = ReplicaMetrics()
         self.takes_priority = False
         self.deep_digest = ""
         self.slots = 0
@@ -75,11 +75,11 @@ class RoutedReplica(Replica):
     def candidate(self, now_s: float) -> Candidate:
         load = dataclasses.replace(
             self.load(),
-            running=self.page.running,
-            waiting=self.page.waiting,
-            max_running=self.page.max_running,
-            kv_usage=self.page.kv_usage,
-            tokens_per_s=self.work.pace.tokens_per_s(self.page.max_running),
+            running=self.metrics.running,
+            waiting=self.metrics.waiting,
+            max_running=self.metrics.max_running,
+            kv_usage=self.metrics.kv_usage,
+            tokens_per_s=self.work.pace.tokens_per_s(self.metrics.max_running),
         )
         return Candidate(load, not self.breaker.allows(now_s), now_s - self.healthy_since_s)
 
@@ -123,7 +123,7 @@ class RoutedReplica(Replica):
 
         own: requests of this process there when the metrics were made.
         """
-        self.page = metrics
+        self.metrics = metrics
         if metrics.max_running:
             self.slots = metrics.max_running
             self.others.observe(metrics.running + metrics.waiting, own, max(self.own_requests, self.own))
@@ -150,14 +150,14 @@ class Replicas:
 
     def __init__(self, settings: Settings, rng: random.Random | None = None, sources: dict | None = None) -> None:
         self._settings = settings
-        self._places: dict[str, str] = dict(settings.pools)
+        self._addresses: dict[str, str] = dict(settings.pools)
         self._rng = rng or random.Random()
         self._health = HealthPolicy(interval_s=settings.probe_interval_s, timeout_s=settings.probe_timeout_s)
         self._breaker = BreakerPolicy(settings.breaker_failures, settings.breaker_open_s)
         pick = None if settings.routing == SCORED else picks.BY_NAME[settings.routing]
         self._router = Router(pick=pick, slow_start_s=settings.slow_start_s)
         self._budget = RetryBudget(reserve=100.0)  # a replica that fails does so for all its requests
-        found = sources or {pool: source(where) for pool, where in self._places.items()}
+        found = sources or {pool: source(where) for pool, where in self._addresses.items()}
         self._sets = {pool: self._set(pool, discovery) for pool, discovery in found.items()}
         self._retired: list[ReplicaSet[RoutedReplica]] = []  # of pools that are no longer configured
         self._weights = settings.weights
@@ -189,18 +189,18 @@ class Replicas:
         with contextlib.suppress(TridentError):  # it has been logged
             await pool.found()
 
-    def change(self, places: Mapping[str, str], weights: Mapping[str, float]) -> None:
+    def change(self, addresses: Mapping[str, str], weights: Mapping[str, float]) -> None:
         """Replace the pools and their weights. Requests in progress are not touched.
 
-        places: the source of each pool's replicas. weights: share of each.
+        addresses: the source of each pool's replicas. weights: share of each.
         """
         self._weights = dict(weights)
-        for pool in self._places.keys() - places.keys():
+        for pool in self._addresses.keys() - addresses.keys():
             retired = self._sets.pop(pool)
             retired.retire()
             self._retired.append(retired)
-        for pool, where in places.items():
-            if self._places.get(pool) == where:
+        for pool, where in addresses.items():
+            if self._addresses.get(pool) == where:
                 continue
             if pool in self._sets:
                 self._sets[pool].change(source(where))
@@ -208,7 +208,7 @@ class Replicas:
             self._sets[pool] = added = self._set(pool, source(where))
             if self._http is not None:  # started
                 added.start()
-        self._places = dict(places)
+        self._addresses = dict(addresses)
 
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in (*self._sets.values(), *self._retired)))
@@ -262,7 +262,7 @@ class Replicas:
     def engine(self, pinned: str = "") -> str:
         """The hash of the engine that answers, "" while replicas that might do not all say one and the same."""
         pools = [pinned] if pinned else [pool for pool, weight in self._weights.items() if weight > 0]
-        hashes = {replica.page.engine for replica in self.ready() if replica.pool in pools}
+        hashes = {replica.metrics.engine for replica in self.ready() if replica.pool in pools}
         return hashes.pop() if len(hashes) == 1 else ""
 
     def route(

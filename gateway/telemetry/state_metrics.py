@@ -105,8 +105,8 @@ class StateMetrics:
             healthy.add_metric(values, float(bool(replica.health.healthy)))
             breaker.add_metric(values, replica.breaker.state_at(now_s).value)
             outstanding.add_metric(values, replica.work.outstanding)
-            waiting.add_metric(values, replica.page.waiting)
-            kv_usage.add_metric(values, replica.page.kv_usage)
+            waiting.add_metric(values, replica.metrics.waiting)
+            kv_usage.add_metric(values, replica.metrics.kv_usage)
         for upstream in self.upstreams():
             breaker.add_metric((upstream.url, upstream.name), upstream.breaker.state_at(now_s).value)
             outstanding.add_metric((upstream.url, upstream.name), upstream.outstanding)

@@ -2,7 +2,7 @@
 
 What may differ is the way between the two: a message on loopback and the generator's own lateness. The stated error is
 MEDIAN_ERROR_S at the median and TAIL_ERROR_S further out; the lateness that the generator measured of itself comes on
-top. What a starved machine does to the server between noting an instant and sending, nobody measures: such a comparison
+top. What a starved machine does to the server between noting an instant and sending, is not measured: such a comparison
 is made again, and a generator that is wrong is wrong every time.
 """
 
@@ -111,7 +111,7 @@ async def test_goodput_is_the_share_of_requests_the_server_served_in_time(known)
     url, notes = known()
     result = await drive(url, Workload(8, None, Fixed(6), Fixed(TOKENS)), Extent(None, 0.0, 80))
     first_s = sorted(note["sent_s"][0] - note["received_s"] for note in truth(notes))
-    # The widest gap between two requests' truths around the middle: nobody's side of it is in doubt.
+    # The widest gap between two requests' truths around the middle: neither side of it is in doubt.
     at = max(range(20, 60), key=lambda n: first_s[n] - first_s[n - 1])
     slo = Slo((first_s[at] + first_s[at - 1]) / 2, 60.0)
     found = figures.compute(result.records, figures.window_of(result.records, result.started_s, 0.0, None), slo)

@@ -264,7 +264,7 @@ def test_health_models_and_stop(threaded_replica) -> None:
     assert done.returncode == 6 and "ready: no  ensemble: not ready" in done.stdout
 
 
-def test_an_answer_that_somebody_stopped_is_told_from_a_whole_one(threaded_replica, playlist) -> None:
+def test_an_answer_that_was_stopped_is_told_from_a_whole_one(threaded_replica, playlist) -> None:
     playlist.set(Script(("a", "b"), FinishReason.CANCELLED))
     done = run(threaded_replica, "x")
     assert (done.returncode, done.stdout) == (exits.CUT_SHORT, "ab\n")

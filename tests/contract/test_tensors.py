@@ -8,7 +8,7 @@ TABLES = {name: value for name, value in vars(tensors).items() if name.endswith(
 DATATYPES = {"BYTES", "BOOL", "INT32", "INT64", "UINT64", "FP32"}
 
 
-def test_there_are_two_doors_with_two_sides_each():
+def test_there_are_two_contracts_with_two_sides_each():
     assert set(TABLES) == {"ENSEMBLE_INPUTS", "ENSEMBLE_OUTPUTS", "ENGINE_INPUTS", "ENGINE_OUTPUTS"}
 
 
@@ -31,7 +31,7 @@ def test_the_engine_insists_on_two_tensors_as_tensorrt_llm_does():
 
 
 @pytest.mark.parametrize("side", ["INPUTS", "OUTPUTS"])
-def test_a_name_at_both_doors_means_the_same_kind_of_value(side):
+def test_a_name_at_both_protocols_means_the_same_kind_of_value(side):
     engine = {tensor.name: tensor.datatype for tensor in TABLES[f"ENGINE_{side}"]}
     for tensor in TABLES[f"ENSEMBLE_{side}"]:
         assert engine.get(tensor.name, tensor.datatype) == tensor.datatype, tensor.name

@@ -69,8 +69,8 @@ def rss_mb(pid: int) -> float:
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
-async def test_slow_readers_hold_a_bounded_amount_of_memory_and_slow_nobody_down(replica):
-    """Four streams that nobody reads run to their end; what they hold is their own text, and others are served."""
+async def test_slow_readers_hold_a_bounded_amount_of_memory_and_slow_no_other_down(replica):
+    """Four streams that no client reads run to their end; what they hold is their own text, and others are served."""
     before = ended(await until_idle(replica), "length")
     async with triton.InferenceServerClient(replica.grpc_url) as client:
         await ask(client, LONG)
@@ -83,7 +83,7 @@ async def test_slow_readers_hold_a_bounded_amount_of_memory_and_slow_nobody_down
             calls.append(call)
         answers = await asyncio.gather(*[ask(client, {**LONG, "max_tokens": 100}) for _ in range(4)])
         assert all(len(answer.ids) == 100 for answer in answers)
-        # A stream that nobody reads must still end.
+        # A stream that no client reads must still end.
         await until(replica, lambda page: idle(page) and ended(page, "length") == before + 1 + 4 + 4)
         # 4 × 900 tokens at the few kilobytes a buffered response takes.
         assert rss_mb(replica.server_pid) - before_mb < 60

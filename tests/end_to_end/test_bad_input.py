@@ -1,4 +1,4 @@
-"""Everything a client can get wrong is refused by name with what is allowed, and disturbs nobody else."""
+"""Everything a client can get wrong is refused by name with what is allowed, and disturbs no other request."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_the_ensemble_refuses_it_by_name(client, inputs, message):
         ({"temprature": 0.5}, "temprature: must be an input or a known request parameter; did you mean"),
     ],
 )
-async def test_a_parameter_nobody_reads_is_refused_by_name(client, parameters, message):
+async def test_a_parameter_that_is_not_read_is_refused_by_name(client, parameters, message):
     assert message in (await ask(client, GOOD, parameters=parameters)).error
 
 
@@ -119,7 +119,7 @@ ENGINE = {"input_ids": [5, 6], "input_lengths": 2, "request_output_len": 3}
         ({**ENGINE, "stop": True}, "request_id: must be the id"),
     ],
 )
-async def test_the_engine_door_refuses_it_by_name(client, inputs, message):
+async def test_the_engine_model_refuses_it_by_name(client, inputs, message):
     assert message in (await ask(client, inputs, model="engine")).error
 
 
@@ -186,7 +186,7 @@ engine_requests = st.fixed_dictionaries(
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(inputs=engine_requests)
-def test_whatever_is_sent_to_the_engine_door_is_answered_or_refused(replica, inputs):
+def test_whatever_is_sent_to_the_engine_model_is_answered_or_refused(replica, inputs):
     async def send():
         async with triton.InferenceServerClient(replica.grpc_url) as client:
             return await asyncio.wait_for(ask(client, inputs, model="engine"), timeout=PATIENCE_S)

@@ -21,7 +21,7 @@ def curl(replica, max_tokens: int, path: str = "generate_stream", stream: bool =
 
 
 def test_curl_reads_a_stream_event_by_event(replica):
-    for _ in range(TRIES):  # tokens that nobody took in time share an event
+    for _ in range(TRIES):  # tokens that were not read in time share an event
         with curl(replica, 300) as process:
             lines = [line for line in process.stdout if line.startswith("data: ")]
         assert process.returncode == 0

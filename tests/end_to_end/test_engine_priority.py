@@ -31,9 +31,9 @@ async def completion(running: Running, key: str) -> int:
 async def test_a_class_9_caller_with_the_highest_priority_does_not_pass_class_0(replica: Replica) -> None:
     urls = {"replicas": replica.grpc_url, "metrics_urls": {replica.grpc_url: replica.metrics_url}}
     async with AsyncClient(replica.grpc_url) as direct, gateway(keys=Keys(), **urls) as running:
-        page = running.service.replicas.all()[0]
-        await until(lambda: page.page.max_running > 0 and page.takes_priority)
-        slots = page.page.max_running
+        known = running.service.replicas.all()[0]
+        await until(lambda: known.metrics.max_running > 0 and known.takes_priority)
+        slots = known.metrics.max_running
 
         async def fill() -> None:
             async for _ in direct.generate("The cat", **LONG):
@@ -41,14 +41,14 @@ async def test_a_class_9_caller_with_the_highest_priority_does_not_pass_class_0(
 
         filling = [asyncio.ensure_future(fill()) for _ in range(slots)]
         try:
-            await until(lambda: page.page.running == slots and page.page.waiting == 0)
+            await until(lambda: known.metrics.running == slots and known.metrics.waiting == 0)
             ended: list[str] = []
             nine = asyncio.ensure_future(sent_by_grpc(running.grpc_url, "9", request_priority=1.0))
             nine.add_done_callback(lambda _: ended.append("class 9"))
-            await until(lambda: page.page.waiting == 1)
+            await until(lambda: known.metrics.waiting == 1)
             zero = asyncio.ensure_future(completion(running, "0"))
             zero.add_done_callback(lambda _: ended.append("class 0"))
-            await until(lambda: page.page.waiting == 2)
+            await until(lambda: known.metrics.waiting == 2)
             filling.pop().cancel()  # one slot becomes free
             assert await zero == 200 and await nine
             assert ended == ["class 0", "class 9"]

@@ -30,7 +30,7 @@ async def client(replica):
 
 
 async def test_a_stream_brings_pieces_that_join_to_the_unary_text_and_one_end_with_usage(client):
-    for _ in range(TRIES):  # tokens that nobody took in time share a response
+    for _ in range(TRIES):  # tokens that were not read in time share a response
         streamed = await ask(client, {"text_input": PROMPT, "max_tokens": 40, "stream": True, "ignore_eos": True})
         if streamed.responses > 10:
             break
@@ -159,7 +159,7 @@ def _post(replica, path: str, body: dict) -> tuple[int, str]:
 
 def test_generate_stream_sends_server_sent_events_and_generate_one_answer(replica):
     body = {"text_input": PROMPT, "max_tokens": 12, "stream": True, "ignore_eos": True}
-    for _ in range(TRIES):  # tokens that nobody took in time share an event
+    for _ in range(TRIES):  # tokens that were not read in time share an event
         status, text = _post(replica, "/v2/models/ensemble/generate_stream", body)
         events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
         if len(events) > 3:

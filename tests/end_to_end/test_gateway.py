@@ -35,7 +35,7 @@ CHAT = [{"role": "user", "content": "What is two plus two?"}]
 def endpoints(
     replica: Replica, engine_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, str]]:
-    """(URL of the OpenAI door, HOST:PORT of the KServe door)."""
+    """(URL of the OpenAI endpoint, HOST:PORT of the KServe endpoint)."""
     environ = {
         **os.environ,
         "TRIDENT_GATEWAY_HTTP_PORT": "0",
@@ -112,7 +112,7 @@ def test_a_prompt_that_does_not_fit_is_refused_by_the_engine_as_a_bad_request(as
         ask.completions.create(model="demo", prompt="word " * 3000, max_tokens=10)
 
 
-def test_our_own_client_streams_through_the_kserve_door(endpoints: tuple[str, str], replica: Replica):
+def test_our_own_client_streams_over_kserve(endpoints: tuple[str, str], replica: Replica):
     with Client(replica.grpc_url) as direct, Client(endpoints[1], api_key=ALICE) as through:
         assert through.health().ok
         expected = direct.complete("The cat", max_tokens=12, temperature=0.0)
@@ -146,7 +146,7 @@ def test_a_stream_that_was_left_goes_on_where_it_was_under_its_idempotency_key(a
     assert numbers == sorted(set(numbers))
 
 
-def test_without_a_key_neither_door_opens(endpoints: tuple[str, str]):
+def test_without_a_key_neither_protocol_opens(endpoints: tuple[str, str]):
     with openai.OpenAI(base_url=f"{endpoints[0]}/v1", api_key="any", max_retries=0) as client:
         with pytest.raises(openai.AuthenticationError):
             client.models.list()

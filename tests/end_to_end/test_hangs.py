@@ -167,7 +167,7 @@ async def test_engine_and_detokenizer_hung_together_are_replaced(replica):
     await serves_whole(replica)
 
 
-async def test_a_pause_shorter_than_a_hang_is_noticed_by_nobody(replica):
+async def test_a_pause_shorter_than_a_hang_is_not_noticed(replica):
     """Of the worker and the server, for 3 s with requests running. (Triton 2.51 itself gives up on a stub that
     does not take a request for a second.)"""
     before = replica.status

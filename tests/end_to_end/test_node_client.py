@@ -72,7 +72,7 @@ def node(replica, node_modules, descriptors):
 def test_node_streams_the_same_text_as_our_own_client(node, replica):
     with Client(replica.grpc_url) as client:
         whole = client.complete(PROMPT, max_tokens=40, temperature=0.0, ignore_eos=True)
-    for _ in range(TRIES):  # tokens that nobody took in time share a message
+    for _ in range(TRIES):  # tokens that were not read in time share a message
         messages = node("stream", PROMPT, "40")
         if len(messages) > 5:
             break

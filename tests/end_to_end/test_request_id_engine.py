@@ -26,7 +26,7 @@ TRITON_TYPES = {"BYTES": "TYPE_STRING"}
 
 
 def request_id_engine_config() -> str:
-    """The engine door without what only a Python engine knows."""
+    """The engine's contract without what only a Python engine knows."""
 
     def rows(table, optional: bool) -> str:
         return ",".join(

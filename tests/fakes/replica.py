@@ -1,4 +1,4 @@
-"""A replica that streams scripted tokens over true gRPC: Triton's doors without Triton.
+"""A replica that streams scripted tokens over true gRPC: Triton's protocols without Triton.
 
 It speaks the KServe v2 service with the official protobufs, so what passes here passes as bytes on a wire.
 It behaves like Triton 2.51 in front of our ensemble: ModelStreamInfer answers every request of a stream,

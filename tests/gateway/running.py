@@ -1,4 +1,4 @@
-"""A gateway on loopback in front of scripted replicas: both doors, as callers meet them."""
+"""A gateway on loopback in front of scripted replicas: both protocols, as callers meet them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callers that mean no good, at both doors: each is refused in its protocol's own way, and nothing of it is left.
+"""Callers that mean no good, at both protocols: each is refused in its protocol's own way, and nothing of it is left.
 
 Every test runs its abuse inside ``unharmed``, which looks afterwards: no generation in flight, no request at the
 replica, no open file more than before, and an ordinary request is served.
@@ -41,7 +41,7 @@ SHORT = {"header_timeout_s": 1.0, "body_timeout_s": 1.0}
 async def unharmed(replica: FakeReplica | None = None, **overrides: Any) -> AsyncIterator[Running]:
     async with replica or FakeReplica() as serving, gateway(serving, **overrides) as running:
         keys = {"authorization": "Bearer right"}
-        assert (await running.post(PATH, REQUEST, **keys))[0] == 200  # opens what stays open, at both doors
+        assert (await running.post(PATH, REQUEST, **keys))[0] == 200  # opens what stays open, at both protocols
         async with grpc.aio.insecure_channel(running.grpc_url) as channel:
             await streamed(channel, message(), (("authorization", "Bearer right"),))
         before = open_files()
@@ -188,7 +188,7 @@ async def test_floods_of_headers_and_long_lines_are_refused_while_they_come():
 
 
 @pytest.mark.slow
-async def test_slow_callers_are_cut_off_and_keep_nobody_waiting():
+async def test_slow_callers_are_cut_off_and_delay_no_other():
     """A hundred that stop in their headers and a hundred that stop in their body."""
     async with unharmed(**SHORT) as running:
         slow = [exchange(running, LINE + b"x-a: b\r\n") for _ in range(100)]
@@ -346,7 +346,7 @@ class Keys:
         return Tenant("acme")
 
 
-async def test_no_header_makes_a_caller_somebody_else():
+async def test_no_header_makes_a_caller_another_tenant():
     forged = {"x-tenant-id": "acme", "x-trident-tenant": "acme", "x-forwarded-user": "acme", "x-api-key": "right"}
     async with unharmed(keys=Keys()) as running:
         for authorization in ("", "right", "Basic right", "Bearer", "Bearer wrong", "Bearer right, Bearer wrong"):

@@ -28,7 +28,7 @@ REQUEST = {"model": "demo", "prompt": "x", "max_tokens": TOKENS, "stream": True}
 
 @contextlib.asynccontextmanager
 async def process(replica: FakeReplica, **settings: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """The process, and the URL of its HTTP door."""
+    """The process, and the URL of its HTTP endpoint."""
     ports = {"HTTP_PORT": "0", "GRPC_PORT": "0", "MONITORING_PORT": "0", "METRICS_PORT": "0"}
     named = {**ports, "DEEP_PROBES": "false", "REPLICAS": replica.url}
     environ = os.environ | {f"TRIDENT_GATEWAY_{name}": value for name, value in (named | settings).items()}

@@ -43,7 +43,7 @@ def free(running: Running, level: str) -> float:
 
 
 async def test_floods_of_several_tenants_are_counted_to_the_token():
-    """60 requests of two tenants, whole and streamed, at both doors, one after another and at once."""
+    """60 requests of two tenants, whole and streamed, at both protocols, one after another and at once."""
     config = keys(ALICE, BOB, limits="tokens_per_minute = 100000") + "[admission]\nmax_running = 6"
     async with FakeReplica(exact, slots=6) as replica, gateway(replica, config=config) as running:
 
@@ -238,7 +238,7 @@ async def test_what_tokens_cost_is_on_the_page():
 
 
 @pytest.mark.parametrize("keyed", [False, True])
-async def test_with_keys_nobody_hears_what_the_shared_prefix_cache_had(keyed):
+async def test_with_keys_no_caller_learns_what_the_shared_prefix_cache_had(keyed):
     environ = {"TRIDENT_GATEWAY_API_KEYS": f"a/b/c={'k' * 20}"} if keyed else {}
     bearer = {"authorization": "Bearer " + "k" * 20} if keyed else {}
     script = Script((" a", " b"), cached_tokens=64)
@@ -261,7 +261,7 @@ def pool_of(tenant: int, pool: str, config: str) -> str:
 
 
 @pytest.mark.parametrize("pinned", ["own", "public"])
-async def test_a_flood_at_one_pool_delays_nobody_at_another(pinned: str):
+async def test_a_flood_at_one_pool_delays_no_request_at_another(pinned: str):
     """The flood at a private pool of one slot, or at the public one beside an idle private pool of 64."""
     gate = asyncio.Event()
 

@@ -65,7 +65,7 @@ async def test_a_queue_that_another_gateway_fills_is_no_silence_while_the_engine
             assert (await waiting)[0] == 200
 
 
-async def test_a_request_that_waits_in_such_a_queue_ends_with_its_own_deadline_and_blames_nobody(
+async def test_a_request_that_waits_in_such_a_queue_ends_with_its_own_deadline_and_marks_no_replica(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(
@@ -201,7 +201,7 @@ async def test_when_probes_take_a_replica_out_its_requests_without_a_token_move_
             assert good.counts.finished == 4 and bad.counts.running == 0
 
 
-async def test_a_deep_probe_that_waits_behind_real_requests_takes_nobody_out():
+async def test_a_deep_probe_that_waits_behind_real_requests_takes_no_replica_out():
     script = {"The": Script((" t",), gate_at=0, gate=asyncio.Event()), "x": Script((" a",) * 10_000, gap_s=0.02)}
     async with FakeReplica() as replica:
         async with gateway(replica, deep_probes=True, probe_interval_s=600.0, probe_timeout_s=0.3) as running:
@@ -216,4 +216,4 @@ async def test_a_deep_probe_that_waits_behind_real_requests_takes_nobody_out():
                 await asyncio.gather(reading, return_exceptions=True)
             await until(lambda: not running.service.live)
             await running.service.replicas._probe(one)
-            assert one.health.run == 1  # nobody had a token meanwhile: it failed
+            assert one.health.run == 1  # no stream had a token meanwhile: it failed

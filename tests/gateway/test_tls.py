@@ -73,7 +73,7 @@ async def ready(running: Running, trusted: Path, own: Path | None = None) -> boo
         return await ask.is_server_ready(client_timeout=60.0)
 
 
-async def test_both_doors_are_verified_by_the_clients_people_use(pki: Path, stranger: Path):
+async def test_both_protocols_are_verified_by_the_clients_people_use(pki: Path, stranger: Path):
     async with FakeReplica() as replica, gateway(replica, **served(pki)) as running:
         async with client(running, pki) as ask:
             done = await ask.completions.create(model="demo", prompt="one two", max_tokens=3)
@@ -114,7 +114,7 @@ async def test_old_versions_of_tls_are_refused(pki: Path):
                 assert not accepted
 
 
-async def test_a_client_needs_a_certificate_of_the_authority_at_both_doors(pki: Path, stranger: Path):
+async def test_a_client_needs_a_certificate_of_the_authority_at_both_protocols(pki: Path, stranger: Path):
     async with FakeReplica() as replica:
         async with gateway(replica, **served(pki), tls_client_ca=pki / "ca.pem") as running:
             async with client(running, pki, own=pki) as ask:

@@ -82,7 +82,7 @@ def test_the_repository_holds_the_ensemble_and_its_steps_and_nothing_else():
 
 
 @pytest.mark.parametrize("kind", ["cpu", "trtllm"])
-def test_the_ensembles_door_is_the_contracts_whatever_the_engine(kind):
+def test_the_ensembles_tensors_are_the_contracts_whatever_the_engine(kind):
     ensemble = ensemble_kinds()[kind]["ensemble"]
     assert signature(ensemble.input) == promised(tensors.ENSEMBLE_INPUTS)
     assert signature(ensemble.output) == promised(tensors.ENSEMBLE_OUTPUTS)
@@ -91,7 +91,7 @@ def test_the_ensembles_door_is_the_contracts_whatever_the_engine(kind):
     }
 
 
-def test_the_engines_door_is_the_contracts():
+def test_the_engines_tensors_are_the_contracts():
     engine = config("engine")
     assert signature(engine.input) == promised(tensors.ENGINE_INPUTS)
     assert signature(engine.output) == promised(tensors.ENGINE_OUTPUTS)
@@ -152,7 +152,7 @@ def test_the_ensembles_graph_is_closed(kind):
         assert required <= set(step.input_map), f"{step.model_name} is not given {required - set(step.input_map)}"
         for name, value in step.input_map.items():
             source = made | outside
-            assert value in source, f"{step.model_name}.{name} is fed from {value}, which nobody makes"
+            assert value in source, f"{step.model_name}.{name} is fed from {value}, which no step makes"
             assert takes[name] == source[value], f"{step.model_name}.{name} is not what {value} is"
             used.add(value)
         for name, value in step.output_map.items():

@@ -174,7 +174,7 @@ def test_every_gateway_metric_is_on_the_dashboard_or_in_a_rule():
     registry = CollectorRegistry()
     BatchMetrics(registry, lambda: 0.0)
     for family in registry.collect():
-        assert {family.name, f"{family.name}_total"} & asked, f"nobody looks at {family.name}"
+        assert {family.name, f"{family.name}_total"} & asked, f"no panel or rule uses {family.name}"
 
 
 def test_reasons_of_refusals_are_those_that_admission_gives():

@@ -55,5 +55,5 @@ def test_a_hang_of_the_engine_is_said_until_it_is_heard(supervisor):
 def test_without_a_supervisor_it_is_silent():
     heartbeat = Heartbeat(f"trident-test-{uuid.uuid4()}", period_s=0.001)
     with heartbeat:
-        heartbeat.engine_hung("nobody hears it")
+        heartbeat.engine_hung("no receiver")
     heartbeat.close()

@@ -1,5 +1,7 @@
 """The question-and-answer examples made from docstrings."""
 
+import pytest
+
 from build.demo_model.conversations import Conversation, conversations, conversations_of
 from build.demo_model.corpus import Document, gather
 
@@ -38,6 +40,7 @@ def test_conversations_ask_about_documented_functions_and_answer_from_the_source
     assert any(question.startswith("What does `Door.open` in the module `shapes_") for question in questions)
 
 
+@pytest.mark.slow
 def test_conversations_are_the_same_every_time_and_come_from_the_given_modules_alone():
     corpus = gather()
 

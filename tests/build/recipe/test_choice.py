@@ -1,4 +1,4 @@
-"""The settings that a CPU engine is tried with when nobody chose one."""
+"""The settings that a CPU engine is tried with when none is given."""
 
 import dataclasses
 import itertools

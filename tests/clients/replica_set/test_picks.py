@@ -194,7 +194,7 @@ def test_shares_are_in_proportion_to_capacity_under_any_load(name: str, slots: l
 
 
 @given(st.lists(st.integers(1, 64), min_size=2, max_size=6), st.floats(0.1, 1.0), st.integers(0, 99))
-def test_nobody_waits_where_another_has_a_free_slot(slots: list[int], fill: float, seed: int) -> None:
+def test_no_request_waits_where_another_has_a_free_slot(slots: list[int], fill: float, seed: int) -> None:
     burst = max(1, int(fill * sum(slots)))
     for name in ("least_outstanding", "token_aware"):
         _, most = placed(picks.BY_NAME[name], slots, burst, burst, seed)

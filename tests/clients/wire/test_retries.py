@@ -71,7 +71,7 @@ def test_an_outage_is_not_multiplied_beyond_the_budget() -> None:
     assert 1000 < sent <= 1000 * 1.2 + 10
 
 
-def test_going_elsewhere_because_nobody_was_reached_is_free() -> None:
+def test_going_elsewhere_because_no_replica_was_reached_is_free() -> None:
     budget = RetryBudget(reserve=1)
     for _ in range(5):
         assert (

@@ -1,4 +1,4 @@
-"""The whole door: what is taken on the way in is given back once, whichever way a request ends."""
+"""Admission as a whole: what is taken on the way in is given back once, whichever way a request ends."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ async def test_one_tenant_never_has_all_places(clock: Any) -> None:
     assert fixture.empty()
 
 
-async def test_places_that_only_wait_at_the_replicas_are_no_room_for_others(clock: Any) -> None:
+async def test_slots_that_only_wait_at_the_replicas_are_no_room_for_others(clock: Any) -> None:
     pools = OnePool(lambda: Capacity(slots=8, limit=10))  # 8 run, and 2 are sent early
     fixture = AdmissionFixture(clock, pools=pools, rules=rules(tenant_share=0.8))
     flood = [asyncio.ensure_future(fixture.admission.admit([REQUEST], Tenant("flood"))) for _ in range(30)]
@@ -290,7 +290,7 @@ async def test_choices_are_reserved_together_their_prompt_once_and_count_as_one_
     assert await fixture.left(tenant) == {"tokens:acme/r": 5935} and fixture.empty()
 
 
-async def test_callers_with_many_choices_never_wait_for_each_others_places(clock: Any) -> None:
+async def test_callers_with_many_choices_never_wait_for_each_others_slots(clock: Any) -> None:
     fixture = AdmissionFixture(clock, rules=rules(max_running=4, tenant_share=1))
     served = 0
 
@@ -302,7 +302,7 @@ async def test_callers_with_many_choices_never_wait_for_each_others_places(clock
         permit.settle(Usage(1, 1))
         served += count
 
-    sizes = [1, 3, 4, 2, 4, 3, 1, 7]  # 7 is wider than all places: it runs by itself
+    sizes = [1, 3, 4, 2, 4, 3, 1, 7]  # 7 is wider than all slots: it runs by itself
     tenants = [Tenant("a"), Tenant("b"), Tenant("c")]
     everybody = asyncio.gather(*(one(tenants[number % 3], sizes[number % 8]) for number in range(48)))
     await asyncio.wait_for(everybody, 60)
@@ -323,7 +323,7 @@ async def test_a_wide_request_is_not_kept_out_by_narrow_ones(clock: Any) -> None
         running += [task.result() for task in narrow if task.done() and task.result() not in running]
         let_in_before = sum(task.done() for task in narrow)
         running.pop(0).settle(Usage(COST - 100, 100))
-    assert wide.done() and let_in_before <= 10  # about what four places use, and the places that become free
+    assert wide.done() and let_in_before <= 10  # about what four slots use, and the slots that become free
     for permit in (await wide, *running):
         permit.settle(None)
     for task in narrow:
@@ -372,13 +372,13 @@ async def test_an_overflow_target_that_cannot_take_them_leaves_the_stage_below(c
 
 
 async def test_rules_change_while_requests_run_and_wait(clock: Any) -> None:
-    places = 1
-    fixture = AdmissionFixture(clock, pools=OnePool(lambda: Capacity(places, places)), rules=rules(tenant_share=1))
+    slots = 1
+    fixture = AdmissionFixture(clock, pools=OnePool(lambda: Capacity(slots, slots)), rules=rules(tenant_share=1))
     first = await fixture.admission.admit([REQUEST], Tenant())
     waiting = asyncio.ensure_future(fixture.admission.admit([REQUEST], Tenant()))
     await asyncio.sleep(0)
     assert not waiting.done() and fixture.admission.slots().queue.depths() == {1: 1}
-    places = 2
+    slots = 2
     fixture.admission.change(
         rules(tenant_share=1), DegradationRules(shorter_at=0.001, overflow_at=0.001, refuse_at=0.002)
     )

@@ -48,7 +48,7 @@ def test_the_more_urgent_class_goes_first() -> None:
     assert _pop_all(queue) == [chat, batch]
 
 
-def test_whoever_waited_long_enough_moves_up_a_class_at_a_time() -> None:
+def test_a_caller_that_waited_long_enough_moves_up_a_class_at_a_time() -> None:
     queue = FairQueue(AdmissionRules(aging_s=10))
     old = Entry("a", 1, priority=2)
     queue.push(old, 0.0)
@@ -133,8 +133,8 @@ def test_served_tokens_follow_the_weights_whatever_the_sizes(weights: tuple[floa
 
 
 def _simulate(tenants: dict[str, tuple[float, int, int]], seconds: float, slots: int, pace: float, most: int) -> dict:
-    """A replica of ``slots`` places that makes ``pace`` tokens a second in each. tenants: arrivals per second, and
-    tokens reserved and used by each request. At most ``most`` places for one tenant. Returns tokens used within
+    """A replica of ``slots`` slots that makes ``pace`` tokens a second in each. tenants: arrivals per second, and
+    tokens reserved and used by each request. At most ``most`` slots for one tenant. Returns tokens used within
     the time and the waits, by tenant."""
     rng, queue = random.Random(11), FairQueue(AdmissionRules(max_waiting_per_class=10**6, max_waiting_per_tenant=200))
     events: list[tuple[float, int, str, Entry | None]] = []
@@ -213,7 +213,7 @@ def test_short_requests_do_not_wait_while_a_tenant_floods_with_long_ones() -> No
     short = {"chat": (2.0, 120, 100)}
     alone = _simulate(short, 600.0, slots=32, pace=100.0, most=26)
     flooded = _simulate(short | {"flood": (50.0, 4000, 4000)}, 600.0, slots=32, pace=100.0, most=26)
-    assert flooded["served"]["flood"] > 0.9 * 26 * 100 * 560  # the flood does have its own places
+    assert flooded["served"]["flood"] > 0.9 * 26 * 100 * 560  # the flood does have its own slots
     for waits in (alone["waits"]["chat"], flooded["waits"]["chat"]):
         assert len(waits) > 1000
         assert sorted(waits)[int(0.95 * len(waits))] == pytest.approx(0.0, abs=0.1)

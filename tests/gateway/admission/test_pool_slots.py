@@ -130,7 +130,7 @@ async def test_an_overflow_pool_is_sent_what_it_can_run_and_keeps_a_queue_no_lon
     assert draft.idle and admission.slots("main").idle
 
 
-async def test_choices_begin_and_end_one_by_one_and_block_nobody(clock: Any) -> None:
+async def test_choices_begin_and_end_one_by_one_and_block_no_other(clock: Any) -> None:
     admission = made(SomePools(main=8), clock, rules=rules(tenant_share=0.75))
     main = admission.slots("main")
     wide = await admission.admit(generation_requests(count=16), pinned("wide", "main"))
@@ -238,7 +238,7 @@ POOLS = ("one", "two", "three")
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_whatever_happens_no_slot_is_lost_and_none_is_idle_while_somebody_may_have_it(data: st.DataObject) -> None:
+def test_whatever_happens_no_slot_is_lost_and_none_is_idle_while_a_request_may_have_it(data: st.DataObject) -> None:
     asyncio.run(_anything(data))
 
 
@@ -269,7 +269,7 @@ async def _anything(data: st.DataObject) -> None:
             limits, of_tenant = slots._limits(), Counter()
             for claim in here:
                 of_tenant[claim.entry.tenant] += len(claim._held)
-            # Work conservation: nobody waits who may have a slot that is free.
+            # Work conservation: no request waits that may have a slot that is free.
             for claim in here:
                 if claim.entry.waiting and not claim.left and slots.running < limits.limit:
                     head = min(

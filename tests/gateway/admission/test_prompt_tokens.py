@@ -194,7 +194,7 @@ async def test_the_event_loop_turns_while_a_long_prompt_is_counted(tokenizer) ->
     assert (await counting).counts[0].size > 20_000 and turns > 3
 
 
-async def test_a_count_that_takes_too_long_is_an_estimate_and_holds_nobody_up(monkeypatch) -> None:
+async def test_a_count_that_takes_too_long_is_an_estimate_and_delays_no_request(monkeypatch) -> None:
     monkeypatch.setattr(prompt_tokens, "COUNTING_S", 0.02)
     gate = threading.Event()
 

@@ -65,7 +65,7 @@ def test_every_kind_of_error_of_a_backend_has_a_sentence_and_the_request_id(kind
         assert type(told) is EngineFailed
     else:
         assert type(told) is kind
-    # Whoever forgets to ask is safe as well.
+    # A caller that does not check is safe as well.
     body = json.dumps(error_responses.error_object(error)) + str(error_responses.grpc_status(error))
     assert "secret" not in body and b"secret" not in error_responses.http(error)[2]
     line = Line("batch_1", 3, "mine", b"{}")
@@ -128,7 +128,7 @@ async def test_no_words_of_a_replica_reach_callers_and_all_of_them_reach_the_log
     logged = {one["request_id"] for one in fields if "kaputt" in one["error"]}
     assert (
         logged >= {"http-True", "grpc-true"} and len(logged) >= len(text_shown) - 1
-    )  # the last may find nobody healthy
+    )  # the last may find no replica healthy
 
 
 async def raw(url: str, request_id: str, status: str, outputs: tuple[str, ...] = ()) -> str:

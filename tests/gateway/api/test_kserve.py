@@ -1,4 +1,4 @@
-"""Triton's own client, and ours, through the gateway's gRPC door."""
+"""Triton's own client, and ours, through the gateway's gRPC endpoint."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def ours(running: Running, **more: object) -> AsyncClient:
     return AsyncClient(running.grpc_url, retry=NO_RETRY, **more)
 
 
-async def test_tritons_client_streams_through_the_door():
+async def test_tritons_client_streams_through_the_gateway():
     async with FakeReplica() as replica, gateway(replica) as running:
         seen = await send_requests(running, {"request_id": "r1", "inputs": inputs("one two", 3)})
         assert "".join(text for _, text in seen) == " one two one" and {rid for rid, _ in seen} == {"r1"}
@@ -416,7 +416,7 @@ async def test_an_error_that_a_replica_says_in_band_is_counted_as_one():
         assert (await running.metrics())[CODE % "INTERNAL"] == 1
 
 
-async def test_whoever_asks_for_the_text_alone_pays_for_every_token_and_gets_the_text_alone():
+async def test_a_caller_that_requests_the_text_alone_pays_for_every_token_and_gets_the_text_alone():
     script = Script(tuple(" a" for _ in range(50)), tokens_per_response=25)
     async with FakeReplica(lambda seen: script) as replica, gateway(replica) as running:
         outputs = [InferRequestedOutput("text_output")]

@@ -1,4 +1,4 @@
-"""The OpenAI door on the wire: raw events, readers that leave or stall, bodies and headers that are not meant well."""
+"""The OpenAI endpoint on the wire: raw events, readers that leave or stall, malformed bodies and headers."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ async def test_lack_of_room_makes_a_line_wait_and_nothing_is_lost(tmp_path: Path
     async def answer(form: type, context: RequestContext, body: bytes) -> dict:
         calls[body] += 1
         if calls[body] <= 2 * MAX_ATTEMPTS:
-            raise Overloaded("full", 0.0) if calls[body] % 2 else Unavailable("nobody", 0.0)
+            raise Overloaded("full", 0.0) if calls[body] % 2 else Unavailable("no replica", 0.0)
         return DONE
 
     store = BatchStore(tmp_path / "b")

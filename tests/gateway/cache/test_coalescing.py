@@ -164,7 +164,7 @@ async def test_a_stream_lingers_for_its_reader_to_come_back() -> None:
     assert await _all(again) == words(4)[1:]
 
 
-async def test_a_stream_nobody_comes_back_for_is_cancelled() -> None:
+async def test_a_stream_no_client_comes_back_for_is_cancelled() -> None:
     source = ScriptedSource(words(2), hold=True)
     stream = SharedStream(source(), linger_s=0.01, size=size_bytes)
     await stream.follow().aclose()

@@ -68,7 +68,7 @@ async def test_what_is_no_key_is_refused(clock: Any, key: str) -> None:
         Idempotency(clock, size=size_bytes).follow("a", key, "r", ScriptedSource(words(1)))
 
 
-async def test_nobody_resumes_after_what_was_never_sent(clock: Any) -> None:
+async def test_no_client_resumes_after_what_was_never_sent(clock: Any) -> None:
     known, source = Idempotency(clock, size=size_bytes), ScriptedSource(words(2))
     await _all(known.follow("a", "k", "r", source))
     assert await _all(known.follow("a", "k", "r", source, start=2)) == []
@@ -84,7 +84,7 @@ async def test_a_failed_try_is_tried_again(clock: Any) -> None:
     assert await _all(known.follow("a", "k", "r", ScriptedSource(words(2)))) == words(2)
 
 
-async def test_nobody_came_back_in_time_so_the_retry_is_a_new_try(clock: Any) -> None:
+async def test_no_client_came_back_in_time_so_the_retry_is_a_new_try(clock: Any) -> None:
     known, source = Idempotency(clock, size=size_bytes, linger_s=0.0), ScriptedSource(words(3), hold=True)
     dropped = known.follow("a", "k", "r", source)
     await anext(dropped)

@@ -32,12 +32,12 @@ def found(tmp_path: Path, text: str, start: Pools = START) -> Pools:
 def test_the_file_wins_over_the_environment_and_says_only_what_it_says(tmp_path: Path):
     assert found(tmp_path, "").shares == {"stable": 1.0, "canary": 1.0}
     assert found(tmp_path, "[pools]\nstable = 95\ncanary = 5").shares == {"stable": 95.0, "canary": 5.0}
-    weighed = Pools(START.places, {"stable": 95.0, "canary": 5.0})
+    weighed = Pools(START.sources, {"stable": 95.0, "canary": 5.0})
     assert found(tmp_path, "[pools]\ncanary = 20", weighed).shares == {"stable": 95.0, "canary": 20.0}
     new = found(tmp_path, '[pools.new]\nweight = 1\nreplicas = "127.0.0.1:3"', weighed)
-    assert new.shares == {"stable": 95.0, "canary": 5.0, "new": 1.0} and new.places["new"] == "127.0.0.1:3"
+    assert new.shares == {"stable": 95.0, "canary": 5.0, "new": 1.0} and new.sources["new"] == "127.0.0.1:3"
     moved = found(tmp_path, '[pools]\ncanary = { replicas = "127.0.0.1:4" }', weighed)
-    assert moved.shares == weighed.shares and moved.places["canary"] == "127.0.0.1:4"
+    assert moved.shares == weighed.shares and moved.sources["canary"] == "127.0.0.1:4"
     # Named pools take the place of the one without a name.
     assert found(tmp_path, '[pools]\na = { replicas = "127.0.0.1:4" }', Pools({"": "127.0.0.1:8001"})).shares == {
         "a": 1
@@ -131,7 +131,7 @@ async def test_pools_come_and_go_with_the_file_and_what_runs_there_ends_well():
             assert (await running.metrics())[
                 'trident_gateway_generations_total{end="stop",pool="blue",source="engine"}'
             ] == 1
-            # A file that names a pool nobody has changes nothing.
+            # A file that names a pool does not exist changes nothing.
             running.service.configuration.path.write_text("[pools]\nred = 1\n")
             await running.service.configuration.reload()
             assert "there is no pool 'red'" in running.service.configuration.problem

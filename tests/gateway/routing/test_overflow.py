@@ -223,7 +223,7 @@ async def test_a_hung_upstreams_breaker_opens(replicas: str):
             if held is None:
                 take_out(running)
             answers = [await running.post(COMPLETIONS, REQUEST) for _ in range(6)]
-            if held is None:  # nobody else: they hear of it, and the later ones at once
+            if held is None:  # no other request: they hear of it, and the later ones at once
                 assert [status for status, _, _ in answers] == [504] * 3 + [503] * 3
                 assert "silent" in answers[0][2]["error"]["message"]
                 assert 1 <= int(answers[3][1]["retry-after"]) <= 60
@@ -352,7 +352,7 @@ async def test_a_caller_that_leaves_or_is_late_frees_the_upstream():
             held.cancel()
 
 
-async def test_a_pool_of_others_serves_what_finds_no_room_at_both_doors():
+async def test_a_pool_of_others_serves_what_finds_no_room_at_both_protocols():
     config = LADDER + "pool = 'draft'"
     async with FakeReplica() as replica, FakeReplica(lambda seen: Script((" small",))) as draft:
         pools = {"replicas": f"usual={replica.url};draft={draft.url}", "pool_weights": {"usual": "1"}}

@@ -88,19 +88,19 @@ async def test_a_replica_that_is_not_there_is_said_to_be_so_and_found_when_it_co
         assert status == 503 and headers["retry-after"] == "1" and "no healthy replica" in body["error"]["message"]
 
 
-async def test_loads_are_read_from_the_replicas_pages():
+async def test_loads_are_read_from_the_replicas_metrics():
     script = Script((" a",), stall_after=0)
     async with FakeReplica(lambda seen: script, slots=2) as replica, gateway(replica) as running:
-        await until(lambda: running.service.replicas.all()[0].page.max_running == 2)
+        await until(lambda: running.service.replicas.all()[0].metrics.max_running == 2)
 
 
 @pytest.mark.parametrize("policy", ["scored", "least_outstanding", "token_aware", "session_affinity"])
-async def test_a_burst_is_shared_by_slots_and_nobody_waits_while_there_is_room(policy: str):
+async def test_a_burst_is_shared_by_slots_and_none_waits_while_there_is_room(policy: str):
     script = Script((" a",), stall_after=0)
     async with FakeReplica(lambda seen: script, slots=8) as small, FakeReplica(lambda seen: script, slots=64) as large:
         async with gateway(small, large, routing=policy) as running:
-            pages = running.service.replicas.all()
-            await until(lambda: all(replica.page.max_running for replica in pages))
+            replicas = running.service.replicas.all()
+            await until(lambda: all(replica.metrics.max_running for replica in replicas))
             calls = [asyncio.ensure_future(running.post("/v1/completions", REQUEST)) for _ in range(60)]
             try:
                 await until(lambda: small.counts.started + large.counts.started == 60)
@@ -113,7 +113,7 @@ async def test_a_burst_is_shared_by_slots_and_nobody_waits_while_there_is_room(p
 
 async def test_a_pick_is_explained_in_the_debug_log_and_only_there(caplog: pytest.LogCaptureFixture):
     async with FakeReplica(slots=3) as one, FakeReplica(slots=5) as two, gateway(one, two) as running:
-        await until(lambda: all(replica.page.max_running for replica in running.service.replicas.all()))
+        await until(lambda: all(replica.metrics.max_running for replica in running.service.replicas.all()))
         for level, picks in ((logging.INFO, 0), (logging.DEBUG, 1)):
             caplog.set_level(level, "gateway.routing.replicas")
             await running.post("/v1/completions", REQUEST)
@@ -132,7 +132,7 @@ async def test_a_session_stays_at_one_replica():
             assert sorted(replica.counts.started for replica in (one, two, three)) == [0, 0, 6]
 
 
-async def test_a_pinned_tenant_goes_to_its_own_pool_and_nobody_else_does():
+async def test_a_pinned_tenant_goes_to_its_own_pool_and_no_other_does():
     class Keys:
         def tenant(self, api_key):
             return Tenant("acme", pool="own") if api_key == "acme" else Tenant("other")
@@ -157,10 +157,10 @@ async def test_a_canary_gets_its_share():
             assert canary.counts.started > 3 and stable.counts.started > 3
 
 
-async def test_a_page_that_comes_in_pieces_is_read_whole_and_one_without_end_is_not():
+async def test_metrics_that_come_in_pieces_are_read_whole_and_those_without_end_are_not():
     endless = False
 
-    async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def metrics(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             await reader.readuntil(b"\r\n\r\n")
             writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
@@ -172,17 +172,17 @@ async def test_a_page_that_comes_in_pieces_is_read_whole_and_one_without_end_is_
             await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(page, "127.0.0.1", 0)
+    server = await asyncio.start_server(metrics, "127.0.0.1", 0)
     async with FakeReplica() as replica, server:
         replica.metrics_url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/metrics"
         async with gateway(replica) as running:
             [known] = running.service.replicas.all()
-            await until(lambda: known.page.max_running == 7)
+            await until(lambda: known.metrics.max_running == 7)
             endless = True
-            await until(lambda: known.page.max_running == 0, 30.0)
+            await until(lambda: known.metrics.max_running == 0, 30.0)
 
 
-async def test_a_replica_that_answers_probes_with_rubbish_is_out_and_harms_nobody():
+async def test_a_replica_that_answers_probes_with_rubbish_is_out_and_harms_no_other():
     answer = b"\xff\xff"
 
     async def ready(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
@@ -204,7 +204,7 @@ async def test_a_replica_that_answers_probes_with_rubbish_is_out_and_harms_nobod
 
 
 @pytest.mark.parametrize("begun", [0, 1])
-async def test_the_breaker_opens_for_a_replica_that_falls_silent_at_either_door(begun: int):
+async def test_the_breaker_opens_for_a_replica_that_falls_silent_at_either_protocol(begun: int):
     async with FakeReplica(lambda seen: Script((" a", " b"), stall_after=begun)) as replica:
         async with gateway(replica, idle_timeout_s=0.1, breaker_failures=2, breaker_open_s=60.0) as running:
             [known] = running.service.replicas.all()

@@ -1,4 +1,4 @@
-"""Copies that nobody waits for: compared where they can be, bounded, and never noticed by the caller."""
+"""Copies that no caller waits for: compared where they can be, bounded, and never noticed by the caller."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_texts_of_deterministic_requests_are_compared_and_others_are_only_
             await counted(running, "agree", 1)
             async with ours(running) as client:
                 await client.generate("three four", max_tokens=4, temperature=0.0).complete()
-            await counted(running, "undetermined", 1)  # nothing of its sampling is known at this door
+            await counted(running, "undetermined", 1)  # nothing of its sampling is known over this protocol
             shadow.script = lambda seen: Script((" other",))
             await running.post("/v1/completions", {**REQUEST, "stream": False, "prompt": "x y"})
             await counted(running, "differ", 1)

@@ -43,7 +43,7 @@ def written(stream: io.StringIO, form: str) -> str:
     (Terminal(), "json", True),
     (io.StringIO(), "text", False),
 ])  # fmt: skip
-def test_people_get_text_and_machines_get_json_whoever_logs(stream: io.StringIO, form: str, as_json: bool):
+def test_people_get_text_and_machines_get_json_in_every_logger(stream: io.StringIO, form: str, as_json: bool):
     lines = written(stream, form).splitlines()
     assert len(lines) == 2
     if as_json:

@@ -94,5 +94,5 @@ def test_the_kernel_tells_callers_who_have_closed_from_those_who_have_not(family
             one.close()
 
 
-def test_without_tables_nobody_has_left(tmp_path):
+def test_without_tables_no_client_has_left(tmp_path):
     assert http_disconnects.count_close_wait(8000, [tmp_path / "none"]) == 0

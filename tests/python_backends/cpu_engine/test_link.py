@@ -82,7 +82,7 @@ def test_a_worker_outlives_a_ctrl_c_and_its_death_is_told_once_and_last(open_lin
     listener.wait_for("report")
     os.kill(pid(link), signal.SIGKILL)
     listener.wait_for("death")
-    link.send(endless(2))  # to nobody: silent
+    link.send(endless(2))  # no receiver: silent
     link.close()
     time.sleep(0.05)
     assert listener.deaths == ["the engine process was killed by signal 9"] and listener.heard[-1] == "death"

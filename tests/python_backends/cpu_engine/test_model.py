@@ -141,7 +141,7 @@ def test_a_stream_is_well_formed_from_its_first_response_to_its_last(send, answe
 def test_streamed_and_unary_ids_are_the_same(send, answers):
     unary = answers(send(streaming=False))
     assert ids(unary) == ids(answers(send(streaming=True)))
-    # Whoever waits long is probed, also before a whole answer.
+    # A caller that waits long is probed, also before a whole answer.
     assert {state(answer).event for answer in unary[:-1]} <= {StreamEvent.PROBE}
     assert state(unary[-1]).event is StreamEvent.LENGTH and ids(unary[-1:]) == ids(unary)
 

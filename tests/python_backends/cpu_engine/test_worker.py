@@ -346,7 +346,7 @@ float32 = {"width": 32, "allow_nan": False}
     ),
     st.frozensets(st.integers(0, VOCABULARY - 1), max_size=4),
 )
-def test_whatever_the_door_lets_in_the_pipeline_lives_through(worker, sampling, stop_ids):
+def test_whatever_is_accepted_the_pipeline_lives_through(worker, sampling, stop_ids):
     ids, log_probs, event = worker.generate([1, 2, 3], 4, sampling.validate(), stop_ids=stop_ids)
     assert event in (StreamEvent.STOP, StreamEvent.LENGTH) and 1 <= len(ids) <= 4
     assert all(0 <= token < VOCABULARY for token in ids) and len(log_probs) == len(ids)

@@ -198,7 +198,7 @@ def test_a_failure_in_the_decoding_is_one_error_in_band_and_nothing_after_it(mod
     failed = hear(encode("x"), num_input_tokens=3)
     assert failed["finish_reason"].item() == b"error"
     assert failed["error_message"].item().startswith(b"EngineFailed: the detokenizer failed: AttributeError")
-    engine.wait_for(ControlMessage(Verb.CANCEL, EPOCH, 1))  # nobody reads it any more
+    engine.wait_for(ControlMessage(Verb.CANCEL, EPOCH, 1))  # not read any more
     assert [level for level, _ in triton.log] == ["error"]
     assert hear(encode("y")) is None
     assert hear(event=StreamEvent.CANCELLED) is None
@@ -258,7 +258,7 @@ def test_a_streams_end_is_not_asked_about_and_forgets_it(model, say, encode):
 
 
 def test_a_cancel_the_engine_did_not_hear_is_said_again_with_the_next_chunk(model, clock, say, encode):
-    assert say(encode("a"), cancelled=True).cancel_checks == 1  # nobody listens
+    assert say(encode("a"), cancelled=True).cancel_checks == 1  # no reader
     engine = Engine(model.socket_name)
     try:
         assert say(encode("a"), cancelled=True).cancel_checks == 1  # not 40 ms later

@@ -221,7 +221,7 @@ def test_a_stop_that_triton_refuses_is_logged_and_the_stream_goes_on(triton, mod
     assert hear([])["stop_reason"].item() == b"fox"
 
 
-def test_ids_of_nobody_get_a_well_formed_answer(hear):
+def test_ids_without_a_stream_get_a_well_formed_answer(hear):
     assert b"which no stream has" in hear([1], "nobody")["error_message"].item()
 
 

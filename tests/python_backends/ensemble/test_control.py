@@ -112,7 +112,7 @@ def test_another_user_of_the_machine_can_end_no_stream(name, heard):
     assert heard.wait_for(1) == [ControlMessage(Verb.STOP, 3, 4)]
 
 
-def test_sending_to_nobody_says_so_and_does_not_raise(name):
+def test_sending_without_a_receiver_says_so_and_does_not_raise(name):
     sender = ControlSender(name)
     assert sender.send(ControlMessage(Verb.CANCEL, 1, 2)) is False
     sender.close()
