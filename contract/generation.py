@@ -85,6 +85,8 @@ class GenerationRequest:
 
     text_input: the prompt; exactly one of text_input and messages is set.
     messages: a chat, oldest message first, each ``{"role", "content"}``.
+    tools: JSON list of the functions that the chat's template shows to the model, as OpenAI describes them.
+    chat_template_kwargs: JSON object of variables of the chat template.
     max_tokens: longest output.
     stop: strings that end the output and are not part of it.
     stop_token_ids: ids that end the output and are not part of it.
@@ -96,6 +98,8 @@ class GenerationRequest:
 
     text_input: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None
+    tools: str | None = None
+    chat_template_kwargs: str | None = None
     max_tokens: int = 128
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
@@ -117,6 +121,9 @@ class GenerationRequest:
             raise InvalidArgument("text_input", "must be set if messages is not, and left out if it is")
         if self.text_input == "":
             raise InvalidArgument("text_input", "must have at least one character, got an empty string")
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(self, name) is not None and self.messages is None:
+                raise InvalidArgument(name, "must be left out without messages")
         _integer("max_tokens", self.max_tokens, 1, INT32_MAX)
         if self.timeout_s is not None:
             _number("timeout_s", self.timeout_s, 0.0, 86_400.0, open_low=True)

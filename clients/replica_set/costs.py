@@ -174,17 +174,23 @@ def prompt_bytes(request: GenerationRequest) -> int:
     """The size of a request's prompt in UTF-8, chat roles aside."""
     if request.text_input is not None:
         return len(request.text_input.encode())
-    return sum(len(str(message.get("content", "")).encode()) for message in request.messages or ())
+    turns = sum(
+        len(str(part).encode(errors="replace"))
+        for message in request.messages or ()
+        for part in (message.get("content"), message.get("tool_calls"))
+        if part
+    )
+    return turns + len((request.tools or "").encode())
 
 
 def prefix(request: GenerationRequest, size: int = 1024) -> str:
     """The beginning of the prompt that later requests may share: its first ``size`` characters.
 
-    Of a chat, the messages up to the first of the user, which every later turn repeats.
+    Of a chat, its tools and the messages up to the first of the user, which every later turn repeats.
     """
     if request.text_input is not None:
         return request.text_input[:size]
-    shared = []
+    shared = [request.tools] if request.tools else []
     for message in request.messages or ():
         shared.append(f"{message.get('role')}\0{message.get('content')}")
         if message.get("role") == "user":

@@ -14,6 +14,8 @@ class GenerateArguments(TypedDict, total=False):
     """The keyword arguments of ``generate`` and ``complete``. What is left out takes the default in brackets.
 
     messages: a chat in place of the prompt, oldest message first; the server applies the model's template.
+    tools: functions that the model may call, as OpenAI's ``tools``, or their JSON; only with ``messages`` [none].
+    chat_template_kwargs: variables of the model's chat template, such as ``{"enable_thinking": False}`` [none].
     max_tokens: new tokens at most [128].
     stop: strings that end the text and are not part of it [none].
     stop_token_ids: the same as token ids [none].
@@ -36,6 +38,8 @@ class GenerateArguments(TypedDict, total=False):
     """
 
     messages: Iterable[Mapping[str, Any]] | None
+    tools: str | Iterable[Mapping[str, Any]] | None
+    chat_template_kwargs: str | Mapping[str, Any] | None
     max_tokens: int
     stop: str | Iterable[str]
     stop_token_ids: Iterable[int]

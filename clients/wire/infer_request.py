@@ -35,6 +35,10 @@ def generation(request: GenerationRequest, model: str, timeout_s: float | None =
         inputs.append(("text_input", [request.text_input]))
     if request.messages is not None:
         inputs.append(("messages", [json.dumps(list(request.messages), ensure_ascii=False)]))
+    if request.tools is not None:
+        inputs.append(("tools", [request.tools]))
+    if request.chat_template_kwargs is not None:
+        inputs.append(("chat_template_kwargs", [request.chat_template_kwargs]))
     if request.stop:
         inputs.append(("stop_words", list(request.stop)))
     if request.stop_token_ids:

@@ -21,6 +21,8 @@ MAX_REQUEST_ID = 256
 
 _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 _ARGUMENTS = tuple(GenerateArguments.__annotations__)
+_CONTENT = {"content", "tool_calls"}  # a message has at least one of them
+_JSON = {"json_schema": "a schema", "tools": "a list of tools", "chat_template_kwargs": "a dict"}
 _SWITCHES = frozenset({"stream", "echo", "skip_special_tokens", "ignore_eos", "log_probs"})
 
 
@@ -51,7 +53,8 @@ def build(prompt: str | None = None, **given: Unpack[GenerateArguments]) -> Gene
     fields["request_id"] = sendable_id(fields.get("request_id", "")) or new_request_id()
     if fields.get("messages") is not None:
         fields["messages"] = _chat(fields["messages"])
-    fields["json_schema"] = _schema(fields.get("json_schema"))
+    for name, what in _JSON.items():
+        fields[name] = _json(name, what, fields.get(name))
     sampling = SamplingParams(**{name: value for name, value in arguments.items() if name in _SAMPLING})
     return GenerationRequest(text_input=prompt, sampling=sampling, **fields).validate()
 
@@ -87,15 +90,16 @@ def _is_integer(number: Any) -> bool:
 
 def _chat(messages: Iterable[Mapping[str, Any]]) -> tuple[dict, ...]:
     chat = _tuple("messages", messages)
-    if not chat or not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in chat):
+    if not chat or not all(isinstance(one, Mapping) and "role" in one and _CONTENT & one.keys() for one in chat):
         raise InvalidArgument("messages", "allowed is a non-empty list of {'role': …, 'content': …}, oldest first")
     return tuple(dict(message) for message in chat)
 
 
-def _schema(json_schema: str | Mapping[str, Any] | None) -> str | None:
-    if json_schema is None or isinstance(json_schema, str):
-        return json_schema
+def _json(name: str, what: str, value: Any) -> str | None:
+    """Return an argument as JSON text; text is taken as it is."""
+    if value is None or isinstance(value, str):
+        return value
     try:
-        return json.dumps(json_schema)
+        return json.dumps(value if isinstance(value, Mapping) else list(value))
     except (TypeError, ValueError) as exc:
-        raise InvalidArgument("json_schema", f"is no JSON: {exc}; allowed is a schema, or its text") from exc
+        raise InvalidArgument(name, f"is no JSON: {exc}; allowed is {what}, or its text") from exc

@@ -74,7 +74,9 @@ def texts_of(request: GenerationRequest) -> list[str]:
     if request.messages is None:
         return [request.text_input or ""]
     # Templates trim what stands around a message.
-    return [str(message.get("content", "")).strip() for message in request.messages]
+    texts = [str(message.get("content") or "").strip() for message in request.messages]
+    texts += [str(message["tool_calls"]) for message in request.messages if message.get("tool_calls")]
+    return [request.tools, *texts] if request.tools else texts
 
 
 def size_by_bytes(texts: Sequence[str]) -> tuple[float, int]:

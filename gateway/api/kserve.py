@@ -379,6 +379,7 @@ def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> Generation
     return GenerationRequest(
         text_input=prompt if chat is None else None,
         messages=chat,
+        tools=_texts(request, "tools") if chat is not None else None,
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max(1, max_tokens),
         timeout_s=timeout_s,
         request_id=_quotable(request.id),

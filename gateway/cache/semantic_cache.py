@@ -239,6 +239,8 @@ def exclusion(request: GenerationRequest, control: CacheControl, exclude: re.Pat
         return "sampled"
     if not request.messages:
         return "completion"  # it continues the exact words of its prompt
+    if request.tools:
+        return "tools"  # the arguments of a call follow the exact words
     if request.sampling.log_probs or request.echo:
         return "prompt_in_answer"
     last = request.messages[-1]

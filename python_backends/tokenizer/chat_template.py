@@ -5,17 +5,26 @@ from __future__ import annotations
 
 import datetime
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contract.errors import InvalidArgument, NotFound
+from python_backends.tokenizer.chat import Message, parse_messages, parse_tools, parse_variables
+from python_backends.tokenizer.tool_prompt import with_tools
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_ROLES_HINT = 'a JSON list such as [{"role": "user", "content": "Hello"}]'
+_PROBE = [{"role": "user", "content": "?"}]
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "?", "parameters": {"type": "object", "properties": {}}},
+}
+_FIXED = {"messages", "tools", "documents", "add_generation_prompt", *_TOKENS}
 
 
 class ChatTemplate:
@@ -25,12 +34,13 @@ class ChatTemplate:
         """tokenizer_dir: holds chat_template.jinja, or tokenizer_config.json with ``chat_template``."""
         config_path = tokenizer_dir / "tokenizer_config.json"
         config = json.loads(config_path.read_text("utf-8")) if config_path.exists() else {}
-        source = config.get("chat_template")
+        source, tool_source = config.get("chat_template"), None
         if isinstance(source, list):  # several named templates
-            source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
+            named = {entry["name"]: entry["template"] for entry in source}
+            source, tool_source = named.get("default"), named.get("tool_use")
         jinja_path = tokenizer_dir / "chat_template.jinja"
         if jinja_path.exists():
-            source = jinja_path.read_text("utf-8")
+            source, tool_source = jinja_path.read_text("utf-8"), None
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
         )
@@ -38,46 +48,54 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         self._template = environment.from_string(source) if source else None
+        self._tool_template = environment.from_string(tool_source) if tool_source else self._template
+        # The names that the templates use, those of their own variables and of functions included.
+        trees = [environment.parse(text) for text in (source, tool_source) if text]
+        self._names = {node.name for tree in trees for node in tree.find_all(jinja2.nodes.Name)}
         self._tokens = {name: _token_text(config.get(name)) for name in _TOKENS}
 
-    def render(self, messages_json: str) -> str:
+    @cached_property
+    def knows_tools(self) -> bool:
+        """Whether the template shows tools to the model."""
+        try:
+            return self._rendered(_PROBE, [_PROBE_TOOL], {}) != self._rendered(_PROBE, None, {})
+        except InvalidArgument:  # it needs a chat of another form
+            return "tools" in self._names
+
+    def render(self, messages_json: str, tools_json: str | None = None, variables_json: str | None = None) -> str:
         """Return the prompt of a chat, ending where the assistant's message begins.
+
+        tools_json, variables_json: the inputs ``tools`` and ``chat_template_kwargs``.
 
         Raises:
             NotFound: the model has no chat template.
-            InvalidArgument: the messages are not a chat, or the template refuses them.
+            InvalidArgument: an input is malformed, the template refuses the messages, or it has no such variable.
         """
         if self._template is None:
             raise NotFound("messages: this model has no chat template; send text_input instead")
         messages = parse_messages(messages_json)
-        try:
-            text = self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._tokens
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as exc:
-            raise InvalidArgument("messages", f"must suit the model's chat template, got {exc}") from exc
+        tools = None if tools_json is None else parse_tools(tools_json)
+        variables = {} if variables_json is None else parse_variables(variables_json)
+        for name, value in variables.items():
+            # A variable that is not there cannot be switched on; it is off already.
+            if name in _FIXED or (name not in self._names and value not in (None, False)):
+                problem = "must have variables of the model's chat template only"
+                raise InvalidArgument("chat_template_kwargs", f"{problem}, got {name!r:.100}")
+        if not self.knows_tools and (tools or any(one["role"] == "tool" for one in messages)):
+            messages, tools = with_tools(messages, tools or ()), None
+        text = self._rendered(messages, tools, variables)
         _check_characters(text)
         return text
 
-
-def parse_messages(messages_json: str) -> list[dict[str, Any]]:
-    """Parse the input ``messages``.
-
-    Raises:
-        InvalidArgument: it is not a chat; names the message and what it must hold.
-    """
-    try:
-        messages = json.loads(messages_json)
-    except (ValueError, RecursionError) as exc:
-        raise InvalidArgument("messages", f"must be {_ROLES_HINT}, got no JSON: {exc}") from exc
-    if not isinstance(messages, list) or not messages:
-        raise InvalidArgument("messages", f"must be {_ROLES_HINT}")
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InvalidArgument("messages", f'entry {index} must have a "role", as in {_ROLES_HINT}')
-        if not isinstance(message.get("content"), str):
-            raise InvalidArgument("messages", f'entry {index} must have text in "content", as in {_ROLES_HINT}')
-    return messages
+    def _rendered(self, messages: list[Message], tools: list[dict[str, Any]] | None, variables: dict[str, Any]) -> str:
+        template = self._tool_template if tools else self._template
+        assert template is not None
+        try:
+            return template.render(
+                **variables, messages=messages, tools=tools, documents=None, add_generation_prompt=True, **self._tokens
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as exc:
+            raise InvalidArgument("messages", f"must suit the model's chat template, got {exc}") from exc
 
 
 def _token_text(token: str | dict[str, Any] | None) -> str:

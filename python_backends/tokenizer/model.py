@@ -83,7 +83,8 @@ class TritonPythonModel:
                 priority.refuse(parameters(request))
             if prompt.messages is not None:
                 # A chat template writes the special tokens itself.
-                name, text, add_special_tokens = "messages", self._chat_template.render(prompt.messages), False
+                text = self._chat_template.render(prompt.messages, prompt.tools, prompt.chat_template_kwargs)
+                name, add_special_tokens = "messages", False
             else:
                 name, text, add_special_tokens = "text_input", prompt.prompt or "", True
             self._encoding.check_length(name, text)

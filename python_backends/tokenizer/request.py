@@ -30,6 +30,7 @@ class PromptRequest:
 
     prompt: text to encode; exactly one of prompt and messages is set.
     messages: a chat as JSON.
+    tools, chat_template_kwargs: what its template gets besides, as JSON; None when not sent.
     max_tokens: longest output, None for the default.
     stop_token_ids: ids that end the output, beside the model's own.
     end_id: None for the model's own, -1 for none.
@@ -39,6 +40,8 @@ class PromptRequest:
 
     prompt: str | None
     messages: str | None
+    tools: str | None
+    chat_template_kwargs: str | None
     max_tokens: int | None
     stop_token_ids: tuple[int, ...]
     end_id: int | None
@@ -68,7 +71,11 @@ def parse(inputs: Inputs, parameters: dict[str, Any], limits: EngineLimits, max_
         raise InvalidArgument("messages", "must be left out if text_input is sent, got both")
     if prompt == "":
         raise InvalidArgument("text_input", "must have at least one character, got an empty string")
-    for name, text in (("text_input", prompt), ("messages", messages)):
+    chat = {name: inputs.text(name) for name in ("tools", "chat_template_kwargs")}
+    for name, text in chat.items():
+        if text is not None and messages is None:
+            raise InvalidArgument(name, "must be left out without messages")
+    for name, text in (("text_input", prompt), ("messages", messages), *chat.items()):
         if text is not None and len(text.encode()) > max_prompt_bytes:
             raise PromptTooLong(name, f"must have at most {max_prompt_bytes} bytes, got {len(text.encode())}")
     max_tokens = inputs.scalar("max_tokens")
@@ -88,6 +95,7 @@ def parse(inputs: Inputs, parameters: dict[str, Any], limits: EngineLimits, max_
     return PromptRequest(
         prompt=prompt,
         messages=messages,
+        **chat,
         max_tokens=max_tokens,
         stop_token_ids=stop_token_ids,
         end_id=_end_id(inputs, limits.vocab_size),

@@ -74,6 +74,8 @@ def test_every_field_of_a_request_travels_under_the_ensembles_name_and_type() ->
     sampling = SamplingParams(0.5, 5, 0.9, 0.1, 1.5, 0.25, -0.25, 2**64 - 1, 3, True, True, 4)
     asked = GenerationRequest(
         messages=({"role": "user", "content": "grüß Gott"},),
+        tools="[1]",
+        chat_template_kwargs="{}",
         sampling=sampling,
         stream=False,
         echo=True,
@@ -87,6 +89,8 @@ def test_every_field_of_a_request_travels_under_the_ensembles_name_and_type() ->
     assert values.pop("top_p") == [pytest.approx(0.9)] and values.pop("min_p") == [pytest.approx(0.1)]
     assert values == {
         "max_tokens": [128],
+        "tools": ["[1]"],
+        "chat_template_kwargs": ["{}"],
         "stream": [False],
         "exclude_input_in_output": [False],
         "skip_special_tokens": [False],

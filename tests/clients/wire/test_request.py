@@ -54,8 +54,18 @@ def test_a_chat_and_a_schema_are_taken_as_python_has_them() -> None:
         ({"prompt": "x", "log_probs": 3}, "log_probs: got 3; allowed is True or False"),
         ({"prompt": "x", "stream": "no"}, "stream: got 'no'; allowed is True or False"),
         ({"prompt": "x", "json_schema": {"a": {1}}}, "json_schema: is no JSON"),
+        ({"messages": [{"role": "user", "content": "y"}], "tools": 5}, "tools: is no JSON"),
+        ({"prompt": "x", "tools": []}, "tools: must be left out without messages"),
+        ({"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs: must be left out without messages"),
     ],
 )
 def test_a_bad_argument_is_named_with_what_is_allowed(arguments: dict, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         request.build(**arguments)
+
+
+def test_tools_and_template_variables_travel_as_json() -> None:
+    asked = [{"role": "assistant", "tool_calls": []}]
+    built = request.build(messages=asked, tools=({"a": 1},), chat_template_kwargs={"enable_thinking": False})
+    assert (built.tools, built.chat_template_kwargs) == ('[{"a": 1}]', '{"enable_thinking": false}')
+    assert request.build(messages=asked, tools="[]").tools == "[]"

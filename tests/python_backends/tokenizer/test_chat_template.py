@@ -1,12 +1,10 @@
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks import checkpoints
 from contract.errors import InvalidArgument, NotFound
-from python_backends.tokenizer.chat_template import ChatTemplate, parse_messages
+from python_backends.tokenizer.chat_template import ChatTemplate
 
 HELLO = json.dumps([{"role": "user", "content": "Hello"}])
 
@@ -81,44 +79,6 @@ def test_a_model_without_a_template_says_what_to_send_instead(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("messages", "problem"),
-    [
-        ("Hello", "got no JSON"),
-        ("", "got no JSON"),
-        ("[" * 100_000, "got no JSON"),
-        ("{}", "must be a JSON list"),
-        ("[]", "must be a JSON list"),
-        ('["Hello"]', 'entry 0 must have a "role"'),
-        ('[{"content": "Hello"}]', 'entry 0 must have a "role"'),
-        ('[{"role": 1, "content": "Hello"}]', 'entry 0 must have a "role"'),
-        ('[{"role": "user", "content": "a"}, {"role": "user"}]', 'entry 1 must have text in "content"'),
-        ('[{"role": "user", "content": ["a"]}]', 'entry 0 must have text in "content"'),
-        ('[{"role": "user", "content": null}]', 'entry 0 must have text in "content"'),
-    ],
-)
-def test_what_is_no_chat_is_refused_with_an_example_of_one(messages, problem):
-    with pytest.raises(InvalidArgument, match=problem) as caught:
-        parse_messages(messages)
-    assert caught.value.field == "messages" and '[{"role": "user", "content": "Hello"}]' in str(caught.value)
-
-
-@given(
-    st.recursive(
-        st.none() | st.integers() | st.text(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-        max_leaves=8,
-    )
-)
-def test_any_json_is_a_chat_or_is_refused_by_name(value):
-    try:
-        messages = parse_messages(json.dumps(value))
-    except InvalidArgument as refusal:
-        assert refusal.field == "messages"
-    else:
-        assert messages == value
-
-
-@pytest.mark.parametrize(
     ("source", "reason"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
@@ -145,3 +105,48 @@ def test_what_json_can_spell_and_text_may_not_hold_is_refused(template, content,
 
 def test_a_character_in_two_escapes_is_a_character(template):
     assert template("{{ messages[0].content }}").render('[{"role": "user", "content": "\\ud83d\\ude00"}]') == "😀"
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": "é"}'}}
+ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+ANSWERED = [*ASKED, {"role": "tool", "tool_call_id": "c", "content": "7"}]
+KNOWING = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
+)
+PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+
+
+def test_a_template_that_knows_tools_gets_them_and_calls_as_objects(template):
+    knowing = template(KNOWING)
+    assert knowing.knows_tools
+    text = knowing.render(json.dumps(ANSWERED), json.dumps([TOOL]))
+    assert text == json.dumps(TOOL) + 'user:Hi;assistant:f{"x": "é"};tool:7;'
+
+
+def test_a_template_that_knows_none_gets_them_in_the_system_message(template):
+    plain = template(PLAIN)
+    assert not plain.knows_tools
+    text = plain.render(json.dumps([{"role": "system", "content": "Be brief."}, *ANSWERED]), json.dumps([TOOL]))
+    assert text.startswith("system:Be brief.\n\n# Tools\n") and f"<tools>\n{json.dumps(TOOL)}\n</tools>" in text
+    called = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
+    assert text.endswith(f"user:Hi;assistant:{called};user:<tool_response>\n7\n</tool_response>;")
+    assert plain.render(HELLO, json.dumps([TOOL])).startswith("system:# Tools\n")
+    assert plain.render(json.dumps(ANSWERED)).startswith("user:Hi;assistant:<tool_call>")  # no tools any more
+
+
+def test_a_template_for_tools_of_its_own_is_taken_where_there_are_tools(template):
+    several = [{"name": "tool_use", "template": KNOWING}, {"name": "default", "template": PLAIN}]
+    assert template(several).render(HELLO, json.dumps([TOOL])) == json.dumps(TOOL) + "user:Hello;"
+    assert template(several).render(HELLO) == "user:Hello;"
+
+
+def test_the_templates_own_variables_can_be_set_and_others_only_left_off(template):
+    thinking = template("{% if enable_thinking is defined and not enable_thinking %}off{% endif %}.")
+    assert thinking.render(HELLO, variables_json='{"enable_thinking": false}') == "off."
+    assert thinking.render(HELLO) == "."
+    assert template(PLAIN).render(HELLO, variables_json='{"enable_thinking": false}') == "user:Hello;"
+    for name in ("enable_thinking", "messages", "bos_token"):
+        with pytest.raises(InvalidArgument, match=f"chat_template_kwargs: .* got '{name}'"):
+            template(PLAIN).render(HELLO, variables_json=json.dumps({name: True}))

@@ -160,6 +160,7 @@ def test_a_word_beyond_the_models_vocabulary_is_refused_under_its_own_name(beyon
 def test_a_chat_that_is_too_long_is_refused_under_its_own_name(ask):
     chat = json.dumps([{"role": "user", "content": "a b c d " * 200}])
     assert str(ask(messages=chat)).startswith("messages: ")
+    assert str(ask(messages=chat, tools="[]")).startswith("tools: ")
 
 
 def test_without_max_tokens_there_is_room_for_128_or_for_what_is_left(ask):

@@ -83,6 +83,8 @@ def test_end_tokens_are_the_models_own_one_of_the_callers_or_none(ask):
     [
         ({}, "text_input", "must be sent if messages is not, got neither"),
         ({"text_input": "a", "messages": "[]"}, "messages", "must be left out if text_input is sent"),
+        ({"text_input": "a", "tools": "[]"}, "tools", "must be left out without messages"),
+        ({"text_input": "a", "chat_template_kwargs": "{}"}, "chat_template_kwargs", "must be left out without"),
         ({"text_input": ""}, "text_input", "must have at least one character"),
         ({"text_input": b"\xff"}, "text_input", "must be UTF-8, got an invalid sequence at byte 0"),
         ({"text_input": "a\0"}, "text_input", "must hold no NUL character, got one at position 1"),
@@ -116,11 +118,12 @@ def test_what_is_not_allowed_is_refused_by_name(ask, inputs, field, problem):
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("name", ["text_input", "messages"])
+@pytest.mark.parametrize("name", ["text_input", "messages", "tools", "chat_template_kwargs"])
 def test_a_prompt_over_the_servers_bound_is_refused_in_bytes(ask, name):
-    ask(**{name: "é" * 500})
+    chat = {} if name in ("text_input", "messages") else {"messages": "[]"}
+    ask(**chat, **{name: "é" * 500})
     with pytest.raises(PromptTooLong, match=f"{name}: must have at most 1000 bytes, got 1002"):
-        ask(**{name: "é" * 501})
+        ask(**chat, **{name: "é" * 501})
 
 
 @pytest.mark.parametrize(
