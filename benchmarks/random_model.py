@@ -7,39 +7,62 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from benchmarks import checkpoints
 from benchmarks.server_process import ENGINES, ROOT
 
 NAME = "bench-160m"
 CHECKPOINT = ROOT / ".cache" / "bench" / NAME
 VOCABULARY = 32_000
-CONFIG = checkpoints.CONFIGS["llama_gqa"] | {
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
     "vocab_size": VOCABULARY,
     "hidden_size": 768,
     "intermediate_size": 2048,
     "num_hidden_layers": 18,
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
     "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": VOCABULARY - 2,
+    "bos_token_id": VOCABULARY - 1,
 }
-SPECIALS = {"eos_token_id": VOCABULARY - 2, "bos_token_id": VOCABULARY - 1}
 
 
-def parameters(config: dict = CONFIG) -> int:
-    hidden, ffn = config["hidden_size"], config["intermediate_size"]
-    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * ffn + 2 * hidden
-    return 2 * config["vocab_size"] * hidden + config["num_hidden_layers"] * layer + hidden
+def shapes() -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight by its Hugging Face name."""
+    hidden, ffn = 768, 2048
+    kv_rows = hidden // 12 * 4
+    layer = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv_rows, hidden),
+        "self_attn.v_proj": (kv_rows, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (ffn, hidden),
+        "mlp.up_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
+    }
+    out = {name: (VOCABULARY, hidden) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    out["model.norm.weight"] = (hidden,)
+    return out | {f"model.layers.{n}.{name}.weight": shape for n in range(18) for name, shape in layer.items()}
 
 
 def engine(precision: str = "bf16") -> str:
     """Return the name of the engine, built if needed, which takes some ten seconds."""
     if not (CHECKPOINT / "model.safetensors").exists():
-        checkpoints.write(CHECKPOINT, CONFIG | SPECIALS)
+        CHECKPOINT.mkdir(parents=True, exist_ok=True)
+        (CHECKPOINT / "config.json").write_text(json.dumps(CONFIG))
         write_tokenizer(CHECKPOINT)
+        write_weights(CHECKPOINT / "model.safetensors", shapes())
     name = NAME if precision == "bf16" else f"{NAME}-{precision}"
     command = [sys.executable, "-m", "build.engine", "--engine", name, "--model", str(CHECKPOINT)]
     subprocess.run([*command, "--precision", precision], cwd=ROOT, check=True, stdout=sys.stderr)
@@ -48,6 +71,22 @@ def engine(precision: str = "bf16") -> str:
 
 def folder(precision: str = "bf16") -> Path:
     return ENGINES / engine(precision)
+
+
+def write_weights(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Write random bf16 weights as safetensors: u64 header length, JSON header, the bytes of all tensors."""
+    random, header, end = np.random.default_rng(0), {}, 0
+    for name, shape in shapes.items():
+        size = 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": (end, end + size)}
+        end += size
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for shape in shapes.values():
+            values = random.standard_normal(shape, dtype=np.float32)
+            values = values * 2 / np.sqrt(shape[-1]) if len(shape) > 1 else 1 + 0.2 * values
+            file.write((values.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes())
 
 
 def write_tokenizer(into: Path) -> None:
@@ -59,16 +98,11 @@ def write_tokenizer(into: Path) -> None:
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     pairs = [(first, second) for first in ["Ġ", *letters] for second in letters]
     twos = [first + second for first, second in pairs]
-    for first in twos:
-        for second in twos[26:]:
-            if len(alphabet) + len(pairs) >= VOCABULARY - 2:
-                break
-            pairs.append((first, second))
+    pairs += [(first, second) for first in twos for second in twos[26:]][: VOCABULARY - 2 - len(alphabet) - len(pairs)]
     vocabulary = {token: n for n, token in enumerate([*alphabet, *("".join(pair) for pair in pairs)])}
     tokenizer = Tokenizer(BPE(vocabulary, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>", "<|begin|>"])
     tokenizer.save(str(into / "tokenizer.json"))
-    settings = json.loads((into / "tokenizer_config.json").read_text())
-    (into / "tokenizer_config.json").write_text(json.dumps(settings))
+    (into / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "bos_token": "<|begin|>"}))

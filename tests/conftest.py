@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from benchmarks import checkpoints
+from tests.fakes import checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -268,8 +268,7 @@ def test_the_readmes_verbs_are_the_makefiles():
 WITHOUT_A_TEST_FILE = {
     f"benchmarks/{name}.py"
     for name in (
-        "cancel checkpoints detokenizer measurement peer_servers raw_engine server_process target tokenizer "
-        "tokenizer_families gateway/contenders gateway/fastapi_relay"
+        "cancel measurement peer_servers raw_engine server_process target gateway/contenders gateway/fastapi_relay"
     ).split()
 }
 

@@ -1,10 +1,10 @@
+import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks import checkpoints, random_model
+from benchmarks import random_model
 
 
 def test_every_id_of_the_vocabulary_has_a_text(tmp_path):
-    checkpoints.write_tokenizer(tmp_path)
     random_model.write_tokenizer(tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == random_model.VOCABULARY
@@ -12,4 +12,18 @@ def test_every_id_of_the_vocabulary_has_a_text(tmp_path):
 
 
 def test_the_model_has_about_160_million_parameters():
-    assert 150e6 < random_model.parameters() < 170e6
+    assert 150e6 < sum(np.prod(shape) for shape in random_model.shapes().values()) < 170e6
+
+
+def test_the_weights_are_those_that_the_builder_expects():
+    from build.base import architecture
+
+    assert random_model.shapes() == architecture.from_config(random_model.CONFIG).expected_tensors()
+
+
+def test_a_weight_file_can_be_read_back(tmp_path):
+    from build.base import shards
+
+    random_model.write_weights(tmp_path / "a.safetensors", {"matrix": (64, 256), "norm": (256,)})
+    stored = shards.read_header(tmp_path / "a.safetensors")
+    assert 0.1 < stored["matrix"].f32().std() < 0.15 and 0.9 < stored["norm"].f32().mean() < 1.1

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from benchmarks.arrivals import Arrival, Poisson
 from benchmarks.lengths import Fixed, LogNormal
 from benchmarks.prompts import Prompts
-from benchmarks.tokenizer_families import FAMILIES
 from benchmarks.workload import Workload
 from contract.errors import InvalidArgument
+from tests.fakes.tokenizer_families import FAMILIES
 
 PROMPTS = Prompts()
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import openvino_genai as genai
 import pytest
 
-from benchmarks import checkpoints
 from build import engine
 from build.base import host, layout, shape
 from build.package import plan
@@ -22,6 +21,7 @@ from build.recipe.verdict import Refused
 from contract.errors import EngineFailed, InvalidArgument, TridentError, Unavailable
 from contract.manifest import load, verify
 from server import preflight
+from tests.fakes import checkpoints
 
 pytestmark = pytest.mark.slow
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import checkpoints
 from build.model.calibration import TokenBlocks
+from tests.fakes import checkpoints
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

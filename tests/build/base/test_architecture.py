@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks import checkpoints
 from build.base.architecture import UnsupportedModel, from_config
+from tests.fakes import checkpoints
 
 LLAMA = checkpoints.CONFIGS["llama_gqa"]
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import checkpoints
 from build.base import shape
 from build.base.checkpoint import CheckpointError, open_checkpoint
 from build.base.rope import inverse_frequencies
+from tests.fakes import checkpoints
 
 LLAMA = checkpoints.CONFIGS["llama_gqa"]
 

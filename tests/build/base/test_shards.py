@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import checkpoints
 from build.base.shards import BadShard, read_header
+from tests.fakes import checkpoints
 
 
 def write(path, header: object, data: bytes = b"") -> None:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import checkpoints
 from build.base import checkpoint
 from build.model import calibration
 from build.model.calibration import read_texts, token_blocks
 from contract.errors import InvalidArgument
+from tests.fakes import checkpoints
 
 texts_of_letters = st.lists(st.text("abcdefgh", max_size=30), min_size=1, max_size=12).filter(any)
 

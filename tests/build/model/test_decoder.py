@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from benchmarks import checkpoints
 from build.base import checkpoint
 from build.model import decoder
-from tests.fakes import numpy_llama
+from tests.fakes import checkpoints, numpy_llama
 
 
 @pytest.mark.parametrize("name", checkpoints.CONFIGS)

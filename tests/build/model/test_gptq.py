@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import checkpoints
 from build.base.checkpoint import CheckpointError, open_checkpoint
 from build.model import gptq
 from build.model.gptq import influence_of, quantize
 from build.model.weights import quantize_int4
+from tests.fakes import checkpoints
 
 BLOCKS = np.random.default_rng(5).integers(0, 256, (4, 32))
 

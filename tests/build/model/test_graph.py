@@ -5,10 +5,9 @@ import openvino as ov
 import openvino.opset13 as ops
 import pytest
 
-from benchmarks import checkpoints
 from build.base import architecture
 from build.model import graph
-from tests.fakes import numpy_llama
+from tests.fakes import checkpoints, numpy_llama
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 IDS = [int(i) for i in np.random.default_rng(3).integers(0, 256, 40)]

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from benchmarks import checkpoints
 from build.base.checkpoint import open_checkpoint
 from build.model.openvino_engine import OpenVinoEngine
 from build.package import compile_cpu
 from build.quality import evaluation
 from build.recipe import recipe as recipes
+from tests.fakes import checkpoints
 
 TABLE = {
     "kind": "cpu",

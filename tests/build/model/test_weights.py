@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from benchmarks import checkpoints
 from build.base.checkpoint import CheckpointError, open_checkpoint
 from build.model.weights import PRECISIONS, Weights, fitting_group, pack_u4, quantize_int4, quantize_int8
+from tests.fakes import checkpoints
 
 LLAMA = checkpoints.CONFIGS["llama_gqa"]
 NAME = "model.layers.0.mlp.gate_proj.weight"  # [96, 64]

@@ -11,7 +11,6 @@ import openvino as ov
 import openvino_genai as genai
 import pytest
 
-from benchmarks import checkpoints
 from build.base import layout
 from build.base.checkpoint import CheckpointError, open_checkpoint
 from build.model.weights import quantize_int4, quantize_int8
@@ -19,7 +18,7 @@ from build.package.compile_cpu import compile_cpu, properties
 from build.recipe import recipe as recipes
 from build.recipe.recipe import Recipe
 from contract.errors import InvalidArgument
-from tests.fakes import numpy_llama
+from tests.fakes import checkpoints, numpy_llama
 
 pytestmark = pytest.mark.slow
 

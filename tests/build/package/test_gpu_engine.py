@@ -9,7 +9,6 @@ from pathlib import Path
 import gpu_machine
 import pytest
 
-from benchmarks import checkpoints
 from build.base import layout
 from build.lint import __main__, repository
 from build.package import container, gpu_engine
@@ -19,6 +18,7 @@ from build.recipe import commands, schema, verdict
 from build.recipe import recipe as recipes
 from contract.errors import EngineFailed, NotFound, Unavailable
 from contract.manifest import load, verify
+from tests.fakes import checkpoints
 
 pytestmark = pytest.mark.slow
 

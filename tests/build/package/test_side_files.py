@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from benchmarks import checkpoints
 from build.base.checkpoint import CheckpointError
 from build.package import side_files
+from tests.fakes import checkpoints
 
 
 @pytest.fixture

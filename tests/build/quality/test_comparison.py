@@ -11,7 +11,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from benchmarks import checkpoints
 from build.base import layout
 from build.base.checkpoint import open_checkpoint
 from build.model import decoder
@@ -21,6 +20,7 @@ from build.quantise import quantize, trtllm_checkpoint
 from build.recipe.quantization import Quantization
 from build.recipe.recipe import DEFAULT_QUALITY, QualityBudget
 from contract.errors import InvalidArgument
+from tests.fakes import checkpoints
 
 pytestmark = pytest.mark.slow
 

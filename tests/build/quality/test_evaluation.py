@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import checkpoints
 from build import engine
 from build.base import layout
 from build.base.checkpoint import open_checkpoint
@@ -17,6 +16,7 @@ from build.quality import comparison, evaluation
 from build.recipe import recipe as recipes
 from contract.errors import InvalidArgument
 from contract.manifest import load
+from tests.fakes import checkpoints
 
 pytestmark = pytest.mark.slow
 

@@ -6,13 +6,13 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks import checkpoints
 from build.base import checkpoint as hf_checkpoint
 from build.model import decoder
 from build.quality import comparison
 from build.quantise import hf_quantised, quantize, trtllm_checkpoint
 from build.quantise.trtllm_checkpoint import BadCheckpoint
 from contract.errors import InvalidArgument
+from tests.fakes import checkpoints
 from tests.fakes.quantisable_models import HELD_OUT
 
 # Relative error of the logits, as in test_quantize.py.

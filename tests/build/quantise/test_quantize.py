@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import checkpoints
 from build.base import checkpoint as hf_checkpoint
 from build.base import layout
 from build.model import decoder
@@ -20,6 +19,7 @@ from build.quantise import exporters, quantize, trtllm_checkpoint
 from build.recipe import schema
 from build.recipe.quantization import HF_QFORMATS, QFORMATS, Quantization
 from contract.errors import EngineFailed, InvalidArgument
+from tests.fakes import checkpoints
 from tests.fakes.quantisable_models import BLOCKS, HELD_OUT, LLAMA, MODELS
 
 OBSERVED = json.loads((layout.OPTION_TABLES / "checkpoint_tensors_observed.json").read_text())

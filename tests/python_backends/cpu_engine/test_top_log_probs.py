@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 
-from benchmarks import checkpoints
 from contract import manifest as manifests
 from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
-from tests.fakes import numpy_llama
+from tests.fakes import checkpoints, numpy_llama
 
 pytestmark = pytest.mark.slow
 

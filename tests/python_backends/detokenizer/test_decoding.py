@@ -13,10 +13,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 
-from benchmarks.tokenizer_families import AWKWARD_TOKENS, FAMILIES, TEXTS, awkward
 from contract.errors import InvalidArgument, NotFound
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.stages import byte_level
+from tests.fakes.tokenizer_families import AWKWARD_TOKENS, FAMILIES, TEXTS, awkward
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 DECODINGS = {family: Decoding.from_tokenizer(build()) for family, build in FAMILIES.items()}

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.tokenizer_families import FAMILIES, TEXTS
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.stop import StopStrings
 from python_backends.detokenizer.stream import TextStream
+from tests.fakes.tokenizer_families import FAMILIES, TEXTS
 from tests.python_backends.detokenizer.test_decoding import DECODINGS, id_chunks, joined
 from tests.python_backends.detokenizer.test_stop import first_match
 

@@ -2,13 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import tokenizer_families
 from contract.generation import FinishReason
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.streams import Streams
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.stream_state import StreamEvent, StreamState
 from python_backends.ensemble.token_increment import TokenIncrement
+from tests.fakes import tokenizer_families
 
 FAMILIES = ("byte_level_bpe", "sentencepiece_bpe", "metaspace_first")
 TOKENIZERS = {name: tokenizer_families.FAMILIES[name]() for name in FAMILIES}

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from benchmarks import checkpoints
 from contract.errors import InvalidArgument, NotFound
 from python_backends.tokenizer.chat_template import ChatTemplate
+from tests.fakes import checkpoints
 
 HELLO = json.dumps([{"role": "user", "content": "Hello"}])
 

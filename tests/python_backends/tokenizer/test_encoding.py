@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import tokenizer_families
 from contract.errors import PromptTooLong
 from python_backends.tokenizer.encoding import Encoding
+from tests.fakes import tokenizer_families
 
 
 @pytest.fixture(scope="module", params=tokenizer_families.FAMILIES)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tokenizers
 
-from benchmarks import tokenizer_families
 from contract import manifest as manifests
 from contract.errors import InvalidArgument, Unavailable, from_text
 from contract.tensors import ENGINE_INPUTS, ENSEMBLE_INPUTS
@@ -16,6 +15,7 @@ from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.word_list import decode_word_list
 from python_backends.settings import Settings
 from python_backends.tokenizer.model import TritonPythonModel
+from tests.fakes import tokenizer_families
 
 DATATYPES = {tensor.name: tensor.datatype for tensor in ENSEMBLE_INPUTS}
 END = 256
