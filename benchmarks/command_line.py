@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -50,6 +50,97 @@ Without --engine the server at TRIDENT_URL and TRIDENT_METRICS_URL is measured (
 """
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 86_400:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 86400, got {text}")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+    return value
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text}")
+    return value
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _rates(text: str) -> list[float]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _out(text: str) -> Path:
+    """Make the folder of results, so that an invalid one fails before the measurement."""
+    try:
+        (folder := Path(text)).mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise argparse.ArgumentTypeError(f"must be a folder that can be made, got {text}: {exc.strerror}") from exc
+    return folder
+
+
+# type, metavar and help of every option that has a value; commands name those they have, with their defaults.
+_OPTIONS: dict[str, tuple[Callable[[str], object], str, str]] = {
+    "cancel_fraction": (float, "F", "share of requests cancelled midway"),
+    "concurrency": (_counts, "N,N,…", "closed loops: requests in flight"),
+    "duration": (_positive, "S", f"of a load; run and sweep: {DURATION_S:g} s unless set, a trace is replayed whole"),
+    "engine": (str, "NAME", "start a server for engines/NAME and stop it afterwards"),
+    "engines": (str, "NAME,…", "of engines/"),
+    "generators": (_count, "N", "client processes; 1 unless set, more if it saturates"),
+    "input": (str, "TOKENS", f"prompts: {lengths.FORMS}"),
+    "max_tokens": (_count, "N", "of a stream"),
+    "metrics_url": (str, "URL", "its metrics (TRIDENT_METRICS_URL)"),
+    "model": (str, "NAME", "demo or bench-160m"),
+    "only": (str, "NAME,…", "a part of what is measured"),
+    "out": (_out, "FOLDER", "of the results (default benchmarks/results/…)"),
+    "output": (str, "TOKENS", "answers: likewise"),
+    "prefix_groups": (int, "N", "prompts share one of N prefixes …"),
+    "prefix_tokens": (int, "N", "… of N tokens"),
+    "protocols": (str, "NAME,…", "of slow streams and bursts"),
+    "rates": (_rates, "R,R,…", "open loops: Poisson, requests per second"),
+    "requests": (_count, "N", "at most N per load"),
+    "rounds": (_count, "N", "rounds of each"),
+    "samples": (_count, "N", "cancels"),
+    "seconds": (_positive, "S", "of a round"),
+    "seed": (int, "N", "of every random choice"),
+    "slo_latency_s": (_positive, "S", "at P95"),
+    "slo_ttft_ms": (_positive, "MS", "at P95"),
+    "streams": (_counts, "N,N,…", "streams cancelled together"),
+    "tokenizer": (Path, "FOLDER", "its tokenizer.json counts prompt tokens"),
+    "tokens": (_count, "N", "of an answer"),
+    "url": (str, "HOST:PORT", "a server that runs already (TRIDENT_URL, 127.0.0.1:8001)"),
+    "warmup": (_seconds, "S", f"load before that, {WARMUP_S:g} s unless set; 0 for a trace"),
+}
+_SERVER: dict[str, object] = dict.fromkeys(("engine", "url", "metrics_url", "tokenizer"))
+_LOAD: dict[str, object] = {
+    **{"input": "128", "output": "64", "duration": None, "warmup": None, "requests": None},
+    **{"prefix_groups": 0, "prefix_tokens": 0, "cancel_fraction": 0.0, "seed": 0, "generators": None},
+    **{"slo_ttft_ms": 500.0, "slo_latency_s": 5.0, "stop_at_end": False, "unary": False, "out": None},
+}
+_FLAGS = {
+    "stop_at_end": "answers may end early, at the model's end token",
+    "unary": "no streaming: one response per answer",
+}
+
+
+def _add(container: argparse._ActionsContainer, name: str, default: object) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    if name in _FLAGS:
+        container.add_argument(flag, action="store_true", help=_FLAGS[name])
+        return
+    kind, metavar, about = _OPTIONS[name]
+    shown = " (default %(default)s)" if default is not None else ""
+    container.add_argument(flag, type=kind, default=default, metavar=metavar, help=about + shown)
+
+
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     # SIGTERM raises SystemExit, so that the servers we started are stopped.
@@ -72,117 +163,66 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(
-        prog=_COMMAND,
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=_COMMAND, description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
-    single = commands.add_parser("run", help="one load: every figure, and self-checks")
-    _server_options(single)
-    _workload_options(single)
-    _loop_options(single)
-    single.set_defaults(command=run)
-    many = commands.add_parser("sweep", help="several loads: the throughput-latency curve")
-    _server_options(many)
-    _workload_options(many)
+
+    def command(name: str, run: Callable[..., int], about: str, **defaults: object) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=about)
+        for option, default in defaults.items():
+            _add(added, option, default)
+        added.set_defaults(command=run)
+        return added
+
+    single = command("run", run, "one load: every figure, and self-checks", **_SERVER, **_LOAD)
+    either = single.add_mutually_exclusive_group()
+    either.add_argument("--concurrency", type=int, default=8, metavar="N", help="closed loop (default %(default)s)")
+    either.add_argument("--arrivals", metavar="PROCESS", help=f"open loop: {arrivals.FORMS}")
+    many = command("sweep", sweep, "several loads: the throughput-latency curve", **_SERVER, **_LOAD)
     either = many.add_mutually_exclusive_group()
-    either.add_argument(
-        "--concurrency", default="1,2,4,8,16,32", metavar="N,N,…", help="closed loops (default %(default)s)"
-    )
-    either.add_argument("--rates", metavar="R,R,…", help="open loops, Poisson, requests per second")
-    many.set_defaults(command=sweep)
-    cost = commands.add_parser("efficiency", help="the ensemble beside the engine over gRPC and the engine in process")
-    cost.add_argument(
-        "--engines", default=",".join(efficiency.ENGINES_MEASURED), metavar="NAME,…", help="(%(default)s)"
-    )
-    cost.add_argument("--rounds", type=_count, default=3, metavar="N", help="rounds of each (default %(default)s)")
-    cost.add_argument("--concurrency", default="1,8,32,64", metavar="N,N,…", help="(default %(default)s)")
-    cost.add_argument("--out", type=_out, metavar="FOLDER")
-    cost.set_defaults(command=run_efficiency)
-    hop = commands.add_parser("hops", help="CPU per response by process, and the phases of the time to first token")
-    hop.add_argument("--engine", default="demo", metavar="NAME", help="(default %(default)s)")
-    hop.add_argument("--concurrency", default="1,32", metavar="N,N,…", help="(default %(default)s)")
-    hop.add_argument("--tokens", type=_count, default=128, metavar="N", help="of an answer (default %(default)s)")
-    hop.add_argument("--rounds", type=_count, default=3, metavar="N", help="(default %(default)s)")
-    hop.add_argument("--out", type=_out, metavar="FOLDER")
-    hop.set_defaults(command=run_hops)
-    free = commands.add_parser("cancel", help="how soon a cancelled request's slot is free, under load")
-    _server_options(free)
-    free.add_argument("--samples", type=_count, default=50, metavar="N", help="cancels (default %(default)s)")
-    free.add_argument(
-        "--streams", default="8,32", metavar="N,N,…", help="streams cancelled together (default %(default)s)"
-    )
-    free.add_argument("--max-tokens", type=_count, default=480, metavar="N", help="of a stream (default %(default)s)")
-    free.add_argument("--out", type=_out, metavar="FOLDER")
-    free.set_defaults(command=run_cancel)
-    theirs = commands.add_parser("perf-analyzer", help="NVIDIA's perf_analyzer, streaming and unary")
-    _server_options(theirs)
-    theirs.add_argument("--concurrency", default="1,8,32", metavar="N,N,…", help="(default %(default)s)")
-    theirs.add_argument("--rates", default="4,8", metavar="R,R,…", help="requests/s (default %(default)s)")
-    theirs.add_argument("--requests", type=_count, default=40, metavar="N", help="per load (default %(default)s)")
-    theirs.add_argument("--out", type=_out, metavar="FOLDER")
-    theirs.set_defaults(command=run_perf_analyzer)
-    http = commands.add_parser("aiperf", help="NVIDIA's AIPerf against the OpenAI gateway")
-    http.add_argument("--engine", default="demo", metavar="NAME", help="started with a gateway (default %(default)s)")
-    http.add_argument("--url", metavar="URL", help="a gateway that runs already, for --engine's model")
-    http.add_argument("--concurrency", default="1,8,32", metavar="N,N,…", help="(default %(default)s)")
-    http.add_argument("--rates", default="4", metavar="R,R,…", help="requests/s (default %(default)s)")
-    http.add_argument("--requests", type=_count, default=40, metavar="N", help="per load (default %(default)s)")
-    http.add_argument("--out", type=_out, metavar="FOLDER")
-    http.set_defaults(command=run_aiperf)
-    beside = commands.add_parser("peers", help="our server beside vLLM, llama.cpp and transformers serve")
-    beside.add_argument("--model", default="demo", metavar="NAME", help="demo or bench-160m (default %(default)s)")
-    beside.add_argument("--only", default=",".join(peer_servers.PEERS), metavar="NAME,…", help="(default %(default)s)")
-    beside.add_argument("--concurrency", default="1,8,32", metavar="N,N,…", help="(default %(default)s)")
-    beside.add_argument("--rounds", type=_count, default=2, metavar="N", help="rounds of each (default %(default)s)")
-    beside.add_argument(
-        "--duration", type=_positive, default=4.0, metavar="S", help="of a round (default %(default)s s)"
-    )
-    beside.add_argument("--input", default="128", metavar="TOKENS", help="(default %(default)s)")
-    beside.add_argument("--output", default="64", metavar="TOKENS", help="(default %(default)s)")
-    beside.add_argument("--out", type=_out, metavar="FOLDER")
-    beside.set_defaults(command=run_peers)
-    relay = commands.add_parser(
-        "gateway", help="latency and CPU that the gateway adds, and its limits, beside LiteLLM and a plain relay"
-    )
-    relay.add_argument("--only", default=",".join(gateway_run.PARTS), metavar="PART,…", help="(default %(default)s)")
+    _add(either, "concurrency", "1,2,4,8,16,32")
+    _add(either, "rates", None)
+    about = "the ensemble beside the engine over gRPC and the engine in process"
+    engines = ",".join(efficiency.ENGINES_MEASURED)
+    command("efficiency", run_efficiency, about, engines=engines, rounds=3, concurrency="1,8,32,64", out=None)
+    about = "CPU per response by process, and the phases of the time to first token"
+    command("hops", run_hops, about, engine="demo", concurrency="1,32", tokens=128, rounds=3, out=None)
+    about = "how soon a cancelled request's slot is free, under load"
+    command("cancel", run_cancel, about, **_SERVER, samples=50, streams="8,32", max_tokens=480, out=None)
+    about = "NVIDIA's perf_analyzer, streaming and unary"
+    theirs: dict[str, object] = {"concurrency": "1,8,32", "rates": "4,8", "requests": 40, "out": None}
+    command("perf-analyzer", run_perf_analyzer, about, **_SERVER, **theirs)
+    about = "NVIDIA's AIPerf against the OpenAI gateway; --url is that of a gateway that runs already"
+    command("aiperf", run_aiperf, about, engine="demo", url=None, **theirs | {"rates": "4"})
+    about = "our server beside vLLM, llama.cpp and transformers serve"
+    compared: dict[str, object] = {"model": "demo", "only": ",".join(peer_servers.PEERS), "concurrency": "1,8,32"}
+    command("peers", run_peers, about, **compared, rounds=2, duration=4.0, input="128", output="64", out=None)
+    about = "latency and CPU that the gateway adds, and its limits, beside LiteLLM and a plain relay"
+    parts: dict[str, object] = {"only": ",".join(gateway_run.PARTS), "protocols": "http,grpc"}
+    relay = command("gateway", run_gateway, about, **parts, rounds=2, seconds=3.0, out=None)
+    slow = gateway_run.STREAMS
+    relay.add_argument("--streams", type=_count, default=slow, metavar="N", help="slow streams (default %(default)s)")
     relay.add_argument("--without-peers", action="store_true", help="the gateway alone")
-    relay.add_argument(
-        "--rounds", type=_count, default=2, metavar="N", help="rounds of each path (default %(default)s)"
+    command("plot", plot, "plots of what run or sweep wrote", out=None).add_argument(
+        "result", type=Path, metavar="RESULT.json"
     )
-    relay.add_argument("--seconds", type=_positive, default=3.0, metavar="S", help="of a round (default %(default)s)")
-    relay.add_argument(
-        "--streams", type=_count, default=gateway_run.STREAMS, metavar="N", help="slow streams (default %(default)s)"
-    )
-    relay.add_argument(
-        "--protocols", default="http,grpc", metavar="NAME,…", help="of slow streams and bursts (default %(default)s)"
-    )
-    relay.add_argument("--out", type=_out, metavar="FOLDER")
-    relay.set_defaults(command=run_gateway)
-    picture = commands.add_parser("plot", help="plots of what run or sweep wrote")
-    picture.add_argument("result", type=Path, metavar="RESULT.json")
-    picture.add_argument("--out", type=_out, metavar="FOLDER", help="(default: beside the result)")
-    picture.set_defaults(command=plot)
     return whole
 
 
 def run_perf_analyzer(arguments: argparse.Namespace) -> int:
-    levels, rates = _numbers("concurrency", arguments.concurrency, int), _numbers("rates", arguments.rates, float)
+    loads = arguments.concurrency, arguments.rates, arguments.requests
     with _server(arguments) as server:
-        return perf_analyzer.run(server, levels, rates, arguments.requests, _folder(arguments, "perf-analyzer"))
+        return perf_analyzer.run(server, *loads, _folder(arguments, "perf-analyzer"))
 
 
 def run_peers(arguments: argparse.Namespace) -> int:
-    levels = tuple(_numbers("concurrency", arguments.concurrency, int))
-    subject = peer_servers.subject(arguments.model)
-    load = (levels, arguments.rounds, arguments.duration, arguments.input, arguments.output)
-    return peers.run(arguments.only.split(","), peers.Plan(subject, *load), _folder(arguments, "peers"))
+    load = arguments.rounds, arguments.duration, arguments.input, arguments.output
+    plan = peers.Plan(peer_servers.subject(arguments.model), tuple(arguments.concurrency), *load)
+    return peers.run(arguments.only.split(","), plan, _folder(arguments, "peers"))
 
 
 def run_aiperf(arguments: argparse.Namespace) -> int:
-    levels, rates = _numbers("concurrency", arguments.concurrency, int), _numbers("rates", arguments.rates, float)
-    loads = (levels, rates, arguments.requests, _folder(arguments, "aiperf").absolute())
+    loads = arguments.concurrency, arguments.rates, arguments.requests, _folder(arguments, "aiperf").absolute()
     if arguments.url:
         return aiperf.run(arguments.url, arguments.engine, ENGINES / arguments.engine, *loads)
     aiperf.ENVIRONMENT.ensure()
@@ -193,9 +233,8 @@ def run_aiperf(arguments: argparse.Namespace) -> int:
 def run_gateway(arguments: argparse.Namespace) -> int:
     parts = _among("only", arguments.only, gateway_run.PARTS)
     protocols = _among("protocols", arguments.protocols, ("http", "grpc"))
-    rounds, seconds, streams = arguments.rounds, arguments.seconds, arguments.streams
-    folder = _folder(arguments, "gateway")
-    return gateway_run.run(parts, not arguments.without_peers, rounds, seconds, streams, protocols, folder)
+    load = arguments.rounds, arguments.seconds, arguments.streams
+    return gateway_run.run(parts, not arguments.without_peers, *load, protocols, _folder(arguments, "gateway"))
 
 
 def plot(arguments: argparse.Namespace) -> int:
@@ -205,19 +244,19 @@ def plot(arguments: argparse.Namespace) -> int:
 
 
 def run_hops(arguments: argparse.Namespace) -> int:
-    levels = _numbers("concurrency", arguments.concurrency, int)
-    return hops.run(arguments.engine, levels, arguments.tokens, arguments.rounds, _folder(arguments, "hops"))
+    load = arguments.concurrency, arguments.tokens, arguments.rounds
+    return hops.run(arguments.engine, *load, _folder(arguments, "hops"))
 
 
 def run_cancel(arguments: argparse.Namespace) -> int:
-    streams = _numbers("streams", arguments.streams, int)
+    load = arguments.streams, arguments.samples, arguments.max_tokens
     with _server(arguments) as server:
-        return cancel.run(server, streams, arguments.samples, arguments.max_tokens, _folder(arguments, "cancel"))
+        return cancel.run(server, *load, _folder(arguments, "cancel"))
 
 
 def run_efficiency(arguments: argparse.Namespace) -> int:
-    levels = _numbers("concurrency", arguments.concurrency, int)
-    return efficiency.run(arguments.engines.split(","), arguments.rounds, levels, _folder(arguments, "efficiency"))
+    engines = arguments.engines.split(",")
+    return efficiency.run(engines, arguments.rounds, arguments.concurrency, _folder(arguments, "efficiency"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -230,10 +269,9 @@ def run(arguments: argparse.Namespace) -> int:
 def sweep(arguments: argparse.Namespace) -> int:
     loads: list[tuple[str, int | None, str | None]]
     if arguments.rates:
-        loads = [(f"{rate:g}/s", None, f"poisson:{rate}") for rate in _numbers("rates", arguments.rates, float)]
+        loads = [(f"{rate:g}/s", None, f"poisson:{rate}") for rate in arguments.rates]
     else:
-        levels = _numbers("concurrency", arguments.concurrency, int)
-        loads = [(str(level), level, None) for level in levels]
+        loads = [(str(level), level, None) for level in arguments.concurrency]
     found: list[Measurement] = []
     with _server(arguments) as server:
         for n, (name, level, rate) in enumerate(loads):
@@ -293,15 +331,6 @@ def _folder(arguments: argparse.Namespace, kind: str) -> Path:
     return arguments.out or RESULTS / f"{kind}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
 
 
-def _out(text: str) -> Path:
-    """Make the folder of results, so that an invalid one fails before the measurement."""
-    try:
-        (folder := Path(text)).mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise argparse.ArgumentTypeError(f"must be a folder that can be made, got {text}: {exc.strerror}") from exc
-    return folder
-
-
 def _workload(arguments: argparse.Namespace, concurrency: int | None, rate: str | None) -> Workload:
     return Workload(
         concurrency=concurrency if rate is None else None,
@@ -317,86 +346,11 @@ def _workload(arguments: argparse.Namespace, concurrency: int | None, rate: str 
     )
 
 
-def _server_options(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("server")
-    group.add_argument("--engine", metavar="NAME", help="start a server for engines/NAME and stop it afterwards")
-    group.add_argument("--url", metavar="HOST:PORT", help="a server that runs already (TRIDENT_URL, 127.0.0.1:8001)")
-    group.add_argument("--metrics-url", metavar="URL", help="its metrics (TRIDENT_METRICS_URL)")
-    group.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="its tokenizer.json counts prompt tokens")
-
-
-def _workload_options(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("load")
-    group.add_argument(
-        "--input", default="128", metavar="TOKENS", help=f"prompts: {lengths.FORMS} (default %(default)s)"
-    )
-    group.add_argument("--output", default="64", metavar="TOKENS", help="answers: likewise (default %(default)s)")
-    group.add_argument(
-        "--duration", type=_positive, metavar="S", help=f"(default {DURATION_S:g} s; a trace is replayed whole)"
-    )
-    group.add_argument(
-        "--warmup", type=_seconds, metavar="S", help=f"load before that (default {WARMUP_S:g} s; 0 for a trace)"
-    )
-    group.add_argument("--requests", type=_count, metavar="N", help="at most N")
-    group.add_argument("--prefix-groups", type=int, default=0, metavar="N", help="prompts share one of N prefixes …")
-    group.add_argument("--prefix-tokens", type=int, default=0, metavar="N", help="… of N tokens")
-    group.add_argument(
-        "--cancel-fraction", type=float, default=0.0, metavar="F", help="share of requests cancelled midway"
-    )
-    group.add_argument("--stop-at-end", action="store_true", help="answers may end early, at the model's end token")
-    group.add_argument("--unary", action="store_true", help="no streaming: one response per answer")
-    group.add_argument("--seed", type=int, default=0)
-    group.add_argument(
-        "--generators", type=_count, metavar="N", help="client processes (default: 1, more if it saturates)"
-    )
-    group.add_argument(
-        "--slo-ttft-ms", type=_positive, default=500.0, metavar="MS", help="at P95 (default %(default)g)"
-    )
-    group.add_argument("--slo-latency-s", type=_positive, default=5.0, metavar="S", help="at P95 (default %(default)g)")
-    group.add_argument("--out", type=_out, metavar="FOLDER", help="of JSON and CSV (default benchmarks/results/…)")
-
-
-def _loop_options(command: argparse.ArgumentParser) -> None:
-    either = command.add_mutually_exclusive_group()
-    either.add_argument("--concurrency", type=int, default=8, metavar="N", help="closed loop (default %(default)s)")
-    either.add_argument("--arrivals", metavar="PROCESS", help=f"open loop: {arrivals.FORMS}")
-
-
-def _numbers(field: str, text: str, kind: type) -> list:
-    try:
-        numbers = [kind(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) <= 0:
-        raise InvalidArgument(field, f"must be positive numbers separated by commas, got {text!r}")
-    return numbers
-
-
 def _among(field: str, text: str, allowed: Sequence[str]) -> list[str]:
     words = text.split(",")
     if not set(words) <= set(allowed):
         raise InvalidArgument(field, f"must be of {', '.join(allowed)}, separated by commas, got {text!r}")
     return words
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 86_400:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 86400, got {text}")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not (value > 0 and math.isfinite(value)):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
-    return value
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text}")
-    return value
 
 
 def _described(found: Measurement) -> str:

@@ -85,7 +85,6 @@ needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="p
     [
         (["run", "--input", "x"], "input: must be N, "),
         (["run", "--arrivals", "poisson:x"], "arrivals: must be poisson:RATE"),
-        (["sweep", "--concurrency", "1,0"], "concurrency: must be positive numbers"),
         (["run", "--cancel-fraction", "2"], "cancel_fraction: must be between 0 and 1, got 2"),
         (["run", "--url", "http://127.0.0.1:8001"], "url: got 'http://127.0.0.1:8001'"),
         (["run", "--tokenizer", "/nowhere"], "tokenizer: must be a folder with tokenizer.json, got /nowhere"),
@@ -103,6 +102,7 @@ def test_bad_arguments_are_refused_by_name(arguments, problem, capsys):
     "arguments",
     [
         ["--requests", "0"],
+        ["--rates", "4,-1"],
         ["--generators", "-1"],
         ["--duration", "0"],
         ["--slo-ttft-ms", "nan"],
@@ -112,7 +112,7 @@ def test_bad_arguments_are_refused_by_name(arguments, problem, capsys):
 )
 def test_numbers_that_measure_nothing_are_refused_before_anything_runs(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
-        command_line.main(["run", *arguments])
+        command_line.main(["sweep", *arguments])
     assert ended.value.code == 2 and f"argument {arguments[0]}: must be " in capsys.readouterr().err
 
 
