@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
-from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup
+from tritonclient.grpc.model_config_pb2 import ModelInput, ModelInstanceGroup, ModelOutput
 
 from build.base import layout
 from build.base.option_table import nearest
-from build.lint.repository import ERROR, WARNING, Fault, Model, type_name
+from build.lint.repository import Fault, Model, type_name
 from contract import tensors
 
 CONTRACT = layout.OPTION_TABLES / "triton_contract_1.x.json"
-BACKENDS = ("tensorrtllm", "python")
 INFLIGHT = ("inflight_batching", "inflight_fused_batching")
 MUST_EXIST = (
     "gpt_model_type",
@@ -28,54 +27,42 @@ MUST_EXIST = (
     "guided_decoding_backend",
     "xgrammar_tokenizer_info_path",
 )
-DEAD = {"worker_path": "executor_worker_path took its place", "enable_trt_overlap": "nothing took its place"}
-BOOLEANS = ("True", "true", "TRUE", "1", "False", "false", "FALSE", "0")
-BOOLEAN_KEYS = (
-    "kv_cache_onboard_blocks",
-    "enable_kv_cache_reuse",
-    "exclude_input_in_output",
-    "normalize_log_probs",
-    "enable_chunked_context",
-    "multi_block_mode",
-    "enable_context_fmha_fp32_acc",
-    "cuda_graph_mode",
-    "speculative_decoding_fast_logits",
-)
-CHOICES = {
-    "batch_scheduler_policy": ("guaranteed_no_evict", "max_utilization"),
-    "decoding_mode": ("top_k", "top_p", "top_k_top_p", "beam_search", "medusa", "redrafter", "lookahead", "eagle"),
-}
-INTEGER_KEYS = (
-    "max_beam_width",
-    "max_tokens_in_paged_kv_cache",
-    "kv_cache_host_memory_bytes",
-    "sink_token_length",
-    "cancellation_check_period_ms",
-    "stats_check_period_ms",
-    "iter_stats_max_iterations",
-    "request_stats_max_iterations",
-    "num_nodes",
-    "lora_cache_optimal_adapter_size",
-    "lora_cache_max_adapter_size",
-    "lora_cache_host_memory_bytes",
-    "lookahead_window_size",
-    "lookahead_ngram_size",
-    "lookahead_verification_set_size",
-    "cuda_graph_cache_size",
-    "recv_poll_period_ms",
-)
-SHARE_KEYS = (
-    "kv_cache_free_gpu_mem_fraction",
-    "cross_kv_cache_fraction",
-    "lora_cache_gpu_memory_fraction",
-    "gpu_weights_percent",
+READ_BUT_UNLISTED = ("recv_poll_period_ms",)
+# Keys, the pattern of a value that the backend takes, and what that is in words. Shares must also be in (0, 1].
+VALUES = (
+    (
+        "kv_cache_onboard_blocks enable_kv_cache_reuse exclude_input_in_output normalize_log_probs "
+        "enable_chunked_context multi_block_mode enable_context_fmha_fp32_acc cuda_graph_mode "
+        "speculative_decoding_fast_logits",
+        "True|true|TRUE|1|False|false|FALSE|0",
+        "true or false",
+    ),
+    (
+        "max_beam_width max_tokens_in_paged_kv_cache kv_cache_host_memory_bytes sink_token_length "
+        "cancellation_check_period_ms stats_check_period_ms iter_stats_max_iterations request_stats_max_iterations "
+        "num_nodes lora_cache_optimal_adapter_size lora_cache_max_adapter_size lora_cache_host_memory_bytes "
+        "lookahead_window_size lookahead_ngram_size lookahead_verification_set_size cuda_graph_cache_size "
+        "recv_poll_period_ms",
+        r"\d+",
+        "a whole number",
+    ),
+    (
+        "kv_cache_free_gpu_mem_fraction cross_kv_cache_fraction lora_cache_gpu_memory_fraction gpu_weights_percent",
+        r"0*1(\.0*)?|0*\.\d*[1-9]\d*",
+        "a share above 0 and at most 1",
+    ),
+    (
+        "batch_scheduler_policy",
+        "guaranteed_no_evict|max_utilization",
+        "guaranteed_no_evict or max_utilization",
+    ),
+    (
+        "decoding_mode",
+        "top_k|top_p|top_k_top_p|beam_search|medusa|redrafter|lookahead|eagle",
+        "top_k, top_p, top_k_top_p, beam_search, medusa, redrafter, lookahead or eagle",
+    ),
 )
 LOOKAHEAD = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
-READ_BUT_UNLISTED = ("recv_poll_period_ms",)
-BROKEN_INPUTS = {
-    "runtime_top_p_min": "the backend reads it under another name, so it is silently ignored",
-    "early_stopping": "the backend reads the boolean as a 32-bit integer, so its value is undefined",
-}
 
 
 @lru_cache
@@ -85,178 +72,106 @@ def contract() -> dict:
     return {
         "input": {tensor["name"]: tensor for tensor in table["inputs"]},
         "output": {tensor["name"]: tensor for tensor in table["outputs"]},
-        "parameters": tuple(table["parameters"]),
+        "parameters": (*table["parameters"], *READ_BUT_UNLISTED),
     }
-
-
-def is_engine(model: Model) -> bool:
-    """Token ids in, token ids out."""
-    inputs, outputs = ({tensor.name for tensor in side} for side in (model.config.input, model.config.output))
-    return {"input_ids", "request_output_len"} <= inputs and "output_ids" in outputs
-
-
-def is_tensorrtllm(model: Model) -> bool:
-    """An engine of the C++ backend, or one that wants to be (the sample leaves its backend to a placeholder)."""
-    return model.config.backend == "tensorrtllm" or "gpt_model_type" in model.config.parameters
 
 
 def engine_faults(model: Model) -> Iterator[Fault]:
     """Every fault of an engine's configuration."""
-    if is_tensorrtllm(model):
+    if model.config.backend == "python":
+        yield from _python_tensors(model)
+    else:
+        if model.config.backend != "tensorrtllm":
+            yield model.error("backend", f"backend must be tensorrtllm or python, got {model.config.backend!r}")
         yield from _tensors(model)
         yield from _parameters(model)
-        yield from _scheduling(model)
-    else:
-        yield from _python_engine(model)
+        if model.config.dynamic_batching.max_queue_delay_microseconds:
+            yield model.warning("queue", "max_queue_delay_microseconds only delays: the executor batches in flight")
+        if not model.batches:
+            problem = "without dynamic_batching there is no max_queue_size"
+            yield model.error("queue", f"{problem}: Triton's and the executor's queues are unbounded")
+    if not model.decoupled:
+        yield model.error("decoupled", "it is not decoupled, so nothing can be streamed or batched in flight")
+    groups = model.config.instance_group
+    if model.instances != 1 or any(group.kind != ModelInstanceGroup.KIND_CPU for group in groups):
+        problem = "say instance_group KIND_CPU count 1: a second instance is a second engine, and a stop may miss"
+        yield model.error("instances", problem)
 
 
 def _tensors(model: Model) -> Iterator[Fault]:
-    for side in ("input", "output"):
+    for side, required in (
+        ("input", ("input_lengths", "request_output_len")),
+        ("output", ("output_ids", "sequence_length")),
+    ):
         known = contract()[side]
         there = {tensor.name: tensor for tensor in getattr(model.config, side)}
         for name, tensor in there.items():
-            if name not in known:
-                near = nearest(name, tuple(known))
-                yield Fault(model.name, "contract", ERROR, f"the backend has no {side} {name!r}; nearest is {near!r}")
-            else:
+            if name in known:
                 yield from _tensor(model, side, tensor, known[name])
-    for name in ("input_lengths", "request_output_len"):
-        if name not in {tensor.name for tensor in model.config.input}:
-            yield Fault(model.name, "contract", ERROR, f"required input {name!r} is missing")
-    for name in ("output_ids", "sequence_length"):
-        if name not in {tensor.name for tensor in model.config.output}:
-            yield Fault(model.name, "contract", ERROR, f"output {name!r} is missing: the backend throws without it")
-    for tensor in model.config.input:
-        if tensor.name in BROKEN_INPUTS:
-            yield Fault(
-                model.name, "contract", WARNING, f"input {tensor.name!r} is offered, but {BROKEN_INPUTS[tensor.name]}"
-            )
+            else:
+                near = nearest(name, tuple(known))
+                yield model.error("contract", f"the backend has no {side} {name!r}; nearest is {near!r}")
+        for name in (name for name in required if name not in there):
+            yield model.error("contract", f"required {side} {name!r} is missing: the backend throws without it")
 
 
-def _tensor(model: Model, side: str, tensor, theirs: dict) -> Iterator[Fault]:
-    there, name = type_name(tensor.data_type), tensor.name
-    if theirs["data_type"].startswith("${"):
-        if "logits" in theirs["data_type"] and there != "TYPE_FP32":
-            message = f"{side} {name!r} is {there}; engines are built with float32 logits, so allowed is TYPE_FP32"
-            yield Fault(model.name, "contract", ERROR, message)
-    elif there != theirs["data_type"]:
-        yield Fault(
-            model.name, "contract", ERROR, f"{side} {name!r} is {there}; the backend's is {theirs['data_type']}"
-        )
+def _tensor(model: Model, side: str, tensor: ModelInput | ModelOutput, theirs: Mapping[str, object]) -> Iterator[Fault]:
+    there, expected, name = type_name(tensor.data_type), str(theirs["data_type"]), tensor.name
+    if expected.startswith("${"):  # the engine decides; the recipes build float32 logits
+        expected = "TYPE_FP32" if "logits" in expected else there
+    if there != expected:
+        yield model.error("contract", f"{side} {name!r} is {there}; the backend's is {expected}")
     if list(tensor.dims) != theirs["dims"]:
-        message = f"{side} {name!r} has dims {list(tensor.dims)}; the backend's are {theirs['dims']}"
-        yield Fault(model.name, "contract", ERROR, message)
+        yield model.error(
+            "contract", f"{side} {name!r} has dims {list(tensor.dims)}; the backend's are {theirs['dims']}"
+        )
     if tensor.HasField("reshape") != theirs["reshape_scalar"] or list(tensor.reshape.shape):
-        expected = "reshape { shape: [ ] }" if theirs["reshape_scalar"] else "no reshape"
-        yield Fault(model.name, "contract", ERROR, f"{side} {name!r} needs {expected}")
-    if side == "input" and not tensor.optional and theirs["optional"]:
-        yield Fault(model.name, "contract", WARNING, f"input {name!r} is required here and optional in the backend")
-
-
-def _value(model: Model, key: str) -> str:
-    return model.config.parameters[key].string_value if key in model.config.parameters else ""
+        needed = "reshape { shape: [ ] }" if theirs["reshape_scalar"] else "no reshape"
+        yield model.error("contract", f"{side} {name!r} needs {needed}")
+    if isinstance(tensor, ModelInput) and theirs["optional"] and not tensor.optional:
+        yield model.warning("contract", f"input {name!r} is required here and optional in the backend")
 
 
 def _parameters(model: Model) -> Iterator[Fault]:
-    given = set(model.config.parameters)
-    for key in MUST_EXIST:
-        if key not in given:
-            yield Fault(model.name, "parameter", ERROR, f"parameter {key} must be there: the backend throws without it")
-    kind = _value(model, "gpt_model_type")
-    if "gpt_model_type" in given and kind not in INFLIGHT and not kind.startswith("${"):
-        why = "batching is static" if kind in ("V1", "v1") else "the backend throws"
-        message = f"in-flight batching is off: gpt_model_type is {kind!r} ({why}); allowed is {' or '.join(INFLIGHT)}"
-        yield Fault(model.name, "in-flight", ERROR, message)
-    if "gpt_model_path" in given and not _value(model, "gpt_model_path"):
-        yield Fault(model.name, "parameter", ERROR, "gpt_model_path is empty: there is no engine to load")
-    for key in sorted(given):
-        yield from _parameter(model, key, _value(model, key))
-    if _value(model, "decoding_mode") == "lookahead":
-        for key in LOOKAHEAD:
-            if not _value(model, key):
-                yield Fault(model.name, "parameter", ERROR, f"decoding_mode lookahead throws without {key}")
-    echo = _value(model, "exclude_input_in_output")
-    if echo not in ("True", "true", "TRUE", "1") and not echo.startswith("${"):
-        message = "exclude_input_in_output is not true: an answer that is not streamed repeats its prompt"
-        yield Fault(model.name, "parameter", WARNING, message)
+    given = {key: parameter.string_value for key, parameter in model.config.parameters.items()}
+    for key in (key for key in MUST_EXIST if key not in given):
+        yield model.error("parameter", f"parameter {key} must be there: the backend throws without it")
+    if (kind := given.get("gpt_model_type", INFLIGHT[0])) not in INFLIGHT:
+        yield model.error("in-flight", f"gpt_model_type: must be {' or '.join(INFLIGHT)}, got {kind!r}")
+    if given.get("gpt_model_path") == "":
+        yield model.error("parameter", "gpt_model_path is empty: there is no engine to load")
+    for key in sorted(given.keys() - set(contract()["parameters"])):
+        near = nearest(key, contract()["parameters"])
+        yield model.warning("parameter", f"the backend reads no parameter {key}; nearest is {near!r}")
+    for keys, pattern, allowed in VALUES:
+        for key in (key for key in keys.split() if given.get(key)):
+            if not re.fullmatch(pattern, given[key]):
+                yield model.error("parameter", f"{key}: must be {allowed}, got {given[key]!r}, which counts as unset")
+    for key in LOOKAHEAD if given.get("decoding_mode") == "lookahead" else ():
+        if not given.get(key):
+            yield model.error("parameter", f"decoding_mode lookahead throws without {key}")
+    if given.get("exclude_input_in_output") not in ("True", "true", "TRUE", "1"):
+        problem = "exclude_input_in_output is not true: an answer that is not streamed repeats its prompt"
+        yield model.warning("parameter", problem)
 
 
-def _parameter(model: Model, key: str, value: str) -> Iterator[Fault]:
-    if key in DEAD:
-        yield Fault(model.name, "parameter", WARNING, f"parameter {key} is no longer read; {DEAD[key]}")
-        return
-    known = (*contract()["parameters"], *READ_BUT_UNLISTED)
-    if key not in known:
-        yield Fault(
-            model.name,
-            "parameter",
-            WARNING,
-            f"the backend reads no parameter {key}; nearest is {nearest(key, known)!r}",
-        )
-        return
-    wrong = _unparsable(key, value)
-    if wrong and value and not value.startswith("${"):
-        yield Fault(model.name, "parameter", ERROR, f"{key} = {value!r} counts as unset; allowed is {wrong}")
-
-
-def _unparsable(key: str, value: str) -> str:
-    """What ``key`` allows if ``value`` is not it, else nothing."""
-    if key in BOOLEAN_KEYS:
-        return "" if value in BOOLEANS else "true or false"
-    if key in CHOICES:
-        return "" if value in CHOICES[key] else f"one of {', '.join(CHOICES[key])}"
-    if key in INTEGER_KEYS:
-        return "" if re.fullmatch(r"\d+", value) else "a whole number"
-    if key in SHARE_KEYS:
-        share = re.fullmatch(r"\d*\.?\d+", value)
-        return "" if share and 0 < float(value) <= 1 else "a share above 0 and at most 1"
-    return ""
-
-
-def _scheduling(model: Model) -> Iterator[Fault]:
-    config = model.config
-    if config.backend not in BACKENDS and not config.backend.startswith("${"):
-        message = f"backend is {config.backend!r}; must be tensorrtllm, or python (slower)"
-        yield Fault(model.name, "backend", ERROR, message)
-    if not model.decoupled:
-        message = "it is not decoupled: streaming requests and request batches over 1 are errors"
-        yield Fault(model.name, "decoupled", ERROR, message)
-    if config.HasField("dynamic_batching") and config.dynamic_batching.max_queue_delay_microseconds:
-        delay = config.dynamic_batching.max_queue_delay_microseconds
-        message = f"max_queue_delay_microseconds {delay} only delays: the executor batches in flight; set 0"
-        yield Fault(model.name, "queue", WARNING, message)
-    if not config.HasField("dynamic_batching"):
-        message = (
-            "without dynamic_batching there is no max_queue_size: Triton's and the executor's queues are unbounded"
-        )
-        yield Fault(model.name, "queue", ERROR, message)
-    yield from _one_instance(model)
-
-
-def _python_engine(model: Model) -> Iterator[Fault]:
-    """Our own engines: the contract's tensors, streams, one instance."""
+def _python_tensors(model: Model) -> Iterator[Fault]:
+    """Our own engines have the contract's tensors."""
     for side, expected in (("input", tensors.ENGINE_INPUTS), ("output", tensors.ENGINE_OUTPUTS)):
         there = {tensor.name: tensor for tensor in getattr(model.config, side)}
         for ours in expected:
-            datatype = "TYPE_STRING" if ours.datatype == "BYTES" else f"TYPE_{ours.datatype}"
             tensor = there.pop(ours.name, None)
             if tensor is None:
-                yield Fault(model.name, "contract", ERROR, f"{side} {ours.name!r} of contract/tensors.py is missing")
-            elif type_name(tensor.data_type) != datatype or tuple(tensor.dims) != ours.dims:
-                found = f"{type_name(tensor.data_type)} {list(tensor.dims)}"
-                message = f"{side} {ours.name!r} is {found}; the contract says {datatype} {list(ours.dims)}"
-                yield Fault(model.name, "contract", ERROR, message)
+                yield model.error("contract", f"{side} {ours.name!r} of contract/tensors.py is missing")
+            else:
+                yield from contract_faults(model, side, tensor, ours)
         for name in there:
-            yield Fault(model.name, "contract", WARNING, f"{side} {name!r} is not in contract/tensors.py")
-    if not model.decoupled:
-        yield Fault(
-            model.name, "decoupled", ERROR, "it is not decoupled, so nothing can be streamed or batched in flight"
-        )
-    yield from _one_instance(model)
+            yield model.warning("contract", f"{side} {name!r} is not in contract/tensors.py")
 
 
-def _one_instance(model: Model) -> Iterator[Fault]:
-    groups = model.config.instance_group
-    if model.instances != 1 or any(group.kind != ModelInstanceGroup.KIND_CPU for group in groups):
-        message = "say instance_group KIND_CPU count 1: a second instance is a second engine, and a stop may miss"
-        yield Fault(model.name, "instances", ERROR, message)
+def contract_faults(model: Model, side: str, tensor: ModelInput | ModelOutput, ours: tensors.Tensor) -> Iterator[Fault]:
+    """A tensor of another type or other dims than contract/tensors.py has."""
+    expected = f"TYPE_{ours.datatype.replace('BYTES', 'STRING')} {list(ours.dims)}"
+    there = f"{type_name(tensor.data_type)} {list(tensor.dims)}"
+    if there != expected:
+        yield model.error("contract", f"{side} {ours.name!r} is {there}; the contract says {expected}")

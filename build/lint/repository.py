@@ -1,31 +1,15 @@
-"""A model repository as text on disk: every model's configuration, parsed, and what kept it from parsing.
-
-A template's left-over ``${…}`` is a fault of its own; it is filled with a neutral value so that the rest of the file
-can still be read.
-"""
+"""A model repository as text on disk: every model's configuration, parsed, and what kept it from parsing."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInstanceGroup
 
-ERROR, WARNING, NOTE = "error", "warning", "note"
-PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
-BARE_PLACEHOLDER = re.compile(r"(\w+)(\s*:\s*\[?\s*)\$\{(\w+)\}")  # one in quotes is a string like another
-NEUTRAL = {
-    "decoupled": "true",
-    "optional": "true",
-    "kind": "KIND_CPU",
-    "count": "1",
-    "max_batch_size": "8",
-    "preferred_batch_size": "8",
-}
+ERROR, WARNING = "error", "warning"
 
 
 @dataclass(frozen=True)
@@ -40,58 +24,52 @@ class Fault:
 
 @dataclass(frozen=True)
 class Model:
-    """One model of the repository. path: the configuration that was read. config: None where it did not parse."""
+    """One model of the repository; ``path`` is the configuration that was read."""
 
     name: str
-    folder: Path
     path: Path
-    text: str
-    config: ModelConfig | None
+    config: ModelConfig
+
+    def error(self, rule: str, message: str) -> Fault:
+        return Fault(self.name, rule, ERROR, message)
+
+    def warning(self, rule: str, message: str) -> Fault:
+        return Fault(self.name, rule, WARNING, message)
 
     @property
     def is_ensemble(self) -> bool:
-        return self.config is not None and (
-            self.config.platform == "ensemble" or self.config.HasField("ensemble_scheduling")
-        )
+        return self.config.platform == "ensemble" or self.config.HasField("ensemble_scheduling")
+
+    @property
+    def is_engine(self) -> bool:
+        """Whether it takes token ids and returns token ids."""
+        inputs, outputs = ({tensor.name for tensor in side} for side in (self.config.input, self.config.output))
+        return {"input_ids", "request_output_len"} <= inputs and "output_ids" in outputs
 
     @property
     def decoupled(self) -> bool:
-        return self.config is not None and self.config.model_transaction_policy.decoupled
+        return self.config.model_transaction_policy.decoupled
 
     @property
-    def placeholders(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(PLACEHOLDER.findall(self.text)))
+    def batches(self) -> bool:
+        return self.config.HasField("dynamic_batching")
 
     @property
     def instances(self) -> int | None:
         """Instances in all, None where Triton decides by the machine (no group, or groups on GPUs)."""
-        groups = self.config.instance_group if self.config is not None else []
-        if not groups or any(
-            group.kind in (ModelInstanceGroup.KIND_AUTO, ModelInstanceGroup.KIND_GPU) for group in groups
-        ):
+        groups = self.config.instance_group
+        on_gpus = (ModelInstanceGroup.KIND_AUTO, ModelInstanceGroup.KIND_GPU)
+        if not groups or any(group.kind in on_gpus for group in groups):
             return None
         return sum(max(1, group.count) for group in groups)
-
-    @property
-    def sources(self) -> str:
-        """The text of the model's own Python files."""
-        return "\n".join(
-            path.read_text(encoding="utf-8", errors="replace") for path in sorted(self.folder.glob("*/*.py"))
-        )
 
 
 @dataclass(frozen=True)
 class Repository:
-    """All models by name, with the faults of reading them. config_name: the variant that was preferred."""
+    """All models that parse, by name, with the faults of reading them."""
 
-    folder: Path
-    config_name: str
     models: dict[str, Model]
     faults: tuple[Fault, ...]
-
-    @property
-    def parsed(self) -> list[Model]:
-        return [model for model in self.models.values() if model.config is not None]
 
 
 def type_name(data_type: int) -> str:
@@ -109,52 +87,24 @@ def read(folder: Path, config_name: str = "") -> Repository:
     """The repository as ``--model-config-name=config_name`` makes Triton see it. FileNotFoundError if there is none."""
     models: dict[str, Model] = {}
     faults: list[Fault] = []
-    for model_folder in sorted(
-        path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))
-    ):
-        name, variant = model_folder.name, model_folder / "configs" / f"{config_name}.pbtxt"
-        path = variant if config_name and variant.is_file() else model_folder / "config.pbtxt"
-        if not path.is_file():
-            faults.append(Fault(name, "file", ERROR, f"{name} has no config.pbtxt, so Triton would guess one"))
-            continue
-        text = path.read_text(encoding="utf-8", errors="replace")
-        config, problem = _parse(text)
-        models[name] = Model(name, model_folder, path, text, config)
-        faults += _file_faults(models[name], problem)
-    return Repository(folder, config_name, models, tuple(faults))
+    for below in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))):
+        variant = below / "configs" / f"{config_name}.pbtxt"
+        path = variant if config_name and variant.is_file() else below / "config.pbtxt"
+        try:
+            config = text_format.Parse(path.read_text(encoding="utf-8", errors="replace"), ModelConfig())
+        except FileNotFoundError:
+            faults.append(Fault(below.name, "file", ERROR, "it has no config.pbtxt, so Triton would guess one"))
+        except text_format.ParseError as exc:
+            faults.append(Fault(below.name, "parse", ERROR, f"{path.name} does not parse as a ModelConfig: {exc}"))
+        else:
+            models[below.name] = Model(below.name, path, config)
+            faults += _file_faults(models[below.name], below)
+    return Repository(models, tuple(faults))
 
 
-def _parse(text: str) -> tuple[ModelConfig | None, str]:
-    """The configuration with placeholders filled, and the error of parsing the file as it is."""
-    try:
-        return text_format.Parse(text, model_config_pb2.ModelConfig()), ""
-    except text_format.ParseError as exc:
-        problem = str(exc)
-    try:
-        return text_format.Parse(_filled(text), model_config_pb2.ModelConfig()), problem
-    except text_format.ParseError as exc:
-        return None, str(exc)
-
-
-def _filled(text: str) -> str:
-    def neutral(match: re.Match) -> str:
-        field, name = match[1], match[3]
-        datatype = "TYPE_FP32" if "logits" in name else "TYPE_FP16"
-        return f"{field}{match[2]}{datatype if field == 'data_type' else NEUTRAL.get(field, '0')}"
-
-    return BARE_PLACEHOLDER.sub(neutral, text)
-
-
-def _file_faults(model: Model, problem: str) -> Iterator[Fault]:
-    if model.placeholders:
-        left = ", ".join(f"${{{name}}}" for name in model.placeholders)
-        yield Fault(model.name, "placeholder", ERROR, f"{model.path.name} still holds {left}")
-    if problem:
-        yield Fault(model.name, "parse", ERROR, f"{model.path.name} does not parse as a ModelConfig: {problem}")
-    if model.config is not None and model.config.name not in ("", model.name):
-        message = (
-            f"the configuration is called {model.config.name!r}, its folder {model.name!r}: Triton refuses to load it"
-        )
-        yield Fault(model.name, "name", ERROR, message)
-    if not any(path.is_dir() and path.name.isdigit() for path in model.folder.iterdir()):
-        yield Fault(model.name, "version", ERROR, "there is no version folder (1/), which an ensemble needs too, empty")
+def _file_faults(model: Model, folder: Path) -> Iterator[Fault]:
+    if model.config.name not in ("", model.name):
+        named = f"the configuration is called {model.config.name!r}, its folder {model.name!r}"
+        yield model.error("name", f"{named}: Triton refuses to load it")
+    if not any(path.is_dir() and path.name.isdigit() for path in folder.iterdir()):
+        yield model.error("version", "there is no version folder (1/), which an ensemble needs too, empty")

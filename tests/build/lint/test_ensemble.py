@@ -1,9 +1,8 @@
 """The lint of the ensemble: a small correct repository with one thing made wrong at a time."""
 
-import classic_repository
 import pytest
 
-from build.lint.repository import ERROR, NOTE, WARNING
+from build.lint.repository import ERROR, WARNING
 from tests.fakes.small_repository import faults, put, texts
 
 WRONG = [
@@ -184,14 +183,7 @@ WRONG = [
     ("engine", "KIND_CPU count: 1", "KIND_CPU count: 2", ERROR, "instances", "a second engine"),
     ("engine", 'name: "engine"', 'name: "motor"', ERROR, "name", "called 'motor', its folder 'engine'"),
     ("tokenizer", "max_batch_size: 8", "max_batch: 8", ERROR, "parse", 'no field named "max_batch"'),
-    (
-        "tokenizer",
-        "max_batch_size: 8",
-        "max_batch_size: ${triton_max_batch_size}",
-        ERROR,
-        "placeholder",
-        "${triton_max_batch_size}",
-    ),
+    ("tokenizer", "max_batch_size: 8", "max_batch_size: ${triton_max_batch_size}", ERROR, "parse", "does not parse"),
     (
         "tokenizer",
         '"max_tokens" data_type: TYPE_INT32 dims: [ 1 ] optional: true',
@@ -239,47 +231,3 @@ def test_a_step_that_mixes_a_decoupled_origin_with_another_is_named(tmp_path):
     said = [message for *_, rule, message in found if rule == "decoupled"]
     assert len(said) == 1 and "step detokenizer mixes inputs of different decoupled origin" in said[0]
     assert "'_input_ids' from no decoupled model" in said[0] and "from engine" in said[0]
-
-
-KNOWN_OF_CLASSIC = [
-    ("ensemble", ERROR, "output 'kv_cache_alloc_total_blocks' is listed 2 times"),
-    ("ensemble", ERROR, "postprocessing follows a decoupled step: its dynamic_batching reorders chunks"),
-    ("ensemble", WARNING, "a cancelled request leaks"),
-    ("ensemble", WARNING, "postprocessing decodes every response alone"),
-    ("ensemble", WARNING, "without max_inflight_requests responses pile up"),
-    ("ensemble", NOTE, "a client that goes away does not stop tensorrt_llm"),
-    ("preprocessing", ERROR, "grows without bound"),
-    ("postprocessing", ERROR, "grows without bound"),
-    ("tensorrt_llm", ERROR, "grows without bound"),
-    ("tensorrt_llm", WARNING, "'runtime_top_p_min' is offered"),
-    ("tensorrt_llm", WARNING, "'early_stopping' is offered"),
-]
-
-
-@pytest.mark.parametrize("values", [None, classic_repository.VALUES], ids=["templates", "filled"])
-def test_the_classic_layouts_known_faults_are_named(tmp_path, values):
-    found = faults(classic_repository.write(tmp_path, values))
-    for model, severity, part in KNOWN_OF_CLASSIC:
-        assert any(row[0] == severity and row[1] == model and part in row[3] for row in found), (model, part)
-
-
-def test_the_classic_layout_has_no_fault_that_we_made_up(tmp_path):
-    filled = classic_repository.VALUES | {"skip_special_tokens": "true", "add_special_tokens": "true"}
-    found = faults(classic_repository.write(tmp_path, filled))
-    for severity, model, rule, message in found:
-        known = any(m == model and s == severity and part in message for m, s, part in KNOWN_OF_CLASSIC)
-        assert known or rule == "placeholder", (severity, model, rule, message)
-
-
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({"decoupled_mode": "false"}, "streaming requests and request batches over 1 are errors"),
-        ({"batching_strategy": "V1"}, "in-flight batching is off"),
-        ({"max_queue_delay_microseconds": "1000"}, "only delays"),
-        ({"logits_datatype": "TYPE_FP16"}, "engines are built with float32 logits"),
-    ],
-)
-def test_the_classic_layouts_known_wrong_settings_are_named(tmp_path, changes, part):
-    found = faults(classic_repository.write(tmp_path, classic_repository.VALUES | changes))
-    assert any(part in row[3] for row in found)

@@ -1,8 +1,6 @@
-"""How a model repository is read: versions, variants, placeholders."""
+"""How a model repository is read: versions and variants."""
 
 import shutil
-
-import classic_repository
 
 from build.lint import repository
 from tests.fakes.small_repository import DETOKENIZER, engine_text, faults, put, texts
@@ -13,15 +11,8 @@ def test_a_folder_without_a_configuration_or_a_version_is_named(tmp_path):
     (tmp_path / "extra").mkdir()
     shutil.rmtree(tmp_path / "tokenizer" / "1")
     messages = [message for *_, message in faults(tmp_path)]
-    assert "extra has no config.pbtxt, so Triton would guess one" in messages
+    assert "it has no config.pbtxt, so Triton would guess one" in messages
     assert any("no version folder (1/)" in message for message in messages)
-
-
-def test_unfilled_templates_say_which_placeholders_are_left_and_that_they_do_not_parse(tmp_path):
-    found = faults(classic_repository.write(tmp_path))
-    for model in ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing"):
-        assert any(row[1] == model and row[2] == "placeholder" for row in found)
-        assert any(row[1] == model and row[2] == "parse" for row in found)
 
 
 def test_a_variant_is_read_as_triton_would(tmp_path):
