@@ -51,7 +51,8 @@ def shapes() -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (ffn, hidden),
         "mlp.down_proj": (hidden, ffn),
     }
-    out = {name: (VOCABULARY, hidden) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
+    out["lm_head.weight"] = (VOCABULARY, hidden)
     out["model.norm.weight"] = (hidden,)
     return out | {f"model.layers.{n}.{name}.weight": shape for n in range(18) for name, shape in layer.items()}
 
