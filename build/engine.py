@@ -55,6 +55,7 @@ _BUILDER = (
     "recipe/choice.py",
     "package/compile_cpu.py",
     "model/decoder.py",
+    "model/detokenizer.py",
     "model/gptq.py",
     "model/graph.py",
     "base/numerics.py",

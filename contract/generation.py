@@ -79,6 +79,40 @@ class SamplingParams:
         return self
 
 
+GUIDE_KINDS = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag", "choice")
+MAX_GUIDE_BYTES = 128 * 1024
+
+
+@dataclass(frozen=True)
+class Guide:
+    """What the output must match; docs/structured-output.md has the forms and their limits.
+
+    kind: one of GUIDE_KINDS, TensorRT-LLM's names and ``choice``.
+    text: a JSON schema, a regular expression, an EBNF grammar with a rule ``root``, a structural tag as JSON, or a
+        JSON list of strings, by kind; empty for ``json``, which is any JSON object.
+    """
+
+    kind: str
+    text: str = ""
+
+    def validate(self) -> Guide:
+        """Return self.
+
+        Raises:
+            InvalidArgument: the kind is unknown, or the text is missing or too long.
+        """
+        if self.kind not in GUIDE_KINDS:
+            problem = f"must be one of {', '.join(GUIDE_KINDS)}, got {self.kind!r:.100}"
+            raise InvalidArgument("guided_decoding_guide_type", problem)
+        size = len(self.text.encode(errors="replace"))
+        if size > MAX_GUIDE_BYTES:
+            raise InvalidArgument("guided_decoding_guide", f"must have at most {MAX_GUIDE_BYTES} bytes, got {size}")
+        if bool(self.text) == (self.kind == "json"):
+            allowed = "left out" if self.text else "sent"
+            raise InvalidArgument("guided_decoding_guide", f"must be {allowed} with the type {self.kind}")
+        return self
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One request in text form, as a client or the gateway sends it to an ensemble.
@@ -93,7 +127,7 @@ class GenerationRequest:
     stream: send increments, else the whole output at its end.
     echo: the output begins with the prompt.
     timeout_s: total time allowed, queueing included; None for no deadline.
-    json_schema: a JSON schema that the output must match.
+    guide: what the output must match; None for free text.
     """
 
     text_input: str | None = None
@@ -109,7 +143,7 @@ class GenerationRequest:
     skip_special_tokens: bool = True
     timeout_s: float | None = None
     request_id: str = ""
-    json_schema: str | None = None
+    guide: Guide | None = None
 
     def validate(self) -> GenerationRequest:
         """Return self.
@@ -128,6 +162,8 @@ class GenerationRequest:
         if self.timeout_s is not None:
             _number("timeout_s", self.timeout_s, 0.0, 86_400.0, open_low=True)
         self.sampling.validate()
+        if self.guide is not None:
+            self.guide.validate()
         return self
 
 

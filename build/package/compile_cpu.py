@@ -1,6 +1,7 @@
 """A checkpoint and a recipe become the folder that the CPU engine loads.
 
     openvino_model.xml/.bin    the graph of ``graph.py`` with weights as ``weights.py`` stores them
+    openvino_detokenizer.xml/.bin   what each id spells, for grammars (detokenizer.py)
     config.json                the checkpoint's own
     generation_config.json     the checkpoint's, its end ids always a list under eos_token_id
     tokenizer.json, tokenizer_config.json, special_tokens_map.json, added_tokens.json, chat_template.*   as they are
@@ -19,7 +20,7 @@ from pathlib import Path
 import openvino as ov
 
 from build.base.checkpoint import Checkpoint, CheckpointError
-from build.model import graph
+from build.model import detokenizer, graph
 from build.model.calibration import open_tokenizer, read_texts, token_blocks
 from build.model.weights import PRECISIONS, Int4, Weights
 from build.recipe.recipe import Recipe
@@ -45,6 +46,7 @@ def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, notify: Ca
         problem = f"{folder}: the model could not be written ({exc}); {free / 1e6:,.1f} MB of disk are free there"
         raise EngineFailed(problem) from exc
     checkpoint.copy_side_files(folder)
+    detokenizer.write(folder / "tokenizer.json", arch.vocab_size, folder)
     _check_generation_config(checkpoint, folder)
 
 

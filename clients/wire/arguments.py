@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 from clients.wire.connection import TLS
 from clients.wire.retries import RetryBudget, RetryPolicy
+from contract.generation import Guide
 
 
 class GenerateArguments(TypedDict, total=False):
@@ -25,6 +26,7 @@ class GenerateArguments(TypedDict, total=False):
     timeout_s: seconds for the whole request, queueing and retries included [600].
     request_id: at most 256 printable ASCII characters, the argument of ``stop`` [a random one].
     json_schema: a JSON schema, or its text, that the output must match [none].
+    guide: another form of it, such as ``Guide("regex", "[0-9]+")``, in place of json_schema [none].
     temperature: 0 takes the likeliest token [1].
     top_k: tokens to choose from, 0 for all [0].
     top_p: the likeliest tokens whose probabilities sum to it, in (0, 1] [1].
@@ -49,6 +51,7 @@ class GenerateArguments(TypedDict, total=False):
     timeout_s: float | None
     request_id: str
     json_schema: str | Mapping[str, Any] | None
+    guide: Guide | None
     temperature: float
     top_k: int
     top_p: float

@@ -47,8 +47,10 @@ def generation(request: GenerationRequest, model: str, timeout_s: float | None =
         inputs.append(("exclude_input_in_output", [False]))
     if not request.skip_special_tokens:
         inputs.append(("skip_special_tokens", [False]))
-    if request.json_schema is not None:
-        inputs += [("guided_decoding_guide_type", ["json_schema"]), ("guided_decoding_guide", [request.json_schema])]
+    if request.guide is not None:
+        inputs.append(("guided_decoding_guide_type", [request.guide.kind]))
+        if request.guide.text:
+            inputs.append(("guided_decoding_guide", [request.guide.text]))
     inputs.append(("temperature", [sampling.temperature]))
     if sampling != _NO_SAMPLING:
         for name, tensor in _SAMPLING_TENSORS:

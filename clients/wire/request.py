@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from clients.wire.arguments import GenerateArguments
 from clients.wire.connection import new_request_id, sendable
 from contract.errors import InvalidArgument
-from contract.generation import INT32_MAX, GenerationRequest, SamplingParams
+from contract.generation import INT32_MAX, GenerationRequest, Guide, SamplingParams
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -55,6 +55,7 @@ def build(prompt: str | None = None, **given: Unpack[GenerateArguments]) -> Gene
         fields["messages"] = _chat(fields["messages"])
     for name, what in _JSON.items():
         fields[name] = _json(name, what, fields.get(name))
+    fields["guide"] = _guide(fields.pop("json_schema"), fields.get("guide"))
     sampling = SamplingParams(**{name: value for name, value in arguments.items() if name in _SAMPLING})
     return GenerationRequest(text_input=prompt, sampling=sampling, **fields).validate()
 
@@ -93,6 +94,14 @@ def _chat(messages: Iterable[Mapping[str, Any]]) -> tuple[dict, ...]:
     if not chat or not all(isinstance(one, Mapping) and "role" in one and _CONTENT & one.keys() for one in chat):
         raise InvalidArgument("messages", "allowed is a non-empty list of {'role': …, 'content': …}, oldest first")
     return tuple(dict(message) for message in chat)
+
+
+def _guide(json_schema: str | None, guide: Guide | None) -> Guide | None:
+    if json_schema is None:
+        return guide
+    if guide is not None:
+        raise InvalidArgument("guide", "must be left out with json_schema")
+    return Guide("json_schema", json_schema)
 
 
 def _json(name: str, what: str, value: Any) -> str | None:

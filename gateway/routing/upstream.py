@@ -66,7 +66,7 @@ class Upstream:
     def understands(self, request: GenerationRequest) -> bool:
         """Return whether OpenAI's protocol can express the request."""
         plain = all(getattr(request.sampling, name) == getattr(SamplingParams(), name) for name in _NEUTRAL)
-        lost = request.stop_token_ids or request.json_schema or request.echo or not request.skip_special_tokens
+        lost = request.stop_token_ids or request.guide or request.echo or not request.skip_special_tokens
         return plain and not lost
 
     def wait_s(self) -> float:

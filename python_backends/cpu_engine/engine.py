@@ -258,7 +258,13 @@ class Engine:
             self._prefixes.remember(request.input_ids)
             stream.started_ns = now_ns
             command = AddSequence(
-                key, request.input_ids, request.max_tokens, request.sampling, request.stop_ids, request.priority
+                key,
+                request.input_ids,
+                request.max_tokens,
+                request.sampling,
+                request.stop_ids,
+                request.priority,
+                request.guide,
             )
             self._link.send(command)
 

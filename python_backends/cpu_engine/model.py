@@ -38,6 +38,8 @@ from python_backends.triton_io import (
     texts,
 )
 
+VOCABULARY = "openvino_detokenizer.xml"  # of a CPU engine, see build/model/detokenizer.py
+
 
 class ResponseSink:
     """Write a stream's responses as the output tensors that the request names."""
@@ -109,6 +111,7 @@ class TritonPythonModel:
         self._heartbeat = Heartbeat(settings.supervisor_socket)
         manifest = manifests.load(settings.engine_dir)
         self._limits = EngineLimits.from_manifest(manifest)
+        self._has_vocabulary = manifest.kind != "cpu" or (settings.engine_dir / VOCABULARY).exists()
         self._whole_answer_timeout_ns = settings.whole_answer_timeout_s * 1_000_000_000
         self._metrics = EngineMetrics(Metrics(metric_family), args["model_name"], args["model_version"])
         self._engine = Engine(
@@ -158,6 +161,9 @@ class TritonPythonModel:
             timeout_ns = min(timeout_ns or limit_ns, limit_ns)
         priority = read(parameters(request))
         parsed = parse(inputs, self._limits, request.request_id(), timeout_ns, time.monotonic_ns(), priority)
+        if parsed.guide is not None and not self._has_vocabulary:
+            how = "this engine was built without the vocabulary that a grammar needs; build it again to use one"
+            raise InvalidArgument("guided_decoding_guide_type", f"must be left out: {how}")
         self._engine.submit(parsed, ResponseSink(sender, set(request.requested_output_names()), inputs))
 
     def _stop(self, request: Request, sender: ResponseSender) -> None:

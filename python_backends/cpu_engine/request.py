@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from contract.errors import InvalidArgument
-from contract.generation import SamplingParams
+from contract.generation import Guide, SamplingParams
 from python_backends.ensemble.priority import NORMAL
 from python_backends.ensemble.word_list import decode_word_list
 from python_backends.limits import EngineLimits, check_fits
@@ -41,6 +41,7 @@ class EngineRequest:
     arrival_ns, tokenized_ns: CLOCK_MONOTONIC.
     timeout_ns: total time allowed from arrival, 0 for no limit.
     priority: 0 (last) to 1 (first).
+    guide: what the output must match; None for free text.
     """
 
     request_id: str
@@ -56,6 +57,7 @@ class EngineRequest:
     tokenized_ns: int
     timeout_ns: int
     priority: float = NORMAL
+    guide: Guide | None = None
 
     @property
     def deadline_ns(self) -> int | None:
@@ -86,12 +88,13 @@ def parse(
         raise InvalidArgument("request_output_len", f"must be 1 or more, got {max_tokens}")
     check_fits(input_ids.size, max_tokens, limits, "input_ids", "request_output_len")
     stop_ids, stop_sequences = _stops(inputs, limits)
+    sampling = _sampling(inputs)
     arrival_ns, tokenized_ns = _times(inputs, now_ns)
     return EngineRequest(
         request_id=request_id,
         input_ids=input_ids,
         max_tokens=max_tokens,
-        sampling=_sampling(inputs),
+        sampling=sampling,
         stop_ids=stop_ids,
         stop_sequences=stop_sequences,
         streaming=inputs.scalar("streaming", False),
@@ -101,6 +104,7 @@ def parse(
         tokenized_ns=tokenized_ns,
         timeout_ns=timeout_ns,
         priority=priority,
+        guide=_guide(inputs, sampling, bool(stop_ids)),
     )
 
 
@@ -135,9 +139,23 @@ def _refuse_unsupported(inputs: Inputs) -> None:
         array = inputs.array(name)
         if array is not None and array.size:
             raise InvalidArgument(name, f"must be left out; {what}: not supported by this engine yet")
-    for name in ("guided_decoding_guide_type", "guided_decoding_guide"):
-        if inputs.scalar(name):
-            raise InvalidArgument(name, "must be left out; guided decoding: not supported by this engine yet")
+
+
+def _guide(inputs: Inputs, sampling: SamplingParams, ends: bool) -> Guide | None:
+    """ends: the request has ids that end it."""
+    kind, text = inputs.text("guided_decoding_guide_type"), inputs.text("guided_decoding_guide")
+    if not kind:
+        if text:
+            raise InvalidArgument("guided_decoding_guide_type", "must be sent with guided_decoding_guide, got none")
+        return None
+    guide = Guide(kind, text or "").validate()
+    # Beyond the grammar's end nothing is left to generate but the end.
+    if not ends:
+        raise InvalidArgument("ignore_eos", "must be false with a guide, got true, or an end_id of -1")
+    if sampling.min_tokens:
+        problem = f"must be 0 with a guide, which decides where the output ends, got {sampling.min_tokens}"
+        raise InvalidArgument("min_tokens", problem)
+    return guide
 
 
 def _sampling(inputs: Inputs) -> SamplingParams:

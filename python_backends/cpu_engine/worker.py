@@ -19,11 +19,12 @@ import openvino as ov
 import openvino_genai as genai
 
 from contract import manifest as manifests
-from contract.generation import SamplingParams
+from contract.generation import Guide, SamplingParams
 from python_backends.cpu_engine.pipeline import open_pipeline
 from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.worker_messages import AddSequence, Failed, Ready, StepOutput, StepReport
+from python_backends.grammar.genai_config import structured_output
 
 _NICE = 5
 
@@ -63,7 +64,7 @@ class StepLoop:
                 self._end(command.id)
 
     def _add(self, command: AddSequence) -> None:
-        config = generation_config(command.max_tokens, command.sampling, command.stop_ids)
+        config = generation_config(command.max_tokens, command.sampling, command.stop_ids, command.guide)
         try:
             handle = self._pipeline.add_request(command.id, ov.Tensor(command.input_ids[None]), config)
         except RuntimeError as exc:
@@ -136,7 +137,9 @@ class StepLoop:
         return StepOutput(id, token_ids, chosen or log_probs, event, top, error)
 
 
-def generation_config(max_tokens: int, sampling: SamplingParams, stop_ids: frozenset[int]) -> genai.GenerationConfig:
+def generation_config(
+    max_tokens: int, sampling: SamplingParams, stop_ids: frozenset[int], guide: Guide | None = None
+) -> genai.GenerationConfig:
     """Return OpenVINO GenAI's form of the sampling parameters; only ``stop_ids`` end a sequence.
 
     Without an end id the pipeline uses those of generation_config.json. Setting one of the stop ids as the end id
@@ -150,6 +153,8 @@ def generation_config(max_tokens: int, sampling: SamplingParams, stop_ids: froze
     else:
         config.ignore_eos = True
     config.min_new_tokens = min(sampling.min_tokens, max_tokens) if stop_ids else 0
+    if guide is not None:
+        config.structured_output_config = structured_output(guide)
     config.repetition_penalty = sampling.repetition_penalty
     config.presence_penalty = sampling.presence_penalty
     config.frequency_penalty = sampling.frequency_penalty

@@ -56,6 +56,23 @@ class Decoding:
         """Return a new stream of text, to be used by one thread at a time."""
         return Stream(self, self._plan, skip_special_tokens)
 
+    def special(self, token_id: int) -> str:
+        """Return a special token's own text, empty for any other id."""
+        token = self._tokenizer.id_to_token(token_id)
+        return token if token in self._special else ""
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return what an id adds within a text, which may be a part of a character; empty for an unknown id."""
+        token = self.table(False, first=False)[token_id]
+        if not isinstance(token, str):
+            return token or b""
+        if token in stages.BYTE_TOKENS and stages.ByteRuns in self._plan.token_stages:
+            return bytes([stages.BYTE_TOKENS[token]])
+        for make in self._plan.text_stages:
+            if isinstance(stage := make(), stages.Substitute):
+                token = stage.feed(token) + stage.finish()
+        return token.encode()
+
     def table(self, skip_special_tokens: bool, first: bool) -> _TokenTable:
         """Return the decoded token of each id, as the first token of the text or as a later one."""
         key = (skip_special_tokens, first)

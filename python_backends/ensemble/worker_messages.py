@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from contract.generation import SamplingParams
+from contract.generation import Guide, SamplingParams
 from python_backends.ensemble.priority import NORMAL
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.token_increment import TopLogProbs
@@ -20,6 +20,7 @@ class AddSequence:
     input_ids: int64[n], the prompt.
     stop_ids: ids that end the sequence.
     priority: 0 (last) to 1 (first).
+    guide: what the output must match, in a form that the worker can compile; None for free text.
     """
 
     id: int
@@ -28,6 +29,7 @@ class AddSequence:
     sampling: SamplingParams
     stop_ids: frozenset[int]
     priority: float = NORMAL
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from contract.generation import GenerationRequest, SamplingParams
+from contract.generation import GenerationRequest, Guide, SamplingParams
 from gateway.request_key import deterministic, request_key
 
 REQUEST = GenerationRequest("Hello", sampling=SamplingParams(temperature=0.0))
@@ -18,7 +18,7 @@ OTHERS = {
     "stop_token_ids": (1,),
     "echo": True,
     "skip_special_tokens": False,
-    "json_schema": "{}",
+    "guide": Guide("json"),
 }
 
 

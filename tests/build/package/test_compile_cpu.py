@@ -120,6 +120,8 @@ def test_the_folder_holds_everything_a_server_needs(tmp_path):
     assert sorted(p.name for p in engine.iterdir()) == [
         "config.json",
         "generation_config.json",
+        "openvino_detokenizer.bin",
+        "openvino_detokenizer.xml",
         "openvino_model.bin",
         "openvino_model.xml",
         "tokenizer.json",

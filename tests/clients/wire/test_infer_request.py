@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2
 
 from clients.wire import infer_request
 from contract import tensors
-from contract.generation import GenerationRequest, SamplingParams
+from contract.generation import GenerationRequest, Guide, SamplingParams
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 
@@ -80,7 +80,7 @@ def test_every_field_of_a_request_travels_under_the_ensembles_name_and_type() ->
         stream=False,
         echo=True,
         skip_special_tokens=False,
-        json_schema='{"type": "object"}',
+        guide=Guide("json_schema", '{"type": "object"}'),
     )
     request, values = parsed(infer_request.generation(asked, "ensemble", timings=True))
     declared = {tensor.name: tensor.datatype for tensor in tensors.ENSEMBLE_INPUTS}

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from clients.wire import request
 from contract.errors import InvalidArgument
-from contract.generation import SamplingParams
+from contract.generation import Guide, SamplingParams
 
 
 def test_arguments_become_one_valid_request_with_an_id() -> None:
@@ -21,7 +19,7 @@ def test_a_chat_and_a_schema_are_taken_as_python_has_them() -> None:
         messages=[{"role": "user", "content": "hi"}], json_schema={"type": "object"}, request_id="mine"
     )
     assert built.messages == ({"role": "user", "content": "hi"},)
-    assert json.loads(built.json_schema) == {"type": "object"}
+    assert built.guide == Guide("json_schema", '{"type": "object"}')
     assert built.request_id == "mine"
     assert request.with_id(built) is built
 
@@ -57,6 +55,9 @@ def test_a_chat_and_a_schema_are_taken_as_python_has_them() -> None:
         ({"messages": [{"role": "user", "content": "y"}], "tools": 5}, "tools: is no JSON"),
         ({"prompt": "x", "tools": []}, "tools: must be left out without messages"),
         ({"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs: must be left out without messages"),
+        ({"prompt": "x", "json_schema": {}, "guide": Guide("regex", "a")}, "guide: must be left out with json_schema"),
+        ({"prompt": "x", "guide": Guide("regex")}, "guided_decoding_guide: must be sent with the type regex"),
+        ({"prompt": "x", "guide": Guide("yaml", "a")}, "guided_decoding_guide_type: must be one of json, json_schema"),
     ],
 )
 def test_a_bad_argument_is_named_with_what_is_allowed(arguments: dict, message: str) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from contract.errors import InvalidArgument
-from contract.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta
+from contract.generation import FinishReason, GenerationRequest, Guide, SamplingParams, TokenDelta
 from gateway.cache.cache_control import CacheControl
 from gateway.cache.semantic_cache import Entry, SemanticCache, TenantCache, configured
 from gateway.config.settings import Settings
@@ -98,7 +98,7 @@ async def test_a_similar_prompt_gets_the_response_with_its_similarity_and_age(ma
         {"system": "Be rude."},
         {"max_tokens": 7},
         {"stop": ("x",)},
-        {"json_schema": "{}"},
+        {"guide": Guide("json")},
         {"sampling": dataclasses.replace(GREEDY, seed=1)},
         {"sampling": dataclasses.replace(GREEDY, repetition_penalty=1.1)},
     ],

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from contract.errors import Cancelled, EngineFailed, InvalidArgument, Overloaded, PromptTooLong, Unavailable
-from contract.generation import FinishReason, GenerationRequest, SamplingParams, Usage
+from contract.generation import FinishReason, GenerationRequest, Guide, SamplingParams, Usage
 from gateway.routing.circuit_breaker import BreakerPolicy, BreakerState
 from gateway.routing.upstream import Upstream, retry_after_s
 from tests.gateway.openai_upstream import OpenAIUpstream, upstream
@@ -98,6 +98,7 @@ async def test_a_cancelled_stream_raises_cancelled_and_frees_the_upstream():
     [
         {"stop_token_ids": (1,)},
         {"echo": True},
+        {"guide": Guide("json")},
         {"skip_special_tokens": False},
         {"sampling": SamplingParams(top_k=4)},
         {"sampling": SamplingParams(log_probs=True)},

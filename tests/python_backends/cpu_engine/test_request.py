@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument, PromptTooLong
-from contract.generation import SamplingParams
+from contract.generation import Guide, SamplingParams
 from contract.tensors import ENGINE_INPUTS
 from python_backends.cpu_engine.request import parse
 from python_backends.ensemble.word_list import encode_word_list
@@ -138,8 +138,7 @@ def test_what_the_usual_tensorrt_llm_clients_always_send_is_accepted(ask, name, 
         ("lora_task_id", 7, "LoRA adapters: not supported by this engine yet"),
         ("bad_words_list", encode_word_list([(5,)]), "must be left out; bad words: not supported"),
         ("embedding_bias", [0.0] * 100, "must be left out; a bias on token ids: not supported"),
-        ("guided_decoding_guide_type", "json", "must be left out; guided decoding: not supported by this engine yet"),
-        ("guided_decoding_guide", "{}", "must be left out; guided decoding: not supported by this engine yet"),
+        ("guided_decoding_guide_type", "yaml", "must be one of json, json_schema, regex, "),
     ],
 )
 def test_what_this_engine_cannot_honour_is_refused_by_name(ask, name, value, problem):
@@ -274,3 +273,23 @@ def test_any_tensors_at_all_are_parsed_or_refused_by_name(triton_types, tensors,
         assert any(name in refusal.field for name in DATATYPES)
     else:
         assert parsed.input_ids.size + parsed.max_tokens <= LIMITS.max_seq_len
+
+
+@pytest.mark.parametrize(
+    ("sent", "problem"),
+    [
+        ({"guided_decoding_guide": "{}"}, "guided_decoding_guide_type: must be sent with guided_decoding_guide"),
+        ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide: must be sent with the type regex"),
+        ({"guided_decoding_guide_type": "json", "guided_decoding_guide": "{}"}, "guided_decoding_guide: must be left"),
+        ({"guided_decoding_guide_type": "json", "min_tokens": 1, "end_id": 2}, "min_tokens: must be 0 with a guide"),
+        ({"guided_decoding_guide_type": "json"}, "ignore_eos: must be false with a guide"),
+    ],
+)
+def test_a_guide_needs_its_text_and_an_end(ask, sent, problem):
+    with pytest.raises(InvalidArgument, match=problem):
+        ask(**sent)
+
+
+def test_a_guide_is_read(ask):
+    asked = ask(guided_decoding_guide_type="regex", guided_decoding_guide="[0-9]+", end_id=2)
+    assert asked.guide == Guide("regex", "[0-9]+")

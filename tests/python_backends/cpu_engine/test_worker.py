@@ -1,6 +1,7 @@
 """The worker as a real process around a real pipeline, and what it makes of sampling parameters."""
 
 import dataclasses
+import re
 import shutil
 import threading
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract import manifest as manifests
-from contract.generation import SamplingParams
+from contract.generation import Guide, SamplingParams
 from python_backends.cpu_engine.link import WorkerLink
 from python_backends.cpu_engine.pipeline import open_pipeline
 from python_backends.cpu_engine.worker import fold_seed, generation_config
@@ -55,9 +56,10 @@ class Worker:
         with self._changed:
             assert self._changed.wait_for(condition, timeout=30), (self.deaths, self.reports[-3:])
 
-    def add(self, prompt, max_tokens, sampling=GREEDY, stop_ids=frozenset({END})):
+    def add(self, prompt, max_tokens, sampling=GREEDY, stop_ids=frozenset({END}), guide=None):
         self.next_id += 1
-        self.link.send(AddSequence(self.next_id, np.array(prompt, np.int64), max_tokens, sampling, frozenset(stop_ids)))
+        ids = np.array(prompt, np.int64)
+        self.link.send(AddSequence(self.next_id, ids, max_tokens, sampling, frozenset(stop_ids), guide=guide))
         return self.next_id
 
     def outputs(self, id):
@@ -355,3 +357,20 @@ def test_whatever_is_accepted_the_pipeline_lives_through(worker, sampling, stop_
 
 def test_the_pool_is_as_large_as_the_limits_say(tiny_engine):
     assert EngineLimits.from_manifest(manifests.load(tiny_engine)).kv_cache_blocks == 32
+
+
+def test_guided_and_free_sequences_share_a_batch(worker, direct, prompts):
+    alphabet = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))  # ids are places in it
+
+    def text(ids):
+        return "".join(chr(alphabet[token]) for token in ids if token < len(alphabet))
+
+    hot = SamplingParams(temperature=3.0)
+    guides = [Guide("regex", "[0-9]{3}-[a-f]{4}"), Guide("ebnf_grammar", 'root ::= "yes" | "no"'), None] * 2
+    ids = [worker.add(prompts[2], 20, GREEDY if guide is None else hot, guide=guide) for guide in guides]
+    results = [worker.result(id) for id in ids]
+    for place, pattern in enumerate(["[0-9]{3}-[a-f]{4}", "yes|no"]):
+        for written, _, event in (results[place], results[place + 3]):
+            assert re.fullmatch(pattern, text(written)), text(written)
+            assert written[-1] == END and event is StreamEvent.STOP
+    assert results[2][0] == results[5][0] == direct(prompts[2], 20)

@@ -1,0 +1,1 @@
+"""Constrained output: guides become grammars, and every grammar is compiled outside the engine first."""
