@@ -92,9 +92,8 @@ def checkpoint(name: str, qformat: str, kv: str | None, model: Checkpoint) -> tu
         if done.returncode != 0:
             raise EngineFailed(f"{name} could not be quantised; its output stands above")
         records.write(name, key, [folder])
-    candidate = comparison.open_candidate(name, folder)
-    engine = Simulated.of(candidate.decoder, model.architecture.vocab_size, name, print)
-    return engine, candidate.weight_bytes
+    quantised, size = comparison.open_candidate(folder)
+    return Simulated.of(quantised, model.architecture.vocab_size, name, print), size
 
 
 def measure(model: Checkpoint) -> tuple[str, dict[str, str], int]:

@@ -6,8 +6,6 @@ unpacked to prose). Order and split depend on module paths alone, so one CPython
 
 Left out: `test` and `tests` folders (19 MB of assertions would be two thirds of the text and teach little else),
 site-packages, character-mapping tables, machine-written configuration, and bundled wheels.
-
-    python -m build.demo_model.corpus        reports documents and bytes
 """
 
 import ast
@@ -118,14 +116,3 @@ def gather(folder: Path | None = None) -> Corpus:
     if not sides[False] or not sides[True]:
         raise FileNotFoundError(f"{folder or stdlib_folder()}: too few .py files to train on some and hold out others")
     return Corpus(tuple(sides[False]), tuple(sides[True]))
-
-
-def main() -> None:
-    corpus = gather()
-    print(f"standard library: {stdlib_folder()}")
-    for name, side in (("training", corpus.training), ("held out", corpus.held_out)):
-        print(f"{name}: {len(side)} documents, {sum(document.size_bytes for document in side):,} bytes")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,34 +1,25 @@
 """Compile: a TensorRT-LLM checkpoint becomes an engine, by trtllm-build in the recipe's image on the recipe's GPU.
 
-    python -m build.package.compile_trtllm --engine llama-3.1-8b-fp8-hopper
-    python -m build.package.compile_trtllm --engine llama-3.1-8b-fp8-hopper --dry-run
-
-Where it cannot work it stops with one sentence that says what to run where, and leaves nothing behind. Exit status 0
-when the engine is there, 1 when trtllm-build failed, 2 for a recipe that is refused, 3 for the wrong machine or a
-missing checkpoint.
+Where it cannot work it stops with one sentence that says what to run where, and leaves nothing behind.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
-from build.base import hardware, layout, option_table, program
-from build.base import shape as shapes
+from build.base import hardware, layout, option_table
 from build.base.shape import Shape
 from build.package import container
 from build.recipe import commands
-from build.recipe import recipe as recipes
 from build.recipe.case import Case
 from build.recipe.recipe import Recipe
 from build.recipe.schema import TRTLLM, TRTLLM_VERSION
 from build.recipe.verdict import judge, require
-from contract.errors import EngineFailed, InvalidArgument, TridentError, Unavailable
+from contract.errors import EngineFailed, InvalidArgument, Unavailable
 
 HELP_TIMEOUT_S = 300.0  # `trtllm-build --help` imports tensorrt_llm first
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9_]*")
@@ -153,36 +144,3 @@ def check_engine(recipe: Recipe) -> Path:
         if built.get(key) != expected:
             raise EngineFailed(f"the engine was built with {key} {built.get(key)}, the recipe has {expected}")
     return folder
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--engine", help="name of a recipe in build/recipes")
-    which.add_argument("--recipe", type=Path, help="path of a recipe anywhere")
-    parser.add_argument("--dry-run", action="store_true", help="print the command lines only; needs no GPU")
-    options = parser.parse_args(arguments)
-    try:
-        recipe = recipes.load(options.recipe) if options.recipe else recipes.named(options.engine)
-        shape = shapes.find(recipe.model)
-        if options.dry_run:
-            _check_recipe(recipe, shape)
-            argv = commands.compile_engine(recipe, shape)
-            for line in container.entered(argv, recipe, container.runtime() or container.DOCKER):
-                print(commands.line(line))
-            return 0
-        print(f"engine in {layout.relative(compile_trtllm(recipe, shape))}")
-    except InvalidArgument as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except WrongMachine as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
-    except TridentError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(program.run(main, "error"))

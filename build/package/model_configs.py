@@ -4,43 +4,32 @@
 ``detokenizer`` get the variants of ``build/trtllm/`` under the same name. An engine of kind llmapi speaks in band like
 the CPU engine, and its configuration is the CPU engine's with another program.
 
-    python -m build.package.model_configs --engine llama-3.1-8b-fp8-hopper
-    python -m build.package.model_configs --engine llama-3.1-8b-fp8-hopper --print
-
 Tensors are those of ``contract.tensors`` that the C++ backend has; how it wants them (reshaped scalars, ragged rows)
 comes from ``build/trtllm/triton_contract_1.x.json``. The text is parsed by Triton's own protobuf before it is written.
-``--print`` prints the engine's configuration and needs no engine. Exit status 2 where recipe, engine or configuration
-is not in order.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
 
-from build.base import digest, layout, program
-from build.base import shape as shapes
-from build.base.checkpoint import TOKENIZER_FILES, Checkpoint, open_checkpoint
+from build.base import digest, layout
+from build.base.checkpoint import TOKENIZER_FILES, Checkpoint
 from build.base.shape import Shape
 from build.package.compile_trtllm import check_engine
 from build.quality import evaluation
 from build.recipe import commands, provenance
-from build.recipe import recipe as recipes
-from build.recipe.case import Case
 from build.recipe.recipe import Recipe
 from build.recipe.schema import CPU, LLMAPI, TRTLLM, TRTLLM_VERSION
-from build.recipe.verdict import judge, require
 from contract import tensors
-from contract.errors import EngineFailed, InvalidArgument, TridentError
+from contract.errors import EngineFailed, InvalidArgument
 from contract.manifest import FILE_NAME
 from contract.tensors import Tensor
 
@@ -297,35 +286,3 @@ def parse(text: str) -> object:
         return text_format.Parse(text, model_config_pb2.ModelConfig())
     except text_format.ParseError as exc:
         raise EngineFailed(f"the configuration does not parse as a ModelConfig: {exc}") from exc
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--engine", help="name of a recipe in build/recipes")
-    which.add_argument("--recipe", type=Path, help="path of a recipe anywhere")
-    parser.add_argument("--model-repository", type=Path, default=layout.MODEL_REPOSITORY)
-    parser.add_argument("--print", action="store_true", help="print the configuration; needs no compiled engine")
-    options = parser.parse_args(arguments)
-    try:
-        recipe = recipes.load(options.recipe) if options.recipe else recipes.named(options.engine)
-        shape = shapes.find(recipe.model)
-        if recipe.kind != CPU:
-            require(recipe, judge(Case(recipe, shape)))
-        if options.print:
-            text = render(recipe)
-            parse(text)
-            sys.stdout.write(text)
-        else:
-            render(recipe)
-            model = shapes.local_folder(recipe.model) or layout.fetched_model(recipe.model)
-            for path in package(recipe, shape, open_checkpoint(model), options.model_repository):
-                print(f"wrote {layout.relative(path)}")
-    except TridentError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(program.run(main, "error"))

@@ -1,31 +1,21 @@
 """The plan: what building an engine will do, need and take, before anything is done.
 
-    python -m build.package.plan --engine llama-3.1-8b-fp8-hopper
-    python -m build.package.plan --recipe my/recipe.toml --json
-
-Needs neither a GPU nor the model's weights. Exit status 0 for a plan, 2 where the recipe is refused or cannot be read.
+``python -m build.engine --engine NAME --dry-run`` prints it; it needs neither a GPU nor the model's weights.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import textwrap
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
-from build.base import hardware, host, program
-from build.base import shape as shapes
+from build.base import hardware, host
 from build.base.shape import Shape
 from build.package.stage import CONTAINER, Stage, image_stage, stages
 from build.recipe import choice, commands, memory
-from build.recipe import recipe as recipes
 from build.recipe.case import Case, Finding, Severity
 from build.recipe.recipe import Recipe
 from build.recipe.schema import CPU, TRTLLM
 from build.recipe.verdict import judge, refused
-from contract.errors import InvalidArgument
 
 GIB = memory.GIB
 TYPICAL = ((128, 128), (500, 500), (1000, 1000), (2048, 2048), (5000, 500))  # prompt and output tokens
@@ -83,37 +73,6 @@ def concurrency(plan: Plan) -> list[dict[str, int]]:
     ]
 
 
-def as_json(plan: Plan) -> dict:
-    """Everything the text says, for programs."""
-    recipe = plan.recipe
-    document: dict = {
-        "engine": recipe.name,
-        "kind": recipe.kind,
-        "recipe": {key: value for key, value in asdict(recipe).items() if key != "given"},
-        "model": {"source": plan.shape.source, "parameters": plan.shape.architecture.num_parameters()},
-        "refused": plan.refused,
-        "findings": [
-            {"rule": f.rule, "severity": f.severity.value, "message": f.message, "instead": f.instead}
-            for f in plan.findings
-        ],
-        "stages": [_stage_json(recipe, stage) for stage in plan.stages],
-    }
-    if recipe.kind != CPU:
-        document["image"] = recipe.image
-    if plan.footprint is not None:
-        foot = plan.footprint
-        document["limits"] = limits(recipe)
-        document["memory_per_gpu" if recipe.kind != CPU else "memory"] = asdict(foot) | {
-            "fixed_bytes": foot.fixed_bytes,
-            "kv_pool_bytes": foot.pool_bytes,
-            "formulas": memory.FORMULAS_CPU if recipe.kind == CPU else memory.FORMULAS,
-        }
-        document["concurrency"] = concurrency(plan)
-        document["disk_bytes"] = sum(stage.disk_bytes for stage in plan.stages)
-        document["seconds"] = round(sum(stage.seconds for stage in plan.stages))
-    return document
-
-
 def limits(recipe: Recipe) -> dict[str, object]:
     """Limits and features the engine will really have, where the builder would change them silently."""
     if recipe.kind != TRTLLM:
@@ -134,15 +93,6 @@ def limits(recipe: Recipe) -> dict[str, object]:
         "max_beam_width": recipe.max_beam_width,
         **features,
     }
-
-
-def _stage_json(recipe: Recipe, stage: Stage) -> dict:
-    document = asdict(stage) | {"argv": list(stage.argv), "command": commands.line(stage.argv)}
-    document["instead"] = commands.line(stage.instead)
-    if stage.where == CONTAINER:
-        document["docker"] = commands.line(commands.in_docker(stage.argv, recipe))
-        document["enroot"] = commands.line(commands.in_enroot(stage.argv, recipe))
-    return document
 
 
 def as_text(plan: Plan, verbose: bool = False) -> str:
@@ -280,28 +230,3 @@ def _size(count: float) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--engine", help="name of a recipe in build/recipes")
-    which.add_argument("--recipe", type=Path, help="path of a recipe anywhere")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--verbose", action="store_true", help="print limits, memory formulas and estimates too")
-    options = parser.parse_args(arguments)
-    try:
-        recipe = recipes.load(options.recipe) if options.recipe else recipes.named(options.engine)
-        plan = make(recipe, shapes.find(recipe.model))
-    except InvalidArgument as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(
-        json.dumps(as_json(plan), indent=2) if options.json else as_text(plan, options.verbose),
-        end="\n" if options.json else "",
-    )
-    return 2 if plan.refused else 0
-
-
-if __name__ == "__main__":
-    sys.exit(program.run(main, "error"))

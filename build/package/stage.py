@@ -151,7 +151,7 @@ def _export(recipe: Recipe, shape: Shape) -> Stage:
 def _package(recipe: Recipe) -> Stage:
     also = ", the ensemble's and detokenizer's" if recipe.kind != LLMAPI else ""
     writes = f"model_repository/engine/configs/{recipe.name}.pbtxt{also}; tokenizer and manifest"
-    return Stage("package", HERE, False, tuple(commands.package(recipe)), writes, 16_000, 1, "small text files")
+    return Stage("package", HERE, False, tuple(commands.build_engine(recipe)), writes, 16_000, 1, "small text files")
 
 
 def _verify(recipe: Recipe, shape: Shape) -> Stage:

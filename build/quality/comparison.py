@@ -2,46 +2,24 @@
 
 Perplexity, top-1 agreement and KL divergence come from the logits of both at every position; ``gate`` holds them
 against the recipe's budget. Logits may come from anywhere (numpy, OpenVINO, TensorRT-LLM): only numpy is needed here.
-
-    python -m build.quality.comparison --reference MODEL --candidate fp8=CKPT --candidate int4=CKPT --json scores.json
-
-prints the table for a model card. A candidate is a TensorRT-LLM checkpoint, measured in its simulated numerics, or a
-Hugging Face one. Exit status 1 when one is beyond its budget and no --override says why that is acceptable.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from build.base import layout, program
 from build.base.checkpoint import Checkpoint, open_checkpoint
 from build.model import decoder
-from build.model.calibration import CPYTHON, open_tokenizer, read_texts, token_blocks
-from build.quality import sanity
+from build.model.calibration import open_tokenizer, read_texts, token_blocks
 from build.quantise import hf_quantised, trtllm_checkpoint
-from build.recipe.recipe import DEFAULT_QUALITY, QualityBudget
-from build.recipe.recipe import load as load_recipe
+from build.recipe.recipe import QualityBudget
 from contract.errors import InvalidArgument, TridentError
-
-PRECISION_OF = {
-    None: "bf16",
-    "FP8": "fp8",
-    "FP8_PER_CHANNEL_PER_TOKEN": "fp8_pc_pt",
-    "W8A8_SQ_PER_CHANNEL": "int8_sq",
-    "W4A16_AWQ": "int4_awq",
-    "W4A8_AWQ": "w4a8_awq",
-    "W8A16": "int8_wo",
-    "W4A16": "int4_wo",
-}
 
 
 class BeyondBudget(TridentError):
@@ -235,7 +213,7 @@ def gate(
     An empty reason is refused with InvalidArgument. spare: as ``judge`` has it.
     """
     if override is not None and not override.strip():
-        raise InvalidArgument("override", "got an empty reason; say why an engine beyond its budget is acceptable")
+        raise InvalidArgument("accept_quality", "must be a reason to use an engine beyond its budget, got an empty one")
     verdict = judge(quality, budget, override, sanity_problem, spare=spare)
     if not verdict.accepted:
         kept = [sentence for passed, sentence in _bounds(quality, budget, spare) if passed]
@@ -274,32 +252,25 @@ def table(rows: Sequence[tuple[str, Quality, float, Verdict]]) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A checkpoint to measure. precision: whose default budget applies."""
+def open_candidate(folder: Path) -> tuple[decoder.Decoder, int]:
+    """The decoder of a checkpoint and the bytes of its weights.
 
-    name: str
-    precision: str
-    decoder: decoder.Decoder
-    weight_bytes: int
-
-
-def open_candidate(name: str, folder: Path) -> Candidate:
-    """A TensorRT-LLM checkpoint (its config.json has ``quantization``), or a Hugging Face one, quantised or not."""
+    A TensorRT-LLM checkpoint (its config.json has ``quantization``), or a Hugging Face one, quantised or not.
+    """
     path = folder / "config.json"
     try:
         is_trtllm = "quantization" in json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as exc:
-        raise InvalidArgument("candidate", f"{folder} is no checkpoint: {exc}") from exc
+        raise InvalidArgument("checkpoint", f"must be a checkpoint, got {folder}: {exc}") from exc
     if is_trtllm:
         checkpoint = trtllm_checkpoint.read(folder)
-        return Candidate(name, PRECISION_OF[checkpoint.quant_algo], checkpoint.decoder(), checkpoint.weight_bytes)
+        return checkpoint.decoder(), checkpoint.weight_bytes
     if (folder / hf_quantised.QUANT_CONFIG).is_file():
         quantised = hf_quantised.read(folder)
-        return Candidate(name, PRECISION_OF[quantised.quant_algo], quantised.decoder(), quantised.weight_bytes)
+        return quantised.decoder(), quantised.weight_bytes
     opened = open_checkpoint(folder)
     weight_bytes = sum(path.stat().st_size for path in {tensor.path for tensor in opened.tensors.values()})
-    return Candidate(name, "bf16", decoder.from_checkpoint(opened), weight_bytes)
+    return decoder.from_checkpoint(opened), weight_bytes
 
 
 def held_out_blocks(
@@ -311,91 +282,3 @@ def held_out_blocks(
     return token_blocks(
         texts, encode, size=size, max_seq_length=max_seq_length, separator_id=separator_id, seed=seed
     ).ids
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--reference", type=Path, required=True, help="Hugging Face checkpoint, taken as bf16")
-    parser.add_argument("--candidate", action="append", required=True, metavar="NAME=FOLDER", help="may be repeated")
-    parser.add_argument("--text", default=CPYTHON, help="file, folder with split test, or cpython (held-out modules)")
-    parser.add_argument("--size", type=int, default=16, help="sequences (default 16)")
-    parser.add_argument("--max_seq_length", type=int, default=256, help="tokens per sequence (default 256)")
-    parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--engine", help="hold every candidate to this recipe's budget, not to its precision's default")
-    parser.add_argument("--override", metavar="REASON", help="accept candidates beyond budget; recorded")
-    parser.add_argument("--prompt", default=sanity.PROMPT, help="each engine continues it for up to ten seconds")
-    parser.add_argument("--json", type=Path, help="also write everything here")
-    options = parser.parse_args(arguments)
-    try:
-        return _run(options)
-    except TridentError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-
-
-def _run(options: argparse.Namespace) -> int:
-    candidates = []
-    for entry in options.candidate:
-        name, sep, folder = entry.partition("=")
-        if not sep or not name or name in [candidate.name for candidate in candidates]:
-            raise InvalidArgument("candidate", f"got {entry!r}; allowed is NAME=FOLDER with a name of its own")
-        candidates.append(open_candidate(name, Path(folder)))
-    opened = open_checkpoint(options.reference)
-    reference = decoder.from_checkpoint(opened)
-    blocks = held_out_blocks(
-        opened, options.text, size=options.size, max_seq_length=options.max_seq_length, seed=options.seed
-    )
-    print(f"{blocks.shape[0]} sequences of {blocks.shape[1]} tokens from {options.text}", file=sys.stderr)
-    started = time.monotonic()
-    with np.errstate(all="ignore"):  # a damaged engine may overflow; its logits are then not finite, and are counted
-        measured = compare(reference.logits(blocks), {c.name: c.decoder.logits(blocks) for c in candidates}, blocks)
-    print(f"measured in {time.monotonic() - started:.1f} s", file=sys.stderr)
-
-    encode, decode, _ = open_tokenizer(opened)
-
-    @np.errstate(all="ignore")
-    def speak(model: decoder.Decoder) -> sanity.Reply:
-        return sanity.speak(
-            lambda ids: next(model.logits(np.asarray([ids])))[-1, : opened.architecture.vocab_size],
-            encode(options.prompt),
-            eos_token_ids=opened.eos_token_ids,
-        )
-
-    expected = speak(reference)
-    rows, records, refused = [], {}, []
-    replies = {"reference": decode(expected.ids)}
-    for candidate in candidates:
-        quality, budget = measured[candidate.name], _budget(options.engine, candidate.precision)
-        reply = speak(candidate.decoder)
-        replies[candidate.name] = decode(reply.ids)
-        try:
-            verdict = gate(candidate.name, quality, budget, options.override, sanity.problem(reply, expected))
-        except BeyondBudget as error:
-            refused.append(str(error))
-            verdict = error.verdict
-        rows.append((candidate.name, quality, candidate.weight_bytes / 1e6, verdict))
-        records[candidate.name] = {"weight_bytes": candidate.weight_bytes} | record(quality, budget, verdict)
-    print(table(rows))
-    print(f"\nAfter {options.prompt!r}, greedily:")
-    for name, text in replies.items():
-        print(f"  {name}: {text!r}")
-    if options.json:
-        text = {"dataset": options.text, "sequences": blocks.shape[0], "tokens_per_sequence": blocks.shape[1]}
-        options.json.write_text(
-            json.dumps({"text": text, "prompt": options.prompt, "replies": replies, "engines": records}, indent=2)
-            + "\n",
-            encoding="utf-8",
-        )
-    for sentence in refused:
-        print(f"refused: {sentence}", file=sys.stderr)
-    return 1 if refused else 0
-
-
-def _budget(engine: str | None, precision: str) -> QualityBudget:
-    if engine is None:
-        return DEFAULT_QUALITY[precision]
-    return load_recipe(layout.RECIPES / f"{engine}.toml").quality
-
-
-if __name__ == "__main__":
-    sys.exit(program.run(main, "error"))

@@ -248,8 +248,8 @@ def evaluate_checkpoint(recipe: Recipe, notify: Notify, accept: str | None = Non
     path.unlink(missing_ok=True)  # what another checkpoint scored says nothing of this one
     model = local_folder(recipe.model) or layout.fetched_model(recipe.model)
     opened = open_checkpoint(model)
-    candidate = comparison.open_candidate(recipe.name, layout.checkpoint(recipe.name))
-    engine = Simulated.of(candidate.decoder, opened.architecture.vocab_size, recipe.name, notify)
+    quantised, _ = comparison.open_candidate(layout.checkpoint(recipe.name))
+    engine = Simulated.of(quantised, opened.architecture.vocab_size, recipe.name, notify)
     scores = evaluate(recipe.name, opened, engine, recipe.quality, notify, longest=recipe.max_seq_len, accept=accept)
     scores |= scored(recipe)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")

@@ -1,6 +1,5 @@
 """Quantise: a Hugging Face checkpoint in, one that TensorRT-LLM reads out, calibrated with ModelOpt on CPU or CUDA.
 
-    python -m build.quantise.quantize --engine llama-3.1-8b-fp8-hopper
     python -m build.quantise.quantize --model_dir MODEL --qformat int4_awq --calib_dataset cpython --output_dir OUT
 
 It does what TensorRT-LLM's own ``quantize.py`` does, through the same exporter (``nvidia-modelopt``), without that
@@ -18,18 +17,15 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from build.base import layout, program
+from build.base import program
 from build.base.checkpoint import Checkpoint, open_checkpoint
-from build.base.shape import local_folder
 from build.model.calibration import TokenBlocks, open_tokenizer, read_texts, token_blocks
 from build.quantise import hf_quantised, trtllm_checkpoint
 from build.quantise.exporters import export_hf, export_trtllm, link_model, rope_scaling, translated, write_json
-from build.recipe import commands, schema
-from build.recipe import recipe as recipes
 from build.recipe.quantization import (
     AWQ_CALIB_SIZE,
     DEVICES,
@@ -233,53 +229,11 @@ def _move_into_place(partial: Path, output: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def from_recipe(name: str, model_dir: Path | None = None, output_dir: Path | None = None) -> Quantization:
-    """The job of ``build/recipes/<name>.toml``. Raises RecipeError or InvalidArgument."""
-    recipe = recipes.named(name)
-    if recipe.kind not in schema.GPU_KINDS:
-        problem = f"{name} is of kind {recipe.kind!r}; this stage is for {' and '.join(schema.GPU_KINDS)}"
-        raise InvalidArgument("engine", problem)
-    if recipe.kind == schema.TRTLLM and recipe.pp > 1:
-        raise InvalidArgument("pp", f"{name} asks for {recipe.pp} pipeline ranks; this stage splits by tensor only")
-    if recipe.convert:
-        keys = ", ".join(sorted(recipe.convert))
-        raise InvalidArgument("convert", f"{name} sets {keys}, which only convert_checkpoint.py in the container knows")
-    qformat = "full_prec" if recipe.precision == "bf16" else recipe.precision
-    if qformat not in QFORMATS:
-        raise InvalidArgument("precision", f"{qformat} needs CUDA kernels; here are {', '.join(QFORMATS)}")
-    options = {key: value for key, value in recipe.quantize.items() if key != "tokenizer_max_seq_length"}
-    for key in options:  # texts are cut at calib_max_seq_length here, which is never above the tokenizer's limit
-        if key not in Quantization.__dataclass_fields__:
-            problem = f"{name}: only NVIDIA's quantize.py in the container knows this option"
-            raise InvalidArgument(f"quantize.{key}", problem)
-    if model_dir is None:
-        model_dir = local_folder(recipe.model) or layout.fetched_model(recipe.model)
-        if not model_dir.is_dir() and (fetch := commands.fetch(recipe)):
-            raise InvalidArgument("model", f"{recipe.model} is not here yet; fetch it with `{commands.line(fetch)}`")
-    return Quantization(
-        **{
-            "model_dir": model_dir,
-            "output_dir": output_dir or layout.checkpoint(name),
-            "qformat": qformat,
-            "kv_cache_dtype": None if recipe.kv_cache_precision == "auto" else recipe.kv_cache_precision,
-            "checkpoint_format": TRTLLM if recipe.kind == schema.TRTLLM else HF,
-            "tp_size": recipe.tp,
-            "awq_block_size": recipe.group_size,
-            "calib_dataset": recipe.calibration.dataset,
-            "calib_size": recipe.calibration.size,
-            "calib_max_seq_length": recipe.calibration.max_seq_length,
-            "batch_size": recipe.calibration.batch_size,
-            **options,
-        }
-    )
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = Quantization.__dataclass_fields__
-    parser.add_argument("--engine", help="take everything from build/recipes/ENGINE.toml; paths may still be given")
-    parser.add_argument("--model_dir", type=Path, help="folder of the Hugging Face checkpoint")
-    parser.add_argument("--output_dir", type=Path, help="folder to create")
+    parser.add_argument("--model_dir", type=Path, required=True, help="folder of the Hugging Face checkpoint")
+    parser.add_argument("--output_dir", type=Path, required=True, help="folder to create")
     choices_of = {
         "qformat": tuple(QFORMATS),
         "kv_cache_dtype": KV_CACHE_DTYPES,
@@ -294,19 +248,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--calib_dataset", help="folder or file with texts, cpython, or cnn_dailymail")
     parser.add_argument("--overwrite", action="store_true", help="replace output_dir once the new one is complete")
     options = vars(parser.parse_args(arguments))
-    engine, overwrite = options.pop("engine"), options.pop("overwrite")
-    given = {key: value for key, value in options.items() if value is not None}
+    overwrite = options.pop("overwrite")
     try:
-        if engine:
-            extra = sorted(given.keys() - {"model_dir", "output_dir", "device"})
-            if extra:
-                raise InvalidArgument("engine", f"the recipe decides {', '.join(extra)}; give either --engine or these")
-            job = from_recipe(engine, given.get("model_dir"), given.get("output_dir"))
-            job = replace(job, device=given.get("device", job.device))
-        elif missing := [f"--{name}" for name in ("model_dir", "output_dir") if name not in given]:
-            raise InvalidArgument("", f"{' and '.join(missing)} must be given, or --engine")
-        else:
-            job = Quantization(**given)
+        job = Quantization(**{key: value for key, value in options.items() if value is not None})
         report = quantize(job, overwrite=overwrite)
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)

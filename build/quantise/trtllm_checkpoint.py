@@ -3,15 +3,11 @@
 ``read`` checks every name, dtype and shape against what ``config.json`` implies, because ``trtllm-build`` only warns
 about a tensor that its network has no place for (a bias, say) and then compiles a wrong engine. ``Checkpoint.tensor``
 joins the ranks; ``Checkpoint.decoder`` dequantises and puts the engine's rounding into a numpy decoder.
-
-    python -m build.quantise.trtllm_checkpoint FOLDER        lists and checks what is stored
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -376,30 +372,3 @@ def _words(names: set[str] | list[str], limit: int = 4) -> str:
     names = sorted(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(names[:limit]) or "none") + more
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args(arguments).folder
-    try:
-        checkpoint = read(folder)
-        check_values(checkpoint.stored())
-        for name in sorted(checkpoint.ranks[0]):
-            tensor = checkpoint.ranks[0][name]
-            checkpoint.tensor(name)  # raises where ranks that must agree do not
-            print(f"{name:62} {tensor.dtype:8} {list(tensor.shape)}")
-    except BadCheckpoint as error:
-        print(error, file=sys.stderr)
-        return 1
-    config = checkpoint.config
-    print(
-        f"{config['architecture']}, {checkpoint.quant_algo or config['dtype']}, KV cache "
-        f"{checkpoint.kv_cache_quant_algo or config['dtype']}, {len(checkpoint.ranks)} rank(s), "
-        f"{checkpoint.weight_bytes / 1e6:.1f} MB"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

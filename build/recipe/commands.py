@@ -296,10 +296,6 @@ def compile_engine(recipe: Recipe, shape: Shape) -> list[str]:
     return [table.path_in_image, *table.arguments(build_options(recipe, shape))]
 
 
-def package(recipe: Recipe) -> list[str]:
-    return [PYTHON, "-m", "build.package.model_configs", "--engine", recipe.name]
-
-
 def verify(recipe: Recipe) -> list[str]:
     """Scores the quantised checkpoint against the bf16 model, on held-out text, in simulated numerics."""
     return [PYTHON, "-m", "build.quality.evaluation", "--engine", recipe.name]

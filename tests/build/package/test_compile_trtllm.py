@@ -14,7 +14,7 @@ from gpu_recipes import LLAMA_70B, make
 from build.base import layout, option_table
 from build.base import shape as shapes
 from build.package import container
-from build.package.compile_trtllm import WrongMachine, check_engine, compile_trtllm, main, option_differences
+from build.package.compile_trtllm import WrongMachine, check_engine, compile_trtllm, option_differences
 from build.recipe import commands
 from build.recipe.recipe import Recipe
 from build.recipe.schema import IMAGE
@@ -61,14 +61,6 @@ def test_without_a_gpu_it_says_in_one_sentence_what_to_run_where(bare):
     assert "run `make build-engine ENGINE=engine-under-test` on a machine with 4 x h100 (SM 90)" in said
     assert f"inside {IMAGE} or with docker or enroot" in said and "engine-under-test there to go on from here" in said
     assert not layout.ENGINES.exists()
-
-
-def test_the_program_stops_with_status_3_and_one_line_without_a_gpu(bare, capsys):
-    assert main(["--engine", "llama-3.1-8b-fp8-hopper"]) == 3
-    printed = capsys.readouterr()
-    assert (
-        printed.out == "" and printed.err.count("\n") == 1 and printed.err.startswith("error: trtllm-build needs a GPU")
-    )
 
 
 def test_another_gpu_than_the_recipes_is_refused(bare):
@@ -188,19 +180,6 @@ def test_a_broken_engine_folder_is_refused(bare):
     (folder / "config.json").write_text("{}")
     with pytest.raises(EngineFailed, match="no readable engine config.json"):
         check_engine(make())
-
-
-def test_dry_run_prints_the_line_that_a_gpu_machine_would_run(bare, capsys):
-    assert main(["--engine", "llama-3.1-8b-fp8-hopper", "--dry-run"]) == 0
-    assert capsys.readouterr().out.startswith("docker run --rm --gpus all ")
-    gpu_machine.builder(bare)
-    assert main(["--engine", "llama-3.1-8b-fp8-hopper", "--dry-run"]) == 0
-    assert capsys.readouterr().out.startswith("trtllm-build --checkpoint_dir ")
-
-
-def test_the_program_names_an_unknown_recipe_with_status_2(capsys):
-    assert main(["--engine", "no-such-recipe"]) == 2
-    assert "there is no such recipe" in capsys.readouterr().err
 
 
 def test_enroot_imports_the_image_once(tmp_path, monkeypatch):

@@ -246,17 +246,6 @@ def test_without_a_compiled_engine_nothing_is_written(tmp_path, monkeypatch):
     assert not (tmp_path / "models").exists()
 
 
-def test_the_program_prints_without_an_engine_and_refuses_what_the_rules_refuse(tmp_path, capsys):
-    assert model_configs.main(["--engine", "llama-3.1-8b-fp8-hopper", "--print"]) == 0
-    printed = capsys.readouterr().out
-    assert printed == model_configs.render(recipes.load(layout.RECIPES / "llama-3.1-8b-fp8-hopper.toml"))
-    bad = tmp_path / "bad.toml"
-    text = (layout.RECIPES / "llama-3.1-8b-fp8-hopper.toml").read_text()
-    bad.write_text(text.replace('"h100"', '"a100"'))
-    assert model_configs.main(["--recipe", str(bad), "--print"]) == 2
-    assert "bad is refused by H1" in capsys.readouterr().err
-
-
 def test_a_text_that_is_no_configuration_is_not_written():
     with pytest.raises(EngineFailed, match="does not parse as a ModelConfig"):
         model_configs.parse('name: "engine" backnd: "tensorrtllm"')

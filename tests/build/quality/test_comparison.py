@@ -202,7 +202,7 @@ def test_a_failed_sanity_prompt_refuses_an_engine_whose_averages_are_fine():
 
 @pytest.mark.parametrize("reason", ["", "   "])
 def test_an_override_needs_a_reason(reason):
-    with pytest.raises(InvalidArgument, match="override: got an empty reason"):
+    with pytest.raises(InvalidArgument, match="accept_quality: must be a reason .*, got an empty one"):
         gate("demo", GOOD, BUDGET, override=reason)
 
 
@@ -230,13 +230,6 @@ def model(tmp_path):
     return folder
 
 
-def run(model, *arguments):
-    text = model.parent / "test.txt"
-    return comparison.main(
-        ["--reference", str(model), "--text", str(text), "--size", "3", "--max_seq_length", "40", *map(str, arguments)]
-    )
-
-
 def damaged(model, how):
     """A copy whose first layer is wrong."""
     folder = model.parent / "damaged"
@@ -248,63 +241,33 @@ def damaged(model, how):
     return folder
 
 
-def test_the_command_prints_a_table_and_writes_json(model, capsys):
-    assert run(model, "--candidate", f"itself={model}", "--json", model.parent / "scores.json") == 0
-    out = capsys.readouterr().out
-    megabytes = (model / "model.safetensors").stat().st_size / 1e6
-    assert f"| itself | {megabytes:.1f} |" in out and "| 100.00% | 0.00000 | 0.0000 | passed |" in out
-    scores = json.loads((model.parent / "scores.json").read_text())
-    assert scores["text"]["sequences"] == 3 and scores["engines"]["itself"]["quality"]["tokens"] == 117
-    assert scores["engines"]["itself"]["verdict"] == {"passed": True, "problems": [], "override": None}
-    assert scores["replies"]["itself"] == scores["replies"]["reference"]
+def measured(model, folder):
+    blocks = comparison.held_out_blocks(
+        open_checkpoint(model), str(model.parent / "test.txt"), size=3, max_seq_length=40
+    )
+    reference, engine = comparison.open_candidate(model)[0], comparison.open_candidate(folder)[0]
+    with np.errstate(all="ignore"):
+        return comparison.compare(reference.logits(blocks), {"engine": engine.logits(blocks)}, blocks)["engine"]
+
+
+def test_a_checkpoint_equals_itself(model):
+    score = measured(model, model)
+    assert score.tokens == 117 and judge(score, QualityBudget(1.0, 1.0, 0.0)).passed
 
 
 @pytest.mark.parametrize("how", [np.flipud, np.negative, lambda w: w * np.nan], ids=["rows reversed", "negated", "NaN"])
-def test_a_damaged_checkpoint_is_refused_unless_overridden_and_then_recorded(model, how, capsys):
-    folder = damaged(model, how)
-    assert run(model, "--candidate", f"sound={model}", "--candidate", f"damaged={folder}") == 1
-    out, err = capsys.readouterr()
-    assert "refused: engine damaged is not packaged: " in err and "engine sound" not in err
-    assert out.count("| passed |") == 1 and out.count("| refused |") == 1
-    target = model.parent / "scores.json"
-    assert run(model, "--candidate", f"damaged={folder}", "--override", "a test of the gate", "--json", target) == 0
-    assert "| overridden |" in capsys.readouterr().out
-    verdict = json.loads(target.read_text())["engines"]["damaged"]["verdict"]
-    assert verdict["override"] == "a test of the gate" and verdict["problems"] and not verdict["passed"]
+def test_a_damaged_checkpoint_is_refused_unless_overridden_and_then_recorded(model, how):
+    score = measured(model, damaged(model, how))
+    with pytest.raises(BeyondBudget, match="engine damaged is not packaged: "):
+        gate("damaged", score, DEFAULT_QUALITY["bf16"])
+    verdict = gate("damaged", score, DEFAULT_QUALITY["bf16"], "a test of the gate")
+    recorded = comparison.record(score, DEFAULT_QUALITY["bf16"], verdict)["verdict"]
+    assert recorded["override"] == "a test of the gate" and recorded["problems"] and not recorded["passed"]
 
 
-def test_a_recipes_budget_takes_the_place_of_the_precisions(model, capsys, monkeypatch, tmp_path):
-    noisy = damaged(model, lambda w: w + np.random.default_rng(0).normal(0, 0.02, w.shape).astype(np.float32))
-    recipes = tmp_path / "recipes"
-    recipes.mkdir()
-    source = (comparison.layout.RECIPES / "demo.toml").read_text().partition("[quality]")[0]
-    (recipes / "wide.toml").write_text(source + "\n[quality]\nperplexity_ratio = 5\ntop1_agreement = 0\nkl = 5\n")
-    (recipes / "narrow.toml").write_text(source + "\n[quality]\nkl = 1e-9\n")
-    monkeypatch.setattr(comparison.layout, "RECIPES", recipes)
-    assert run(model, "--candidate", f"noisy={noisy}", "--engine", "wide") == 0
-    assert run(model, "--candidate", f"noisy={noisy}", "--engine", "narrow") == 1
-    assert "(at most 1e-09)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--candidate", "x=/nowhere"], "error: candidate: /nowhere is no checkpoint"),
-        (["--candidate", "nameless"], "error: candidate: got 'nameless'; allowed is NAME=FOLDER"),
-        (["--candidate", "a={model}", "--candidate", "a={model}"], "allowed is NAME=FOLDER with a name of its own"),
-        (["--candidate", "a={model}", "--engine", "nosuch"], "there is no such recipe"),
-        (["--candidate", "a={model}", "--override", " "], "error: override: got an empty reason"),
-        (["--candidate", "a={model}", "--text", "nosuch"], "'nosuch' is neither a local file"),
-    ],
-)
-def test_what_the_command_cannot_do_is_one_sentence(model, arguments, message, capsys):
-    assert run(model, *[argument.format(model=model) for argument in arguments]) == 1
-    assert message in capsys.readouterr().err
-
-
-def test_every_format_that_can_be_read_has_a_budget():
-    assert set(comparison.PRECISION_OF) == set(trtllm_checkpoint.QUANT_ALGOS)
-    assert set(comparison.PRECISION_OF.values()) <= set(DEFAULT_QUALITY)
+def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
+    with pytest.raises(InvalidArgument, match="checkpoint: must be a checkpoint, got"):
+        comparison.open_candidate(tmp_path)
 
 
 @settings(max_examples=20)
@@ -334,7 +297,7 @@ def test_the_demo_model_keeps_its_predictions_in_every_format_and_damage_shows(t
     weight.flush()
 
     names = [*DEMO_BOUNDS, "damaged"]
-    engines = {name: comparison.open_candidate(name, tmp_path / name).decoder.logits(blocks) for name in names}
+    engines = {name: comparison.open_candidate(tmp_path / name)[0].logits(blocks) for name in names}
     measured = comparison.compare(decoder.from_checkpoint(opened).logits(blocks), engines, blocks)
     for qformat, (kl, top1) in DEMO_BOUNDS.items():
         assert measured[qformat].kl < kl and measured[qformat].top1_agreement > top1, (qformat, measured[qformat])

@@ -138,7 +138,7 @@ def test_what_is_accepted_beyond_its_budget_says_why_in_its_manifest(tmp_path, d
 
 
 def test_an_empty_reason_is_refused(tmp_path):
-    with pytest.raises(InvalidArgument, match="override: got an empty reason"):
+    with pytest.raises(InvalidArgument, match="accept_quality: must be a reason"):
         engine.build(recipe(), tmp_path, lambda line: None, accept=" ")
     assert not (tmp_path / "tiny").exists()
 

@@ -364,16 +364,5 @@ def test_a_quantised_kv_cache_changes_what_attention_sees(tmp_path, kv):
     assert 0 < error[1] < 0.1 < error[0]
 
 
-def test_the_command_lists_tensors_and_refuses_in_a_sentence(one, capsys):
-    folder, _, _ = one
-    assert trtllm_checkpoint.main([str(folder)]) == 0
-    out = capsys.readouterr().out
-    assert "transformer.layers.0.attention.dense.weight" in out and "F8_E4M3  [16, 8]" in out
-    assert out.endswith("LlamaForCausalLM, FP8, KV cache FP8, 2 rank(s), 0.0 MB\n")
-    (folder / "rank1.safetensors").unlink()
-    assert trtllm_checkpoint.main([str(folder)]) == 1
-    assert "found rank0.safetensors" in capsys.readouterr().err
-
-
 def test_every_stored_dtype_has_a_numpy_form():
     assert set(SAFETENSORS_NAME.values()) | {"F16", "U8"} == set(ARRAY_DTYPES)
