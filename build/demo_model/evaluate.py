@@ -14,15 +14,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch.nn import functional as F
+from transformers import LlamaForCausalLM
 
 from build.demo_model.conversations import Conversation
 from build.demo_model.corpus import Corpus, Document, gather
-from build.demo_model.llama import Llama, load_weights
 from build.demo_model.model_card import model_card
+from build.demo_model.network import load_weights
 from build.demo_model.tokenizer import END_OF_TEXT, END_OF_TURN, write_json
 
 CHECKPOINT = Path(__file__).resolve().parent / "checkpoint"
@@ -33,7 +33,7 @@ COMPLETION_TOKENS = 96
 
 
 @torch.inference_mode()
-def token_bits(model: Llama, input_ids: Sequence[int]) -> float:
+def token_bits(model: LlamaForCausalLM, input_ids: Sequence[int]) -> float:
     """Bits the model needs for input_ids[1:], given input_ids[0]; overlapping windows, each token counted once."""
     window = model.config.max_position_embeddings
     ids = torch.tensor(input_ids)
@@ -41,14 +41,16 @@ def token_bits(model: Llama, input_ids: Sequence[int]) -> float:
     while counted < len(ids):
         start = max(0, counted - STRIDE_TOKENS) if counted > 1 else 0
         end = min(start + window, len(ids))
-        log_probs = F.log_softmax(model(ids[None, start : end - 1])[0].double(), dim=-1)  # f64[end - start - 1, vocab]
+        log_probs = F.log_softmax(
+            model(ids[None, start : end - 1]).logits[0].double(), dim=-1
+        )  # f64[end - start - 1, vocab]
         nats = -log_probs.gather(1, ids[start + 1 : end, None]).squeeze(1)
         bits += nats[counted - start - 1 :].sum().item() / math.log(2)
         counted = end
     return bits
 
 
-def model_bits_per_byte(model: Llama, tokenizer: Tokenizer, documents: Sequence[Document]) -> float:
+def model_bits_per_byte(model: LlamaForCausalLM, tokenizer: Tokenizer, documents: Sequence[Document]) -> float:
     """Mean over all bytes of the documents, each scored alone with its final <|endoftext|>."""
     end_id = tokenizer.token_to_id(END_OF_TEXT)
     bits = sum(token_bits(model, [*tokenizer.encode(document.text).ids, end_id]) for document in documents)
@@ -56,37 +58,26 @@ def model_bits_per_byte(model: Llama, tokenizer: Tokenizer, documents: Sequence[
 
 
 @torch.inference_mode()
-def completion(
-    model: Llama, tokenizer: Tokenizer, prompt: str, max_tokens: int, temperature: float = 0.0, seed: int = 0
-) -> str:
+def completion(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, temperature: float = 0.0) -> str:
     """Text that follows `prompt`: greedy at temperature 0, else sampled; ends at <|endoftext|> or <|end|>."""
-    ends = {tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(END_OF_TURN)}
-    random = np.random.default_rng(seed)
-    ids = tokenizer.encode(prompt).ids
-    prompt_tokens = len(ids)
-    while len(ids) - prompt_tokens < max_tokens:
-        logits = model(torch.tensor([ids[-model.config.max_position_embeddings :]]))[0, -1].double()
-        if temperature == 0:
-            next_id = int(logits.argmax())
-        else:
-            probabilities = F.softmax(logits / temperature, dim=-1).numpy()
-            next_id = int(random.choice(len(probabilities), p=probabilities))
-        if next_id in ends:
-            break
-        ids.append(next_id)
-    return tokenizer.decode(ids[prompt_tokens:], skip_special_tokens=True)
+    ids = torch.tensor([tokenizer.encode(prompt).ids])
+    torch.manual_seed(0)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    mask = torch.ones_like(ids)
+    made = model.generate(ids, attention_mask=mask, max_new_tokens=COMPLETION_TOKENS, use_cache=True, **sampling)
+    return tokenizer.decode(made[0, ids.shape[1] :].tolist(), skip_special_tokens=True)
 
 
-def samples(model: Llama, tokenizer: Tokenizer) -> list[dict]:
+def samples(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict]:
     """Prompt, settings and completion of the card's examples, from fixed seeds."""
     found = []
     for prompt in COMPLETION_PROMPTS:
         for temperature in (0.0, 0.7):
-            text = completion(model, tokenizer, prompt, COMPLETION_TOKENS, temperature)
+            text = completion(model, tokenizer, prompt, temperature)
             found.append({"prompt": prompt, "temperature": temperature, "completion": text})
     for question in QUESTIONS:
         prompt = Conversation("", question, "").rendered().removesuffix(END_OF_TURN)
-        text = completion(model, tokenizer, prompt, COMPLETION_TOKENS)
+        text = completion(model, tokenizer, prompt)
         found.append({"prompt": prompt, "temperature": 0.0, "completion": text})
     return found
 

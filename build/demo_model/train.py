@@ -18,7 +18,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +28,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import LlamaForCausalLM
 
 from build.demo_model.conversations import conversations
 from build.demo_model.corpus import Corpus, gather
 from build.demo_model.evaluate import CHECKPOINT, write_card
-from build.demo_model.llama import Llama, LlamaConfig, save_weights
+from build.demo_model.network import architecture, new_model, save_weights
 from build.demo_model.schedule import Schedule
 from build.demo_model.tokenizer import save_tokenizer, train_tokenizer, write_json
 
@@ -71,19 +72,19 @@ def batches(documents: list[np.ndarray], sequence_tokens: int, seed: int) -> Ite
             yield torch.from_numpy(np.stack(rows))
 
 
-def optimizers(model: Llama) -> list[torch.optim.Optimizer]:
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name != "embed_tokens.weight"]
-    vectors = [p for name, p in model.named_parameters() if p.ndim != 2 or name == "embed_tokens.weight"]
+def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name != "model.embed_tokens.weight"]
+    vectors = [p for name, p in model.named_parameters() if p.ndim != 2 or name == "model.embed_tokens.weight"]
     return [
         torch.optim.Muon(matrices, lr=MATRIX_LEARNING_RATE, weight_decay=0.05, adjust_lr_fn="original"),
         torch.optim.AdamW(vectors, lr=VECTOR_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0),
     ]
 
 
-def loss_of(model: Llama, batch: Tensor, context_tokens: int) -> Tensor:
+def loss_of(model: LlamaForCausalLM, batch: Tensor, context_tokens: int) -> Tensor:
     """Mean cross entropy in nats per token of i64[B, T + 1], read in pieces of `context_tokens`, a divisor of T."""
     with torch.autocast(batch.device.type, torch.bfloat16):
-        logits = model(batch[:, :-1].reshape(-1, context_tokens))  # bf16[B * T / context, context, vocab]
+        logits = model(batch[:, :-1].reshape(-1, context_tokens)).logits  # bf16[B * T / context, context, vocab]
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
@@ -97,7 +98,7 @@ class TrainingRun:
 
 
 def train(
-    model: Llama,
+    model: LlamaForCausalLM,
     documents: list[np.ndarray],
     schedule: Schedule,
     seed: int,
@@ -106,7 +107,7 @@ def train(
 ) -> TrainingRun:
     """Train in place on the model's device. `on_checkpoint(step)` is called every CHECKPOINT_EVERY_STEPS steps."""
     torch.use_deterministic_algorithms(True)
-    device = model.embed_tokens.weight.device
+    device = model.device
     full_context_tokens = model.config.max_position_embeddings
     short_context_tokens = min(SHORT_CONTEXT_TOKENS, full_context_tokens)
     stream = batches(documents, full_context_tokens, seed)
@@ -148,7 +149,9 @@ def write_curve(file: Path, losses: list[float]) -> None:
         writer.writerows((step, repr(loss)) for step, loss in enumerate(losses))
 
 
-def training_record(run: TrainingRun, model: Llama, corpus: Corpus, documents: list[np.ndarray], seed: int) -> dict:
+def training_record(
+    run: TrainingRun, model: LlamaForCausalLM, corpus: Corpus, documents: list[np.ndarray], seed: int
+) -> dict:
     """training.json: what the model card and a repetition need to know."""
     return {
         "seed": seed,
@@ -158,12 +161,12 @@ def training_record(run: TrainingRun, model: Llama, corpus: Corpus, documents: l
         "batch_tokens": BATCH_SEQUENCES * model.config.max_position_embeddings,
         "short_context_tokens": SHORT_CONTEXT_TOKENS,
         "seconds": round(run.seconds),
-        "device": str(model.embed_tokens.weight.device),
+        "device": str(model.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "parameters": model.num_parameters,
-        "architecture": asdict(model.config),
+        "parameters": model.num_parameters(),
+        "architecture": architecture(model),
         "training_documents": len(corpus.training),
         "training_bytes": sum(document.size_bytes for document in corpus.training),
         "training_tokens": sum(len(document) for document in documents),
@@ -191,11 +194,8 @@ def main() -> None:
     corpus = gather()
     tokenizer = train_tokenizer(document.text for document in corpus.training)
     documents = token_documents(corpus, tokenizer)
-    config = LlamaConfig(vocab_size=tokenizer.get_vocab_size())
-    model = Llama(config)
-    model.initialise(torch.Generator().manual_seed(options.seed))
-    model.to(device)
-    print(f"{model.num_parameters:,} parameters, {sum(map(len, documents)):,} training tokens, {device}", flush=True)
+    model = new_model(options.seed, vocab_size=tokenizer.get_vocab_size()).to(device)
+    print(f"{model.num_parameters():,} parameters, {sum(map(len, documents)):,} training tokens, {device}", flush=True)
 
     def checkpoint(step: int) -> None:
         save_weights(model, INTERMEDIATE)

@@ -1,21 +1,17 @@
-"""A network of the demo model's kind, small enough to train in a second. Needs torch."""
+"""A network of the demo model's kind, small enough to train in a second. Needs torch and transformers."""
 
-import torch
+from build.demo_model import network
 
-from build.demo_model import llama
-
-TINY = llama.LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=32,
-)
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
 
 
 def tiny_model(seed=0):
-    model = llama.Llama(TINY)
-    model.initialise(torch.Generator().manual_seed(seed))
-    return model
+    return network.new_model(seed, **TINY)
