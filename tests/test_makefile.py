@@ -80,10 +80,21 @@ def test_any_line_of_text_is_one_argument(environment_folder, text):
     assert arguments[-1] == f"x{text}x"
 
 
-@pytest.mark.parametrize("model", ["/x/it's here/", "org/My Model v1.0", "/x/..odd--", "/x/ü", "/a/b//"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "/x/it's here/",
+        "org/My Model v1.0",
+        "/x/..odd--",
+        "/x/ü",
+        "/a/b//",
+        "/x/a.Q4_1.gguf",
+        "pypi:a-model==1.0/b.gguf",
+    ],
+)
 def test_an_engine_is_named_after_its_model_as_the_builder_names_it(environment_folder, model):
     build, serve = make(environment_folder, "serve", f"MODEL={model}")
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip(".-_")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name.removesuffix(".gguf")).strip(".-_")
     assert [arguments[arguments.index("--engine") + 1] for arguments, _ in (build, serve)] == [name, name]
 
 

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from build.base import architecture as architectures
-from build.base import (
-    digest,
-    shards,
-)
+from build.base import digest, gguf_file, shards
 from build.base.architecture import Architecture
 from build.base.json_fields import BadField, read_object, shown
 from build.base.shards import StoredTensor
@@ -115,7 +112,10 @@ def _json(folder: Path, name: str) -> dict[str, object]:
 
 def _tensors(folder: Path, arch: Architecture) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
-    for path in _weight_files(folder):
+    in_a_gguf = (folder / gguf_file.INDEX).is_file()
+    if in_a_gguf:
+        stored = gguf_file.read_index(folder)
+    for path in () if in_a_gguf else _weight_files(folder):
         found = shards.read_header(path)
         if twice := sorted(stored.keys() & found.keys()):
             where = f"{stored[twice[0]].path.name} and in {path.name}"

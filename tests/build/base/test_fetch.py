@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from build.base import layout
-from build.base.fetch import fetch, local_folder
+from build.base.fetch import fetch, local_path
 from contract.errors import InvalidArgument
 from tests.fakes import hub
 
@@ -29,19 +29,23 @@ def test_a_relative_folder_is_looked_for_in_the_repository_first(tmp_path, monke
     for place in ("repository", "here"):
         (tmp_path / place / "m").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
-    assert local_folder("m") == tmp_path / "repository" / "m"
+    assert local_path("m") == tmp_path / "repository" / "m"
 
 
 def test_a_file_is_not_a_checkpoint(tmp_path):
+    (tmp_path / "model.bin").write_bytes(b"")
+    message = r"model: .*model.bin is a file; give the folder that holds config.json, or a .gguf file"
+    with pytest.raises(InvalidArgument, match=message):
+        fetch(str(tmp_path / "model.bin"))
     (tmp_path / "model.gguf").write_bytes(b"")
-    with pytest.raises(InvalidArgument, match=r"model: .*model.gguf is a file; give the folder that holds config.json"):
+    with pytest.raises(InvalidArgument, match=r"model.gguf is truncated, damaged or no GGUF file"):
         fetch(str(tmp_path / "model.gguf"))
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "nowhere", "/nowhere/at/all", "../up", "a//b"])
 def test_what_is_neither_folder_nor_hub_id_is_said(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidArgument, match=f"there is no folder {name}, and it is no hub id"):
+    with pytest.raises(InvalidArgument, match=f"there is no folder or .gguf file {name}, and it is no hub id"):
         fetch(name)
 
 

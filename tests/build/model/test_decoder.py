@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from build.base import checkpoint
+from build.base import checkpoint, gguf_folder, layout
 from build.model import decoder
-from tests.fakes import checkpoints, numpy_llama
+from tests.fakes import checkpoints, gguf_models, numpy_llama
 
 
 @pytest.mark.parametrize("name", checkpoints.CONFIGS)
@@ -31,6 +31,15 @@ def test_the_reference_rounds_f32_weights_to_bf16(tmp_path):
         for kind in ("f32", "bf16")
     ]
     assert np.array_equal(*logits)
+
+
+def test_the_reference_of_a_gguf_file_is_what_it_dequantises_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "FETCHED", tmp_path)
+    config = checkpoints.CONFIGS["llama_gqa"]
+    opened = checkpoint.open_checkpoint(gguf_folder.unpacked(gguf_models.write(tmp_path / "m.gguf", config, "Q4_1")))
+    weights = {name: tensor.f32() for name, tensor in opened.tensors.items()}
+    logits = next(decoder.from_checkpoint(opened).logits(np.arange(8)[None]))
+    np.testing.assert_allclose(logits, numpy_llama.logits(config, weights, list(range(8))), atol=1e-4)
 
 
 def test_a_position_depends_on_nothing_after_it(tmp_path):
