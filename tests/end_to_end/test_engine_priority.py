@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from clients import AsyncClient
 from gateway.config.tenant import Tenant
 from server.replica import Replica
 from tests.gateway.admission.test_engine_priority import sent_by_grpc
@@ -21,8 +20,8 @@ class Keys:
         return Tenant(f"class {api_key}", priority=int(api_key))
 
 
-async def completion(running: Running, key: str) -> int:
-    body = {"model": "demo", "prompt": "The cat", "max_tokens": 2}
+async def completion(running: Running, key: str, **fields: object) -> int:
+    body = {"model": "demo", "prompt": "The cat", "max_tokens": 2, **fields}
     status, _, _ = await running.post("/v1/completions", body, authorization=f"Bearer {key}")
     return status
 
@@ -30,16 +29,13 @@ async def completion(running: Running, key: str) -> int:
 @pytest.mark.slow
 async def test_a_class_9_caller_with_the_highest_priority_does_not_pass_class_0(replica: Replica) -> None:
     urls = {"replicas": replica.grpc_url, "metrics_urls": {replica.grpc_url: replica.metrics_url}}
-    async with AsyncClient(replica.grpc_url) as direct, gateway(keys=Keys(), **urls) as running:
+    async with gateway(keys=Keys(), **urls) as running:
         known = running.service.replicas.all()[0]
         await until(lambda: known.metrics.max_running > 0 and known.takes_priority)
         slots = known.metrics.max_running
 
-        async def fill() -> None:
-            async for _ in direct.generate("The cat", **LONG):
-                pass
-
-        filling = [asyncio.ensure_future(fill()) for _ in range(slots)]
+        # Through the gateway: beside requests of others it sends no more than can run, and nothing waits at the engine.
+        filling = [asyncio.ensure_future(completion(running, "5", **LONG)) for _ in range(slots)]
         try:
             await until(lambda: known.metrics.running == slots and known.metrics.waiting == 0)
             ended: list[str] = []
