@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from contract.errors import TridentError
 from gateway import openapi
@@ -28,7 +29,7 @@ from gateway.cache.reuse import ResponseReuse
 from gateway.service import Service
 
 
-def build(service: Service) -> Starlette:
+def build(service: Service) -> ASGIApp:
     """Return the application; its lifespan starts and closes the service."""
     settings = service.settings
     vocabulary = Vocabulary(settings.tokenizer)
@@ -83,7 +84,15 @@ def build(service: Service) -> Starlette:
         lifespan=lifespan,
     )
     application.router.redirect_slashes = False  # a redirect would go to the host that the client's Host header names
-    return application
+    endpoints = {one.path: one.endpoint for one in application.routes if isinstance(one, Route)}
+    streaming = {path: endpoint for path, endpoint in endpoints.items() if isinstance(endpoint, OpenAIEndpoint)}
+
+    async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+        # Starlette would pass every token through two functions and every request through ten.
+        direct = streaming.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        await (direct or application)(scope, receive, send)
+
+    return dispatch
 
 
 async def _http_exception(request: Request, exc: Exception) -> Response:

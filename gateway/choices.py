@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from opentelemetry.trace import Span
 
@@ -27,6 +27,14 @@ class ChoiceDelta(NamedTuple):
 
     choice: int
     delta: TokenDelta
+
+
+class ChoiceDeltas(Protocol):
+    """The deltas of a response, in order of arrival. Its reader closes it."""
+
+    def __aiter__(self) -> AsyncIterator[ChoiceDelta]: ...
+    async def __anext__(self) -> ChoiceDelta: ...
+    async def aclose(self) -> None: ...
 
 
 class Choices:
@@ -57,8 +65,8 @@ class Choices:
             count, on_end = permit.counts[index], partial(self._ended, index)
             self.generations.append(Generation(runtime, request, permit, turn, count, context, began_s, span, on_end))
 
-    def __aiter__(self) -> AsyncGenerator[ChoiceDelta, None]:
-        return _merged(self.generations)
+    def __aiter__(self) -> ChoiceDeltas:
+        return _OneChoice(*self.generations) if len(self.generations) == 1 else _merged(self.generations)
 
     @property
     def made_elsewhere(self) -> bool:
@@ -113,12 +121,24 @@ async def together(deltas: AsyncIterable[ChoiceDelta], request_id: str) -> list[
     return [completion.join(by_choice[choice], request_id) for choice in sorted(by_choice)]
 
 
+class _OneChoice:
+    """The deltas of a single choice. No asynchronous generator, which would cost every token a frame more."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    def __aiter__(self) -> _OneChoice:
+        return self
+
+    async def __anext__(self) -> ChoiceDelta:
+        return ChoiceDelta(0, await self._generation.__anext__())
+
+    async def aclose(self) -> None:
+        """Nothing is held here: ``Choices.close`` ends the generation."""
+
+
 async def _merged(generations: list[Generation]) -> AsyncGenerator[ChoiceDelta, None]:
     """Yield deltas in order of arrival. A slow reader applies backpressure to all generations."""
-    if len(generations) == 1:
-        async for delta in generations[0]:
-            yield ChoiceDelta(0, delta)
-        return
     arrived: asyncio.Queue = asyncio.Queue(maxsize=len(generations))
 
     async def read(choice: int, generation: Generation) -> None:

@@ -120,49 +120,54 @@ class Generation:
     async def __anext__(self) -> TokenDelta:
         while True:
             try:
-                return await self._next()
-            except TridentError as error:
-                if not await self._retry_elsewhere(error):
+                stream = self._stream or await self._open()
+                self._waiting_since_s = time.monotonic()  # the replica owes a response
+                delta = await stream.__anext__()
+            except StopAsyncIteration:
+                self._waiting_since_s = 0.0
+                if self.finish_reason or self._closed:
                     raise
+                ended = EngineFailed("the replica ended its stream without a finish_reason")
+                raise self._cut_error or from_backend(ended) from None
+            except TridentError as exc:
+                error = self._shown(exc)
+                if not await self._retry_elsewhere(error):
+                    raise error from exc.__cause__
                 self._stream = None
-
-    async def _next(self) -> TokenDelta:
-        if self._stream is None:
-            self._begin_deadline()
-            await self._turn.begin()
-            if self._cut_error is not None:
-                raise self._cut_error
-            self._stream = self._opened()
-        self._start_idle_timer()
-        try:
-            delta = await self._stream.__anext__()
-        except Cancelled:
-            if self._cut_error is not None:
-                raise self._cut_error from None
-            raise
-        except TridentError as error:
-            if error is self._cut_error:
-                raise
-            raise self._backend_error(error, self._stream.attempts) from error.__cause__
-        except StopAsyncIteration:
-            self._waiting_since_s = 0.0
-            if self.finish_reason or self._closed:
-                raise
-            ended = EngineFailed("the replica ended its stream without a finish_reason")
-            raise self._cut_error or from_backend(ended) from None
-        if self._payload:
-            self._observe_message(delta)
+                continue
+            if delta is not NO_OUTPUTS:
+                self._observe(delta)
+            if self._payload:
+                if stream.finished and not self.finish_reason:
+                    self._observe(TokenDelta(finish_reason=FinishReason.STOP))
+            elif delta.finish_reason:
+                return self._shown_end(delta)
             return delta
-        self._observe(delta)
+
+    async def _open(self) -> TokenStream | UpstreamStream:
+        """Wait for the slot and begin the stream of the current target."""
+        self._begin_deadline()
+        await self._turn.begin()
+        if self._cut_error is not None:
+            raise self._cut_error
+        self._stream = self._opened()
+        return self._stream
+
+    def _shown(self, error: TridentError) -> TridentError:
+        """Return the error that the caller sees for ``error``."""
+        if self._cut_error is not None and (error is self._cut_error or isinstance(error, Cancelled)):
+            return self._cut_error
+        if self._stream is None or isinstance(error, Cancelled):
+            return error
+        return self._backend_error(error, self._stream.attempts)
+
+    def _shown_end(self, delta: TokenDelta) -> TokenDelta:
+        """Return the last delta as the caller sees it. Raises Unavailable for a generation that the replica ended."""
         if delta.finish_reason is FinishReason.CANCELLED:
             raise from_backend(Unavailable("the replica ended the generation before it was done"))
         if delta.usage is not None and not self._runtime.reports_cached_tokens():
             return dataclasses.replace(delta, usage=dataclasses.replace(delta.usage, cached_tokens=0))
         return delta
-
-    def _start_idle_timer(self) -> None:
-        """Start the idle timer: the replica owes a response."""
-        self._waiting_since_s = time.monotonic()
 
     def _backend_error(self, error: TridentError, attempts: int) -> TridentError:
         """Return the error of the current target, after ``attempts`` calls there, as the caller may see it."""
@@ -245,7 +250,7 @@ class Generation:
         """Wait for a slot in another pool and returns its name. The idle timer is stopped meanwhile."""
         self._waiting_since_s = 0.0
         pool = await self._turn.move()
-        self._start_idle_timer()
+        self._waiting_since_s = time.monotonic()
         return pool
 
     def _routed(self, route: Route, route_span: Span) -> None:
@@ -285,18 +290,12 @@ class Generation:
     @property
     def message(self) -> bytes:
         """The bytes of the latest message, also of one that carried the error which ended the stream; else empty."""
-        return self._stream.message if isinstance(self._stream, TokenStream) else b""
+        return self._stream.message if self._stream is not None else b""
 
     @property
     def deferred_error(self) -> TridentError | None:
         """The error that the latest message carried behind its text, raised by the next step."""
-        return self._stream.deferred_error if isinstance(self._stream, TokenStream) else None
-
-    def _observe_message(self, delta: TokenDelta) -> None:
-        if delta is not NO_OUTPUTS:
-            self._observe(delta)
-        if not self.finish_reason and isinstance(self._stream, TokenStream) and self._stream.finished:
-            self._observe(TokenDelta(finish_reason=FinishReason.STOP))
+        return self._stream.deferred_error if self._stream is not None else None
 
     def check(self, now_s: float) -> None:
         """Retry or cuts a request whose target is silent for too long.
@@ -332,7 +331,7 @@ class Generation:
     def _abandon(self, error: TridentError) -> None:
         """Cancel the attempt, so that the request is retried; an upstream counts ``error`` as its failure."""
         self._hang_retries += 1
-        self._start_idle_timer()
+        self._waiting_since_s = time.monotonic()
         if self._stream is not None:
             self._stream.abandon(error)
 

@@ -53,11 +53,13 @@ class _Header(NamedTuple):
     """The parsed bytes between the names and the raw contents.
 
     data: these bytes and the tag of the first raw content, so that no header is the beginning of another.
+    stops: the outputs behind an empty finish_reason need not be read, because they matter at the end only.
     """
 
     data: bytes
     outputs: tuple[_Output, ...]
     final: bool
+    stops: bool
 
 
 class _Headers:
@@ -102,7 +104,7 @@ class ResponseDecoder:
                     header = self._header
                     if header is not None:
                         at += len(self._begin) - 1
-                        values = _read_raws(data, at, header.outputs)
+                        values = _read_raws(data, at, header.outputs, header.stops)
                         if values is not None:
                             return _delta(values), header.final, ""
             return self._decode_whole(data)
@@ -140,8 +142,10 @@ class ResponseDecoder:
             return None, final, ""
         raws_at = len(body) - sum(1 + len(varint(len(raw))) + len(raw) for raw in raws)
         if len(raws) == len(outputs) and _read_raws(body, raws_at, outputs):
-            header = body[_names_end(body, 0) : raws_at + 1]
-            _HEADERS.remember(_Header(header, tuple(outputs), final))
+            header, slots = body[_names_end(body, 0) : raws_at + 1], [output.slot for output in outputs]
+            behind = slots[slots.index(_REASON) + 1 :] if _REASON in slots else [0]
+            stops = all(slot < 0 or slot > _REASON for slot in behind)
+            _HEADERS.remember(_Header(header, tuple(outputs), final, stops))
         left = iter(raws)
         values = list(_NOTHING)
         for output, contents in zip(outputs, inline, strict=True):
@@ -161,8 +165,11 @@ def _names_end(data: bytes, at: int) -> int:
     return at
 
 
-def _read_raws(data: bytes, at: int, outputs: Sequence[_Output]) -> list | None:
-    """A delta's values out of the raw contents that begin at ``at``, or None if anything else stands there."""
+def _read_raws(data: bytes, at: int, outputs: Sequence[_Output], stops: bool = False) -> list | None:
+    """A delta's values out of the raw contents that begin at ``at``, or None if anything else stands there.
+
+    stops: leave out what stands behind an empty finish_reason.
+    """
     values = list(_NOTHING)
     end = len(data)
     for slot, code, width, unpack_one in outputs:
@@ -172,11 +179,13 @@ def _read_raws(data: bytes, at: int, outputs: Sequence[_Output]) -> list | None:
         at += 2
         if size > 0x7F:
             size, at = read_varint(data, at - 1)
-        if slot >= 0:
-            if size != width:
-                values[slot] = _value(code, width, data, at, size)
-            elif unpack_one is not None:  # else an empty text
+        if size == width:
+            if unpack_one is not None:  # else an empty text
                 values[slot] = unpack_one(data, at)
+            elif stops and slot == _REASON:
+                return values
+        elif size and slot >= 0:
+            values[slot] = _value(code, width, data, at, size)
         at += size
     return values if at == end else None
 
@@ -201,9 +210,7 @@ def _delta(values: list) -> TokenDelta:
     text_output, ids, log_probs, top_ids, top_values, reason_text = values[: _REASON + 1]
     top = _top_log_probs(len(ids), top_ids, top_values) if top_ids else ()
     if not reason_text:
-        if top:
-            return TokenDelta(text_output, ids, log_probs, top_log_probs=top)
-        return TokenDelta(text_output, ids, log_probs)
+        return TokenDelta(text_output, ids, log_probs, None, "", None, None, "", top)
     reason = _REASONS.get(reason_text)
     if reason is None:
         allowed = ", ".join(_REASONS)

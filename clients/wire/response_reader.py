@@ -34,6 +34,7 @@ class ResponseReader:
     started: a delta was returned, so the request must not be sent again.
     complete: the last delta was returned; ``last`` is that delta.
     deferred_error: an error that came behind text in one message, to be raised after that text.
+    ended: further messages hold nothing to return.
     tokens: received so far.
     deadline_s: on the monotonic clock.
     """
@@ -45,13 +46,9 @@ class ResponseReader:
         self.last: TokenDelta | None = None
         self.started = False
         self.complete = False
+        self.ended = False
         self.deferred_error: TridentError | None = None
         self._decode = infer_response.ResponseDecoder().decode
-
-    @property
-    def ended(self) -> bool:
-        """Whether further messages hold nothing to return."""
-        return self.complete or self.deferred_error is not None
 
     @property
     def remaining_s(self) -> float:
@@ -61,7 +58,8 @@ class ResponseReader:
         """Return the delta in one message, None if it has no outputs. Raises the error that it carries instead."""
         delta, final = read_message(self._decode, data)
         if delta is None:
-            self.complete = self.complete or final
+            if final:
+                self.complete = self.ended = True
             return None
         if final or delta.finish_reason is not None:
             if delta.finish_reason is FinishReason.ERROR:
@@ -73,6 +71,7 @@ class ResponseReader:
             else:
                 self.complete = True
                 self.last = delta
+            self.ended = True
         self.started = True
         self.tokens += len(delta.token_ids)
         return delta

@@ -80,6 +80,7 @@ class TokenStream:
     attempts: calls made so far.
     raw: for relays. Every message yields a delta, a message without outputs yields NO_OUTPUTS.
     message: bytes of the latest message, also of the one that carried the raised error; empty if that came otherwise.
+    finished: the last delta has been received.
     deferred_error: an error that came behind text in one message; raised after the delta with the text.
     """
 
@@ -88,6 +89,8 @@ class TokenStream:
         self.request_id = request.request_id
         self.attempts = 0
         self.message = b""
+        self.finished = False
+        self.deferred_error: TridentError | None = None
         self._raw = raw
         self._response = ResponseReader(request)
         self._route = route
@@ -104,16 +107,6 @@ class TokenStream:
     def tokens(self) -> int:
         """Tokens received so far."""
         return self._response.tokens
-
-    @property
-    def finished(self) -> bool:
-        """Whether the last delta has been received."""
-        return self._response.complete
-
-    @property
-    def deferred_error(self) -> TridentError | None:
-        """The error that the latest message carried behind its text."""
-        return self._response.deferred_error
 
     def __aiter__(self) -> _Loop:
         return _Loop(self)
@@ -177,8 +170,9 @@ class TokenStream:
                 self.cancel()
                 raise
             else:
-                if self._response.ended:
-                    self._next = None
+                response = self._response
+                if response.ended:
+                    self._next, self.finished, self.deferred_error = None, response.complete, response.deferred_error
                 if delta is not None:
                     if not self._began:
                         self._began = True
@@ -201,9 +195,9 @@ class TokenStream:
     async def _advance(self) -> None:
         """Open the next attempt. Raises StopAsyncIteration, or the error of a stream that has ended."""
         while self._next is None:
-            if self._response.deferred_error and not self._ended:
-                self._end(self._response.deferred_error)
-                raise self._response.deferred_error
+            if self.deferred_error and not self._ended:
+                self._end(self.deferred_error)
+                raise self.deferred_error
             if self._response.complete and not self._ended:
                 await self._drain()
             if self._ended:

@@ -341,13 +341,14 @@ class _Writer:
 
     async def write(self, data: bytes) -> None:
         """Send one serialised response, after those before it."""
-        async with self._lock:
-            self._began = True
-            self._writing_since_s = time.monotonic()
-            try:
-                await self._context.write(data)
-            finally:
-                self._writing_since_s = 0.0
+        await self._lock.acquire()
+        self._began = True
+        self._writing_since_s = time.monotonic()
+        try:
+            await self._context.write(data)
+        finally:
+            self._writing_since_s = 0.0
+            self._lock.release()
 
     def check(self, now_s: float) -> None:
         """End the stream if the client has not read for ``timeout_s``. now_s: ``time.monotonic()``."""

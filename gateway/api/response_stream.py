@@ -120,10 +120,12 @@ class ResponseStream:
                 await self._start_events(headers())
                 await self._write(WAITING)
                 item = await first
-            while item is not None:
+            if item is not None:
                 if data := encoder.encode(item):
                     await self._write(data)
-                item = await anext(items, None)
+                async for item in items:
+                    if data := encoder.encode(item):
+                        await self._write(data)
             await self.end(encoder.end())
         finally:
             first.cancel()
@@ -151,20 +153,19 @@ class ResponseStream:
         headers = [*EVENT_STREAM_HEADERS, *headers]
         await self._put({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def _write(self, data: bytes) -> None:
-        await self._put({"type": "http.response.body", "body": data, "more_body": True})
+    def _write(self, data: bytes) -> Awaitable[None]:
+        return self._put({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _send_heartbeat(self) -> None:
         with contextlib.suppress(Exception):  # the stream ended meanwhile; its own task reports why
             await self._write(HEARTBEAT)
 
     async def _put(self, message: Message) -> None:
-        self._sending_since_s = time.monotonic()
+        self._sending_since_s = self._sent_s = time.monotonic()
         try:
             await self._send(message)
         finally:
             self._sending_since_s = 0.0
-            self._sent_s = time.monotonic()
 
     def _on_disconnect(self, _: asyncio.Task[Message]) -> None:
         if not self._ended:  # ASGI reports a disconnect after every complete response, too

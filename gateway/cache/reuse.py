@@ -26,7 +26,7 @@ from gateway.cache.idempotency import HEADER, RESUME_HEADER, Idempotency
 from gateway.cache.response_cache import Answer, ResponseCache
 from gateway.cache.reused_response import ReusedResponse
 from gateway.cache.semantic_cache import SemanticCache
-from gateway.choices import ChoiceDelta
+from gateway.choices import ChoiceDelta, ChoiceDeltas
 from gateway.config.policy import ReuseRules
 from gateway.request_context import RequestContext
 from gateway.request_key import deterministic, request_key
@@ -34,7 +34,6 @@ from gateway.service import Service
 
 DEGRADED_HEADER = "x-trident-degraded"
 NO_TIMEOUT_S = 86_400.0
-Deltas = AsyncGenerator[ChoiceDelta, None] | SharedReader[ChoiceDelta]
 
 
 @dataclass(eq=False)
@@ -49,7 +48,7 @@ class ResponseDeltas:
     replayed: deltas before ``first_event``, which the client has received.
     """
 
-    deltas: Deltas
+    deltas: ChoiceDeltas
     headers: Mapping[str, str]
     close: Callable[[BaseException | None], None]
     request_id: str
@@ -184,7 +183,7 @@ class ResponseReuse:
         first, timeout_s = source is generation, requests[0].timeout_s
         late = DeadlineExceeded(f"the response was not complete within {timeout_s or NO_TIMEOUT_S:g} s")
         timer = asyncio.get_running_loop().call_later(timeout_s or NO_TIMEOUT_S, reader.fail, late)
-        deltas: Deltas = reader
+        deltas: ChoiceDeltas = reader
         reused: ReusedResponse | None = None
         budget_headers: Mapping[str, str] = {}
         try:
@@ -306,9 +305,7 @@ class SharedGeneration:
             await response.deltas.aclose()
 
 
-async def _stored_at_end(
-    deltas: AsyncGenerator[ChoiceDelta, None], store: Callable[[Answer], None]
-) -> AsyncGenerator[ChoiceDelta, None]:
+async def _stored_at_end(deltas: ChoiceDeltas, store: Callable[[Answer], None]) -> AsyncGenerator[ChoiceDelta, None]:
     """Pass on the deltas of one choice; store them once they are complete."""
     seen: list[TokenDelta] = []
     try:

@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contract.errors import Cancelled, TridentError
 from contract.generation import GenerationRequest, Usage
 from gateway.admission.prompt_tokens import prompt_of
-from gateway.cache.coalescing import SharedReader
-from gateway.choices import ChoiceDelta, total
+from gateway.choices import ChoiceDelta, ChoiceDeltas, total
 from gateway.request_context import RequestContext
 from gateway.service import Service
 from gateway.telemetry import request_log
@@ -64,9 +63,7 @@ class ReusedResponse:
         service.metrics.in_flight.inc()
         return self._permit.headers
 
-    async def read(
-        self, deltas: AsyncGenerator[ChoiceDelta, None] | SharedReader[ChoiceDelta]
-    ) -> AsyncGenerator[ChoiceDelta, None]:
+    async def read(self, deltas: ChoiceDeltas) -> AsyncGenerator[ChoiceDelta, None]:
         """Pass on the deltas and count their tokens."""
         try:
             async for item in deltas:

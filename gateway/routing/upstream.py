@@ -144,6 +144,7 @@ class UpstreamStream:
     """
 
     attempts = 1
+    message, deferred_error, finished = b"", None, False  # see TokenStream; upstreams send no messages to relay
 
     def __init__(self, upstream: Upstream, events: AsyncIterator[dict[str, Any]], request: GenerationRequest) -> None:
         self._upstream, self._request = upstream, request
