@@ -117,10 +117,12 @@ class Guide:
 class GenerationRequest:
     """One request in text form, as a client or the gateway sends it to an ensemble.
 
-    text_input: the prompt; exactly one of text_input and messages is set.
+    text_input: the prompt; exactly one of text_input, messages and input_ids is set.
     messages: a chat, oldest message first, each ``{"role", "content"}``.
     tools: JSON list of the functions that the chat's template shows to the model, as OpenAI describes them.
     chat_template_kwargs: JSON object of variables of the chat template.
+    input_ids: the prompt as token ids.
+    truncate_prompt_tokens: keep the prompt's last so many tokens; -1 for as many as fit, None to refuse a long prompt.
     max_tokens: longest output.
     stop: strings that end the output and are not part of it.
     stop_token_ids: ids that end the output and are not part of it.
@@ -134,6 +136,8 @@ class GenerationRequest:
     messages: tuple[dict[str, Any], ...] | None = None
     tools: str | None = None
     chat_template_kwargs: str | None = None
+    input_ids: tuple[int, ...] | None = None
+    truncate_prompt_tokens: int | None = None
     max_tokens: int = 128
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
@@ -151,13 +155,18 @@ class GenerationRequest:
         Raises:
             InvalidArgument: a field holds a value that is not allowed.
         """
-        if (self.text_input is None) == (self.messages is None):
-            raise InvalidArgument("text_input", "must be set if messages is not, and left out if it is")
+        if sum(prompt is not None for prompt in (self.text_input, self.messages, self.input_ids)) != 1:
+            raise InvalidArgument("text_input", "must be set if neither messages nor input_ids is, else left out")
         if self.text_input == "":
             raise InvalidArgument("text_input", "must have at least one character, got an empty string")
         for name in ("tools", "chat_template_kwargs"):
             if getattr(self, name) is not None and self.messages is None:
                 raise InvalidArgument(name, "must be left out without messages")
+        if self.input_ids is not None:
+            _ids("input_ids", self.input_ids)
+        kept = self.truncate_prompt_tokens
+        if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < -1 or kept == 0):
+            raise InvalidArgument("truncate_prompt_tokens", f"must be 1 or more, or -1 for what fits, got {kept!r}")
         _integer("max_tokens", self.max_tokens, 1, INT32_MAX)
         if self.timeout_s is not None:
             _number("timeout_s", self.timeout_s, 0.0, 86_400.0, open_low=True)
@@ -223,6 +232,13 @@ class TokenDelta:
     timings: Timings | None = None
     error: str = ""
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+def _ids(name: str, ids: tuple[int, ...]) -> None:
+    if not ids:
+        raise InvalidArgument(name, "must hold at least one token id, got none")
+    for token in ids:
+        _integer(name, token, 0, INT32_MAX)
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:

@@ -31,10 +31,12 @@ def _t(name: str, datatype: str, *dims: int, optional: bool = True, ours: bool =
 
 
 ENSEMBLE_INPUTS = (
-    _t("text_input", "BYTES"),  # the prompt; exactly one of text_input and messages
+    _t("text_input", "BYTES"),  # the prompt; exactly one of text_input, messages and input_ids
     _t("messages", "BYTES", ours=True),  # JSON list of {"role", "content"}; the model's chat template is applied
     _t("tools", "BYTES", ours=True),  # JSON list of functions as OpenAI describes them; for messages only
     _t("chat_template_kwargs", "BYTES", ours=True),  # JSON object of variables of the chat template
+    _t("input_ids", "INT32", -1, ours=True),  # the prompt as token ids; no special tokens are added
+    _t("truncate_prompt_tokens", "INT32", ours=True),  # keep the prompt's last so many tokens; -1: as many as fit
     _t("max_tokens", "INT32"),
     _t("num_return_sequences", "INT32"),
     _t("bad_words", "BYTES", -1),

@@ -82,7 +82,9 @@ class Choices:
         ended = self.generations[index]
         # An upstream counts with another tokenizer, and the count of a cut generation is an estimate.
         if ended.finish_reason and ended.usage is not None and ended.prompt_count is not None:
-            if not self._permit.target:
+            # Ids need no estimate, and a truncated prompt's count says nothing about its text.
+            whole_text = ended.request.input_ids is None and ended.request.truncate_prompt_tokens is None
+            if whole_text and not self._permit.target:
                 self._prompt_tokens.learn(self._tenant, ended.prompt_count, ended.usage.input_tokens)
         self._live -= 1
         if self._live:

@@ -25,6 +25,8 @@ _ERRORS = {
     "504": "The deadline passed",
 }
 
+_ONE_LIST_OF_IDS = {"properties": {"prompt": {"type": "array", "items": {"type": "integer"}}}}
+
 
 def document(settings: Settings) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document."""
@@ -95,7 +97,7 @@ def _add_rules(schemas: dict[str, Any], settings: Settings) -> None:
     completion["allOf"] = [
         {"anyOf": [{"properties": {"best_of": {"type": "null"}}}, _alike(None, 1), *equal]},
         {"anyOf": [{"properties": {"logprobs": {"type": "null"}}}, {"properties": {"echo": {"enum": [None, False]}}}]},
-        {"anyOf": [{"properties": {"prompt": {"type": "string"}}}, *fitting]},
+        {"anyOf": [{"properties": {"prompt": {"type": "string"}}}, _ONE_LIST_OF_IDS, *fitting]},
     ]
     for schema in (chat, completion):
         schema["properties"]["n"] = choices

@@ -171,7 +171,9 @@ class _Line:
 
 
 def prompt_bytes(request: GenerationRequest) -> int:
-    """The size of a request's prompt in UTF-8, chat roles aside."""
+    """The size of a request's prompt in UTF-8, chat roles aside; a token id counts as 4 bytes."""
+    if request.input_ids is not None:
+        return 4 * len(request.input_ids)
     if request.text_input is not None:
         return len(request.text_input.encode())
     turns = sum(
@@ -190,6 +192,8 @@ def prefix(request: GenerationRequest, size: int = 1024) -> str:
     """
     if request.text_input is not None:
         return request.text_input[:size]
+    if request.input_ids is not None:
+        return " ".join(map(str, request.input_ids[: size // 4]))
     shared = [request.tools] if request.tools else []
     for message in request.messages or ():
         shared.append(f"{message.get('role')}\0{message.get('content')}")

@@ -17,6 +17,8 @@ class GenerateArguments(TypedDict, total=False):
     messages: a chat in place of the prompt, oldest message first; the server applies the model's template.
     tools: functions that the model may call, as OpenAI's ``tools``, or their JSON; only with ``messages`` [none].
     chat_template_kwargs: variables of the model's chat template, such as ``{"enable_thinking": False}`` [none].
+    input_ids: token ids in place of the prompt; no special tokens are added.
+    truncate_prompt_tokens: keep the prompt's last so many tokens, -1 for as many as fit [refuse a long prompt].
     max_tokens: new tokens at most [128].
     stop: strings that end the text and are not part of it [none].
     stop_token_ids: the same as token ids [none].
@@ -42,6 +44,8 @@ class GenerateArguments(TypedDict, total=False):
     messages: Iterable[Mapping[str, Any]] | None
     tools: str | Iterable[Mapping[str, Any]] | None
     chat_template_kwargs: str | Mapping[str, Any] | None
+    input_ids: Iterable[int] | None
+    truncate_prompt_tokens: int | None
     max_tokens: int
     stop: str | Iterable[str]
     stop_token_ids: Iterable[int]

@@ -39,6 +39,10 @@ def generation(request: GenerationRequest, model: str, timeout_s: float | None =
         inputs.append(("tools", [request.tools]))
     if request.chat_template_kwargs is not None:
         inputs.append(("chat_template_kwargs", [request.chat_template_kwargs]))
+    if request.input_ids is not None:
+        inputs.append(("input_ids", list(request.input_ids)))
+    if request.truncate_prompt_tokens is not None:
+        inputs.append(("truncate_prompt_tokens", [request.truncate_prompt_tokens]))
     if request.stop:
         inputs.append(("stop_words", list(request.stop)))
     if request.stop_token_ids:

@@ -47,9 +47,9 @@ def build(prompt: str | None = None, **given: Unpack[GenerateArguments]) -> Gene
     fields["stop"] = (stop,) if isinstance(stop, str) else _tuple("stop", stop)
     if not all(isinstance(text, str) and text for text in fields["stop"]):
         raise InvalidArgument("stop", f"got {fields['stop']!r}; allowed are strings of at least one character")
-    fields["stop_token_ids"] = stop_ids = _tuple("stop_token_ids", fields.get("stop_token_ids", ()))
-    if not all(_is_integer(token) and 0 <= token <= INT32_MAX for token in stop_ids):
-        raise InvalidArgument("stop_token_ids", f"got {stop_ids!r}; allowed are integers from 0 to {INT32_MAX}")
+    fields["stop_token_ids"] = _ids("stop_token_ids", fields.get("stop_token_ids", ()))
+    if fields.get("input_ids") is not None:
+        fields["input_ids"] = _ids("input_ids", fields["input_ids"])
     fields["request_id"] = sendable_id(fields.get("request_id", "")) or new_request_id()
     if fields.get("messages") is not None:
         fields["messages"] = _chat(fields["messages"])
@@ -82,6 +82,14 @@ def _tuple(name: str, values: Iterable[Any]) -> tuple:
     if not isinstance(values, Iterable) or isinstance(values, str | bytes):
         raise InvalidArgument(name, f"got {values!r}; allowed is a list")
     return tuple(values)
+
+
+def _ids(name: str, values: Iterable[Any]) -> tuple[int, ...]:
+    ids = _tuple(name, values)
+    for token in ids:
+        if not (_is_integer(token) and 0 <= token <= INT32_MAX):
+            raise InvalidArgument(name, f"got {token!r}; allowed are integers from 0 to {INT32_MAX}")
+    return tuple(map(int, ids))
 
 
 def _is_integer(number: Any) -> bool:

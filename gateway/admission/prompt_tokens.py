@@ -66,6 +66,8 @@ class Need(NamedTuple):
 
 def prompt_of(request: GenerationRequest) -> object:
     """What all choices of one prompt have in common: the very same object."""
+    if request.input_ids is not None:
+        return request.input_ids
     return request.text_input if request.messages is None else request.messages
 
 
@@ -141,12 +143,16 @@ class PromptTokens:
 
     def estimate(self, request: GenerationRequest, tenant: str = "") -> PromptCount:
         """Without the tokenizer."""
+        if request.input_ids is not None:
+            count = len(request.input_ids)
+            return _truncated(request, count, count, count, count, True)
         texts, overhead = texts_of(request), _overhead(request)
         size, length = size_by_bytes(texts)
         factor = self._factor(tenant)
         # No token is shorter than a byte.
         tokens = math.ceil(min(factor * size, length) + overhead + self._template_extra)
-        return PromptCount(tokens, min(1, length), math.ceil(min(factor / _MARGIN * size, length)), size, False)
+        likely = math.ceil(min(factor / _MARGIN * size, length))
+        return _truncated(request, tokens, min(1, length), likely, size, False)
 
     def learn(self, tenant: str, count: PromptCount, input_tokens: int) -> None:
         """The engine counted ``input_tokens`` where ``count`` was expected."""
@@ -179,6 +185,8 @@ class PromptTokens:
     async def _count(self, request: GenerationRequest, tenant: str) -> PromptCount:
         texts = texts_of(request)
         length = sum(map(len, texts))
+        if request.input_ids is not None:
+            return self.estimate(request)
         if length > MOST_COUNTED:
             return await asyncio.to_thread(self.estimate, request, tenant)
         if self._threads is None or self._mismatches >= _MISMATCHES:
@@ -197,7 +205,7 @@ class PromptTokens:
                     self._late.append(counting)
                 return self.estimate(request, tenant)
         tokens = math.ceil(size + _overhead(request) + self._template_extra)
-        return PromptCount(tokens, size, size, size, True)
+        return _truncated(request, tokens, size, size, size, True)
 
     def _tokens(self, texts: Sequence[str]) -> int:
         assert self._tokenizer is not None
@@ -208,6 +216,16 @@ class PromptTokens:
 
     def _factor(self, tenant: str) -> float:
         return self._factors.get(tenant) or (self._mean * _MARGIN or _START)
+
+
+def _truncated(
+    request: GenerationRequest, tokens: int, least: int, likely: int, size: float, exact: bool
+) -> PromptCount:
+    """The count of a prompt of which the replica keeps ``truncate_prompt_tokens``; -1 is a limit that it knows."""
+    most = request.truncate_prompt_tokens
+    if most is None or most < 1:
+        return PromptCount(tokens, least if most is None else min(1, least), likely, size, exact)
+    return PromptCount(min(tokens, most), min(least, most), min(likely, most), size, exact)
 
 
 def _overhead(request: GenerationRequest) -> int:

@@ -381,6 +381,8 @@ def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> Generation
         text_input=prompt if chat is None else None,
         messages=chat,
         tools=_texts(request, "tools") if chat is not None else None,
+        input_ids=_integers(request, "input_ids") if chat is None and prompt is None else None,
+        truncate_prompt_tokens=_integer(request, "truncate_prompt_tokens"),
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max(1, max_tokens),
         timeout_s=timeout_s,
         request_id=_quotable(request.id),
@@ -516,17 +518,22 @@ def _texts(request: service_pb2.ModelInferRequest, name: str) -> str | None:
 
 
 def _integer(request: service_pb2.ModelInferRequest, name: str) -> int | None:
+    values = _integers(request, name)
+    if values is not None and len(values) != 1:
+        raise InvalidArgument(name, "must be one INT32 of shape [1, 1]")
+    return values[0] if values else None
+
+
+def _integers(request: service_pb2.ModelInferRequest, name: str) -> tuple[int, ...] | None:
     found = _find(request, name)
     if found is None:
         return None
     index, raw = found
+    if request.inputs[index].datatype != "INT32" or (raw is not None and len(raw) % 4):
+        raise InvalidArgument(name, "must be INT32")
     if raw is None:
-        values = list(request.inputs[index].contents.int_contents)
-    else:
-        values = list(struct.unpack(f"<{len(raw) // 4}i", raw)) if len(raw) % 4 == 0 else []
-    if len(values) != 1 or request.inputs[index].datatype != "INT32":
-        raise InvalidArgument(name, "must be one INT32 of shape [1, 1]")
-    return values[0]
+        return tuple(request.inputs[index].contents.int_contents)
+    return struct.unpack(f"<{len(raw) // 4}i", raw)
 
 
 def _remaining_s(request: service_pb2.ModelInferRequest, context: grpc.aio.ServicerContext, max_s: float) -> float:

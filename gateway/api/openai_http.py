@@ -37,7 +37,8 @@ from gateway.telemetry.metrics import refusal_reason
 
 _LOG = logging.getLogger(__name__)
 _JSON = (b"content-type", b"application/json")
-_OPENAI_NAMES = {"text_input": "prompt", "stop_words": "stop"}  # of the tensors that a replica's errors name
+# Of the tensors that a replica's errors name.
+_OPENAI_NAMES = {"text_input": "prompt", "input_ids": "prompt", "stop_words": "stop"}
 Body = ChatRequest | CompletionRequest
 FormatterType = type[ChatFormatter] | type[CompletionFormatter]
 

@@ -3,7 +3,7 @@
 Every field is either applied or rejected by name; none is ignored. A field that is not supported is accepted with the
 value that changes nothing (an empty ``logit_bias``, ``n=1``, ``response_format`` text). Beside OpenAI's own fields, the
 usual extensions of open servers are supported: top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
-stop_token_ids, skip_special_tokens.
+stop_token_ids, skip_special_tokens, truncate_prompt_tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) an
 _Integer = Annotated[StrictInt, _WHOLE]
 _TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31), _WHOLE]
 _TEXT = {"type": "string", "minLength": 1}
-_PROMPT = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]}
+_ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_LISTS = [{"type": "array", "items": kind, "minItems": 1} for kind in (_TEXT, _ID)]
+_PROMPT = {"anyOf": [_TEXT, *_LISTS, {"type": "array", "items": _LISTS[1], "minItems": 1}]}
 _Stop = Annotated[StrictStr, Field(min_length=1)]
 
 
@@ -130,6 +132,7 @@ class _Sampling(BaseModel):
     ignore_eos: StrictBool | None = None
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     skip_special_tokens: StrictBool | None = None
+    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, lt=2**31), _WHOLE] | None = None
 
     @property
     def choices(self) -> int:
@@ -151,8 +154,8 @@ class _Sampling(BaseModel):
     ) -> list[GenerationRequest]:
         """Return one request for each choice. A seed increases by 1 from choice to choice, so that they differ.
 
-        prompt: ``text_input`` or ``messages``. log_probs: number of alternatives per token; None for no log
-        probabilities. more: further fields of GenerationRequest.
+        prompt: ``text_input``, ``messages`` or ``input_ids``. log_probs: number of alternatives per token; None for no
+        log probabilities. more: further fields of GenerationRequest.
         Raises: InvalidArgument.
         """
         sampling = {
@@ -177,13 +180,14 @@ class _Sampling(BaseModel):
                     stop_token_ids=tuple(self.stop_token_ids or ()),
                     stream=bool(self.stream),
                     skip_special_tokens=self.skip_special_tokens is not False,
+                    truncate_prompt_tokens=self.truncate_prompt_tokens,
                     timeout_s=timeout_s,
                     **more,
                 ).validate()
                 for seed in seeds
             ]
         except InvalidArgument as exc:
-            if exc.field != "text_input":
+            if exc.field not in ("text_input", "input_ids"):
                 raise
             raise InvalidArgument("prompt", exc.problem) from exc
 
@@ -264,9 +268,11 @@ class CompletionRequest(_Sampling):
             raise InvalidArgument("suffix", "is not supported; leave it out")
         if self.echo and self.logprobs is not None:
             raise InvalidArgument("logprobs", "must be left out with echo: the prompt has no log probabilities")
-        prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
-            raise InvalidArgument("prompt", "must be a string or a list of strings; token ids are not supported")
+        prompts: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        if not prompts:
+            raise InvalidArgument("prompt", "must have at least one prompt or token id, got an empty list")
+        if isinstance(prompts[0], int):
+            prompts = [prompts]
         choices = len(prompts) * self.choices
         if choices > settings.max_choices:
             problem = f"must make at most {settings.max_choices} choices together with n, got {choices}"
@@ -275,7 +281,11 @@ class CompletionRequest(_Sampling):
             request
             for prompt in prompts
             for request in self.requests(
-                {"text_input": prompt}, self.max_tokens or 16, timeout_s, self.logprobs, echo=bool(self.echo)
+                {"text_input": prompt} if isinstance(prompt, str) else {"input_ids": tuple(prompt)},
+                self.max_tokens or 16,
+                timeout_s,
+                self.logprobs,
+                echo=bool(self.echo),
             )
         ]
 

@@ -67,6 +67,8 @@ class Upstream:
         """Return whether OpenAI's protocol can express the request."""
         plain = all(getattr(request.sampling, name) == getattr(SamplingParams(), name) for name in _NEUTRAL)
         lost = request.stop_token_ids or request.guide or request.echo or not request.skip_special_tokens
+        # Ids are of the pool's own vocabulary, and OpenAI refuses a long prompt.
+        lost = lost or request.input_ids is not None or request.truncate_prompt_tokens is not None
         return plain and not lost
 
     def wait_s(self) -> float:

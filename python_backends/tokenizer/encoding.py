@@ -47,6 +47,15 @@ class Encoding:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
+    def encode_end(self, text: str, add_special_tokens: bool, tokens: int) -> list[int]:
+        """Return the last ``tokens`` ids at most, as the library truncates on the left: the special tokens that it
+        adds are kept and count."""
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        added = self._tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
+        if len(encoding.ids) > tokens - added:
+            encoding.truncate(max(0, tokens - added), direction="left")
+        return self._tokenizer.post_process(encoding, add_special_tokens=add_special_tokens).ids[-tokens:]
+
     def token(self, token_id: int) -> str:
         """Return the token as the vocabulary writes it, empty for an unknown id."""
         return self._tokenizer.id_to_token(token_id) or ""

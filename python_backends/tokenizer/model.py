@@ -23,7 +23,7 @@ from python_backends.tokenizer.encoding import Encoding
 from python_backends.tokenizer.request import DEFAULT_MAX_TOKENS, PromptRequest, parse
 from python_backends.triton_io import Inputs, Request, error_response, metric_family, parameters, response, row, texts
 
-_Prompt = tuple[PromptRequest, str, bool]  # the text to encode, whether to add special tokens
+_Prompt = tuple[PromptRequest, str, bool]  # the text to encode, whether to add special tokens; "" for ids
 
 
 class TritonPythonModel:
@@ -81,14 +81,13 @@ class TritonPythonModel:
             self._refuse_unsupported(prompt)
             if self._metadata_channel is not None:
                 priority.refuse(parameters(request))
+            text = prompt.prompt or ""
             if prompt.messages is not None:
-                # A chat template writes the special tokens itself.
                 text = self._chat_template.render(prompt.messages, prompt.tools, prompt.chat_template_kwargs)
-                name, add_special_tokens = "messages", False
-            else:
-                name, text, add_special_tokens = "text_input", prompt.prompt or "", True
-            self._encoding.check_length(name, text)
-            return prompt, text, add_special_tokens
+            if prompt.truncate is None:
+                self._encoding.check_length(prompt.source, text)
+            # A chat template writes the special tokens itself.
+            return prompt, text, prompt.messages is None
         except TridentError as exc:
             return exc
         except Exception as exc:  # the outer edge: a defect becomes a well-formed response
@@ -97,12 +96,27 @@ class TritonPythonModel:
     def _encode(self, items: list[_Prompt]) -> list[list[int]]:
         """Return the ids of every item, in order, with one call to the tokenizer per kind of prompt."""
         ids: list[list[int]] = [[]] * len(items)
-        for add_special_tokens in (True, False):
-            chosen = [index for index, item in enumerate(items) if item[2] is add_special_tokens]
+        whole: dict[bool, list[int]] = {True: [], False: []}  # indices by whether to add special tokens
+        for index, (prompt, text, add_special_tokens) in enumerate(items):
+            if prompt.input_ids is not None:
+                ids[index] = prompt.input_ids[-self._kept(prompt) :].tolist()
+            elif prompt.truncate is not None:
+                ids[index] = self._encoding.encode_end(text, add_special_tokens, self._kept(prompt))
+            else:
+                whole[add_special_tokens].append(index)
+        for add_special_tokens, chosen in whole.items():
             encoded = self._encoding.encode([items[index][1] for index in chosen], add_special_tokens)
             for index, token_ids in zip(chosen, encoded, strict=True):
                 ids[index] = token_ids
         return ids
+
+    def _kept(self, prompt: PromptRequest) -> int:
+        """Return how many of the prompt's last tokens to keep; 0 for all."""
+        if prompt.truncate != -1:
+            return prompt.truncate or 0
+        longest = min(self._limits.max_seq_len, self._limits.kv_cache_blocks * self._limits.block_tokens)
+        output = min(DEFAULT_MAX_TOKENS, longest // 2) if prompt.max_tokens is None else prompt.max_tokens
+        return max(1, longest - output)
 
     def _refuse_unsupported(self, prompt: PromptRequest) -> None:
         """Refuse inputs by their public names that the engine would refuse by another, or ignore."""
@@ -119,7 +133,7 @@ class TritonPythonModel:
     def _outputs(
         self, request_id: str, prompt: PromptRequest, ids: list[int], arrival_ns: int
     ) -> dict[str, np.ndarray]:
-        name = "text_input" if prompt.messages is None else "messages"
+        name = prompt.source
         if not ids:
             raise InvalidArgument(name, "must encode to at least one token, got none")
         self._check_vocabulary(name, ids)

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from contract.errors import InvalidArgument, PromptTooLong
 from contract.tensors import ENSEMBLE_INPUTS
 from python_backends.ensemble import priority
@@ -28,9 +30,11 @@ _KNOWN_PARAMETER_PREFIXES = ("x-", "triton_", "sequence_")
 class PromptRequest:
     """One validated request.
 
-    prompt: text to encode; exactly one of prompt and messages is set.
+    prompt: text to encode; exactly one of prompt, messages and input_ids is set.
     messages: a chat as JSON.
     tools, chat_template_kwargs: what its template gets besides, as JSON; None when not sent.
+    input_ids: int32[n], the prompt's ids, all in the vocabulary.
+    truncate: keep the prompt's last so many tokens; -1 for as many as fit, None for all.
     max_tokens: longest output, None for the default.
     stop_token_ids: ids that end the output, beside the model's own.
     end_id: None for the model's own, -1 for none.
@@ -42,6 +46,8 @@ class PromptRequest:
     messages: str | None
     tools: str | None
     chat_template_kwargs: str | None
+    input_ids: np.ndarray | None
+    truncate: int | None
     max_tokens: int | None
     stop_token_ids: tuple[int, ...]
     end_id: int | None
@@ -54,6 +60,13 @@ class PromptRequest:
     bias_weights: tuple[float, ...]
     options: StreamOptions
 
+    @property
+    def source(self) -> str:
+        """The input that holds the prompt."""
+        if self.input_ids is not None:
+            return "input_ids"
+        return "text_input" if self.messages is None else "messages"
+
 
 def parse(inputs: Inputs, parameters: dict[str, Any], limits: EngineLimits, max_prompt_bytes: int) -> PromptRequest:
     """Read and validate the input tensors.
@@ -65,10 +78,13 @@ def parse(inputs: Inputs, parameters: dict[str, Any], limits: EngineLimits, max_
     check_parameters(parameters)
     priority.read(parameters)
     prompt, messages = inputs.text("text_input"), inputs.text("messages")
-    if prompt is None and messages is None:
-        raise InvalidArgument("text_input", "must be sent if messages is not, got neither")
-    if prompt is not None and messages is not None:
-        raise InvalidArgument("messages", "must be left out if text_input is sent, got both")
+    input_ids = _prompt_ids(inputs, limits.vocab_size, max_prompt_bytes)
+    prompts = {"text_input": prompt, "messages": messages, "input_ids": input_ids}
+    sent = [name for name, value in prompts.items() if value is not None]
+    if not sent:
+        raise InvalidArgument("text_input", "must be sent if neither messages nor input_ids is, got none of them")
+    if len(sent) > 1:
+        raise InvalidArgument(sent[1], f"must be left out if {sent[0]} is sent, got both")
     if prompt == "":
         raise InvalidArgument("text_input", "must have at least one character, got an empty string")
     chat = {name: inputs.text(name) for name in ("tools", "chat_template_kwargs")}
@@ -78,6 +94,9 @@ def parse(inputs: Inputs, parameters: dict[str, Any], limits: EngineLimits, max_
     for name, text in (("text_input", prompt), ("messages", messages), *chat.items()):
         if text is not None and len(text.encode()) > max_prompt_bytes:
             raise PromptTooLong(name, f"must have at most {max_prompt_bytes} bytes, got {len(text.encode())}")
+    truncate = inputs.scalar("truncate_prompt_tokens")
+    if truncate is not None and truncate != -1 and truncate < 1:
+        raise InvalidArgument("truncate_prompt_tokens", f"must be 1 or more, or -1 for what fits, got {truncate}")
     max_tokens = inputs.scalar("max_tokens")
     if max_tokens is not None and not 1 <= max_tokens <= limits.max_seq_len:
         raise InvalidArgument("max_tokens", f"must be 1 to {limits.max_seq_len}, got {max_tokens}")
@@ -96,6 +115,8 @@ def parse(inputs: Inputs, parameters: dict[str, Any], limits: EngineLimits, max_
         prompt=prompt,
         messages=messages,
         **chat,
+        input_ids=input_ids,
+        truncate=truncate,
         max_tokens=max_tokens,
         stop_token_ids=stop_token_ids,
         end_id=_end_id(inputs, limits.vocab_size),
@@ -147,6 +168,29 @@ def _alias(inputs: Inputs, name: str, older_name: str) -> Any:
     if value is not None and older is not None and value != older:
         raise InvalidArgument(older_name, f"must equal {name}, its other name, got {older} and {value}")
     return older if value is None else value
+
+
+def _prompt_ids(inputs: Inputs, vocab_size: int, max_bytes: int) -> np.ndarray | None:
+    array = inputs.array("input_ids")
+    if array is None:
+        return None
+    if array.nbytes > max_bytes:
+        raise PromptTooLong("input_ids", f"must hold at most {max_bytes // array.itemsize} ids, got {array.size}")
+    if not array.size:
+        raise InvalidArgument("input_ids", "must hold at least one token id, got none")
+    check_ids("input_ids", array, vocab_size)
+    return array.reshape(-1)
+
+
+def check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
+    """Check that all ids are in the vocabulary.
+
+    Raises:
+        InvalidArgument: one is not.
+    """
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if wrong.size:
+        raise InvalidArgument(name, f"must hold ids from 0 to {vocab_size - 1}, got {wrong[0]}")
 
 
 def _end_id(inputs: Inputs, vocab_size: int) -> int | None:

@@ -68,8 +68,13 @@ def test_a_prompt_or_a_chat_makes_a_request():
 @pytest.mark.parametrize(
     ("changes", "field", "problem"),
     [
-        ({}, "text_input", "must be set if messages is not"),
-        ({"text_input": "a", "messages": ()}, "text_input", "must be set if messages is not"),
+        ({}, "text_input", "must be set if neither messages nor input_ids is"),
+        ({"text_input": "a", "messages": ()}, "text_input", "must be set if neither messages nor input_ids is"),
+        ({"text_input": "a", "input_ids": (1,)}, "text_input", "else left out"),
+        ({"input_ids": ()}, "input_ids", "must hold at least one token id, got none"),
+        ({"input_ids": (3, -1)}, "input_ids", "must be an integer from 0 to"),
+        ({"input_ids": (3, True)}, "input_ids", "must be an integer from 0 to"),
+        ({"text_input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "must be 1 or more, or -1 for"),
         ({"text_input": ""}, "text_input", "must have at least one character"),
         ({"text_input": "a", "max_tokens": 0}, "max_tokens", "an integer from 1 to"),
         ({"text_input": "a", "max_tokens": INT32_MAX + 1}, "max_tokens", "an integer from 1 to"),

@@ -78,6 +78,8 @@ def test_the_size_and_the_beginning_of_a_prompt() -> None:
     later = ({"role": "assistant", "content": "yes"}, {"role": "user", "content": "and?"})
     assert costs.prompt_bytes(GenerationRequest("hällo")) == 6
     assert costs.prompt_bytes(GenerationRequest(messages=(system, first))) == 14
+    assert costs.prompt_bytes(GenerationRequest(input_ids=(1, 2, 3))) == 12
+    assert costs.prefix(GenerationRequest(input_ids=(1, 2, 3)), 8) == "1 2"
     turn_one = costs.prefix(GenerationRequest(messages=(system, first)))
     assert turn_one == costs.prefix(GenerationRequest(messages=(system, first, *later))) != ""
     assert turn_one != costs.prefix(GenerationRequest(messages=(system, later[1])))

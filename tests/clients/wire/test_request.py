@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from clients.wire import request
@@ -24,6 +25,12 @@ def test_a_chat_and_a_schema_are_taken_as_python_has_them() -> None:
     assert request.with_id(built) is built
 
 
+def test_ids_are_taken_from_any_iterable_of_integers() -> None:
+    built = request.build(input_ids=np.array([3, 1], np.int32), truncate_prompt_tokens=-1)
+    assert built.input_ids == (3, 1) and all(type(token) is int for token in built.input_ids)
+    assert (built.text_input, built.truncate_prompt_tokens) == (None, -1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -35,8 +42,19 @@ def test_a_chat_and_a_schema_are_taken_as_python_has_them() -> None:
         ({"prompt": "x", "request_id": "é"}, "request_id: got 'é'; allowed are at most 256 printable ASCII"),
         ({"prompt": "x", "request_id": "a\nb"}, "request_id: got"),
         ({"prompt": ""}, "text_input: must have at least one character"),
-        ({}, "text_input: must be set if messages is not"),
-        ({"prompt": "x", "messages": [{"role": "user", "content": "y"}]}, "must be set if messages is not"),
+        ({}, "text_input: must be set if neither messages nor input_ids is"),
+        (
+            {"prompt": "x", "messages": [{"role": "user", "content": "y"}]},
+            "must be set if neither messages nor input_ids",
+        ),
+        ({"prompt": "x", "input_ids": [1]}, "must be set if neither messages nor input_ids is, else left out"),
+        ({"input_ids": []}, "input_ids: must hold at least one token id, got none"),
+        ({"input_ids": [1, -1]}, "input_ids: got -1; allowed are integers from 0 to"),
+        ({"input_ids": "12"}, "input_ids: got '12'; allowed is a list"),
+        (
+            {"prompt": "x", "truncate_prompt_tokens": 0},
+            "truncate_prompt_tokens: must be 1 or more, or -1 for what fits, got 0",
+        ),
         ({"messages": []}, "messages: allowed is a non-empty list"),
         ({"messages": [{"content": "y"}]}, "messages: allowed is a non-empty list"),
         ({"messages": ["hi"]}, "messages: allowed is a non-empty list"),

@@ -74,6 +74,19 @@ def test_an_estimate_is_never_more_than_a_token_for_each_byte_and_the_template(t
     assert count.likely <= count.tokens
 
 
+async def test_ids_are_counted_and_a_truncated_prompt_is_never_more_than_what_is_kept(tokenizer) -> None:
+    for counting in (PromptTokens(), PromptTokens(tokenizer)):
+        ids = GenerationRequest(input_ids=(7,) * 900, max_tokens=10)
+        assert (await counting.need([ids, ids], "t")).tokens == 920
+        for text in ("word " * 500, "word " * 100_000):
+            kept = GenerationRequest(text, truncate_prompt_tokens=50)
+            [count] = (await counting.need([kept], "t")).counts
+            assert (count.tokens, count.likely) == (50, 50) and count.least <= 50
+            fits = GenerationRequest(text, truncate_prompt_tokens=-1)
+            assert (await counting.need([fits], "t")).counts[0].least == 1
+        counting.close()
+
+
 def test_a_tenants_estimate_rises_at_once_falls_slowly_and_is_its_own() -> None:
     learned = PromptTokens()
     first = learned.estimate(generation_request(SALAD), "bad")

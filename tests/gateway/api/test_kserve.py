@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import struct
 
 import grpc
 import numpy as np
@@ -25,6 +26,7 @@ from contract.errors import (
     Unavailable,
 )
 from contract.generation import FinishReason
+from gateway.admission.prompt_tokens import PromptTokens
 from gateway.api import kserve
 from gateway.config.tenant import Tenant
 from gateway.telemetry.tracing import Tracing
@@ -324,6 +326,25 @@ def test_max_tokens_can_be_lowered_wherever_it_was(inline: bool, sent: bool):
     kserve.set_max_tokens(request, 7)
     again = kserve.read(request, 5.0)
     assert (again.max_tokens, again.text_input, again.timeout_s) == (7, "hello", 5.0)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_prompt_of_ids_is_read_for_admission(inline: bool):
+    request = service_pb2.ModelInferRequest(model_name="ensemble")
+    request.inputs.add(name="input_ids", datatype="INT32", shape=[1, 3])
+    request.inputs.add(name="truncate_prompt_tokens", datatype="INT32", shape=[1, 1])
+    if inline:
+        request.inputs[0].contents.int_contents.extend([5, 6, 7])
+        request.inputs[1].contents.int_contents.append(2)
+    else:
+        request.raw_input_contents.extend([struct.pack("<3i", 5, 6, 7), struct.pack("<i", 2)])
+    read = kserve.read(request, 5.0)
+    assert (read.text_input, read.input_ids, read.truncate_prompt_tokens) == (None, (5, 6, 7), 2)
+    count = PromptTokens().estimate(read)
+    assert (count.tokens, count.least, count.likely, count.exact) == (2, 2, 2, True)
+    request.inputs[0].datatype = "INT64"
+    with pytest.raises(InvalidArgument, match="input_ids: must be INT32"):
+        kserve.read(request, 5.0)
 
 
 def test_shared_memory_is_refused_by_name():

@@ -201,7 +201,7 @@ MALFORMED = (
     (b'{"model": "demo"}', "prompt: is missing"),
     (b'{"model": "demo", "prompt": 3}', "prompt: "),
     (b'{"model": "demo", "prompt": ""}', "prompt: "),
-    (b'{"model": "demo", "prompt": [1, 2]}', "token ids are not supported"),
+    (b'{"model": "demo", "prompt": [1, -2]}', "must be an integer from 0 to"),
     (b'{"model": "demo", "prompt": []}', "prompt: "),
     (b'{"model": "demo", "prompt": "x", "max_tokens": 1.5}', "max_tokens: "),
     (b'{"model": "demo", "prompt": "x", "max_tokens": 99999999999}', "max_tokens: "),

@@ -38,6 +38,21 @@ def test_each_choice_of_each_prompt_is_a_request_and_their_seeds_differ() -> Non
     assert {request.timeout_s for request in requests} == {5.0}
 
 
+def test_prompts_of_token_ids_are_one_or_several_and_their_choices_share_one() -> None:
+    [request] = completion(prompt=[1, 2.0, 3], truncate_prompt_tokens=-1).generations(SETTINGS, 5.0)
+    assert (request.text_input, request.input_ids, request.truncate_prompt_tokens) == (None, (1, 2, 3), -1)
+    several = completion(prompt=[[1, 2], [3]], n=2).generations(SETTINGS, 5.0)
+    assert [request.input_ids for request in several] == [(1, 2), (1, 2), (3,), (3,)]
+    assert several[0].input_ids is several[1].input_ids  # counted once
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], [[1], []], [1, -1], [2**31], ["a", 1], [1, [2]], [True], [1.5], [""], ""])
+def test_a_prompt_that_is_none_is_named(prompt: Any) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        completion(prompt=prompt).generations(SETTINGS, 5.0)
+    assert refused.value.field.split(".")[0] == "prompt"
+
+
 def test_a_chat_takes_the_default_limit_and_either_name_of_its_own() -> None:
     assert chat().generations(SETTINGS, 5.0)[0].max_tokens == SETTINGS.default_max_tokens
     for name in ("max_tokens", "max_completion_tokens"):

@@ -99,6 +99,8 @@ async def test_a_cancelled_stream_raises_cancelled_and_frees_the_upstream():
         {"stop_token_ids": (1,)},
         {"echo": True},
         {"guide": Guide("json")},
+        {"input_ids": (1, 2), "text_input": None},
+        {"truncate_prompt_tokens": -1},
         {"skip_special_tokens": False},
         {"sampling": SamplingParams(top_k=4)},
         {"sampling": SamplingParams(log_probs=True)},
@@ -108,7 +110,7 @@ async def test_requests_that_openais_protocol_cannot_express_are_not_accepted(ch
     async with aiohttp.ClientSession() as session:
         far = Upstream(session, "far", "http://x/v1", "m", "", BreakerPolicy())
         assert far.understands(REQUEST)
-        assert not far.understands(GenerationRequest("one", max_tokens=5, **change))
+        assert not far.understands(GenerationRequest(**{"text_input": "one", "max_tokens": 5, **change}))
 
 
 def test_retry_after_is_seconds_milliseconds_or_a_date_within_an_hour():

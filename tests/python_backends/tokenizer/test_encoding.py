@@ -26,6 +26,18 @@ def test_ids_are_the_librarys_own_for_every_text_of_a_batch(tokenizer, encoding)
         assert encoding.encode(texts, special) == expected
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_the_end_of_a_text_is_what_the_library_keeps_when_it_truncates_on_the_left(tokenizer, encoding, special):
+    added = tokenizer.num_special_tokens_to_add(False) if special else 0
+    for text in tokenizer_families.TEXTS:
+        for tokens in range(added + 1, len(tokenizer.encode(text).ids) + 3):
+            tokenizer.enable_truncation(tokens, direction="left")
+            expected = tokenizer.encode(text, add_special_tokens=special).ids
+            tokenizer.no_truncation()
+            assert encoding.encode_end(text, special, tokens) == expected
+        assert len(encoding.encode_end(text, special, 1)) == 1
+
+
 def test_an_empty_batch_is_empty(encoding):
     assert encoding.encode([], True) == []
 

@@ -6,9 +6,11 @@ import uuid
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 from contract import manifest as manifests
-from contract.errors import InvalidArgument, Unavailable, from_text
+from contract.errors import InvalidArgument, PromptTooLong, Unavailable, from_text
 from contract.tensors import ENGINE_INPUTS, ENSEMBLE_INPUTS
 from python_backends.ensemble.metadata_channel import MetadataListener
 from python_backends.ensemble.stream_options import StreamOptions
@@ -110,6 +112,53 @@ def test_a_chat_is_rendered_and_gets_no_second_set_of_special_tokens(
     text, chat = (answer.output_tensors()[0].as_numpy()[0].tolist() for answer in answers)
     assert text == [begin, *library.encode("Hi", add_special_tokens=False).ids]
     assert chat == library.encode("<|begin|>user\nHi<|end|><|begin|>assistant", add_special_tokens=False).ids
+
+
+def test_ids_are_the_prompt_as_they_are(ask, library):
+    ids = library.encode("Hello, 世界").ids
+    found = ask(input_ids=ids, max_tokens=7)
+    assert found["input_ids"].tolist() == [ids] and found["input_lengths"].tolist() == [[len(ids)]]
+
+
+def test_ids_text_and_truncated_prompts_of_one_batch_keep_their_places(triton, model, library):
+    answers = model.execute(
+        [
+            request(triton, text_input="first"),
+            request(triton, input_ids=[5, 6, 7], truncate_prompt_tokens=2),
+            request(triton, text_input="third one", truncate_prompt_tokens=1),
+            request(triton, messages='[{"role": "user", "content": "fourth"}]', truncate_prompt_tokens=3),
+            request(triton, text_input="fifth"),
+        ]
+    )
+    first, second, third, fourth, fifth = (answer.output_tensors()[0].as_numpy()[0].tolist() for answer in answers)
+    assert (first, second) == (library.encode("first").ids, [6, 7])
+    assert third == library.encode("third one").ids[-1:]
+    assert len(fourth) == 3 and fourth == library.encode("<|end|><|begin|>assistant").ids[-3:]
+    assert fifth == library.encode("fifth").ids
+
+
+@given(st.lists(st.integers(0, 255), min_size=1, max_size=600), st.integers(-1, 600), st.none() | st.integers(1, 300))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+def test_a_truncated_prompt_is_its_end_and_minus_one_keeps_what_fits(ask, tiny_engine, ids, kept, max_tokens):
+    limit = manifests.load(tiny_engine).max_seq_len
+    assume(kept)
+    output = {} if max_tokens is None else {"max_tokens": max_tokens}
+    found = ask(input_ids=ids, truncate_prompt_tokens=kept, **output)
+    fits = limit - (min(128, limit // 2) if max_tokens is None else max_tokens)
+    expected = ids[-(kept if kept > 0 else max(1, fits)) :]
+    if kept == -1 and fits > 0:
+        assert not isinstance(found, Exception)
+    if isinstance(found, Exception):
+        assert len(expected) + (max_tokens or 1) > limit and isinstance(found, PromptTooLong)
+    else:
+        assert found["input_ids"].tolist() == [expected]
+        assert len(expected) + found["max_tokens"].item() <= limit
+
+
+def test_a_long_prompt_is_refused_unless_it_is_truncated(ask, tiny_engine):
+    text = "word " * 4 * manifests.load(tiny_engine).max_seq_len
+    assert isinstance(ask(text_input=text), PromptTooLong)
+    assert ask(text_input=text, truncate_prompt_tokens=5)["input_lengths"].tolist() == [[5]]
 
 
 @pytest.fixture

@@ -81,10 +81,17 @@ def test_end_tokens_are_the_models_own_one_of_the_callers_or_none(ask):
 @pytest.mark.parametrize(
     ("inputs", "field", "problem"),
     [
-        ({}, "text_input", "must be sent if messages is not, got neither"),
+        ({}, "text_input", "must be sent if neither messages nor input_ids is, got none"),
         ({"text_input": "a", "messages": "[]"}, "messages", "must be left out if text_input is sent"),
         ({"text_input": "a", "tools": "[]"}, "tools", "must be left out without messages"),
         ({"text_input": "a", "chat_template_kwargs": "{}"}, "chat_template_kwargs", "must be left out without"),
+        ({"input_ids": [1], "messages": "[]"}, "input_ids", "must be left out if messages is sent"),
+        ({"text_input": "a", "input_ids": [1]}, "input_ids", "must be left out if text_input is sent"),
+        ({"input_ids": []}, "input_ids", "must hold at least one token id, got none"),
+        ({"input_ids": [0, 100]}, "input_ids", "must hold ids from 0 to 99, got 100"),
+        ({"input_ids": [-1]}, "input_ids", "must hold ids from 0 to 99, got -1"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be 1 or more, or -1 for what fits, got 0"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "must be 1 or more, or -1 for what fits, got -2"),
         ({"text_input": ""}, "text_input", "must have at least one character"),
         ({"text_input": b"\xff"}, "text_input", "must be UTF-8, got an invalid sequence at byte 0"),
         ({"text_input": "a\0"}, "text_input", "must hold no NUL character, got one at position 1"),
@@ -112,10 +119,16 @@ def test_end_tokens_are_the_models_own_one_of_the_callers_or_none(ask):
     ],
 )
 def test_what_is_not_allowed_is_refused_by_name(ask, inputs, field, problem):
-    prompt = {} if {"text_input", "messages"} & inputs.keys() or not inputs else {"text_input": "a"}
+    prompt = {} if {"text_input", "messages", "input_ids"} & inputs.keys() or not inputs else {"text_input": "a"}
     with pytest.raises(InvalidArgument, match=problem) as caught:
         ask(**prompt, **inputs)
     assert caught.value.field == field
+
+
+def test_ids_over_the_servers_bound_are_refused_before_they_are_read(ask):
+    assert ask(input_ids=[7] * 250).input_ids.tolist() == [7] * 250
+    with pytest.raises(PromptTooLong, match="input_ids: must hold at most 250 ids, got 251"):
+        ask(input_ids=[-1] * 251)
 
 
 @pytest.mark.parametrize("name", ["text_input", "messages", "tools", "chat_template_kwargs"])
