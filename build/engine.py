@@ -59,6 +59,8 @@ _BUILDER = (
     "model/detokenizer.py",
     "model/gptq.py",
     "model/graph.py",
+    "model/lora_adapter.py",
+    "model/lora_graph.py",
     "base/numerics.py",
     "base/rope.py",
     "base/shards.py",
@@ -166,7 +168,7 @@ def _try(
         scores = evaluation.evaluate(
             recipe.name,
             checkpoint,
-            OpenVinoEngine(partial, properties),
+            OpenVinoEngine(partial, properties, checkpoint.architecture.vocab_size),
             recipe.quality,
             notify,
             longest=recipe.max_seq_len,
@@ -183,6 +185,7 @@ def _try(
             files=hash_files(partial),
             properties=properties,
             evaluation=scores,
+            adapter_first_token_id=compile_cpu.adapter_first_token_id(checkpoint, recipe),
         )
         finished.save(partial)
 
@@ -228,6 +231,7 @@ def _up_to_date(folder: Path, recipe: Recipe, checkpoint: Checkpoint) -> Recipe 
         "evaluation": None,
         "created": "",
         "memory_bytes": None,
+        "adapter_first_token_id": None,
     }  # what `provenance.manifest` leaves out
     there = dataclasses.replace(found, **last)
     for candidate in choice.candidates(recipe):

@@ -67,7 +67,7 @@ def cpu_engine(name: str, precision: str, kv: str, model: Checkpoint) -> tuple[L
     folder.mkdir(parents=True, exist_ok=True)
     compile_cpu.compile_cpu(model, made, folder, lambda line: None)
     size = (folder / "openvino_model.bin").stat().st_size
-    return OpenVinoEngine(folder, compile_cpu.properties(made)), size
+    return OpenVinoEngine(folder, compile_cpu.properties(made), model.architecture.vocab_size), size
 
 
 def cpu_recipe(precision: str, kv: str, calibration: Calibration | None) -> Recipe:

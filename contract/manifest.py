@@ -26,6 +26,15 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter inside an engine. sha256: over its files. rank: of its widest matrix."""
+
+    name: str
+    sha256: str
+    rank: int
+
+
+@dataclass(frozen=True)
 class EngineManifest:
     """One engine.
 
@@ -54,6 +63,8 @@ class EngineManifest:
     image: container that built the engine and must serve it, GPU engines only.
     memory_bytes: memory of a CPU engine's process with its whole KV pool, as planned; None for other kinds and for
         engines built before it was recorded.
+    adapters: LoRA adapters that requests can name, in the order of their numbers, from 1.
+    adapter_first_token_id: the id that most prompts begin with (python_backends/adapter_ids.py); None without adapters.
     """
 
     name: str
@@ -82,6 +93,8 @@ class EngineManifest:
     sm: int | None = None
     image: str | None = None
     memory_bytes: int | None = None
+    adapters: tuple[Adapter, ...] = ()
+    adapter_first_token_id: int | None = None
 
     def save(self, folder: Path) -> None:
         """Write manifest.json atomically and sync it to the disk."""
@@ -114,7 +127,8 @@ def load(folder: Path) -> EngineManifest:
     if problem:
         raise EngineFailed(f"{path}: {problem}; {_how_to_build(folder)}")
     table.pop("format")
-    return EngineManifest(**table | {"eos_token_ids": tuple(table["eos_token_ids"])})
+    adapters = tuple(Adapter(**entry) for entry in table["adapters"])
+    return EngineManifest(**table | {"eos_token_ids": tuple(table["eos_token_ids"]), "adapters": adapters})
 
 
 def verify(folder: Path, digest: Callable[[Path], str] | None = None) -> EngineManifest:
@@ -171,7 +185,8 @@ def _problem(table: object) -> str:
     known = {f.name for f in fields(EngineManifest)} | {"format"}
     if unknown := sorted(table.keys() - known):
         return f"unknown field {unknown[0]}"
-    table.setdefault("memory_bytes", None)
+    for name, default in _LATER.items():
+        table.setdefault(name, default)
     if missing := sorted(known - table.keys()):
         return f"{missing[0]} is missing"
     for name, is_right, allowed in _CHECKS:
@@ -199,6 +214,19 @@ def _is_files(value: object) -> bool:
     return all(_is_sha256(v) and k and not k.startswith("/") and ".." not in k.split("/") for k, v in value.items())
 
 
+def _is_adapters(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(entry, dict)
+        and entry.keys() == {field.name for field in fields(Adapter)}
+        and _is_text(entry["name"])
+        and _is_sha256(entry["sha256"])
+        and _is_int(entry["rank"], 1)
+        for entry in value
+    )
+
+
+# Fields that engines built earlier do not have.
+_LATER: Mapping[str, object] = {"memory_bytes": None, "adapters": [], "adapter_first_token_id": None}
 _TEXT = ("name", "model", "architecture", "precision", "kv_cache_precision", "created")
 _COUNTS = ("max_batch_size", "max_num_tokens", "max_seq_len", "vocab_size")
 _CHECKS: tuple[tuple[str, Callable[[object], bool], str], ...] = (
@@ -207,7 +235,11 @@ _CHECKS: tuple[tuple[str, Callable[[object], bool], str], ...] = (
     ("kind", lambda v: v in KINDS, f"one of {', '.join(KINDS)}"),
     *((name, _is_sha256, "64 hex digits") for name in ("checkpoint_sha256", "recipe_sha256", "tokenizer_sha256")),
     ("kv_cache_tokens", lambda v: v is None or _is_int(v, 1), "a positive integer or null"),
-    *((name, lambda v: v is None or _is_int(v), "a token id or null") for name in ("bos_token_id", "pad_token_id")),
+    *(
+        (name, lambda v: v is None or _is_int(v), "a token id or null")
+        for name in ("bos_token_id", "pad_token_id", "adapter_first_token_id")
+    ),
+    ("adapters", _is_adapters, "a list of objects with name, sha256 and rank"),
     ("eos_token_ids", lambda v: isinstance(v, list) and all(map(_is_int, v)), "a list of token ids"),
     ("files", _is_files, "a table of sha256 by relative path"),
     *((name, lambda v: isinstance(v, dict), "a table") for name in ("recipe", "versions", "properties")),

@@ -10,7 +10,9 @@ input names. Written in f32; the device computes in what INFERENCE_PRECISION_HIN
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import openvino as ov
@@ -26,7 +28,22 @@ Weight = Callable[[str], Node]
 DYNAMIC = -1
 
 
-def decoder(arch: Architecture, matrix: Weight, vector: Weight) -> ov.Model:
+class Adapters(Protocol):
+    """What LoRA adapters change in the graph, see lora_graph.py."""
+
+    head_size: int  # of the attention head that tells every token its sequence's adapter
+
+    def rows(self, ids: Node, attend: Callable[[Node, Node, Node], Node]) -> Node:
+        """Return the embedding's row of each id; called first, once."""
+
+    def products(self, x: Node, names: Sequence[str], products: list[Node]) -> list[Node]:
+        """Return ``x``'s products with the matrices ``names`` with every adapter's part added."""
+
+    def logits(self, logits: Node) -> Node:
+        """Return the logits without the ids that stand for adapters."""
+
+
+def decoder(arch: Architecture, matrix: Weight, vector: Weight, adapters: Adapters | None = None) -> ov.Model:
     """matrix: linear layers and embeddings, [out, in]. vector: norms and biases, [n].
 
     The nodes may share memory with arrays owned by the caller, who keeps them until the model is saved.
@@ -39,20 +56,29 @@ def decoder(arch: Architecture, matrix: Weight, vector: Weight) -> ov.Model:
     cache = _KvCache(arch, _length(ids, 0), beam_idx)
     cos, sin = _rotation(arch, positions)
     bias = _attention_bias(mask, _length(ids, 1))
-    hidden = ops.gather(matrix("model.embed_tokens.weight"), ids, _i64(0))  # f32[B, L, hidden]
+    rows, assigns = ids, []
+    if adapters is not None:
+        head = dataclasses.replace(arch, num_kv_heads=1, head_dim=adapters.head_size)
+        adapter_cache = _KvCache(head, _length(ids, 0), beam_idx)
+        rows = adapters.rows(ids, _attend(adapter_cache, arch.num_layers, bias, adapters.head_size))
+        assigns = adapter_cache.assigns
+    linears = _Linears(matrix, vector, adapters)
+    hidden = ops.gather(matrix("model.embed_tokens.weight"), rows, _i64(0))  # f32[B, L, hidden]
     for layer in range(arch.num_layers):
         at = f"model.layers.{layer}"
         normed = _rms_norm(hidden, vector(f"{at}.input_layernorm.weight"), arch.rms_norm_eps)
-        hidden = ops.add(hidden, _attention(arch, at, normed, cos, sin, bias, cache, layer, matrix, vector))
+        hidden = ops.add(hidden, _attention(arch, at, normed, cos, sin, bias, cache, layer, linears, vector))
         normed = _rms_norm(hidden, vector(f"{at}.post_attention_layernorm.weight"), arch.rms_norm_eps)
-        hidden = ops.add(hidden, _mlp(arch, at, normed, matrix, vector))
+        hidden = ops.add(hidden, _mlp(arch, at, normed, linears))
     hidden = _rms_norm(hidden, vector("model.norm.weight"), arch.rms_norm_eps)
     head = "model.embed_tokens.weight" if arch.tied else "lm_head.weight"
     logits = ops.matmul(hidden, matrix(head), False, True)  # f32[B, L, V]
+    if adapters is not None:
+        logits = adapters.logits(logits)
     logits.set_friendly_name("logits")
     result = ops.result(logits)
     logits.output(0).get_tensor().set_names({"logits"})
-    return ov.Model([result], cache.assigns, [ids, mask, positions, beam_idx], arch.name)
+    return ov.Model([result], [*cache.assigns, *assigns], [ids, mask, positions, beam_idx], arch.name)
 
 
 class _KvCache:
@@ -75,6 +101,35 @@ class _KvCache:
         return both
 
 
+class _Linears:
+    """Linear layers that read the same input, with their biases."""
+
+    def __init__(self, matrix: Weight, vector: Weight, adapters: Adapters | None) -> None:
+        self._matrix = matrix
+        self._vector = vector
+        self._adapters = adapters
+
+    def __call__(self, x: Node, names: Sequence[str], bias: bool) -> list[Node]:
+        weights = [f"{name}.weight" for name in names]
+        products = [ops.matmul(x, self._matrix(weight), False, True) for weight in weights]
+        if self._adapters is not None:
+            products = self._adapters.products(x, weights, products)
+        if not bias:
+            return products
+        return [ops.add(y, self._vector(f"{name}.bias")) for y, name in zip(products, names, strict=True)]
+
+
+def _attend(cache: _KvCache, layer: int, bias: Node, size: int) -> Callable[[Node, Node, Node], Node]:
+    """Causal attention of one head, unscaled: query, key, value f32[B, 1, L, size] -> f32[B, L, size]."""
+
+    def attend(query: Node, key: Node, value: Node) -> Node:
+        keys, values = cache.append(layer, "key", key), cache.append(layer, "value", value)
+        mixed = ops.scaled_dot_product_attention(query, keys, values, bias, _f32(1.0), causal=False)
+        return ops.reshape(ops.transpose(mixed, _i64([0, 2, 1, 3])), _i64([0, 0, size]), True)
+
+    return attend
+
+
 def _attention(
     arch: Architecture,
     at: str,
@@ -84,13 +139,14 @@ def _attention(
     bias: Node,
     cache: _KvCache,
     layer: int,
-    matrix: Weight,
+    linears: _Linears,
     vector: Weight,
 ) -> Node:
+    flat = dict(zip("qkv", linears(x, [f"{at}.self_attn.{what}_proj" for what in "qkv"], arch.qkv_bias), strict=True))
+
     def heads(what: str, count: int) -> Node:
-        """f32[B, L, hidden] -> f32[B, count, L, head_dim]."""
-        flat = _linear(x, f"{at}.self_attn.{what}_proj", arch.qkv_bias, matrix, vector)
-        split = ops.reshape(flat, _i64([0, 0, count, arch.head_dim]), True)
+        """f32[B, L, count * head_dim] -> f32[B, count, L, head_dim]."""
+        split = ops.reshape(flat[what], _i64([0, 0, count, arch.head_dim]), True)
         if arch.qk_norm and what != "v":
             split = _rms_norm(split, vector(f"{at}.self_attn.{what}_norm.weight"), arch.rms_norm_eps)
         return ops.transpose(split, _i64([0, 2, 1, 3]))
@@ -103,8 +159,8 @@ def _attention(
     mixed = ops.scaled_dot_product_attention(
         query, _repeat_heads(key, arch, repeat), _repeat_heads(value, arch, repeat), bias, scale, causal=False
     )
-    flat = ops.reshape(ops.transpose(mixed, _i64([0, 2, 1, 3])), _i64([0, 0, arch.num_heads * arch.head_dim]), True)
-    return _linear(flat, f"{at}.self_attn.o_proj", arch.output_bias, matrix, vector)
+    joined = ops.reshape(ops.transpose(mixed, _i64([0, 2, 1, 3])), _i64([0, 0, arch.num_heads * arch.head_dim]), True)
+    return linears(joined, [f"{at}.self_attn.o_proj"], arch.output_bias)[0]
 
 
 def _repeat_heads(x: Node, arch: Architecture, repeat: int) -> Node:
@@ -115,15 +171,9 @@ def _repeat_heads(x: Node, arch: Architecture, repeat: int) -> Node:
     return ops.reshape(widened, _i64([0, arch.num_heads, -1, arch.head_dim]), True)
 
 
-def _mlp(arch: Architecture, at: str, x: Node, matrix: Weight, vector: Weight) -> Node:
-    gate = ops.swish(_linear(x, f"{at}.mlp.gate_proj", arch.mlp_bias, matrix, vector))
-    up = _linear(x, f"{at}.mlp.up_proj", arch.mlp_bias, matrix, vector)
-    return _linear(ops.multiply(gate, up), f"{at}.mlp.down_proj", arch.mlp_bias, matrix, vector)
-
-
-def _linear(x: Node, name: str, bias: bool, matrix: Weight, vector: Weight) -> Node:
-    product = ops.matmul(x, matrix(f"{name}.weight"), False, True)
-    return ops.add(product, vector(f"{name}.bias")) if bias else product
+def _mlp(arch: Architecture, at: str, x: Node, linears: _Linears) -> Node:
+    gate, up = linears(x, [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"], arch.mlp_bias)
+    return linears(ops.multiply(ops.swish(gate), up), [f"{at}.mlp.down_proj"], arch.mlp_bias)[0]
 
 
 def _rms_norm(x: Node, weight: Node, eps: float) -> Node:

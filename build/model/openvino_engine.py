@@ -16,9 +16,13 @@ PIECE_TOKENS = 128
 
 
 class OpenVinoEngine:
-    """``folder`` holds openvino_model.xml; ``properties`` are OpenVINO property names and values."""
+    """``folder`` holds openvino_model.xml; ``properties`` are OpenVINO property names and values.
 
-    def __init__(self, folder: Path, properties: Mapping[str, str]) -> None:
+    vocab_size: of the model; the graph of an engine with adapters has more logits.
+    """
+
+    def __init__(self, folder: Path, properties: Mapping[str, str], vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         self._request = (
             ov.Core().compile_model(folder / "openvino_model.xml", "CPU", dict(properties)).create_infer_request()
         )
@@ -50,7 +54,7 @@ class OpenVinoEngine:
         }
         logits = self._request.infer(inputs)["logits"][0]
         self._read += ids
-        return logits.copy()  # the request writes the next call's into the same memory
+        return logits[:, : self._vocab_size].copy()  # the request writes the next call's into the same memory
 
     def _forget(self) -> None:
         self._request.reset_state()

@@ -20,9 +20,11 @@ from pathlib import Path
 import openvino as ov
 
 from build.base.checkpoint import Checkpoint, CheckpointError
-from build.model import detokenizer, graph
+from build.model import detokenizer, graph, lora_adapter, lora_graph
 from build.model.calibration import open_tokenizer, read_texts, token_blocks
+from build.model.lora_graph import LoraGraph
 from build.model.weights import PRECISIONS, Int4, Weights
+from build.package import side_files
 from build.recipe.recipe import Recipe
 from contract.errors import EngineFailed, InvalidArgument
 
@@ -36,8 +38,15 @@ def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, notify: Ca
     arch = checkpoint.architecture
     notify(f"{arch.name}, {arch.num_parameters() / 1e6:,.1f} M parameters: weights to {recipe.precision}")
     calibrated = _calibrated(checkpoint, recipe, notify)
-    weights = Weights(checkpoint, recipe.precision, recipe.group_size, calibrated, recipe.head_precision)
-    model = graph.decoder(arch, _announced(weights.matrix, checkpoint, notify), weights.vector)
+    adapters = None
+    stored = checkpoint
+    if recipe.adapters:
+        opened = [lora_adapter.open_adapter(entry.name, entry.path, checkpoint) for entry in recipe.adapters]
+        adapters = LoraGraph(opened, arch.vocab_size, exact=_computes_in_f32(recipe))
+        stored = lora_graph.widened(checkpoint, len(opened), adapter_first_token_id(checkpoint, recipe) or 0)
+        notify(f"LoRA adapters {', '.join(f'{one.record.name} (rank {one.record.rank})' for one in opened)}")
+    weights = Weights(stored, recipe.precision, recipe.group_size, calibrated, recipe.head_precision)
+    model = graph.decoder(arch, _announced(weights.matrix, checkpoint, notify), weights.vector, adapters)
     notify("writing openvino_model.xml and openvino_model.bin")
     try:
         ov.save_model(model, str(folder / "openvino_model.xml"), compress_to_fp16=False)
@@ -48,6 +57,11 @@ def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, notify: Ca
     checkpoint.copy_side_files(folder)
     detokenizer.write(folder / "tokenizer.json", arch.vocab_size, folder)
     _check_generation_config(checkpoint, folder)
+
+
+def adapter_first_token_id(checkpoint: Checkpoint, recipe: Recipe) -> int | None:
+    """The id that most prompts begin with, see python_backends/adapter_ids.py; None without adapters."""
+    return side_files.first_token_id(checkpoint.folder, checkpoint.bos_token_id) if recipe.adapters else None
 
 
 def _check_generation_config(checkpoint: Checkpoint, folder: Path) -> None:

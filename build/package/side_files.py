@@ -28,6 +28,20 @@ def check(folder: Path, notify: Callable[[str], None]) -> None:
         notify(f"warning: the chat template refuses a single user message: {problem}")
 
 
+def first_token_id(folder: Path, bos_token_id: int | None) -> int:
+    """Return the id that chats begin with, or, without a chat template, texts; 0 where both begin with any id."""
+    import tokenizers
+
+    from python_backends.tokenizer.chat_template import ChatTemplate
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    try:
+        chat = ChatTemplate(folder).render(SIMPLEST_CHAT)
+        return tokenizer.encode(chat, add_special_tokens=False).ids[0]
+    except (InvalidArgument, NotFound, IndexError):
+        return bos_token_id or 0
+
+
 def _load_tokenizer(path: Path) -> None:
     import tokenizers
 

@@ -9,13 +9,16 @@ documentation, issues 1188 and 3636, its benchmark guide); ``test_memory.py`` ho
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from build.base import hardware
+from build.base import hardware, layout
 from build.base.architecture import Architecture
+from build.model import lora_adapter
 from build.recipe.recipe import Recipe
 from build.recipe.schema import CPU
 
 GIB = 1024**3
+LORA_HEAD_SIZE = 64  # of the attention head that carries an adapter's number (lora_graph.py)
 BLOCK_TOKENS = 32  # tokens of one KV block, trtllm-build's default and OpenVINO's
 CONTEXT_BYTES = int(0.76 * GIB)  # CUDA context and libraries: 79.10 − 70.48 GiB less what the same log accounts for
 WORKSPACE_BYTES = 32 * 1024**2
@@ -111,7 +114,8 @@ class Footprint:
 
 def footprint(recipe: Recipe, arch: Architecture) -> Footprint:
     """What ``recipe`` takes on its own card at its own limits."""
-    weights, activations = weight_bytes(recipe, arch), activation_bytes(recipe, arch)
+    weights = weight_bytes(recipe, arch) + adapter_bytes(recipe, arch)
+    activations = activation_bytes(recipe, arch)
     per_token = kv_bytes_per_token(recipe, arch)
     if recipe.kind == CPU:
         return Footprint(None, weights, activations, 0, CPU_PROCESS_BYTES, per_token, recipe.kv_cache_tokens or 0)
@@ -131,7 +135,15 @@ def weight_bytes(recipe: Recipe, arch: Architecture) -> int:
 
 def checkpoint_bytes(recipe: Recipe, arch: Architecture) -> int:
     """Bytes of all ranks together, which is also about what the compiled engines take on disk."""
-    return recipe.tp * sum(rank_weight_bytes(recipe, arch, stage) for stage in range(recipe.pp))
+    ranks = recipe.tp * sum(rank_weight_bytes(recipe, arch, stage) for stage in range(recipe.pp))
+    return ranks + adapter_bytes(recipe, arch)
+
+
+def adapter_bytes(recipe: Recipe, arch: Architecture) -> int:
+    """Of a CPU engine's LoRA adapters as their files store them, and their rows of embedding and lm_head."""
+    files = [layout.ROOT / Path(adapter.path).expanduser() / lora_adapter.WEIGHTS for adapter in recipe.adapters]
+    rows = (1 if arch.tied else 2) * len(files) * arch.hidden_size * 4
+    return rows + sum(file.stat().st_size for file in files if file.is_file())
 
 
 def rank_weight_bytes(recipe: Recipe, arch: Architecture, stage: int) -> int:
@@ -178,7 +190,8 @@ def kv_bytes_per_token(recipe: Recipe, arch: Architecture) -> float:
     layers = -(-arch.num_layers // recipe.pp)
     scale_bytes = 8 if recipe.kv_cache_precision == "u8" else 0
     per_head = arch.head_dim * KV_BYTES[recipe.kv_cache_precision] + scale_bytes
-    return 2 * layers * kv_heads_per_rank(recipe, arch) * per_head
+    adapter_head = LORA_HEAD_SIZE * KV_BYTES[recipe.kv_cache_precision] + scale_bytes if recipe.adapters else 0
+    return 2 * (layers * kv_heads_per_rank(recipe, arch) * per_head + adapter_head)
 
 
 def kv_arithmetic(recipe: Recipe, arch: Architecture) -> str:

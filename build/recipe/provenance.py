@@ -10,13 +10,14 @@ from pathlib import Path
 
 from build.base import digest, layout
 from build.base.checkpoint import Checkpoint
+from build.model import lora_adapter
 from build.recipe.recipe import Recipe
 from build.recipe.schema import CPU
 from contract.manifest import EngineManifest
 
 
 def manifest(recipe: Recipe, checkpoint: Checkpoint, versions: Mapping[str, str]) -> EngineManifest:
-    """The engine's manifest without ``files``, ``properties``, ``evaluation`` and ``created``, which come last."""
+    """The engine's manifest without what comes last: ``files``, ``properties``, ``evaluation``, …"""
     content = {key: value for key, value in dataclasses.asdict(recipe).items() if key != "given"}
     gpu = recipe.kind != CPU
     return EngineManifest(
@@ -43,6 +44,7 @@ def manifest(recipe: Recipe, checkpoint: Checkpoint, versions: Mapping[str, str]
         files={},
         sm=recipe.sm if gpu else None,
         image=recipe.image if gpu else None,
+        adapters=tuple(lora_adapter.record(adapter.name, adapter.path) for adapter in recipe.adapters),
     )
 
 

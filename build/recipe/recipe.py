@@ -19,7 +19,7 @@ from build.base import hardware, layout
 from build.base.option_table import closest, nearest, shown
 from build.base.option_table import read as read_option_table
 from build.recipe import schema
-from build.recipe.schema import AUTO, CPU, IMAGE, KINDS, Calibration, CpuCalibration
+from build.recipe.schema import AUTO, CPU, IMAGE, KINDS, AdapterFolder, Calibration, CpuCalibration
 from contract.errors import InvalidArgument
 
 if sys.version_info >= (3, 11):
@@ -27,6 +27,7 @@ if sys.version_info >= (3, 11):
 else:  # the same parser under its older name
     import tomli as tomllib
 
+MAX_ADAPTERS = 63  # entries of the head that carries an adapter's number, less the one for none
 MAX_NEAREST = 3  # names offered for one that is not there
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 FIRST_TRIED = "int8"
@@ -137,6 +138,7 @@ class Recipe:
     quantize: Mapping[str, object] = field(default_factory=dict)
     convert: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    adapters: tuple[AdapterFolder, ...] = ()
     given: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -270,7 +272,8 @@ def _refusal(path: Path, table: Mapping[str, object], error: ValidationError) ->
     if keys[:1] == ("speculative_decoding",) and len(keys) > 1:  # without the mode
         declared, keys = schema.MODES[keys[1]], (keys[0], *keys[2:])
     elif len(keys) > 1:
-        declared = {"quality": schema.Quality}.get(keys[0]) or (CpuCalibration if table["kind"] == CPU else Calibration)
+        of_kind = CpuCalibration if table["kind"] == CPU else Calibration
+        declared = {"quality": schema.Quality, "adapters": AdapterFolder}.get(keys[0], of_kind)
     if first["type"].startswith("union_tag"):
         key, tags = ("mode", tuple(schema.MODES)) if keys else ("kind", KINDS)
         holder = table[keys[0]] if keys else table
@@ -278,6 +281,12 @@ def _refusal(path: Path, table: Mapping[str, object], error: ValidationError) ->
         return RecipeError(path, ".".join((*keys, key)), _must_be(f"one of {', '.join(tags)}", holder, key, tags))
     key, known = keys[-1], schema.fields_of(declared)
     name = ".".join(keys)
+    if keys[0] == "adapters" and table["kind"] == CPU and (len(keys) < 3 or key not in known):
+        unknown = len(keys) == 3
+        problem = (
+            _unknown(key, tuple(known)) if unknown else f"must be tables, [[adapters]], got {shown(first['input'])}"
+        )
+        return RecipeError(path, name, problem)
     if key not in known:
         if len(keys) == 1:
             kinds = [kind for kind, other in schema.RECIPE_TABLES.items() if key in schema.fields_of(other)]
@@ -305,6 +314,11 @@ def _must_be(must_be: str, holder: Mapping[str, object], key: str, names: tuple[
 
 def _chosen(path: Path, table: Mapping[str, object], declared: schema.CpuRecipe) -> dict[str, object]:
     """What of a CPU recipe is not as the file has it: precision "auto" is the first setting that is tried."""
+    names = [adapter.name for adapter in declared.adapters]
+    if len(names) > MAX_ADAPTERS:
+        raise RecipeError(path, "adapters", f"must be at most {MAX_ADAPTERS} tables, got {len(names)}")
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise RecipeError(path, "adapters", f"must have different names, got {repeated!r} twice")
     if declared.precision == AUTO:
         for key in ("kv_cache_precision", "head_precision", "calibration", "group_size"):
             if key in table:

@@ -31,6 +31,7 @@ SECTIONS = (
     ('`kind = "trtllm"` and `kind = "llmapi"`', schema.GpuRecipe),
     ('`kind = "trtllm"`', schema.TrtllmRecipe),
     ('`kind = "llmapi"`', schema.LlmapiRecipe),
+    ("`[[adapters]]`", schema.AdapterFolder),
     ("`[quality]`", schema.Quality),
     ("`[calibration]` of the GPU kinds", schema.Calibration),
     ('`[calibration]` of `kind = "cpu"`', schema.CpuCalibration),
@@ -58,7 +59,7 @@ def page() -> str:
 
 def _row(name: str, field: FieldInfo) -> str:
     limit = schema.limit(field)
-    must_be = limit.must_be if limit else f"a table, `[{name}]`"
+    must_be = limit.must_be if limit else "tables, `[[adapters]]`" if name == "adapters" else f"a table, `[{name}]`"
     default = field.get_default(call_default_factory=True)
     if field.is_required():
         shown = "required"

@@ -128,6 +128,16 @@ class CpuCalibration(Calibration):
     max_seq_length: Annotated[int, _integer(8, 131_072)] = Field(256, description="tokens kept of each text")
 
 
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class AdapterFolder:
+    """``[[adapters]]``: a LoRA adapter that requests can name; its number is its place in the file, from 1."""
+
+    name: Annotated[str, _matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "a name of letters, digits, '.', '_', '-'")] = (
+        Field(description="what requests call it")
+    )
+    path: Annotated[str, _TEXT] = Field(description="folder that PEFT saved, from the repository's root")
+
+
 class Quality(Table):
     """``[quality]``: limits on the difference from the bf16 reference on held-out text."""
 
@@ -229,6 +239,9 @@ class CpuRecipe(AnyRecipe):
     )
     max_seq_len: Annotated[int, _integer(2, 10_485_760)] = Field(description=_SEQ_LEN)
     kv_cache_tokens: Annotated[int, _integer(32, 2**31 - 1)] = Field(description="size of the KV pool, in tokens")
+    adapters: tuple[AdapterFolder, ...] = Field(
+        (), description="LoRA adapters of the engine, at most 63 (docs/adapters.md)"
+    )
     calibration: CpuCalibration | None = Field(
         None, description="of int4 weights: GPTQ chooses them; without this table they are rounded to nearest"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import EngineFailed, NotFound
-from contract.manifest import EngineManifest, hash_files, load, verify
+from contract.manifest import Adapter, EngineManifest, hash_files, load, verify
 from tests.fakes import manifests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +42,15 @@ def test_optional_parts_read_back_too(tmp_path):
     gpu = {"kind": "trtllm", "sm": 90, "image": "some/image:1", "kv_cache_tokens": None, "evaluation": {"kl": 0.01}}
     found = verify(engine(tmp_path / "tiny", **gpu))
     assert (found.sm, found.image, found.kv_cache_tokens, found.evaluation) == (90, "some/image:1", None, {"kl": 0.01})
+    adapters = (Adapter("poet", "a" * 64, 8),)
+    found = verify(engine(tmp_path / "adapted", adapters=adapters, adapter_first_token_id=1))
+    assert (found.adapters, found.adapter_first_token_id) == (adapters, 1)
+
+
+def test_an_engine_built_before_a_field_was_recorded_has_none_of_it(tmp_path):
+    folder = engine(tmp_path / "tiny")
+    rewrite(folder, memory_bytes="REMOVED", adapters="REMOVED", adapter_first_token_id="REMOVED")
+    assert (load(folder).memory_bytes, load(folder).adapters, load(folder).adapter_first_token_id) == (None, (), None)
 
 
 def test_every_file_of_the_folder_is_listed_but_the_manifest(tmp_path):
@@ -111,6 +120,8 @@ def test_a_manifest_that_is_no_json_object_is_damaged(tmp_path, text):
         ("recipe", [], "recipe is []; allowed is a table"),
         ("evaluation", 0.5, "evaluation is 0.5; allowed is a table or null"),
         ("image", "", "image is ''; allowed is a non-empty string or null"),
+        ("adapters", [{"name": "a"}], "adapters is [{'name': 'a'}]; allowed is a list of objects with name, sha256"),
+        ("adapter_first_token_id", -1, "adapter_first_token_id is -1; allowed is a token id or null"),
         ("sm", 9.0, "sm is 9.0; allowed is a positive integer or null"),
         ("kv_cache_tokens", 0, "kv_cache_tokens is 0; allowed is a positive integer or null"),
     ],

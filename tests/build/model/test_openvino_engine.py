@@ -27,7 +27,7 @@ def test_openvino_and_the_numpy_reference_give_the_same_logits_piece_by_piece(tm
     made = recipes.parse(TABLE | {"model": str(random_checkpoint)}, "tiny.toml")
     opened = open_checkpoint(random_checkpoint)
     compile_cpu.compile_cpu(opened, made, tmp_path, lambda line: None)
-    compiled = OpenVinoEngine(tmp_path, compile_cpu.properties(made))
+    compiled = OpenVinoEngine(tmp_path, compile_cpu.properties(made), 331)
     blocks = np.random.default_rng(0).integers(0, 331, (3, 17))
     expected = list(evaluation.reference(opened, lambda line: None).logits(blocks))
     np.testing.assert_allclose(np.stack(list(compiled.logits(blocks))), expected, atol=2e-3)

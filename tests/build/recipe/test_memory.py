@@ -1,5 +1,7 @@
 """The formulas against what TensorRT-LLM itself printed, in logs it publishes and in its issues."""
 
+import dataclasses
+
 import pytest
 from gpu_recipes import LLAMA_8B, LLAMA_70B, QWEN_7B, accepted, make
 from hypothesis import given
@@ -142,6 +144,17 @@ def test_the_cpu_pool_is_the_recipes():
     assert foot.pool_tokens == 4096 and foot.available_bytes is None
     assert foot.kv_bytes_per_token == 2 * 24 * 2 * (64 + 8)
     assert foot.sequences(512) == 8
+
+
+def test_adapters_take_their_files_and_one_more_attention_head(tmp_path):
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(bytes(1000))
+    adapted = dataclasses.replace(
+        cpu_recipe("int8", "u8"), adapters=(schema.AdapterFolder("a", str(tmp_path)), schema.AdapterFolder("b", "gone"))
+    )
+    plain, more = (memory.footprint(made, QWEN_05B) for made in (cpu_recipe("int8", "u8"), adapted))
+    assert more.weight_bytes == plain.weight_bytes + 1000 + 2 * 896 * 4
+    assert more.kv_bytes_per_token == plain.kv_bytes_per_token + 2 * (64 + 8)
 
 
 def test_a_sequence_takes_whole_blocks():

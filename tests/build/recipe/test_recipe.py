@@ -266,3 +266,26 @@ def test_what_loads_says_what_was_written(written):
     for key in ("model", "precision", "max_batch_size", "max_num_tokens", "max_seq_len", "tp", "optimize_for"):
         assert getattr(recipe, key) == written[key]
     assert recipe.build == written["build"]
+
+
+def test_adapters_are_named_folders_in_the_order_of_their_numbers():
+    two = [{"name": "poet", "path": "adapters/poet"}, {"name": "lawyer", "path": "adapters/lawyer"}]
+    made = parse(CPU_TABLE | {"adapters": two}, "cpu.toml")
+    assert [(one.name, one.path) for one in made.adapters] == [("poet", "adapters/poet"), ("lawyer", "adapters/lawyer")]
+
+
+@pytest.mark.parametrize(
+    ("adapters", "key", "says"),
+    [
+        ([{"name": "a"}], "adapters.0.path", "is missing; must be a non-empty string"),
+        ([{"name": "a", "path": "p"}, {"name": "b:c", "path": "p"}], "adapters.1.name", "must be a name of letters"),
+        ([{"name": "a", "path": "p", "ranks": 1}], "adapters.0.ranks", "unknown key"),
+        ([{"name": "a", "path": "p"}] * 2, "adapters", "must have different names, got 'a' twice"),
+        ([{"name": str(n), "path": "p"} for n in range(64)], "adapters", "must be at most 63 tables, got 64"),
+        ({"a": "p"}, "adapters", "must be tables, [[adapters]]"),
+        (["a"], "adapters.0", "must be tables, [[adapters]], got 'a'"),
+    ],
+)
+def test_a_wrong_adapter_is_refused_with_what_is_allowed(adapters, key, says):
+    error = refusal(CPU_TABLE | {"adapters": adapters})
+    assert error.key == key and says in str(error)

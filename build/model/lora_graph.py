@@ -1,0 +1,150 @@
+"""Several LoRA adapters inside one graph, chosen per sequence by the id of its first token.
+
+With V tokens and N adapters an id stands for a token and, at a sequence's first position, for an adapter too
+(python_backends/adapter_ids.py). The number of the adapter reaches every later token of the sequence through one more
+attention head of the KV cache: its key is far above all others at the marked token, its value is the adapter's one-hot.
+The head's output chooses among the adapters' low-rank products, which all adapters of a matrix share:
+
+    y = W x + [B_1 .. B_N] (g * [A_1; ..; A_N] x)
+
+Embedding and logits have N rows more, so that penalties on the prompt's ids accept V + a; the logits' are far below
+all others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import openvino as ov
+import openvino.opset13 as ops
+from openvino import Node
+
+from build.base.checkpoint import Checkpoint
+from build.base.numerics import f32_to_bf16
+from build.base.shards import StoredTensor
+from build.model.lora_adapter import LoraAdapter
+
+_READ_OUT = ("model.embed_tokens.weight", "lm_head.weight")
+_HEAD_SIZE = 64  # one entry for "no adapter", so up to 63 adapters
+_FAR = 40.0  # exp(-80) is nothing beside any number of tokens, and u8 keys hold 40 and -40 well
+_NEVER = -1e4  # logit of an id that is no token
+
+
+@dataclass(frozen=True)
+class _Widened:
+    """A stored matrix with copies of one of its rows after the last."""
+
+    stored: StoredTensor
+    copies: int
+    row: int
+
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.stored.shape[0] + self.copies, *self.stored.shape[1:])
+
+    def raw(self) -> np.ndarray:
+        return self._with_copies(self.stored.raw())
+
+    def f32(self) -> np.ndarray:
+        return self._with_copies(self.stored.f32())
+
+    def _with_copies(self, values: np.ndarray) -> np.ndarray:
+        return np.concatenate([values, np.repeat(values[self.row : self.row + 1], self.copies, 0)])
+
+
+def widened(checkpoint: Checkpoint, adapters: int, first_token_id: int) -> Checkpoint:
+    """The checkpoint with one more row of embedding and lm_head per adapter, a copy of the first token's."""
+    tensors = {
+        name: _Widened(tensor, adapters, first_token_id) if name in _READ_OUT else tensor
+        for name, tensor in checkpoint.tensors.items()
+    }
+    return dataclasses.replace(checkpoint, tensors=tensors)  # type: ignore[arg-type]
+
+
+class LoraGraph:
+    """The hook of ``graph.decoder``. Owns the arrays that the graph's constants share: keep it until the model is
+    saved."""
+
+    head_size = _HEAD_SIZE
+
+    def __init__(self, adapters: Sequence[LoraAdapter], vocab_size: int, exact: bool) -> None:
+        """vocab_size: without the adapters' rows. exact: matrices in f32, else in bf16."""
+        self._adapters = adapters
+        self._vocab_size = vocab_size
+        self._exact = exact
+        self._masks: dict[tuple[int, ...], Node] = {}
+        self._shared: list[object] = []
+        self._gate: Node
+
+    def rows(self, ids: Node, attend: Callable[[Node, Node, Node], Node]) -> Node:
+        rows_per_adapter = _i64(self._vocab_size + len(self._adapters))
+        rows = ops.mod(ids, rows_per_adapter)
+        marked = ops.maximum(ops.subtract(rows, _i64(self._vocab_size - 1)), _i64(0))  # V + a -> a + 1
+        number = ops.add(marked, ops.divide(ids, rows_per_adapter))  # i64[B, L], 0 without an adapter
+        axis = np.zeros((1, 1, 1, _HEAD_SIZE), np.float32)
+        axis[..., 0] = 1
+        has_number = ops.unsqueeze(ops.convert(ops.minimum(number, _i64(1)), ov.Type.f32), _i64([1, 3]))  # [B, 1, L, 1]
+        key = ops.multiply(ops.subtract(ops.multiply(has_number, _f32(2 * _FAR)), _f32(_FAR)), _f32(axis))
+        query = ops.add(ops.multiply(key, _f32(0.0)), _f32(axis))
+        value = ops.unsqueeze(ops.one_hot(number, _i64(_HEAD_SIZE), _f32(1.0), _f32(0.0), -1), _i64(1))
+        self._gate = ops.round(attend(query, key, value), "half_to_even")  # exactly 0 or 1, whatever the cache's format
+        return rows
+
+    def products(self, x: Node, names: Sequence[str], products: list[Node]) -> list[Node]:
+        rows: list[np.ndarray] = []  # A, of all matrices and adapters
+        owners: list[int] = []  # the adapter of each rank
+        ranks: list[int] = []  # by matrix
+        lifts: list[np.ndarray] = []  # B, by matrix
+        adapted = [index for index, name in enumerate(names) if any(name in one.matrices for one in self._adapters)]
+        for index in adapted:
+            having = [
+                (a, one.matrices[names[index]]) for a, one in enumerate(self._adapters) if names[index] in one.matrices
+            ]
+            rows += [matrix.a for _, matrix in having]
+            owners += [a for a, matrix in having for _ in matrix.a]
+            ranks.append(sum(len(matrix.a) for _, matrix in having))
+            lifts.append(np.concatenate([matrix.b for _, matrix in having], axis=1))
+        if not adapted:
+            return products
+        low = ops.multiply(ops.matmul(x, self._constant(np.concatenate(rows)), False, True), self._mask(tuple(owners)))
+        parts = ops.variadic_split(low, _i64(-1), _i64(ranks)).outputs() if len(adapted) > 1 else [low]
+        with_adapters = list(products)
+        for index, part, lift in zip(adapted, parts, lifts, strict=True):
+            with_adapters[index] = ops.add(products[index], ops.matmul(part, self._constant(lift), False, True))
+        return with_adapters
+
+    def logits(self, logits: Node) -> Node:
+        bias = np.zeros((1, 1, self._vocab_size + len(self._adapters)), np.float32)
+        bias[..., self._vocab_size :] = _NEVER
+        return ops.add(logits, _f32(bias))
+
+    def _mask(self, owners: tuple[int, ...]) -> Node:
+        """f32[B, L, ranks]: 1 where the sequence's adapter owns the rank."""
+        if owners not in self._masks:
+            chosen = np.zeros((_HEAD_SIZE, len(owners)), np.float32)
+            chosen[[owner + 1 for owner in owners], range(len(owners))] = 1
+            self._masks[owners] = ops.matmul(self._gate, _f32(chosen), False, False)
+        return self._masks[owners]
+
+    def _constant(self, values: np.ndarray) -> Node:
+        if self._exact:
+            return _f32(values)
+        bits = f32_to_bf16(values)
+        tensor = ov.Tensor(bits, ov.Shape(bits.shape), ov.Type.bf16)  # shares the array without holding it
+        self._shared += [bits, tensor]
+        return ops.convert(ops.constant(tensor, shared_memory=True), ov.Type.f32)
+
+
+def _i64(value: int | list[int]) -> Node:
+    return ops.constant(np.asarray(value, np.int64))
+
+
+def _f32(value: float | np.ndarray) -> Node:
+    return ops.constant(np.asarray(value, np.float32))

@@ -1,0 +1,77 @@
+"""How an engine with LoRA adapters is told which one a prompt uses: by the id of the prompt's first token.
+
+With V tokens and N adapters (numbered from 1; 0 is none) the first token t of a prompt under adapter n is
+
+    V + n - 1          where t is the engine's ``first_token_id``, with which chats, or all prompts, begin
+    n * (V + N) + t    otherwise
+
+Both are ids that no token has, so the prefix cache never shares blocks between adapters. Ids of the first form are
+below the logits' V + N entries, which penalties on the prompt's ids need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from contract.errors import InvalidArgument
+from contract.manifest import EngineManifest
+
+
+@dataclass(frozen=True)
+class AdapterIds:
+    """The adapters of an engine. names: in the order of their numbers, from 1."""
+
+    names: tuple[str, ...]
+    vocab_size: int
+    first_token_id: int
+
+    @classmethod
+    def from_manifest(cls, manifest: EngineManifest) -> AdapterIds:
+        names = tuple(adapter.name for adapter in manifest.adapters)
+        return cls(names, manifest.vocab_size, manifest.adapter_first_token_id or 0)
+
+    def check(self, number: int, field: str = "lora_task_id") -> int:
+        """Return ``number``.
+
+        Raises:
+            InvalidArgument: the engine has no such adapter.
+        """
+        if 0 <= number <= len(self.names):
+            return number
+        raise InvalidArgument(field, f"must be {self._allowed(numbers=True)}, got {number}")
+
+    def number(self, name: str, field: str = "lora_name") -> int:
+        """Return the number of the adapter ``name``.
+
+        Raises:
+            InvalidArgument: the engine has no such adapter.
+        """
+        if name in self.names:
+            return self.names.index(name) + 1
+        raise InvalidArgument(field, f"must be {self._allowed(numbers=False)}, got {name[:128]!r}")
+
+    def name(self, number: int) -> str:
+        """Return the adapter's name, empty for none."""
+        return self.names[number - 1] if number else ""
+
+    def _allowed(self, numbers: bool) -> str:
+        if not self.names:
+            return "left out or 0: this engine has no LoRA adapters" if numbers else "left out: this engine has none"
+        listed = (f"{number} ({name})" if numbers else name for number, name in enumerate(self.names, 1))
+        return f"{'0 (none)' if numbers else 'left out'} or one of {', '.join(listed)}"
+
+    def mark(self, ids: np.ndarray, number: int) -> np.ndarray:
+        """Return a prompt's ids (int64[n], n > 0) as the engine reads them under an adapter."""
+        if not number:
+            return ids
+        first = int(ids[0])
+        usual = first == self.first_token_id
+        marked = self.vocab_size + number - 1 if usual else number * (self.vocab_size + len(self.names)) + first
+        return np.concatenate([np.array([marked], ids.dtype), ids[1:]])
+
+    def unmark(self, id: int) -> int:
+        """Return the token of an id that the engine read at a prompt's beginning."""
+        row = id % (self.vocab_size + len(self.names))
+        return row if row < self.vocab_size else self.first_token_id
