@@ -1,10 +1,10 @@
 """Measure the CPU that a client spends per streamed message: ours and tritonclient's, side by side in one run.
 
-    python -m benchmarks.client_cost [--messages 6400] [--concurrency 1,32] [--rounds 3] [--gap-ms 0] [--json FILE]
+    .venv/bin/python -m benchmarks.client_cost [--messages 6400] [--concurrency 1,32] [--rounds 3]
 
 The source is the scripted replica in a process of its own. Every client reads the same messages and takes the same
 three tensors and the final flag out of each. CPU is user + system time of this process (all its threads) per message;
-clients take turns, so that a noisy machine disturbs all of them alike. Two bare rows show what gRPC alone costs.
+clients take turns, so that a noisy machine disturbs all of them alike.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import json
 import os
 import queue
 import statistics
@@ -24,20 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import grpc
-import grpc.aio
-import grpc.experimental
 import numpy as np
 import tritonclient.grpc
 import tritonclient.grpc.aio
 
+from benchmarks import report
 from benchmarks.gateway import contenders
 from benchmarks.gateway.script import Pace
 from clients import AsyncClient, Client
-from clients.wire import infer_request
-from clients.wire.request import build
 
-GOAL_US = 50.0
+TOKENS = 400  # messages of a stream
 
 
 @dataclass(frozen=True)
@@ -55,9 +50,6 @@ class Load:
     streams: int
     tokens: int
     concurrency: int
-
-    def request(self) -> bytes:
-        return infer_request.generation(build(self.prompt, max_tokens=self.tokens), "ensemble")
 
 
 def our_async(load: Load) -> int:
@@ -139,34 +131,6 @@ def tritonclient_sync(load: Load) -> int:
         )
 
 
-def bare_async(load: Load) -> int:
-    async def read() -> int:
-        count = 0
-
-        async def read_stream(_: int) -> None:
-            nonlocal count
-            async for _ in method(load.request()):
-                count += 1
-
-        async with grpc.aio.insecure_channel(load.url) as channel:
-            method = channel.unary_stream(infer_request.GENERATE)
-            await _concurrently(read_stream, load)
-        return count
-
-    return asyncio.run(read())
-
-
-def bare_sync(load: Load) -> int:
-    option = (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)
-
-    def read_stream(_: int) -> int:
-        return sum(1 for _ in method(load.request()))
-
-    with grpc.insecure_channel(load.url, [option]) as channel, ThreadPoolExecutor(load.concurrency) as threads:
-        method = channel.unary_stream(infer_request.GENERATE)
-        return sum(threads.map(read_stream, range(load.streams)))
-
-
 async def _concurrently(read_stream: Callable[[int], Awaitable[None]], load: Load) -> None:
     """Read every stream, ``load.concurrency`` of them at a time."""
     numbers = iter(range(load.streams))
@@ -184,9 +148,8 @@ READERS: dict[str, Read] = {
     "tritonclient.grpc.aio": tritonclient_async,
     "clients.Client": our_sync,
     "tritonclient.grpc": tritonclient_sync,
-    "(bare grpc.aio, nothing read)": bare_async,
-    "(bare grpc, nothing read)": bare_sync,
 }
+RIVALS = {"clients.AsyncClient": "tritonclient.grpc.aio", "clients.Client": "tritonclient.grpc"}
 
 
 def _triton_request(load: Load, request_id: str) -> dict:
@@ -221,61 +184,36 @@ def measure(load: Load, read: Read) -> tuple[float, float]:
     return cpu_us / count, wall_us / count
 
 
-def measure_all(load: Load, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Run ``measure`` once per client and round; clients take turns."""
-    for read in READERS.values():
-        read(dataclasses.replace(load, streams=1, tokens=50, concurrency=1))  # imports, connections, caches
-    costs: dict[str, list[tuple[float, float]]] = {name: [] for name in READERS}
-    for n in range(rounds):
-        for name, read in READERS.items():
-            if sys.stderr.isatty():
-                label = f"concurrency {load.concurrency}, round {n + 1}/{rounds}: {name:<32}"
-                print(f"\r  {label}", end="", file=sys.stderr, flush=True)
-            costs[name].append(measure(load, read))
-    if sys.stderr.isatty():
-        print("\r" + " " * 70 + "\r", end="", file=sys.stderr)
-    return costs
-
-
-def show(costs: dict[str, list[tuple[float, float]]], conditions: str) -> None:
-    best = {name: min(cpu for cpu, _ in rows) for name, rows in costs.items()}
-    print(f"CPU per message in µs; {conditions}")
-    print(f"{'client':<32} {'best':>7} {'median':>7} {'wall':>7}   ratio")
-    for name, rows in costs.items():
-        rival = {"clients.AsyncClient": "tritonclient.grpc.aio", "clients.Client": "tritonclient.grpc"}.get(name)
+def table(costs: dict[str, list[tuple[float, float]]]) -> str:
+    """Format CPU and wall time per message by client; a client of ours beside tritonclient's of its kind."""
+    best = {name: min(cpu for cpu, _ in turns) for name, turns in costs.items()}
+    rows = []
+    for name, turns in costs.items():
+        rival = RIVALS.get(name)
+        median, wall = (statistics.median(turn[column] for turn in turns) for column in (0, 1))
         ratio = f"{best[name] / best[rival]:.2f} of {rival}" if rival else ""
-        median, wall = statistics.median(cpu for cpu, _ in rows), statistics.median(wall for _, wall in rows)
-        print(f"{name:<32} {best[name]:7.1f} {median:7.1f} {wall:7.1f}   {ratio}".rstrip())
-    missed = [name for name in ("clients.AsyncClient", "clients.Client") if best[name] > GOAL_US]
-    print(f"goal: at most {GOAL_US:.0f} µs per message: {'missed by ' + ', '.join(missed) if missed else 'met'}\n")
+        rows.append((name, f"{best[name]:.1f}", f"{median:.1f}", f"{wall:.1f}", ratio))
+    return report.table(rows, ("client", "best", "median", "wall", "best, ratio"))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--messages", type=int, default=6400, help="messages per client and round (default: %(default)s)"
-    )
-    parser.add_argument("--tokens", type=int, default=400, help="messages per stream (default: %(default)s)")
+    parser.add_argument("--messages", type=int, default=6400, help="per client and round (default: %(default)s)")
     parser.add_argument("--concurrency", default="1,32", metavar="N,…", help="streams at a time (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of each client (default: %(default)s)")
-    parser.add_argument("--gap-ms", type=float, default=0.0, help="time between messages at the source (default: none)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE too")
-    args = parser.parse_args()
-    paced = f"one message per {args.gap_ms:g} ms and stream" if args.gap_ms else "messages as fast as they come"
-    found = {}
+    parser.add_argument("--rounds", type=int, default=3, help="of each client (default: %(default)s)")
+    options = parser.parse_args()
     with TemporaryDirectory() as logs, contenders.scripted("replica", Path(logs)) as url:
-        for concurrency in map(int, args.concurrency.split(",")):
-            streams = concurrency * max(1, args.messages // args.tokens // concurrency)
-            load = Load(url, Pace(gap_s=args.gap_ms / 1e3).prompt(), streams, args.tokens, concurrency)
-            found[concurrency] = measure_all(load, args.rounds)
-            each = f"{streams * args.tokens} messages a round, {args.rounds} rounds; {os.cpu_count()} cores"
-            show(found[concurrency], f"concurrency {concurrency}, {paced}, {each}")
-    if args.json:
-        figures = {
-            count: {name: [{"cpu_us": cpu, "wall_us": wall} for cpu, wall in rows] for name, rows in costs.items()}
-            for count, costs in found.items()
-        }
-        args.json.write_text(json.dumps({"gap_ms": args.gap_ms, "per_message": figures}, indent=2) + "\n")
+        for concurrency in map(int, options.concurrency.split(",")):
+            streams = concurrency * max(1, options.messages // TOKENS // concurrency)
+            load = Load(url, Pace().prompt(), streams, TOKENS, concurrency)
+            for read in READERS.values():
+                read(dataclasses.replace(load, streams=1, tokens=50, concurrency=1))  # imports, connections, caches
+            costs: dict[str, list[tuple[float, float]]] = {name: [] for name in READERS}
+            for _ in range(options.rounds):  # clients take turns
+                for name, read in READERS.items():
+                    costs[name].append(measure(load, read))
+            each = f"{streams * TOKENS} messages a round, {options.rounds} rounds; {os.cpu_count()} cores"
+            print(f"CPU per message in µs; concurrency {concurrency}, {each}\n{table(costs)}\n", flush=True)
     return 0
 
 
