@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.environments import Environment
-from contract.errors import EngineFailed
+from benchmarks.environments import Environment, measure, report_of
 
 ENVIRONMENT = Environment("aiperf", (("aiperf==0.13.0",),))
-TIMEOUT_S = 300
 RESULT = "profile_export_aiperf.json"
 # AIPerf's name of a metric → (ours, its statistics).
 _COLUMNS = {
@@ -63,28 +58,17 @@ def run(
     ENVIRONMENT.ensure()
     loads = [(f"concurrency {n}", ["--concurrency", str(n)], n) for n in concurrencies]
     loads += [(f"rate {r:g}", ["--request-rate", f"{r:g}", "--arrival-pattern", "poisson"], 1) for r in rates]
-    rows, failures = [], []
+    runs = []
     for name, load, least in loads:
         folder = out / name.replace(" ", "-")
         folder.mkdir(parents=True, exist_ok=True)
         count = ["--request-count", str(max(requests, 2 * least))]
-        argv = command(url, model, tokenizer, [*load, *count], tokens, folder)
-        print(shlex.join(argv), file=sys.stderr, flush=True)
-        done = subprocess.run(argv, env=_environ(), capture_output=True, text=True, timeout=TIMEOUT_S)
-        (folder / "aiperf.txt").write_text(done.stdout + done.stderr)
-        found = next(folder.rglob(RESULT), None)
-        if done.returncode or found is None:
-            lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-            failures.append(f"{name}: {' | '.join(lines[-2:]) or f'code {done.returncode}'}")
-        else:
-            rows.append((name, *read(found)))
-    if not rows:
-        raise EngineFailed("aiperf measured nothing: " + " | ".join(failures))
-    print(report.table(rows, ("AIPerf", *header(), "failed")))
-    for failure in failures:
-        print(f"  failed: {failure}")
-    print(f"  written: {out}")
-    return 0
+        runs.append((name, command(url, model, tokenizer, [*load, *count], tokens, folder), folder / "aiperf.txt"))
+    # HF_HUB_OFFLINE makes its tokenizer loader refuse a local folder.
+    failures = measure("AIPerf", runs, {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"})
+    written = [(name, next(log.parent.rglob(RESULT), None)) for name, _, log in runs]
+    rows = [(name, *read(path)) for name, path in written if path is not None]
+    return report_of("AIPerf", rows, (*header(), "failed"), failures, out)
 
 
 def header() -> list[str]:
@@ -100,8 +84,3 @@ def read(path: Path) -> list[str]:
         for one in kinds
     ]
     return [*cells, str(int((table.get("error_request_count") or {}).get("avg", 0)))]
-
-
-def _environ() -> dict[str, str]:
-    """Return our environment without the variable that makes its tokenizer loader refuse a local folder."""
-    return {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import report
 from benchmarks.server_process import ROOT
-from contract.errors import NotFound
+from contract.errors import EngineFailed, NotFound
 
 FOLDER = ROOT / ".cache" / "peers"
-TIMEOUT_S = 1800
+TIMEOUT_S, RUN_TIMEOUT_S = 1800, 300
 _STAMP = ".installed"
 
 
@@ -59,6 +61,35 @@ class Environment:
         for command in self.then:
             _run([word.format(python=python, bin=self.folder / "bin") for word in command], self.folder)
         (self.folder / _STAMP).write_text(self.specification)
+
+
+def measure(tool: str, runs: Iterable[tuple[str, Sequence[str], Path]], environ: Mapping[str, str]) -> list[str]:
+    """Run a tool's loads one after the other, each echoed first; return a line for each that failed.
+
+    runs: name, argv, and the file for the output.
+    """
+    failures = []
+    for name, argv, log in runs:
+        print(shlex.join(argv), file=sys.stderr, flush=True)
+        done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
+        log.write_text(done.stdout + done.stderr)
+        if done.returncode:
+            lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+            failures.append(f"{name}: {' | '.join(lines[-2:]) or f'{tool} ended with code {done.returncode}'}")
+    return failures
+
+
+def report_of(
+    tool: str, rows: Sequence[Sequence[object]], header: Sequence[str], failures: list[str], out: Path
+) -> int:
+    """Print a tool's table and failures; return 0. Raises EngineFailed without rows."""
+    if not rows:
+        raise EngineFailed(f"{tool} measured nothing: " + " | ".join(failures))
+    print(report.table(rows, (tool, *header)))
+    for failure in failures:
+        print(f"  failed: {failure}")
+    print(f"  written: {out}")
+    return 0
 
 
 def _run(command: Sequence[str], folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Run NVIDIA's perf_analyzer against the ensemble: streaming and unary, at concurrencies and at request rates.
 
-It lives in an environment of its own, ``.venv-perf``, made on first use: the package ``perf_analyzer`` where the C
+It lives in an environment of its own, made on first use: the package ``perf_analyzer`` where the C
 library is new enough for it (2.38), else the one that ``tritonclient`` 2.51.0 carries (2.34), which is the server's own
 version and needs two libraries that nvidia-pytriton brings under other names.
 
@@ -12,36 +12,22 @@ from __future__ import annotations
 
 import csv
 import importlib.metadata
+import itertools
 import os
 import platform
-import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks.environments import Environment, measure, report_of
 from benchmarks.measurement import ServerUnderTest
-from benchmarks.server_process import ROOT
-from contract.errors import EngineFailed, NotFound
+from contract.errors import NotFound
 
-VENV = ROOT / ".venv-perf"
 INPUTS = Path(__file__).resolve().parent / "perf_analyzer_inputs"
 OLD, OLD_GLIBC = "tritonclient==2.51.0", (2, 34)
 NEW, NEW_GLIBC = "perf_analyzer==2.60.0", (2, 38)
 # The name that perf_analyzer loads → the beginning of the name nvidia-pytriton's wheel gives the library.
 LIBRARIES = {"libb64.so.0d": "libb64-", "libcudart.so.12": "libcudart-"}
 KINDS = ("streaming", "unary")
-TIMEOUT_S = 300
-
-
-@dataclass(frozen=True)
-class Tool:
-    """program: the perf_analyzer to run; library_path: what LD_LIBRARY_PATH must begin with, or ''."""
-
-    program: Path
-    library_path: str
 
 
 def glibc() -> tuple[int, int]:
@@ -60,18 +46,18 @@ def package(version: tuple[int, int]) -> str:
     raise NotFound(f"no perf_analyzer runs with glibc {version[0]}.{version[1]}; it must be 2.34 or newer")
 
 
-def tool(venv: Path = VENV) -> Tool:
-    """Return perf_analyzer, installed if needed. Raises NotFound with pip's output if that fails."""
-    program = venv / "bin" / "perf_analyzer"
-    requirement = package(glibc())
-    if not program.exists():
-        print(f"installing {requirement} into {venv}", file=sys.stderr, flush=True)
-        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        pip = [str(venv / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", requirement]
-        installed = subprocess.run(pip, capture_output=True, text=True)
-        if installed.returncode or not program.exists():
-            raise NotFound(f"{requirement} cannot be installed: {installed.stderr.strip()[-500:]}")
-    return Tool(program, link_libraries(venv / "lib-perf") if requirement == OLD else "")
+def environment() -> Environment:
+    """Return the environment of the newest perf_analyzer that runs here. Raises NotFound if there is none."""
+    return Environment("perf_analyzer", ((package(glibc()),),))
+
+
+def variables(made: Environment) -> dict[str, str]:
+    """Return the process environment for the perf_analyzer of ``made``, installed if needed. Raises NotFound."""
+    made.ensure()
+    if made.installs != ((OLD,),):
+        return dict(os.environ)
+    path = filter(None, (link_libraries(made.folder / "lib-perf"), os.environ.get("LD_LIBRARY_PATH")))
+    return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(path)}
 
 
 def link_libraries(folder: Path) -> str:
@@ -109,34 +95,22 @@ def command(program: Path, url: str, kind: str, load: list[str], out: Path, requ
 
 def run(server: ServerUnderTest, concurrencies: Sequence[int], rates: Sequence[float], requests: int, out: Path) -> int:
     """Run both kinds under every load; print a table, leave perf_analyzer's CSV and profiles in ``out``."""
-    found = tool()
+    made = environment()
+    environ = variables(made)
     out.mkdir(parents=True, exist_ok=True)
-    environ = dict(os.environ)
-    if found.library_path:
-        environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (found.library_path, environ.get("LD_LIBRARY_PATH"))))
-    loads = [(f"concurrency {n}", ["--concurrency-range", str(n)]) for n in concurrencies]
     poisson = ("--request-distribution", "poisson")
+    loads = [(f"concurrency {n}", ["--concurrency-range", str(n)]) for n in concurrencies]
     loads += [(f"rate {rate:g}", ["--request-rate-range", f"{rate:g}", *poisson]) for rate in rates]
-    rows, failures = [], []
-    for kind in KINDS:
-        for name, load in loads:
-            path = out / f"{kind}-{name.replace(' ', '-')}"
-            path.with_suffix(".csv").unlink(missing_ok=True)
-            argv = command(found.program, server.url, kind, load, path, requests)
-            print(shlex.join(argv), file=sys.stderr, flush=True)
-            done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
-            path.with_suffix(".txt").write_text(done.stdout + done.stderr)
-            rows += read(path.with_suffix(".csv"), f"{kind}, {name}")
-            if done.returncode:
-                lines = (done.stderr or done.stdout).strip().splitlines()
-                failures.append(f"{kind}, {name}: {lines[0] if lines else f'code {done.returncode}'}")
-    if not rows:
-        raise EngineFailed("perf_analyzer measured nothing: " + " | ".join(failures))
-    print(report.table(rows, ("perf_analyzer", "requests/s", "responses/s", "p50 ms", "p95 ms", "p99 ms")))
-    for failure in failures:
-        print(f"  failed: {failure}")
-    print(f"  written: {out}")
-    return 0
+    runs = []
+    for kind, (name, load) in itertools.product(KINDS, loads):
+        path = out / f"{kind}-{name.replace(' ', '-')}"
+        path.with_suffix(".csv").unlink(missing_ok=True)
+        argv = command(made.program("perf_analyzer"), server.url, kind, load, path, requests)
+        runs.append((f"{kind}, {name}", argv, path.with_suffix(".txt")))
+    failures = measure("perf_analyzer", runs, environ)
+    rows = [row for name, _, log in runs for row in read(log.with_suffix(".csv"), name)]
+    header = ("requests/s", "responses/s", "p50 ms", "p95 ms", "p99 ms")
+    return report_of("perf_analyzer", rows, header, failures, out)
 
 
 def read(path: Path, label: str) -> list[tuple]:

@@ -55,5 +55,5 @@ def test_every_load_is_run_and_tabled_and_a_failed_one_is_told(pretender, tmp_pa
 
 def test_nothing_measured_is_an_error(pretender, tmp_path):
     pretender("echo 'cannot reach it' >&2; exit 1")
-    with pytest.raises(EngineFailed, match="aiperf measured nothing: concurrency 1: cannot reach it"):
+    with pytest.raises(EngineFailed, match="AIPerf measured nothing: concurrency 1: cannot reach it"):
         aiperf.run("http://127.0.0.1:9", "demo", tmp_path, [1], [], 10, tmp_path / "out")

@@ -12,7 +12,7 @@ from contract.errors import NotFound
 @pytest.fixture(scope="module")
 def installed() -> None:
     try:
-        perf_analyzer.tool()
+        perf_analyzer.variables(perf_analyzer.environment())
     except NotFound as error:
         pytest.skip(str(error))
 
