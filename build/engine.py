@@ -337,7 +337,7 @@ def _kept_recipe(name: str) -> dict[str, object] | None:
 def _checked(name: str) -> str:
     if not _NAME.fullmatch(name) or ".partial-" in name or ".replaced-" in name:
         allowed = "letters, digits, '.', '_' and '-', beginning with a letter or digit"
-        raise InvalidArgument("engine", f"got {name!r}; allowed is a name of {allowed}")
+        raise InvalidArgument("engine", f"must be a name of {allowed}, got {name!r}")
     return name
 
 

@@ -128,7 +128,7 @@ def document(table: str, replies: dict[str, str], tokens: int) -> str:
     return f"""\
 # What fewer bits cost
 
-Written by `make quality`, which is `python -m build.quality_table`, on {machine}: the demo model
+Written by `make quality`, which is `.venv/bin/python -m build.quality_table`, on {machine}: the demo model
 over {tokens} predicted tokens of library modules that it never saw. The reference: its bf16 weights in f32 arithmetic.
 The text is the running Python's own library, so another version of Python gives other perplexities; every build says
 and records which it was.

@@ -130,7 +130,7 @@ def _tensors(folder: Path, arch: Architecture) -> dict[str, StoredTensor]:
             raise CheckpointError(f"{tensor.path}: {name} is {list(tensor.shape)}; config.json says {list(shape)}")
         if tensor.dtype not in shards.DTYPES:
             allowed = ", ".join(shards.DTYPES)
-            raise CheckpointError(f"{tensor.path}: {name} is stored as {tensor.dtype}; supported are {allowed}")
+            raise CheckpointError(f"{tensor.path}: {name} must be stored as one of {allowed}, got {tensor.dtype}")
     # A tensor that the graph does not read means that the graph would compute another model.
     tied_copy = {"lm_head.weight"} if arch.tied else set()
     extra = [n for n in stored if n not in expected and n not in tied_copy and not n.endswith(_IGNORED_ENDINGS)]
@@ -178,19 +178,17 @@ def _check_tokenizer(folder: Path, arch: Architecture) -> None:
     tokenizer = _json(folder, "tokenizer.json")
     model = tokenizer.get("model")
     if not isinstance(model, dict):
-        raise CheckpointError(f"{path}: model is {shown(model)}; allowed is an object with type and vocab")
+        raise CheckpointError(f"{path}: model must be an object with type and vocab, got {shown(model)}")
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
         for token, number in vocab.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                raise CheckpointError(
-                    f"{path}: model.vocab gives {shown(token)} the id {shown(number)}; allowed are ids"
-                )
+                raise CheckpointError(f"{path}: model.vocab: {shown(token)} must have an id, got {shown(number)}")
         largest = max(vocab.values(), default=-1)
     elif isinstance(vocab, list):
         largest = len(vocab) - 1
     else:
-        raise CheckpointError(f"{path}: model.vocab is {shown(vocab)}; allowed is an object or a list")
+        raise CheckpointError(f"{path}: model.vocab must be an object or a list, got {shown(vocab)}")
     if largest < 0:
         raise CheckpointError(f"{path}: model.vocab is empty")
     # Added tokens beyond the matrix are common (an unused <pad>) and refused as ids later; the base vocabulary
@@ -216,5 +214,5 @@ def _token_ids(key: str, generation: Mapping, config: Mapping, arch: Architectur
         last = 2**63 if key in generation and name == "config.json" else arch.vocab_size
         if any(isinstance(token, bool) or not isinstance(token, int) or not -1 <= token < last for token in ids):
             allowed = f"token ids below vocab_size {arch.vocab_size}"
-            raise CheckpointError(f"{name}: {key} is {shown(value)}; allowed are {allowed}")
+            raise CheckpointError(f"{name}: {key} must be {allowed}, got {shown(value)}")
     return tuple(dict.fromkeys(token for token in ids if token >= 0))

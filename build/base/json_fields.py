@@ -93,4 +93,4 @@ class Fields:
         return Fields(value, f"{self.where}: {key}")
 
     def bad(self, key: str, allowed: str) -> BadField:
-        return BadField(f"{self.where}: {key} is {shown(self.get(key))}; allowed is {allowed}")
+        return BadField(f"{self.where}: {key} must be {allowed}, got {shown(self.get(key))}")

@@ -57,35 +57,32 @@ class Option:
     def problem(self, value: object) -> str | None:
         """Why the program would reject ``value``, or None if it would not."""
         if self.type == "flag":
-            return (
-                None
-                if isinstance(value, bool)
-                else f"got {shown(value)}; {self.flag} is a switch: allowed is true or false"
-            )
+            wrong = f"must be true or false, because {self.flag} is a switch, got {shown(value)}"
+            return None if isinstance(value, bool) else wrong
         if isinstance(value, bool):
             hint = f"one of {', '.join(self.choices)}" if self.choices else f"a value of type {self.type}"
-            return f"got {shown(value)}; {self.flag} takes a value, a bare flag is an argument error: allowed is {hint}"
+            return f"must be {hint}, because {self.flag} takes a value, got {shown(value)}"
         if self.many:
             values = value if isinstance(value, (list, tuple)) else ()
             if not values:
-                return f"got {shown(value)}; allowed is a list with at least one entry"
+                return f"must be a list with at least one entry, got {shown(value)}"
             return next((p for v in values if (p := self._one(v))), None)
         return self._one(value)
 
     def _one(self, value: object) -> str | None:
         allowed_types = {"int": (int,), "float": (int, float), "str": (str, int), "enum": (str,)}[self.type]
         if isinstance(value, bool) or not isinstance(value, allowed_types):
-            return f"got {shown(value)}; allowed is a value of type {self.type}"
+            return f"must be a value of type {self.type}, got {shown(value)}"
         if self.type == "int" and not 0 <= value <= MOST:
-            return f"got {shown(value)}; allowed is an integer from 0" + (f" to {MOST}" if value > MOST else "")
+            return f"must be an integer from 0 to {MOST}, got {shown(value)}"
         if self.type == "float" and not math.isfinite(value):
-            return f"got {shown(value)}; allowed is a finite number"
+            return f"must be a finite number, got {shown(value)}"
         if self.type == "str" and not self.choices and not (isinstance(value, str) and _is_text(value)):
-            return f"got {shown(value)}; allowed is a non-empty string on one line"
+            return f"must be a non-empty string on one line, got {shown(value)}"
         text = str(value).lower() if self.type == "enum" else str(value)
         if self.choices and text not in self.choices:
             near = nearest(text, self.choices)
-            return f"got {shown(value)}; allowed is one of {', '.join(self.choices)}; nearest is {near!r}"
+            return f"must be one of {', '.join(self.choices)}, got {shown(value)}; nearest is {near!r}"
         return None
 
 

@@ -38,7 +38,7 @@ class Rope:
             problem = f"rope type {self.kind!r} needs a positive number {key!r}; config.json has {shown(value)}"
             raise UnsupportedRope(problem)
         if not LEAST <= value <= MOST:
-            raise UnsupportedRope(f"rope {key!r} is {shown(value)}; allowed is {LEAST:g} to {MOST:g}")
+            raise UnsupportedRope(f"rope {key!r} must be {LEAST:g} to {MOST:g}, got {shown(value)}")
         return float(value)
 
     def option(self, key: str, default: float) -> float:

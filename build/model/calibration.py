@@ -51,7 +51,7 @@ def read_texts(dataset: str, split: str = "train") -> list[str]:
     Raises InvalidArgument naming the data set, what is wrong with it, and what is allowed.
     """
     if split not in SPLIT_WORDS:
-        raise InvalidArgument("split", f"got {split!r}; allowed are {', '.join(SPLIT_WORDS)}")
+        raise InvalidArgument("split", f"must be one of {', '.join(SPLIT_WORDS)}, got {split!r}")
     path = Path(dataset).expanduser()
     if dataset == CPYTHON:
         texts = _cpython(split)
@@ -173,7 +173,7 @@ def _read_file(file: Path, column: str) -> Iterable[str]:
         elif file.suffix == ".json":
             rows = list(enumerate(json.loads(file.read_text(encoding="utf-8")), 1))
         else:
-            raise InvalidArgument("calibration.dataset", f"{file} is no text file; allowed are {', '.join(SUFFIXES)}")
+            raise InvalidArgument("calibration.dataset", f"must be a {', '.join(SUFFIXES)} file, got {file}")
     except (ValueError, TypeError, UnicodeDecodeError) as exc:
         raise InvalidArgument("calibration.dataset", f"{file} is not valid {file.suffix[1:]} in UTF-8: {exc}") from exc
     return [_text_of(row, column, file, number) for number, row in rows]

@@ -117,23 +117,23 @@ def check(checkpoint: Checkpoint, recipe: Recipe) -> None:
         raise CheckpointError(f"{checkpoint.folder}: {problem}")
     longest = checkpoint.architecture.max_positions
     if recipe.max_seq_len is None or recipe.max_seq_len > longest:
-        raise InvalidArgument("max_seq_len", f"got {recipe.max_seq_len}; allowed for this model is 2 to {longest}")
+        raise InvalidArgument("max_seq_len", f"must be 2 to {longest} for this model, got {recipe.max_seq_len}")
     if recipe.precision not in PRECISIONS:
-        raise InvalidArgument("precision", f"got {recipe.precision!r}; allowed is one of {', '.join(PRECISIONS)}")
+        raise InvalidArgument("precision", f"must be one of {', '.join(PRECISIONS)}, got {recipe.precision!r}")
     if recipe.calibration is not None and recipe.precision != "int4":
-        problem = f"[calibration] has no effect on {recipe.precision} weights; allowed is none, or precision int4"
+        problem = f"must be left out, or precision be int4: it has no effect on {recipe.precision} weights"
         raise InvalidArgument("calibration", problem)
     if recipe.kv_cache_precision == "bf16" and _computes_in_f32(recipe):
-        raise InvalidArgument("kv_cache_precision", "got 'bf16'; allowed with fp32 weights is one of f32, f16, u8")
+        raise InvalidArgument("kv_cache_precision", "must be f32, f16 or u8 with fp32 weights, got 'bf16'")
     if recipe.kv_cache_tokens is None or recipe.kv_cache_tokens < recipe.max_seq_len:
-        problem = f"got {recipe.kv_cache_tokens}; one sequence of max_seq_len {recipe.max_seq_len} must fit"
+        problem = f"must hold one sequence of max_seq_len {recipe.max_seq_len}, got {recipe.kv_cache_tokens}"
         raise InvalidArgument("kv_cache_tokens", problem)
     if recipe.max_num_tokens < recipe.max_batch_size:
-        need = f"each of max_batch_size {recipe.max_batch_size} sequences takes one per step"
-        raise InvalidArgument("max_num_tokens", f"got {recipe.max_num_tokens}; {need}")
+        need = f"must be one for each of max_batch_size {recipe.max_batch_size} sequences a step"
+        raise InvalidArgument("max_num_tokens", f"{need}, got {recipe.max_num_tokens}")
     if not recipe.chunked_context and recipe.max_num_tokens < recipe.max_seq_len:
-        need = f"without chunked_context a prompt of max_seq_len {recipe.max_seq_len} must fit in one step"
-        raise InvalidArgument("max_num_tokens", f"got {recipe.max_num_tokens}; {need}")
+        need = f"must hold a prompt of max_seq_len {recipe.max_seq_len} without chunked_context"
+        raise InvalidArgument("max_num_tokens", f"{need}, got {recipe.max_num_tokens}")
 
 
 def properties(recipe: Recipe) -> dict[str, str]:

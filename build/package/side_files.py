@@ -72,14 +72,14 @@ def _check_tokenizer_config(path: Path) -> None:
             texts = [entry.get("name"), entry.get("template")] if isinstance(entry, dict) else [None]
             if not all(isinstance(text, str) for text in texts):
                 allowed = "an object with the strings name and template"
-                raise CheckpointError(f"{path}: chat_template holds {shown(entry)}; allowed is {allowed}")
+                raise CheckpointError(f"{path}: chat_template must hold {allowed}, got {shown(entry)}")
     elif template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{path}: chat_template is {shown(template)}; allowed is a string, or a list of them")
+        raise CheckpointError(f"{path}: chat_template must be a string, or a list of them, got {shown(template)}")
     for name in _TOKENS:
         token = fields.get(name)
         text = token.get("content", "") if isinstance(token, dict) else token
         if text is not None and not isinstance(text, str):
-            raise CheckpointError(f"{path}: {name} is {shown(token)}; allowed is a string, or an object with content")
+            raise CheckpointError(f"{path}: {name} must be a string, or an object with content, got {shown(token)}")
 
 
 def _chat_problem(folder: Path) -> str | None:

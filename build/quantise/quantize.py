@@ -71,13 +71,10 @@ def quantize(
     """
     notify = notify or (lambda line: print(line, file=sys.stderr, flush=True))
     opened = open_checkpoint(Path(job.model_dir))
-    arch = opened.architecture
-    notes = check(job, arch)
+    check(job, opened.architecture)
     output = Path(job.output_dir)
     if output.exists() and not overwrite:
         raise InvalidArgument("output_dir", f"{output} exists; remove it or allow overwriting")
-    for note in notes:
-        notify(f"note: {note}")
     if job.needs_calibration:
         blocks = _calibration(job, opened, blocks)
         sequences, length = blocks.ids.shape
@@ -98,7 +95,7 @@ def quantize(
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     partial.mkdir(parents=True)
     try:
-        report = _report(job, opened, blocks, notes) | _export(model, job, opened, partial)
+        report = _report(job, opened, blocks) | _export(model, job, opened, partial)
         write_json(partial / REPORT, report)
         _move_into_place(partial, output)
     except BaseException:
@@ -196,7 +193,7 @@ def calibrate(model, job: Quantization, blocks: TokenBlocks, notify: Notify) -> 
         mtq.quantize(model, config, forward_loop=forward_loop)
 
 
-def _report(job: Quantization, opened: Checkpoint, blocks: TokenBlocks | None, notes: list[str]) -> dict:
+def _report(job: Quantization, opened: Checkpoint, blocks: TokenBlocks | None) -> dict:
     import modelopt
     import torch
     import transformers
@@ -207,7 +204,6 @@ def _report(job: Quantization, opened: Checkpoint, blocks: TokenBlocks | None, n
         "calibration": None,
         "versions": {module.__name__: module.__version__ for module in (modelopt, torch, transformers)},
         "cuda": torch.cuda.is_available() and job.device != "cpu",
-        "notes": notes,
     }
     if blocks is not None and job.needs_calibration:
         report["calibration"] = {

@@ -312,7 +312,7 @@ def _read_config(path: Path) -> dict:
     if missing:
         raise BadCheckpoint(str(path), f"lacks a valid {', '.join(missing)}")
     if config["dtype"] not in FLOAT_DTYPES:
-        raise BadCheckpoint(str(path), f"dtype is {config['dtype']!r}; allowed are {', '.join(FLOAT_DTYPES)}")
+        raise BadCheckpoint(str(path), f"dtype must be one of {', '.join(FLOAT_DTYPES)}, got {config['dtype']!r}")
     quantization = config["quantization"]
     for key, allowed in (("quant_algo", QUANT_ALGOS), ("kv_cache_quant_algo", KV_CACHE_QUANT_ALGOS)):
         if quantization.get(key) not in allowed:

@@ -1,4 +1,4 @@
-"""What one quantisation is: the formats, the options, what is refused and what is reported before anything runs.
+"""What one quantisation is: the formats, the options, and what is refused before anything runs.
 
 Everything here is pure; ``quantize.py`` runs it.
 """
@@ -28,7 +28,6 @@ KV_CACHE_DTYPES = ("fp8", "int8")
 DTYPES = ("bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 AWQ_CALIB_SIZE = 32  # quantize.py clamps to it without a word (rule R20); the search tries eleven scales per layer
-AWQ_VOCAB_MULTIPLE = 64
 
 # What the LLM API's PyTorch backend loads; a whole model it takes as it is.
 HF_QFORMATS = ("full_prec", "fp8", "fp8_pc_pt", "int4_awq", "w4a8_awq")
@@ -68,11 +67,11 @@ class Quantization:
         return QFORMATS[self.qformat][0] is not None
 
 
-def check(job: Quantization, arch: Architecture) -> list[str]:
-    """What the caller should know about a run that will work.
+def check(job: Quantization, arch: Architecture) -> None:
+    """Check that a run would work.
 
-    Raises InvalidArgument, naming the option and a way out, for one that would not: unknown formats, head, vocabulary
-    or block sizes that cannot be split over the ranks (rule R36), formats that cannot share KV heads.
+    Raises InvalidArgument, naming the option and a way out: unknown formats, head, vocabulary or block sizes that
+    cannot be split over the ranks (rule R36), formats that cannot share KV heads.
     """
     _require("qformat", job.qformat, QFORMATS)
     _require("kv_cache_dtype", job.kv_cache_dtype, (None, *KV_CACHE_DTYPES))
@@ -83,7 +82,7 @@ def check(job: Quantization, arch: Architecture) -> list[str]:
         raise InvalidArgument("qformat", f"the LLM API loads no {job.qformat}; it loads {', '.join(HF_QFORMATS)}")
     for field in ("tp_size", "awq_block_size", "calib_size", "calib_max_seq_length", "batch_size"):
         if getattr(job, field) < 1:
-            raise InvalidArgument(field, f"got {getattr(job, field)}; allowed are positive integers")
+            raise InvalidArgument(field, f"must be a positive integer, got {getattr(job, field)}")
     if job.kv_cache_dtype and not job.needs_calibration:
         raise InvalidArgument(
             "kv_cache_dtype", f"{job.kv_cache_dtype} needs a calibrated format; {job.qformat} measures no activations"
@@ -93,12 +92,11 @@ def check(job: Quantization, arch: Architecture) -> list[str]:
         raise InvalidArgument("model", problem)
     if job.is_awq:
         _check_blocks(job, arch)
-    return _notes(job, arch)
 
 
 def _require(field: str, value: object, allowed: Any) -> None:
     if value not in allowed:
-        raise InvalidArgument(field, f"got {value!r}; allowed are {', '.join(str(a).lower() for a in allowed)}")
+        raise InvalidArgument(field, f"must be one of {', '.join(str(a).lower() for a in allowed)}, got {value!r}")
 
 
 def _check_split(job: Quantization, arch: Architecture) -> None:
@@ -146,30 +144,3 @@ def _check_blocks(job: Quantization, arch: Architecture) -> None:
                 f"{module} has {columns} inputs on each of {job.tp_size} rank(s), not a multiple of the block of "
                 f"{job.awq_block_size} columns that share a scale (rule R36); use {instead}{fewer}fp8 or int8_sq",
             )
-
-
-def _notes(job: Quantization, arch: Architecture) -> list[str]:
-    notes = []
-    if job.is_awq and job.calib_size > AWQ_CALIB_SIZE:
-        notes.append(f"AWQ calibrates on {AWQ_CALIB_SIZE} sequences, not on {job.calib_size} (rule R20)")
-    if job.needs_calibration and job.calib_max_seq_length > arch.max_positions:
-        notes.append(f"sequences are cut to the model's {arch.max_positions} positions")
-    return notes + (_engine_notes(job, arch) if job.checkpoint_format == TRTLLM else [])
-
-
-def _engine_notes(job: Quantization, arch: Architecture) -> list[str]:
-    notes = []
-    if job.is_awq and arch.vocab_size % AWQ_VOCAB_MULTIPLE:
-        padded = -(-arch.vocab_size // AWQ_VOCAB_MULTIPLE) * AWQ_VOCAB_MULTIPLE
-        notes.append(
-            f"AWQ pads the vocabulary from {arch.vocab_size} to {padded}, also in config.json; ids from "
-            f"{arch.vocab_size} on must never be sampled or biased (rule R37)"
-        )
-    if job.kv_cache_dtype == "int8" or (job.kv_cache_dtype == "fp8" and job.qformat not in ("fp8", "w4a8_awq")):
-        notes.append(
-            f"{job.qformat} with an {job.kv_cache_dtype} KV cache switches paged context attention off: "
-            "no prefix reuse and no chunked context at run time (rule R1)"
-        )
-    if job.qformat in ("int8_wo", "int4_wo"):
-        notes.append("weight-only formats store whole weights; trtllm-build quantises them when it loads (rule R22)")
-    return notes

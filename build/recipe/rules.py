@@ -276,7 +276,8 @@ def calibration_data_must_load(case: Case) -> str | None:
     ]
     if not train:
         return (
-            f"calibration.dataset {name!r} has no split 'train': allowed is a folder of json, csv, txt or parquet files"
+            "calibration.dataset must be a folder of json, csv, txt or parquet files with a split 'train', "
+            f"got {name!r}"
         )
     columns = _columns(train[0])
     if columns is None or column in columns:

@@ -7,7 +7,6 @@ speculative decoding or the card dearest.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -34,7 +33,6 @@ NOT_THE_ENGINE = NAMING | {
     "calibration",
     "quality",
 }
-MAX_PAIRS = 200
 MAX_MENDED = 8
 OPTION, LIMIT, FORMAT, RANKS, FEATURE, CARD = 1, 1, 2, 3, 4, 6  # costs
 
@@ -122,24 +120,12 @@ class _Search:
     def nearest(self, rule: str) -> str:
         """The cheapest change after which ``rule`` is silent and nothing is refused, as TOML; "" if none is found.
 
-        One edit is tried before two; a recipe with more faults is mended fault by fault.
+        A recipe that no single edit mends is mended fault by fault.
         """
         good = [((edit,), after) for edit, after in self.singles if not after.left(rule)]
         best = next((edits for edits, after in good if after.warned <= self.before.warned), None)
-        best = best or (good[0][0] if good else None) or self._pair(rule) or self._mended(rule)
+        best = best or (good[0][0] if good else None) or self._mended(rule)
         return _advice(best, _changed(self.case, best)) if best else ""
-
-    def _pair(self, rule: str) -> tuple[_Edit, ...] | None:
-        """Two edits of which each does away with what the other leaves."""
-        pairs = [
-            (a, b)
-            for (a, after_a), (b, after_b) in itertools.combinations(self.singles, 2)
-            if not after_a.left(rule) & after_b.left(rule) and not a.changes.keys() & b.changes.keys()
-        ]
-        for pair in sorted(pairs, key=lambda pair: pair[0].cost + pair[1].cost)[:MAX_PAIRS]:
-            if not _faults(_changed(self.case, pair)).left(rule):
-                return pair
-        return None
 
     def _mended(self, rule: str) -> tuple[_Edit, ...] | None:
         """Edits that do away with one fault after the other: the cheapest that brings no new refusal, else the cheapest

@@ -146,7 +146,7 @@ def test_a_tensor_without_a_place_is_refused_because_it_would_change_the_model(f
 def test_a_number_format_that_is_not_supported_is_named(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes().replace(b'"BF16"', b'"I16" ', 1))
-    assert "is stored as I16; supported are BF16, F16, F32" in refusal(folder)
+    assert "must be stored as one of BF16, F16, F32, got I16" in refusal(folder)
 
 
 def test_a_truncated_weight_file_is_named(folder):
@@ -172,7 +172,7 @@ def test_a_tokenizer_of_another_model_is_refused(folder):
 @pytest.mark.parametrize("value", [331, "x", [3, None], True, -2])
 def test_an_end_id_outside_the_vocabulary_is_refused(folder, value):
     edit(folder / "generation_config.json", eos_token_id=value)
-    expected = f"generation_config.json: eos_token_id is {value!r}; allowed are token ids below vocab_size 331"
+    expected = f"generation_config.json: eos_token_id must be token ids below vocab_size 331, got {value!r}"
     assert expected in refusal(folder)
 
 
@@ -181,7 +181,7 @@ def test_an_end_id_outside_the_vocabulary_is_refused(folder, value):
 def test_a_token_id_in_config_that_generation_config_overrides_must_be_an_integer_too(folder, key, value):
     edit(folder / "generation_config.json", **{key: 7})
     edit(folder / "config.json", **{key: value})
-    assert f"config.json: {key} is {value!r}; allowed are token ids" in refusal(folder)
+    assert f"config.json: {key} must be token ids" in refusal(folder)
 
 
 def test_an_overridden_id_beyond_the_vocabulary_does_no_harm(folder):
@@ -193,10 +193,10 @@ def test_an_overridden_id_beyond_the_vocabulary_does_no_harm(folder):
 @pytest.mark.parametrize(
     ("tokenizer", "says"),
     [
-        ({"model": None}, "tokenizer.json: model is None; allowed is an object"),
-        ({"model": {"vocab": {"a": "b"}}}, "tokenizer.json: model.vocab gives 'a' the id 'b'"),
-        ({"model": {"vocab": {"a": -1}}}, "tokenizer.json: model.vocab gives 'a' the id -1"),
-        ({"model": {"vocab": 3}}, "tokenizer.json: model.vocab is 3; allowed is an object or a list"),
+        ({"model": None}, "tokenizer.json: model must be an object"),
+        ({"model": {"vocab": {"a": "b"}}}, "tokenizer.json: model.vocab: 'a' must have an id, got 'b'"),
+        ({"model": {"vocab": {"a": -1}}}, "tokenizer.json: model.vocab: 'a' must have an id, got -1"),
+        ({"model": {"vocab": 3}}, "tokenizer.json: model.vocab must be an object or a list, got 3"),
         ({"model": {"vocab": {}}}, "tokenizer.json: model.vocab is empty"),
     ],
 )

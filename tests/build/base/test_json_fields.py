@@ -17,13 +17,13 @@ def test_null_and_absent_fields_take_the_default():
 
 @pytest.mark.parametrize("value", [True, "3", 3.0, [], {}, 0, -1, 2**31, 10**30, float("nan")])
 def test_an_integer_is_a_positive_one_in_range(value):
-    with pytest.raises(BadField, match="config.json: x is .*; allowed is a"):
+    with pytest.raises(BadField, match="config.json: x must be a"):
         reading(value).integer("x")
 
 
 @pytest.mark.parametrize("value", [True, "3", [], {}, 0, -1.0, float("nan"), float("inf"), 10**400])
 def test_a_number_is_finite_and_positive(value):
-    with pytest.raises(BadField, match="config.json: x is .*; allowed is a positive number"):
+    with pytest.raises(BadField, match="config.json: x must be a positive number"):
         reading(value).number("x")
 
 

@@ -36,8 +36,10 @@ def test_what_the_table_lets_pass_the_program_accepts(program):
 def test_what_is_wrong_with_a_value_is_said():
     table = option_table.read("trtllm_build")
     assert "nearest is 'workers'" in table.problem("worker", 1)
-    assert "allowed is a value of type int" in table.problem("workers", "two")
-    assert "a bare flag is an argument error: allowed is one of enable, disable" in table.problem("reduce_fusion", True)
+    assert "must be a value of type int" in table.problem("workers", "two")
+    assert "must be one of enable, disable, because --reduce_fusion takes a value" in table.problem(
+        "reduce_fusion", True
+    )
     assert "nearest is 'paged'" in table.problem("kv_cache_type", "page")
     assert table.problem("kv_cache_type", "PAGED") is None
     assert "true or false" in table.problem("fast_build", "yes")
@@ -56,5 +58,5 @@ def test_arguments_keep_their_order_and_leave_out_false_switches():
 
 def test_a_negative_number_is_refused_before_the_program_takes_it():
     table = option_table.read("trtllm_build")
-    assert table.problem("tokens_per_block", -5) == "got -5; allowed is an integer from 0"
+    assert table.problem("tokens_per_block", -5) == f"must be an integer from 0 to {option_table.MOST}, got -5"
     assert table.problem("tokens_per_block", 0) is None

@@ -138,11 +138,11 @@ def test_a_binary_file_and_an_unknown_name_are_refused(tmp_path):
     with pytest.raises(InvalidArgument, match="not valid txt in UTF-8"):
         read_texts(str(tmp_path))
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    with pytest.raises(InvalidArgument, match="no text file; allowed are .jsonl, .json, .csv, .txt"):
+    with pytest.raises(InvalidArgument, match="must be a .jsonl, .json, .csv, .txt file"):
         read_texts(str(tmp_path / "x.parquet"))
     with pytest.raises(InvalidArgument, match="'wikitext' is neither a local file or folder nor 'cpython'"):
         read_texts("wikitext")
-    with pytest.raises(InvalidArgument, match="split: got 'dev'; allowed are train, test"):
+    with pytest.raises(InvalidArgument, match="split: must be one of train, test, got 'dev'"):
         read_texts("cpython", "dev")
 
 

@@ -191,11 +191,14 @@ def test_every_pair_of_precisions_opens_and_generates(tmp_path, precision, kv, e
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"max_seq_len": 513}, "max_seq_len: got 513; allowed for this model is 2 to 512"),
-        ({"kv_cache_tokens": 128}, "kv_cache_tokens: got 128; one sequence of max_seq_len 256 must fit"),
-        ({"max_num_tokens": 4}, "max_num_tokens: got 4; each of max_batch_size 8 sequences takes one per step"),
-        ({"chunked_context": False}, "max_num_tokens: got 64; without chunked_context a prompt of max_seq_len 256"),
-        ({"precision": "fp32", "kv_cache_precision": "bf16"}, "kv_cache_precision: got 'bf16'; allowed with fp32"),
+        ({"max_seq_len": 513}, "max_seq_len: must be 2 to 512 for this model, got 513"),
+        ({"kv_cache_tokens": 128}, "kv_cache_tokens: must hold one sequence of max_seq_len 256, got 128"),
+        ({"max_num_tokens": 4}, "max_num_tokens: must be one for each of max_batch_size 8 sequences a step, got 4"),
+        ({"chunked_context": False}, "max_num_tokens: must hold a prompt of max_seq_len 256 without chunked_context"),
+        (
+            {"precision": "fp32", "kv_cache_precision": "bf16"},
+            "kv_cache_precision: must be f32, f16 or u8",
+        ),
     ],
 )
 def test_what_recipe_and_checkpoint_cannot_do_together_is_refused_first(tmp_path, changes, says):

@@ -60,11 +60,11 @@ def test_a_template_that_refuses_a_single_user_message_is_a_warning(folder):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"chat_template": 3}, "chat_template is 3; allowed is a string"),
-        ({"chat_template": [{"name": "default"}]}, "chat_template holds {'name': 'default'}; allowed is an object"),
-        ({"chat_template": ["x"]}, "chat_template holds 'x'; allowed is an object"),
-        ({"eos_token": 5}, "eos_token is 5; allowed is a string"),
-        ({"bos_token": {"content": []}}, "bos_token is {'content': []}; allowed is a string"),
+        ({"chat_template": 3}, "chat_template must be a string, or a list of them, got 3"),
+        ({"chat_template": [{"name": "default"}]}, "chat_template must hold an object"),
+        ({"chat_template": ["x"]}, "chat_template must hold an object"),
+        ({"eos_token": 5}, "eos_token must be a string"),
+        ({"bos_token": {"content": []}}, "bos_token must be a string"),
     ],
 )
 def test_fields_of_the_wrong_type_are_named(folder, fields, says):

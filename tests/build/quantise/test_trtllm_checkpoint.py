@@ -217,7 +217,7 @@ def test_tensors_that_do_not_fit_config_json_are_refused(one, change, message):
     ("change", "message"),
     [
         ({"hidden_size": None}, "lacks a valid hidden_size"),
-        ({"dtype": "int4"}, "dtype is 'int4'; allowed are bfloat16, float16, float32"),
+        ({"dtype": "int4"}, "dtype must be one of bfloat16, float16, float32, got 'int4'"),
         ({"mapping": {"world_size": 4, "tp_size": 2, "pp_size": 2}}, r"only tensor parallelism is read \(pp_size 1\)"),
         ({"quantization": {"quant_algo": "NVFP4"}}, "quant_algo is 'NVFP4'; read are None, FP8"),
         ({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}}, "kv_cache_quant_algo is 'NVFP4'"),

@@ -24,14 +24,14 @@ def job_of(**changes):
 @pytest.mark.parametrize(
     ("changes", "arch", "field", "message"),
     [
-        ({"qformat": "int4"}, {}, "qformat", "got 'int4'; allowed are full_prec, fp8"),
-        ({"checkpoint_format": "onnx"}, {}, "checkpoint_format", "got 'onnx'; allowed are trtllm, hf"),
+        ({"qformat": "int4"}, {}, "qformat", "must be one of full_prec, fp8"),
+        ({"checkpoint_format": "onnx"}, {}, "checkpoint_format", "must be one of trtllm, hf, got 'onnx'"),
         ({"checkpoint_format": "hf", "qformat": "int8_sq"}, {}, "qformat", "the LLM API loads no int8_sq; it loads"),
-        ({"kv_cache_dtype": "nvfp4"}, {}, "kv_cache_dtype", "got 'nvfp4'; allowed are none, fp8, int8"),
-        ({"dtype": "float32"}, {}, "dtype", "allowed are bfloat16, float16"),
-        ({"device": "tpu"}, {}, "device", "allowed are auto, cpu, cuda"),
-        ({"tp_size": 0}, {}, "tp_size", "got 0; allowed are positive integers"),
-        ({"calib_size": -1}, {}, "calib_size", "got -1; allowed are positive integers"),
+        ({"kv_cache_dtype": "nvfp4"}, {}, "kv_cache_dtype", "must be one of none, fp8, int8, got 'nvfp4'"),
+        ({"dtype": "float32"}, {}, "dtype", "must be one of bfloat16, float16"),
+        ({"device": "tpu"}, {}, "device", "must be one of auto, cpu, cuda"),
+        ({"tp_size": 0}, {}, "tp_size", "must be a positive integer, got 0"),
+        ({"calib_size": -1}, {}, "calib_size", "must be a positive integer, got -1"),
         ({"qformat": "int8_wo", "kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype", "int8_wo measures no activations"),
         ({"tp_size": 8}, {}, "tp_size", "8 ranks cannot share the model's num_attention_heads 4 evenly"),
         ({"tp_size": 2}, {"intermediate_size": 511}, "tp_size", "2 ranks cannot share .* intermediate_size 511"),
@@ -69,28 +69,6 @@ def test_what_cannot_work_is_refused_with_the_option_and_a_way_out(changes, arch
         check(job_of(**changes), arch_of(**arch))
 
 
-@pytest.mark.parametrize(
-    ("changes", "arch", "note"),
-    [
-        ({"qformat": "int4_awq", "calib_size": 512}, {}, "AWQ calibrates on 32 sequences, not on 512 (rule R20)"),
-        ({"qformat": "int4_awq", "calib_size": 8}, {"vocab_size": 1000}, "AWQ pads the vocabulary from 1000 to 1024, "
-         "also in config.json; ids from 1000 on must never be sampled or biased (rule R37)"),
-        ({"qformat": "int4_awq", "calib_size": 8, "kv_cache_dtype": "fp8"}, {}, "int4_awq with an fp8 KV cache "
-         "switches paged context attention off: no prefix reuse and no chunked context at run time (rule R1)"),
-        ({"qformat": "int8_wo"}, {}, "weight-only formats store whole weights; trtllm-build quantises them "
-         "when it loads (rule R22)"),
-        ({"calib_max_seq_length": 2048}, {}, "sequences are cut to the model's 512 positions"),
-    ],
-)  # fmt: skip
-def test_what_happens_silently_elsewhere_is_said(changes, arch, note):
-    assert check(job_of(**changes), arch_of(**arch)) == [note]
-
-
-@pytest.mark.parametrize("qformat", ["fp8", "w4a8_awq"])
-def test_fp8_with_an_fp8_kv_cache_has_nothing_to_warn_of(qformat):
-    assert check(job_of(qformat=qformat, kv_cache_dtype="fp8", calib_size=32), arch_of()) == []
-
-
 @given(
     st.sampled_from(["int4_awq", "w4a8_awq"]), st.sampled_from([1, 2, 4]), st.sampled_from([32, 64, 128, 256]),
     st.integers(1, 40), st.integers(1, 8),
@@ -109,10 +87,10 @@ def test_awq_is_accepted_exactly_when_every_rank_has_whole_blocks(qformat, tp, b
             check(job, arch)
 
 
-def test_what_only_concerns_compiled_engines_is_not_said_of_the_llm_api():
+def test_what_only_concerns_compiled_engines_does_not_stop_the_llm_api():
     job = job_of(qformat="int4_awq", calib_size=8, kv_cache_dtype="fp8", checkpoint_format="hf", tp_size=2)
-    assert check(job, arch_of(vocab_size=1000)) == []
+    check(job, arch_of(vocab_size=1000))
     check(job_of(qformat="fp8_pc_pt", tp_size=4, checkpoint_format="hf"), arch_of())  # it shares KV heads itself
     check(replace(job, awq_block_size=128), arch_of(hidden_size=384, head_dim=128))
     biased = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": True}
-    assert check(job, arch_of(**biased)) == []
+    check(job, arch_of(**biased))

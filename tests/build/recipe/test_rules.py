@@ -207,9 +207,9 @@ def test_r21_only_known_calibration_data_loads(tmp_path):
     assert reason("R21", calibration={"dataset": "pileval"}, precision="bf16", kv_cache_precision="auto") is None
     texts = tmp_path / "texts"
     texts.mkdir()
-    assert "no split 'train'" in reason("R21", calibration={"dataset": str(texts)})
+    assert "with a split 'train', got" in reason("R21", calibration={"dataset": str(texts)})
     (texts / "test.jsonl").write_text('{"text": "held out"}\n')
-    assert "no split 'train'" in reason("R21", calibration={"dataset": str(texts)})
+    assert "with a split 'train', got" in reason("R21", calibration={"dataset": str(texts)})
     (texts / "train.jsonl").write_text('{"content": "a"}\n')
     assert "no column 'text' (train.jsonl has content)" in reason("R21", calibration={"dataset": str(texts)})
     (texts / "train.jsonl").write_text('\n{"text": "a"}\n')
