@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from contract.errors import InvalidArgument
 
@@ -120,6 +120,8 @@ class GenerationRequest:
     text_input: the prompt; exactly one of text_input, messages and input_ids is set.
     messages: a chat, oldest message first, each ``{"role", "content"}``.
     tools: JSON list of the functions that the chat's template shows to the model, as OpenAI describes them.
+    tool_choice: whether the model may or must call one, as OpenAI has it; an ensemble gets the guide that says so.
+    parallel_tool_calls: whether it may call several, likewise.
     chat_template_kwargs: JSON object of variables of the chat template.
     input_ids: the prompt as token ids.
     truncate_prompt_tokens: keep the prompt's last so many tokens; -1 for as many as fit, None to refuse a long prompt.
@@ -135,6 +137,8 @@ class GenerationRequest:
     text_input: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None
     tools: str | None = None
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
     chat_template_kwargs: str | None = None
     input_ids: tuple[int, ...] | None = None
     truncate_prompt_tokens: int | None = None
@@ -181,11 +185,13 @@ class Usage:
     """Tokens of one request.
 
     cached_tokens: prompt tokens found in the prefix cache.
+    reasoning_tokens: output tokens of reasoning sections.
     """
 
     input_tokens: int
     output_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -209,6 +215,32 @@ class Timings:
     detokenized_ns: int = 0
 
 
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """What is added to a tool call.
+
+    index: of the call among those of the output.
+    id, name: with the first delta of the call, else "".
+    arguments: the next part of a JSON text.
+    """
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class Sections(NamedTuple):
+    """The parts of an output that are no plain text.
+
+    reasoning: text of reasoning sections.
+    tool_calls: in order.
+    """
+
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
 # Not frozen: one is made for every token, and the assignments of a frozen class take five times as long.
 @dataclass(slots=True)
 class TokenDelta:
@@ -221,6 +253,7 @@ class TokenDelta:
     stop_reason: the stop string or id that matched.
     error: ``errors.to_text`` of the failure when finish_reason is ERROR.
     top_log_probs: for each new id the likeliest (id, log probability), likeliest first, or empty if not requested.
+    sections: what was separated from the text; None where nothing was. An ensemble sends text only.
     """
 
     text: str = ""
@@ -232,6 +265,7 @@ class TokenDelta:
     timings: Timings | None = None
     error: str = ""
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    sections: Sections | None = None
 
 
 def _ids(name: str, ids: tuple[int, ...]) -> None:

@@ -134,7 +134,7 @@ GATEWAY_LAYERS = (
     ("generation",),
     ("choices",),
     ("service",),
-    ("cache",),
+    ("cache", "tools"),
     ("api",),
     ("batch",),
     ("openapi",),

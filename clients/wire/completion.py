@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from contract.generation import FinishReason, Timings, TokenDelta, Usage
+from contract.generation import FinishReason, Sections, Timings, TokenDelta, ToolCallDelta, Usage
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Completion:
     ttft_s: float | None = None
     total_s: float = 0.0
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    sections: Sections | None = None
 
 
 def join(deltas: list[TokenDelta], request_id: str, ttft_s: float | None = None, total_s: float = 0.0) -> Completion:
@@ -42,4 +43,19 @@ def join(deltas: list[TokenDelta], request_id: str, ttft_s: float | None = None,
         ttft_s,
         total_s,
         tuple(likeliest for delta in deltas for likeliest in delta.top_log_probs),
+        _sections([delta.sections for delta in deltas if delta.sections is not None]),
     )
+
+
+def _sections(parts: list[Sections]) -> Sections | None:
+    """The sections of a whole output, every tool call as one delta."""
+    if not parts:
+        return None
+    calls: dict[int, list[ToolCallDelta]] = {}
+    for call in (call for part in parts for call in part.tool_calls):
+        calls.setdefault(call.index, []).append(call)
+    whole = (
+        ToolCallDelta(index, found[0].id, found[0].name, "".join(call.arguments for call in found))
+        for index, found in sorted(calls.items())
+    )
+    return Sections("".join(part.reasoning for part in parts), tuple(whole))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from clients.wire.completion import Completion
-from contract.generation import TokenDelta
+from contract.generation import FinishReason, Sections, TokenDelta, ToolCallDelta
 from gateway.api.schemas import ChatRequest
 from gateway.api.vocabulary import Vocabulary
 
@@ -20,6 +20,7 @@ class ChatFormatter:
     def __init__(self, request: ChatRequest, request_id: str, created_s: int, vocabulary: Vocabulary) -> None:
         self._request, self._vocabulary = request, vocabulary
         self._head = {"id": f"chatcmpl-{request_id}", "created": created_s, "model": request.model}
+        self._called: set[int] = set()  # choices with tool calls
 
     def first_chunk(self, choice: int) -> dict[str, Any] | None:
         """Return the chunk that precedes the first text, if there is one."""
@@ -27,10 +28,13 @@ class ChatFormatter:
 
     def chunk(self, choice: int, delta: TokenDelta) -> dict[str, Any] | None:
         """Return what a delta adds; None if it adds nothing visible."""
-        reason = delta.finish_reason.value if delta.finish_reason else None
-        if not delta.text and not reason and not delta.log_probs:
+        reason = self._reason(choice, delta)
+        added: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.sections is not None:
+            added |= self._parts(delta.sections)
+        if not added and not reason and not delta.log_probs:
             return None
-        return self._chunk(choice, {"content": delta.text} if delta.text else {}, self._logprobs(delta), reason)
+        return self._chunk(choice, added, self._logprobs(delta), reason)
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
@@ -39,13 +43,38 @@ class ChatFormatter:
         choices = [
             {
                 "index": choice,
-                "message": {"role": "assistant", "content": completion.text, "refusal": None},
+                "message": self._message(completion),
                 "logprobs": self._logprobs(completion),
-                "finish_reason": completion.finish_reason.value if completion.finish_reason else None,
+                "finish_reason": self._reason(choice, completion),
             }
             for choice, completion in enumerate(completions)
         ]
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage}
+
+    def _message(self, completion: Completion) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        if completion.sections is not None:
+            message |= self._parts(completion.sections)
+            for call in message.get("tool_calls", ()):
+                del call["index"]
+            message["content"] = completion.text or None
+        return message
+
+    def _parts(self, sections: Sections) -> dict[str, Any]:
+        """Return the fields of what is no content."""
+        parts: dict[str, Any] = {}
+        if sections.reasoning and self._request.include_reasoning is not False:
+            parts["reasoning_content"] = sections.reasoning
+        if sections.tool_calls:
+            parts["tool_calls"] = [_tool_call(call) for call in sections.tool_calls]
+        return parts
+
+    def _reason(self, choice: int, output: TokenDelta | Completion) -> str | None:
+        if output.sections is not None and output.sections.tool_calls:
+            self._called.add(choice)
+        if output.finish_reason is FinishReason.STOP and choice in self._called:
+            return "tool_calls"
+        return output.finish_reason.value if output.finish_reason else None
 
     def _chunk(self, choice: int, delta: dict, logprobs: dict | None, reason: str | None) -> dict[str, Any]:
         choices = [{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]
@@ -65,3 +94,11 @@ class ChatFormatter:
     def _token(self, token_id: int, log_prob: float) -> dict[str, Any]:
         text, data = self._vocabulary.token(token_id)
         return {"token": text, "logprob": log_prob, "bytes": data}
+
+
+def _tool_call(call: ToolCallDelta) -> dict[str, Any]:
+    """Return a call, or what is added to one, as OpenAI writes it."""
+    if not call.id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}

@@ -25,6 +25,7 @@ from gateway.api.completions import CompletionFormatter
 from gateway.api.request_body import BodyTooLarge, bearer_token
 from gateway.api.response_stream import Headers, Receive, ResponseStream, Scope, Send
 from gateway.api.schemas import ChatRequest, CompletionRequest
+from gateway.api.sections import ChoiceCutters, CutDeltas
 from gateway.api.sse import EventEncoder, Formatter, encode_event, usage_fields
 from gateway.api.vocabulary import Vocabulary
 from gateway.cache.reuse import ResponseReuse
@@ -118,19 +119,24 @@ class OpenAIEndpoint:
         )
         async with _admitted(self._service, body, context, timeout_s, self._reuse.open) as stream:
             formatter = _formatter(self._formatter, body, stream.request_id, stream.created_s, self._vocabulary)
+            deltas, replayed = stream.deltas, stream.replayed
+            if (rules := body.cutter_rules(settings)) is not None:
+                cutters = ChoiceCutters(rules, self._vocabulary, stream.request_id)
+                replayed = tuple(map(cutters.cut, replayed))
+                deltas = CutDeltas(deltas, cutters)
             if body.stream:
                 encoder = EventEncoder(
                     formatter,
                     body.choices,
                     include_usage=body.include_usage,
                     first_event=stream.first_event,
-                    replayed=stream.replayed,
+                    replayed=replayed,
                 )
                 # Called when the status is sent: until then a stream may go elsewhere, which changes its headers.
                 headers = partial(_response_headers, request_id, stream.headers)
-                await response.send_events(headers, stream.deltas, encoder)
+                await response.send_events(headers, deltas, encoder)
             else:
-                fields = await _collect(formatter, stream.deltas, body, request_id)
+                fields = await _collect(formatter, deltas, body, request_id)
                 await response.respond(
                     200, [*_response_headers(request_id, stream.headers), _JSON], orjson.dumps(fields)
                 )
@@ -177,7 +183,10 @@ async def complete(
     formatter = _formatter(formatter_type, body, context.request_id, int(time.time()), vocabulary)
     max_s = service.settings.request_timeout_s
     async with _admitted(service, body, context, min(max_s, timeout_s or max_s), service.choices) as choices:
-        return await _collect(formatter, choices, body, context.request_id)
+        deltas: AsyncIterable[ChoiceDelta] = choices
+        if (rules := body.cutter_rules(service.settings)) is not None:
+            deltas = CutDeltas(aiter(choices), ChoiceCutters(rules, vocabulary, context.request_id))
+        return await _collect(formatter, deltas, body, context.request_id)
 
 
 class _Closable(Protocol):

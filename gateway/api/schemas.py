@@ -24,9 +24,13 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from contract.chat import check_tool_turns
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest, SamplingParams
+from gateway.api.tool_schemas import Tool, ToolCall, ToolChoice, Tools, plain_tools
 from gateway.config.settings import Settings
+from gateway.tools import chat_format
+from gateway.tools.cutter import CutterRules
 
 MAX_STOPS = 100  # the tokenizer model's limit
 MAX_ENTRIES = 10_000  # of a list or an object without a limit of its own
@@ -88,23 +92,42 @@ class TextPart(BaseModel):
 class Message(BaseModel):
     """One message of a chat. Role ``developer`` is OpenAI's newer name of ``system``.
 
-    The last five fields are accepted so that a client can send back a response message unchanged.
+    reasoning_content: of an earlier response; chat templates decide whether the model sees it again.
+    The four fields after it are accepted so that a client can send back a response message unchanged.
     """
 
     model_config = _STRICT
-    role: Literal["system", "developer", "user", "assistant"]
-    content: StrictStr | Annotated[list[TextPart], _FIRST, _EntryLimit]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: StrictStr | Annotated[list[TextPart], _FIRST, _EntryLimit] | None = None
+    tool_calls: Annotated[list[ToolCall], _FIRST, _EntryLimit] | None = None
+    tool_call_id: StrictStr | None = None
+    name: StrictStr | None = None  # of a tool message's function
+    reasoning_content: StrictStr | None = None
     refusal: _Unsupported = None
     audio: _Unsupported = None
     function_call: _Unsupported = None
     annotations: _Unsupported = None
-    tool_calls: _Unsupported = None
 
-    def plain(self) -> dict[str, str]:
-        """Return role and text, as the ensemble's ``messages`` has them."""
+    def plain(self, path: str) -> dict[str, Any]:
+        """Return the message as the ensemble's ``messages`` have it. path: names it in an error."""
+        for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+            if self.role != role and getattr(self, name):
+                raise InvalidArgument(f"{path}.{name}", f"must be left out of a message of role {self.role}")
+        if self.name is not None and self.role != "tool":
+            raise InvalidArgument(f"{path}.name", "is not supported; leave it out")
+        if self.role == "tool" and not self.tool_call_id:
+            raise InvalidArgument(f"{path}.tool_call_id", "is missing")
+        if self.content is None and not self.tool_calls:
+            raise InvalidArgument(f"{path}.content", "is missing")
         role = "system" if self.role == "developer" else self.role
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": role, "content": text}
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        found: dict[str, Any] = {"role": role, "content": text}
+        if self.tool_calls:
+            found["tool_calls"] = [call.plain(f"{path}.tool_calls.{n}") for n, call in enumerate(self.tool_calls)]
+        return found | {name: value for name in _TURN_FIELDS if (value := getattr(self, name))}
+
+
+_TURN_FIELDS = ("tool_call_id", "name", "reasoning_content")
 
 
 class _Sampling(BaseModel):
@@ -142,6 +165,10 @@ class _Sampling(BaseModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    def cutter_rules(self, settings: Settings) -> CutterRules | None:
+        """Return what is cut out of the output's text; None for nothing."""
+        return None
+
     def check(self) -> None:
         """Raise InvalidArgument for a well-formed field that is not supported."""
         if self.logit_bias:
@@ -150,12 +177,19 @@ class _Sampling(BaseModel):
             raise InvalidArgument("stream_options", "must be left out without stream=true")
 
     def requests(
-        self, prompt: dict[str, Any], max_tokens: int, timeout_s: float, log_probs: int | None, **more: Any
+        self,
+        prompt: dict[str, Any],
+        max_tokens: int,
+        timeout_s: float,
+        log_probs: int | None,
+        keeps_special_tokens: bool = False,
+        **more: Any,
     ) -> list[GenerationRequest]:
         """Return one request for each choice. A seed increases by 1 from choice to choice, so that they differ.
 
-        prompt: ``text_input``, ``messages`` or ``input_ids``. log_probs: number of alternatives per token; None for no
-        log probabilities. more: further fields of GenerationRequest.
+        prompt: ``text_input``, ``messages`` and what belongs to them, or ``input_ids``. log_probs: number of
+        alternatives per token; None for no log probabilities. keeps_special_tokens: the text has them, whatever the
+        caller asked for. more: further fields of GenerationRequest.
         Raises: InvalidArgument.
         """
         sampling = {
@@ -179,7 +213,7 @@ class _Sampling(BaseModel):
                     stop=stops,
                     stop_token_ids=tuple(self.stop_token_ids or ()),
                     stream=bool(self.stream),
-                    skip_special_tokens=self.skip_special_tokens is not False,
+                    skip_special_tokens=self.skip_special_tokens is not False and not keeps_special_tokens,
                     truncate_prompt_tokens=self.truncate_prompt_tokens,
                     timeout_s=timeout_s,
                     **more,
@@ -208,9 +242,11 @@ class ChatRequest(_Sampling):
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20), _WHOLE] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Any] | None, _only([])] = None
-    tool_choice: Annotated[Any, WithJsonSchema({"enum": [None, "none", "auto"]})] = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None  # has no effect without tools
+    chat_template_kwargs: Annotated[dict[str, Any], _EntryLimit] | None = None
+    include_reasoning: StrictBool | None = None  # whether reasoning is part of the response; it is counted anyway
     functions: _Unsupported = None
     function_call: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
@@ -221,13 +257,8 @@ class ChatRequest(_Sampling):
     def generations(self, settings: Settings, timeout_s: float) -> list[GenerationRequest]:
         """Return one request for each choice. Raises: InvalidArgument."""
         self.check()
-        if self.tools:
-            raise InvalidArgument("tools", "are not supported: the engine cannot constrain its output to a tool call")
         if self.store:
             raise InvalidArgument("store", "must be false, got true: responses are not stored")
-        if self.tool_choice not in (None, "none", "auto"):
-            problem = f"must be none or auto, got {self.tool_choice!r:.100}: tools are not supported"
-            raise InvalidArgument("tool_choice", problem)
         if self.response_format is not None and self.response_format.type != "text":
             problem = f"must be text, got {self.response_format.type}: the engine cannot constrain its output"
             raise InvalidArgument("response_format", problem)
@@ -236,11 +267,48 @@ class ChatRequest(_Sampling):
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
             raise InvalidArgument("max_tokens", "must equal max_completion_tokens, its newer name; send one of them")
+        messages = tuple(message.plain(f"messages.{index}") for index, message in enumerate(self.messages))
+        check_tool_turns(messages)
+        prompt: dict[str, Any] = {"messages": messages}
+        if self.chat_template_kwargs:
+            prompt["chat_template_kwargs"] = orjson.dumps(self.chat_template_kwargs).decode()
+        rules = self.cutter_rules(settings)
+        if self._tools:
+            if rules is None or rules.format.family is None:
+                raise InvalidArgument("tools", "are not supported: this model's template has no form that is known")
+            if self.tool_choice not in (None, "auto"):
+                raise InvalidArgument("tool_choice", "must be none or auto: the engine cannot be held to a call")
+            prompt |= {
+                "tools": orjson.dumps(plain_tools(self._tools)).decode(),
+                "tool_choice": self.tool_choice or "auto",
+                "parallel_tool_calls": self.parallel_tool_calls is not False,
+            }
         return self.requests(
-            {"messages": tuple(message.plain() for message in self.messages)},
+            prompt,
             next(iter(limits), settings.default_max_tokens),
             timeout_s,
             (self.top_logprobs or 0) if self.logprobs else None,
+            keeps_special_tokens=rules is not None and rules.drops_special,
+        )
+
+    @property
+    def _tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def cutter_rules(self, settings: Settings) -> CutterRules | None:
+        """Return what is cut out of the output's text; None for nothing."""
+        form = chat_format.configured(settings)
+        names = frozenset(tool.function.name for tool in self._tools)
+        reasoning = form.reasoning != chat_format.NONE
+        if not names and not reasoning:
+            return None
+        return CutterRules(
+            form,
+            names,
+            parallel=self.parallel_tool_calls is not False,
+            reasoning=reasoning,
+            drops_special=bool(names) and form.special and self.skip_special_tokens is not False,
         )
 
 
@@ -345,4 +413,4 @@ def _shown(name: str) -> str:
 def _path(error: Any) -> tuple[int | str, ...]:
     """Return an error's path in the body, without pydantic's names of union members."""
     parts = (part for part in error["loc"] if isinstance(part, int) or part.isidentifier())
-    return tuple(part for part in parts if part not in ("str", "int", "float", "TextPart"))
+    return tuple(part for part in parts if part not in ("str", "int", "float", "TextPart", "NamedTool"))

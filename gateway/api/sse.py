@@ -60,7 +60,7 @@ class EventEncoder:
         """Return the events of one delta: none if it adds nothing visible, two where a choice has a first event."""
         choice, delta = item
         first = b"" if choice in self._templates else self._first_event(choice)
-        if delta.text and not (delta.finish_reason or delta.log_probs):
+        if delta.text and not (delta.finish_reason or delta.log_probs or delta.sections):
             before, after = self._templates[choice]
             event = b"%b%b%b" % (before, _json(delta.text), after)
         else:
@@ -109,6 +109,7 @@ def usage_fields(usages: Sequence[Usage | None], choices_per_prompt: int) -> dic
         "completion_tokens": output_tokens,
         "total_tokens": input_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in known)},
     }
 
 

@@ -19,14 +19,23 @@ class Vocabulary:
     """Look up token ids.
 
     tokenizer: path of tokenizer.json; None: the text of a token is ``token_id:N``, its bytes are unknown.
+    known: whether there is a tokenizer.
+    special: ids of special tokens, which texts leave out unless a request says otherwise.
     """
 
     def __init__(self, tokenizer: Path | None = None) -> None:
         self._tokenizer = None
+        self.known, self.special = tokenizer is not None, frozenset[int]()
         if tokenizer is not None:
             self._tokenizer = load_tokenizer(tokenizer)
             self._byte_level = '"ByteLevel"' in tokenizer.read_text(encoding="utf-8")
+            added = self._tokenizer.get_added_tokens_decoder()
+            self.special = frozenset(token for token, entry in added.items() if entry.special)
         self.token = lru_cache(65_536)(self._token)
+
+    def id(self, text: str) -> int | None:
+        """Return the id of the token that is written as ``text``."""
+        return self._tokenizer.token_to_id(text) if self._tokenizer is not None else None
 
     def _token(self, token_id: int) -> tuple[str, list[int] | None]:
         """Return text, and bytes or None if unknown."""

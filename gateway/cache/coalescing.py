@@ -32,7 +32,12 @@ class Source(Protocol[_Out]):
 def size_bytes(delta: TokenDelta) -> int:
     """Estimate the memory of a delta."""
     numbers = len(delta.token_ids) + len(delta.log_probs) + 3 * sum(map(len, delta.top_log_probs))
-    return 400 + len(delta.text.encode(errors="surrogatepass")) + len(delta.error) + 32 * numbers
+    texts = len(delta.text.encode(errors="surrogatepass")) + len(delta.error)
+    if delta.sections is not None:  # an upstream's
+        texts += 4 * len(delta.sections.reasoning) + sum(
+            200 + 4 * len(call.arguments) for call in delta.sections.tool_calls
+        )
+    return 400 + texts + 32 * numbers
 
 
 class SharedStream(Generic[T]):

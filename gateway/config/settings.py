@@ -138,6 +138,16 @@ class Settings(EnvironmentSettings):
         description="the model's tokenizer.json, which counts prompts and names tokens in `logprobs`; "
         "unset: TRIDENT_TOKENIZER, else prompts are estimated",
     )
+    tool_format: Literal["auto", "hermes", "llama3", "mistral", "none"] = Field(
+        "auto",
+        description="how the model writes tool calls; auto: by the chat template beside TOKENIZER, hermes without one; "
+        "none: tools are refused",
+    )
+    reasoning_format: Literal["auto", "tagged", "open", "none"] = Field(
+        "auto",
+        description="where reasoning sections are: between `<think>` and `</think>` (tagged), from the beginning to "
+        "`</think>` (open), nowhere (none); auto: by the chat template beside TOKENIZER",
+    )
     semantic_url: Url = Field(
         "", description="OpenAI-style embeddings API up to and with /v1; unset: no semantic cache"
     )

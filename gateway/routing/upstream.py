@@ -25,7 +25,15 @@ from contract.errors import (
     TridentError,
     Unavailable,
 )
-from contract.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta, Usage
+from contract.generation import (
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    Sections,
+    TokenDelta,
+    ToolCallDelta,
+    Usage,
+)
 from gateway.routing.circuit_breaker import Breaker, BreakerPolicy, BreakerState
 
 _LOG = logging.getLogger(__name__)
@@ -37,7 +45,7 @@ _BYTES_PER_TOKEN = 4  # of a prompt, where an upstream does not count
 # Parameters that OpenAI's protocol lacks, or that upstreams interpret differently.
 _NEUTRAL = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "log_probs", "top_log_probs")
 _SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-_PARAMETERS = frozenset({"messages", "prompt", "max_tokens", "stop", "seed", *_SAMPLING})
+_PARAMETERS = frozenset({"messages", "tools", "prompt", "max_tokens", "stop", "seed", *_SAMPLING})
 _ENDS = {"length": FinishReason.LENGTH}
 
 
@@ -66,10 +74,12 @@ class Upstream:
     def understands(self, request: GenerationRequest) -> bool:
         """Return whether OpenAI's protocol can express the request."""
         plain = all(getattr(request.sampling, name) == getattr(SamplingParams(), name) for name in _NEUTRAL)
-        lost = request.stop_token_ids or request.guide or request.echo or not request.skip_special_tokens
+        lost = bool(request.stop_token_ids or request.echo or request.chat_template_kwargs)
         # Ids are of the pool's own vocabulary, and OpenAI refuses a long prompt.
         lost = lost or request.input_ids is not None or request.truncate_prompt_tokens is not None
-        return plain and not lost
+        # With tools the guide and the special tokens are what a replica needs; an upstream does without.
+        held = request.guide is not None or not request.skip_special_tokens
+        return plain and not lost and (request.tools is not None or not held)
 
     def wait_s(self) -> float:
         """Return the seconds until it accepts requests: its Retry-After and its breaker; 0 or less for now."""
@@ -209,16 +219,23 @@ class UpstreamStream:
         async for event in events:
             counted = _usage(event.get("usage")) or counted
             for choice in event.get("choices") or ():
-                text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-                if text:
+                added = choice.get("delta") or {}
+                text, sections = choice.get("text") or added.get("content") or "", _sections(added)
+                if text or sections:
                     self._tokens += 1
-                    yield TokenDelta(text=text)
+                    yield TokenDelta(text=text, sections=sections)
                 if choice.get("finish_reason"):
                     reason = _ENDS.get(choice["finish_reason"], FinishReason.STOP)
         if reason is None:
             raise Unavailable(f"{self._upstream.name} closed the stream before its end")
         prompt_tokens = math.ceil(costs.prompt_bytes(self._request) / _BYTES_PER_TOKEN)
         yield TokenDelta(finish_reason=reason, usage=counted or Usage(prompt_tokens, self._tokens))
+
+
+def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A turn as OpenAI's protocol has it: without its reasoning, and with null for the text of one that only calls."""
+    turn = {name: value for name, value in message.items() if name != "reasoning_content"}
+    return {**turn, "content": turn.get("content") or None} if turn.get("tool_calls") else turn
 
 
 def _body(request: GenerationRequest, model: str) -> dict[str, Any]:
@@ -233,7 +250,10 @@ def _body(request: GenerationRequest, model: str) -> dict[str, Any]:
     if request.messages is None:
         body["prompt"] = request.text_input
     else:
-        body["messages"] = list(request.messages)
+        body["messages"] = [_turn(message) for message in request.messages]
+    if request.tools is not None:
+        body |= {"tools": orjson.loads(request.tools), "parallel_tool_calls": request.parallel_tool_calls}
+        body["tool_choice"] = request.tool_choice
     if request.stop:
         body["stop"] = list(request.stop)
     if sampling.seed is not None:
@@ -273,7 +293,18 @@ def _usage(fields: Any) -> Usage | None:
     if not isinstance(fields, dict):
         return None
     prompt, output = fields.get("prompt_tokens"), fields.get("completion_tokens")
-    return Usage(prompt, output) if isinstance(prompt, int) and isinstance(output, int) else None
+    reasoning = (fields.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    return Usage(prompt, output, 0, reasoning) if isinstance(prompt, int) and isinstance(output, int) else None
+
+
+def _sections(added: Mapping[str, Any]) -> Sections | None:
+    """The tool calls and the reasoning of a chunk's delta."""
+    reasoning, calls = added.get("reasoning_content") or added.get("reasoning") or "", []
+    for call in added.get("tool_calls") or ():
+        function = call.get("function") or {}
+        named = (call.get("id") or "", function.get("name") or "", function.get("arguments") or "")
+        calls.append(ToolCallDelta(call.get("index") or 0, *named))
+    return Sections(reasoning, tuple(calls)) if reasoning or calls else None
 
 
 def _message(body: bytes) -> str:

@@ -13,12 +13,13 @@ from aiohttp import web
 
 @dataclass
 class OpenAIUpstream:
-    """texts: the pieces of every answer. status: other than 200 refuses, with ``headers`` and ``error``, the body.
+    """texts: the pieces of every answer, of a chat also as the fields of a delta.
+    status: other than 200 refuses, with ``headers`` and ``error``, the body.
     hangs: nothing is ever answered. gap_s: between pieces.
     usage: whether it counts. cut_after: after so many pieces the connection is dropped. broken_after: after so many an
     error event comes."""
 
-    texts: tuple[str, ...] = (" from", " afar")
+    texts: tuple[str | dict, ...] = (" from", " afar")
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     error: dict | None = None
@@ -59,7 +60,8 @@ class OpenAIUpstream:
             if number == self.broken_after:
                 await say({"error": {"message": "it broke"}})
                 return
-            choice = {"index": 0, "delta": {"content": text}} if chat else {"index": 0, "text": text}
+            delta = text if isinstance(text, dict) else {"content": text}
+            choice = {"index": 0, "delta": delta} if chat else {"index": 0, "text": text}
             await say({"choices": [{**choice, "finish_reason": None}]})
             await asyncio.sleep(self.gap_s)
         await say({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})

@@ -74,8 +74,8 @@ async def test_an_answer_can_be_sent_back_as_it_came():
                 "assistant",
                 "user",
             ]
-        called = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
-        with pytest.raises(openai.BadRequestError, match="messages.0.tool_calls: is not supported"):
+        called = {"role": "assistant", "content": "", "function_call": {"name": "f"}}
+        with pytest.raises(openai.BadRequestError, match="messages.0.function_call: is not supported"):
             await ask.chat.completions.create(model="demo", messages=[called])
 
 
@@ -184,9 +184,8 @@ async def test_an_engine_that_fails_midway_ends_the_stream_with_an_error():
 
 async def test_what_is_not_supported_is_refused_by_name():
     async with FakeReplica() as replica, gateway(replica) as running, client(running) as ask:
-        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
         for request_body, name in (
-            ({"tools": [tool]}, "tools"),
+            ({"functions": [{"name": "f"}]}, "functions"),
             ({"response_format": {"type": "json_object"}}, "response_format"),
             (
                 {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
@@ -239,3 +238,91 @@ async def test_every_refusal_is_the_clients_own_type_with_what_it_needs_to_know(
             with pytest.raises(openai.BadRequestError) as wide:
                 await bob.chat.completions.create(model="demo", messages=HELLO, n=17)
             assert wide.value.param == "n"
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("f", "g")]
+CALLS = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>\n<tool_call>{"name": "g"}</tool_call>'
+
+
+def joined(chunks: list) -> tuple[str, list[tuple[str, str]], set[str]]:
+    """(content, calls, finish reasons) of a stream."""
+    content, calls = "", {}
+    for delta in (chunk.choices[0].delta for chunk in chunks if chunk.choices):
+        content += delta.content or ""
+        for call in delta.tool_calls or ():
+            if call.id:
+                calls[call.index] = [call.function.name, ""]
+            calls[call.index][1] += call.function.arguments
+    reasons = {chunk.choices[0].finish_reason for chunk in chunks if chunk.choices} - {None}
+    return content, [tuple(calls[index]) for index in sorted(calls)], reasons
+
+
+async def test_tool_calls_come_streamed_and_whole_and_their_results_go_back():
+    script = words("Let me", " see.\n", *CALLS)
+    async with FakeReplica(script) as replica, gateway(replica) as running, client(running) as ask:
+        whole = (await ask.chat.completions.create(model="demo", messages=HELLO, tools=TOOLS)).choices[0]
+        assert whole.finish_reason == "tool_calls" and whole.message.content == "Let me see."
+        calls = whole.message.tool_calls
+        assert [(one.function.name, one.function.arguments) for one in calls] == [("f", '{"x": "é"}'), ("g", "{}")]
+        stream = await ask.chat.completions.create(model="demo", messages=HELLO, tools=TOOLS, stream=True, n=1)
+        assert joined([chunk async for chunk in stream]) == (
+            "Let me see.",
+            [("f", '{"x": "é"}'), ("g", "{}")],
+            {"tool_calls"},
+        )
+        assert json.loads(replica.seen[-1].value("tools")) == TOOLS
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "7"} for call in calls]
+        await ask.chat.completions.create(model="demo", messages=[*HELLO, whole.message, *results], tools=TOOLS)
+        roles = [one["role"] for one in json.loads(replica.seen[-1].value("messages"))]
+        assert roles == ["user", "assistant", "tool", "tool"]
+        with pytest.raises(openai.BadRequestError, match="entry 2 must be the tool message that answers the call"):
+            await ask.chat.completions.create(model="demo", messages=[*HELLO, whole.message, *HELLO], tools=TOOLS)
+
+
+async def test_every_choice_has_calls_and_a_cached_response_has_them_too():
+    config = "[reuse]\ncache_bytes = 1000000\nengine = 'e'\n"
+    async with FakeReplica(words(*CALLS)) as replica, gateway(replica, config=config) as running:
+        async with client(running) as ask:
+            found = await ask.chat.completions.create(model="demo", messages=HELLO, tools=TOOLS, n=2)
+            ids = [call.id for choice in found.choices for call in choice.message.tool_calls]
+            assert len(set(ids)) == 4
+            seen = []
+            for tools in (TOOLS, TOOLS, TOOLS[:1]):
+                raw = await ask.chat.completions.with_raw_response.create(
+                    model="demo", messages=HELLO, tools=tools, temperature=0
+                )
+                message = raw.parse().choices[0].message
+                assert message.tool_calls[0].function.name == "f" and message.content is None
+                seen.append(raw.headers["x-trident-cache"])
+            assert seen == ["miss", "hit", "miss"]
+
+
+async def test_a_stream_that_is_replayed_and_resumed_has_the_same_calls():
+    async with FakeReplica(words(*CALLS)) as replica, gateway(replica) as running, client(running) as ask:
+        asked = {"model": "demo", "messages": HELLO, "tools": TOOLS, "stream": True}
+        streams = []
+        for headers in ({}, {}, {"last-event-id": "40"}):
+            stream = await ask.chat.completions.create(**asked, extra_headers={"idempotency-key": "k", **headers})
+            streams.append([chunk.model_dump() async for chunk in stream])
+        first, again, rest = streams
+        assert first == again and len(rest) < len(first) and rest[-3:] == first[-3:]
+
+
+async def test_reasoning_is_apart_counted_and_can_be_left_out():
+    script = words("<think>", "why ", "so?", "</think>", "so it is")
+    async with FakeReplica(script) as replica, gateway(replica, reasoning_format="tagged") as running:
+        async with client(running) as ask:
+            asked = {"model": "demo", "messages": HELLO}
+            whole = await ask.chat.completions.create(**asked, extra_body={"chat_template_kwargs": {"x": None}})
+            message = whole.choices[0].message
+            assert (message.content, message.reasoning_content) == ("so it is", "why so?")
+            # Without the tokenizer, by the share of the text.
+            assert whole.usage.completion_tokens_details.reasoning_tokens == 5 * 7 // 30
+            assert replica.seen[-1].value("chat_template_kwargs") == '{"x":null}'
+            stream = await ask.chat.completions.create(**asked, stream=True)
+            deltas = [chunk.choices[0].delta async for chunk in stream]
+            assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "why so?"
+            assert "".join(delta.content or "" for delta in deltas) == "so it is"
+            silent = await ask.chat.completions.create(**asked, extra_body={"include_reasoning": False})
+            assert not hasattr(silent.choices[0].message, "reasoning_content")
+            assert silent.usage.completion_tokens_details.reasoning_tokens == 1

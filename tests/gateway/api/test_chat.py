@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from clients.wire import completion
-from contract.generation import FinishReason, TokenDelta
+from contract.generation import FinishReason, Sections, TokenDelta, ToolCallDelta
 from gateway.api.chat import ChatFormatter
 from gateway.api.schemas import ChatRequest
 from gateway.api.vocabulary import Vocabulary
@@ -50,3 +50,44 @@ def test_a_complete_response_has_a_message_for_each_choice() -> None:
     assert found["object"] == "chat.completion" and found["usage"] == {"total_tokens": 3}
     assert found["choices"][0]["message"] == {"role": "assistant", "content": "ab", "refusal": None}
     assert found["choices"][0]["finish_reason"] == "stop"
+
+
+CALLED = [
+    TokenDelta("Wait.", sections=Sections("why", (ToolCallDelta(0, "a", "f", '{"x":'),))),
+    TokenDelta(sections=Sections("", (ToolCallDelta(0, arguments=" 1}"), ToolCallDelta(1, "b", "g", "{}")))),
+    TokenDelta(finish_reason=FinishReason.STOP),
+]
+
+
+def test_a_call_is_named_first_and_its_arguments_follow() -> None:
+    each = formatter()
+    chunks = [each.chunk(0, delta)["choices"][0] for delta in CALLED]  # type: ignore[index]
+    first = {"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x":'}}
+    assert chunks[0]["delta"] == {"content": "Wait.", "reasoning_content": "why", "tool_calls": [first]}
+    second = {"index": 1, "id": "b", "type": "function", "function": {"name": "g", "arguments": "{}"}}
+    assert chunks[1]["delta"] == {"tool_calls": [{"index": 0, "function": {"arguments": " 1}"}}, second]}
+    assert [chunk["finish_reason"] for chunk in chunks] == [None, None, "tool_calls"]
+
+
+def test_a_complete_response_has_its_calls_and_its_reasoning() -> None:
+    [choice] = formatter().response([completion.join(CALLED, "r")], {})["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "Wait.",
+        "refusal": None,
+        "reasoning_content": "why",
+        "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}},
+            {"id": "b", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+        ],
+    }
+    [silent] = formatter(include_reasoning=False).response([completion.join(CALLED[1:], "r")], {})["choices"]
+    assert "reasoning_content" not in silent["message"] and silent["message"]["content"] is None
+
+
+def test_calls_that_the_limit_has_cut_are_no_end_by_calls() -> None:
+    each = formatter()
+    each.chunk(0, CALLED[0])
+    chunk = each.chunk(0, TokenDelta(finish_reason=FinishReason.LENGTH))
+    assert chunk is not None and chunk["choices"][0]["finish_reason"] == "length"

@@ -229,7 +229,8 @@ async def test_malformed_bodies_are_refused_in_words():
 async def test_messages_must_be_text_of_known_roles():
     wrong = {
         "messages": [],
-        "messages.0.role": [{"role": "tool", "content": "x"}],
+        "messages.0.role": [{"role": "function", "content": "x"}],
+        "messages.0.tool_call_id": [{"role": "tool", "content": "x"}],
         "messages.0.content": [{"role": "user"}],
         "messages.0.content.0.type": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
     }

@@ -16,6 +16,8 @@ from gateway.config.settings import Settings
 
 SETTINGS = Settings()
 MESSAGES = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def chat(**more: Any) -> ChatRequest:
@@ -73,7 +75,10 @@ def test_parts_of_text_are_joined_and_developer_is_system() -> None:
         ({"n": SETTINGS.max_choices + 1}, "n"),
         ({"temperature": 3}, "temperature"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
+        ({"tools": [{}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tool_choice": "any"}, "tool_choice"),
         ({"stop": [""]}, "stop.0"),
     ],
 )
@@ -86,7 +91,13 @@ def test_what_is_malformed_is_named(body: dict[str, Any], field: str) -> None:
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({"tools": [{}]}, "tools"),
+        ({"tools": [TOOL, TOOL]}, "tools.1.function.name"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages.0.name"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "tool", "tool_call_id": "x", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages"),
         ({"logit_bias": {"1": 2}}, "logit_bias"),
         ({"stream_options": {}}, "stream_options"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -111,3 +122,32 @@ def test_a_strange_name_is_shortened() -> None:
     with pytest.raises(InvalidArgument) as caught:
         chat(**{"x\n" * 1000: 1})
     assert len(caught.value.field) <= schemas.MAX_NAME_SHOWN + 1 and caught.value.field.isprintable()
+
+
+def test_tools_go_to_the_chat_template_unless_they_must_not_be_used() -> None:
+    [request] = chat(tools=[TOOL], chat_template_kwargs={"enable_thinking": False}).generations(SETTINGS, 5.0)
+    shown = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    assert json.loads(request.tools or "") == [shown]
+    assert request.chat_template_kwargs == '{"enable_thinking":false}'
+    unused = chat(tools=[TOOL], tool_choice="none")
+    assert unused.generations(SETTINGS, 5.0)[0].tools is None and unused.cutter_rules(SETTINGS) is None
+    rules = chat(tools=[TOOL], parallel_tool_calls=False).cutter_rules(SETTINGS)
+    assert rules is not None and rules.names == {"f"} and not rules.parallel and not rules.reasoning
+
+
+def test_calls_and_their_results_are_part_of_the_chat() -> None:
+    asked = {"role": "assistant", "content": None, "tool_calls": [{**CALL, "index": 0}], "reasoning_content": "why"}
+    told = {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "7"}], "name": "f"}
+    [request] = chat(messages=[*MESSAGES, asked, told]).generations(SETTINGS, 5.0)
+    assert request.messages is not None and list(request.messages[1:]) == [
+        {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning_content": "why"},
+        {"role": "tool", "content": "7", "tool_call_id": "a", "name": "f"},
+    ]
+
+
+def test_a_model_whose_form_of_calls_is_unknown_has_no_tools() -> None:
+    with pytest.raises(InvalidArgument, match="tools: are not supported"):
+        chat(tools=[TOOL]).generations(Settings(tool_format="none"), 5.0)
+    reasoning = Settings(tool_format="none", reasoning_format="open")
+    rules = chat().cutter_rules(reasoning)
+    assert rules is not None and rules.reasoning and not rules.names

@@ -90,7 +90,10 @@ def test_the_stream_ends_with_the_usage_of_all_choices_only_if_it_is_requested()
     encoder.encode(ChoiceDelta(0, TokenDelta("", finish_reason=FinishReason.STOP, usage=Usage(3, 4, 2))))
     usage, done = encoder.end().split(b"\n\n")[:2]
     expected = {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12}
-    assert json.loads(usage[6:])["usage"] == expected | {"prompt_tokens_details": {"cached_tokens": 2}}
+    assert json.loads(usage[6:])["usage"] == expected | {
+        "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
     assert done + b"\n\n" == DONE == EventEncoder(chat()).end()
 
 

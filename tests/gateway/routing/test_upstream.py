@@ -12,7 +12,15 @@ import aiohttp
 import pytest
 
 from contract.errors import Cancelled, EngineFailed, InvalidArgument, Overloaded, PromptTooLong, Unavailable
-from contract.generation import FinishReason, GenerationRequest, Guide, SamplingParams, Usage
+from contract.generation import (
+    FinishReason,
+    GenerationRequest,
+    Guide,
+    SamplingParams,
+    Sections,
+    ToolCallDelta,
+    Usage,
+)
 from gateway.routing.circuit_breaker import BreakerPolicy, BreakerState
 from gateway.routing.upstream import Upstream, retry_after_s
 from tests.gateway.openai_upstream import OpenAIUpstream, upstream
@@ -118,3 +126,31 @@ def test_retry_after_is_seconds_milliseconds_or_a_date_within_an_hour():
     assert retry_after_s({"retry-after": "99999"}) == 3600 and retry_after_s({"retry-after": "-1"}) == 0
     assert 0 <= retry_after_s({"retry-after": formatdate(time.time() + 60)}) <= 60
     assert retry_after_s({"retry-after": "soon"}) is None and retry_after_s({}) is None
+
+
+async def test_tools_go_there_and_calls_come_back():
+    call = {"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}
+    pieces = ({"reasoning_content": "why"}, {"tool_calls": [call]}, {"tool_calls": [{"function": {"arguments": "{}"}}]})
+    asked = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "before"}
+    request = GenerationRequest(
+        messages=({"role": "user", "content": "hello"}, asked),
+        tools='[{"type": "function", "function": {"name": "f"}}]',
+        tool_choice="required",
+        parallel_tool_calls=False,
+        guide=Guide("structural_tag", "{}"),
+        skip_special_tokens=False,
+        timeout_s=60.0,
+    )
+    async with target(texts=pieces) as (far, server):
+        assert far.understands(request)
+        *deltas, end = await read(far, request)
+        assert [delta.sections for delta in deltas] == [
+            Sections("why"),
+            Sections("", (ToolCallDelta(0, "a", "f"),)),
+            Sections("", (ToolCallDelta(0, "", "", "{}"),)),
+        ]
+        assert end.finish_reason is FinishReason.STOP
+        _, _, body = server.seen[0]
+        assert (body["tools"][0]["function"]["name"], body["tool_choice"]) == ("f", "required")
+        assert body["parallel_tool_calls"] is False
+        assert body["messages"][1] == {"role": "assistant", "content": None, "tool_calls": [call]}

@@ -1,0 +1,81 @@
+"""The fields of request bodies that concern tools, as OpenAI's chat describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+from contract.errors import InvalidArgument
+
+MAX_TOOLS = 128
+_STRICT = ConfigDict(extra="forbid", hide_input_in_errors=True)
+_Name = Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Function(BaseModel):
+    """strict: accepted; arguments are held to ``parameters`` in any case."""
+
+    model_config = _STRICT
+    name: _Name
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = None
+    strict: StrictBool | None = None
+
+
+class Tool(BaseModel):
+    model_config = _STRICT
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(BaseModel):
+    model_config = _STRICT
+    name: _Name
+
+
+class NamedTool(BaseModel):
+    model_config = _STRICT
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(BaseModel):
+    model_config = _STRICT
+    name: StrictStr
+    arguments: StrictStr
+
+
+class ToolCall(BaseModel):
+    """A call that the assistant made earlier. index: as streamed deltas have it; not used."""
+
+    model_config = _STRICT
+    id: Annotated[StrictStr, Field(min_length=1)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: StrictInt | None = None
+
+    def plain(self, path: str) -> dict[str, Any]:
+        """Return the call without its index. path: names it in an error."""
+        try:
+            known = isinstance(orjson.loads(self.function.arguments), dict)
+        except orjson.JSONDecodeError:
+            known = False
+        if not known:
+            raise InvalidArgument(f"{path}.function.arguments", "must be a JSON object")
+        return self.model_dump(exclude={"index"})
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return the tools as chat templates get them. Raises: InvalidArgument for two of one name."""
+    names = [tool.function.name for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise InvalidArgument(f"tools.{index}.function.name", f"must differ from the others', got {name} twice")
+    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]

@@ -1,0 +1,101 @@
+"""How a model's family writes tool calls and reasoning, found in its chat template."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import orjson
+
+from gateway.admission.prompt_tokens import load_tokenizer
+from gateway.config.settings import Settings
+
+AUTO, NONE = "auto", "none"
+HERMES, LLAMA3, MISTRAL = "hermes", "llama3", "mistral"
+TAGGED, OPEN = "tagged", "open"
+THINK, END_THINK = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class Family:
+    """The form of tool calls. Every call is a JSON object with a ``name`` and arguments.
+
+    begin: what precedes a call, or a list of calls.
+    end: what follows it; "" for nothing.
+    arguments: the key of the arguments.
+    between: characters that may stand around and between the objects.
+    bare: an output that begins with a call's object is one without ``begin``.
+    """
+
+    begin: str
+    end: str
+    arguments: str
+    between: str
+    bare: bool = False
+
+
+FAMILIES = {
+    HERMES: Family("<tool_call>", "</tool_call>", "arguments", " \t\r\n"),
+    LLAMA3: Family("<|python_tag|>", "", "parameters", " \t\r\n;", bare=True),
+    MISTRAL: Family("[TOOL_CALLS]", "", "arguments", " \t\r\n[,]"),
+}
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """tools: key of FAMILIES; "none" if the template has another form.
+    reasoning: "tagged" if the model writes ``<think>``, "open" if the prompt ends with it, else "none".
+    special: whether the marker before a call is a special token, which texts leave out.
+    """
+
+    tools: str = HERMES
+    reasoning: str = NONE
+    special: bool = False
+
+    @property
+    def family(self) -> Family | None:
+        return FAMILIES.get(self.tools)
+
+
+def configured(settings: Settings) -> ChatFormat:
+    """Return the format that the settings name, or that of the chat template beside the tokenizer."""
+    return _configured(settings.tokenizer, settings.tool_format, settings.reasoning_format)
+
+
+@lru_cache(maxsize=16)
+def _configured(tokenizer: Path | None, tools: str, reasoning: str) -> ChatFormat:
+    found = ChatFormat() if tokenizer is None else _of_folder(tokenizer.parent)
+    tools = found.tools if tools == AUTO else tools
+    reasoning = found.reasoning if reasoning == AUTO else reasoning
+    special = False
+    if tokenizer is not None and tools in FAMILIES:
+        added = load_tokenizer(tokenizer).get_added_tokens_decoder().values()
+        special = any(token.special and token.content == FAMILIES[tools].begin for token in added)
+    return ChatFormat(tools, reasoning, special)
+
+
+def of_template(source: str) -> ChatFormat:
+    """Return the format that a chat template's text shows."""
+    families = [name for name, family in FAMILIES.items() if family.begin in source]
+    if re.search(r"\btools\b", source) is None:
+        tools = HERMES  # the tokenizer model describes the tools in this form
+    else:
+        tools = families[0] if families and "<function=" not in source else NONE
+    prompt_end = source.rpartition("add_generation_prompt")[2]
+    if THINK in prompt_end and END_THINK not in prompt_end:
+        return ChatFormat(tools, OPEN)
+    return ChatFormat(tools, TAGGED if THINK in source or END_THINK in source else NONE)
+
+
+def _of_folder(folder: Path) -> ChatFormat:
+    template, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    source: object = ""
+    if template.exists():
+        source = template.read_text("utf-8")
+    elif config.exists():
+        source = orjson.loads(config.read_bytes()).get("chat_template") or ""
+    if isinstance(source, list):  # several named templates
+        source = "\n".join(entry["template"] for entry in source if entry["name"] in ("default", "tool_use"))
+    return of_template(str(source))

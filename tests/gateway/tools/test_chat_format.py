@@ -1,0 +1,58 @@
+"""The family shows in the chat template; settings win."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models
+
+from gateway.config.settings import Settings
+from gateway.tools import chat_format
+from gateway.tools.chat_format import ChatFormat, of_template
+
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+QWEN = """{% if tools %}<tools></tools>{{ '<tool_call>' }}{% endif %}{% if '</think>' in content %}{% endif %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% if enable_thinking is false %}
+{{- '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("source", "tools", "reasoning"),
+    [
+        ("", "hermes", "none"),
+        (PLAIN, "hermes", "none"),
+        (QWEN, "hermes", "tagged"),
+        (QWEN.replace("<tool_call>", "<tool_call><function="), "none", "tagged"),
+        ("{% if tools %}{{ '<|python_tag|>' }}{% endif %}", "llama3", "none"),
+        ("{% if tools %}{{ '[TOOL_CALLS]' }}{% endif %}", "mistral", "none"),
+        ("{% if tools %}{{ '<|tool_calls_begin|>' }}{% endif %}", "none", "none"),
+        ("{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}", "hermes", "open"),
+    ],
+)
+def test_a_template_shows_its_family(source: str, tools: str, reasoning: str) -> None:
+    assert of_template(source) == ChatFormat(tools, reasoning)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    found = Tokenizer(models.WordLevel({"a": 0}, "a"))
+    found.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    found.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def test_the_template_stands_beside_the_tokenizer_and_settings_win(tokenizer: Path) -> None:
+    chat_format._configured.cache_clear()
+    assert chat_format.configured(Settings()) == ChatFormat()
+    named = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": "{{ tools }}[TOOL_CALLS]"}]
+    config = tokenizer.with_name("tokenizer_config.json")
+    config.write_text(json.dumps({"chat_template": named}))
+    assert chat_format.configured(Settings(tokenizer=tokenizer)) == ChatFormat("mistral", "none", special=True)
+    chat_format._configured.cache_clear()
+    tokenizer.with_name("chat_template.jinja").write_text(QWEN)
+    assert chat_format.configured(Settings(tokenizer=tokenizer)) == ChatFormat("hermes", "tagged")
+    own = Settings(tokenizer=tokenizer, tool_format="llama3", reasoning_format="open")
+    assert chat_format.configured(own) == ChatFormat("llama3", "open")
+    assert chat_format.configured(Settings(tokenizer=tokenizer, tool_format="none")).family is None
