@@ -40,6 +40,7 @@ class SamplingParams:
     ignore_eos: the model's end tokens do not end the output.
     log_probs: return the log probability of every generated token.
     top_log_probs: return so many likeliest ids per position with their log probabilities, 0 to 20.
+    prompt_log_probs: return both for the ids of an echoed prompt as well. The first id has none: 0, and ids of -1.
     """
 
     temperature: float = 1.0
@@ -54,6 +55,7 @@ class SamplingParams:
     ignore_eos: bool = False
     log_probs: bool = False
     top_log_probs: int = 0
+    prompt_log_probs: bool = False
 
     @property
     def greedy(self) -> bool:
@@ -125,7 +127,7 @@ class GenerationRequest:
     chat_template_kwargs: JSON object of variables of the chat template.
     input_ids: the prompt as token ids.
     truncate_prompt_tokens: keep the prompt's last so many tokens; -1 for as many as fit, None to refuse a long prompt.
-    max_tokens: longest output.
+    max_tokens: longest output; 0 with echo returns the prompt alone.
     stop: strings that end the output and are not part of it.
     stop_token_ids: ids that end the output and are not part of it.
     stream: send increments, else the whole output at its end.
@@ -171,10 +173,12 @@ class GenerationRequest:
         kept = self.truncate_prompt_tokens
         if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < -1 or kept == 0):
             raise InvalidArgument("truncate_prompt_tokens", f"must be 1 or more, or -1 for what fits, got {kept!r}")
-        _integer("max_tokens", self.max_tokens, 1, INT32_MAX)
+        _integer("max_tokens", self.max_tokens, 0 if self.echo else 1, INT32_MAX)
         if self.timeout_s is not None:
             _number("timeout_s", self.timeout_s, 0.0, 86_400.0, open_low=True)
-        self.sampling.validate()
+        sampling = self.sampling.validate()
+        if sampling.prompt_log_probs and not (self.echo and (sampling.log_probs or sampling.top_log_probs)):
+            raise InvalidArgument("prompt_log_probs", "must be false without echo and log_probs, got true")
         if self.guide is not None:
             self.guide.validate()
         return self

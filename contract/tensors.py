@@ -60,6 +60,7 @@ ENSEMBLE_INPUTS = (
     _t("random_seed", "UINT64", ours=True),  # the older name of seed
     _t("return_log_probs", "BOOL"),
     _t("num_top_log_probs", "INT32", ours=True),  # 0 to 20 likeliest ids per position
+    _t("return_prompt_log_probs", "BOOL", ours=True),  # an echoed prompt's ids have log probabilities too
     _t("return_context_logits", "BOOL"),
     _t("return_generation_logits", "BOOL"),
     _t("return_perf_metrics", "BOOL"),
@@ -119,6 +120,7 @@ ENGINE_INPUTS = (
     _t("seed", "UINT64"),
     _t("return_log_probs", "BOOL"),
     _t("num_top_log_probs", "INT32", ours=True),
+    _t("return_prompt_log_probs", "BOOL", ours=True),
     _t("return_context_logits", "BOOL"),
     _t("return_generation_logits", "BOOL"),
     _t("return_perf_metrics", "BOOL"),

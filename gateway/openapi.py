@@ -25,6 +25,7 @@ _ERRORS = {
     "504": "The deadline passed",
 }
 
+_ECHO = {"required": ["echo"], "properties": {"echo": {"const": True}}}
 _ONE_LIST_OF_IDS = {"properties": {"prompt": {"type": "array", "items": {"type": "integer"}}}}
 
 
@@ -96,7 +97,7 @@ def _add_rules(schemas: dict[str, Any], settings: Settings) -> None:
     equal = map(_alike, range(1, max_choices + 1))
     completion["allOf"] = [
         {"anyOf": [{"properties": {"best_of": {"type": "null"}}}, _alike(None, 1), *equal]},
-        {"anyOf": [{"properties": {"logprobs": {"type": "null"}}}, {"properties": {"echo": {"enum": [None, False]}}}]},
+        {"anyOf": [{"properties": {"max_tokens": {"not": {"const": 0}}}}, _ECHO]},
         {"anyOf": [{"properties": {"prompt": {"type": "string"}}}, _ONE_LIST_OF_IDS, *fitting]},
     ]
     for schema in (chat, completion):

@@ -46,7 +46,7 @@ def check_fits(
         PromptTooLong: they do not.
     """
     total = prompt_tokens + max_tokens
-    if prompt_tokens >= limits.max_seq_len:
+    if prompt_tokens > limits.max_seq_len - min(1, max_tokens):
         raise PromptTooLong(
             prompt,
             f"must have at most {limits.max_seq_len - 1} tokens, because prompt and output together may have "

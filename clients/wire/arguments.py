@@ -19,7 +19,7 @@ class GenerateArguments(TypedDict, total=False):
     chat_template_kwargs: variables of the model's chat template, such as ``{"enable_thinking": False}`` [none].
     input_ids: token ids in place of the prompt; no special tokens are added.
     truncate_prompt_tokens: keep the prompt's last so many tokens, -1 for as many as fit [refuse a long prompt].
-    max_tokens: new tokens at most [128].
+    max_tokens: new tokens at most; 0 with ``echo`` for the prompt alone [128].
     stop: strings that end the text and are not part of it [none].
     stop_token_ids: the same as token ids [none].
     stream: whether tokens come as they are generated, or all in one response [True].
@@ -39,6 +39,7 @@ class GenerateArguments(TypedDict, total=False):
     ignore_eos: continue to ``max_tokens`` past the model's end tokens [False].
     log_probs: return each token's log probability [False].
     top_log_probs: return those of so many likeliest tokens, 0 to 20 [0].
+    prompt_log_probs: with ``echo`` and ``log_probs``, return both for the prompt's tokens too; the first has 0 [False].
     """
 
     messages: Iterable[Mapping[str, Any]] | None
@@ -68,6 +69,7 @@ class GenerateArguments(TypedDict, total=False):
     ignore_eos: bool
     log_probs: bool
     top_log_probs: int
+    prompt_log_probs: bool
 
 
 class ClientOptions(TypedDict, total=False):

@@ -71,7 +71,11 @@ def generation(request: GenerationRequest, model: str, timeout_s: float | None =
     return infer_request(model, request.request_id, typed, parameters)
 
 
-_RENAMED = {"log_probs": "return_log_probs", "top_log_probs": "num_top_log_probs"}
+_RENAMED = {
+    "log_probs": "return_log_probs",
+    "top_log_probs": "num_top_log_probs",
+    "prompt_log_probs": "return_prompt_log_probs",
+}
 _SAMPLING_TENSORS = tuple(
     (name, _RENAMED.get(name, name)) for name in SamplingParams.__dataclass_fields__ if name != "temperature"
 )

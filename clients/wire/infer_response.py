@@ -208,7 +208,7 @@ def _value(code: str, width: int, data: bytes, at: int, size: int) -> str | tupl
 def _delta(values: list) -> TokenDelta:
     """The delta of one response, values in the order of ``_SLOTS``."""
     text_output, ids, log_probs, top_ids, top_values, reason_text = values[: _REASON + 1]
-    top = _top_log_probs(len(ids), top_ids, top_values) if top_ids else ()
+    top = _top_log_probs(len(log_probs or ids), top_ids, top_values) if top_ids else ()
     if not reason_text:
         return TokenDelta(text_output, ids, log_probs, None, "", None, None, "", top)
     reason = _REASONS.get(reason_text)
@@ -227,7 +227,7 @@ def _delta(values: list) -> TokenDelta:
 
 
 def _top_log_probs(count: int, ids: tuple, log_probs: tuple) -> tuple[tuple[tuple[int, float], ...], ...]:
-    """Pairs (id, log probability) for each of ``count`` new ids, out of two tensors of [count, k]."""
+    """Pairs (id, log probability) for each of ``count`` log probabilities, out of two tensors of [count, k]."""
     if not count or len(ids) != len(log_probs) or len(ids) % count:
         raise WireError(f"top_log_probs: {len(ids)} ids and {len(log_probs)} values do not fit {count} new tokens")
     pairs, k = tuple(zip(ids, log_probs, strict=True)), len(ids) // count

@@ -23,7 +23,7 @@ _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 _ARGUMENTS = tuple(GenerateArguments.__annotations__)
 _CONTENT = {"content", "tool_calls"}  # a message has at least one of them
 _JSON = {"json_schema": "a schema", "tools": "a list of tools", "chat_template_kwargs": "a dict"}
-_SWITCHES = frozenset({"stream", "echo", "skip_special_tokens", "ignore_eos", "log_probs"})
+_SWITCHES = frozenset({"stream", "echo", "skip_special_tokens", "ignore_eos", "log_probs", "prompt_log_probs"})
 
 
 def build(prompt: str | None = None, **given: Unpack[GenerateArguments]) -> GenerationRequest:

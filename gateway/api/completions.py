@@ -55,16 +55,21 @@ class CompletionFormatter:
     def _logprobs(self, choice: int, output: TokenDelta | Completion) -> dict[str, Any]:
         ids = output.token_ids[: len(output.log_probs)]
         tokens = [self._vocabulary.token(token_id)[0] for token_id in ids]
+        log_probs: list[float | None] = list(output.log_probs)
+        candidates = [self._candidates(top) for top in output.top_log_probs]
+        if self._request.echo and tokens and choice not in self._offsets:
+            log_probs[0] = None  # nothing precedes the prompt's first token
         offsets = []
         for token in tokens:
             offsets.append(self._offsets[choice])
             self._offsets[choice] += len(token)
-        candidates = [
-            {self._vocabulary.token(other)[0]: log_prob for other, log_prob in top} for top in output.top_log_probs
-        ]
         return {
             "tokens": tokens,
-            "token_logprobs": list(output.log_probs),
+            "token_logprobs": log_probs,
             "top_logprobs": candidates or None,
             "text_offset": offsets,
         }
+
+    def _candidates(self, top: Sequence[tuple[int, float]]) -> dict[str, float] | None:
+        """None for the prompt's first token, whose ids are -1."""
+        return {self._vocabulary.token(other)[0]: log_prob for other, log_prob in top if other >= 0} or None

@@ -201,7 +201,7 @@ class _Sampling(BaseModel):
         if self.top_k is not None:
             sampling["top_k"] = max(0, self.top_k)  # other servers use -1 for "all"
         if log_probs is not None:
-            sampling |= {"log_probs": True, "top_log_probs": log_probs}
+            sampling |= {"log_probs": True, "top_log_probs": log_probs, "prompt_log_probs": more.get("echo", False)}
         seeds = [None if self.seed is None else (self.seed + choice) % 2**64 for choice in range(self.choices)]
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         try:
@@ -322,6 +322,7 @@ class CompletionRequest(_Sampling):
         | Annotated[list[Annotated[list[_Integer], _FIRST]], _FIRST, _EntryLimit],
         WithJsonSchema(_PROMPT),
     ]
+    max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31), _WHOLE] | None = None  # 0: with echo, the prompt alone
     logprobs: Annotated[StrictInt, Field(ge=0, le=20), _WHOLE] | None = None
     echo: StrictBool | None = None
     best_of: _Integer | None = None
@@ -334,8 +335,6 @@ class CompletionRequest(_Sampling):
             raise InvalidArgument("best_of", f"must equal n, got {self.best_of}: choices are not ranked")
         if self.suffix:
             raise InvalidArgument("suffix", "is not supported; leave it out")
-        if self.echo and self.logprobs is not None:
-            raise InvalidArgument("logprobs", "must be left out with echo: the prompt has no log probabilities")
         prompts: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         if not prompts:
             raise InvalidArgument("prompt", "must have at least one prompt or token id, got an empty list")
@@ -350,7 +349,7 @@ class CompletionRequest(_Sampling):
             for prompt in prompts
             for request in self.requests(
                 {"text_input": prompt} if isinstance(prompt, str) else {"input_ids": tuple(prompt)},
-                self.max_tokens or 16,
+                16 if self.max_tokens is None else self.max_tokens,
                 timeout_s,
                 self.logprobs,
                 echo=bool(self.echo),

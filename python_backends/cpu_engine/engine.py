@@ -190,6 +190,10 @@ class Engine:
                 if not stream.first_scheduled_ns:
                     # The first step after it was added; chunked prefill may include it a step later.
                     stream.first_scheduled_ns = max(report.start_ns, stream.started_ns)
+                if output.prompt_log_probs:
+                    with stream.lock:
+                        stream.prompt_log_probs = output.prompt_log_probs
+                        stream.prompt_top = output.prompt_top_log_probs
                 keep = stream.stop_sequence_end(output.token_ids)
                 top = output.top_log_probs[:keep]
                 with stream.lock:

@@ -83,12 +83,16 @@ def parse(
     if declared != input_ids.size:
         problem = f"must be {input_ids.size}, the number of input_ids, got {declared}"
         raise InvalidArgument("input_lengths", problem)
-    max_tokens = inputs.scalar("request_output_len")
-    if max_tokens is None or max_tokens < 1:
-        raise InvalidArgument("request_output_len", f"must be 1 or more, got {max_tokens}")
+    max_tokens, echo = inputs.scalar("request_output_len"), not inputs.scalar("exclude_input_in_output", True)
+    if max_tokens is None or max_tokens < (0 if echo else 1):
+        allowed = "1 or more, or 0 with exclude_input_in_output=false"
+        raise InvalidArgument("request_output_len", f"must be {allowed}, got {max_tokens}")
+    sampling = _sampling(inputs)
+    if sampling.prompt_log_probs and not (echo and (sampling.log_probs or sampling.top_log_probs)):
+        allowed = "false without exclude_input_in_output=false and return_log_probs"
+        raise InvalidArgument("return_prompt_log_probs", f"must be {allowed}, got true")
     check_fits(input_ids.size, max_tokens, limits, "input_ids", "request_output_len")
     stop_ids, stop_sequences = _stops(inputs, limits)
-    sampling = _sampling(inputs)
     arrival_ns, tokenized_ns = _times(inputs, now_ns)
     return EngineRequest(
         request_id=request_id,
@@ -98,7 +102,7 @@ def parse(
         stop_ids=stop_ids,
         stop_sequences=stop_sequences,
         streaming=inputs.scalar("streaming", False),
-        echo=not inputs.scalar("exclude_input_in_output", True),
+        echo=echo,
         stream_options=inputs.text("stream_options") or "",
         arrival_ns=arrival_ns,
         tokenized_ns=tokenized_ns,
@@ -175,6 +179,7 @@ def _sampling(inputs: Inputs) -> SamplingParams:
             min_tokens=inputs.scalar("min_tokens", neutral.min_tokens),
             log_probs=inputs.scalar("return_log_probs", False),
             top_log_probs=inputs.scalar("num_top_log_probs", 0),
+            prompt_log_probs=inputs.scalar("return_prompt_log_probs", False),
         ).validate()
     except InvalidArgument as exc:
         if exc.field == "top_p":

@@ -35,6 +35,7 @@ class Stream:
 
     epoch, key: see StreamState.
     pending_ids, pending_log_probs, pending_top: generated and not sent yet.
+    prompt_log_probs, prompt_top: of the prompt's ids, if requested.
     tail: the last generated ids that may begin a stop sequence.
     started_ns: the scheduler gave it a slot and the worker was sent the command to start it.
     last_sent_ids_ns: the last response with generated ids was sent.
@@ -53,6 +54,8 @@ class Stream:
     pending_ids: list[int] = field(default_factory=list)
     pending_log_probs: list[float] = field(default_factory=list)
     pending_top: list[TopLogProbs] = field(default_factory=list)
+    prompt_log_probs: list[float] = field(default_factory=list)
+    prompt_top: list[TopLogProbs] = field(default_factory=list)
     event: StreamEvent = StreamEvent.RUNNING
     stop_id: int = -1
     error: TridentError | None = None
@@ -141,6 +144,7 @@ class Stream:
         if self.request.echo and not self.echoed and event is not StreamEvent.PROBE:
             self.echoed = True
             token_ids = self.request.input_ids.tolist() + token_ids
+            log_probs, top = self.prompt_log_probs + log_probs, self.prompt_top + top
         self.probe_due = False
         options = "" if self.responded else self.request.stream_options
         self.last_sent_ns = now_ns

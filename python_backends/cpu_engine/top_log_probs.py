@@ -1,9 +1,10 @@
-"""The k likeliest ids at each position, which OpenVINO GenAI does not return: its log_probs are of the chosen id only.
+"""Log probabilities that OpenVINO GenAI does not return: of the k likeliest ids at each position (its own are of the
+chosen id only), and of the prompt's ids (it has none for those that it found in its prefix cache).
 
 For a sequence that requests them, the same model runs a second time, outside the batch and with its own KV cache, over
-the ids that the engine chose. This doubles the sequence's compute and, from the first such request on, the memory of
-the weights; other sequences pay nothing. The chosen id's log probability is taken from the same pass, so that the two
-agree.
+the prompt and the ids that the engine chose. This doubles the sequence's compute and, from the first such
+request on, the memory of the weights; other sequences pay nothing. The chosen id's log probability is taken from the
+same pass, so that the two agree.
 """
 
 from __future__ import annotations
@@ -34,10 +35,15 @@ class TopLogProbsModel:
         self._sequences: dict[int, _Sequence] = {}
 
     def open(self, id: int, prompt_ids: np.ndarray, k: int) -> None:
-        """Start scoring sequence ``id``: ``k`` entries per generated id."""
+        """Start scoring sequence ``id``: ``k`` entries per id."""
         if self._compiled is None:
             self._compiled = ov.Core().compile_model(self._model_xml, "CPU", self._properties)
         self._sequences[id] = _Sequence(self._compiled.create_infer_request(), prompt_ids, k)
+
+    def score_prompt(self, id: int) -> tuple[list[float], list[TopLogProbs]]:
+        """Return the log probability of each id in the prompt's next chunk and the k likeliest there; both empty after
+        the last one. The prompt's first id has none. Call it to the end before ``score``, or not at all."""
+        return self._sequences[id].score_prompt()
 
     def score(self, id: int, token_ids: Sequence[int]) -> tuple[list[float], list[TopLogProbs]]:
         """Return the log probability of each new id and the k likeliest there; both empty for an unopened sequence."""
@@ -64,13 +70,26 @@ class _Sequence:
         chunks = [
             self._logits(feed[at : at + _CHUNK_TOKENS])[-new_ids.size :] for at in range(0, feed.size, _CHUNK_TOKENS)
         ]
-        logits = np.concatenate(chunks)[-new_ids.size :]  # f32[new, vocab]
+        return self._log_probs(np.concatenate(chunks)[-new_ids.size :], new_ids)
+
+    def score_prompt(self) -> tuple[list[float], list[TopLogProbs]]:
+        ids = self._pending[: _CHUNK_TOKENS + 1]
+        if ids.size < 2:
+            return [], []
+        self._pending = self._pending[ids.size - 1 :]
+        return self._log_probs(self._logits(ids[:-1]), ids[1:])
+
+    def _log_probs(self, logits: np.ndarray, ids: np.ndarray) -> tuple[list[float], list[TopLogProbs]]:
+        """logits: f32[ids, vocab], of the distributions that these ids were drawn from."""
         log_probs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-        top = np.argsort(-log_probs, axis=-1, kind="stable")[:, : self._k]
-        chosen = log_probs[np.arange(new_ids.size), new_ids].tolist()
-        return chosen, [
-            TopLogProbs(best.tolist(), row[best].tolist()) for row, best in zip(log_probs, top, strict=True)
-        ]
+        chosen = log_probs[np.arange(ids.size), ids].tolist()
+        if not self._k:
+            return chosen, []
+        best = np.sort(np.argpartition(-log_probs, self._k - 1)[:, : self._k])  # equal values in the order of their ids
+        values = np.take_along_axis(log_probs, best, axis=-1)
+        order = np.argsort(-values, kind="stable")
+        top = zip(*(np.take_along_axis(array, order, axis=-1).tolist() for array in (best, values)), strict=True)
+        return chosen, [TopLogProbs(*entry) for entry in top]
 
     def _logits(self, feed: np.ndarray) -> np.ndarray:
         """f32[ids, vocab] after each of these ids, which follow those fed before."""

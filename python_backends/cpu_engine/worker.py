@@ -23,6 +23,7 @@ from contract.generation import Guide, SamplingParams
 from python_backends.cpu_engine.pipeline import open_pipeline
 from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.token_increment import TopLogProbs
 from python_backends.ensemble.worker_messages import AddSequence, Failed, Ready, StepOutput, StepReport
 from python_backends.grammar.genai_config import structured_output
 
@@ -39,8 +40,10 @@ class StepLoop:
         self._top_log_probs = top_log_probs
         self._connection = connection
         self._handles: dict[int, genai.GenerationHandle] = {}
+        self._unscored: dict[int, AddSequence] = {}  # they start when the log probabilities of their prompts are known
+        self._scores: StepOutput | None = None  # of the first of them
         self._without_token: dict[int, int] = {}  # id -> prompt tokens
-        self._ended: list[StepOutput] = []
+        self._ended: list[StepOutput] = []  # what the next report begins with
 
     def run(self) -> None:
         """Loop until the connection ends.
@@ -51,38 +54,71 @@ class StepLoop:
         while True:
             self._drain_commands()
             start_ns = time.monotonic_ns()
-            self._pipeline.step()
+            self._score_prompt()
+            if self._handles:
+                self._pipeline.step()
             self._report(start_ns)
 
     def _drain_commands(self) -> None:
         # Blocks only when there is nothing to step: an idle engine uses no CPU.
-        while self._connection.poll(0 if self._handles else None):
+        while self._connection.poll(0 if self._handles or self._unscored or self._ended else None):
             command = self._connection.recv()
-            if isinstance(command, AddSequence):
-                self._add(command)
-            else:
+            if not isinstance(command, AddSequence):
                 self._end(command.id)
+            elif command.sampling.prompt_log_probs:
+                self._unscored[command.id] = command
+            else:
+                self._add(command)
+
+    def _score_prompt(self) -> None:
+        """Score a chunk of one prompt: running sequences wait for no more than that in a step."""
+        if not self._unscored:
+            return
+        command = next(iter(self._unscored.values()))
+        k = command.sampling.top_log_probs
+        if self._scores is None or self._scores.id != command.id:
+            self._top_log_probs.open(command.id, command.input_ids, k)
+            none = [TopLogProbs([-1] * k, [0.0] * k)] if k else []
+            self._scores = StepOutput(
+                command.id, [], [], StreamEvent.RUNNING, prompt_log_probs=[0.0], prompt_top_log_probs=none
+            )
+        log_probs, top = self._top_log_probs.score_prompt(command.id)
+        self._scores.prompt_log_probs.extend(log_probs)
+        self._scores.prompt_top_log_probs.extend(top)
+        if not log_probs:
+            self._ended.append(self._scores)
+            del self._unscored[command.id]
+            self._scores = None
+            self._add(command)
 
     def _add(self, command: AddSequence) -> None:
+        if not command.max_tokens:
+            self._top_log_probs.close(command.id)
+            self._ended.append(StepOutput(command.id, [], [], StreamEvent.LENGTH))
+            return
         config = generation_config(command.max_tokens, command.sampling, command.stop_ids, command.guide)
         try:
             handle = self._pipeline.add_request(command.id, ov.Tensor(command.input_ids[None]), config)
         except RuntimeError as exc:
-            rejected = StepOutput(command.id, [], [], StreamEvent.ERROR, error=_last_line(exc))
-            self._connection.send(StepReport(0, 0, [rejected]))
+            self._top_log_probs.close(command.id)
+            self._ended.append(StepOutput(command.id, [], [], StreamEvent.ERROR, error=_last_line(exc)))
             return
         self._handles[command.id] = handle
-        if command.sampling.top_log_probs:
+        if not command.sampling.top_log_probs:
+            self._top_log_probs.close(command.id)
+        elif not command.sampling.prompt_log_probs:
             self._top_log_probs.open(command.id, command.input_ids, command.sampling.top_log_probs)
         self._without_token[command.id] = command.input_ids.size
 
     def _end(self, id: int) -> None:
-        handle = self._handles.pop(id, None)
+        handle, unscored = self._handles.pop(id, None), self._unscored.pop(id, None)
         self._without_token.pop(id, None)
         self._top_log_probs.close(id)
+        if handle is None and unscored is None:
+            return
+        self._ended.append(StepOutput(id, [], [], StreamEvent.CANCELLED))
         if handle is not None:
             handle.cancel()
-            self._ended.append(StepOutput(id, [], [], StreamEvent.CANCELLED))
             if not self._handles:
                 # The pipeline frees a cancelled sequence's blocks in its next step, and no live sequence causes one.
                 self._pipeline.step()

@@ -56,6 +56,7 @@ class TextIncrement(NamedTuple):
 class _OpenStream:
     options: StreamOptions
     text: TextStream
+    echoed_ids: int  # ids of an echoed prompt
     unarmed_ids: int  # ids until stop strings count: an echoed prompt's and min_tokens
     ids: int = 0
     cum_log_prob: float = 0.0
@@ -131,7 +132,7 @@ class Streams:
             options.include_stop,
             armed=not unarmed,
         )
-        stream = self._open[increment.state.key] = _OpenStream(options, text, unarmed)
+        stream = self._open[increment.state.key] = _OpenStream(options, text, echoed, unarmed)
         return stream
 
     def _decode(self, stream: _OpenStream, increment: TokenIncrement) -> str:
@@ -157,11 +158,12 @@ class Streams:
         if stream.stop is None and state.event.last:
             text += stream.text.finish()
             stream.stop = stream.text.stop
-        # An echoed prompt's ids come first and have no log probabilities.
+        # An echoed prompt's ids come first, with or without log probabilities.
         dropped = len(increment.token_ids) - consumed
         log_probs = increment.log_probs[: max(0, len(increment.log_probs) - dropped)]
         stream.ids += consumed
-        stream.cum_log_prob += sum(log_probs)
+        generated = min(consumed, max(0, stream.ids - stream.echoed_ids))
+        stream.cum_log_prob += sum(log_probs[max(0, len(log_probs) - generated) :])
         stream.held_ids += ids[:consumed]
         stream.held_log_probs += log_probs
         stream.held_top += increment.top_log_probs[: len(log_probs)]
@@ -176,7 +178,6 @@ class Streams:
         hidden = int(state.event is StreamEvent.STOP and state.stop_id in options.hidden_ids and stream.stop is None)
         if stream.stop is not None:
             finish_reason, stop_reason = FinishReason.STOP, stream.stop
-        echoed = state.num_input_tokens if options.echo else 0
         return TextIncrement(
             "".join(stream.held_text) + text,
             stream.held_ids,
@@ -186,7 +187,7 @@ class Streams:
             finish_reason,
             stop_reason,
             increment.error if finish_reason is FinishReason.ERROR else "",
-            max(0, stream.ids - echoed) + hidden,
+            max(0, stream.ids - stream.echoed_ids) + hidden,
             options.timings,
             options.tokenized_ns,
         )

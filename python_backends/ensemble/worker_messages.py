@@ -18,6 +18,7 @@ class AddSequence:
 
     id: unique for the lifetime of the worker.
     input_ids: int64[n], the prompt.
+    max_tokens: 0 ends the sequence at its prompt.
     stop_ids: ids that end the sequence.
     priority: 0 (last) to 1 (first).
     guide: what the output must match, in a form that the worker can compile; None for free text.
@@ -60,6 +61,8 @@ class StepOutput:
     event: RUNNING, or how the sequence ended.
     top_log_probs: one entry per new id, or empty if not requested.
     error: why it failed, with the event ERROR only.
+    prompt_log_probs: one per prompt id, before the first new id and only if requested; the first id's is 0.
+    prompt_top_log_probs: one entry per prompt id, or empty if not requested; the first id's has ids of -1.
     """
 
     id: int
@@ -68,6 +71,8 @@ class StepOutput:
     event: StreamEvent
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
     error: str = ""
+    prompt_log_probs: list[float] = field(default_factory=list)
+    prompt_top_log_probs: list[TopLogProbs] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

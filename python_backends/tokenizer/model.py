@@ -36,6 +36,7 @@ class TritonPythonModel:
         self._max_prompt_bytes = settings.max_prompt_bytes
         self._drain_file = settings.drain_file
         self._eos_token_ids = tuple(manifest.eos_token_ids)
+        self._kind = manifest.kind
         self._cpp_backend = manifest.kind == "trtllm"
         # Only a Python engine passes options on; for the C++ backend they take the metadata channel.
         self._metadata_channel = MetadataSender(settings.metadata_socket) if self._cpp_backend else None
@@ -121,12 +122,21 @@ class TritonPythonModel:
     def _refuse_unsupported(self, prompt: PromptRequest) -> None:
         """Refuse inputs by their public names that the engine would refuse by another, or ignore."""
         if self._cpp_backend:
-            unsupported: dict[str, object] = {"min_p": prompt.min_p, "num_top_log_probs": prompt.num_top_log_probs}
-            neutral = "0"
-        else:
-            unsupported = {"bad_words": prompt.bad_words, "embedding_bias_words": prompt.bias_words}
-            neutral = "left out"
-        for name, value in unsupported.items():
+            refused: list[tuple[str, object, str]] = [
+                ("min_p", prompt.min_p, "0"),
+                ("num_top_log_probs", prompt.num_top_log_probs, "0"),
+            ]
+        else:  # OpenVINO GenAI and the LLM API's adapter have no mask or bias for the ids of one request
+            refused = [
+                ("bad_words", prompt.bad_words, "left out"),
+                ("embedding_bias_words", prompt.bias_words, "left out"),
+            ]
+        if self._kind != "cpu":
+            refused += [
+                ("return_prompt_log_probs", prompt.prompt_log_probs, "false"),
+                ("max_tokens", prompt.max_tokens == 0 and "0", "1 or more"),
+            ]
+        for name, value, neutral in refused:
             if value:
                 raise InvalidArgument(name, f"must be {neutral}, got {value}; not supported by this engine yet")
 

@@ -55,6 +55,7 @@ class PromptRequest:
     min_tokens: int | None
     min_p: float
     num_top_log_probs: int
+    prompt_log_probs: bool
     bad_words: tuple[str, ...]
     bias_words: tuple[str, ...]
     bias_weights: tuple[float, ...]
@@ -97,9 +98,10 @@ def parse(inputs: Inputs, parameters: dict[str, Any], limits: EngineLimits, max_
     truncate = inputs.scalar("truncate_prompt_tokens")
     if truncate is not None and truncate != -1 and truncate < 1:
         raise InvalidArgument("truncate_prompt_tokens", f"must be 1 or more, or -1 for what fits, got {truncate}")
-    max_tokens = inputs.scalar("max_tokens")
-    if max_tokens is not None and not 1 <= max_tokens <= limits.max_seq_len:
-        raise InvalidArgument("max_tokens", f"must be 1 to {limits.max_seq_len}, got {max_tokens}")
+    max_tokens, echo = inputs.scalar("max_tokens"), not inputs.scalar("exclude_input_in_output", True)
+    if max_tokens is not None and not (max_tokens == 0 and echo) and not 1 <= max_tokens <= limits.max_seq_len:
+        allowed = f"1 to {limits.max_seq_len}, or 0 with exclude_input_in_output=false"
+        raise InvalidArgument("max_tokens", f"must be {allowed}, got {max_tokens}")
     min_tokens = _alias(inputs, "min_tokens", "min_length")
     if min_tokens is not None and not 0 <= min_tokens <= limits.max_seq_len:
         raise InvalidArgument("min_tokens", f"must be 0 to {limits.max_seq_len}, got {min_tokens}")
@@ -124,12 +126,13 @@ def parse(inputs: Inputs, parameters: dict[str, Any], limits: EngineLimits, max_
         min_tokens=min_tokens,
         min_p=inputs.scalar("min_p", 0.0),
         num_top_log_probs=inputs.scalar("num_top_log_probs", 0),
+        prompt_log_probs=inputs.scalar("return_prompt_log_probs", False),
         bad_words=tuple(word for word in inputs.texts("bad_words") if word),
         bias_words=tuple(bias_words),
         bias_weights=tuple(bias_weights),
         options=StreamOptions(
             stream=inputs.scalar("stream", False),
-            echo=not inputs.scalar("exclude_input_in_output", True),
+            echo=echo,
             stop=_stop_words(inputs),
             include_stop=inputs.scalar("include_stop_in_output", False),
             hidden_ids=stop_token_ids,

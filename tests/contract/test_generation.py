@@ -38,7 +38,7 @@ def test_a_sampling_value_is_allowed_up_to_its_edge_and_refused_beyond_by_name(n
 
 
 def test_every_numeric_sampling_value_has_its_edges_tested():
-    switches = {"ignore_eos", "log_probs"}
+    switches = {"ignore_eos", "log_probs", "prompt_log_probs"}
     assert set(EDGES) == {field.name for field in dataclasses.fields(SamplingParams)} - switches
 
 
@@ -75,6 +75,17 @@ def test_a_prompt_or_a_chat_makes_a_request():
         ({"input_ids": (3, -1)}, "input_ids", "must be an integer from 0 to"),
         ({"input_ids": (3, True)}, "input_ids", "must be an integer from 0 to"),
         ({"text_input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "must be 1 or more, or -1 for"),
+        ({"text_input": "a", "echo": True, "max_tokens": -1}, "max_tokens", "an integer from 0 to"),
+        (
+            {"text_input": "a", "sampling": SamplingParams(prompt_log_probs=True, log_probs=True)},
+            "prompt_log_probs",
+            "must be false without echo and log_probs",
+        ),
+        (
+            {"text_input": "a", "echo": True, "sampling": SamplingParams(prompt_log_probs=True)},
+            "prompt_log_probs",
+            "must be false without echo and log_probs",
+        ),
         ({"text_input": ""}, "text_input", "must have at least one character"),
         ({"text_input": "a", "max_tokens": 0}, "max_tokens", "an integer from 1 to"),
         ({"text_input": "a", "max_tokens": INT32_MAX + 1}, "max_tokens", "an integer from 1 to"),

@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+import numpy as np
 import openai
 import pytest
 import tokenizers
 import tritonclient.grpc.aio as triton
 from triton_requests import ask, responses
 
+from build.base.checkpoint import open_checkpoint
 from clients import AsyncClient
 from contract import manifest as manifests
 from contract.errors import InvalidArgument, PromptTooLong
+from tests.fakes import numpy_llama
 from tests.gateway.running import gateway
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "def fibonacci(n):\n"
 GREEDY = {"max_tokens": 12, "ignore_eos": True}
 
@@ -111,3 +116,64 @@ async def test_wrong_ids_are_refused_by_name_and_disturb_nobody(replica, engine_
     assert error.value.param == "prompt"
     rest = [result async for result, error in stream if not error]
     assert first is not None and rest[-1].as_numpy("finish_reason").item() == b"length"
+
+
+# ---- log probabilities of the prompt ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference(library):
+    """(ids, f64[len(ids), vocab]): a prompt, and the log probabilities after each id, by a forward pass in numpy."""
+    checkpoint = open_checkpoint(ROOT / "build" / "demo_model" / "checkpoint")
+    tensors = {name: tensor.f32() for name, tensor in checkpoint.tensors.items()}
+    ids = library.encode(PROMPT + "    a, b = 0, 1\n    while a < n:\n        print(a, end=' ')\n" * 8).ids
+    logits = numpy_llama.logits(dict(checkpoint.config), tensors, ids).astype(np.float64)
+    return ids, logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echoed_prompts_ids_have_the_models_log_probabilities(client, reference, stream):
+    ids, log_probs = reference
+    assert len(ids) > 150  # more than is scored in one step
+    asked = {"input_ids": ids, "max_tokens": 0, "exclude_input_in_output": False, "stream": stream}
+    asked |= {"return_log_probs": True, "num_top_log_probs": 2, "return_prompt_log_probs": True}
+    for _ in range(2):  # the second time from a warm prefix cache
+        found = await ask(client, asked)
+        assert (found.error, found.ids, found.finish_reasons[-1]) == ("", ids, "length")
+        assert found.log_probs[0] == 0 and found.outputs["num_output_tokens"].item() == 0
+        expected = log_probs[np.arange(len(ids) - 1), ids[1:]]
+        np.testing.assert_allclose(found.log_probs[1:], expected, atol=5e-3)
+        assert sum(found.log_probs) == pytest.approx(expected.sum(), abs=0.05)
+        top = found.outputs["top_log_probs_ids"].reshape(-1, 2)
+        assert len(top) == len(ids) and top[0].tolist() == [-1, -1]
+        agree = top[1:, 0] == log_probs[:-1].argmax(axis=-1)
+        assert agree.mean() > 0.98
+
+
+async def test_an_evaluation_harness_gets_what_it_sums_up(replica, engine_dir, client, reference):
+    """The request of lm-eval's ``local-completions``: one token more than it needs, and the likeliest at each place."""
+    ids, log_probs = reference
+    context = 40
+    async with openai_client(replica, engine_dir) as far:
+        options = {"model": "demo", "temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}
+        several = await far.completions.create(prompt=[ids, ids[:60]], max_tokens=1, **options)
+        alone = await far.completions.create(prompt=ids, max_tokens=0, **options)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await far.completions.create(model="demo", prompt=ids, max_tokens=0)
+    for choice, length in zip(several.choices, (len(ids), 60), strict=True):
+        found = choice.logprobs
+        assert len(found.token_logprobs) == len(found.tokens) == len(found.top_logprobs) == length + 1
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        expected = log_probs[np.arange(context - 1, length - 1), ids[context:length]]
+        assert sum(found.token_logprobs[context:-1]) == pytest.approx(expected.sum(), abs=0.05)
+        greedy = [
+            value == max(top.values())
+            for value, top in zip(found.token_logprobs[context:-1], found.top_logprobs[context:-1], strict=True)
+        ]
+        agree = np.array(greedy) == (log_probs[context - 1 : length - 1].argmax(axis=-1) == ids[context:length])
+        assert agree.mean() > 0.97
+    assert alone.choices[0].logprobs.token_logprobs == several.choices[0].logprobs.token_logprobs[:-1]
+    assert (alone.choices[0].finish_reason, alone.usage.completion_tokens) == ("length", 0)
+    assert refused.value.param == "max_tokens"
+    plain = await ask(client, {"input_ids": ids, "max_tokens": 0, "exclude_input_in_output": False})
+    assert (plain.ids, plain.text, plain.log_probs) == (ids, alone.choices[0].text, [])

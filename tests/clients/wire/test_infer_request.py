@@ -71,7 +71,7 @@ def test_the_protobufs_read_a_request_as_it_was_meant(
 
 
 def test_every_field_of_a_request_travels_under_the_ensembles_name_and_type() -> None:
-    sampling = SamplingParams(0.5, 5, 0.9, 0.1, 1.5, 0.25, -0.25, 2**64 - 1, 3, True, True, 4)
+    sampling = SamplingParams(0.5, 5, 0.9, 0.1, 1.5, 0.25, -0.25, 2**64 - 1, 3, True, True, 4, True)
     asked = GenerationRequest(
         messages=({"role": "user", "content": "grüß Gott"},),
         tools="[1]",
@@ -106,6 +106,7 @@ def test_every_field_of_a_request_travels_under_the_ensembles_name_and_type() ->
         "ignore_eos": [True],
         "return_log_probs": [True],
         "num_top_log_probs": [4],
+        "return_prompt_log_probs": [True],
         "return_num_input_tokens": [True],
         "return_num_output_tokens": [True],
         "return_perf_metrics": [True],

@@ -96,6 +96,9 @@ def test_the_likeliest_ids_come_as_pairs_for_each_new_id() -> None:
     assert ended == TokenDelta("ab", (7, 9), (), FinishReason.STOP, top_log_probs=pairs)
     with pytest.raises(protobuf.WireError, match="top_log_probs: 4 ids and 4 values do not fit 3 new tokens"):
         decoder.decode(response(values | {"output_ids": [1, 2, 3]}))
+    # An echoed prompt's ids need not have any.
+    echoed, _, _ = decoder.decode(response(values | {"output_ids": [1, 7, 9], "output_log_probs": [-0.5, -0.25]}))
+    assert (echoed.token_ids, echoed.top_log_probs) == ((1, 7, 9), pairs)
 
 
 def test_one_stream_may_mix_full_sparse_and_coalesced_responses() -> None:

@@ -38,6 +38,21 @@ def test_text_offsets_go_on_from_chunk_to_chunk_by_choice() -> None:
     assert offsets == [[0, first], [whole, whole + first], [0, first]]
 
 
+def test_an_echoed_prompts_first_token_has_no_log_probability() -> None:
+    made = formatter(logprobs=1, echo=True)
+    deltas = [
+        TokenDelta("ab", (5, 6), (0.0, -0.25), top_log_probs=(((-1, 0.0),), ((7, -0.125),))),
+        TokenDelta("c", (8,), (-0.5,), FinishReason.LENGTH, top_log_probs=(((8, -0.5),),)),
+    ]
+    made.chunk(0, TokenDelta("x"))  # as an event's template is made
+    first, second = (made.chunk(0, delta)["choices"][0]["logprobs"] for delta in deltas)
+    whole = made.response([completion.join(deltas, "r")] * 2, {})["choices"][1]["logprobs"]
+    assert whole["token_logprobs"] == [None, -0.25, -0.5] == first["token_logprobs"] + second["token_logprobs"]
+    assert whole["top_logprobs"] == [None, {"token_id:7": -0.125}, {"token_id:8": -0.5}]
+    assert whole["top_logprobs"] == first["top_logprobs"] + second["top_logprobs"]
+    assert (whole["tokens"], whole["text_offset"]) == (["token_id:5", "token_id:6", "token_id:8"], [0, 10, 20])
+
+
 def test_a_complete_response_has_a_text_for_each_choice() -> None:
     joined = completion.join([TokenDelta("a"), TokenDelta("b", finish_reason=FinishReason.STOP)], "r")
     found = formatter().response([joined, joined], {"total_tokens": 3})

@@ -55,6 +55,18 @@ def test_a_prompt_that_is_none_is_named(prompt: Any) -> None:
     assert refused.value.field.split(".")[0] == "prompt"
 
 
+def test_an_echo_may_have_log_probabilities_and_no_output() -> None:
+    [request] = completion(echo=True, logprobs=0, max_tokens=0).generations(SETTINGS, 5.0)
+    assert (request.max_tokens, request.echo) == (0, True)
+    assert (request.sampling.log_probs, request.sampling.prompt_log_probs) == (True, True)
+    assert not completion(echo=True).generations(SETTINGS, 5.0)[0].sampling.prompt_log_probs
+    assert not completion(logprobs=1).generations(SETTINGS, 5.0)[0].sampling.prompt_log_probs
+    with pytest.raises(InvalidArgument, match="max_tokens: must be an integer from 1 to"):
+        completion(max_tokens=0).generations(SETTINGS, 5.0)
+    with pytest.raises(InvalidArgument, match="max_tokens"):
+        chat(max_tokens=0)
+
+
 def test_a_chat_takes_the_default_limit_and_either_name_of_its_own() -> None:
     assert chat().generations(SETTINGS, 5.0)[0].max_tokens == SETTINGS.default_max_tokens
     for name in ("max_tokens", "max_completion_tokens"):

@@ -147,6 +147,19 @@ def test_what_this_engine_cannot_honour_is_refused_by_name(ask, name, value, pro
     assert caught.value.field == name
 
 
+def test_a_prompt_alone_and_its_log_probabilities_need_an_echo(ask):
+    echo = {"exclude_input_in_output": False, "request_output_len": 0}
+    assert ask(**echo).max_tokens == 0
+    sampling = ask(**echo, return_prompt_log_probs=True, num_top_log_probs=3).sampling
+    assert (sampling.prompt_log_probs, sampling.top_log_probs) == (True, 3)
+    assert ask(**echo, input_ids=[1] * 200, input_lengths=200).input_ids.size == 200  # no room for a token is needed
+    for inputs in ({"return_log_probs": True}, {"exclude_input_in_output": False}):
+        with pytest.raises(InvalidArgument, match="return_prompt_log_probs: must be false without"):
+            ask(return_prompt_log_probs=True, **inputs)
+    with pytest.raises(InvalidArgument, match="request_output_len: must be 1 or more, or 0 with exclude"):
+        ask(request_output_len=0)
+
+
 NAN, INFINITY = float("nan"), float("inf")
 
 

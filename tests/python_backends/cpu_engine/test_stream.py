@@ -73,6 +73,17 @@ def test_later_chunks_carry_what_is_new_and_no_options():
     assert one.take(50) is None
 
 
+def test_an_echoed_prompt_leaves_with_its_own_log_probabilities():
+    one = stream(echo=True)
+    prompt = [TopLogProbs([-1], [0.0]), TopLogProbs([8], [-1.0]), TopLogProbs([9], [-2.0])]
+    one.prompt_log_probs, one.prompt_top = [0.0, -1.0, -2.0], prompt
+    one.add_tokens([1], [-0.5], [TopLogProbs([1], [-0.5])], 10)
+    increment = one.take(20)
+    assert (increment.token_ids, increment.log_probs) == ([7, 8, 9, 1], [0.0, -1.0, -2.0, -0.5])
+    assert increment.top_log_probs == [*prompt, TopLogProbs([1], [-0.5])]
+    assert (increment.cum_log_prob, increment.num_output_tokens) == (-0.5, 1)
+
+
 def test_likeliest_ids_leave_with_the_ids_they_belong_to():
     one = stream()
     entries = [TopLogProbs([1], [-0.1]), TopLogProbs([2], [-0.2]), TopLogProbs([3], [-0.3])]

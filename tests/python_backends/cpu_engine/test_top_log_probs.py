@@ -45,6 +45,25 @@ def test_every_id_has_its_own_log_probability_and_the_likeliest_at_its_position(
     model.close(1)
 
 
+@pytest.mark.parametrize(("prompt", "k"), [(1, 3), (2, 0), (128, 1), (129, 2), (130, 20), (300, 5)])
+def test_a_prompts_ids_have_log_probabilities_chunk_by_chunk_and_so_have_those_after_it(
+    model, ids, log_probs, prompt, k
+):
+    model.open(3, ids[:prompt], k)
+    chosen, entries, chunks = [], [], 0
+    while (chunk := model.score_prompt(3)) != ([], []):
+        chosen, entries, chunks = chosen + chunk[0], entries + chunk[1], chunks + 1
+    assert chunks == -(-(prompt - 1) // 128)
+    np.testing.assert_allclose(chosen, log_probs[np.arange(prompt - 1), ids[1:prompt]], atol=1e-3)
+    assert len(entries) == (prompt - 1 if k else 0)
+    for entry, expected in zip(entries, log_probs, strict=False):
+        assert entry.ids == np.argsort(-expected)[:k].tolist()
+        np.testing.assert_allclose(entry.log_probs, expected[entry.ids], atol=1e-3)
+    [after], _ = model.score(3, [int(ids[prompt])])
+    np.testing.assert_allclose(after, log_probs[prompt - 1, ids[prompt]], atol=1e-3)
+    model.close(3)
+
+
 def test_sequences_do_not_share_state(model, ids, log_probs):
     for id in (1, 2):
         model.open(id, ids[: 20 + id], 1)

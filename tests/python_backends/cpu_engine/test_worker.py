@@ -125,6 +125,37 @@ def test_greedy_tokens_are_the_pipelines_own(worker, direct, prompts):
         assert len(log_probs) == len(ids) and all(value <= 0 for value in log_probs)
 
 
+SCORED = dataclasses.replace(GREEDY, prompt_log_probs=True, top_log_probs=2)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a_prompts_log_probabilities_come_before_its_first_token(worker, prompts, max_tokens):
+    for sampling in (SCORED, dataclasses.replace(SCORED, top_log_probs=0)):
+        for prompt in [prompts[0], prompts[-1] * 2]:
+            id = worker.add(prompt, max_tokens, sampling)
+            ids, log_probs, event = worker.result(id)
+            first = worker.outputs(id)[0]
+            assert not first.token_ids and first.prompt_log_probs[0] == 0 and len(first.prompt_log_probs) == len(prompt)
+            assert all(value < 0 for value in first.prompt_log_probs[1:])
+            assert len(first.prompt_top_log_probs) == (len(prompt) if sampling.top_log_probs else 0)
+            assert ids == (worker.generate(prompt, max_tokens)[0] if max_tokens else [])
+            assert len(log_probs) == len(ids) and event in (StreamEvent.LENGTH, StreamEvent.STOP)
+            assert not any(output.prompt_log_probs for output in worker.outputs(id)[1:])
+
+
+def test_a_prompt_that_is_scored_holds_nobody_up_and_can_be_cancelled(worker, prompts):
+    running = worker.add(prompts[1], 60, stop_ids=())
+    scored = [worker.add(prompts[-1] * 2, 5, SCORED) for _ in range(4)]
+    worker.link.send(EndSequence(scored[2]))
+    worker.link.send(EndSequence(scored[0]))
+    assert len(worker.result(running)[0]) == 60
+    events = [worker.result(id)[2] for id in scored]
+    assert events[2] is StreamEvent.CANCELLED and StreamEvent.CANCELLED not in (events[1], events[3])
+    alone = worker.add(prompts[-1] * 2, 0, SCORED)
+    worker.link.send(EndSequence(alone))  # with nothing else to step
+    assert worker.result(alone)[2] in (StreamEvent.CANCELLED, StreamEvent.LENGTH)
+
+
 def test_sequences_run_together_and_get_what_they_get_alone(worker, direct, prompts):
     alone = [direct(prompt, 25) for prompt in prompts]
     for _ in range(20):  # a test that is kept from a core adds them too late to meet; then it tries again

@@ -225,6 +225,17 @@ def test_an_echoed_prompt_is_text_but_neither_counted_nor_searched_nor_given_log
     assert last.num_output_tokens == len(generated) and last.stop_reason == "fox"
 
 
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=9), st.lists(st.integers(1, 300), max_size=9), st.booleans())
+def test_an_echoed_prompts_own_log_probs_stay_with_its_ids_and_out_of_the_sum(prompt, generated, stream):
+    reader = Reader(echo=True, stream=stream, prompt=len(prompt))
+    ids = prompt + generated
+    reader.feed(*ids[: len(prompt) + 1], top=[([token], [-1.0]) for token in ids[: len(prompt) + 1]])
+    last = reader.feed(*ids[len(prompt) + 1 :], event=StreamEvent.LENGTH, top=[([7], [-1.0])] * (len(generated) - 1))
+    assert reader.ids == ids and reader.log_probs == [-float(token) for token in ids]
+    assert sum(len(text.top_log_probs) for text in reader.increments) == len(ids)
+    assert last.cum_log_prob == pytest.approx(-sum(generated)) and last.num_output_tokens == len(generated)
+
+
 def test_an_echo_without_output_has_no_output_tokens():
     reader = Reader(echo=True, prompt=2)
     last = reader.feed(5, 6, event=StreamEvent.CANCELLED, log_probs=[])

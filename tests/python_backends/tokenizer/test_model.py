@@ -398,4 +398,7 @@ def test_a_word_of_which_the_tokenizer_makes_nothing_is_refused_by_name(gpu_engi
 def test_what_the_cpp_backend_cannot_do_is_refused_by_name(cpp):
     assert "min_p: must be 0, got 0.5" in str(cpp(request_id="r1", text_input="a", min_p=0.5))
     assert "num_top_log_probs: must be 0, got 2" in str(cpp(request_id="r1", text_input="a", num_top_log_probs=2))
+    echo = {"request_id": "r1", "text_input": "a", "exclude_input_in_output": False}
+    assert "return_prompt_log_probs: must be false, got True" in str(cpp(**echo, return_prompt_log_probs=True))
+    assert "max_tokens: must be 1 or more, got 0" in str(cpp(**echo, max_tokens=0))
     assert not cpp.known

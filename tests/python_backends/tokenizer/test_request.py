@@ -96,9 +96,13 @@ def test_end_tokens_are_the_models_own_one_of_the_callers_or_none(ask):
         ({"text_input": b"\xff"}, "text_input", "must be UTF-8, got an invalid sequence at byte 0"),
         ({"text_input": "a\0"}, "text_input", "must hold no NUL character, got one at position 1"),
         ({"text_input": ["a", "b"]}, "text_input", "must hold exactly one value, got 2"),
-        ({"max_tokens": 0}, "max_tokens", "must be 1 to 200, got 0"),
-        ({"max_tokens": -1}, "max_tokens", "must be 1 to 200, got -1"),
-        ({"max_tokens": 2**31 - 1}, "max_tokens", "must be 1 to 200, got 2147483647"),
+        ({"max_tokens": 0}, "max_tokens", "must be 1 to 200, or 0 with exclude_input_in_output=false, got 0"),
+        ({"max_tokens": -1}, "max_tokens", "must be 1 to 200, or 0 with exclude_input_in_output=false, got -1"),
+        (
+            {"max_tokens": 2**31 - 1},
+            "max_tokens",
+            "must be 1 to 200, or 0 with exclude_input_in_output=false, got 2147483647",
+        ),
         ({"max_tokens": []}, "max_tokens", "must hold exactly one value, got 0"),
         ({"min_tokens": -1}, "min_tokens", "must be 0 to 200, got -1"),
         ({"min_length": 201}, "min_tokens", "must be 0 to 200, got 201"),
@@ -178,4 +182,4 @@ def test_any_inputs_at_all_are_parsed_or_refused_by_the_name_of_one_of_them(trit
     except InvalidArgument as refusal:
         assert refusal.field in DATATYPES
     else:
-        assert (prompt.prompt is None) != (prompt.messages is None)
+        assert sum(sent is not None for sent in (prompt.prompt, prompt.messages, prompt.input_ids)) == 1
