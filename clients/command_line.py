@@ -86,7 +86,8 @@ def parser() -> argparse.ArgumentParser:
     talk = verb("chat", _chat, "a conversation, with the model's own chat template", [sampling])
     talk.add_argument("--system", default="", metavar="TEXT", help="the system message it begins with")
     talk.add_argument("--stats", action="store_true", help="latencies and token counts after every answer")
-    verb("demo", _demo, "stream one completion, then show in-flight batching on a ready server")
+    show = verb("demo", _demo, "stream one completion, then show in-flight batching on a ready server")
+    show.add_argument("--ask", metavar="QUESTION", help="answered through the model's chat template, in place of code")
     verb("models", _models, "list the server's models and their state")
     verb("health", _health, "say whether the server is live and ready")
     ending = verb("stop", _stop, "end a running request, by its id")
@@ -251,7 +252,7 @@ def _chat(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace) -> int:
     async def run() -> int:
         async with client_for(args) as client:
-            return await demo.tour(client)
+            return await demo.tour(client, args.ask)
 
     return _run(run())
 

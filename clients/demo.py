@@ -1,4 +1,4 @@
-"""Show a ready server at work: one completion as it is written, then proof of in-flight batching.
+"""Show a ready server at work: one answer or completion as it is written, then proof of in-flight batching.
 
 Every stage is cut to the speed that the first one measured, so the tour takes seconds on any engine.
 """
@@ -29,32 +29,43 @@ _SEQUENCE_GAUGES = (
     ("nv_trt_llm_request_metrics", {"request_type": "scheduled"}),
 )
 _STAGE_S = 1.0
+_ANSWER_TOKENS, _COMPLETION_TOKENS = 192, 96
 # On a busy machine no sample of the metrics may fall into a short run, so it is repeated with twice the tokens.
 _ATTEMPTS = 3
 
 
-async def tour(client: AsyncClient) -> int:
-    """Prints the tour; the exit code is 0 if in-flight batching was seen, 1 if not."""
+async def tour(client: AsyncClient, question: str | None = None) -> int:
+    """Prints the tour; the exit code is 0 if in-flight batching was seen, 1 if not.
+
+    question: asked through the model's chat template; without one, the model completes code.
+    """
     await client.health()  # opens the connection, which is no part of the first token's time
-    print(f"A completion from {client.url}, token by token:\n", flush=True)
-    pace = await _completion(client)
+    pace = await _completion(client, question)
     length = max(48, min(512, int(pace * _STAGE_S)))
     joined = await _joining(client, length)
     together = await _together(client, max(24, length // 3))
     return 0 if joined and together else 1
 
 
-async def _completion(client: AsyncClient) -> float:
-    """Streams one greedy completion to the terminal; returns its tokens per second."""
+async def _completion(client: AsyncClient, question: str | None) -> float:
+    """Streams one greedy answer or completion to the terminal; returns its tokens per second."""
     watch = Stopwatch()
-    sys.stdout.write(PROMPT)
     reason: FinishReason | None = None
-    async for delta in client.generate(PROMPT, max_tokens=96, temperature=0.0):
+    limit = _ANSWER_TOKENS if question else _COMPLETION_TOKENS
+    if question:
+        print(f"An answer from {client.url}, token by token:\n\n> {question}\n", flush=True)
+        chat = [{"role": "user", "content": question}]
+        stream = client.generate(messages=chat, max_tokens=limit, temperature=0.0)
+    else:
+        print(f"A completion from {client.url}, token by token:\n", flush=True)
+        sys.stdout.write(PROMPT)
+        stream = client.generate(PROMPT, max_tokens=limit, temperature=0.0)
+    async for delta in stream:
         watch.observe(delta)
         reason = delta.finish_reason
         sys.stdout.write(delta.text)
         sys.stdout.flush()
-    ended = {FinishReason.STOP: "the model ended it", FinishReason.LENGTH: "cut at 96 tokens"}.get(
+    ended = {FinishReason.STOP: "the model ended it", FinishReason.LENGTH: f"cut at {limit} tokens"}.get(
         reason or FinishReason.ERROR, str(reason)
     )
     print(f"\n\n  time to first token   {ms(watch.ttft_s)}")

@@ -98,6 +98,38 @@ def test_an_engine_is_named_after_its_model_as_the_builder_names_it(environment_
     assert [arguments[arguments.index("--engine") + 1] for arguments, _ in (build, serve)] == [name, name]
 
 
+def engines_of(calls) -> list[str]:
+    return [arguments[arguments.index("--engine") + 1] for arguments, _ in calls]
+
+
+@pytest.mark.parametrize("verb", ["demo", "serve", "up"])
+def test_the_real_model_is_served_unless_only_the_small_one_could_be_built(environment_folder, tmp_path, verb):
+    def ran(*arguments: str) -> list[tuple[list[str], dict[str, str]]]:
+        return make(environment_folder, verb, *arguments, TRIDENT_ENGINES_DIR=str(tmp_path))
+
+    built, served = ran()
+    assert built[0][-4:] == ["--engine", "smollm2", "--otherwise", "demo"]
+    assert engines_of([served]) == ["demo"] and served[1]["TRIDENT_GATEWAY_MODEL"] == "demo"
+    (tmp_path / "smollm2").mkdir(exist_ok=True)
+    (tmp_path / "smollm2" / "manifest.json").touch()
+    _, served = ran()
+    assert engines_of([served]) == ["smollm2"] and served[1]["TRIDENT_GATEWAY_MODEL"] == "smollm2"
+    built, served = ran("ENGINE=mine")
+    assert engines_of([built, served]) == ["mine", "mine"] and "--otherwise" not in built[0]
+
+
+def test_the_demo_asks_a_model_that_can_answer(environment_folder):
+    _, (small, _) = make(environment_folder, "demo", "ENGINE=demo-int8")
+    assert "--ask" not in small
+    _, (chatting, _) = make(environment_folder, "demo", "ENGINE=mine", "QUESTION=What's $5?")
+    assert chatting[chatting.index("--ask") + 1] == "What's $5?"
+
+
+def test_benchmarks_keep_the_small_model(environment_folder, tmp_path):
+    calls = make(environment_folder, "bench-hops", TRIDENT_ENGINES_DIR=str(tmp_path))
+    assert engines_of(calls) == ["demo", "demo"] and "--otherwise" not in calls[0][0]
+
+
 def test_chat_talks_to_the_port_that_serve_was_given(environment_folder):
     for arguments, environment in (
         (["GRPC_PORT=18401"], {}),

