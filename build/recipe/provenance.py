@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import platform
 import re
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,8 @@ from contract.manifest import EngineManifest
 
 def manifest(recipe: Recipe, checkpoint: Checkpoint, versions: Mapping[str, str]) -> EngineManifest:
     """The engine's manifest without what comes last: ``files``, ``properties``, ``evaluation``, …"""
-    content = {key: value for key, value in dataclasses.asdict(recipe).items() if key != "given"}
+    declared = {key: value for key, value in dataclasses.asdict(recipe).items() if key != "given"}
+    content = json.loads(json.dumps(declared))  # as it is read back: a tuple is a list
     gpu = recipe.kind != CPU
     return EngineManifest(
         name=recipe.name,
