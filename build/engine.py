@@ -225,15 +225,9 @@ def _up_to_date(folder: Path, recipe: Recipe, checkpoint: Checkpoint) -> Recipe 
         return None  # absent, half-built, damaged or older: build it
     if found.evaluation is None:
         return None
-    last = {
-        "files": {},
-        "properties": {},
-        "evaluation": None,
-        "created": "",
-        "memory_bytes": None,
-        "adapter_first_token_id": None,
-    }  # what `provenance.manifest` leaves out
-    there = dataclasses.replace(found, **last)
+    there = dataclasses.replace(  # without what `provenance.manifest` leaves out
+        found, files={}, properties={}, evaluation=None, created="", memory_bytes=None, adapter_first_token_id=None
+    )
     for candidate in choice.candidates(recipe):
         same = (found.precision, found.kv_cache_precision) == (candidate.precision, candidate.kv_cache_precision)
         if same and there == provenance.manifest(candidate, checkpoint, _versions(candidate)):
@@ -263,14 +257,14 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
         return loaded if precision is None else recipes.parse(_in_precision(written, precision), path)
     name = Path(model).name.removesuffix(gguf_folder.SUFFIX)
     name = _checked(engine or re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-_"))
-    path = local_path(model)
-    arch = open_checkpoint(gguf_folder.of(path)).architecture if path else _remote_architecture(model, download)
-    is_path = path is not None and not model.startswith(wheel.PREFIX)
+    given = local_path(model)
+    arch = open_checkpoint(gguf_folder.of(given)).architecture if given else _remote_architecture(model, download)
+    is_path = given is not None and not model.startswith(wheel.PREFIX)
     length = min(arch.max_positions, DEFAULT_SEQ_LEN)
     table = {
         "kind": schema.CPU,
         "description": "made by build-engine for a given model",
-        "model": str(layout.relative(path)) if path is not None and is_path else model,
+        "model": str(layout.relative(given)) if given is not None and is_path else model,
         "precision": schema.AUTO,
         "max_batch_size": 64,
         "max_num_tokens": 512,
@@ -317,7 +311,7 @@ def _stored_precision(model: str) -> str:
         return {"float32": "fp32", "float16": "fp16"}.get(str(dtype), "bf16")
     tensors = open_checkpoint(gguf_folder.of(path)).tensors.values()
     stored = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}  # norms and biases are f32 in any engine
-    return {("BF16",): "bf16", ("F16",): "fp16"}.get(tuple(stored), "fp32")
+    return {"BF16": "bf16", "F16": "fp16"}.get(stored.pop(), "fp32") if len(stored) == 1 else "fp32"
 
 
 def _kept_recipe(name: str) -> dict[str, object] | None:

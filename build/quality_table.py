@@ -10,7 +10,6 @@ again when weights or code have changed.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import platform
 import subprocess
 import sys
@@ -72,8 +71,7 @@ def cpu_engine(name: str, precision: str, kv: str, model: Checkpoint) -> tuple[L
 
 def cpu_recipe(precision: str, kv: str, calibration: Calibration | None) -> Recipe:
     written = recipes.load(layout.RECIPES / "demo.toml")
-    changes = {"precision": precision, "kv_cache_precision": kv, "calibration": calibration}
-    return dataclasses.replace(written, group_size=BLOCK, **changes)
+    return written.changed(group_size=BLOCK, precision=precision, kv_cache_precision=kv, calibration=calibration)
 
 
 def checkpoint(name: str, qformat: str, kv: str | None, model: Checkpoint) -> tuple[LogitsSource, int]:

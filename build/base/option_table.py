@@ -73,9 +73,9 @@ class Option:
         allowed_types = {"int": (int,), "float": (int, float), "str": (str, int), "enum": (str,)}[self.type]
         if isinstance(value, bool) or not isinstance(value, allowed_types):
             return f"must be a value of type {self.type}, got {shown(value)}"
-        if self.type == "int" and not 0 <= value <= MOST:
+        if self.type == "int" and isinstance(value, int) and not 0 <= value <= MOST:
             return f"must be an integer from 0 to {MOST}, got {shown(value)}"
-        if self.type == "float" and not math.isfinite(value):
+        if self.type == "float" and isinstance(value, int | float) and not math.isfinite(value):
             return f"must be a finite number, got {shown(value)}"
         if self.type == "str" and not self.choices and not (isinstance(value, str) and _is_text(value)):
             return f"must be a non-empty string on one line, got {shown(value)}"
@@ -111,10 +111,9 @@ class OptionTable:
             option = self.options[name]
             if option.type == "flag":
                 argv += [option.flag] if value else []
-            elif option.many:
-                argv += [option.flag, *map(str, value)]
             else:
-                argv += [option.flag, str(value)]
+                listed = value if option.many and isinstance(value, list | tuple) else [value]
+                argv += [option.flag, *map(str, listed)]
         return argv
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,7 +107,7 @@ def _read(model: str, path: Path) -> Shape:
     return from_config(model, config, str(layout.relative(path)))
 
 
-def from_config(model: str, config: dict, source: str) -> Shape:
+def from_config(model: str, config: Mapping[str, object], source: str) -> Shape:
     """The shape a config.json describes; UnknownShape says why where it is not one we can build."""
     try:
         arch = architecture.from_config(config)

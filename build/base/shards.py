@@ -9,12 +9,13 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from build.base.json_fields import shown
 
-DTYPES = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+DTYPES: dict[str, np.dtype] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 MAX_HEADER_BYTES = 100_000_000
 
 
@@ -77,10 +78,10 @@ def _without_repeats(path: Path, pairs: list[tuple[str, object]]) -> dict[str, o
     return table
 
 
-def _stored(path: Path, name: str, entry: object, data_start: int, size: int) -> StoredTensor:
+def _stored(path: Path, name: str, entry: Any, data_start: int, size: int) -> StoredTensor:
     try:
-        dtype, shape = entry["dtype"], tuple(entry["shape"])  # type: ignore[index]
-        begin, end = entry["data_offsets"]  # type: ignore[index]
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as exc:
         raise BadShard(f"{path}: the header entry of {shown(name)[1:-1]} is malformed") from exc
     counts = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape)

@@ -164,10 +164,11 @@ def _read_file(file: Path, column: str) -> Iterable[str]:
     try:
         if file.suffix == ".txt":
             return [file.read_text(encoding="utf-8")]
+        rows: list[tuple[int, object]]
         if file.suffix == ".csv":
-            with file.open(newline="", encoding="utf-8") as rows:
-                return [_text_of(row, column, file, number) for number, row in enumerate(csv.DictReader(rows), 2)]
-        if file.suffix == ".jsonl":
+            with file.open(newline="", encoding="utf-8") as table:
+                rows = list(enumerate(csv.DictReader(table), 2))
+        elif file.suffix == ".jsonl":
             lines = file.read_text(encoding="utf-8").split("\n")
             rows = [(number, json.loads(line)) for number, line in enumerate(lines, 1) if line.strip()]
         elif file.suffix == ".json":

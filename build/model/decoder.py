@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -181,7 +182,7 @@ def from_checkpoint(opened: Checkpoint) -> Decoder:
     return Decoder(
         architecture=arch,
         embedding=embedding,
-        layers=[lambda index=index: layer(index) for index in range(arch.num_layers)],
+        layers=[partial(layer, index) for index in range(arch.num_layers)],
         final_norm=tensor("model.norm.weight"),
         head=Linear(embedding if arch.tied else tensor("lm_head.weight")),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +57,7 @@ def calibrated(opened: Checkpoint, blocks: np.ndarray, group_size: int, notify: 
     for index, make_layer in enumerate(model.layers):
         notify(f"calibrating layer {index + 1} of {len(model.layers)}")
         layer = make_layer()
-        watched = {reader: _Watched.of(getattr(layer, reader)) for reader in _READERS}
+        watched: dict[str, Any] = {reader: _Watched.of(getattr(layer, reader)) for reader in _READERS}
         model.advance(hidden, replace(layer, **watched))
         for reader, modules in _READERS.items():
             moments = watched[reader].moments

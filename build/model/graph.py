@@ -71,8 +71,8 @@ def decoder(arch: Architecture, matrix: Weight, vector: Weight, adapters: Adapte
         normed = _rms_norm(hidden, vector(f"{at}.post_attention_layernorm.weight"), arch.rms_norm_eps)
         hidden = ops.add(hidden, _mlp(arch, at, normed, linears))
     hidden = _rms_norm(hidden, vector("model.norm.weight"), arch.rms_norm_eps)
-    head = "model.embed_tokens.weight" if arch.tied else "lm_head.weight"
-    logits = ops.matmul(hidden, matrix(head), False, True)  # f32[B, L, V]
+    head_name = "model.embed_tokens.weight" if arch.tied else "lm_head.weight"
+    logits = ops.matmul(hidden, matrix(head_name), False, True)  # f32[B, L, V]
     if adapters is not None:
         logits = adapters.logits(logits)
     logits.set_friendly_name("logits")

@@ -131,7 +131,7 @@ class _Build:
     def _sources(self, stage: str) -> dict[str, str]:
         found = {name: digest.sha256_file(layout.ROOT / "build" / name) for name in SOURCES[stage]}
         recipe = self._recipe
-        if stage in ("quantise", "convert") and (texts := provenance.texts_sha256(recipe.calibration.dataset)):
+        if stage in ("quantise", "convert") and (texts := provenance.texts_sha256(recipe.texts.dataset)):
             found["texts"] = texts
         if stage == "verify":
             found["budget"] = repr(recipe.quality)

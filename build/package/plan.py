@@ -115,7 +115,7 @@ def _verdict(plan: Plan) -> list[str]:
         needs = f"needs {_binary(foot.fixed_bytes + foot.pool_bytes).strip()} of memory"
     else:
         needs = (
-            f"fits: {_binary(foot.fixed_bytes).strip()} of {foot.available_bytes / GIB:g} GiB per GPU, "
+            f"fits: {_binary(foot.fixed_bytes).strip()} of {(foot.available_bytes or 0) / GIB:g} GiB per GPU, "
             f"{_binary(foot.pool_bytes).strip()} for the KV cache"
         )
     shortest, longest = rows[0], rows[-1]
@@ -177,7 +177,9 @@ def _memory(plan: Plan) -> str:
         ("context", foot.context_bytes, ""),
         ("kv_pool", foot.pool_bytes, pool),
     ]
-    where = "Memory of the process" if recipe.kind == CPU else f"Memory per GPU, of {foot.available_bytes / GIB:g} GiB"
+    where = "Memory of the process"
+    if foot.available_bytes is not None:
+        where = f"Memory per GPU, of {foot.available_bytes / GIB:g} GiB"
     lines = [where] + [f"  {name:<12} {_binary(size)}  {note}".rstrip() for name, size, note in rows]
     for name in ("weights", "activations", "buffers", "context", "kv_cache", "kv_pool"):
         lines += textwrap.wrap(f"  {name} = {formulas[name]}", 116, subsequent_indent="      ")

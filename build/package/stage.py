@@ -99,7 +99,7 @@ def _calibration_s(recipe: Recipe, shape: Shape) -> tuple[float, str]:
     if commands.calibrates_here(recipe, shape):
         return _calibration_on_cpu_s(recipe, shape)
     card, passes = hardware.find(str(recipe.gpu)), AWQ_PASSES if "awq" in recipe.precision else 1
-    texts, length = commands.calibration_size(recipe), recipe.calibration.max_seq_length
+    texts, length = commands.calibration_size(recipe), recipe.texts.max_seq_length
     flops = 2.0 * shape.architecture.num_parameters() * texts * length * passes
     words = (
         f"{passes} x 2 x parameters x {texts} texts x {length} tokens at {FLOPS_SHARE:.0%} of {card.tflops:g} TFLOP/s"
@@ -109,7 +109,7 @@ def _calibration_s(recipe: Recipe, shape: Shape) -> tuple[float, str]:
 
 def _calibration_on_cpu_s(recipe: Recipe, shape: Shape) -> tuple[float, str]:
     passes = AWQ_PASSES if "awq" in recipe.precision else 1
-    tokens = commands.calibration_size(recipe) * recipe.calibration.max_seq_length
+    tokens = commands.calibration_size(recipe) * recipe.texts.max_seq_length
     seconds = 15 + 2.0 * shape.architecture.num_parameters() * tokens * passes / CPU_FLOPS
     return seconds, f"15 s to import torch, {passes} x 2 x parameters x {tokens} tokens at {CPU_FLOPS / 1e9:g} GFLOP/s"
 

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -110,7 +110,7 @@ def _announced(
             notify(f"verify: {name}, layer {number + 1} of {len(layers)}")
         return layers[number]()
 
-    return [lambda number=number: announced(number) for number in range(len(layers))]
+    return [partial(announced, number) for number in range(len(layers))]
 
 
 def reference(checkpoint: Checkpoint, notify: Notify) -> Simulated:

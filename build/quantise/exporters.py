@@ -97,10 +97,10 @@ def exporter_modules(hf_architecture: str) -> Iterator[None]:
     root, models, modeling_utils = (
         types.ModuleType(name) for name in ("tensorrt_llm", "tensorrt_llm.models", "tensorrt_llm.models.modeling_utils")
     )
-    root.__version__ = "0"  # the exporter only asks whether it is 0.8 or 0.9
-    root.models, models.modeling_utils = models, modeling_utils
-    models.MODEL_MAP = {hf_architecture: types.SimpleNamespace(config_class=Given)}
-    modeling_utils.Mapping = modeling_utils.QuantConfig = Given
+    vars(root).update(__version__="0", models=models)  # the exporter only asks whether it is 0.8 or 0.9
+    known = {hf_architecture: types.SimpleNamespace(config_class=Given)}
+    vars(models).update(modeling_utils=modeling_utils, MODEL_MAP=known)
+    vars(modeling_utils).update(Mapping=Given, QuantConfig=Given)
     ours = {module.__name__: module for module in (root, models, modeling_utils)}
     before = {name: sys.modules[name] for name in ours if name in sys.modules}
     sys.modules.update(ours)

@@ -48,6 +48,7 @@ def _weight(algo: str | None, stored: Stored) -> np.ndarray:
         return stored.weight
     if algo in WEIGHT_ONLY_BITS:
         return weight_only(stored.weight, WEIGHT_ONLY_BITS[algo])
+    assert stored.scale is not None  # its reader checked that the format's tensors are there
     if algo == "FP8":
         return e4m3_to_f32(stored.weight) * stored.scale
     if algo == "FP8_PER_CHANNEL_PER_TOKEN":
@@ -56,14 +57,16 @@ def _weight(algo: str | None, stored: Stored) -> np.ndarray:
         return stored.weight * stored.scale[:, None]
     values = dequantise_blocks(unpack_int4(stored.weight), stored.scale)
     # W4A8 multiplies FP8 by FP8: the INT4 weights pass through E4M3.
-    return round_scaled(round_to_e4m3, stored.scale_2, values) if algo == "W4A8_AWQ" else values
+    if algo != "W4A8_AWQ":
+        return values
+    assert stored.scale_2 is not None
+    return round_scaled(round_to_e4m3, stored.scale_2, values)
 
 
 def _round_input(algo: str | None, stored: Stored) -> Round | None:
-    if algo in ("FP8", "W4A8_AWQ"):
-        return partial(round_scaled, round_to_e4m3, stored.input_scale)
-    if algo == "W8A8_SQ_PER_CHANNEL":
-        return partial(round_scaled, round_to_int8, stored.input_scale)
+    rounding = {"FP8": round_to_e4m3, "W4A8_AWQ": round_to_e4m3, "W8A8_SQ_PER_CHANNEL": round_to_int8}.get(algo or "")
+    if rounding is not None and stored.input_scale is not None:
+        return partial(round_scaled, rounding, stored.input_scale)
     return round_per_token if algo == "FP8_PER_CHANNEL_PER_TOKEN" else None
 
 

@@ -83,7 +83,7 @@ def quantize(
         notify(f"[1/4] {job.qformat} measures no activations: nothing to calibrate")
 
     started = time.monotonic()
-    model = None
+    model: Any = None
     if job.needs_calibration or job.checkpoint_format == TRTLLM:
         notify(f"[2/4] load {job.model_dir} as {job.dtype}")
         model = load_model(job, opened)

@@ -8,7 +8,6 @@ in bf16, and faster than bf16 weights up to about eight streams; f32 keys and va
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from build.recipe.recipe import DEFAULT_QUALITY, Recipe
 
@@ -30,7 +29,7 @@ def _variants(recipe: Recipe) -> Iterator[Recipe]:
     defaulted = recipe.quality in DEFAULT_QUALITY.values()
     for setting in SETTINGS:
         budget = DEFAULT_QUALITY[setting["precision"]] if defaulted else recipe.quality
-        yield replace(recipe, quality=budget, **setting)
+        yield recipe.changed(quality=budget, **setting)
 
 
 def words(recipe: Recipe) -> str:

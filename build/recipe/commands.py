@@ -70,7 +70,7 @@ def calibrates(recipe: Recipe, shape: Shape) -> bool:
 
 def calibration_size(recipe: Recipe) -> int:
     """Texts really used: any AWQ format clamps to 32."""
-    return min(recipe.calibration.size, CALIB_SIZE_AWQ) if "awq" in recipe.precision else recipe.calibration.size
+    return min(recipe.texts.size, CALIB_SIZE_AWQ) if "awq" in recipe.precision else recipe.texts.size
 
 
 def paged_context_fmha(recipe: Recipe) -> bool:
@@ -94,7 +94,8 @@ def fused_mlp(recipe: Recipe) -> bool:
 
 
 def tokens_per_block(recipe: Recipe) -> int:
-    return int(recipe.build.get("tokens_per_block", 32))
+    size = recipe.build.get("tokens_per_block", 32)
+    return size if isinstance(size, int) else 32
 
 
 def max_num_tokens(recipe: Recipe) -> int:
@@ -162,11 +163,11 @@ def quantize_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
     if awq:
         options["awq_block_size"] = recipe.group_size
     options |= {
-        "calib_dataset": recipe.calibration.dataset,
+        "calib_dataset": recipe.texts.dataset,
         "calib_size": calibration_size(recipe),
-        "batch_size": recipe.calibration.batch_size,
-        "calib_max_seq_length": recipe.calibration.max_seq_length,
-        "tokenizer_max_seq_length": 2 * recipe.calibration.max_seq_length,
+        "batch_size": recipe.texts.batch_size,
+        "calib_max_seq_length": recipe.texts.max_seq_length,
+        "tokenizer_max_seq_length": 2 * recipe.texts.max_seq_length,
         "tp_size": recipe.tp,
         "pp_size": recipe.pp,
     }
@@ -190,7 +191,7 @@ def convert_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
     if recipe.precision == "int8_sq":
         options |= {"smoothquant": 0.5, "per_channel": True, "per_token": True}
     if recipe.precision == "int8_sq" or recipe.kv_cache_precision == "int8":
-        options["calib_dataset"] = recipe.calibration.dataset
+        options["calib_dataset"] = recipe.texts.dataset
     if recipe.precision == "int4_awq":
         options |= {"weight_only_precision": "int4_awq", "group_size": recipe.group_size}
     if recipe.kv_cache_precision != "auto":
@@ -234,9 +235,7 @@ def checkpoint(recipe: Recipe, shape: Shape) -> list[str]:
 
 def calibrates_here(recipe: Recipe, shape: Shape) -> bool:
     """Whether the recipe calibrates on texts that only our own quantise stage reads (build.quantise.quantize)."""
-    return (
-        recipe.kind == TRTLLM and checkpoint_route(recipe, shape) == QUANTIZE and recipe.calibration.dataset == CPYTHON
-    )
+    return recipe.kind == TRTLLM and checkpoint_route(recipe, shape) == QUANTIZE and recipe.texts.dataset == CPYTHON
 
 
 def problem_on_cpu(recipe: Recipe) -> str | None:
@@ -275,10 +274,10 @@ def checkpoint_on_cpu(recipe: Recipe) -> list[str]:
         options["awq_block_size"] = recipe.group_size
     if qformat not in QFORMATS or QFORMATS[qformat][0] is not None:
         options |= {
-            "calib_dataset": recipe.calibration.dataset,
+            "calib_dataset": recipe.texts.dataset,
             "calib_size": calibration_size(recipe),
-            "batch_size": recipe.calibration.batch_size,
-            "calib_max_seq_length": recipe.calibration.max_seq_length,
+            "batch_size": recipe.texts.batch_size,
+            "calib_max_seq_length": recipe.texts.max_seq_length,
         }
     options |= {"checkpoint_format": HF} if recipe.kind == LLMAPI else {"tp_size": recipe.tp}
     options |= {"output_dir": _path(layout.checkpoint(recipe.name))} | _own_options(recipe)
@@ -376,7 +375,7 @@ def _environment(recipe: Recipe) -> Mapping[str, str]:
 
 def _outside(recipe: Recipe) -> list[Path]:
     """Local folders the commands read that lie outside the repository."""
-    names = [recipe.model, recipe.calibration.dataset] if recipe.kind == TRTLLM else [recipe.model]
+    names = [recipe.model, recipe.texts.dataset] if recipe.kind == TRTLLM else [recipe.model]
     folders = [folder for name in names if (folder := local_folder(name)) is not None]
     return [folder for folder in folders if not folder.is_relative_to(layout.ROOT)]
 

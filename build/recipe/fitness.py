@@ -73,7 +73,7 @@ def one_sequence_must_fit(case: Case) -> str | None:
         return None
     if recipe.kind == CPU:
         return f"kv_cache_tokens {recipe.kv_cache_tokens} is less than one sequence of max_seq_len {recipe.max_seq_len}"
-    card, gib = hardware.find(recipe.gpu), memory.GIB
+    card, gib = hardware.find(str(recipe.gpu)), memory.GIB
     return (
         f"{total.fixed_bytes / gib:.1f} GiB of weights, activations and buffers leave space for {total.pool_tokens} KV "
         f"tokens on one {card.name} of {card.memory_gib:g} GiB, less than one sequence of {need}"
@@ -197,7 +197,7 @@ def its_calibration_texts_must_be_there(case: Case) -> str | None:
     recipe = case.recipe
     if recipe.kind != LLMAPI or recipe.precision == "bf16":
         return None
-    name = recipe.calibration.dataset
+    name = recipe.texts.dataset
     if name == CPYTHON or Path(name).name == CNN_DAILYMAIL or os.path.exists(layout.ROOT / Path(name).expanduser()):
         return None
     return f"calibration.dataset {name!r} is neither a local file or folder nor {CPYTHON} nor {CNN_DAILYMAIL}"

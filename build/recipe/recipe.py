@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -102,7 +103,7 @@ class Recipe:
     automatic: the build chooses precision, head_precision and kv_cache_precision by measuring (precision "auto").
     calibration: None for CPU weights that are rounded to nearest.
     kv_cache_tokens: the KV pool on the CPU; on a GPU its upper limit, or None.
-    gpu, sm: both set for the GPU kinds; the file gives one or both.
+    gpu, sm: both set for the GPU kinds, of which the file gives one or both; None and 0 on the CPU.
     given: keys the file sets itself, so that one without effect is refused even where it repeats its default.
     """
 
@@ -124,7 +125,7 @@ class Recipe:
     kv_cache_tokens: int | None = None
     kv_cache_fraction: float = 0.9
     gpu: str | None = None
-    sm: int | None = None
+    sm: int = 0
     tp: int = 1
     pp: int = 1
     max_beam_width: int = 1
@@ -145,6 +146,16 @@ class Recipe:
     def world_size(self) -> int:
         """Ranks, one GPU each."""
         return self.tp * self.pp
+
+    @property
+    def texts(self) -> Calibration:
+        """The calibration of a recipe that has one, as every recipe of a GPU kind does."""
+        assert self.calibration is not None
+        return self.calibration
+
+    def changed(self, **changes: Any) -> Recipe:
+        """The same recipe with other values."""
+        return replace(self, **changes)
 
 
 # Options the recipe has its own keys for: one value, one home.
@@ -334,9 +345,10 @@ def _chosen(path: Path, table: Mapping[str, object], declared: schema.CpuRecipe)
 
 def _card(path: Path, declared: schema.GpuRecipe) -> dict[str, object]:
     """``gpu`` and ``sm``, each found from the other where the file has one."""
-    if declared.gpu is None and declared.sm is None:
-        raise RecipeError(path, "gpu", "is missing; name the target card (gpu) or its compute capability (sm, e.g. 90)")
     if declared.gpu is None:
+        if declared.sm is None:
+            missing = "is missing; name the target card (gpu) or its compute capability (sm, e.g. 90)"
+            raise RecipeError(path, "gpu", missing)
         return {"gpu": hardware.reference(declared.sm).name}
     card = hardware.find(declared.gpu)
     if declared.sm not in (None, card.sm):
@@ -382,7 +394,7 @@ def _options(path: Path, name: str, values: dict[str, object], programs: tuple[s
             )
         problems = [read_option_table(program).problem(key, value) for program in programs]
         if all(problems):
-            raise RecipeError(path, f"{name}.{key}", problems[0])
+            raise RecipeError(path, f"{name}.{key}", str(problems[0]))
     return values
 
 

@@ -199,12 +199,11 @@ def context_logits_exclude_drafting(case: Case) -> str | None:
 
 @RULES.rule("R15", INFORM)
 def drafting_lengthens_sequences(case: Case) -> str | None:
-    draft, length = commands.draft_len(case.recipe), case.recipe.max_seq_len
-    if draft == 0 or length is None:
+    spec, length = case.recipe.speculative_decoding, case.recipe.max_seq_len
+    if spec is None or spec.max_draft_len == 0 or length is None:
         return None
-    total = f"{length} + {draft} = {length + draft}"
-    mode = case.recipe.speculative_decoding.mode
-    return f"{mode} adds max_draft_len to max_seq_len: the engine is built for {total} tokens"
+    total = f"{length} + {spec.max_draft_len} = {length + spec.max_draft_len}"
+    return f"{spec.mode} adds max_draft_len to max_seq_len: the engine is built for {total} tokens"
 
 
 @RULES.rule("R16", REFUSE)
@@ -244,7 +243,7 @@ def quantize_needs_cuda(case: Case) -> str | None:
 
 @RULES.rule("R20", INFORM)
 def awq_calibrates_on_32_texts(case: Case) -> str | None:
-    used, requested = commands.calibration_size(case.recipe), case.recipe.calibration.size
+    used, requested = commands.calibration_size(case.recipe), case.recipe.texts.size
     if not case.quantizes or used == requested:
         return None
     return f"AWQ formats calibrate on {used} texts whatever calibration.size is (here {requested})"
@@ -254,7 +253,7 @@ def awq_calibrates_on_32_texts(case: Case) -> str | None:
 def calibration_data_must_load(case: Case) -> str | None:
     if not case.quantizes:
         return None
-    name = case.recipe.calibration.dataset
+    name = case.recipe.texts.dataset
     if commands.calibrates_here(case.recipe, case.shape):
         problem = commands.problem_on_cpu(case.recipe)
         return (

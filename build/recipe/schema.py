@@ -109,23 +109,23 @@ class Calibration:
     """``[calibration]``: the texts on which activations are measured."""
 
     dataset: Annotated[str, _TEXT] = Field(
-        "cnn_dailymail",
+        default="cnn_dailymail",
         description="`cnn_dailymail`, `cpython` (the standard library; read by our own stages only) or a local folder "
         "that loads with split `train` and a `text` column",
     )
-    size: Annotated[int, _integer(1, 100_000)] = Field(512, description="texts")
-    batch_size: Annotated[int, _integer(1, 1024)] = Field(8, description="texts per forward pass")
-    max_seq_length: Annotated[int, _integer(8, 131_072)] = Field(2048, description="tokens kept of each text")
+    size: Annotated[int, _integer(1, 100_000)] = Field(default=512, description="texts")
+    batch_size: Annotated[int, _integer(1, 1024)] = Field(default=8, description="texts per forward pass")
+    max_seq_length: Annotated[int, _integer(8, 131_072)] = Field(default=2048, description="tokens kept of each text")
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class CpuCalibration(Calibration):
     """``[calibration]`` on the CPU: 8192 tokens take seconds for a small model, minutes for a billion parameters."""
 
-    dataset: Annotated[str, _TEXT] = Field("cpython", description="as above")
-    size: Annotated[int, _integer(1, 100_000)] = Field(32, description="texts")
-    batch_size: Annotated[int, _integer(1, 1024)] = Field(1, description="texts per forward pass")
-    max_seq_length: Annotated[int, _integer(8, 131_072)] = Field(256, description="tokens kept of each text")
+    dataset: Annotated[str, _TEXT] = Field(default="cpython", description="as above")
+    size: Annotated[int, _integer(1, 100_000)] = Field(default=32, description="texts")
+    batch_size: Annotated[int, _integer(1, 1024)] = Field(default=1, description="texts per forward pass")
+    max_seq_length: Annotated[int, _integer(8, 131_072)] = Field(default=256, description="tokens kept of each text")
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

@@ -7,9 +7,10 @@ speculative decoding or the card dearest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from build.base import hardware, layout
 from build.recipe import commands, effects, memory
@@ -50,7 +51,7 @@ def judge(case: Case) -> tuple[Finding, ...]:
     )
 
 
-def refused(findings: tuple[Finding, ...]) -> bool:
+def refused(findings: Sequence[Finding]) -> bool:
     return any(finding.severity is Severity.REFUSE for finding in findings)
 
 
@@ -67,8 +68,8 @@ def require(recipe: Recipe, findings: tuple[Finding, ...]) -> None:
 
 def check(case: Case) -> list[Finding]:
     """Every finding, without alternatives, in the rules' order."""
-    books = (CHECKS, BUILDER_OPTIONS, DRAFTING, effects.EFFECTS)
-    books = (RULES, *books) if case.recipe.kind == TRTLLM else books
+    books = [RULES] if case.recipe.kind == TRTLLM else []
+    books += [CHECKS, BUILDER_OPTIONS, DRAFTING, effects.EFFECTS]
     return [finding for book in books for finding in book.check(case)]
 
 
@@ -78,7 +79,7 @@ class _Edit:
 
     cost: int
     text: str
-    changes: dict[str, object]
+    changes: dict[str, Any]
     drops: tuple[str, ...] = ()
 
 
@@ -122,15 +123,16 @@ class _Search:
 
         A recipe that no single edit mends is mended fault by fault.
         """
-        good = [((edit,), after) for edit, after in self.singles if not after.left(rule)]
-        best = next((edits for edits, after in good if after.warned <= self.before.warned), None)
-        best = best or (good[0][0] if good else None) or self._mended(rule)
-        return _advice(best, _changed(self.case, best)) if best else ""
+        good = [(edit, after) for edit, after in self.singles if not after.left(rule)]
+        quiet = [edit for edit, after in good if after.warned <= self.before.warned] or [edit for edit, _ in good]
+        edits = tuple(quiet[:1]) or self._mended(rule)
+        return _advice(edits, _changed(self.case, edits)) if edits else ""
 
-    def _mended(self, rule: str) -> tuple[_Edit, ...] | None:
+    def _mended(self, rule: str) -> tuple[_Edit, ...]:
         """Edits that do away with one fault after the other: the cheapest that brings no new refusal, else the cheapest
         whose new refusals are mended in their turn."""
-        case, done, faults = self.case, (), self.before
+        case, faults = self.case, self.before
+        done: tuple[_Edit, ...] = ()
         while faults.left(rule) and len(done) < MAX_MENDED:
             fault, touched = min(faults.left(rule)), {key for edit in done for key in edit.changes}
             steps = []
@@ -142,14 +144,14 @@ class _Search:
                 ):
                     steps.append((len(after.refused - faults.refused), edit, changed, after))
             if not steps:
-                return None
+                return ()
             _, edit, case, faults = min(steps, key=lambda step: step[0])
             done = (*done, edit)
-        return None if faults.left(rule) else done
+        return () if faults.left(rule) else done
 
 
 def _changed(case: Case, edits: tuple[_Edit, ...]) -> Case:
-    changes: dict[str, object] = {}
+    changes: dict[str, Any] = {}
     for edit in edits:
         changes |= edit.changes
     dropped = {key for edit in edits for key in edit.drops}
@@ -172,8 +174,8 @@ def _edits(case: Case) -> Iterator[_Edit]:
             yield _Edit(OPTION * len(given), f"without [{table}]", {table: {}})
     if kind == CPU and recipe.calibration is not None:
         yield _Edit(OPTION, "without [calibration]", {"calibration": None})
-    if kind != CPU and recipe.calibration.dataset != "cnn_dailymail":
-        dataset = replace(recipe.calibration, dataset="cnn_dailymail")
+    if kind != CPU and recipe.texts.dataset != "cnn_dailymail":
+        dataset = replace(recipe.texts, dataset="cnn_dailymail")
         yield _Edit(OPTION, 'calibration.dataset = "cnn_dailymail"', {"calibration": dataset})
     for kv in KV_CACHE_PRECISIONS[kind]:
         if kv != recipe.kv_cache_precision:
@@ -208,7 +210,8 @@ def _formats(case: Case) -> Iterator[_Edit]:
         allowed = precision in PRECISIONS[recipe.kind] and kv in KV_CACHE_PRECISIONS[recipe.kind]
         if not allowed or precision == recipe.precision:
             continue
-        text, changes = f'precision = "{precision}"', {"precision": precision}
+        changes: dict[str, Any] = {"precision": precision}
+        text = f'precision = "{precision}"'
         if kv != recipe.kv_cache_precision:
             text, changes = f'{text}, kv_cache_precision = "{kv}"', changes | {"kv_cache_precision": kv}
         drops: tuple[str, ...] = ()
@@ -217,7 +220,7 @@ def _formats(case: Case) -> Iterator[_Edit]:
         yield _Edit(FORMAT, text, changes, drops)
 
 
-def _without_effect(case: Case, changes: dict[str, object]) -> Iterator[_Edit]:
+def _without_effect(case: Case, changes: dict[str, Any]) -> Iterator[_Edit]:
     """What goes with another format: keys that have no effect on it."""
     changed = replace(case, recipe=replace(case.recipe, **changes))
     if effects.group_size_is_for_grouped_weights(changed):
@@ -263,14 +266,16 @@ def _engine_limits(recipe: Recipe) -> Iterator[_Edit]:
     spec = recipe.speculative_decoding
     if spec is not None and spec.max_draft_len > EAGLE_DRAFT:
         shorter = replace(spec, max_draft_len=EAGLE_DRAFT)
-        text, changes = f"speculative_decoding.max_draft_len = {EAGLE_DRAFT}", {"speculative_decoding": shorter}
+        changes: dict[str, Any] = {"speculative_decoding": shorter}
+        text = f"speculative_decoding.max_draft_len = {EAGLE_DRAFT}"
         yield _Edit(LIMIT, text, changes)
         if recipe.max_batch_size > EAGLE_BATCH:
             changes = changes | {"max_batch_size": EAGLE_BATCH}
             yield _Edit(2 * LIMIT, f"max_batch_size = {EAGLE_BATCH}, {text}", changes)
     for key in ("choices", "medusa_model"):
         if spec is not None and getattr(spec, key) is not None:
-            changes = {"speculative_decoding": replace(spec, **{key: None})}
+            without: dict[str, Any] = {key: None}
+            changes = {"speculative_decoding": replace(spec, **without)}
             yield _Edit(OPTION, f"without speculative_decoding.{key}", changes)
     if recipe.image != IMAGE:
         yield _Edit(LIMIT, f'image = "{IMAGE}"', {"image": IMAGE})

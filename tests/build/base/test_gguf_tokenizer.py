@@ -116,7 +116,7 @@ def test_a_text_begins_with_bos_where_the_file_or_the_family_says_so(pre, given,
         ({"tokenizer.ggml.merges": ["ab"]}, "merges holds 'ab'; allowed are two pieces"),
         ({"tokenizer.ggml.merges": ["zz yy"]}, "vocabulary and merges do not fit each other"),
         ({"tokenizer.ggml.token_type": [1]}, "token_type must hold a number for each of"),
-        ({"tokenizer.ggml.eos_token_id": 10**6}, "eos_token_id is 1000000; allowed is an integer up to"),
+        ({"tokenizer.ggml.eos_token_id": 10**6}, "eos_token_id must be an integer up to"),
     ],
 )
 def test_what_cannot_be_a_tokenizer_is_refused_by_name(change, message):

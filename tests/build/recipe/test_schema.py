@@ -50,7 +50,7 @@ def test_a_default_is_the_same_in_the_declaration_and_in_the_recipe():
     for table in schema.RECIPE_TABLES.values():
         for key, field in schema.fields_of(table).items():
             declared = field.get_default(call_default_factory=True)
-            own = key in ("kv_cache_precision", "max_seq_len", "name", "quality", "calibration")
+            own = key in ("kv_cache_precision", "max_seq_len", "name", "quality", "calibration", "sm")
             if field.is_required() or own or isinstance(declared, dict):
                 continue
             assert defaults[key] == declared, key
