@@ -28,6 +28,8 @@ class Settings:
     stall_s: seconds without an engine step and without CPU use that make the engine process hung.
     step_limit_s: seconds without an engine step that make it hung, with CPU use.
     http_port: port of Triton's HTTP endpoint, 0 if unknown.
+    grammar_timeout_s: seconds of the CPU for compiling the grammar of one request.
+    grammar_stall_s: longest time that a grammar may hold up the other requests of an engine.
     whole_answer_timeout_s: longest time of a request with stream=false, waiting included; 0 for no limit.
     """
 
@@ -42,6 +44,8 @@ class Settings:
     step_limit_s: float = LIMIT_S
     http_port: int = 0
     whole_answer_timeout_s: int = 0
+    grammar_timeout_s: float = 2.0
+    grammar_stall_s: float = 0.25
 
     @property
     def metadata_socket(self) -> str:
@@ -72,6 +76,8 @@ class Settings:
             max_prompt_bytes=_count("TRIDENT_MAX_PROMPT_BYTES", 4 * 1024 * 1024),
             http_port=_count("TRIDENT_HTTP_PORT", 0, least=0),
             whole_answer_timeout_s=_count("TRIDENT_WHOLE_ANSWER_TIMEOUT_S", 0, least=0),
+            grammar_timeout_s=_count("TRIDENT_GRAMMAR_TIMEOUT_MS", 2000) / 1e3,
+            grammar_stall_s=_count("TRIDENT_GRAMMAR_STALL_MS", 250) / 1e3,
             drain_file=Path(path) if (path := os.environ.get("TRIDENT_DRAIN_FILE")) else None,
             stall_s=_seconds("TRIDENT_STALL_S", STALL_S),
             step_limit_s=_seconds("TRIDENT_STEP_LIMIT_S", LIMIT_S),

@@ -6,6 +6,8 @@ tokenizers library exactly and this graph does not.
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +17,13 @@ from openvino import Type, op
 from openvino import opset13 as ops
 from openvino_tokenizers import _get_factory
 
+from build.base.architecture import Architecture
+from build.model import graph
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.grammar.vocabulary import spelling
 
 FILE_NAME = "openvino_detokenizer.xml"
+CHECKER = "grammar_checker"
 
 
 def write(tokenizer: Path, vocab_size: int, folder: Path) -> None:
@@ -39,3 +44,23 @@ def write(tokenizer: Path, vocab_size: int, folder: Path) -> None:
     model = ov.Model(text, [ids], "detokenizer")
     model.outputs[0].get_tensor().add_names({"string_output"})
     ov.save_model(model, str(folder / FILE_NAME), compress_to_fp16=False)
+
+
+def write_checker(arch: Architecture, folder: Path) -> None:
+    """Write ``folder/CHECKER``: a model of one layer and no weights with the engine's vocabulary.
+
+    A process of its own compiles every grammar with it before the engine may (python_backends/grammar/compiler.py).
+    """
+    inside = folder / CHECKER
+    inside.mkdir()
+    tiny = dataclasses.replace(
+        arch, num_layers=1, hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, tied=True
+    )
+    shapes = tiny.expected_tensors()
+
+    def zeros(name: str) -> ov.Node:
+        return ops.broadcast(ops.constant(np.float32(0)), ops.constant(np.array(shapes[name], np.int64)))
+
+    ov.save_model(graph.decoder(tiny, zeros, zeros), str(inside / "openvino_model.xml"), compress_to_fp16=False)
+    for path in folder.glob("openvino_detokenizer.*"):
+        shutil.copy(path, inside)

@@ -2,6 +2,7 @@
 
     openvino_model.xml/.bin    the graph of ``graph.py`` with weights as ``weights.py`` stores them
     openvino_detokenizer.xml/.bin   what each id spells, for grammars (detokenizer.py)
+    grammar_checker/           a model without weights in which grammars are compiled first
     config.json                the checkpoint's own
     generation_config.json     the checkpoint's, its end ids always a list under eos_token_id
     tokenizer.json, tokenizer_config.json, special_tokens_map.json, added_tokens.json, chat_template.*   as they are
@@ -56,6 +57,7 @@ def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, notify: Ca
         raise EngineFailed(problem) from exc
     checkpoint.copy_side_files(folder)
     detokenizer.write(folder / "tokenizer.json", arch.vocab_size, folder)
+    detokenizer.write_checker(arch, folder)
     _check_generation_config(checkpoint, folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from functools import partial
@@ -11,6 +12,8 @@ import numpy as np
 
 from contract import manifest as manifests
 from contract.errors import EngineFailed, InvalidArgument, TridentError
+from contract.generation import Guide
+from contract.manifest import EngineManifest
 from contract.priority import read
 from contract.watchdog import Watchdog
 from python_backends.cpu_engine import http_disconnects
@@ -21,6 +24,7 @@ from python_backends.cpu_engine.request import EngineRequest, parse
 from python_backends.ensemble.control import ControlListener
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.token_increment import TokenIncrement
+from python_backends.grammar.checker import GrammarChecker
 from python_backends.heartbeat import Heartbeat
 from python_backends.limits import EngineLimits
 from python_backends.metrics import Metrics
@@ -38,7 +42,7 @@ from python_backends.triton_io import (
     texts,
 )
 
-VOCABULARY = "openvino_detokenizer.xml"  # of a CPU engine, see build/model/detokenizer.py
+GRAMMAR_CHECKER = "grammar_checker"  # in a CPU engine's folder, see build/model/detokenizer.py
 
 
 class ResponseSink:
@@ -111,7 +115,6 @@ class TritonPythonModel:
         self._heartbeat = Heartbeat(settings.supervisor_socket)
         manifest = manifests.load(settings.engine_dir)
         self._limits = EngineLimits.from_manifest(manifest)
-        self._has_vocabulary = manifest.kind != "cpu" or (settings.engine_dir / VOCABULARY).exists()
         self._whole_answer_timeout_ns = settings.whole_answer_timeout_s * 1_000_000_000
         self._metrics = EngineMetrics(Metrics(metric_family), args["model_name"], args["model_version"])
         self._engine = Engine(
@@ -128,7 +131,14 @@ class TritonPythonModel:
             self._engine.close()
             self._heartbeat.close()
             raise EngineFailed(f"the engine process does not load {settings.engine_dir}; see the lines above")
+        self._grammars = self._open_checker(settings, manifest)
         self._control = ControlListener(settings.control_socket, self._engine.on_control)
+
+    def _open_checker(self, settings: Settings, manifest: EngineManifest) -> GrammarChecker | None:
+        folder = settings.engine_dir / GRAMMAR_CHECKER if manifest.kind == "cpu" else None
+        if folder is not None and not folder.exists():
+            return None
+        return GrammarChecker(folder, manifest.eos_token_ids[0], settings.grammar_timeout_s, settings.grammar_stall_s)
 
     def execute(self, requests: list[Request]) -> None:
         with self._heartbeat:
@@ -161,10 +171,28 @@ class TritonPythonModel:
             timeout_ns = min(timeout_ns or limit_ns, limit_ns)
         priority = read(parameters(request))
         parsed = parse(inputs, self._limits, request.request_id(), timeout_ns, time.monotonic_ns(), priority)
-        if parsed.guide is not None and not self._has_vocabulary:
+        sink = ResponseSink(sender, set(request.requested_output_names()), inputs)
+        if parsed.guide is None:
+            self._engine.submit(parsed, sink)
+        elif self._grammars is None:
             how = "this engine was built without the vocabulary that a grammar needs; build it again to use one"
             raise InvalidArgument("guided_decoding_guide_type", f"must be left out: {how}")
-        self._engine.submit(parsed, ResponseSink(sender, set(request.requested_output_names()), inputs))
+        else:
+            self._grammars.check(parsed.guide, partial(self._submit_guided, parsed, sink))
+
+    def _submit_guided(self, parsed: EngineRequest, sink: ResponseSink, guide: Guide | TridentError) -> None:
+        """Submit a request whose guide was checked, perhaps from the checker's thread."""
+        problem = guide if isinstance(guide, TridentError) else None
+        try:
+            if isinstance(guide, Guide):
+                self._engine.submit(dataclasses.replace(parsed, guide=guide), sink)
+        except TridentError as exc:
+            problem = exc
+        except Exception as exc:  # the outer edge: a defect must not end the checker's thread
+            problem = EngineFailed(f"the engine could not start the request: {exc!r}")
+        if problem is not None:
+            self._engine.refused(problem)
+            sink.refuse(problem)
 
     def _stop(self, request: Request, sender: ResponseSender) -> None:
         """End the streams of the request id. As with TensorRT-LLM, the response is empty, also if there were none."""
@@ -176,5 +204,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._control.close()
+        if self._grammars is not None:
+            self._grammars.close()
         self._engine.close()
         self._heartbeat.close()

@@ -25,7 +25,7 @@ from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.token_increment import TopLogProbs
 from python_backends.ensemble.worker_messages import AddSequence, Failed, Ready, StepOutput, StepReport
-from python_backends.grammar.genai_config import structured_output
+from python_backends.grammar.pipeline import structured_output
 
 _NICE = 5
 

@@ -35,6 +35,8 @@ def test_only_the_engine_folder_has_no_default(monkeypatch):
         ("TRIDENT_SENDER_THREADS", "2", "sender_threads", 2),
         ("TRIDENT_MAX_COALESCE_MS", "20", "max_coalesce_s", 0.02),
         ("TRIDENT_MAX_COALESCE_MS", "0", "max_coalesce_s", 0.0),
+        ("TRIDENT_GRAMMAR_TIMEOUT_MS", "1500", "grammar_timeout_s", 1.5),
+        ("TRIDENT_GRAMMAR_STALL_MS", "100", "grammar_stall_s", 0.1),
         ("TRIDENT_MAX_PROMPT_BYTES", "1000", "max_prompt_bytes", 1000),
         ("TRIDENT_STALL_S", "20.5", "stall_s", 20.5),
         ("TRIDENT_STEP_LIMIT_S", "300", "step_limit_s", 300.0),

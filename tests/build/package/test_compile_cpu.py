@@ -120,6 +120,7 @@ def test_the_folder_holds_everything_a_server_needs(tmp_path):
     assert sorted(p.name for p in engine.iterdir()) == [
         "config.json",
         "generation_config.json",
+        "grammar_checker",
         "openvino_detokenizer.bin",
         "openvino_detokenizer.xml",
         "openvino_model.bin",

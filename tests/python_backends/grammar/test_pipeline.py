@@ -3,7 +3,7 @@
 import pytest
 
 from contract.generation import Guide
-from python_backends.grammar.genai_config import structured_output
+from python_backends.grammar.pipeline import structured_output
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,169 @@
+"""Checks guides in a process of its own, one after the other, and remembers the results.
+
+No request without a guide waits for it, and none of its faults reaches a stream: a check that takes too long is
+killed, and a process that was killed from outside is started again.
+"""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socketpair
+
+from contract.errors import InvalidArgument, Overloaded, TridentError, Unavailable
+from contract.generation import Guide
+from contract.watchdog import cpu_s
+from python_backends.grammar.messages import Check, Checked
+
+_START_S = 60.0
+_POLL_S = 0.05
+_BUSY_FACTOR = 5
+_MOST_WAITING = 256
+_MOST_KEPT_BYTES = 32 * 1024 * 1024
+_ATTEMPTS = 2  # a process that was killed from outside only delays
+
+Result = Guide | TridentError
+OnResult = Callable[[Result], None]
+
+
+class GrammarChecker:
+    """Results by guide, kept until they fill 32 MB. The process is started with the first guide."""
+
+    def __init__(self, folder: Path | None, end_id: int, timeout_s: float, stall_s: float) -> None:
+        """
+        folder: the engine's grammar_checker/; None where guides are translated only.
+        timeout_s: seconds of the CPU for one check.
+        end_id, stall_s: see compiler.Check.
+        """
+        self._folder, self._end_id, self._timeout_s, self._stall_s = folder, end_id, timeout_s, stall_s
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Guide, Result] = OrderedDict()
+        self._kept_bytes = 0
+        self._waiting: dict[Guide, list[OnResult]] = {}
+        self._queue: queue.SimpleQueue[Guide | None] = queue.SimpleQueue()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="grammar-checker", daemon=True)
+        self._thread.start()
+
+    def check(self, guide: Guide, on_result: OnResult) -> None:
+        """Call ``on_result`` with the guide to generate with, or why there is none: now if it is known, else from the
+        checker's thread.
+
+        Raises:
+            Overloaded: too many guides wait to be checked.
+            Unavailable: the checker is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the server is shutting down")
+            result = self._kept.get(guide)
+            if result is None:
+                if guide not in self._waiting:
+                    if len(self._waiting) >= _MOST_WAITING:
+                        raise Overloaded(f"{_MOST_WAITING} grammars wait to be compiled")
+                    self._waiting[guide] = []
+                    self._queue.put(guide)
+                self._waiting[guide].append(on_result)
+                return
+            self._kept.move_to_end(guide)
+        on_result(result)
+
+    def close(self) -> None:
+        """Kill the process; guides that wait get Unavailable."""
+        with self._lock:
+            self._closed = True
+            process = self._process
+        if process is not None:
+            process.kill()
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (guide := self._queue.get()) is not None:
+            result = self._check(guide)
+            with self._lock:
+                if not isinstance(result, Unavailable):
+                    self._keep(guide, result)
+                callbacks = self._waiting.pop(guide)
+            for on_result in callbacks:
+                on_result(result)
+        self._end_process()
+
+    def _keep(self, guide: Guide, result: Result) -> None:
+        self._kept[guide] = result
+        self._kept_bytes += _size(guide, result)
+        while self._kept_bytes > _MOST_KEPT_BYTES:
+            self._kept_bytes -= _size(*self._kept.popitem(last=False))
+
+    def _check(self, guide: Guide) -> Result:
+        for _ in range(_ATTEMPTS):
+            try:
+                connection = self._start()
+                connection.send(Check(guide, self._end_id, self._stall_s))
+                if not self._wait(connection):
+                    self._end_process()
+                    problem = f"must compile within {self._timeout_s:g} s, got one that takes longer"
+                    return InvalidArgument("guided_decoding_guide", problem)
+                checked: Checked = connection.recv()
+                return checked.guide or InvalidArgument(checked.field, checked.problem)
+            except (EOFError, OSError):  # it was killed, or the grammar crashed it
+                self._end_process()
+                if self._closed:
+                    return Unavailable("the server is shutting down")
+        return InvalidArgument(
+            "guided_decoding_guide", "must be a grammar that compiles, got one that ends the compiler"
+        )
+
+    def _wait(self, connection: Connection) -> bool:
+        """Return whether a result came before the process had used its time; on a busy machine that takes longer."""
+        pid = self._process.pid if self._process else -1
+        begun_s, before_s = time.monotonic(), cpu_s(pid) or 0.0
+        while not connection.poll(_POLL_S):
+            used_s = max((cpu_s(pid) or 0.0) - before_s, (time.monotonic() - begun_s) / _BUSY_FACTOR)
+            if used_s > self._timeout_s:
+                return False
+        return True
+
+    def _start(self) -> Connection:
+        """
+        Raises:
+            OSError, EOFError: it does not start.
+        """
+        if self._connection is not None:
+            return self._connection
+        ours, theirs = socketpair()
+        self._connection = Connection(ours.detach())
+        with theirs:
+            command = [sys.executable, "-m", "python_backends.grammar.compiler", str(theirs.fileno())]
+            command += [] if self._folder is None else [str(self._folder)]
+            with self._lock:
+                if self._closed:
+                    raise EOFError
+                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        if not self._connection.poll(_START_S):
+            raise OSError("the grammar compiler does not start")
+        self._connection.recv()
+        return self._connection
+
+    def _end_process(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def _size(guide: Guide, result: Result) -> int:
+    return 1000 + 4 * len(guide.text) + 4 * (len(result.text) if isinstance(result, Guide) else 0)

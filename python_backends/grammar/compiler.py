@@ -1,0 +1,35 @@
+"""The process that translates and compiles guides. A guide that crashes or hangs it ends no stream."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from python_backends.ensemble.worker_messages import Ready
+from python_backends.grammar.translation import translated
+
+_NICE = 10  # the engine and what carries its tokens go first
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the server, which ends this process
+    os.nice(_NICE)
+    connection = Connection(int(sys.argv[1]))
+    check = translated
+    try:
+        if len(sys.argv) > 2:
+            from python_backends.grammar.pipeline import GrammarPipeline
+
+            check = GrammarPipeline(Path(sys.argv[2])).check
+        connection.send(Ready())
+        while True:
+            connection.send(check(connection.recv()))
+    except (EOFError, ConnectionError):
+        return  # the engine model closed the connection
+
+
+if __name__ == "__main__":
+    main()

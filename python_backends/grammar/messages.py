@@ -1,0 +1,29 @@
+"""The messages between the checker and its compiler process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from contract.generation import Guide
+
+
+@dataclass(frozen=True)
+class Check:
+    """One guide to check.
+
+    end_id: an id that ends the model's texts.
+    stall_s: the longest time that compiling it, or one of its tokens, may hold up an engine.
+    """
+
+    guide: Guide
+    end_id: int
+    stall_s: float
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The guide as the engine compiles it, or the problem with it, in the words of an error of ``field``."""
+
+    guide: Guide | None = None
+    field: str = ""
+    problem: str = ""

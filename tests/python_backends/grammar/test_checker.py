@@ -1,0 +1,96 @@
+"""The checker with its real process: what it accepts, refuses and survives."""
+
+import os
+import queue
+import signal
+import time
+
+import pytest
+
+from contract.errors import InvalidArgument, Unavailable
+from contract.generation import Guide
+from python_backends.grammar.checker import GrammarChecker
+
+pytestmark = pytest.mark.slow
+
+END = 256
+
+
+@pytest.fixture(scope="module")
+def checker(tiny_engine):
+    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=2.0, stall_s=0.25)
+    yield checker
+    checker.close()
+
+
+def results(checker, *guides):
+    came = queue.SimpleQueue()
+    for guide in guides:
+        checker.check(guide, lambda result, guide=guide: came.put((guide, result)))
+    return dict(came.get(timeout=60) for _ in guides)
+
+
+def result(checker, *guide):
+    return results(checker, Guide(*guide))[Guide(*guide)]
+
+
+def test_a_good_grammar_is_returned_and_remembered(checker):
+    assert isinstance(result(checker, "ebnf_grammar", 'root ::= "yes" | "no"'), Guide)
+    known = []
+    checker.check(Guide("ebnf_grammar", 'root ::= "yes" | "no"'), known.append)
+    assert len(known) == 1  # before it returned
+
+
+BAD = [
+    ("ebnf_grammar", 'start ::= "a"'),
+    ("ebnf_grammar", "root ::= other"),
+    ("ebnf_grammar", 'root ::= ("a"'),
+    ("regex", "(a"),
+    ("structural_tag", "no json"),
+    ("structural_tag", "{}"),
+]
+
+
+@pytest.mark.parametrize("guide", BAD)
+def test_a_grammar_that_does_not_compile_is_refused_and_the_next_one_works(checker, guide):
+    refused = result(checker, *guide)
+    assert isinstance(refused, InvalidArgument) and refused.field == "guided_decoding_guide"
+    assert isinstance(result(checker, "ebnf_grammar", f'root ::= "{time.monotonic()}"'), Guide)
+
+
+def test_one_that_would_hold_up_other_requests_is_refused(tiny_engine):
+    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=2.0, stall_s=0.003)
+    refused = result(checker, "ebnf_grammar", 'root ::= "\\"" [^"]{0,2000} "\\""')
+    checker.close()
+    assert isinstance(refused, InvalidArgument) and "must not hold up other requests" in refused.problem
+
+
+def test_one_that_takes_too_long_is_killed_and_refused(tiny_engine):
+    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=0.01, stall_s=10.0)
+    refused = result(checker, "ebnf_grammar", "root ::= " + " | ".join(f"[^{n % 10}]{{0,2000}}" for n in range(20)))
+    checker.close()
+    assert isinstance(refused, InvalidArgument) and "must compile within 0.01 s" in refused.problem
+
+
+def test_a_kill_only_delays(checker):
+    assert isinstance(result(checker, "ebnf_grammar", 'root ::= "a"'), Guide)
+    os.kill(checker._process.pid, signal.SIGKILL)
+    assert isinstance(result(checker, "ebnf_grammar", 'root ::= "b"'), Guide)
+
+
+def test_equal_guides_are_checked_once_and_all_get_the_result(checker):
+    guide = Guide("ebnf_grammar", f'root ::= "once {time.monotonic()}"')
+    came = queue.SimpleQueue()
+    for _ in range(20):
+        checker.check(guide, came.put)
+    assert all(isinstance(came.get(timeout=60), Guide) for _ in range(20))
+
+
+def test_after_close_it_refuses(tiny_engine):
+    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=2.0, stall_s=0.25)
+    came = queue.SimpleQueue()
+    checker.check(Guide("ebnf_grammar", 'root ::= "a"'), came.put)
+    checker.close()
+    assert isinstance(came.get(timeout=10), Unavailable | Guide)
+    with pytest.raises(Unavailable):
+        checker.check(Guide("ebnf_grammar", 'root ::= "a"'), came.put)
