@@ -37,10 +37,7 @@ class RawEngine:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-        self._process.stdout.close()
+        self._close()
 
     def batch(self, prompts: Sequence[Sequence[int]], max_tokens: int, concurrency: int) -> dict:
         """Run one batch; return {"tokens", "wall_s", "cpu_s", "ttfts_s", "longest_step_s"}."""
@@ -54,8 +51,15 @@ class RawEngine:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise EngineFailed(f"the raw engine ended with code {self._process.wait()}")
+            raise EngineFailed(f"the raw engine ended with code {self._close()}")
         return json.loads(line)
+
+    def _close(self) -> int:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        code = self._process.wait(30)
+        self._process.stdout.close()
+        return code
 
 
 def main(folder: Path) -> None:

@@ -1,0 +1,35 @@
+"""The proxies that are compared; tests of the load put a real gateway and replica to work."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.gateway import contenders
+from benchmarks.gateway.contenders import Contender
+from contract.errors import EngineFailed
+
+
+def test_a_contender_is_its_process_tree():
+    own = Contender("own", {}, os.getpid())
+    assert own.alive() and own.use().cpu_s > 0 and own.use().rss_bytes > 0
+    assert math.isnan(own.gauge("trident_gateway_in_flight"))
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        child.wait()
+    assert not Contender("gone", {}, child.pid).alive()
+
+
+def test_free_addresses_are_of_this_machine():
+    host, _, port = contenders.free_address().partition(":")
+    assert host == "127.0.0.1" and 1024 < int(port) < 65536
+
+
+def test_a_proxy_that_ends_before_it_answers_is_an_error_with_its_log(tmp_path):
+    log = tmp_path / "proxy.log"
+    log.write_text("no such option\n")
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"]) as child:
+        child.wait()
+        with pytest.raises(EngineFailed, match="(?s)does not answer at 127.0.0.1:9/ready:.*no such option"):
+            contenders._wait("127.0.0.1:9", "/ready", child, log)

@@ -1,0 +1,41 @@
+"""What the peers get: the same checkpoint in the form each of them reads. tests/benchmarks/test_peers.py runs them."""
+
+import json
+
+import pytest
+
+from benchmarks import peer_servers
+from benchmarks.peer_servers import Subject
+from contract.errors import EngineFailed, InvalidArgument
+
+
+def test_the_demo_model_is_a_subject_and_an_unknown_name_is_refused():
+    demo = peer_servers.subject("demo")
+    assert (demo.checkpoint / "model.safetensors").is_file() and demo.precision == "f32"
+    with pytest.raises(InvalidArgument, match="model: must be demo or bench-160m, got 'x'"):
+        peer_servers.subject("x")
+
+
+def test_an_endless_checkpoint_has_no_end_tokens_and_the_same_weights(monkeypatch, tmp_path):
+    monkeypatch.setattr(peer_servers, "FOLDER", tmp_path)
+    demo = peer_servers.subject("demo")
+    folder = peer_servers.endless(demo)
+    assert "eos_token_id" in json.loads((demo.checkpoint / "config.json").read_text())
+    assert "eos_token_id" not in json.loads((folder / "config.json").read_text())
+    assert (folder / "model.safetensors").samefile(demo.checkpoint / "model.safetensors")
+    assert peer_servers.endless(demo) == folder  # again, over the first
+
+
+def test_every_peer_serves_the_subject_at_the_port_it_is_given(tmp_path):
+    subject = Subject("small", tmp_path, "small", "bf16", "f16", 512)
+    for name in ("trident", "trident-openai", "vllm"):
+        assert "17000" in peer_servers.PEERS[name].command(subject, 17_000)
+    variables = peer_servers.PEERS["trident-openai"].variables(subject, 17_000)
+    assert variables["TRIDENT_GATEWAY_REPLICAS"] == "127.0.0.1:17000"
+    assert variables["TRIDENT_GATEWAY_HTTP_PORT"] == "17003"
+
+
+def test_a_program_that_is_not_there_is_one_sentence(tmp_path):
+    peer = peer_servers.Peer("nobody", lambda of, port: ["/nowhere/server"], lambda of, port: None, "")
+    with pytest.raises(EngineFailed, match="nobody cannot be started"):
+        peer_servers.start(peer, peer_servers.subject("demo"), tmp_path)
