@@ -222,6 +222,8 @@ async def _admitted(
             deltas.close(error)
     except InvalidArgument as exc:
         name = _OPENAI_NAMES.get(exc.field)
+        if requests[0].tools is not None and exc.field.startswith("guided_decoding_guide"):
+            name = "tools"
         if name is None:
             raise
         name = "messages" if name == "prompt" and isinstance(body, ChatRequest) else name

@@ -8,6 +8,7 @@ stop_token_ids, skip_special_tokens, truncate_prompt_tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
@@ -27,9 +28,10 @@ from pydantic import (
 from contract.chat import check_tool_turns
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest, SamplingParams
-from gateway.api.tool_schemas import Tool, ToolCall, ToolChoice, Tools, plain_tools
+from gateway.api.tool_schemas import NamedTool, Tool, ToolCall, ToolChoice, Tools, plain_tools
 from gateway.config.settings import Settings
-from gateway.tools import chat_format
+from gateway.tools import chat_format, guide
+from gateway.tools.chat_format import OPEN, TAGGED, ChatFormat
 from gateway.tools.cutter import CutterRules
 
 MAX_STOPS = 100  # the tokenizer model's limit
@@ -127,6 +129,7 @@ class Message(BaseModel):
         return found | {name: value for name in _TURN_FIELDS if (value := getattr(self, name))}
 
 
+_THINKING = ("enable_thinking", "thinking")  # the variables by which templates switch reasoning
 _TURN_FIELDS = ("tool_call_id", "name", "reasoning_content")
 
 
@@ -273,16 +276,7 @@ class ChatRequest(_Sampling):
         if self.chat_template_kwargs:
             prompt["chat_template_kwargs"] = orjson.dumps(self.chat_template_kwargs).decode()
         rules = self.cutter_rules(settings)
-        if self._tools:
-            if rules is None or rules.format.family is None:
-                raise InvalidArgument("tools", "are not supported: this model's template has no form that is known")
-            if self.tool_choice not in (None, "auto"):
-                raise InvalidArgument("tool_choice", "must be none or auto: the engine cannot be held to a call")
-            prompt |= {
-                "tools": orjson.dumps(plain_tools(self._tools)).decode(),
-                "tool_choice": self.tool_choice or "auto",
-                "parallel_tool_calls": self.parallel_tool_calls is not False,
-            }
+        prompt |= self._tool_fields(settings)
         return self.requests(
             prompt,
             next(iter(limits), settings.default_max_tokens),
@@ -291,6 +285,38 @@ class ChatRequest(_Sampling):
             keeps_special_tokens=rules is not None and rules.drops_special,
         )
 
+    def _tool_fields(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of a GenerationRequest that hold the model to its tools."""
+        choice, form = self.tool_choice or guide.AUTO, self._format(settings)
+        if not self._tools:
+            if choice not in (guide.AUTO, "none"):
+                raise InvalidArgument("tool_choice", "must be none or auto without tools")
+            return {}
+        if form.family is None:
+            raise InvalidArgument("tools", "are not supported: this model's template has no form that is known")
+        tools, parallel = plain_tools(self._tools), self.parallel_tool_calls is not False
+        text = orjson.dumps(tools).decode()
+        fields: dict[str, Any] = {"tools": text, "tool_choice": choice, "parallel_tool_calls": parallel}
+        if isinstance(choice, NamedTool):
+            fields["tool_choice"], choice = choice.model_dump(), choice.function.name
+            if choice not in (tool.function.name for tool in self._tools):
+                raise InvalidArgument("tool_choice.function.name", f"must be one of the tools, got {choice}")
+        if settings.tool_guides:
+            return fields | {"guide": guide.tool_guide(tools, choice, parallel, form)}
+        problem = "must be left out: the engines are not held to tools (TRIDENT_GATEWAY_TOOL_GUIDES)"
+        if choice != guide.AUTO:
+            raise InvalidArgument("tool_choice", problem)
+        for index, tool in enumerate(self._tools):
+            if tool.function.strict:
+                raise InvalidArgument(f"tools.{index}.function.strict", problem)
+        return fields
+
+    def _format(self, settings: Settings) -> ChatFormat:
+        form, variables = chat_format.configured(settings), self.chat_template_kwargs or {}
+        if form.reasoning == OPEN and any(variables.get(name) is False for name in _THINKING):
+            return dataclasses.replace(form, reasoning=TAGGED)  # the prompt does not begin the section then
+        return form
+
     @property
     def _tools(self) -> list[Tool]:
         """The tools that the model may call."""
@@ -298,7 +324,7 @@ class ChatRequest(_Sampling):
 
     def cutter_rules(self, settings: Settings) -> CutterRules | None:
         """Return what is cut out of the output's text; None for nothing."""
-        form = chat_format.configured(settings)
+        form = self._format(settings)
         names = frozenset(tool.function.name for tool in self._tools)
         reasoning = form.reasoning != chat_format.NONE
         if not names and not reasoning:
@@ -307,6 +333,8 @@ class ChatRequest(_Sampling):
             form,
             names,
             parallel=self.parallel_tool_calls is not False,
+            # A guide knows a special token from its spelling, and another token only by its text.
+            guided=bool(names) and settings.tool_guides and not form.special,
             reasoning=reasoning,
             drops_special=bool(names) and form.special and self.skip_special_tokens is not False,
         )

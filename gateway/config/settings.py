@@ -148,6 +148,11 @@ class Settings(EnvironmentSettings):
         description="where reasoning sections are: between `<think>` and `</think>` (tagged), from the beginning to "
         "`</think>` (open), nowhere (none); auto: by the chat template beside TOKENIZER",
     )
+    tool_guides: bool = Field(
+        True,
+        description="whether a grammar holds tool calls to the tools' schemas; false for engines without guided "
+        "decoding: then `tool_choice` required or named and `strict` are refused",
+    )
     semantic_url: Url = Field(
         "", description="OpenAI-style embeddings API up to and with /v1; unset: no semantic cache"
     )

@@ -8,7 +8,7 @@ import json
 import openai
 import pytest
 
-from contract.errors import EngineFailed, Overloaded, PromptTooLong
+from contract.errors import EngineFailed, InvalidArgument, Overloaded, PromptTooLong
 from contract.generation import FinishReason
 from tests.fakes.replica import FakeReplica, Script, echo
 from tests.gateway.config.test_configuration import ALICE, BOB, keys
@@ -326,3 +326,31 @@ async def test_reasoning_is_apart_counted_and_can_be_left_out():
             silent = await ask.chat.completions.create(**asked, extra_body={"include_reasoning": False})
             assert not hasattr(silent.choices[0].message, "reasoning_content")
             assert silent.usage.completion_tokens_details.reasoning_tokens == 1
+
+
+async def test_a_grammar_holds_the_engine_to_the_tools_and_its_refusal_names_them():
+    async with FakeReplica(words(*CALLS)) as replica, gateway(replica) as running, client(running) as ask:
+        for choice in ("required", {"type": "function", "function": {"name": "g"}}):
+            await ask.chat.completions.create(model="demo", messages=HELLO, tools=TOOLS, tool_choice=choice)
+            assert replica.seen[-1].value("guided_decoding_guide_type") == "structural_tag"
+            held = replica.seen[-1].value("guided_decoding_guide").replace("\\", "")
+            assert ('"name": "f"' in held, '"name": "g"' in held) == (choice == "required", True)
+        replica.script = words(refuse=InvalidArgument("guided_decoding_guide", "must not have the keyword not"))
+        with pytest.raises(openai.BadRequestError, match="tools: must not have the keyword not") as caught:
+            await ask.chat.completions.create(model="demo", messages=HELLO, tools=TOOLS)
+        assert caught.value.param == "tools"
+
+
+async def test_without_grammars_a_model_may_call_and_cannot_be_made_to():
+    strict = [{"type": "function", "function": {"name": "f", "strict": True}}]
+    async with FakeReplica(words(*CALLS)) as replica, gateway(replica, tool_guides=False) as running:
+        async with client(running) as ask:
+            found = await ask.chat.completions.create(model="demo", messages=HELLO, tools=TOOLS)
+            assert found.choices[0].message.tool_calls and "guided_decoding_guide" not in replica.seen[-1].inputs
+            for more, name in (
+                ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+                ({"tools": strict}, "tools.0.function.strict"),
+            ):
+                with pytest.raises(openai.BadRequestError, match="TRIDENT_GATEWAY_TOOL_GUIDES") as caught:
+                    await ask.chat.completions.create(model="demo", messages=HELLO, **more)
+                assert caught.value.param == name

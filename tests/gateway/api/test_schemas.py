@@ -163,3 +163,22 @@ def test_a_model_whose_form_of_calls_is_unknown_has_no_tools() -> None:
     reasoning = Settings(tool_format="none", reasoning_format="open")
     rules = chat().cutter_rules(reasoning)
     assert rules is not None and rules.reasoning and not rules.names
+
+
+def test_a_choice_of_tools_is_one_that_there_is() -> None:
+    named = {"type": "function", "function": {"name": "f"}}
+    [request] = chat(tools=[TOOL], tool_choice=named).generations(SETTINGS, 5.0)
+    assert request.tool_choice == named and request.guide is not None and request.guide.kind == "structural_tag"
+    rules = chat(tools=[TOOL], tool_choice=named).cutter_rules(SETTINGS)
+    assert rules is not None and rules.guided
+    with pytest.raises(InvalidArgument, match="tool_choice.function.name: must be one of the tools, got g"):
+        chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}).generations(SETTINGS, 5.0)
+    with pytest.raises(InvalidArgument, match="tool_choice: must be none or auto without tools"):
+        chat(tool_choice="required").generations(SETTINGS, 5.0)
+
+
+def test_a_template_that_does_not_think_begins_no_reasoning() -> None:
+    opened = Settings(reasoning_format="open")
+    for variables, expected in (({"enable_thinking": False}, "tagged"), ({"enable_thinking": True}, "open")):
+        rules = chat(chat_template_kwargs=variables).cutter_rules(opened)
+        assert rules is not None and rules.format.reasoning == expected
