@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from contract import encoder
 from contract.errors import EngineFailed, NotFound
 
 FILE_NAME = "manifest.json"
 FORMAT = 1
-KINDS = ("cpu", "trtllm", "llmapi")
+KINDS = ("cpu", "trtllm", "llmapi", *encoder.KINDS)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -39,7 +40,8 @@ class EngineManifest:
     """One engine.
 
     name: of the recipe and of the folder.
-    kind: cpu (OpenVINO IR), trtllm (TensorRT-LLM engine) or llmapi (quantised checkpoint).
+    kind: cpu (OpenVINO IR), trtllm (TensorRT-LLM engine), llmapi (quantised checkpoint), embedding or rerank (OpenVINO
+        IR of an encoder).
     model: the hub id or folder that the recipe names.
     architecture: the class in the model's config.json.
     checkpoint_sha256: over weights, config and tokenizer.
@@ -65,6 +67,7 @@ class EngineManifest:
         engines built before it was recorded.
     adapters: LoRA adapters that requests can name, in the order of their numbers, from 1.
     adapter_first_token_id: the id that most prompts begin with (python_backends/adapter_ids.py); None without adapters.
+    encoder: fields of contract.encoder.Encoder, of an embedding or rerank engine only.
     """
 
     name: str
@@ -95,6 +98,7 @@ class EngineManifest:
     memory_bytes: int | None = None
     adapters: tuple[Adapter, ...] = ()
     adapter_first_token_id: int | None = None
+    encoder: Mapping[str, Any] | None = None
 
     def save(self, folder: Path) -> None:
         """Write manifest.json atomically and sync it to the disk."""
@@ -226,7 +230,7 @@ def _is_adapters(value: object) -> bool:
 
 
 # Fields that engines built earlier do not have.
-_LATER: Mapping[str, object] = {"memory_bytes": None, "adapters": [], "adapter_first_token_id": None}
+_LATER: Mapping[str, object] = {"memory_bytes": None, "adapters": [], "adapter_first_token_id": None, "encoder": None}
 _TEXT = ("name", "model", "architecture", "precision", "kv_cache_precision", "created")
 _COUNTS = ("max_batch_size", "max_num_tokens", "max_seq_len", "vocab_size")
 _CHECKS: tuple[tuple[str, Callable[[object], bool], str], ...] = (
@@ -245,6 +249,7 @@ _CHECKS: tuple[tuple[str, Callable[[object], bool], str], ...] = (
     *((name, lambda v: isinstance(v, dict), "a table") for name in ("recipe", "versions", "properties")),
     ("evaluation", lambda v: v is None or isinstance(v, dict), "a table or null"),
     ("memory_bytes", lambda v: v is None or _is_int(v, 1), "a positive integer or null"),
+    ("encoder", lambda v: v is None or isinstance(v, dict), "a table or null"),
     ("sm", lambda v: v is None or _is_int(v, 1), "a positive integer or null"),
     ("image", lambda v: v is None or _is_text(v), "a non-empty string or null"),
 )

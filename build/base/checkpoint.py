@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from build.base import architecture as architectures
 from build.base import digest, gguf_file, shards
@@ -33,6 +34,18 @@ class CheckpointError(InvalidArgument):
 
     def __init__(self, problem: str) -> None:
         super().__init__("model", problem)
+
+
+class Shaped(Protocol):
+    """An architecture, as far as its files are checked against it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
+    def expected_tensors(self) -> dict[str, tuple[int, ...]]: ...
 
 
 @dataclass(frozen=True)
@@ -78,17 +91,17 @@ class Checkpoint:
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Reads headers and JSON only. Raises CheckpointError, one sentence naming the file, tensor or key."""
-    config = _json(folder, "config.json")
+    config = read_json(folder, "config.json")
     try:
         arch = architectures.from_config(config)
     except architectures.UnsupportedModel as exc:
         raise CheckpointError(f"{folder}: {exc}") from exc
     try:
-        tensors = _tensors(folder, arch)
+        tensors = read_tensors(folder, arch)
     except shards.BadShard as exc:
         raise CheckpointError(str(exc)) from exc  # names the file, and so the folder
-    generation = _json(folder, "generation_config.json") if (folder / "generation_config.json").exists() else {}
-    _check_tokenizer(folder, arch)
+    generation = read_json(folder, "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    check_tokenizer(folder, arch)
     return Checkpoint(
         folder=folder,
         config=config,
@@ -101,7 +114,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     )
 
 
-def _json(folder: Path, name: str) -> dict[str, object]:
+def read_json(folder: Path, name: str) -> dict[str, object]:
     try:
         return read_object(folder / name)
     except FileNotFoundError as exc:
@@ -110,13 +123,20 @@ def _json(folder: Path, name: str) -> dict[str, object]:
         raise CheckpointError(str(exc)) from exc
 
 
-def _tensors(folder: Path, arch: Architecture) -> dict[str, StoredTensor]:
+def read_tensors(
+    folder: Path, arch: Shaped, named: Callable[[str], str | None] = lambda name: name
+) -> dict[str, StoredTensor]:
+    """Exactly ``arch.expected_tensors()``, found in the folder's safetensors files.
+
+    named: the name that ``arch`` gives a stored tensor, None for one to leave out.
+    Raises CheckpointError, BadShard.
+    """
     stored: dict[str, StoredTensor] = {}
     in_a_gguf = (folder / gguf_file.INDEX).is_file()
     if in_a_gguf:
         stored = gguf_file.read_index(folder)
     for path in () if in_a_gguf else _weight_files(folder):
-        found = shards.read_header(path)
+        found = {name: tensor for n, tensor in shards.read_header(path).items() if (name := named(n)) is not None}
         if twice := sorted(stored.keys() & found.keys()):
             where = f"{stored[twice[0]].path.name} and in {path.name}"
             raise CheckpointError(f"{folder}: {twice[0]} is stored twice, in {where}; it is unknown which one is meant")
@@ -145,7 +165,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").is_dir():
         raise CheckpointError(f"{folder / 'model.safetensors'} is a folder; it must be a file")
     if (folder / _INDEX).is_file():
-        names = _json(folder, _INDEX).get("weight_map")
+        names = read_json(folder, _INDEX).get("weight_map")
         if not isinstance(names, dict) or not names or not all(isinstance(n, str) for n in names.values()):
             raise CheckpointError(f"{folder / _INDEX} has no weight_map of tensor names to file names")
         paths = [folder / name for name in sorted(set(names.values()))]
@@ -169,13 +189,13 @@ def _is_file(path: Path) -> bool:
         return False  # a name that no file can have
 
 
-def _check_tokenizer(folder: Path, arch: Architecture) -> None:
+def check_tokenizer(folder: Path, arch: Shaped) -> None:
     if not (folder / "tokenizer.json").is_file():
         slow = " (only a SentencePiece tokenizer.model)" if (folder / "tokenizer.model").is_file() else ""
         remedy = "load it with transformers' AutoTokenizer and save it as a fast tokenizer"
         raise CheckpointError(f"{folder} has no tokenizer.json{slow}; {remedy}")
     path = folder / "tokenizer.json"
-    tokenizer = _json(folder, "tokenizer.json")
+    tokenizer = read_json(folder, "tokenizer.json")
     model = tokenizer.get("model")
     if not isinstance(model, dict):
         raise CheckpointError(f"{path}: model must be an object with type and vocab, got {shown(model)}")

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from build.base import digest, gguf_folder, layout, program, wheel
+from build.base.encoder_checkpoint import SENTENCE_FILES
 from contract.errors import InvalidArgument
 
 # Of the repository's top folder only; `original/` and `consolidated*` hold the same weights a second time.
@@ -31,8 +32,9 @@ PATTERNS = (
     "added_tokens.json",
     "chat_template.json",
     "chat_template.jinja",
+    *SENTENCE_FILES,
 )
-IGNORED = ("*/*", "consolidated*")
+IGNORED = ("[!1]*/*", "consolidated*")  # 1_Pooling/ is the one folder that is read
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 

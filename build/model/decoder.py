@@ -8,7 +8,7 @@ comes and dropped after it, so that a model larger than memory can be measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ from build.base.architecture import Architecture
 from build.base.checkpoint import Checkpoint
 from build.base.gguf_file import GgufTensor
 from build.base.numerics import round_to_bf16
+from build.base.shards import StoredTensor
 
 Round = Callable[[np.ndarray], np.ndarray]
 
@@ -79,11 +80,16 @@ class Decoder:
 
         Raises ValueError where an id is outside the embedding.
         """
+        for row in self.hidden_states(blocks):
+            yield self.head(row)
+
+    def hidden_states(self, blocks: np.ndarray) -> Iterator[np.ndarray]:
+        """i64[n, t] token ids -> n times f32[t, hidden], after the last norm."""
         hidden = self.embed(blocks)
         for make_layer in self.layers:
             self.advance(hidden, make_layer())
         for row in hidden:
-            yield self.head(_rms_norm(row, self.final_norm, self.architecture.rms_norm_eps))
+            yield _rms_norm(row, self.final_norm, self.architecture.rms_norm_eps)
 
     def embed(self, blocks: np.ndarray) -> np.ndarray:
         """i64[n, t] token ids -> f32[n, t, hidden], what the first layer reads."""
@@ -152,11 +158,21 @@ def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
 
 def from_checkpoint(opened: Checkpoint) -> Decoder:
     """The reference: weights rounded to bf16, or as a GGUF file's are dequantised; all arithmetic in f32."""
-    arch, stored = opened.architecture, opened.tensors
+
+    def value(stored: StoredTensor) -> np.ndarray:
+        values = stored.f32()
+        return values if isinstance(stored, GgufTensor) else round_to_bf16(values)
+
+    return from_tensors(opened.architecture, opened.tensors, value)
+
+
+def from_tensors(
+    arch: Architecture, stored: Mapping[str, StoredTensor], value: Callable[[StoredTensor], np.ndarray]
+) -> Decoder:
+    """A decoder of stored weights, each taken as its ``value``; all arithmetic in f32."""
 
     def tensor(name: str) -> np.ndarray:
-        values = stored[name].f32()
-        return values if isinstance(stored[name], GgufTensor) else round_to_bf16(values)
+        return value(stored[name])
 
     def linear(*names: str) -> Linear:
         weight = np.concatenate([tensor(f"{name}.weight") for name in names])

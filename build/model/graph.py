@@ -54,7 +54,6 @@ def decoder(arch: Architecture, matrix: Weight, vector: Weight, adapters: Adapte
     beam_idx = _parameter("beam_idx", ov.Type.i32, [DYNAMIC])
 
     cache = _KvCache(arch, _length(ids, 0), beam_idx)
-    cos, sin = _rotation(arch, positions)
     bias = _attention_bias(mask, _length(ids, 1))
     rows, assigns = ids, []
     if adapters is not None:
@@ -62,15 +61,7 @@ def decoder(arch: Architecture, matrix: Weight, vector: Weight, adapters: Adapte
         adapter_cache = _KvCache(head, _length(ids, 0), beam_idx)
         rows = adapters.rows(ids, _attend(adapter_cache, arch.num_layers, bias, adapters.head_size))
         assigns = adapter_cache.assigns
-    linears = _Linears(matrix, vector, adapters)
-    hidden = ops.gather(matrix("model.embed_tokens.weight"), rows, _i64(0))  # f32[B, L, hidden]
-    for layer in range(arch.num_layers):
-        at = f"model.layers.{layer}"
-        normed = _rms_norm(hidden, vector(f"{at}.input_layernorm.weight"), arch.rms_norm_eps)
-        hidden = ops.add(hidden, _attention(arch, at, normed, cos, sin, bias, cache, layer, linears, vector))
-        normed = _rms_norm(hidden, vector(f"{at}.post_attention_layernorm.weight"), arch.rms_norm_eps)
-        hidden = ops.add(hidden, _mlp(arch, at, normed, linears))
-    hidden = _rms_norm(hidden, vector("model.norm.weight"), arch.rms_norm_eps)
+    hidden = _hidden_states(arch, rows, positions, bias, cache, _Linears(matrix, vector, adapters), vector)
     head_name = "model.embed_tokens.weight" if arch.tied else "lm_head.weight"
     logits = ops.matmul(hidden, matrix(head_name), False, True)  # f32[B, L, V]
     if adapters is not None:
@@ -79,6 +70,42 @@ def decoder(arch: Architecture, matrix: Weight, vector: Weight, adapters: Adapte
     result = ops.result(logits)
     logits.output(0).get_tensor().set_names({"logits"})
     return ov.Model([result], [*cache.assigns, *assigns], [ids, mask, positions, beam_idx], arch.name)
+
+
+def last_hidden_states(arch: Architecture, ids: Node, mask: Node, matrix: Weight, vector: Weight) -> Node:
+    """f32[B, L, hidden] after the last norm, of whole texts without a cache. ids, mask: i64[B, L], padded behind."""
+    length = _length(ids, 1)
+    positions = ops.unsqueeze(ops.range(_i64(0), ops.squeeze(length, _i64(0)), _i64(1), "i64"), _i64(0))
+    linears = _Linears(matrix, vector, None)
+    return _hidden_states(arch, ids, positions, _attention_bias(mask, length), _NoCache(), linears, vector)
+
+
+def _hidden_states(
+    arch: Architecture,
+    rows: Node,
+    positions: Node,
+    bias: Node,
+    cache: _KvCache | _NoCache,
+    linears: _Linears,
+    vector: Weight,
+) -> Node:
+    """f32[B, L, hidden] after the last norm. rows: of the embedding."""
+    cos, sin = _rotation(arch, positions)
+    hidden = ops.gather(linears.matrix("model.embed_tokens.weight"), rows, _i64(0))
+    for layer in range(arch.num_layers):
+        at = f"model.layers.{layer}"
+        normed = _rms_norm(hidden, vector(f"{at}.input_layernorm.weight"), arch.rms_norm_eps)
+        hidden = ops.add(hidden, _attention(arch, at, normed, cos, sin, bias, cache, layer, linears, vector))
+        normed = _rms_norm(hidden, vector(f"{at}.post_attention_layernorm.weight"), arch.rms_norm_eps)
+        hidden = ops.add(hidden, _mlp(arch, at, normed, linears))
+    return _rms_norm(hidden, vector("model.norm.weight"), arch.rms_norm_eps)
+
+
+class _NoCache:
+    """In place of a cache where a text is read in one piece."""
+
+    def append(self, layer: int, what: str, new: Node) -> Node:
+        return new
 
 
 class _KvCache:
@@ -105,13 +132,13 @@ class _Linears:
     """Linear layers that read the same input, with their biases."""
 
     def __init__(self, matrix: Weight, vector: Weight, adapters: Adapters | None) -> None:
-        self._matrix = matrix
+        self.matrix = matrix
         self._vector = vector
         self._adapters = adapters
 
     def __call__(self, x: Node, names: Sequence[str], bias: bool) -> list[Node]:
         weights = [f"{name}.weight" for name in names]
-        products = [ops.matmul(x, self._matrix(weight), False, True) for weight in weights]
+        products = [ops.matmul(x, self.matrix(weight), False, True) for weight in weights]
         if self._adapters is not None:
             products = self._adapters.products(x, weights, products)
         if not bias:
@@ -137,7 +164,7 @@ def _attention(
     cos: Node,
     sin: Node,
     bias: Node,
-    cache: _KvCache,
+    cache: _KvCache | _NoCache,
     layer: int,
     linears: _Linears,
     vector: Weight,

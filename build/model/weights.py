@@ -27,6 +27,7 @@ import openvino.opset13 as ops
 from openvino import Node
 
 from build.base.checkpoint import Checkpoint, CheckpointError
+from build.base.encoder_checkpoint import EncoderCheckpoint
 from build.base.numerics import f32_to_bf16
 
 PRECISIONS = ("fp32", "bf16", "fp16", "int8", "int4")
@@ -105,7 +106,7 @@ class Weights:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Checkpoint | EncoderCheckpoint,
         precision: str,
         group_size: int,
         calibrated: Mapping[str, Int4] | None = None,
