@@ -27,7 +27,7 @@ from build.base import shape as shapes
 from build.base.architecture import Architecture
 from build.base.checkpoint import Checkpoint, open_checkpoint
 from build.base.fetch import fetch, local_path
-from build.package import engine_folder, side_files
+from build.package import encoder, engine_folder, side_files
 from build.recipe import choice, memory, provenance, schema
 from build.recipe import recipe as recipes
 from build.recipe.recipe import Recipe
@@ -341,8 +341,9 @@ def _shown(folder: Path) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Builds engines/<engine>/ from build/recipes/<engine>.toml, or from any Llama- or Qwen-family "
-        "checkpoint. Does nothing when nothing changed. Gated hub models need HF_TOKEN; HF_HUB_OFFLINE=1 stays local."
+        description="Builds engines/<engine>/ from build/recipes/<engine>.toml, or from any checkpoint of Llama's, "
+        "Qwen's or BERT's family. Does nothing when nothing changed. Gated hub models need HF_TOKEN; "
+        "HF_HUB_OFFLINE=1 stays local."
     )
     parser.add_argument("--engine", metavar="NAME", help="recipe and result (default: demo; with --model, its name)")
     parser.add_argument(
@@ -365,6 +366,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
+        encoded = encoder.recipe_for(options.engine, options.model, options.precision, download=not options.dry_run)
+        if encoded is not None:
+            if options.dry_run:
+                print(encoder.plan(encoded))
+            else:
+                encoder.build(encoded, layout.ENGINES, _notify, options.accept_quality)
+            return 0
         recipe = recipe_for(options.engine, options.model, options.precision, download=not options.dry_run)
         if options.dry_run:
             return _plan(recipe, options)

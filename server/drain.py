@@ -2,8 +2,8 @@
 
 SIGTERM alone does not drain: Triton 2.51 then refuses the detokenizer its next step, and every stream of the ensemble
 hangs until its client times out. Unloading the ensemble alone does not either: new requests then get Triton's error for
-an unknown model (HTTP 404), which clients do not retry elsewhere. So the tokenizers refuse requests while the drain
-file exists, and a model that cannot load makes the server's readiness false.
+an unknown model (HTTP 404), which clients do not retry elsewhere. So the tokenizers, or the encoder, refuse requests
+while the drain file exists, and a model that cannot load makes the server's readiness false.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 
 from contract.errors import TridentError
 from server.admin import AdminClient
-from server.repository import ENSEMBLE
 from server.server_metrics import IdleDetector, ServerMetrics
 
 Scrape = Callable[[], Awaitable[ServerMetrics]]
@@ -44,6 +43,7 @@ async def drain(
     drain_s: float,
     abort_s: float,
     reason: str,
+    model: str,
 ) -> DrainResult:
     """Drain the server within about ``drain_s + abort_s`` seconds.
 
@@ -53,17 +53,18 @@ async def drain(
     drain_s: seconds that streams may go on.
     abort_s: seconds that the engine may take to end the remaining streams.
     reason: error text of the streams that are aborted.
+    model: that clients call.
     """
     try:
-        await _refuse_new_requests(admin, scrape, drain_file)
+        await _refuse_new_requests(admin, scrape, drain_file, model)
     except TridentError:
         return DrainResult.CUT_OFF
     idle = IdleDetector(IDLE_S)
-    if await _is_idle_within(drain_s, admin, scrape, idle):
+    if await _is_idle_within(drain_s, admin, scrape, idle, model):
         return DrainResult.COMPLETED
     aborts = asyncio.create_task(_keep_aborting(control_socket, reason))
     try:
-        aborted = await _is_idle_within(abort_s, admin, scrape, idle)
+        aborted = await _is_idle_within(abort_s, admin, scrape, idle, model)
         return DrainResult.ABORTED if aborted else DrainResult.CUT_OFF
     finally:
         aborts.cancel()
@@ -80,7 +81,7 @@ def abort(control_socket: str, reason: str) -> bool:
     return True
 
 
-async def _refuse_new_requests(admin: AdminClient, scrape: Scrape, drain_file: Path) -> None:
+async def _refuse_new_requests(admin: AdminClient, scrape: Scrape, drain_file: Path, model: str) -> None:
     """Raises TridentError if the server does not answer."""
     await admin.fail_readiness(NOT_READY)
     try:
@@ -89,7 +90,7 @@ async def _refuse_new_requests(admin: AdminClient, scrape: Scrape, drain_file: P
     except OSError:  # full disk
         has_gauges = False
     if not has_gauges:  # only the state of the unloaded ensemble then shows when the server is idle
-        await admin.unload(ENSEMBLE)
+        await admin.unload(model)
 
 
 async def _keep_aborting(control_socket: str, reason: str) -> None:
@@ -99,17 +100,17 @@ async def _keep_aborting(control_socket: str, reason: str) -> None:
         await asyncio.sleep(ABORT_INTERVAL_S)
 
 
-async def _is_idle_within(limit_s: float, admin: AdminClient, scrape: Scrape, idle: IdleDetector) -> bool:
+async def _is_idle_within(limit_s: float, admin: AdminClient, scrape: Scrape, idle: IdleDetector, model: str) -> bool:
     try:
-        await asyncio.wait_for(_wait_until_idle(admin, scrape, idle), limit_s)
+        await asyncio.wait_for(_wait_until_idle(admin, scrape, idle, model), limit_s)
     except (asyncio.TimeoutError, TridentError):
         return False
     return True
 
 
-async def _wait_until_idle(admin: AdminClient, scrape: Scrape, idle: IdleDetector) -> None:
+async def _wait_until_idle(admin: AdminClient, scrape: Scrape, idle: IdleDetector, model: str) -> None:
     # An unloaded ensemble is idle for certain, but an open gRPC stream, however idle, keeps it from unloading.
-    while (await admin.states()).get(ENSEMBLE) != "UNAVAILABLE":
+    while (await admin.states()).get(model) != "UNAVAILABLE":
         if idle.is_idle(await scrape(), time.monotonic()):
             return
         await asyncio.sleep(POLL_INTERVAL_S)

@@ -79,7 +79,12 @@ class ServerInstance:
         models = shell_paths.shell_safe(settings.model_repository, "models", shm_prefix)
         shm_bytes = shared_memory.region_bytes(sum(m.stubs for m in pipeline.models), shared_memory.free_bytes())
         self._command = triton_command.arguments(
-            settings.model_copy(update={"model_repository": models}), installation, backends, shm_prefix, shm_bytes
+            settings.model_copy(update={"model_repository": models}),
+            installation,
+            backends,
+            shm_prefix,
+            shm_bytes,
+            pipeline.name,
         )
         self._environ = triton_command.environment(settings, installation, engine_folder, shm_prefix, os.environ)
         self._process: TritonProcess | None = None
@@ -192,7 +197,7 @@ class ServerInstance:
         # Clients that reconnect at once may fill every slot before the probe: a server that serves them is ready.
         before = await self._metrics_or_none()
         while True:
-            result = await liveness_probe.probe(self._settings, self._settings.canary_timeout_s)
+            result = await liveness_probe.probe(self._settings, self._settings.canary_timeout_s, self._pipeline.name)
             if liveness_probe.passes(result, before, await self._metrics_or_none()):
                 return
             if result.outcome is Outcome.FAILED:
@@ -210,7 +215,7 @@ class ServerInstance:
 
     async def _probe(self) -> str:
         """Send one liveness probe; return what is wrong with the server, or ""."""
-        result = await liveness_probe.probe(self._settings, self._settings.canary_timeout_s)
+        result = await liveness_probe.probe(self._settings, self._settings.canary_timeout_s, self._pipeline.name)
         before, self._metrics = self._metrics, await self._metrics_or_none()
         return "" if liveness_probe.passes(result, before, self._metrics) else result.reason
 

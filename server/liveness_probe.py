@@ -1,4 +1,4 @@
-"""The liveness probe: one request for one token through the whole ensemble, over gRPC, as a client sends it."""
+"""The liveness probe over gRPC, as a client sends it: one token through the whole ensemble, or a pair to an encoder."""
 
 from __future__ import annotations
 
@@ -40,10 +40,13 @@ class ProbeResult:
     reason: str = ""
 
 
-async def probe(settings: Settings, timeout_s: float) -> ProbeResult:
-    """Send one request for one token on a new connection."""
+async def probe(settings: Settings, timeout_s: float, model: str = ENSEMBLE) -> ProbeResult:
+    """Send one request to ``model`` on a new connection."""
     try:
         async with _channel(settings) as channel:
+            if model != ENSEMBLE:
+                await channel.unary_unary(infer_request.INFER)(encoder_request(model), timeout=timeout_s)
+                return ProbeResult(Outcome.PASSED)
             call = channel.unary_stream(
                 infer_request.GENERATE,
                 response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
@@ -61,6 +64,8 @@ async def probe(settings: Settings, timeout_s: float) -> ProbeResult:
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             return ProbeResult(Outcome.TIMED_OUT, f"no token within {timeout_s:g} s")
+        if QUEUE_FULL in (error.details() or ""):
+            return ProbeResult(Outcome.BUSY, str(error.details()))
         return ProbeResult(Outcome.FAILED, f"{error.code().name}: {error.details()}")
     return ProbeResult(Outcome.FAILED, "stream closed before its final response")
 
@@ -98,6 +103,12 @@ def request() -> bytes:
     inputs: list[tuple[str, str, list[Any]]] = [("text_input", "BYTES", [PROMPT]), ("max_tokens", "INT32", [1])]
     parameters: dict[str, bool | int | str] = {"triton_enable_empty_final_response": True}
     return infer_request.infer_request(ENSEMBLE, f"liveness-probe-{next(_request_numbers)}", inputs, parameters)
+
+
+def encoder_request(model: str) -> bytes:
+    """Return a serialised ModelInferRequest for the score of one pair, which every encoder computes."""
+    inputs: list[tuple[str, str, list[Any]]] = [(name, "BYTES", [PROMPT]) for name in ("text_input", "text_pair")]
+    return infer_request.infer_request(model, f"liveness-probe-{next(_request_numbers)}", inputs, {})
 
 
 def text_outputs(response: service_pb2.ModelInferResponse) -> dict[str, str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from contract import encoder
 from contract import manifest as manifests
 from contract.errors import EngineFailed, Unavailable
 from contract.manifest import EngineManifest
@@ -45,7 +46,7 @@ def check(
     _check_tokenizer(manifest, folder)
     problem = (
         _problem_on_cpu(manifest, folder, package, available_bytes())
-        if manifest.kind == "cpu"
+        if manifest.kind in ("cpu", *encoder.KINDS)
         else _problem_on_gpu(manifest, folder, inspect()) or _import_problem(manifest, package)
     )
     if problem:
@@ -75,6 +76,11 @@ def _problem_on_cpu(
             return f"it was built and verified with {distribution} {built}, and {here} is installed; {rebuild}"
     need = _cpu_bytes(manifest, folder)
     if need > available:
+        if manifest.kind in encoder.KINDS:
+            return (
+                f"weights and activations take {need / GIB:.1f} GiB, and {available / GIB:.1f} GiB of memory are free; "
+                "lower max_num_tokens or the precision in its recipe"
+            )
         return (
             f"weights, activations and {manifest.kv_cache_tokens} tokens of KV cache take {need / GIB:.1f} GiB, and "
             f"{available / GIB:.1f} GiB of memory are free; lower kv_cache_tokens or the precision in its recipe"

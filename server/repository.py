@@ -1,4 +1,4 @@
-"""The steps of the ensemble, read from the model repository as Triton reads it."""
+"""What is served, the ensemble with its steps or the encoder, read from the model repository as Triton reads it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from contract import encoder
 from contract.errors import NotFound
 
 ENSEMBLE = "ensemble"
@@ -28,9 +29,13 @@ class Model:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The steps of the ensemble in the order of its config."""
+    """The model that clients call, and the steps of the ensemble in the order of its config.
+
+    name: the ensemble's; an encoder has no ensemble and is its own only step.
+    """
 
     models: tuple[Model, ...]
+    name: str = ENSEMBLE
 
     def __getitem__(self, name: str) -> Model:
         return next(model for model in self.models if model.name == name)
@@ -40,25 +45,30 @@ class Pipeline:
         return self.models[-1]
 
 
-def read_pipeline(repository: Path, config_name: str) -> Pipeline:
-    """Read the ensemble of ``repository``.
+def served_model(kind: str) -> str:
+    """Return Triton's name of the model that serves an engine of this kind."""
+    return encoder.MODEL if kind in encoder.KINDS else ENSEMBLE
+
+
+def read_pipeline(repository: Path, config_name: str, name: str = ENSEMBLE) -> Pipeline:
+    """Read the model ``name`` of ``repository``, with its steps.
 
     config_name: selects ``configs/<name>.pbtxt`` of a model that has it.
 
     Raises:
         NotFound: a model is missing or its config cannot be read.
     """
-    steps = _read_config(repository, ENSEMBLE, config_name).ensemble_scheduling.step
-    if not steps:
+    steps = [step.model_name for step in _read_config(repository, name, config_name).ensemble_scheduling.step]
+    if not steps and name == ENSEMBLE:
         raise NotFound(f"{repository / ENSEMBLE}/config.pbtxt: must be an ensemble, got no ensemble_scheduling")
     models: list[Model] = []
     streams = False
-    for step in steps:
-        config = _read_config(repository, step.model_name, config_name)
+    for step in steps or [name]:
+        config = _read_config(repository, step, config_name)
         streams = streams or config.model_transaction_policy.decoupled
         stubs = sum(group.count or 1 for group in config.instance_group) or 1
-        models.append(Model(step.model_name, stubs if config.backend == "python" else 0, streams))
-    return Pipeline(tuple(models))
+        models.append(Model(step, stubs if config.backend == "python" else 0, streams))
+    return Pipeline(tuple(models), name)
 
 
 def _read_config(repository: Path, model: str, config_name: str) -> ModelConfig:

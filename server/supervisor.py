@@ -35,7 +35,7 @@ from server.drain import DrainResult, drain
 from server.instance import ServerInstance
 from server.ready_message import ready_message
 from server.recovery import State
-from server.repository import read_pipeline
+from server.repository import read_pipeline, served_model
 from server.settings import Settings
 
 ABORT_S = 3.0
@@ -100,9 +100,10 @@ class Supervisor:
         """Check all that can be checked before a process starts; return the claim of the port, held while open."""
         settings = self._settings
         self._engine_folder = (settings.engines_dir / settings.engine).absolute()
-        preflight.check(manifest.verify(self._engine_folder), self._engine_folder)
+        engine = manifest.verify(self._engine_folder)
+        preflight.check(engine, self._engine_folder)
         self._installation = installation.find(settings.tritonserver)
-        self._pipeline = read_pipeline(settings.model_repository, settings.engine)
+        self._pipeline = read_pipeline(settings.model_repository, settings.engine, served_model(engine.kind))
         ports.check(settings.host, settings.ports)
         claimed = ports.claim(settings.grpc_port)
         # No other supervisor has the port, so these files are left over from earlier ones.
@@ -225,13 +226,14 @@ class Supervisor:
     async def _drain(self, instance: ServerInstance, drain_s: float, reason: str) -> DrainResult:
         socket_name = triton_command.control_socket(self._shm_prefix)
         drain_file = self._settings.drain_file
-        return await drain(instance.admin, instance.metrics, socket_name, drain_file, drain_s, ABORT_S, reason)
+        model = self._pipeline.name
+        return await drain(instance.admin, instance.metrics, socket_name, drain_file, drain_s, ABORT_S, reason, model)
 
     def _announce(self, command: Sequence[str]) -> None:
         """Start the child command, or print the endpoints, when the server is ready for the first time."""
         self._announced = True
         if not command:
-            print(ready_message(self._settings), file=self._out, flush=True)
+            print(ready_message(self._settings, self._pipeline.name), file=self._out, flush=True)
             return
         variables = {
             "TRIDENT_URL": self._settings.grpc_url,

@@ -28,8 +28,9 @@ def arguments(
     backends: Path,
     shm_prefix: str,
     shm_bytes: int = shared_memory.MAX_BYTES,
+    model: str = ENSEMBLE,
 ) -> list[str]:
-    """Return argv of a tritonserver that serves the ensemble.
+    """Return argv of a tritonserver that serves ``model``.
 
     backends: folder for --backend-directory.
     shm_prefix: start of the names of its files in /dev/shm.
@@ -43,7 +44,7 @@ def arguments(
         f"--cache-directory={installation.caches}",
         # A drain unloads models and a reload unloads and loads them.
         "--model-control-mode=explicit",
-        f"--load-model={ENSEMBLE}",
+        f"--load-model={model}",
         f"--model-config-name={settings.engine}",
         # The configs are complete; auto-completion would start every stub twice.
         "--disable-auto-complete-config",

@@ -21,6 +21,7 @@ from build.base.option_table import closest, nearest, shown
 from build.base.option_table import read as read_option_table
 from build.recipe import schema
 from build.recipe.schema import AUTO, CPU, IMAGE, KINDS, AdapterFolder, Calibration, CpuCalibration
+from contract.encoder import KINDS as ENCODERS
 from contract.errors import InvalidArgument
 
 if sys.version_info >= (3, 11):
@@ -208,10 +209,15 @@ def named(engine: str) -> Recipe:
 
 
 def load(path: Path | str) -> Recipe:
-    """Reads one recipe.
+    """Reads one recipe of a generating model; raises as ``read``."""
+    return parse(read(path), path)
 
-    Raises RecipeError, which names the file, the key, what is allowed and the nearest valid key, when the file is
-    missing, is not TOML, or holds an unknown key, a wrong type or a value out of range.
+
+def read(path: Path | str) -> dict[str, object]:
+    """Reads the table of one recipe file.
+
+    Raises RecipeError, which names the file, what is allowed and the nearest valid name, when the file is missing or
+    is not TOML. ``parse`` and ``encoder`` raise it for an unknown key, a wrong type or a value out of range.
     """
     path = Path(path)
     try:
@@ -225,30 +231,19 @@ def load(path: Path | str) -> Recipe:
     except (OSError, UnicodeDecodeError) as exc:
         raise RecipeError(path, "", f"the recipe cannot be read: {exc}") from exc
     try:
-        table = tomllib.loads(text)
+        return tomllib.loads(text)
     except RecursionError as exc:
         raise RecipeError(path, "", "not valid TOML: too deeply nested") from exc
     except ValueError as exc:  # TOMLDecodeError, and Python's own for an integer of thousands of digits
         raise RecipeError(path, "", f"not valid TOML: {exc}") from exc
-    return parse(table, path)
 
 
 def parse(table: Mapping[str, object], path: Path | str) -> Recipe:
     """The recipe inside a TOML table; ``path`` gives it its name and stands in its errors."""
     path = Path(path)
-    _refuse_unknown(path, "", table, schema.KEYS)
-    _refuse_unknown(path, "speculative_decoding", table.get("speculative_decoding"), schema.SPECULATIVE_KEYS)
-    try:
-        declared = schema.FILE.validate_python(dict(table))
-    except ValidationError as exc:
-        raise _refusal(path, table, exc) from exc
-    if not NAME.fullmatch(path.stem):
-        raise RecipeError(
-            path, "name", f"a recipe's file name must be letters, digits, '.', '_' and '-', got {path.stem!r}"
-        )
-    if declared.name not in (None, path.stem):
-        raise RecipeError(path, "name", f"must be the file's name, {path.stem!r}, got {shown(declared.name)}")
-
+    declared = _declared(table, path)
+    if isinstance(declared, schema.EncoderRecipe):
+        raise RecipeError(path, "kind", f"must be one of {', '.join(KINDS)} here, got {declared.kind!r}")
     names = {entry.name for entry in fields(Recipe)}
     values = {key: value for key, value in declared if key in names}
     values |= {"name": path.stem, "given": tuple(table)}
@@ -262,6 +257,33 @@ def parse(table: Mapping[str, object], path: Path | str) -> Recipe:
             values[name] = _options(path, name, values[name], programs)
     values["quality"] = _quality(declared.quality, DEFAULT_QUALITY[str(values["precision"])])
     return Recipe(**values)
+
+
+def encoder(table: Mapping[str, object], path: Path | str) -> schema.EncoderRecipe:
+    """The recipe of an encoder inside a TOML table; as ``parse``."""
+    path = Path(path)
+    declared = _declared(table, path)
+    if not isinstance(declared, schema.EncoderRecipe):
+        raise RecipeError(path, "kind", f"must be one of {', '.join(ENCODERS)} here, got {declared.kind!r}")
+    return declared.model_copy(update={"name": path.stem})
+
+
+def _declared(
+    table: Mapping[str, object], path: Path
+) -> schema.CpuRecipe | schema.TrtllmRecipe | schema.LlmapiRecipe | schema.EncoderRecipe:
+    _refuse_unknown(path, "", table, schema.KEYS)
+    _refuse_unknown(path, "speculative_decoding", table.get("speculative_decoding"), schema.SPECULATIVE_KEYS)
+    try:
+        declared = schema.FILE.validate_python(dict(table))
+    except ValidationError as exc:
+        raise _refusal(path, table, exc) from exc
+    if not NAME.fullmatch(path.stem):
+        raise RecipeError(
+            path, "name", f"a recipe's file name must be letters, digits, '.', '_' and '-', got {path.stem!r}"
+        )
+    if declared.name not in (None, path.stem):
+        raise RecipeError(path, "name", f"must be the file's name, {path.stem!r}, got {shown(declared.name)}")
+    return declared
 
 
 def _refuse_unknown(path: Path, name: str, table: object, known: tuple[str, ...]) -> None:
@@ -280,13 +302,15 @@ def _refusal(path: Path, table: Mapping[str, object], error: ValidationError) ->
     first = min(found, key=lambda entry: entry["type"] not in ("extra_forbidden", "unexpected_keyword_argument"))
     keys = tuple(str(part) for part in first["loc"][1:])  # without the kind
     declared: type = schema.RECIPE_TABLES.get(str(table.get("kind")), schema.AnyRecipe)
-    if keys[:1] == ("speculative_decoding",) and len(keys) > 1:  # without the mode
+    if keys[:1] == ("matryoshka_dimensions",):  # without the place in the list
+        keys = keys[:1]
+    elif keys[:1] == ("speculative_decoding",) and len(keys) > 1:  # without the mode
         declared, keys = schema.MODES[keys[1]], (keys[0], *keys[2:])
     elif len(keys) > 1:
         of_kind = CpuCalibration if table["kind"] == CPU else Calibration
         declared = {"quality": schema.Quality, "adapters": AdapterFolder}.get(keys[0], of_kind)
     if first["type"].startswith("union_tag"):
-        key, tags = ("mode", tuple(schema.MODES)) if keys else ("kind", KINDS)
+        key, tags = ("mode", tuple(schema.MODES)) if keys else ("kind", (*KINDS, *ENCODERS))
         holder = table[keys[0]] if keys else table
         assert isinstance(holder, Mapping)
         return RecipeError(path, ".".join((*keys, key)), _must_be(f"one of {', '.join(tags)}", holder, key, tags))

@@ -22,11 +22,14 @@ misspelt, of the wrong type or without effect is refused by name. Whether a comb
 rules when the plan is made.
 
 `kind` chooses the runtime: `cpu` (OpenVINO), `trtllm` (a compiled TensorRT-LLM engine) or `llmapi` (TensorRT-LLM's
-LLM API). It decides which other keys there are. `precision = "auto"` chooses `precision`, `kv_cache_precision` and
-`head_precision` by measuring (docs/decisions/0018).
+LLM API) for models that generate, `embedding` or `rerank` (OpenVINO) for encoders. It decides which other keys there
+are. `precision = "auto"` chooses `precision`, `kv_cache_precision` and `head_precision` by measuring
+(docs/decisions/0018).
 """
 SECTIONS = (
-    ("Keys of every kind", schema.AnyRecipe),
+    ("Keys of every kind", schema.NamedRecipe),
+    ('`kind = "embedding"` and `kind = "rerank"`', schema.EncoderRecipe),
+    ("Keys of the kinds that generate", schema.AnyRecipe),
     ('`kind = "cpu"`', schema.CpuRecipe),
     ('`kind = "trtllm"` and `kind = "llmapi"`', schema.GpuRecipe),
     ('`kind = "trtllm"`', schema.TrtllmRecipe),

@@ -17,10 +17,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from build.base import hardware
+from contract import encoder
 
 CPU, TRTLLM, LLMAPI = "cpu", "trtllm", "llmapi"
 KINDS = (CPU, TRTLLM, LLMAPI)
 GPU_KINDS = (TRTLLM, LLMAPI)
+ENCODER_PRECISIONS = ("fp32", "bf16", "fp16", "int8")
 
 TRTLLM_VERSION = "1.2.1"
 # One image builds and serves, so TensorRT is the same on both sides.
@@ -96,6 +98,10 @@ _CARD = Limit(
     _STRING,
     hardware.known,
     tuple(hardware.CARDS),
+)
+_DIMENSIONS = Limit(
+    "a list of integers from 1 to 65536",
+    core_schema.list_schema(core_schema.int_schema(strict=True, ge=1, le=65_536), strict=True, max_length=64),
 )
 _RANKS = _one_of((1, 2, 4, 8, 16))
 
@@ -194,7 +200,7 @@ SPECULATIVE_TABLES = (Lookahead, Medusa, Eagle, Drafted)
 Speculative = Annotated[Lookahead | Medusa | Eagle | Drafted, Field(discriminator="mode")]
 
 
-class AnyRecipe(Table):
+class NamedRecipe(Table):
     """Keys that every recipe may have."""
 
     name: Annotated[str | None, _TEXT] = Field(None, description="the file's name without `.toml`; may be left out")
@@ -206,6 +212,41 @@ class AnyRecipe(Table):
     revision: Annotated[str | None, _matching(r"[A-Za-z0-9][A-Za-z0-9._/-]*", "a branch, tag or commit of the hub")] = (
         Field(None, description="of a hub model; without it the newest")
     )
+
+
+class EncoderRecipe(NamedRecipe):
+    """An encoder on OpenVINO: texts to vectors, or pairs of texts to scores (docs/embeddings.md)."""
+
+    kind: Literal["embedding", "rerank"]
+    precision: Annotated[str, _one_of(ENCODER_PRECISIONS)] = Field(
+        "fp32", description="of the weights; `fp32` computes in f32 too, the others in what the CPU is fastest in"
+    )
+    max_batch_size: Annotated[int, _integer(1, encoder.MAX_ROWS)] = Field(
+        encoder.MAX_ROWS, description="texts of one forward pass"
+    )
+    max_num_tokens: Annotated[int, _integer(8, 1_048_576)] = Field(
+        4096, description="tokens of one forward pass, padding included; a longer text runs alone"
+    )
+    max_seq_len: Annotated[int | None, _integer(2, 10_485_760)] = Field(
+        None, description="tokens of a text, at most; unset: as sentence-transformers' files say"
+    )
+    pooling: Annotated[str | None, _one_of(encoder.POOLINGS)] = Field(
+        None, description="how a text's token vectors become one; unset: as sentence-transformers' files say"
+    )
+    normalize: Annotated[bool | None, _SWITCH] = Field(
+        None, description="whether embeddings get length 1; unset: as sentence-transformers' files say"
+    )
+    matryoshka_dimensions: Annotated[list[int] | None, _DIMENSIONS] = Field(
+        None, description="to which an embedding may be cut; unset: as config.json says, else to none"
+    )
+    instruction: Annotated[str | None, _TEXT] = Field(
+        None, description="the task that a decoder that reranks is told; unset: its model card's"
+    )
+
+
+class AnyRecipe(NamedRecipe):
+    """Keys of every recipe of a generating model."""
+
     max_batch_size: Annotated[int, _integer(1, 4096)] = Field(description="sequences that run at once")
     max_num_tokens: Annotated[int, _integer(1, 1_048_576)] = Field(description="tokens of one step, of all sequences")
     prefix_reuse: Annotated[bool, _SWITCH] = Field(True, description="prompts that begin alike share KV blocks")
@@ -300,9 +341,11 @@ class LlmapiRecipe(GpuRecipe):
     max_seq_len: Annotated[int, _integer(2, 10_485_760)] = Field(description=_SEQ_LEN)
 
 
-RECIPE_TABLES = {CPU: CpuRecipe, TRTLLM: TrtllmRecipe, LLMAPI: LlmapiRecipe}
-FILE: TypeAdapter[CpuRecipe | TrtllmRecipe | LlmapiRecipe] = TypeAdapter(
-    Annotated[CpuRecipe | TrtllmRecipe | LlmapiRecipe, Field(discriminator="kind")]
+RECIPE_TABLES = {CPU: CpuRecipe, TRTLLM: TrtllmRecipe, LLMAPI: LlmapiRecipe} | dict.fromkeys(
+    encoder.KINDS, EncoderRecipe
+)
+FILE: TypeAdapter[CpuRecipe | TrtllmRecipe | LlmapiRecipe | EncoderRecipe] = TypeAdapter(
+    Annotated[CpuRecipe | TrtllmRecipe | LlmapiRecipe | EncoderRecipe, Field(discriminator="kind")]
 )
 
 

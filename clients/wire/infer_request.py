@@ -16,6 +16,7 @@ from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest, SamplingParams
 
 GENERATE = "/inference.GRPCInferenceService/ModelStreamInfer"
+INFER = "/inference.GRPCInferenceService/ModelInfer"
 STRUCT_CODES = {"BOOL": "?", "INT32": "i", "INT64": "q", "UINT32": "I", "UINT64": "Q", "FP32": "f", "FP64": "d"}
 
 _INPUT_TYPES = {tensor.name: tensor.datatype for tensor in tensors.ENSEMBLE_INPUTS}

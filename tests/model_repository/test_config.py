@@ -10,6 +10,7 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig
 
 from contract import tensors
+from contract.encoder import MAX_ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = ROOT / "model_repository"
@@ -78,7 +79,15 @@ def test_every_configuration_is_whole_and_has_its_folders_name(path):
 
 
 def test_the_repository_holds_the_ensemble_and_its_steps_and_nothing_else():
-    assert sorted(path.name for path in REPOSITORY.iterdir() if path.is_dir()) == sorted(MODELS)
+    assert sorted(path.name for path in REPOSITORY.iterdir() if path.is_dir()) == sorted([*MODELS, "encoder"])
+
+
+def test_an_encoder_is_batched_across_requests_with_a_bounded_queue_and_delay():
+    encoder = config("encoder")
+    assert encoder.max_batch_size == MAX_ROWS
+    assert 0 < encoder.dynamic_batching.max_queue_delay_microseconds <= 1000
+    assert encoder.dynamic_batching.default_queue_policy.max_queue_size == 1024
+    assert not encoder.model_transaction_policy.decoupled
 
 
 @pytest.mark.parametrize("kind", ["cpu", "trtllm"])

@@ -25,6 +25,15 @@ def test_the_request_is_for_one_token_of_the_ensemble():
     assert request.raw_input_contents[1] == struct.pack("<i", 1)
 
 
+def test_an_encoder_is_asked_for_the_score_of_a_pair_which_both_kinds_compute():
+    request = service_pb2.ModelInferRequest.FromString(liveness_probe.encoder_request("encoder"))
+    assert request.model_name == "encoder"
+    assert [(tensor.name, list(tensor.shape)) for tensor in request.inputs] == [
+        ("text_input", [1, 1]),
+        ("text_pair", [1, 1]),
+    ]
+
+
 def test_each_request_has_its_own_id():
     ids = {service_pb2.ModelInferRequest.FromString(liveness_probe.request()).id for _ in range(3)}
     assert len(ids) == 3

@@ -74,6 +74,15 @@ def test_an_engine_that_fits_the_machine_passes(folder):
     check_gpu(folder, gpu_manifest(folder, recipe={"tp": 2, "pp": 1}))
 
 
+@pytest.mark.parametrize("kind", ["embedding", "rerank"])
+def test_an_encoder_needs_openvino_and_memory_and_has_no_kv_cache(folder, kind):
+    versions = {"openvino": "2026.4.1-1"}
+    made = manifest(folder, kind=kind, kv_cache_tokens=None, versions=versions, memory_bytes=9 * GIB)
+    check_cpu(folder, made, versions)
+    message = problem(check_cpu, folder, made, versions, 8 * GIB)
+    assert "weights and activations take 9.0 GiB" in message and "lower max_num_tokens" in message
+
+
 @pytest.mark.parametrize("kind", ["cpu", "trtllm"])
 def test_another_tokenizer_is_refused(folder, kind):
     made = manifest(folder) if kind == "cpu" else gpu_manifest(folder)

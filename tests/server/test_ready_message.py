@@ -25,3 +25,8 @@ def test_tls_is_mentioned_only_if_it_is_on(tmp_path):
 
 def test_the_admin_key_is_not_printed():
     assert "secret-key" not in ready_message(Settings(admin_key="secret-key"))
+
+
+def test_an_encoder_is_called_by_its_own_name():
+    text = ready_message(Settings(), "encoder")
+    assert "model encoder, ModelInfer\n" in text and "/v2/models/encoder/infer" in text and "clients" not in text

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import NotFound
-from server.repository import Model, read_pipeline
+from server.repository import Model, read_pipeline, served_model
 from server.settings import ROOT
 
 FIXTURE = Path(__file__).parent / "fixtures" / "model_repository"
@@ -24,6 +24,12 @@ def test_the_model_repository_is_a_pipeline():
     assert [model.name for model in pipeline.models] == ["tokenizer", "engine", "detokenizer"]
     assert [model.streams for model in pipeline.models] == [False, True, True]
     assert pipeline.last.name == "detokenizer" and pipeline["engine"].stubs == 1
+
+
+def test_an_encoder_is_served_by_itself():
+    assert [served_model(kind) for kind in ("cpu", "embedding", "rerank")] == ["ensemble", "encoder", "encoder"]
+    pipeline = read_pipeline(ROOT / "model_repository", "minilm", "encoder")
+    assert pipeline.name == "encoder" and pipeline.models == (Model("encoder", stubs=1, streams=False),)
 
 
 def test_a_named_config_replaces_the_default_one(tmp_path):

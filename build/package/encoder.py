@@ -1,0 +1,290 @@
+"""Builds engines of kind embedding and rerank: an encoder's checkpoint becomes a folder that the encoder model loads.
+
+    openvino_model.xml/.bin    the graph of ``encoder_graph.py`` with weights as ``weights.py`` stores them
+    tokenizer.json             as it is, with config.json and the tokenizer's other files
+    manifest.json              with ``encoder``: pooling, dimensions, prompts
+
+Neither torch nor sentence-transformers is needed. The engine's vectors are compared with those of the checkpoint in f32
+numpy before it is published.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from build.base import digest, layout, wheel
+from build.base.checkpoint import TOKENIZER_FILES, CheckpointError
+from build.base.encoder_checkpoint import BertArchitecture, EncoderCheckpoint, kind_of, open_encoder
+from build.base.fetch import fetch, local_path
+from build.model.encoder_reference import Reference
+from build.package import engine_folder
+from build.recipe import provenance
+from build.recipe import recipe as recipes
+from build.recipe.schema import EncoderRecipe
+from contract.encoder import KINDS, RERANK
+from contract.errors import EngineFailed, InvalidArgument, TridentError
+from contract.manifest import EngineManifest, hash_files, load, verify
+from python_backends.encoder.tokens import Row, Tokens
+
+Notify = Callable[[str], None]
+_BUILDER = (
+    "base/encoder_checkpoint.py",
+    "model/encoder_graph.py",
+    "model/graph.py",
+    "model/weights.py",
+    "package/encoder.py",
+)
+LONGEST = 8192  # tokens of a text where neither recipe nor sentence-transformers' files set a limit
+PROCESS_BYTES = 350 * 1024**2  # resident size of the encoder's process before any weight (measured)
+LEAST_COSINE = {"fp32": 0.99999, "bf16": 0.999, "fp16": 0.999, "int8": 0.99}  # of any text with its reference
+MOST_SCORE_ERROR = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.05, "int8": 0.1}
+TEXTS = (
+    "ping",
+    "A man is eating food.",
+    "def read_json(path):\n    return json.loads(path.read_text())",
+    "Die Straße führt über den Fluß; 東京は日本の首都です。 \U0001f680",
+    "Payments above 1,000.00 EUR need a second signature, in words and in figures. " * 6,
+)
+
+
+def recipe_for(
+    engine: str | None, model: str | None, precision: str | None, *, download: bool = True
+) -> EncoderRecipe | None:
+    """The recipe of an encoder named ``engine``, or made for ``model``; None where either is a generating model.
+
+    An engine made from a given model has no recipe file; later calls read its recipe from the manifest.
+    download: whether a model that is not here may be fetched to learn what it is.
+    """
+    if model is None:
+        path = layout.RECIPES / f"{engine or 'demo'}.toml"
+        try:
+            table = recipes.read(path) if path.exists() else dict(load(layout.ENGINES / path.stem).recipe)
+        except TridentError:
+            return None  # the generating models' own reader says what is wrong
+    else:
+        there = local_path(model)
+        folder = fetch(model) if there is None and download else there
+        kind = kind_of(folder) if folder is not None and (folder / "config.json").is_file() else None
+        name = engine or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip(".-_")
+        is_path = there is not None and not model.startswith(wheel.PREFIX)
+        given = str(layout.relative(there)) if there is not None and is_path else model
+        path, table = layout.RECIPES / f"{name}.toml", {"kind": kind, "model": given}
+    if table.get("kind") not in KINDS:
+        return None
+    if precision is not None:
+        table = table | {"precision": precision if precision not in ("exact", "auto") else "fp32"}
+    return recipes.encoder({key: value for key, value in table.items() if value not in (None, "")}, path)
+
+
+def build(recipe: EncoderRecipe, into: Path, notify: Notify, accept: str | None = None) -> Path:
+    """The folder ``into/<recipe.name>`` holding the engine, built now or found unchanged.
+
+    accept: why an engine whose vectors differ from the checkpoint's by more than its bound is published all the same.
+    Raises TridentError with one sentence; then the engine that was there before (or none) is there.
+    """
+    checkpoint = _opened(recipe)
+    folder = into / str(recipe.name)
+    into.mkdir(parents=True, exist_ok=True)
+    with engine_folder.only_builder(folder, notify):
+        requested = _manifest(recipe, checkpoint)
+        if _is_there(folder, requested):
+            notify(f"{layout.relative(folder)} is up to date ({recipe.precision} from {recipe.model})")
+            return folder
+        started_s = time.monotonic()
+        arch = checkpoint.architecture
+        size = f"{arch.name}, {arch.num_parameters() / 1e6:,.1f} M parameters"
+        notify(f"building {layout.relative(folder)}: {size}, weights to {recipe.precision}, from {recipe.model}")
+        engine_folder.require_room(into, 4 * arch.num_parameters())
+        with engine_folder.replacement(folder) as partial:
+            tokens = _tokens(checkpoint)
+            answers = tokens.answers() if checkpoint.encoder.template else None
+            _compile(recipe, checkpoint, answers, partial)
+            scores = _compared(recipe, checkpoint, tokens, answers, partial)
+            _judge(recipe, scores, accept)
+            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            files = hash_files(partial)
+            dataclasses.replace(requested, created=now, files=files, evaluation=scores).save(partial)
+        megabytes = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
+        took = f"{megabytes:,.1f} MB in {time.monotonic() - started_s:.1f} s"
+        notify(f"{layout.relative(folder)} is ready: {took}; {_words(scores)}")
+    return folder
+
+
+def plan(recipe: EncoderRecipe) -> str:
+    """What ``build`` would do, in one line."""
+    checkpoint = _opened(recipe)
+    arch, size = checkpoint.architecture, _memory_bytes(recipe, checkpoint) / 1e6
+    limits = f"{recipe.precision} weights, texts of up to {checkpoint.max_seq_len} tokens"
+    return f"{recipe.name}: kind {recipe.kind}, {arch.name}, {limits}, about {size:,.0f} MB of memory; one stage, here"
+
+
+def _opened(recipe: EncoderRecipe) -> EncoderCheckpoint:
+    folder = fetch(recipe.model, recipe.revision)
+    checkpoint = open_encoder(folder, recipe.kind, recipe.instruction)
+    if recipe.instruction is not None and not checkpoint.encoder.template:
+        raise InvalidArgument("instruction", f"has no effect on {checkpoint.architecture.name}; leave it out")
+    encoder, given = checkpoint.encoder, ("pooling", "normalize", "matryoshka_dimensions")
+    if recipe.kind == RERANK and (wrong := [key for key in given if getattr(recipe, key) is not None]):
+        raise InvalidArgument(wrong[0], "has no effect on a reranker; leave it out")
+    if recipe.pooling is not None:
+        encoder = dataclasses.replace(encoder, pooling=recipe.pooling)
+    if recipe.normalize is not None:
+        encoder = dataclasses.replace(encoder, normalize=recipe.normalize)
+    if recipe.matryoshka_dimensions is not None:
+        encoder = dataclasses.replace(encoder, matryoshka_dimensions=tuple(recipe.matryoshka_dimensions))
+    if encoder.matryoshka_dimensions and max(encoder.matryoshka_dimensions) > encoder.dimensions:
+        allowed = f"must be at most the model's dimensions, {encoder.dimensions}"
+        raise InvalidArgument("matryoshka_dimensions", f"{allowed}, got {max(encoder.matryoshka_dimensions)}")
+    longest = checkpoint.architecture.max_positions
+    if recipe.max_seq_len is not None and recipe.max_seq_len > longest:
+        raise InvalidArgument("max_seq_len", f"must be 2 to {longest} for this model, got {recipe.max_seq_len}")
+    length = recipe.max_seq_len or min(checkpoint.max_seq_len, LONGEST)
+    return dataclasses.replace(checkpoint, encoder=encoder, max_seq_len=length)
+
+
+def _tokens(checkpoint: EncoderCheckpoint) -> Tokens:
+    arch = checkpoint.architecture
+    try:
+        return Tokens(checkpoint.folder, checkpoint.encoder, checkpoint.max_seq_len, arch.vocab_size)
+    except Exception as exc:  # the library raises nothing narrower
+        path = checkpoint.folder / "tokenizer.json"
+        raise CheckpointError(f"{path} is not a tokenizer that the tokenizers library reads: {exc}") from exc
+
+
+def _manifest(recipe: EncoderRecipe, checkpoint: EncoderCheckpoint) -> EngineManifest:
+    """What recipe, checkpoint and code decide: without ``files``, ``evaluation`` and ``created``."""
+    content = recipe.model_dump()
+    return EngineManifest(
+        name=str(recipe.name),
+        kind=recipe.kind,
+        model=recipe.model,
+        architecture=checkpoint.architecture.name,
+        checkpoint_sha256=checkpoint.sha256(),
+        recipe=content,
+        recipe_sha256=digest.sha256_json(content),
+        precision=recipe.precision,
+        kv_cache_precision="none",
+        max_batch_size=recipe.max_batch_size,
+        max_num_tokens=recipe.max_num_tokens,
+        max_seq_len=checkpoint.max_seq_len,
+        kv_cache_tokens=None,
+        vocab_size=checkpoint.architecture.vocab_size,
+        eos_token_ids=(),
+        bos_token_id=None,
+        pad_token_id=None,
+        tokenizer_sha256=digest.sha256_file(checkpoint.folder / "tokenizer.json"),
+        versions=provenance.versions(_BUILDER) | {"openvino": metadata.version("openvino")},
+        created="",
+        files={},
+        properties=_properties(recipe.precision),
+        memory_bytes=_memory_bytes(recipe, checkpoint),
+        encoder=dataclasses.asdict(checkpoint.encoder),
+    )
+
+
+def _properties(precision: str) -> dict[str, str]:
+    """fp32 weights: f32 arithmetic, so that a text's vector hardly depends on its batch. Else the plugin's choice."""
+    return {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"} if precision == "fp32" else {}
+
+
+def _memory_bytes(recipe: EncoderRecipe, checkpoint: EncoderCheckpoint) -> int:
+    arch = checkpoint.architecture
+    weights = arch.num_parameters() * {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}[recipe.precision]
+    tokens = max(recipe.max_num_tokens, checkpoint.max_seq_len)
+    per_token = 4 * (2 * arch.intermediate_size + 8 * arch.hidden_size + arch.num_heads * checkpoint.max_seq_len)
+    return weights + tokens * per_token + PROCESS_BYTES
+
+
+def _is_there(folder: Path, requested: EngineManifest) -> bool:
+    try:
+        found = verify(folder, digest.sha256_file)
+    except TridentError:
+        return False  # absent, half-built, damaged or older: build it
+    there = dataclasses.asdict(dataclasses.replace(found, files={}, evaluation=None, created=""))
+    return digest.sha256_json(there) == digest.sha256_json(dataclasses.asdict(requested))  # a tuple is a list in JSON
+
+
+def _compile(
+    recipe: EncoderRecipe, checkpoint: EncoderCheckpoint, answers: tuple[int, int] | None, folder: Path
+) -> None:
+    import openvino as ov  # takes longer to import than to find out that nothing changed
+
+    from build.model import encoder_graph
+    from build.model.weights import Weights
+
+    weights = Weights(checkpoint, recipe.precision, 128)
+    model = encoder_graph.encoder(checkpoint, weights, answers)
+    try:
+        ov.save_model(model, str(folder / "openvino_model.xml"), compress_to_fp16=False)
+    except RuntimeError as exc:  # iostream's words for a disk that is full are no help
+        free = shutil.disk_usage(folder).free
+        problem = f"{folder}: the model could not be written ({exc}); {free / 1e6:,.1f} MB of disk are free there"
+        raise EngineFailed(problem) from exc
+    for name in ("config.json", *TOKENIZER_FILES):
+        if (checkpoint.folder / name).is_file():
+            shutil.copyfile(checkpoint.folder / name, folder / name)
+
+
+def _compared(
+    recipe: EncoderRecipe,
+    checkpoint: EncoderCheckpoint,
+    tokens: Tokens,
+    answers: tuple[int, int] | None,
+    folder: Path,
+) -> dict[str, object]:
+    """How far the engine's vectors, made in one batch, are from the reference's, made one at a time."""
+    from python_backends.encoder.forward import Forward  # which imports OpenVINO
+
+    length = tokens.max_seq_len
+    forward = Forward(folder, _properties(recipe.precision), recipe.max_batch_size, recipe.max_num_tokens, length)
+    made_of = (
+        tokens.pairs("text", [(TEXTS[1], text) for text in TEXTS], length)
+        if recipe.kind == RERANK
+        else tokens.texts("text", TEXTS, length)
+    )
+    rows = [row for row in made_of if isinstance(row, Row)]
+    if any(max(row.ids) >= checkpoint.architecture.vocab_size for row in rows):
+        raise CheckpointError("tokenizer.json gives ids that are beyond the model's vocab_size")
+    reference = Reference(checkpoint, answers)
+    typed = isinstance(checkpoint.architecture, BertArchitecture) and checkpoint.encoder.token_types
+    exact = np.stack([reference.vector(row.ids, row.types if typed else [0] * len(row.ids)) for row in rows])
+    made = forward.run(rows).reshape(exact.shape)
+    if not np.isfinite(made).all():
+        raise EngineFailed("the engine's vectors hold NaN or infinity")
+    error = float(np.abs(exact - made).max())
+    if recipe.kind == RERANK:
+        return {"texts": len(rows), "largest_error": error}
+    lengths = np.linalg.norm(exact, axis=1) * np.linalg.norm(made, axis=1)
+    cosines = (exact * made).sum(axis=1) / np.maximum(lengths, 1e-12)
+    return {"texts": len(rows), "largest_error": error, "least_cosine": float(cosines.min())}
+
+
+def _judge(recipe: EncoderRecipe, scores: dict[str, object], accept: str | None) -> None:
+    """Raises EngineFailed for an engine that is further from its checkpoint than its precision may be."""
+    if recipe.kind == RERANK:
+        bound = MOST_SCORE_ERROR[recipe.precision]
+        scores["bound"], passed = bound, float(str(scores["largest_error"])) <= bound
+    else:
+        bound = LEAST_COSINE[recipe.precision]
+        scores["bound"], passed = bound, float(str(scores["least_cosine"])) >= bound
+    scores["passed"] = passed
+    if not passed and accept is None:
+        kind = "at most" if recipe.kind == RERANK else "at least"
+        raise EngineFailed(f"{recipe.name}: {_words(scores)}; must be {kind} {bound} with {recipe.precision} weights")
+    if not passed:
+        scores["accepted"] = accept
+
+
+def _words(scores: dict[str, object]) -> str:
+    if "least_cosine" in scores:
+        return f"least cosine with the checkpoint in f32 {scores['least_cosine']:.6f}"
+    return f"largest difference from the checkpoint's scores in f32 {scores['largest_error']:.6f}"

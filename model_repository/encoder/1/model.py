@@ -1,0 +1,1 @@
+from python_backends.encoder.model import TritonPythonModel  # noqa: F401

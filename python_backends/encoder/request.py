@@ -1,0 +1,104 @@
+"""One Triton request of the encoder: its tensors checked, as rows of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from contract.encoder import EMBEDDING, RERANK, Encoder
+from contract.errors import InvalidArgument
+from python_backends.encoder.tokens import Row, Tokens
+from python_backends.triton_io import Inputs
+
+NO_ID = -1  # fills input_ids behind a row that is shorter than the longest
+
+
+@dataclass(frozen=True)
+class EncoderRequest:
+    """rows: of tokens; of an embedding model's pairs those of all queries, then those of all documents.
+
+    count: texts or pairs. dimensions: of the embeddings. scored: whether scores are returned, not embeddings.
+    """
+
+    rows: tuple[Row, ...]
+    count: int
+    dimensions: int
+    scored: bool
+
+
+def parse(inputs: Inputs, kind: str, encoder: Encoder, tokens: Tokens) -> EncoderRequest:
+    """Read one request.
+
+    Raises:
+        InvalidArgument: a field holds what it may not; names it, with the row where it is one row's.
+    """
+    most = inputs.array("truncate_prompt_tokens")
+    longest = None if most is None else int(most.reshape(-1)[0])
+    if longest is not None and longest != -1 and not 1 <= longest <= tokens.max_seq_len:
+        problem = f"must be -1 or 1 to {tokens.max_seq_len}, the model's limit, got {longest}"
+        raise InvalidArgument("truncate_prompt_tokens", problem)
+    longest = tokens.max_seq_len if longest == -1 else longest
+    dimensions = _dimensions(inputs, encoder)
+    ids, texts, pairs = inputs.array("input_ids"), inputs.texts("text_input"), inputs.texts("text_pair")
+    if (ids is None) == (not texts):
+        raise InvalidArgument("text_input", "must be sent, or input_ids in its place, got both or neither")
+    if kind == RERANK and (ids is not None or not pairs):
+        raise InvalidArgument("text_pair", "must be sent with text_input: this model scores pairs of texts, no others")
+    if ids is not None:
+        if pairs:
+            raise InvalidArgument("text_pair", "must be left out with input_ids, got both")
+        given = [[token for token in row if token != NO_ID] for row in ids.tolist()]
+        rows = tokens.ids("input_ids", given, longest)
+        return EncoderRequest(tuple(rows), len(rows), dimensions, False)
+    if not pairs:
+        return EncoderRequest(
+            tuple(_checked(tokens.texts("text_input", _prompted(inputs, encoder, texts), longest))),
+            len(texts),
+            dimensions,
+            False,
+        )
+    if len(pairs) != len(texts):
+        raise InvalidArgument(
+            "text_pair", f"must have one entry for each of text_input, {len(texts)}, got {len(pairs)}"
+        )
+    if kind == EMBEDDING:
+        queries = [encoder.prompts.get("query", "") + text for text in texts]
+        documents = [encoder.prompts.get("document", "") + text for text in pairs]
+        rows = _checked(tokens.texts("text_input", queries, longest))
+        rows += _checked(tokens.texts("text_pair", documents, longest))
+    else:
+        rows = _checked(tokens.pairs("text_pair", list(zip(texts, pairs, strict=True)), longest))
+    return EncoderRequest(tuple(rows), len(texts), dimensions, True)
+
+
+def _dimensions(inputs: Inputs, encoder: Encoder) -> int:
+    given = inputs.array("dimensions")
+    if given is None:
+        return encoder.dimensions
+    requested, allowed = int(given.reshape(-1)[0]), (*encoder.matryoshka_dimensions, encoder.dimensions)
+    if requested not in allowed:
+        why = "" if len(allowed) > 1 else ": the model was not trained for shorter embeddings"
+        raise InvalidArgument("dimensions", f"must be {' or '.join(map(str, allowed))}, got {requested}{why}")
+    return requested
+
+
+def _prompted(inputs: Inputs, encoder: Encoder, texts: Sequence[str]) -> list[str]:
+    """Return the texts, each behind the prompt that the request names, or behind the model's default."""
+    named = inputs.texts("prompt_name")
+    name = named[0] if named else encoder.default_prompt
+    if name and name not in encoder.prompts:
+        allowed = ", ".join(encoder.prompts) or "none, the model has no prompts"
+        raise InvalidArgument("prompt_name", f"must be one of {allowed}, got {name!r:.100}")
+    prompt = encoder.prompts[name] if name else ""
+    return [prompt + text for text in texts]
+
+
+def _checked(rows: Sequence[Row | InvalidArgument]) -> list[Row]:
+    found = []
+    for number, row in enumerate(rows):
+        if isinstance(row, InvalidArgument):
+            raise row
+        if not row.ids:
+            raise InvalidArgument(f"text_input[{number}]", "must encode to at least one token, got none")
+        found.append(row)
+    return found

@@ -1,0 +1,124 @@
+"""Texts and pairs of texts to token ids, as an encoder was trained to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+
+from contract.encoder import Encoder
+from contract.errors import InvalidArgument, PromptTooLong
+
+
+class Row(NamedTuple):
+    """One text or pair. types: 0 for tokens of the first text, 1 for those of the second."""
+
+    ids: Sequence[int]
+    types: Sequence[int]
+
+
+class Tokens:
+    """One tokenizer. Not safe for threads."""
+
+    def __init__(self, folder: Path, encoder: Encoder, max_seq_len: int, vocab_size: int) -> None:
+        """folder: holds tokenizer.json. max_seq_len, vocab_size: of the model."""
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_padding()
+        self._encoder, self._vocab_size = encoder, vocab_size
+        self.max_seq_len = max_seq_len
+        longest = max(len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True))
+        # A text of more bytes cannot fit (tokenizer/encoding.py says why), so it is never tokenized whole.
+        self._max_bytes = 4 * longest * max_seq_len
+        self._around = [self._plain(part) for part in (encoder.template[:1] + encoder.template[2:])]
+
+    def texts(self, name: str, texts: Sequence[str], most: int | None) -> list[Row | PromptTooLong]:
+        """Return the row of each text, special tokens included.
+
+        name: of the field, for errors. most: tokens that are kept of a text, or None to refuse a longer one than
+            ``max_seq_len``.
+        """
+        return self._rows(name, [(text,) for text in texts], most, special=True)
+
+    def pairs(self, name: str, pairs: Sequence[tuple[str, str]], most: int | None) -> list[Row | PromptTooLong]:
+        """Return the row of each pair, joined by the tokenizer or by the model's template; as ``texts``."""
+        if not self._encoder.template:
+            return self._rows(name, pairs, most, special=True)
+        before, after = self._around
+        body = self._encoder.template[1]
+        query, document = body.split("{query}")[0], body.split("{document}")[0].split("{query}")[1]
+        texts = [(f"{query}{first}{document}{second}",) for first, second in pairs]
+        around = len(before) + len(after)
+        rows = self._rows(name, texts, most if most is None else max(1, most - around), special=False, around=around)
+        found: list[Row | PromptTooLong] = []
+        for row in rows:
+            joined = row if isinstance(row, PromptTooLong) else [*before, *row.ids, *after]
+            found.append(joined if isinstance(joined, PromptTooLong) else Row(joined, [0] * len(joined)))
+        return found
+
+    def ids(self, name: str, rows: Sequence[Sequence[int]], most: int | None) -> list[Row]:
+        """Return rows of given token ids, each cut to ``most``.
+
+        Raises:
+            InvalidArgument: ids that the model does not have, none at all, or more than ``max_seq_len``.
+        """
+        found = []
+        for number, ids in enumerate(rows):
+            field, kept = f"{name}[{number}]", ids if most is None else ids[:most]
+            if not kept:
+                raise InvalidArgument(field, "must hold at least one token id, got none")
+            if not 0 <= min(kept) <= max(kept) < self._vocab_size:
+                wrong = next(token for token in kept if not 0 <= token < self._vocab_size)
+                raise InvalidArgument(field, f"must hold token ids from 0 to {self._vocab_size - 1}, got {wrong}")
+            if len(kept) > self.max_seq_len:
+                raise self._too_long(field, len(kept))
+            found.append(Row(kept, [0] * len(kept)))
+        return found
+
+    def answers(self) -> tuple[int, int]:
+        """Return the ids of "no" and "yes", which a decoder that reranks answers with.
+
+        Raises:
+            InvalidArgument: the vocabulary lacks one.
+        """
+        no, yes = (self._tokenizer.token_to_id(word) for word in ("no", "yes"))
+        if no is None or yes is None:
+            raise InvalidArgument("model", "must have the tokens 'no' and 'yes' to rerank, got a vocabulary without")
+        return no, yes
+
+    def _rows(
+        self, name: str, texts: Sequence[tuple[str, ...]], most: int | None, *, special: bool, around: int = 0
+    ) -> list[Row | PromptTooLong]:
+        """around: tokens that the caller adds to each row."""
+        if most is None:
+            self._tokenizer.no_truncation()
+        else:
+            self._tokenizer.enable_truncation(most)
+        fits = [most is not None or sum(len(part.encode()) for part in parts) <= self._max_bytes for parts in texts]
+        accepted = [
+            parts if most is None else tuple(part[: self._max_bytes] for part in parts)
+            for parts, fit in zip(texts, fits, strict=True)
+            if fit
+        ]
+        inputs = [parts[0] if len(parts) == 1 else parts for parts in accepted]
+        encodings = iter(self._tokenizer.encode_batch(inputs, add_special_tokens=special) if inputs else ())
+        found: list[Row | PromptTooLong] = []
+        for number, fit in enumerate(fits):
+            field = f"{name}[{number}]"
+            if not fit:
+                found.append(self._too_long(field, f"more than {self._max_bytes} bytes"))
+                continue
+            encoding = next(encodings)
+            count = len(encoding.ids) + around
+            found.append(
+                Row(encoding.ids, encoding.type_ids) if count <= self.max_seq_len else self._too_long(field, count)
+            )
+        return found
+
+    def _too_long(self, field: str, got: int | str) -> PromptTooLong:
+        problem = f"must have at most {self.max_seq_len} tokens, got {got}; truncate_prompt_tokens=-1 cuts it"
+        return PromptTooLong(field, problem)
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
