@@ -1,11 +1,8 @@
-"""Measure how soon a cancelled request's slot is free, under load, in two ways.
+"""Measure how soon a cancelled request's slot is free, under load.
 
-By the next request: the engine is full, one more request waits, a running one is cancelled, and the waiting one's
-first_scheduled_time_ns tells when it got the slot. It is an instant on CLOCK_MONOTONIC, which is the client's clock
-too on one machine, so the figure is exact to an engine step.
-
-By the gauges: all streams of a load are cancelled together and the metrics are scraped until no request holds a slot.
-The engine publishes its gauges every 100 ms while it works, so a figure may be 100 ms (and a scrape) too long.
+The engine is full, one more request waits, a running one is cancelled, and the waiting one's first_scheduled_time_ns
+tells when it got the slot. It is an instant on CLOCK_MONOTONIC, which is the client's clock too on one machine, so the
+figure is exact to an engine step.
 """
 
 from __future__ import annotations
@@ -14,20 +11,16 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import figures, machine, report, scrape
-from benchmarks.figures import Spread
 from benchmarks.measurement import ServerUnderTest
 from benchmarks.prompts import Prompts
 from clients import NO_RETRY, AsyncClient
 from clients.wire.token_stream import TokenStream
 from contract.errors import EngineFailed, TridentError
 
-GAUGE_RESOLUTION_S = 0.1
-SCRAPE_EVERY_S = 0.01
 PROMPT = "the people of the great old world"
 TIMEOUT_S = 30.0
 _SLOTS = "nv_trt_llm_request_metrics"
@@ -105,31 +98,6 @@ async def by_next_request(server: ServerUnderTest, slots: int, samples: int, max
     return out
 
 
-async def by_gauges(server: ServerUnderTest, count: int, samples: int, max_tokens: int) -> list[float]:
-    """Return seconds from cancelling every stream until the gauges show no request in a slot."""
-    out: list[float] = []
-    async with AsyncClient(server.url, retry=NO_RETRY) as client:
-        for _ in range(samples):
-            streams = RunningStreams(client, max_tokens)
-            await streams.fill(count)
-            await _until(server, lambda scheduled: scheduled >= 1)
-            at_s = time.monotonic()
-            await streams.cancel_all()
-            await _until(server, lambda scheduled: scheduled == 0)
-            out.append(time.monotonic() - at_s)
-    return out
-
-
-async def _until(server: ServerUnderTest, holds: Callable[[float], bool]) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        metrics = await asyncio.to_thread(scrape.fetch, server.metrics_url or "")
-        if holds(metrics.value(_SLOTS, request_type="scheduled")):
-            return
-        await asyncio.sleep(SCRAPE_EVERY_S)
-    raise EngineFailed(f"the engine's slots did not change within {TIMEOUT_S:g} s")
-
-
 def capacity(server: ServerUnderTest, max_tokens: int) -> int:
     """Return how many such streams the engine runs at once, limited by its slots or its KV cache."""
     metrics = scrape.fetch(server.metrics_url or "")
@@ -143,24 +111,15 @@ def capacity(server: ServerUnderTest, max_tokens: int) -> int:
     return min(slots, int(blocks // -(-(prompt_tokens + max_tokens) // per_block)))
 
 
-def run(server: ServerUnderTest, streams: Sequence[int], samples: int, max_tokens: int, out: Path) -> int:
+def run(server: ServerUnderTest, samples: int, max_tokens: int, out: Path) -> int:
     """Measure, print, write cancel.json."""
-    full = capacity(server, max_tokens)
-    conditions = machine.described()
-    rows: list[tuple[str, int, Spread]] = []
-    found = asyncio.run(by_next_request(server, full, samples, max_tokens))
-    rows.append(("to the next request", full, figures.spread(found)))
-    for count in streams:
-        seen = asyncio.run(by_gauges(server, min(count, full), max(3, samples // 5), max_tokens))
-        rows.append(("to the gauges", min(count, full), figures.spread(seen)))
-    cells = [(what, at, s.count, report.ms(s.p50), report.ms(s.p99), report.ms(s.max)) for what, at, s in rows]
+    full, conditions = capacity(server, max_tokens), machine.described()
+    found = figures.spread(asyncio.run(by_next_request(server, full, samples, max_tokens)))
+    cells = [(full, found.count, report.ms(found.p50), report.ms(found.p99), report.ms(found.max))]
     print(report.on(conditions))
-    print(report.table(cells, ("cancel to free slot, ms", "streams", "samples", "p50", "p99", "max")))
-    print(
-        f'  the gauges are up to {GAUGE_RESOLUTION_S * 1e3:g} ms old; "to the next request" is exact to an engine step'
-    )
+    print(report.table(cells, ("cancel to the slot's next request, ms; streams", "samples", "p50", "p99", "max")))
     out.mkdir(parents=True, exist_ok=True)
-    table = [{"what": what, "streams": at} | asdict(found) for what, at, found in rows]
+    table = {"streams": full} | asdict(found)
     (out / "cancel.json").write_text(json.dumps({"conditions": conditions, "figures": table}) + "\n")
     print(f"  written: {out / 'cancel.json'}")
     return 0

@@ -113,7 +113,6 @@ _OPTIONS: dict[str, tuple[Callable[[str], object], str, str]] = {
     "seed": (int, "N", "of every random choice"),
     "slo_latency_s": (_positive, "S", "at P95"),
     "slo_ttft_ms": (_positive, "MS", "at P95"),
-    "streams": (_counts, "N,N,…", "streams cancelled together"),
     "tokenizer": (Path, "FOLDER", "its tokenizer.json counts prompt tokens"),
     "tokens": (_count, "N", "of an answer"),
     "url": (str, "HOST:PORT", "a server that runs already (TRIDENT_URL, 127.0.0.1:8001)"),
@@ -188,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
     about = "CPU per response by process, and the phases of the time to first token"
     command("hops", run_hops, about, engine="demo", concurrency="1,32", tokens=128, rounds=3, out=None)
     about = "how soon a cancelled request's slot is free, under load"
-    command("cancel", run_cancel, about, **_SERVER, samples=50, streams="8,32", max_tokens=480, out=None)
+    command("cancel", run_cancel, about, **_SERVER, samples=50, max_tokens=480, out=None)
     about = "NVIDIA's perf_analyzer, streaming and unary"
     theirs: dict[str, object] = {"concurrency": "1,8,32", "rates": "4,8", "requests": 40, "out": None}
     command("perf-analyzer", run_perf_analyzer, about, **_SERVER, **theirs)
@@ -249,9 +248,8 @@ def run_hops(arguments: argparse.Namespace) -> int:
 
 
 def run_cancel(arguments: argparse.Namespace) -> int:
-    load = arguments.streams, arguments.samples, arguments.max_tokens
     with _server(arguments) as server:
-        return cancel.run(server, *load, _folder(arguments, "cancel"))
+        return cancel.run(server, arguments.samples, arguments.max_tokens, _folder(arguments, "cancel"))
 
 
 def run_efficiency(arguments: argparse.Namespace) -> int:

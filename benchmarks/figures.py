@@ -8,7 +8,7 @@ is the time between two responses, one value per response.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -79,9 +79,6 @@ class Figures:
     slo: Slo
     slo_met: bool
     errors: dict[str, int] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def spread(values: Sequence[float] | np.ndarray) -> Spread:

@@ -1,6 +1,6 @@
 """Convert a Hugging Face Llama checkpoint to a GGUF file for llama.cpp. Runs in llama.cpp's environment, with gguf:
 
-    python benchmarks/gguf_checkpoint.py CHECKPOINT OUT.gguf f32|bf16
+    .cache/peers/llama.cpp/bin/python benchmarks/gguf_checkpoint.py CHECKPOINT OUT.gguf f32|bf16
 
 llama.cpp's own converter identifies tokenizers by a digest of an encoded text and refuses unknown ones, as ours; this
 one writes any byte-level BPE tokenizer, with GPT-2's pre-tokenization.
@@ -9,7 +9,6 @@ one writes any byte-level BPE tokenizer, with GPT-2's pre-tokenization.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,32 +16,6 @@ from pathlib import Path
 import numpy as np
 
 PRECISIONS = ("f32", "bf16")
-_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def renamed(name: str) -> str:
-    """Return GGUF's name of a tensor. Raises ValueError for one that a Llama does not have."""
-    if name in _NAMES:
-        return _NAMES[name]
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
-    if not match or match[2] not in _LAYER_NAMES:
-        raise ValueError(f"tensor: must be one of a Llama without biases, got {name!r}")
-    return f"blk.{match[1]}.{_LAYER_NAMES[match[2]]}.weight"
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -123,20 +96,24 @@ def write(checkpoint: Path, out: Path, precision: str) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.CONTROL if one else gguf.TokenType.NORMAL for one in special])
+    writer.add_token_types([gguf.TokenType.CONTROL if is_special else gguf.TokenType.NORMAL for is_special in special])
     writer.add_token_merges(merges)
     eos = config["eos_token_id"]
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(eos[0] if isinstance(eos, list) else eos)
     writer.add_add_bos_token(adds_begin(tokenizer))
     writer.add_add_space_prefix(False)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for name, values in tensors(checkpoint / "model.safetensors"):
+        renamed = names.get_name(name, try_suffixes=(".weight",))
+        if renamed is None:
+            raise ValueError(f"tensor: must be one of a Llama without biases, got {name!r}")
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             values = interleaved(values, heads if "q_proj" in name else kv_heads)
         if values.ndim == 1 or precision == "f32":
-            writer.add_tensor(renamed(name), values)
+            writer.add_tensor(renamed, values)
         else:
-            writer.add_tensor(renamed(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(renamed, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

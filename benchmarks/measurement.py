@@ -89,24 +89,12 @@ class Measurement:
             return float("nan")
         return 1e6 * processes.serving_cpu_s(self.processes) / self.tokens
 
-    def to_json(self, with_records: bool = True) -> dict[str, object]:
-        return {
-            "name": self.name,
-            "when": self.when,
-            "conditions": self.conditions,
-            "workload": self.workload,
-            "started_s": self.started_s,
-            "window": list(self.window),
-            "figures": self.figures.to_json(),
-            "server": self.server.to_json() if self.server else None,
-            "processes": {name: use.to_json() for name, use in self.processes.items()},
+    def to_json(self) -> dict[str, object]:
+        return asdict(self) | {
             "cpu_us_per_token": self.cpu_us_per_token,
             "serving_us_per_token": self.serving_us_per_token,
             "generators": [{"cpu_s": use.cpu_s, "wall_s": use.wall_s} for use in self.generators],
-            "host_load": asdict(self.host_load),
-            "checks": [check.to_json() for check in self.checks],
             "verdict": self_check.verdict(self.checks),
-            "records": [record.to_json() for record in self.records] if with_records else [],
         }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -44,9 +44,6 @@ class Use:
             self.processes + other.processes,
             self.waited_s + other.waited_s,
         )
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 NOTHING = Use(0.0, 0, 0, 0)

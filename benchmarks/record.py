@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,9 +77,6 @@ class Record:
         """(seconds since the previous message, tokens in it) of all messages but the first."""
         pairs = zip(self.messages, self.messages[1:], strict=False)
         return [(later - earlier, count) for (earlier, _), (later, count) in pairs]
-
-    def to_json(self) -> dict[str, object]:
-        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, table: dict[str, Any]) -> Record:

@@ -6,7 +6,7 @@ A check without data (no metrics, no timings) is reported as not checked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,9 +35,6 @@ class Check:
     name: str
     ok: bool | None
     detail: str
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def checks(

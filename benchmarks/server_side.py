@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from benchmarks import scrape
 from benchmarks.scrape import Histogram
@@ -69,9 +69,6 @@ class ServerSide:
         """The phase with the largest mean part of the time to first token; "" without data."""
         spent = {name: found.mean_s for name, found in self.phases.items() if found.count}
         return max(spent, key=lambda name: spent[name]) if spent else ""
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self) | {"bottleneck": self.bottleneck}
 
 
 def difference(

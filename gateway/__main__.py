@@ -11,8 +11,9 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import uvicorn
 
@@ -41,48 +42,44 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def monitoring_server(service: Service) -> HttpServer:
-    """Return the server of the monitoring endpoint; call its ``serve``."""
-    settings = service.settings
+def _server(application: Callable[..., Any], settings: Settings, **options: Any) -> HttpServer:
+    """Return an HTTP server of ``application``; call its ``serve``. options: of ``uvicorn.Config``."""
     return HttpServer(
         uvicorn.Config(
-            monitoring.build(service),
-            host=settings.monitoring_host,
-            port=settings.own_metrics_port,
+            application,
             http=http_connection.bounded(settings.header_timeout_s),
             ws="none",
-            lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=5,
+            **options,
         )
     )
 
 
-def http_server(service: Service) -> HttpServer:
-    """Return the server of the OpenAI endpoint; call its ``serve``."""
+def monitoring_server(service: Service) -> HttpServer:
+    """Return the server of the monitoring endpoint."""
     settings = service.settings
-    return HttpServer(
-        uvicorn.Config(
-            app.build(service),
-            host=settings.host,
-            port=settings.http_port,
-            http=http_connection.bounded(settings.header_timeout_s),
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=5,
-            backlog=BACKLOG,
-            ssl_certfile=settings.tls_cert,
-            ssl_keyfile=settings.tls_key,
-            ssl_ca_certs=settings.tls_client_ca,
-            ssl_cert_reqs=ssl.CERT_REQUIRED if settings.tls_client_ca else ssl.CERT_NONE,
-        )
+    host, port = settings.monitoring_host, settings.own_metrics_port
+    return _server(monitoring.build(service), settings, host=host, port=port, lifespan="off")
+
+
+def http_server(service: Service) -> HttpServer:
+    """Return the server of the OpenAI endpoint."""
+    settings = service.settings
+    return _server(
+        app.build(service),
+        settings,
+        host=settings.host,
+        port=settings.http_port,
+        lifespan="on",
+        backlog=BACKLOG,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+        ssl_ca_certs=settings.tls_client_ca,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if settings.tls_client_ca else ssl.CERT_NONE,
     )
 
 

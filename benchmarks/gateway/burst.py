@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from benchmarks.arrivals import Phases
 from benchmarks.driver import Extent
@@ -48,9 +48,6 @@ class Burst:
     recovered_s: float
     rss_before_mib: float
     peak_rss_mib: float
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def measure(contender: Contender, protocol: str) -> Burst:

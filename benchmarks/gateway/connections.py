@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from benchmarks.arrivals import Evenly
 from benchmarks.driver import Extent
@@ -42,9 +42,6 @@ class Connections:
     ttft_p50_ms: float
     token_p50_ms: float
     token_p99_ms: float
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def measure(

@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import machine, report
@@ -73,8 +74,8 @@ def run(
     written = {
         "conditions": {**conditions, "command": " ".join(sys.argv[1:]), "others_share": others},
         "relayed": [row.to_json() for row in relayed],
-        "connections": [one.to_json() for one in results],
-        "burst": [one.to_json() for one in bursts],
+        "connections": [asdict(one) for one in results],
+        "burst": [asdict(one) for one in bursts],
         "skipped": skipped,
         "goals": [dict(zip(("what", "measured", "goal", "met"), one, strict=True)) for one in verdicts],
     }

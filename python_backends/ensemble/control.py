@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 import struct
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -83,29 +82,15 @@ class ControlSender:
         self._socket.close()
 
 
-class ControlListener:
+class ControlListener(local_datagram.Listener):
     """Calls ``handle`` in a thread of its own for every command of this process's user or root, until closed."""
 
     def __init__(self, name: str, handle: Callable[[ControlMessage], None]) -> None:
-        self._socket = local_datagram.bind(name)
-        self._handle = handle
-        self._closing = False
-        self._thread = threading.Thread(target=self._listen, name="control", daemon=True)
-        self._thread.start()
-
-    def _listen(self) -> None:
-        while not self._closing:
-            received = local_datagram.receive(self._socket, _MAX_BYTES)
-            if received is None:
-                continue  # another user of this machine
+        def decode(datagram: bytes) -> None:
             try:
-                message = ControlMessage.decode(received[0])
+                message = ControlMessage.decode(datagram)
             except ValueError:
-                continue
-            self._handle(message)
+                return
+            handle(message)
 
-    def close(self) -> None:
-        self._closing = True
-        self._socket.shutdown(socket.SHUT_RD)  # wakes recv, also when the queue is full
-        self._thread.join(timeout=1)
-        self._socket.close()
+        super().__init__(name, _MAX_BYTES, "control", decode)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
+from collections.abc import Callable
 from typing import Any
 
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
@@ -46,3 +48,35 @@ def receive(bound: socket.socket, max_bytes: int) -> tuple[bytes, Any] | None:
             _, uid, _ = _CREDENTIALS.unpack_from(data)
             return (datagram, sender) if uid in (0, os.getuid()) else None
     return None
+
+
+class Listener:
+    """Calls ``handle`` in a thread of its own for every datagram of this process's user or root, until closed.
+
+    handle: takes the datagram; returns the reply, or None for none.
+    """
+
+    def __init__(self, name: str, max_bytes: int, thread: str, handle: Callable[[bytes], bytes | None]) -> None:
+        self._socket = bind(name)
+        self._max_bytes, self._handle = max_bytes, handle
+        self._closing = False
+        self._thread = threading.Thread(target=self._listen, name=thread, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self._closing:
+            received = receive(self._socket, self._max_bytes)
+            if received is None:
+                continue  # another user of this machine
+            datagram, sender = received
+            if (reply := self._handle(datagram)) is not None:
+                try:
+                    self._socket.sendto(reply, sender)
+                except OSError:
+                    pass  # the sender is gone
+
+    def close(self) -> None:
+        self._closing = True
+        self._socket.shutdown(socket.SHUT_RD)  # wakes recv, also when the queue is full
+        self._thread.join(timeout=1)
+        self._socket.close()

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -115,34 +113,15 @@ class MetadataSender:
         self._socket.close()
 
 
-class MetadataListener:
+class MetadataListener(local_datagram.Listener):
     """The detokenizer's end. ``accept(metadata)`` runs in its thread; True if the id is free."""
 
     def __init__(self, name: str, accept: Callable[[StreamMetadata], bool]) -> None:
-        self._socket = local_datagram.bind(name)
-        self._accept = accept
-        self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="metadata", daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while not self._closing:
-            received = local_datagram.receive(self._socket, _MAX_BYTES)
-            if received is None:
-                continue  # another user of this machine
-            datagram, sender = received
+        def decode(datagram: bytes) -> bytes | None:
             try:
                 metadata = StreamMetadata.decode(datagram)
             except (ValueError, TypeError, KeyError, RecursionError):
-                continue
-            reply = {"request_id": metadata.request_id, "accepted": self._accept(metadata)}
-            try:
-                self._socket.sendto(json.dumps(reply).encode(), sender)
-            except OSError:
-                pass  # the tokenizer has been unloaded
+                return None
+            return json.dumps({"request_id": metadata.request_id, "accepted": accept(metadata)}).encode()
 
-    def close(self) -> None:
-        self._closing = True
-        self._socket.shutdown(socket.SHUT_RD)  # wakes recv, also when the queue is full
-        self._thread.join(timeout=1)
-        self._socket.close()
+        super().__init__(name, _MAX_BYTES, "metadata", decode)

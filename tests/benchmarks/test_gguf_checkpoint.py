@@ -5,13 +5,25 @@ import numpy as np
 import pytest
 
 from benchmarks import gguf_checkpoint
+from tests.fakes import checkpoints
 
 
-def test_a_llamas_tensors_get_llama_cpps_names():
-    assert gguf_checkpoint.renamed("model.embed_tokens.weight") == "token_embd.weight"
-    assert gguf_checkpoint.renamed("model.layers.17.mlp.down_proj.weight") == "blk.17.ffn_down.weight"
+def test_a_llama_becomes_a_file_with_llama_cpps_names_and_the_same_values(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    values = checkpoints.write(tmp_path / "model", checkpoints.CONFIGS["llama_gqa"], dtype="F32")
+    assert gguf_checkpoint.main([str(tmp_path / "model"), str(tmp_path / "m.gguf"), "f32"]) == 0
+    stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert len(stored) == len(values) and {"token_embd.weight", "output.weight", "output_norm.weight"} <= stored.keys()
+    np.testing.assert_array_equal(stored["blk.1.ffn_down.weight"], values["model.layers.1.mlp.down_proj.weight"])
+    keys = gguf_checkpoint.interleaved(values["model.layers.0.self_attn.k_proj.weight"], 2)
+    np.testing.assert_array_equal(stored["blk.0.attn_k.weight"], keys)
+
+
+def test_a_tensor_that_a_llama_does_not_have_is_refused(tmp_path):
+    pytest.importorskip("gguf")
+    checkpoints.write(tmp_path / "model", checkpoints.CONFIGS["llama_gqa"] | {"attention_bias": True}, dtype="F32")
     with pytest.raises(ValueError, match="^tensor: must be .*'model.layers.0.self_attn.q_proj.bias'"):
-        gguf_checkpoint.renamed("model.layers.0.self_attn.q_proj.bias")
+        gguf_checkpoint.write(tmp_path / "model", tmp_path / "m.gguf", "f32")
 
 
 def test_interleaving_makes_both_ways_to_rotate_one():
