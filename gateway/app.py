@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import orjson
 from starlette.applications import Starlette
@@ -26,6 +27,7 @@ from gateway.api.vocabulary import Vocabulary
 from gateway.batch.batch import Batches
 from gateway.cache import semantic_cache
 from gateway.cache.reuse import ResponseReuse
+from gateway.models import ServedModel
 from gateway.service import Service
 
 
@@ -37,23 +39,25 @@ def build(service: Service) -> ASGIApp:
     reuse = ResponseReuse(service, service.configuration.policy.reuse, time.monotonic, semantic)
     batches = Batches(service, vocabulary) if settings.batch_db else None
 
-    model = {"id": settings.model, "object": "model", "created": 0, "owned_by": "trident"}
+    def described(model: ServedModel) -> dict[str, Any]:
+        prices = service.configuration.policy.prices
+        return model.describe(prices.currency if prices else "USD")
 
     async def models(request: Request) -> Response:
         try:
             tenant = service.tenant(bearer_token(request.headers.get("authorization", "")))
         except TridentError as error:
             return _error_response(error_responses.http(error))
-        table = {"object": "list", "data": [model] if service.may_use(settings.model, tenant) else []}
+        table = {"object": "list", "data": [described(model) for model in service.models.of(tenant)]}
         return Response(orjson.dumps(table), media_type="application/json")
 
     async def get_model(request: Request) -> Response:
         try:
             tenant = service.tenant(bearer_token(request.headers.get("authorization", "")))
-            service.check_model(request.path_params["name"], tenant)
+            model = service.models.find(request.path_params["name"], tenant)
         except TridentError as error:
             return _error_response(error_responses.http(error))
-        return Response(orjson.dumps(model), media_type="application/json")
+        return Response(orjson.dumps(described(model)), media_type="application/json")
 
     async def schema(request: Request) -> Response:
         # orjson has no integers beyond 64 bits, and the schema's limits exceed them.
@@ -73,7 +77,7 @@ def build(service: Service) -> ASGIApp:
     application = Starlette(
         routes=[
             Route("/v1/models", models),
-            Route("/v1/models/{name}", get_model),
+            Route("/v1/models/{name:path}", get_model),
             Route("/v1/chat/completions", OpenAIEndpoint(service, reuse, ChatFormatter, vocabulary), methods=["POST"]),
             Route("/v1/completions", OpenAIEndpoint(service, reuse, CompletionFormatter, vocabulary), methods=["POST"]),
             *monitoring.health_routes(service, public=True),

@@ -57,7 +57,7 @@ class Choices:
     ) -> None:
         """prompt_tokens: learns from the engine's token counts. began_s: arrival. span: of the request."""
         self._metrics, self._permit, self._prompt_tokens = runtime.metrics, permit, prompt_tokens
-        self._tenant, self._span = context.tenant.name, span
+        self._tenant, self._model, self._span = context.tenant.name, context.model, span
         self.headers: dict[str, str] = permit.headers
         self._live = len(permit.requests)
         self.generations: list[Generation] = []
@@ -92,7 +92,7 @@ class Choices:
         usage = total([one.usage for one in self.generations], [id(prompt_of(one.request)) for one in self.generations])
         self._permit.settle(usage)
         if usage is not None:
-            self._metrics.used(self._tenant, usage)
+            self._metrics.used(self._tenant, usage, model=self._model.name, cost=self._model.cost(usage))
         ends = [one.finish_reason or error_type(one.error) for one in self.generations]
         error = next((one.error for one in self.generations if one.error is not None), None)
         end_span(self._span, error, **generation_attributes(usage, ends))

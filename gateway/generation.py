@@ -239,7 +239,7 @@ class Generation:
         route = self._runtime.replicas.route(self.request, self._turn.pool, context.session, parent, self._payload)
         route.priority = engine_priority(context.tenant.priority, context.own_priority)
         if self._turn.may_move:
-            route.move = self._change_pool
+            route.move, route.group = self._change_pool, context.tenant.pool
         if route_span is not None:
             route.explain = route_span.is_recording()
             route.picked = lambda: self._routed(route, route_span)
@@ -384,6 +384,7 @@ class Generation:
         self._runtime.metrics.ended(
             GenerationRecord(
                 operation=self._context.operation,
+                model=self._context.model.name,
                 pool=pool,
                 began_s=self.began_s,
                 ended_s=time.monotonic(),

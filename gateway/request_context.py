@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from contract.priority import NORMAL
 from gateway.config.tenant import Tenant
+from gateway.models import ServedModel
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class RequestContext:
     carrier: HTTP headers or gRPC metadata, keys in lower case.
     session: the conversation id that session affinity uses; "" for none.
     own_priority: the ``request_priority`` that the caller sent, 0 to 1.
+    model: that serves it.
     """
 
     tenant: Tenant
@@ -30,3 +32,4 @@ class RequestContext:
     carrier: Mapping[str, str] = field(default_factory=dict)
     session: str = ""
     own_priority: float = NORMAL
+    model: ServedModel = ServedModel()

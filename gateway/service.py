@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from opentelemetry.trace import Span
 
-from contract.errors import NotFound, PermissionDenied, TridentError
+from contract.errors import InvalidArgument, TridentError, Unavailable
 from contract.generation import GenerationRequest
 from gateway.admission.body_budget import BodyBudget
 from gateway.admission.budget_store import BudgetStore, MemoryStore, RedisStore, connect
@@ -23,10 +25,12 @@ from gateway.admission.permit import Keys, Permit
 from gateway.admission.prompt_tokens import PromptTokens, load_tokenizer
 from gateway.choices import Choices
 from gateway.config.configuration import Configuration
+from gateway.config.policy import ModelRules, Policy
 from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
 from gateway.generation import GenerationRuntime
 from gateway.live_generations import LiveGenerations
+from gateway.models import HEADER, Models, ServedModel
 from gateway.request_context import RequestContext
 from gateway.routing.circuit_breaker import BreakerPolicy
 from gateway.routing.fallback import Fallback
@@ -61,7 +65,7 @@ class Service:
     ) -> None:
         self.settings, self.configuration = settings, configuration
         self.keys = keys or configuration
-        self.metrics = Metrics(settings.model)
+        self.metrics = Metrics()
         self.tracing = tracing or Tracing(settings.otlp_endpoint)
         self.watchdog = Watchdog(settings.shortest_timeout_s, self.metrics.lag.observe)
         self.live = LiveGenerations(self.watchdog, self.metrics.in_flight)
@@ -81,8 +85,9 @@ class Service:
             time.monotonic,
             pools=self.replicas,
             target_pool=self.overflow.pool,
-            prompt_tokens=PromptTokens(load_tokenizer(settings.tokenizer) if settings.tokenizer else None),
         )
+        self.models = Models(settings.model, settings.triton_model, settings.tokenizer)
+        self._prepare(policy)
         self.fallback = Fallback(self.overflow, self.replicas, self._overflow_targets, self.admission.degraded)
         self.replica_seconds = ReplicaSeconds(lambda: len(self.replicas.ready()))
         self.shadow: Shadow | None = None
@@ -101,7 +106,7 @@ class Service:
     async def start(self) -> None:
         self.overflow.start()
         self.apply()
-        self.configuration.changed = self.apply
+        self.configuration.changed, self.configuration.prepare = self.apply, self._prepare
         self.metrics.registry.register(self._state_metrics())
         await self.replicas.start()
         self.watchdog.add(self.replica_seconds)
@@ -111,7 +116,8 @@ class Service:
     def apply(self) -> None:
         """Apply the current configuration to later requests."""
         policy, pools = self.configuration.policy, self.configuration.pools
-        self.replicas.change(pools.sources, pools.shares)
+        self.models.change(self._table(policy))
+        self.replicas.change(pools.sources, pools.shares, self.models.pools)
         rules = policy.admission
         if self.configuration.keyless:  # one tenant: there are no others to keep slots free for
             alone = {"tenant_share": 1.0, "short_reserve": 0.0, "max_waiting_per_tenant": rules.max_waiting_per_class}
@@ -123,6 +129,20 @@ class Service:
             self.shadow = None
         elif self.shadow is None or self.shadow.rules != policy.shadow:
             self.shadow = Shadow(policy.shadow, self.replicas, self.metrics.shadow, random.Random())
+
+    def _table(self, policy: Policy) -> Mapping[str, ModelRules]:
+        """Return the table of models: of the file, else of the environment."""
+        named = self.settings.models.items()
+        return policy.models or {name: ModelRules(pools=(name,), tokenizer=Path(path)) for name, path in named}
+
+    def _prepare(self, policy: Policy) -> None:
+        """Load the tokenizers of all models. Raises InvalidArgument."""
+        for name, rules in self._table(policy).items():
+            if rules.tokenizer is not None:
+                try:
+                    load_tokenizer(rules.tokenizer)
+                except InvalidArgument as exc:
+                    raise InvalidArgument(f"models.{name}.tokenizer", exc.problem) from exc
 
     @property
     def draining(self) -> bool:
@@ -140,7 +160,7 @@ class Service:
             await self.shadow.close()
         await self.replicas.close()
         await self.overflow.close()
-        self.admission.prompt_tokens.close()
+        self.models.close()
         await self.budgets.aclose()
         if self._redis is not None:
             await self._redis.aclose()
@@ -152,8 +172,8 @@ class Service:
         return not self.draining and any(self.replicas.ready_in(pool) for pool in self.serving_pools())
 
     def serving_pools(self) -> list[str]:
-        """Return the pools that callers are sent to: public ones, and those that tenants are pinned to."""
-        pinned = self.configuration.pinned_pools()
+        """Return the pools that callers are sent to: public ones, and those of tenants and models."""
+        pinned = self.configuration.pinned_pools().union(*self.models.pools.values())
         public = self.replicas.public()
         return [pool for pool in self.replicas.pools if pool in public or pool in pinned]
 
@@ -161,15 +181,31 @@ class Service:
         """Return the tenant of a key. Raises Unauthenticated."""
         return self.keys.tenant(api_key)
 
-    def check_model(self, model: str, tenant: Tenant) -> None:
-        """Raises NotFound for a model that is not served, PermissionDenied for one the tenant may not use."""
-        if model not in (self.settings.model, self.settings.triton_model):
-            raise NotFound(f"the model {model!r:.100} does not exist; there is {self.settings.model}")
-        if not self.may_use(model, tenant):
-            raise PermissionDenied(f"this key may not use the model {model}")
+    async def routed(
+        self, model: str, requests: Sequence[GenerationRequest], context: RequestContext
+    ) -> RequestContext:
+        """Return the context of ``requests`` with the model of that name, or that a router chose, and its pool.
 
-    def may_use(self, model: str, tenant: Tenant) -> bool:
-        return not tenant.models or not {self.settings.model, model}.isdisjoint(tenant.models)
+        Raises: what Models.serving raises, and Unavailable if the model has no replicas and no upstream that accepts.
+        """
+        tenant, accepts = context.tenant, self.fallback.accepts(context)
+
+        def ready(one: ServedModel) -> bool:
+            return self.replicas.serves(one.pool) or any(accepts(target, requests) for target in one.rules.fallbacks)
+
+        served = await self.models.serving(model, requests, tenant, context.carrier, ready)
+        if served.rules.pools or not self.models.configured:
+            # A tenant's own pool is kept where it serves the model.
+            pool = tenant.pool if tenant.pool in (served.rules.pools or (tenant.pool,)) else served.pool
+        elif ready(served):
+            pool = served.pool
+        elif context.protocol == "grpc" and not any(map(self.overflow.pool, served.rules.fallbacks)):
+            raise InvalidArgument("model", f"must be one with replicas for this protocol, got {served.name}")
+        else:
+            error = Unavailable(f"no upstream of the model {served.name} accepts requests")
+            error.retry_after_s = self.fallback.retry_after_s(replace(context, model=served), requests[0], error)
+            raise error
+        return replace(context, model=served, tenant=replace(tenant, pool=pool))
 
     async def choices(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Choices:
         """Admit the requests of one caller together and returns their choices.
@@ -183,7 +219,8 @@ class Service:
             with self.metrics.waiting.track_inprogress(), self.metrics.queue.time(), self.live.admitting():
                 permit = await self._admit(requests, context)
             end_span(queue_span)
-            return Choices(self._runtime, permit, self.admission.prompt_tokens, context, began_s, span)
+            permit.headers.update(self.model_headers(context))
+            return Choices(self._runtime, permit, self._prompt_tokens(context), context, began_s, span)
         except BaseException as exc:  # CancelledError too: the caller left the queue
             end_span(queue_span, exc)
             end_span(span, exc)
@@ -191,10 +228,15 @@ class Service:
                 self.refused(context, exc, began_s)
             raise
 
+    def model_headers(self, context: RequestContext) -> dict[str, str]:
+        """Return the response headers that tell the model, where there is a table of models."""
+        return {HEADER: context.model.name} if self.models.configured else {}
+
     async def _admit(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Permit:
         tenant, accepts = context.tenant, self.fallback.accepts(context)
         down = not self.replicas.serves(tenant.pool)
-        permit = await self.admission.admit(requests, tenant, accepts, down, context.session)
+        targets, prompt_tokens = context.model.rules.fallbacks or None, self._prompt_tokens(context)
+        permit = await self.admission.admit(requests, tenant, accepts, down, context.session, targets, prompt_tokens)
         try:
             self.live.check_not_cut_off()
         except TridentError:
@@ -202,17 +244,20 @@ class Service:
             raise
         return permit
 
+    def _prompt_tokens(self, context: RequestContext) -> PromptTokens:
+        return context.model.prompt_tokens or self.admission.prompt_tokens
+
     def _request_span(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Span | None:
         attributes = {
             "gen_ai.operation.name": context.operation,
             "gen_ai.provider.name": "trident",
-            "gen_ai.request.model": self.settings.model,
+            "gen_ai.request.model": context.model.name,
             "gen_ai.request.max_tokens": requests[0].max_tokens,
             "gen_ai.request.stream": requests[0].stream,
             "gen_ai.request.choice.count": len(requests),
             "trident.source": ENGINE,
         }
-        return self.tracing.start(f"{context.operation} {self.settings.model}", context.carrier, attributes)
+        return self.tracing.start(f"{context.operation} {context.model.name}", context.carrier, attributes)
 
     @property
     def reports_cached_tokens(self) -> bool:

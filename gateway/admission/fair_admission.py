@@ -33,6 +33,9 @@ _Refusal = TypeVar("_Refusal", Overloaded, DeadlineExceeded)
 Accepts = Callable[[str, Sequence[GenerationRequest]], bool]  # whether an overflow target can serve these requests
 
 
+_NO_PRESSURE = DegradationRules(shorter_at=10, overflow_at=10, refuse_at=10)
+
+
 class Pools(Protocol):
     """The pools of replicas, as admission needs them."""
 
@@ -145,19 +148,23 @@ class FairAdmission:
         accepts: Accepts = lambda target, requests: True,
         down: bool = False,
         session: str = "",
+        targets: Sequence[str] | None = None,
+        prompt_tokens: PromptTokens | None = None,
     ) -> QueuedPermit:
         """Return the permit when the first of ``requests`` has a slot; see permit.py.
 
         accepts: whether an overflow target accepts requests; if none does, ``max_tokens`` is capped instead.
         down: the tenant's pool has no ready replica; an overflow target serves the requests at any pressure.
         session: conversation id; a session stays in one pool.
+        targets: the overflow targets, in order; None for those of the rules.
+        prompt_tokens: counts the prompts; None for the gateway's own.
 
         Raises: Overloaded with ``reason``, ``retry_after_s`` and ``headers`` (pressure, cap, queue or budget full),
         DeadlineExceeded (timed out in the queue), InvalidArgument (never fits a budget or cap), Unavailable (the
         budget store does not answer).
         """
         pool = self.pools.draw(tenant.pool, session)
-        requests, target, headers = self._degraded(tuple(requests), tenant, pool, accepts, down)
+        requests, target, headers = self._degraded(tuple(requests), tenant, pool, accepts, down, targets)
         if target:
             pool = self.target_pool(target)
         ticket = _Ticket(self, tenant, session, self._clock(), requests)
@@ -165,13 +172,13 @@ class FairAdmission:
         try:
             if pool or not target:
                 self._check_room(tenant, pool)
-            need = await self.prompt_tokens.need(requests, tenant.name)
+            need = await (prompt_tokens or self.prompt_tokens).need(requests, tenant.name)
             ticket.tokens = need.tokens
             ticket.reservation = await self._reserve(tenant.levels, need.tokens, need.least, pool)
             headers |= ticket.reservation.headers
             if pool or not target:  # an upstream has its own capacity, and no slot here is used
                 claim = ticket.claim(pool, ticket.tokens, len(requests))
-                drawn = not target and not tenant.pool
+                drawn = not target and pool != tenant.pool
                 ticket.turns = tuple(Turn(ticket, pool, claim, number, drawn) for number in range(len(requests)))
                 await claim.turn(0)
             else:
@@ -197,10 +204,18 @@ class FairAdmission:
         return QueuedPermit((), dict(ticket.reservation.headers), "", (), ticket)
 
     def _degraded(
-        self, requests: tuple[GenerationRequest, ...], tenant: Tenant, pool: str, accepts: Accepts, down: bool
+        self,
+        requests: tuple[GenerationRequest, ...],
+        tenant: Tenant,
+        pool: str,
+        accepts: Accepts,
+        down: bool,
+        targets: Sequence[str] | None,
     ) -> tuple[tuple[GenerationRequest, ...], str, dict[str, str]]:
         """Return the requests as degraded under the current pressure, their overflow target and response headers."""
         rules = self._degradation
+        if targets is not None:
+            rules = (rules or _NO_PRESSURE).model_copy(update={"overflow": tuple(targets)})
         if rules is None:
             return requests, "", {}
         stage = stage_at(self.pressure(tenant, pool), rules)
@@ -338,14 +353,14 @@ class Turn:
 
     async def move(self) -> str:
         ticket = self.ticket
-        await self._wait_in(ticket.admission.pools.draw("", ticket.session, self.pool))
+        await self._wait_in(ticket.admission.pools.draw(ticket.tenant.pool, ticket.session, self.pool))
         return self.pool
 
     async def go(self, target: str, remaining_s: float) -> None:
         ticket, admission = self.ticket, self.ticket.admission
         self.release()
-        self.may_move = not target and not ticket.tenant.pool
         pool = admission.target_pool(target) if target else admission.pools.draw(ticket.tenant.pool, ticket.session)
+        self.may_move = not target and pool != ticket.tenant.pool
         if pool or not target:
             await self._wait_in(pool, remaining_s)
         else:

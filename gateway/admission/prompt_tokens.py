@@ -97,7 +97,7 @@ def size_by_bytes(texts: Sequence[str]) -> tuple[float, int]:
     return size, length
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=64)  # models
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load a tokenizer.json without its truncation and padding. Raises InvalidArgument."""
     from tokenizers import Tokenizer  # 30 MB of memory, only where a tokenizer is configured

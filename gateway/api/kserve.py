@@ -43,7 +43,7 @@ from contract.errors import (
     Unavailable,
     to_text,
 )
-from contract.generation import GenerationRequest
+from contract.generation import GenerationRequest, Guide
 from gateway.api import error_responses
 from gateway.api.caller_errors import for_caller
 from gateway.api.request_body import bearer_token
@@ -136,7 +136,11 @@ class KServeEndpoint:
         return _flag(self._service.ready())
 
     async def _model_ready(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        return _flag(_name(request) in self._models and self._service.ready())
+        try:
+            model = self._service.models.find(_name(request), Tenant())  # probes send no key
+        except NotFound:
+            return _flag(False)
+        return _flag(self._service.ready() and (not model.pool or self._service.replicas.serves(model.pool)))
 
     async def _model_infer(self, request: bytes, context: grpc.aio.ServicerContext) -> NoReturn:
         """Reject ModelInfer as Triton does for an ensemble with a decoupled step."""
@@ -149,14 +153,16 @@ class KServeEndpoint:
 
         async def handle(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
             try:
-                self._service.tenant(bearer_token(_carrier(context).get("authorization", "")))
+                tenant = self._service.tenant(bearer_token(_carrier(context).get("authorization", "")))
+                replicas = self._service.replicas.ready()
                 if not method.endswith("ServerMetadata"):
-                    if _name(request) not in self._models:
-                        raise NotFound(f"the model {_name(request)!r:.100} does not exist")
+                    model = self._service.models.find(_name(request), tenant)
+                    if model.pool:
+                        replicas = [one for one in replicas if one.pool in self._service.models.pools[model.pool]]
                     version = protobuf.text(2, _field(request, 2))
                     request = protobuf.text(1, self._service.settings.triton_model) + version
                 error: TridentError = Unavailable("no replica is ready", 1.0)
-                for replica in self._service.replicas.ready():
+                for replica in replicas:
                     try:
                         return await replica.channel.call(
                             UnaryCall(method, request), self._service.settings.probe_timeout_s
@@ -172,10 +178,6 @@ class KServeEndpoint:
                 raise
 
         return handle
-
-    @property
-    def _models(self) -> tuple[str, str]:
-        return self._service.settings.model, self._service.settings.triton_model
 
     async def _stream(self, requests: AsyncIterator, context: grpc.aio.ServicerContext) -> None:
         writer = _Writer(context, self._service)
@@ -257,9 +259,9 @@ class KServeEndpoint:
         writer: _Writer,
     ) -> TridentError | None:
         service = self._service
-        service.check_model(request.model_name, tenant)
         generation_request = read(request, _remaining_s(request, context, service.settings.request_timeout_s))
         request_context = _request_context(tenant, request, carrier)
+        request_context = await service.routed(request.model_name, (generation_request,), request_context)
         choices = await service.choices((generation_request,), request_context)
         (generation,) = choices.generations
         error: BaseException | None = None
@@ -376,7 +378,7 @@ def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> Generation
             turns = json.loads(messages)
             if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
                 chat = tuple(turns)
-    max_tokens = _integer(request, "max_tokens")
+    max_tokens, guide = _integer(request, "max_tokens"), _texts(request, "guided_decoding_guide_type")
     return GenerationRequest(
         text_input=prompt if chat is None else None,
         messages=chat,
@@ -386,6 +388,7 @@ def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> Generation
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max(1, max_tokens),
         timeout_s=timeout_s,
         request_id=_quotable(request.id),
+        guide=Guide(guide, _texts(request, "guided_decoding_guide") or "") if guide else None,
     )
 
 

@@ -27,7 +27,7 @@ from gateway.api.response_stream import Headers, Receive, ResponseStream, Scope,
 from gateway.api.schemas import ChatRequest, CompletionRequest
 from gateway.api.sections import ChoiceCutters, CutDeltas
 from gateway.api.sse import EventEncoder, Formatter, encode_event, usage_fields
-from gateway.api.vocabulary import Vocabulary
+from gateway.api.vocabulary import Vocabulary, vocabulary_of
 from gateway.cache.reuse import ResponseReuse
 from gateway.choices import ChoiceDelta, together
 from gateway.config.settings import Settings
@@ -117,11 +117,13 @@ class OpenAIEndpoint:
         context = RequestContext(
             tenant, "http", self._formatter.operation, request_id, _joined_headers(request), session
         )
-        async with _admitted(self._service, body, context, timeout_s, self._reuse.open) as stream:
-            formatter = _formatter(self._formatter, body, stream.request_id, stream.created_s, self._vocabulary)
+        requests, context = await _routed(self._service, body, context, timeout_s)
+        async with _admitted(body, requests, context, self._reuse.open) as stream:
+            vocabulary = _vocabulary(self._service, context, self._vocabulary)
+            formatter = _formatter(self._formatter, body, stream.request_id, stream.created_s, vocabulary)
             deltas, replayed = stream.deltas, stream.replayed
             if (rules := body.cutter_rules(settings)) is not None:
-                cutters = ChoiceCutters(rules, self._vocabulary, stream.request_id)
+                cutters = ChoiceCutters(rules, vocabulary, stream.request_id)
                 replayed = tuple(map(cutters.cut, replayed))
                 deltas = CutDeltas(deltas, cutters)
             if body.stream:
@@ -180,9 +182,11 @@ async def complete(
     body = _parse(formatter_type, data, service.settings)
     if body.stream:
         raise InvalidArgument("stream", "must be false here, got true")
-    formatter = _formatter(formatter_type, body, context.request_id, int(time.time()), vocabulary)
     max_s = service.settings.request_timeout_s
-    async with _admitted(service, body, context, min(max_s, timeout_s or max_s), service.choices) as choices:
+    requests, context = await _routed(service, body, context, min(max_s, timeout_s or max_s))
+    vocabulary = _vocabulary(service, context, vocabulary)
+    formatter = _formatter(formatter_type, body, context.request_id, int(time.time()), vocabulary)
+    async with _admitted(body, requests, context, service.choices) as choices:
         deltas: AsyncIterable[ChoiceDelta] = choices
         if (rules := body.cutter_rules(service.settings)) is not None:
             deltas = CutDeltas(aiter(choices), ChoiceCutters(rules, vocabulary, context.request_id))
@@ -196,20 +200,33 @@ class _Closable(Protocol):
 _Deltas = TypeVar("_Deltas", bound=_Closable)
 
 
+async def _routed(
+    service: Service, body: Body, context: RequestContext, timeout_s: float
+) -> tuple[list[GenerationRequest], RequestContext]:
+    """Return the choices of a body and the context with their model, whose name the response carries."""
+    requests = body.generations(service.settings, timeout_s)
+    context = await service.routed(body.model, requests, context)
+    if service.models.configured:
+        body.model = context.model.name
+    return requests, context
+
+
+def _vocabulary(service: Service, context: RequestContext, default: Vocabulary) -> Vocabulary:
+    """Return the vocabulary of the request's model."""
+    return vocabulary_of(context.model.rules.tokenizer) if service.models.configured else default
+
+
 @contextlib.asynccontextmanager
 async def _admitted(
-    service: Service,
     body: Body,
+    requests: Sequence[GenerationRequest],
     context: RequestContext,
-    timeout_s: float,
     open_: Callable[[Sequence[GenerationRequest], RequestContext], Awaitable[_Deltas]],
 ) -> AsyncIterator[_Deltas]:
     """Admit all choices of a request, or raise; close them on exit.
 
     open_: ``ResponseReuse.open`` or ``Service.choices``.
     """
-    service.check_model(body.model, context.tenant)
-    requests = body.generations(service.settings, timeout_s)
     try:
         deltas = await open_(requests, context)
         error: BaseException | None = None

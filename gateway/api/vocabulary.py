@@ -55,6 +55,12 @@ class Vocabulary:
         return surface.replace("\u2581", " ").encode()
 
 
+@lru_cache(maxsize=16)
+def vocabulary_of(tokenizer: Path | None) -> Vocabulary:
+    """Return the vocabulary of a tokenizer, made once."""
+    return Vocabulary(tokenizer)
+
+
 def _alphabet() -> dict[str, int]:
     """Return GPT-2's byte of each character: printable Latin-1 unchanged, the other bytes U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

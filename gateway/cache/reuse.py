@@ -95,7 +95,8 @@ class ResponseReuse:
         if last_event is not None and not requests[0].stream:
             raise InvalidArgument(RESUME_HEADER, "must be sent with stream=true; a complete response has no events")
         tenant, start = context.tenant.name, _first_event(last_event)
-        digest = hashlib.sha256("".join(request_key(one, tenant, context.operation) for one in requests).encode())
+        kind = f"{context.operation} {context.model.name}"
+        digest = hashlib.sha256("".join(request_key(one, tenant, kind) for one in requests).encode())
         generation = SharedGeneration(
             lambda: self._cached_or_generated(self._with_longest_timeout(requests), context, control)
         )
@@ -118,7 +119,7 @@ class ResponseReuse:
         if len(requests) > 1 or not control.enabled or not deterministic(request):
             return await self._generate(requests, context, "bypass")
         engine, no_cache = self._engine(context), control.max_age_s <= 0
-        key = request_key(request, tenant, engine)
+        key = request_key(request, tenant, f"{engine} {context.model.name}")  # the engine may be unknown
         if engine and not no_cache:
             if self._cache is not None and (answer := self._cache.get(key, control.max_age_s)) is not None:
                 return await self._serve_hit(answer, requests, context, {CACHE_HEADER: "hit"})

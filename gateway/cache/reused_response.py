@@ -39,11 +39,11 @@ class ReusedResponse:
         attributes = {
             "gen_ai.operation.name": context.operation,
             "gen_ai.provider.name": "trident",
-            "gen_ai.request.model": service.settings.model,
+            "gen_ai.request.model": context.model.name,
             "trident.cache": result,
             "trident.source": self._source,
         }
-        name = f"{context.operation} {service.settings.model}"
+        name = f"{context.operation} {context.model.name}"
         self._span = service.tracing.start(name, context.carrier, attributes)
 
     async def admit(self) -> Mapping[str, str]:
@@ -61,7 +61,7 @@ class ReusedResponse:
                 service.refused(self._context, exc, self._began_s)
             raise
         service.metrics.in_flight.inc()
-        return self._permit.headers
+        return {**self._permit.headers, **service.model_headers(self._context)}
 
     async def read(self, deltas: ChoiceDeltas) -> AsyncGenerator[ChoiceDelta, None]:
         """Pass on the deltas and count their tokens."""
@@ -93,6 +93,7 @@ class ReusedResponse:
         service.metrics.ended(
             GenerationRecord(
                 operation=context.operation,
+                model=context.model.name,
                 pool="",
                 began_s=self._began_s,
                 ended_s=time.monotonic(),

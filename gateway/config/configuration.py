@@ -63,7 +63,8 @@ class Configuration:
     """Keys and rules, read at once and again whenever the file changes (``watch``).
 
     A reading that fails changes nothing: the last good one stays, the reason is logged once and stands in ``problem``.
-    The first one raises it. ``changed`` is called after every good reading but the first.
+    The first one raises it. ``changed`` is called after every good reading but the first, ``prepare`` before it takes
+    effect, in another thread, with its rules; it may raise InvalidArgument.
     """
 
     def __init__(self, path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[str, str]) -> None:
@@ -71,6 +72,7 @@ class Configuration:
         self._seen = self._signature()
         self._reading = read(path, environ, pools)
         self.changed: Callable[[], None] = lambda: None
+        self.prepare: Callable[[Policy], None] = lambda policy: None
         self.problem = ""
         self._reloading = asyncio.Lock()
 
@@ -128,6 +130,7 @@ class Configuration:
                 if not reading.keys and not self.keyless:
                     problem = "has no keys any more; a restart opens the gateway to everybody"
                     raise InvalidArgument(str(self._path), problem)
+                await asyncio.to_thread(self.prepare, reading.policy)
             except InvalidArgument as exc:
                 if str(exc) != self.problem:
                     _LOG.error("the configuration stays as it was: %s", exc)

@@ -41,6 +41,16 @@
     [pools]                            # shares of the replicas' pools; see TRIDENT_GATEWAY_REPLICAS, _POOL_WEIGHTS
     stable = 95.0
     canary = { weight = 5.0, replicas = "10.0.0.7:8001" }   # replicas: in field of the variable's, or a new pool's
+    [models.small]                     # a model by its public name; without any there is one, TRIDENT_GATEWAY_MODEL
+    pools = ["small"]                  # of its replicas ...
+    fallbacks = ["elsewhere"]          # ... and overflow targets, in order, or these alone
+    aliases = ["gpt-4o-mini"]
+    capabilities = ["chat", "completions", "tools"]
+    context_length = 2048
+    tokenizer = "engines/small/tokenizer.json"
+    price = { input = 0.1, cached = 0.05, output = 0.4 }     # per 1,000 tokens
+    [models.auto]
+    router = ["small", "large"]        # to the first that can serve a request: docs/gateway.md
     [prices]
     replica_hour = 2.5                 # what a replica costs, for the cost of 1,000 tokens
     currency = "USD"
@@ -51,7 +61,8 @@ Read again when the file changes, except [budgets] and [reuse], which hold until
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
@@ -67,6 +78,8 @@ _Seconds = Annotated[float, Field(gt=0, le=86_400)]
 _Fullness = Annotated[float, Field(gt=0, le=10)]
 _Name = Annotated[str, Field(min_length=1, max_length=64)]
 _PoolName = Annotated[str, Field(max_length=64, pattern=r"^[^=;,\s]*$")]
+_ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
+Capability = Literal["chat", "completions", "tools", "schema", "embeddings", "rerank"]
 _Priority = Annotated[int, BeforeValidator(lambda key: int(key) if key.isdecimal() else key), Field(ge=0, le=9)]
 
 
@@ -75,6 +88,10 @@ def _names(value: Any) -> Any:
     if isinstance(value, str):
         return (value,) if value else ()
     return tuple(value) if isinstance(value, list) else value
+
+
+def _path(value: Any) -> Any:
+    return Path(value).expanduser() if isinstance(value, str) else value
 
 
 class AdmissionRules(BaseModel):
@@ -179,6 +196,46 @@ def _pool(value: object) -> object:
     return {"weight": value} if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
+class ModelPrice(BaseModel):
+    """What 1,000 tokens cost the caller. cached: of prompt tokens in the prefix cache; None: as others."""
+
+    model_config = _RULES
+    input: Annotated[float, Field(ge=0)] = 0.0
+    cached: Annotated[float, Field(ge=0)] | None = None
+    output: Annotated[float, Field(ge=0)] = 0.0
+
+
+class ModelRules(BaseModel):
+    """One model, or a router to models.
+
+    pools: of its replicas; with several, requests are spread by the pools' weights.
+    fallbacks: overflow targets that serve it when its pools cannot, in order; without pools they serve all of it.
+    router: names of models, smallest first.
+    aliases: further names.
+    adapters: LoRA adapters of its engine, requested as MODEL:ADAPTER.
+    capabilities: what it can do; None: not checked here.
+    context_length: prompt and output, in tokens; a router leaves out a model that is too small.
+    tokenizer: its tokenizer.json; None: prompts are estimated.
+    """
+
+    model_config = _RULES
+    pools: Annotated[tuple[_PoolName, ...], BeforeValidator(_names)] = ()
+    fallbacks: Annotated[tuple[_Name, ...], BeforeValidator(_names)] = ()
+    router: Annotated[tuple[_ModelName, ...], BeforeValidator(_names)] = ()
+    aliases: Annotated[tuple[_ModelName, ...], BeforeValidator(_names)] = ()
+    adapters: Annotated[tuple[_ModelName, ...], BeforeValidator(_names)] = ()
+    capabilities: Annotated[tuple[Capability, ...] | None, BeforeValidator(_names)] = None
+    context_length: _Count | None = None
+    tokenizer: Annotated[Path | None, BeforeValidator(_path)] = None
+    price: ModelPrice | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> ModelRules:
+        if bool(self.router) == bool(self.pools or self.fallbacks):
+            raise ValueError("allowed is either router, or pools or fallbacks")
+        return self
+
+
 class Prices(BaseModel):
     model_config = _RULES
     replica_hour: Annotated[float, Field(ge=0)]
@@ -196,12 +253,14 @@ class Policy(BaseModel):
     reuse: ReuseRules = ReuseRules()
     shadow: ShadowRules | None = None
     pools: Mapping[_PoolName, Annotated[PoolRules, BeforeValidator(_pool)]] = {}
+    models: Mapping[_ModelName, ModelRules] = {}
     prices: Prices | None = None
 
     @property
     def pools_used(self) -> list[tuple[str, str]]:
         """Every (field, pool) where a rule sends requests to a pool."""
         named = [(f"overflow.{name}.pool", target.pool) for name, target in self.overflow.items() if target.pool]
+        named += [(f"models.{name}.pools", pool) for name, model in self.models.items() for pool in model.pools]
         return named + ([("shadow.pool", self.shadow.pool)] if self.shadow else [])
 
 
@@ -217,12 +276,28 @@ def read(path: str, table: Mapping[str, Any], environ: Mapping[str, str]) -> Pol
     except ValidationError as exc:
         raise _named(path, exc) from None
     degradation = policy.degradation
-    for target in degradation.overflow if degradation is not None else ():
+    used = [("degradation.overflow", target) for target in (degradation.overflow if degradation else ())]
+    used += [(f"models.{name}.fallbacks", target) for name, one in policy.models.items() for target in one.fallbacks]
+    for field, target in used:
         if target not in policy.overflow:
             allowed = ", ".join(policy.overflow) or "none, there is no [overflow.NAME]"
-            problem = f"there is no target {target!r}; allowed is {allowed}"
-            raise InvalidArgument(f"{path}: degradation.overflow", problem)
+            raise InvalidArgument(f"{path}: {field}", f"there is no target {target!r}; allowed is {allowed}")
+    _check_models(path, policy.models)
     return policy
+
+
+def _check_models(path: str, models: Mapping[str, ModelRules]) -> None:
+    """Raises InvalidArgument for a name that two models have, or a router to what is no model."""
+    direct, names = [name for name, one in models.items() if not one.router], list(models)
+    for name, one in models.items():
+        for alias in one.aliases:
+            if alias in names:
+                raise InvalidArgument(f"{path}: models.{name}.aliases", f"{alias!r} is the name of another model too")
+            names.append(alias)
+        for listed in one.router:
+            if listed not in direct:
+                problem = f"there is no model {listed!r} with replicas or upstreams; allowed is {', '.join(direct)}"
+                raise InvalidArgument(f"{path}: models.{name}.router", problem)
 
 
 def check_pools(path: str, policy: Policy, pools: Mapping[str, Any]) -> None:
@@ -270,6 +345,7 @@ def _fields(model: type[BaseModel], parts: list[str]) -> list[str]:
         "reuse": ReuseRules,
         "shadow": ShadowRules,
         "pools": PoolRules,
+        "models": ModelPrice if parts[-1:] == ["price"] else ModelRules,
         "prices": Prices,
     }
     return list((by_section[parts[0]] if parts else model).model_fields)

@@ -88,6 +88,10 @@ class Settings(EnvironmentSettings):
         None, description="port of /metrics and /health; unset: HTTP_PORT + 2; 0: a free one"
     )
     model: Text = Field("demo", description="public name of the model; the name of the ensemble works too")
+    models: Annotated[Pairs, Allowed("POOL=FILE,POOL=FILE")] = Field(
+        default_factory=dict,
+        description="several models, each named as its pool, with its tokenizer.json; [models] of the file wins",
+    )
     triton_model: Text = Field("ensemble", description="name of the model at every replica")
     replicas: str = Field(
         "127.0.0.1:8001",
@@ -241,6 +245,10 @@ class Settings(EnvironmentSettings):
             if pool not in self.pools:
                 names = ", ".join(name or "''" for name in self.pools)
                 raise InvalidArgument(variable("pool_weights"), f"must name pools of {names}, got {pool!r}")
+        for pool in self.models:
+            if pool not in self.pools:
+                names = ", ".join(name or "''" for name in self.pools)
+                raise InvalidArgument(variable("models"), f"must name pools of {names}, got {pool!r}")
         if sum(self.weights.values()) <= 0:
             raise InvalidArgument(variable("pool_weights"), "must have one weight above 0, got none")
         return self

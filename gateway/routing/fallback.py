@@ -19,7 +19,7 @@ REPLICAS = ""  # the target name of the request's own pool
 class Fallback:
     """Chooses the next target of a failed request.
 
-    targets: returns the names of the overflow targets, in order of preference.
+    targets: returns the names of the overflow targets, in order of preference, for models that have none of their own.
     degraded: counts requests by stage; a move to a target is one of OVERFLOW.
     """
 
@@ -39,7 +39,7 @@ class Fallback:
         """Return the first overflow target that accepts the request, then REPLICAS, then None; never one of
         ``tried``."""
         accepts = self.accepts(context)
-        for target in self._targets():
+        for target in context.model.rules.fallbacks or self._targets():
             if target not in tried and accepts(target, (request,)):
                 return target
         return REPLICAS if REPLICAS not in tried and self._replicas.serves(context.tenant.pool) else None
@@ -49,7 +49,7 @@ class Fallback:
         own_s = error.retry_after_s
         if context.protocol != "http" or self._replicas.serves(context.tenant.pool):
             return own_s
-        wait_s = self._overflow.wait_s(self._targets(), request)
+        wait_s = self._overflow.wait_s(context.model.rules.fallbacks or self._targets(), request)
         return own_s if wait_s is None else max(1.0, wait_s)
 
     def moved(self, target: str) -> None:

@@ -13,7 +13,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import aiohttp
 import grpc.aio
@@ -161,6 +162,7 @@ class Replicas:
         self._sets = {pool: self._set(pool, discovery) for pool, discovery in found.items()}
         self._retired: list[ReplicaSet[RoutedReplica]] = []  # of pools that are no longer configured
         self._weights = settings.weights
+        self._groups: Mapping[str, Sequence[str]] = {}
         self._http: aiohttp.ClientSession | None = None
         self._turn = 0
         self.costs = Costs()
@@ -189,12 +191,18 @@ class Replicas:
         with contextlib.suppress(TridentError):  # it has been logged
             await pool.found()
 
-    def change(self, addresses: Mapping[str, str], weights: Mapping[str, float]) -> None:
+    def change(
+        self,
+        addresses: Mapping[str, str],
+        weights: Mapping[str, float],
+        groups: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
         """Replace the pools and their weights. Requests in progress are not touched.
 
         addresses: the source of each pool's replicas. weights: share of each.
+        groups: pools by the name of a group, which requests can be pinned to as to a pool; a group may be empty.
         """
-        self._weights = dict(weights)
+        self._weights, self._groups = dict(weights), groups
         for pool in self._addresses.keys() - addresses.keys():
             retired = self._sets.pop(pool)
             retired.retire()
@@ -242,12 +250,20 @@ class Replicas:
     def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
         """The pool of a request; see ``routing.choose_pool``. One that is pinned but not configured any more is told by
         the pick, when an overflow target can still take over. without: not that one, if another public one is fit."""
-        if pinned:
+        shares = self._shares(pinned)
+        if pinned in shares or not shares:
             return pinned
-        available = {pool: pool != without and bool(self.ready_in(pool)) for pool in self.public()}
+        available = {pool: pool != without and bool(self.ready_in(pool)) for pool in shares}
         if without is not None and not any(available.values()):
             available = {without: True}
-        return scoring.choose_pool(self._weights, "", available, self._rng, session)
+        return scoring.choose_pool(shares, "", available, self._rng, session)
+
+    def _shares(self, pinned: str) -> Mapping[str, float]:
+        """The pools of a request and their shares: of the group or the pool it is pinned to, else the public ones."""
+        if pinned not in self._groups:
+            return {pinned: 1.0} if pinned else {pool: self._weights[pool] for pool in self.public()}
+        shares = {pool: self._weights.get(pool, 0.0) for pool in self._groups[pinned]}
+        return shares if any(shares.values()) else dict.fromkeys(shares, 1.0)
 
     def capacity(self, pool: str) -> Capacity:
         """What this process may have at the replicas of a pool. One that does not report its slots counts as the mean
@@ -261,7 +277,7 @@ class Replicas:
 
     def engine(self, pinned: str = "") -> str:
         """The hash of the engine that answers, "" while replicas that might do not all say one and the same."""
-        pools = [pinned] if pinned else [pool for pool, weight in self._weights.items() if weight > 0]
+        pools = self._shares(pinned)
         hashes = {replica.metrics.engine for replica in self.ready() if replica.pool in pools}
         return hashes.pop() if len(hashes) == 1 else ""
 
@@ -306,18 +322,16 @@ class Replicas:
         return chosen
 
     def has_untried(self, pinned: str, tried: frozenset[str]) -> bool:
-        return any(one.url not in tried for one in self.ready() if self._may_serve(one, pinned))
+        pools = self._shares(pinned)
+        return any(one.url not in tried for one in self.ready() if one.pool in pools)
 
     def serves(self, pinned: str) -> bool:
-        """Whether a healthy replica could take a request of the pool ``pinned``, or of any with a weight."""
-        return any(self._may_serve(one, pinned) for one in self.ready())
+        """Whether a healthy replica could take a request of the pool or group ``pinned``, or of any with a weight."""
+        return any(self.ready_in(pool) for pool in self._shares(pinned))
 
-    def _may_serve(self, replica: RoutedReplica, pinned: str) -> bool:
-        return replica.pool == pinned if pinned else self._weights.get(replica.pool, 0.0) > 0
-
-    def has_other(self, pool: str) -> bool:
-        """Whether another public pool than this one has a fit replica."""
-        return any(other != pool and self.ready_in(other) for other in self.public())
+    def has_other(self, pool: str, group: str = "") -> bool:
+        """Whether another pool than this one, of ``group`` or public, has a fit replica."""
+        return any(other != pool and self.ready_in(other) for other in self._shares(group))
 
     async def _probe(self, replica: RoutedReplica) -> None:
         digest, began_s = "", time.monotonic()
@@ -395,6 +409,7 @@ class Route:
 
     replica, pool: of the latest attempt. picked: called when they are known. priority: in the engine's queue, None for
     the engine's default. move: waits for a slot in another pool and names it; None if the request must stay in its own.
+    group: of the pools that it may move to; "" for the public ones.
     explain: whether ``explanation`` tells why each replica was picked.
     """
 
@@ -408,6 +423,7 @@ class Route:
         self.picked: Callable[[], None] = lambda: None
         self.priority: float | None = None
         self.move: Callable[[], Awaitable[str]] | None = None
+        self.group = ""
         self.explain = False
         self.explanation: Explanation | None = None
 
@@ -437,7 +453,7 @@ class Route:
         replicas = self._replicas
         if self.move is None or replicas.has_untried(self._pinned, self._request.tried):
             return False
-        return replicas.has_other(self._pinned)
+        return replicas.has_other(self._pinned, self.group)
 
     @property
     def progress_s(self) -> float:

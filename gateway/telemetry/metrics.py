@@ -24,6 +24,7 @@ class GenerationRecord:
     """Describes a generation, or a reused answer, that has ended. Times are ``time.monotonic()``.
 
     operation: ``chat``, ``text_completion`` or ``batch``.
+    model: that served it, by the name of the configuration.
     pool: of the replicas, or the overflow target; "" where neither is known.
     began_s: arrival of the request.
     ended_s: when it ended.
@@ -36,6 +37,7 @@ class GenerationRecord:
     """
 
     operation: str
+    model: str
     pool: str
     began_s: float
     ended_s: float
@@ -50,8 +52,7 @@ class GenerationRecord:
 class Metrics:
     """Holds the metrics of one gateway in a registry of its own."""
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self.engine_tokens = 0
         registry = self.registry = CollectorRegistry()
         # source and pool: see GenerationRecord
@@ -107,6 +108,12 @@ class Metrics:
             ("tenant", "direction", "source"),
             registry=registry,
         )
+        self.charges = Counter(
+            "trident_gateway_charges",
+            "What engine answers cost the tenant by the model's price, in the currency of [prices]",
+            ("tenant", "model"),
+            registry=registry,
+        )
         self.retries = Counter("trident_gateway_retries", "Attempts after the first of a generation", registry=registry)
         self.reuse = Counter(
             "trident_gateway_reuse",
@@ -140,7 +147,7 @@ class Metrics:
 
     def ended(self, record: GenerationRecord) -> None:
         """Count a generation, or a reused answer, that has ended."""
-        labels = (record.operation, self._model, record.source, record.pool)
+        labels = (record.operation, record.model, record.source, record.pool)
         self.duration.labels(*labels, record.error_type).observe(record.ended_s - record.began_s)
         self.ends.labels(record.finish_reason or record.error_type, record.pool, record.source).inc()
         self.retries.inc(max(0, record.attempts - 1))
@@ -151,11 +158,13 @@ class Metrics:
             per_token_s = (record.ended_s - record.first_s) / (record.output_tokens - 1)
             self.per_token.labels(*labels).observe(per_token_s)
 
-    def used(self, tenant: str, usage: Usage, source: str = ENGINE) -> None:
-        """Count the tokens of one request; a prompt counts once for all its choices."""
+    def used(self, tenant: str, usage: Usage, source: str = ENGINE, model: str = "", cost: float = 0.0) -> None:
+        """Count the tokens and the cost of one request; a prompt counts once for all its choices."""
         tenant = self.tenant(tenant)
         self.tokens.labels(tenant, "input", source).inc(usage.input_tokens)
         self.tokens.labels(tenant, "output", source).inc(usage.output_tokens)
+        if cost:
+            self.charges.labels(tenant, model).inc(cost)
         if source == ENGINE:
             self.engine_tokens += usage.input_tokens + usage.output_tokens
 

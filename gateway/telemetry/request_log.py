@@ -21,6 +21,7 @@ def write(context: RequestContext, error: TridentError | None, began_s: float, *
         "tenant": context.tenant.name,
         "protocol": context.protocol,
         "operation": context.operation,
+        "model": context.model.name,
         "error_type": type(error).__name__ if error else "",
         # The text of a client's own mistake may quote its prompt.
         "error": str(error) if error and (error.internal or not isinstance(error, InvalidArgument)) else "",

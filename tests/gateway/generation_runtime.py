@@ -72,7 +72,7 @@ async def runtime(
         **{"replicas": pools, "metrics_port": 0, "deep_probes": False, "probe_timeout_s": 60.0, "slow_start_s": 0.0}
         | options
     )
-    replicas, metrics = Replicas(settings), Metrics(settings.model)
+    replicas, metrics = Replicas(settings), Metrics()
     overflow = Overflow(replicas.ready, BreakerPolicy())
     overflow.start()
     overflow.change(targets or {})

@@ -227,7 +227,7 @@ async def test_every_refusal_is_the_clients_own_type_with_what_it_needs_to_know(
             with pytest.raises(openai.AuthenticationError) as unknown:
                 await nobody.chat.completions.create(model="demo", messages=HELLO)
             assert unknown.value.code == "invalid_api_key"
-            with pytest.raises(openai.PermissionDeniedError):
+            with pytest.raises(openai.NotFoundError):
                 await bob.chat.completions.create(model="demo", messages=HELLO)
             raw = await alice.chat.completions.with_raw_response.create(model="demo", messages=HELLO)
             assert raw.headers["x-ratelimit-remaining-requests"] == "0"

@@ -220,7 +220,7 @@ async def test_a_key_sees_and_gets_only_the_models_it_may_use():
     team = "[orgs.o0.teams.t.keys.k]"
     config = keys(ALICE, BOB).replace(team, f'[orgs.o0.teams.t]\nmodels = ["other"]\n{team}')
     async with FakeReplica() as replica, gateway(replica, config=config) as running:
-        for api_key, listed, status in ((ALICE, 0, 403), (BOB, 1, 200)):
+        for api_key, listed, status in ((ALICE, 0, 404), (BOB, 1, 200)):
             _, models = await running.get("/v1/models", **as_(api_key))
             assert len(json.loads(models)["data"]) == listed
             assert (await running.get("/v1/models/demo", **as_(api_key)))[0] == status

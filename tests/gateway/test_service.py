@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contract.errors import NotFound, Overloaded, PermissionDenied, Unauthenticated, Unavailable
+from contract.errors import NotFound, Overloaded, Unauthenticated, Unavailable
 from gateway.choices import together
 from gateway.config import pools
 from gateway.config.configuration import Configuration
@@ -70,12 +71,12 @@ async def test_a_request_that_waits_when_the_drain_ends_is_refused_and_charged_n
 async def test_models_are_checked_by_name_and_by_tenant(tmp_path: Path):
     async with FakeReplica() as replica, service(replica, tmp_path, model="public") as here:
         for known in ("public", "ensemble"):
-            here.check_model(known, Tenant())
-            here.check_model(known, Tenant(models=("public",)))
-        with pytest.raises(NotFound):
-            here.check_model("other", Tenant())
-        with pytest.raises(PermissionDenied):
-            here.check_model("public", Tenant(models=("another",)))
+            for tenant in (Tenant(), Tenant(models=("public",))):
+                context = await here.routed(known, requests(), replace(CONTEXT, tenant=tenant))
+                assert (context.model.name, context.tenant) == ("public", tenant)
+        for name, tenant in (("other", Tenant()), ("public", Tenant(models=("another",)))):
+            with pytest.raises(NotFound, match=f"the model '{name}' does not exist"):
+                await here.routed(name, requests(), replace(CONTEXT, tenant=tenant))
 
 
 async def test_keys_decide_who_may_call_and_whether_cache_hits_are_reported(tmp_path: Path):

@@ -60,7 +60,7 @@ async def test_refusals_and_failures_are_counted_by_reason():
 
 
 def test_tenants_beyond_the_bound_share_one_label():
-    metrics = Metrics("demo")
+    metrics = Metrics()
     labels = {metrics.tenant(f"tenant-{n}") for n in range(MAX_TENANTS * 3)}
     assert len(labels) == MAX_TENANTS + 1 and "other" in labels
     assert metrics.tenant("tenant-0") == "tenant-0"
