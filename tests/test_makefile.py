@@ -118,6 +118,11 @@ def test_the_real_model_is_served_unless_only_the_small_one_could_be_built(envir
     assert engines_of([built, served]) == ["mine", "mine"] and "--otherwise" not in built[0]
 
 
+@pytest.mark.parametrize("verb", ["serve", "up"])
+def test_several_engines_are_built_one_by_one_and_served_together(environment_folder, verb):
+    assert engines_of(make(environment_folder, verb, "ENGINE=one,two")) == ["one", "two", "one,two"]
+
+
 def test_the_demo_asks_a_model_that_can_answer(environment_folder):
     _, (small, _) = make(environment_folder, "demo", "ENGINE=demo-int8")
     assert "--ask" not in small
