@@ -72,7 +72,8 @@ ENSEMBLE_INPUTS = (
     _t("include_stop_in_output", "BOOL", ours=True),
     _t("embedding_bias_words", "BYTES", -1),
     _t("embedding_bias_weights", "FP32", -1),
-    _t("lora_task_id", "UINT64"),
+    _t("lora_task_id", "UINT64"),  # number of an adapter of the engine, from 1; 0 for none
+    _t("lora_name", "BYTES", ours=True),  # its name, in place of lora_task_id
     _t("guided_decoding_guide_type", "BYTES"),
     _t("guided_decoding_guide", "BYTES"),
 )

@@ -75,3 +75,6 @@ class AdapterIds:
         """Return the token of an id that the engine read at a prompt's beginning."""
         row = id % (self.vocab_size + len(self.names))
         return row if row < self.vocab_size else self.first_token_id
+
+
+NO_ADAPTERS = AdapterIds((), 1, 0)

@@ -30,7 +30,7 @@ from build.model.lora_adapter import LoraAdapter
 _READ_OUT = ("model.embed_tokens.weight", "lm_head.weight")
 _HEAD_SIZE = 64  # one entry for "no adapter", so up to 63 adapters
 _FAR = 40.0  # exp(-80) is nothing beside any number of tokens, and u8 keys hold 40 and -40 well
-_NEVER = -1e4  # logit of an id that is no token
+_NEVER = -1e9  # logit of an id that is no token, whatever penalties make of it
 
 
 @dataclass(frozen=True)

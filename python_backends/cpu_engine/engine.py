@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
@@ -258,12 +259,12 @@ class Engine:
         for key in self._scheduler.schedule():
             stream = self._streams[key]
             request = stream.request
-            stream.num_cached_tokens = self._prefixes.cached_tokens(request.input_ids)
-            self._prefixes.remember(request.input_ids)
+            stream.num_cached_tokens = self._prefixes.cached_tokens(request.worker_ids)
+            self._prefixes.remember(request.worker_ids)
             stream.started_ns = now_ns
             command = AddSequence(
                 key,
-                request.input_ids,
+                request.worker_ids,
                 request.max_tokens,
                 request.sampling,
                 request.stop_ids,
@@ -303,6 +304,10 @@ class Engine:
                 self._senders.put(stream)
 
     def _load(self) -> EngineLoad:
+        running, waiting = Counter[str](), Counter[str]()
+        for stream in self._streams.values():
+            if stream.request.adapter:
+                (running if stream.started_ns else waiting)[stream.request.adapter] += 1
         return EngineLoad(
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
@@ -311,6 +316,8 @@ class Engine:
             # The last step's figures say nothing about an engine that runs no request.
             last_step=self._last_step if self._scheduler.running else StepReport(0, self._last_step.end_ns),
             steps=self._steps,
+            running_adapters=running,
+            waiting_adapters=waiting,
         )
 
     # ---- sender threads -----------------------------------------------------------------------------------------

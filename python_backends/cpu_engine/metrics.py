@@ -6,8 +6,9 @@ phases of the first token, cancellations and errors by kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from contract.errors import BY_NAME
 from python_backends.cpu_engine.stream import Stream
@@ -30,6 +31,7 @@ class EngineLoad:
     blocks: size of the KV cache.
     last_step: the newest step report.
     steps: since the engine was loaded.
+    running_adapters, waiting_adapters: requests by LoRA adapter, those without one left out.
     """
 
     running: int
@@ -38,12 +40,15 @@ class EngineLoad:
     blocks: int
     last_step: StepReport
     steps: int
+    running_adapters: Mapping[str, int] = field(default_factory=dict)
+    waiting_adapters: Mapping[str, int] = field(default_factory=dict)
 
 
 class EngineMetrics:
     """Update the engine's metrics. Any thread may call it, except ``show``."""
 
-    def __init__(self, metrics: Metrics, model: str, version: str) -> None:
+    def __init__(self, metrics: Metrics, model: str, version: str, adapters: Sequence[str] = ()) -> None:
+        """adapters: names of the engine's LoRA adapters."""
         self._metrics = metrics
         names = {"model": model, "version": version}
 
@@ -145,10 +150,34 @@ class EngineMetrics:
             for name in BY_NAME
         }
 
+        self._adapter_totals = {
+            adapter: metrics.counter(
+                "trident_adapter_requests_total", "Accepted requests by LoRA adapter", **names, adapter=adapter
+            )
+            for adapter in adapters
+        }
+        self._adapter_requests = {
+            (adapter, state): metrics.gauge(
+                "trident_adapter_requests", "Requests by LoRA adapter and state", **names, adapter=adapter, state=state
+            )
+            for adapter in adapters
+            for state in ("running", "waiting")
+        }
+        if adapters:  # in the form that endpoint pickers of the Gateway API inference extension read
+            every = {"running_lora_adapters": ",".join(adapters), "waiting_lora_adapters": ""}
+            metrics.gauge(
+                "vllm:lora_requests_info",
+                "LoRA adapters that are loaded, always all of them; the value is the time since when",
+                max_lora=str(len(adapters)),
+                **every,
+            )(time.time())
+
     def accepted(self, stream: Stream) -> None:
         """Count an accepted request."""
         self._input_tokens(stream.request.input_ids.size)
         self._input_length(stream.request.input_ids.size)
+        if stream.request.adapter:
+            self._adapter_totals[stream.request.adapter](1)
 
     def refused(self, error: Exception) -> None:
         """Count a refused request by its error."""
@@ -202,4 +231,6 @@ class EngineMetrics:
         self._batcher["paused_requests"](0)
         self._general["timestamp"](step.end_ns // 1000)
         self._general["iteration_counter"](load.steps)
+        for (adapter, state), show in self._adapter_requests.items():
+            show((load.running_adapters if state == "running" else load.waiting_adapters).get(adapter, 0))
         self._metrics.flush()

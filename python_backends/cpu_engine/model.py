@@ -16,6 +16,7 @@ from contract.generation import Guide
 from contract.manifest import EngineManifest
 from contract.priority import read
 from contract.watchdog import Watchdog
+from python_backends.adapter_ids import AdapterIds
 from python_backends.cpu_engine import http_disconnects
 from python_backends.cpu_engine.engine import Engine, Link
 from python_backends.cpu_engine.link import Listener, WorkerLink
@@ -115,8 +116,11 @@ class TritonPythonModel:
         self._heartbeat = Heartbeat(settings.supervisor_socket)
         manifest = manifests.load(settings.engine_dir)
         self._limits = EngineLimits.from_manifest(manifest)
+        self._adapters = AdapterIds.from_manifest(manifest)
         self._whole_answer_timeout_ns = settings.whole_answer_timeout_s * 1_000_000_000
-        self._metrics = EngineMetrics(Metrics(metric_family), args["model_name"], args["model_version"])
+        self._metrics = EngineMetrics(
+            Metrics(metric_family), args["model_name"], args["model_version"], self._adapters.names
+        )
         self._engine = Engine(
             self._limits,
             lambda engine: self.open_link(settings.engine_dir, engine),
@@ -170,7 +174,9 @@ class TritonPythonModel:
         if limit_ns and _answers_whole(inputs):
             timeout_ns = min(timeout_ns or limit_ns, limit_ns)
         priority = read(parameters(request))
-        parsed = parse(inputs, self._limits, request.request_id(), timeout_ns, time.monotonic_ns(), priority)
+        parsed = parse(
+            inputs, self._limits, request.request_id(), timeout_ns, time.monotonic_ns(), priority, self._adapters
+        )
         sink = ResponseSink(sender, set(request.requested_output_names()), inputs)
         if parsed.guide is None:
             self._engine.submit(parsed, sink)

@@ -9,6 +9,7 @@ import numpy as np
 
 from contract.errors import InvalidArgument
 from contract.generation import Guide, SamplingParams
+from python_backends.adapter_ids import NO_ADAPTERS, AdapterIds
 from python_backends.ensemble.priority import NORMAL
 from python_backends.ensemble.word_list import decode_word_list
 from python_backends.limits import EngineLimits, check_fits
@@ -22,7 +23,6 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "len_penalty": (1.0, "a length penalty (it only affects beam search)"),
     "return_context_logits": (False, "logits of the prompt"),
     "return_generation_logits": (False, "logits of the output"),
-    "lora_task_id": (0, "LoRA adapters"),
 }
 
 _MAX_STOP_WORDS = 256  # those of several ids are matched by the engine at every token, under its lock
@@ -42,6 +42,8 @@ class EngineRequest:
     timeout_ns: total time allowed from arrival, 0 for no limit.
     priority: 0 (last) to 1 (first).
     guide: what the output must match; None for free text.
+    adapter: name of the LoRA adapter, empty for none.
+    marked_ids: input_ids as the worker reads them under the adapter, None without one.
     """
 
     request_id: str
@@ -58,6 +60,13 @@ class EngineRequest:
     timeout_ns: int
     priority: float = NORMAL
     guide: Guide | None = None
+    adapter: str = ""
+    marked_ids: np.ndarray | None = None
+
+    @property
+    def worker_ids(self) -> np.ndarray:
+        """int64[n]; they key the prefix cache too, so adapters never share blocks."""
+        return self.input_ids if self.marked_ids is None else self.marked_ids
 
     @property
     def deadline_ns(self) -> int | None:
@@ -66,7 +75,13 @@ class EngineRequest:
 
 
 def parse(
-    inputs: Inputs, limits: EngineLimits, request_id: str, timeout_ns: int, now_ns: int, priority: float = NORMAL
+    inputs: Inputs,
+    limits: EngineLimits,
+    request_id: str,
+    timeout_ns: int,
+    now_ns: int,
+    priority: float = NORMAL,
+    adapters: AdapterIds = NO_ADAPTERS,
 ) -> EngineRequest:
     """Read and validate a request's tensors.
 
@@ -94,6 +109,11 @@ def parse(
     check_fits(input_ids.size, max_tokens, limits, "input_ids", "request_output_len")
     stop_ids, stop_sequences = _stops(inputs, limits)
     arrival_ns, tokenized_ns = _times(inputs, now_ns)
+    adapter = adapters.check(inputs.scalar("lora_task_id", 0))
+    if adapter and sampling.repetition_penalty != 1 and input_ids[0] != adapters.first_token_id:
+        # The pipeline looks the prompt's ids up in the logits, which lack those of such prompts (adapter_ids.py).
+        problem = f"must be 1 under a LoRA adapter for a prompt that does not begin with id {adapters.first_token_id}"
+        raise InvalidArgument("repetition_penalty", f"{problem}, as chats do, got {sampling.repetition_penalty:g}")
     return EngineRequest(
         request_id=request_id,
         input_ids=input_ids,
@@ -109,6 +129,8 @@ def parse(
         timeout_ns=timeout_ns,
         priority=priority,
         guide=_guide(inputs, sampling, bool(stop_ids)),
+        adapter=adapters.name(adapter),
+        marked_ids=adapters.mark(input_ids, adapter) if adapter else None,
     )
 
 

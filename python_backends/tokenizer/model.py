@@ -11,6 +11,7 @@ import numpy as np
 
 from contract import manifest as manifests
 from contract.errors import BY_NAME, EngineFailed, InvalidArgument, TridentError, Unavailable
+from python_backends.adapter_ids import AdapterIds
 from python_backends.ensemble import priority
 from python_backends.ensemble.metadata_channel import MetadataSender, StreamMetadata
 from python_backends.ensemble.word_list import encode_word_list
@@ -33,6 +34,7 @@ class TritonPythonModel:
         settings = Settings.from_env()
         manifest = manifests.load(settings.engine_dir)
         self._limits = EngineLimits.from_manifest(manifest)
+        self._adapters = AdapterIds.from_manifest(manifest)
         self._max_prompt_bytes = settings.max_prompt_bytes
         self._drain_file = settings.drain_file
         self._eos_token_ids = tuple(manifest.eos_token_ids)
@@ -78,7 +80,7 @@ class TritonPythonModel:
     def _parse(self, request: Request) -> _Prompt | TridentError:
         """Return the request, the text to encode and whether to add special tokens; or the error."""
         try:
-            prompt = parse(Inputs(request), parameters(request), self._limits, self._max_prompt_bytes)
+            prompt = parse(Inputs(request), parameters(request), self._limits, self._max_prompt_bytes, self._adapters)
             self._refuse_unsupported(prompt)
             if self._metadata_channel is not None:
                 priority.refuse(parameters(request))
@@ -169,6 +171,8 @@ class TritonPythonModel:
             outputs["seed"] = row([prompt.seed], np.uint64)
         if prompt.min_tokens is not None:
             outputs["min_tokens"] = row([prompt.min_tokens])
+        if prompt.lora_task_id is not None:
+            outputs["lora_task_id"] = row([prompt.lora_task_id], np.uint64)
         tokenized_ns = time.monotonic_ns()
         outputs["tokenizer_time_ns"] = row([arrival_ns, tokenized_ns], np.int64)
         stream_options = prompt.options

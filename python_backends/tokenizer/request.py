@@ -11,6 +11,7 @@ import numpy as np
 
 from contract.errors import InvalidArgument, PromptTooLong
 from contract.tensors import ENSEMBLE_INPUTS
+from python_backends.adapter_ids import NO_ADAPTERS, AdapterIds
 from python_backends.ensemble import priority
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.limits import EngineLimits
@@ -39,6 +40,7 @@ class PromptRequest:
     stop_token_ids: ids that end the output, beside the model's own.
     end_id: None for the model's own, -1 for none.
     seed, min_tokens: None when not sent.
+    lora_task_id: number of the LoRA adapter; None when neither it nor a name was sent.
     bad_words, bias_words, bias_weights: supported by the C++ backend only.
     """
 
@@ -53,6 +55,7 @@ class PromptRequest:
     end_id: int | None
     seed: int | None
     min_tokens: int | None
+    lora_task_id: int | None
     min_p: float
     num_top_log_probs: int
     prompt_log_probs: bool
@@ -69,7 +72,13 @@ class PromptRequest:
         return "text_input" if self.messages is None else "messages"
 
 
-def parse(inputs: Inputs, parameters: dict[str, Any], limits: EngineLimits, max_prompt_bytes: int) -> PromptRequest:
+def parse(
+    inputs: Inputs,
+    parameters: dict[str, Any],
+    limits: EngineLimits,
+    max_prompt_bytes: int,
+    adapters: AdapterIds = NO_ADAPTERS,
+) -> PromptRequest:
     """Read and validate the input tensors.
 
     Raises:
@@ -124,6 +133,7 @@ def parse(inputs: Inputs, parameters: dict[str, Any], limits: EngineLimits, max_
         end_id=_end_id(inputs, limits.vocab_size),
         seed=_alias(inputs, "seed", "random_seed"),
         min_tokens=min_tokens,
+        lora_task_id=_adapter(inputs, adapters),
         min_p=inputs.scalar("min_p", 0.0),
         num_top_log_probs=inputs.scalar("num_top_log_probs", 0),
         prompt_log_probs=inputs.scalar("return_prompt_log_probs", False),
@@ -141,6 +151,18 @@ def parse(inputs: Inputs, parameters: dict[str, Any], limits: EngineLimits, max_
             timings=inputs.scalar("return_perf_metrics", False),
         ),
     )
+
+
+def _adapter(inputs: Inputs, adapters: AdapterIds) -> int | None:
+    name, number = inputs.text("lora_name"), inputs.scalar("lora_task_id")
+    if number is not None and adapters.names:
+        adapters.check(number)
+    if not name:
+        return number
+    named = adapters.number(name)
+    if number not in (None, named):
+        raise InvalidArgument("lora_task_id", f"must be {named} or left out beside lora_name {name!r}, got {number}")
+    return named
 
 
 def check_parameters(parameters: dict[str, Any]) -> None:

@@ -111,7 +111,7 @@ class Setting:
         self.engine = Engine(
             limits,
             self._open,
-            EngineMetrics(self.metrics, "engine", "1"),
+            EngineMetrics(self.metrics, "engine", "1", ("poet",)),
             max_waiting=max_waiting,
             sender_threads=sender_threads,
             max_coalesce_ns=max_coalesce_ns,
@@ -816,3 +816,16 @@ def test_whatever_happens_every_stream_gets_its_tokens_in_order_and_one_end(open
             True
         ] * bool(sink.increments)
     assert not setting.engine._streams
+
+
+def test_adapters_reach_the_worker_and_never_share_cached_prompts(open_setting):
+    setting = open_setting(prefix_reuse=True)
+    marked = np.arange(40, dtype=np.int64)
+    marked[0] = 4096
+    for changes, cached in (({}, 0), ({}, 32), ({"adapter": "poet", "marked_ids": marked}, 0)):
+        key, sink = setting.submit(prompt=40, max_tokens=1, **changes)
+        assert dict(setting.engine._load().running_adapters) == ({"poet": 1} if changes else {})
+        assert setting.link.commands[-1].input_ids.tolist() == (marked if changes else np.arange(40)).tolist()
+        setting.link.report((key, [1], StreamEvent.LENGTH))
+        sink.end()
+        assert sink.increments[-1].state.num_cached_tokens == cached

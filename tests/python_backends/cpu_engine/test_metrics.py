@@ -39,6 +39,27 @@ def test_the_gauges_are_those_of_tensorrt_llm(metrics, triton):
     assert triton.metric_value("nv_trt_llm_general_metrics", **NAMES, general_type="iteration_counter") == 9
 
 
+def test_requests_are_counted_by_adapter(triton):
+    metrics = EngineMetrics(Metrics(metric_family), **NAMES, adapters=("poet", "lawyer"))
+    metrics.accepted(stream(adapter="poet"))
+    metrics.accepted(stream())
+    metrics.show(load(running_adapters={"poet": 1}, waiting_adapters={"poet": 2, "lawyer": 1}))
+    totals = [
+        triton.metric_value("trident_adapter_requests_total", **NAMES, adapter=name) for name in ("poet", "lawyer")
+    ]
+    assert totals == [1, 0]
+    for adapter, state, count in (("poet", "running", 1), ("poet", "waiting", 2), ("lawyer", "running", 0)):
+        labels = {"adapter": adapter, "state": state}
+        assert triton.metric_value("trident_adapter_requests", **NAMES, **labels) == count
+    info = {"max_lora": "2", "running_lora_adapters": "poet,lawyer", "waiting_lora_adapters": ""}
+    assert triton.metric_value("vllm:lora_requests_info", **info) > 1e9
+
+
+def test_an_engine_without_adapters_has_no_series_of_theirs(metrics, triton):
+    metrics.show(load())
+    assert not [name for name in triton.families if "lora" in name or "adapter" in name]
+
+
 def test_a_refusal_and_a_cancellation_count_by_their_reason(metrics, triton):
     metrics.refused(Overloaded("full"))
     for reason in CANCEL_REASONS:

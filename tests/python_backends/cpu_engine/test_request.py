@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from contract.errors import InvalidArgument, PromptTooLong
 from contract.generation import Guide, SamplingParams
 from contract.tensors import ENGINE_INPUTS
+from python_backends.adapter_ids import NO_ADAPTERS, AdapterIds
 from python_backends.cpu_engine.request import parse
 from python_backends.ensemble.word_list import encode_word_list
 from python_backends.limits import EngineLimits
@@ -21,7 +22,7 @@ FLOAT32 = {name: float(np.float32(name)) for name in ("0.7", "0.9", "1.1")}
 def ask(triton):
     """``ask(name=value, …)``: the parsed request of these tensors, behind a prompt of three ids unless one is given."""
 
-    def ask(*, request_id="", timeout_ns=0, **values):
+    def ask(*, request_id="", timeout_ns=0, adapters=NO_ADAPTERS, **values):
         values = {"input_ids": [1, 2, 3], "input_lengths": 3, "request_output_len": 10} | values
         tensors = {
             name: (
@@ -31,7 +32,7 @@ def ask(triton):
             for name, value in values.items()
             if value is not None
         }
-        return parse(Inputs(triton.incoming(tensors)), LIMITS, request_id, timeout_ns, NOW_NS)
+        return parse(Inputs(triton.incoming(tensors)), LIMITS, request_id, timeout_ns, NOW_NS, adapters=adapters)
 
     return ask
 
@@ -135,7 +136,7 @@ def test_what_the_usual_tensorrt_llm_clients_always_send_is_accepted(ask, name, 
         ("len_penalty", float("nan"), "must be 1.0, got nan"),
         ("return_context_logits", True, "must be False, got True; logits of the prompt: not supported"),
         ("return_generation_logits", True, "logits of the output: not supported"),
-        ("lora_task_id", 7, "LoRA adapters: not supported by this engine yet"),
+        ("lora_task_id", 7, "must be left out or 0: this engine has no LoRA adapters, got 7"),
         ("bad_words_list", encode_word_list([(5,)]), "must be left out; bad words: not supported"),
         ("embedding_bias", [0.0] * 100, "must be left out; a bias on token ids: not supported"),
         ("guided_decoding_guide_type", "yaml", "must be one of json, json_schema, regex, "),
@@ -306,3 +307,23 @@ def test_a_guide_needs_its_text_and_an_end(ask, sent, problem):
 def test_a_guide_is_read(ask):
     asked = ask(guided_decoding_guide_type="regex", guided_decoding_guide="[0-9]+", end_id=2)
     assert asked.guide == Guide("regex", "[0-9]+")
+
+
+TWO = AdapterIds(("poet", "lawyer"), 100, 1)
+
+
+def test_only_the_worker_sees_which_adapter_a_prompt_uses(ask):
+    request = ask(lora_task_id=2, adapters=TWO)
+    assert (request.adapter, request.input_ids.tolist()) == ("lawyer", [1, 2, 3])
+    assert request.worker_ids.tolist() == [101, 2, 3]
+    assert ask(lora_task_id=0, adapters=TWO).worker_ids.tolist() == ask(adapters=TWO).worker_ids.tolist() == [1, 2, 3]
+
+
+def test_a_penalty_on_the_prompt_wants_one_that_begins_as_most_do(ask):
+    assert ask(lora_task_id=1, repetition_penalty=1.1, adapters=TWO).adapter == "poet"
+    unusual = {"input_ids": [2, 2, 3], "repetition_penalty": 1.1}
+    assert ask(**unusual, adapters=TWO).adapter == ""
+    with pytest.raises(InvalidArgument, match="repetition_penalty: must be 1 under a LoRA adapter .* id 1, .* got 1.1"):
+        ask(lora_task_id=1, **unusual, adapters=TWO)
+    with pytest.raises(InvalidArgument, match="lora_task_id: must be 0 .none. or one of 1 .poet., 2 .lawyer., got 3"):
+        ask(lora_task_id=3, adapters=TWO)

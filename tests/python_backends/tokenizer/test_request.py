@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument, PromptTooLong
 from contract.tensors import ENSEMBLE_INPUTS
+from python_backends.adapter_ids import NO_ADAPTERS, AdapterIds
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.limits import EngineLimits
 from python_backends.tokenizer.request import parse
@@ -17,11 +18,11 @@ DATATYPES = {tensor.name: tensor.datatype for tensor in ENSEMBLE_INPUTS}
 def ask(triton):
     """``ask(name=value, …)``: the parsed request of these inputs of the ensemble."""
 
-    def ask(parameters=None, **values):
+    def ask(parameters=None, adapters=NO_ADAPTERS, **values):
         tensors = {
             name: (DATATYPES[name], [value if isinstance(value, list) else [value]]) for name, value in values.items()
         }
-        return parse(Inputs(triton.incoming(tensors)), parameters or {}, LIMITS, max_prompt_bytes=1000)
+        return parse(Inputs(triton.incoming(tensors)), parameters or {}, LIMITS, 1000, adapters)
 
     return ask
 
@@ -183,3 +184,28 @@ def test_any_inputs_at_all_are_parsed_or_refused_by_the_name_of_one_of_them(trit
         assert refusal.field in DATATYPES
     else:
         assert sum(sent is not None for sent in (prompt.prompt, prompt.messages, prompt.input_ids)) == 1
+
+
+def test_an_adapter_is_named_by_number_or_by_name(ask):
+    two = AdapterIds(("poet", "lawyer"), 100, 1)
+    given = [
+        {},
+        {"lora_task_id": 2},
+        {"lora_name": "lawyer"},
+        {"lora_name": "poet", "lora_task_id": 1},
+        {"lora_name": ""},
+    ]
+    assert [ask(text_input="a", adapters=two, **one).lora_task_id for one in given] == [None, 2, 2, 1, None]
+    assert ask(text_input="a", lora_task_id=7).lora_task_id == 7  # an engine of TensorRT-LLM's own adapters
+    for one, says in (
+        ({"lora_task_id": 3}, "lora_task_id: must be 0 .none. or one of 1 .poet., 2 .lawyer., got 3"),
+        ({"lora_name": "x"}, "lora_name: must be left out or one of poet, lawyer, got 'x'"),
+        (
+            {"lora_name": "poet", "lora_task_id": 2},
+            "lora_task_id: must be 1 or left out beside lora_name 'poet', got 2",
+        ),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
+            ask(text_input="a", adapters=two, **one)
+    with pytest.raises(InvalidArgument, match="lora_name: must be left out: this engine has none"):
+        ask(text_input="a", lora_name="poet")
