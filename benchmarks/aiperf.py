@@ -72,15 +72,15 @@ def run(
 
 
 def header() -> list[str]:
-    return [f"{name} {one}" if one != "avg" else name for name, kinds in _COLUMNS.values() for one in kinds]
+    return [f"{name} {kind}" if kind != "avg" else name for name, kinds in _COLUMNS.values() for kind in kinds]
 
 
 def read(path: Path) -> list[str]:
     """Return a row of AIPerf's JSON in our columns; "-" for what it did not measure."""
     table = json.loads(path.read_text())
     cells = [
-        report.number(float((table.get(metric) or {}).get(one, "nan")), 1)
+        report.number(float((table.get(metric) or {}).get(kind, "nan")), 1)
         for metric, (_, kinds) in _COLUMNS.items()
-        for one in kinds
+        for kind in kinds
     ]
     return [*cells, str(int((table.get("error_request_count") or {}).get("avg", 0)))]

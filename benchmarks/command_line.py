@@ -260,8 +260,8 @@ def run_efficiency(arguments: argparse.Namespace) -> int:
 def run(arguments: argparse.Namespace) -> int:
     workload = _workload(arguments, arguments.concurrency, arguments.arrivals)
     with _server(arguments) as server:
-        found = _measure("run", workload, server, arguments)
-    return _keep([found], "run", arguments, report.of_run(found))
+        measured = _measure("run", workload, server, arguments)
+    return _keep([measured], "run", arguments, report.of_run(measured))
 
 
 def sweep(arguments: argparse.Namespace) -> int:
@@ -270,13 +270,13 @@ def sweep(arguments: argparse.Namespace) -> int:
         loads = [(f"{rate:g}/s", None, f"poisson:{rate}") for rate in arguments.rates]
     else:
         loads = [(str(level), level, None) for level in arguments.concurrency]
-    found: list[Measurement] = []
+    runs: list[Measurement] = []
     with _server(arguments) as server:
         for n, (name, level, rate) in enumerate(loads):
             workload = _workload(arguments, level, rate).with_seed(arguments.seed + n)
-            found.append(_measure(name, workload, server, arguments))
-    text = f"ms unless a column has another unit; {_described(found[0])}\n{report.of_sweep(found)}"
-    return _keep(found, "sweep", arguments, text)
+            runs.append(_measure(name, workload, server, arguments))
+    text = f"ms unless a column has another unit; {_described(runs[0])}\n{report.of_sweep(runs)}"
+    return _keep(runs, "sweep", arguments, text)
 
 
 def _measure(name: str, workload: Workload, server: ServerUnderTest, arguments: argparse.Namespace) -> Measurement:
@@ -317,12 +317,12 @@ def _server(arguments: argparse.Namespace) -> Iterator[ServerUnderTest]:
     yield ServerUnderTest(url, metrics_url, folder)
 
 
-def _keep(found: list[Measurement], kind: str, arguments: argparse.Namespace, text: str) -> int:
+def _keep(runs: list[Measurement], kind: str, arguments: argparse.Namespace, text: str) -> int:
     """Write the results, then print the text. Returns 0 if the self-checks pass, else 3."""
     folder = _folder(arguments, kind)
-    paths = [measurement.save(found, folder, kind), *report.write_csv(found, folder, kind)]
+    paths = [measurement.save(runs, folder, kind), *report.write_csv(runs, folder, kind)]
     print(f"{text}\n\n  written: {', '.join(str(path) for path in paths)}\n  plots: {_COMMAND} plot {paths[0]}")
-    return 0 if all(check.ok is not False for one in found for check in one.checks) else 3
+    return 0 if all(check.ok is not False for measured in runs for check in measured.checks) else 3
 
 
 def _folder(arguments: argparse.Namespace, kind: str) -> Path:
@@ -351,7 +351,7 @@ def _among(field: str, text: str, allowed: Sequence[str]) -> list[str]:
     return words
 
 
-def _described(found: Measurement) -> str:
-    workload, engine = found.workload, found.conditions["engine"]
+def _described(run: Measurement) -> str:
+    workload, engine = run.workload, run.conditions["engine"]
     lengths_text = f"in {workload['input_tokens']}, out {workload['output_tokens']}"
-    return f"{lengths_text}; engine {engine}; {report.on(found.conditions)}"
+    return f"{lengths_text}; engine {engine}; {report.on(run.conditions)}"

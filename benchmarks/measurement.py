@@ -155,18 +155,18 @@ def measure_unsaturated(
     """As ``measure``; repeat with twice the generator processes while the generator limited the run."""
     most = max(1, (os.cpu_count() or 1) // 2)
     generators = 1
-    found = measure(name, workload, server, extent, generators=generators, **options)
-    while self_check.saturated(found.checks) and generators * 2 <= most:
+    run = measure(name, workload, server, extent, generators=generators, **options)
+    while self_check.saturated(run.checks) and generators * 2 <= most:
         generators *= 2
-        found = measure(f"{name}, {generators} generators", workload, server, extent, generators=generators, **options)
-    return found
+        run = measure(f"{name}, {generators} generators", workload, server, extent, generators=generators, **options)
+    return run
 
 
-def save(found: list[Measurement], folder: Path, kind: str) -> Path:
+def save(runs: list[Measurement], folder: Path, kind: str) -> Path:
     """Write ``folder``/``kind``.json with everything, the records included."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}.json"
-    path.write_text(json.dumps([one.to_json() for one in found]) + "\n")
+    path.write_text(json.dumps([run.to_json() for run in runs]) + "\n")
     return path
 
 

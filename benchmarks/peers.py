@@ -92,35 +92,35 @@ def run(names: Sequence[str], plan: Plan, out: Path) -> int:
     unknown = [name for name in names if name not in PEERS]
     if unknown:
         raise InvalidArgument("only", f"must be of {', '.join(PEERS)}, got {unknown[0]!r}")
-    found = _Found(plan)
+    comparison = Comparison(plan)
     running: list[Running] = []
     try:
         # Install everything before starting anything: it takes minutes, and servers would idle.
-        for name in [name for name in names if _installed(name, found)]:
-            _start(name, plan.subject, out / "logs", running, found)
+        for name in [name for name in names if _installed(name, comparison)]:
+            _start(name, plan.subject, out / "logs", running, comparison)
         if not running:
-            print("no server could be started:\n" + "\n".join(found.skipped.values()), file=sys.stderr)
+            print("no server could be started:\n" + "\n".join(comparison.skipped.values()), file=sys.stderr)
             return 1
-        asyncio.run(_measured(running, plan, found))
+        asyncio.run(_measured(running, plan, comparison))
     finally:
         for server in running:
             server.stop()
-        if found.rounds:  # also after an interruption
-            _keep(found, out)
+        if comparison.rounds:  # also after an interruption
+            _keep(comparison, out)
     return 0
 
 
-def _keep(found: _Found, out: Path) -> None:
-    text = _report(found)
+def _keep(comparison: Comparison, out: Path) -> None:
+    text = _report(comparison)
     print(text)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "peers.json").write_text(json.dumps(found.to_json(), indent=1) + "\n")
+    (out / "peers.json").write_text(json.dumps(comparison.to_json(), indent=1) + "\n")
     (out / "peers.txt").write_text(text + "\n")
     print(f"\n  written: {out / 'peers.json'}, {out / 'peers.txt'}; their logs: {out / 'logs'}")
 
 
 @dataclass
-class _Found:
+class Comparison:
     plan: Plan
     rounds: list[Round] = field(default_factory=list)
     results: dict[str, Result] = field(default_factory=dict)
@@ -134,20 +134,20 @@ class _Found:
         return table
 
 
-def _installed(name: str, found: _Found) -> bool:
+def _installed(name: str, comparison: Comparison) -> bool:
     peer = PEERS[name]
     try:
         if peer.environment is not None:
             peer.environment.ensure()
     except NotFound as error:
-        found.skipped[peer.name] = str(error)
+        comparison.skipped[peer.name] = str(error)
         print(f"skipped, {peer.name}: {error}", file=sys.stderr, flush=True)
         return False
     return True
 
 
-def _start(name: str, subject: Subject, logs: Path, running: list[Running], found: _Found) -> None:
-    """Start a server; add it to ``running`` once it has answered, else the reason to ``found.skipped``."""
+def _start(name: str, subject: Subject, logs: Path, running: list[Running], comparison: Comparison) -> None:
+    """Start a server; add it to ``running`` once it has answered, else the reason to ``comparison.skipped``."""
     peer = PEERS[name]
     print(f"starting {peer.name}", file=sys.stderr, flush=True)
     try:
@@ -159,18 +159,18 @@ def _start(name: str, subject: Subject, logs: Path, running: list[Running], foun
             server.stop()
             raise
     except EngineFailed as error:
-        found.skipped[peer.name] = str(error)
+        comparison.skipped[peer.name] = str(error)
         print(f"  skipped: {error}", file=sys.stderr, flush=True)
         return
-    found.results[peer.name] = Result(server.load_s)
-    found.settings[peer.name] = peer.settings
+    comparison.results[peer.name] = Result(server.load_s)
+    comparison.settings[peer.name] = peer.settings
 
 
-async def _measured(running: list[Running], plan: Plan, found: _Found) -> None:
+async def _measured(running: list[Running], plan: Plan, comparison: Comparison) -> None:
     prompts = Prompts.for_engine(plan.subject.checkpoint)
     texts = [plan.workload(1, 10_000).request(n, prompts).prompt for n in range(COMPARED_PROMPTS)]
     for server in running:
-        result, target = found.results[server.name], server.target()
+        result, target = comparison.results[server.name], server.target()
         try:
             result.alone = [await peer_servers.text(target, prompt, COMPARED_TOKENS) for prompt in texts]
             many = (peer_servers.text(target, prompt, COMPARED_TOKENS) for prompt in texts[:BATCHED])
@@ -180,13 +180,13 @@ async def _measured(running: list[Running], plan: Plan, found: _Found) -> None:
     before = {server.name: server.use().cpu_s for server in running}
     await asyncio.sleep(IDLE_SAMPLE_S)
     for server in running:
-        found.results[server.name].idle_share = (server.use().cpu_s - before[server.name]) / IDLE_SAMPLE_S
+        comparison.results[server.name].idle_share = (server.use().cpu_s - before[server.name]) / IDLE_SAMPLE_S
     for n in range(plan.rounds):
         order = running[n % len(running) :] + running[: n % len(running)]
         for level in plan.levels:
             for server in order:
-                found.rounds.append(await _undisturbed_round(server, level, n, plan, prompts))
-                found.results[server.name].peak_rss_bytes = server.use().peak_rss_bytes
+                comparison.rounds.append(await _undisturbed_round(server, level, n, plan, prompts))
+                comparison.results[server.name].peak_rss_bytes = server.use().peak_rss_bytes
 
 
 async def _undisturbed_round(server: Running, level: int, n: int, plan: Plan, prompts: Prompts) -> Round:
@@ -195,7 +195,7 @@ async def _undisturbed_round(server: Running, level: int, n: int, plan: Plan, pr
     while not tries or (tries[-1].host_load.disturbance > OTHERS_SHARE and len(tries) < TRIES):
         # New prompts for every try: the server may have cached those of the one before.
         tries.append(await _round(server, level, n, plan, prompts, plan.workload(level, n + 100 * len(tries))))
-    return min(tries, key=lambda one: one.host_load.disturbance)
+    return min(tries, key=lambda part: part.host_load.disturbance)
 
 
 async def _round(server: Running, level: int, n: int, plan: Plan, prompts: Prompts, workload: Workload) -> Round:
@@ -231,81 +231,85 @@ def _wrong(record: Record) -> bool:
     return not record.ok or (record.usage_tokens is not None and record.usage_tokens != record.tokens)
 
 
-def _report(found: _Found) -> str:
-    plan, subject = found.plan, found.plan.subject
+def _report(comparison: Comparison) -> str:
+    plan, subject = comparison.plan, comparison.plan.subject
     parts = [
         f"{subject.name}, {subject.precision}: in {plan.input}, out {plan.output} tokens, greedy, end tokens ignored; "
-        f"{plan.rounds} rounds of {plan.duration_s:g} s each; {report.on(found.conditions)}",
+        f"{plan.rounds} rounds of {plan.duration_s:g} s each; {report.on(comparison.conditions)}",
         report.table(
-            [row for level in plan.levels for row in _rows(found, level)],
+            [row for level in plan.levels for row in _rows(comparison, level)],
             ("server", "at", "tok/s", "range", "of best peer", "TTFT p50 ms", "p95", "CPU µs/tok", "client", "wrong"),
         ),
         report.table(
             [
                 (
                     name,
-                    f"{one.load_s:.1f}",
-                    f"{one.peak_rss_bytes / 1e6:,.0f}",
-                    f"{one.idle_share:.0%}",
-                    *_same(found, name),
+                    f"{result.load_s:.1f}",
+                    f"{result.peak_rss_bytes / 1e6:,.0f}",
+                    f"{result.idle_share:.0%}",
+                    *_same(comparison, name),
                 )
-                for name, one in found.results.items()
+                for name, result in comparison.results.items()
             ],
             ("server", "load s", "peak RSS MB", "idle CPU", "text as reference", "text among 8 as alone"),
         ),
-        f"  reference for text: {_reference(found)}; {COMPARED_PROMPTS} prompts, {COMPARED_TOKENS} tokens each",
-        *(f"  {name}: {settings}" for name, settings in found.settings.items()),
-        *(f"  skipped, {name}: {reason}" for name, reason in found.skipped.items()),
-        *_doubts(found),
+        f"  reference for text: {_reference(comparison)}; {COMPARED_PROMPTS} prompts, {COMPARED_TOKENS} tokens each",
+        *(f"  {name}: {settings}" for name, settings in comparison.settings.items()),
+        *(f"  skipped, {name}: {reason}" for name, reason in comparison.skipped.items()),
+        *_doubts(comparison),
     ]
     return "\n\n".join(parts[:3]) + "\n" + "\n".join(parts[3:])
 
 
-def _rows(found: _Found, level: int) -> list[tuple]:
-    mine = {name: [r for r in found.rounds if (r.peer, r.concurrency) == (name, level)] for name in found.settings}
+def _rows(comparison: Comparison, level: int) -> list[tuple]:
+    mine = {
+        name: [r for r in comparison.rounds if (r.peer, r.concurrency) == (name, level)] for name in comparison.settings
+    }
     mine = {name: rounds for name, rounds in mine.items() if rounds}
-    speed = {name: statistics.median(one.tokens_per_s for one in rounds) for name, rounds in mine.items()}
+    speed = {name: statistics.median(part.tokens_per_s for part in rounds) for name, rounds in mine.items()}
     best = max((speed[name] for name in speed if not name.startswith("Trident")), default=float("nan"))
     rows = []
     for name, rounds in mine.items():
-        speeds, tokens = [one.tokens_per_s for one in rounds], sum(one.tokens for one in rounds) or 1
-        ttft = figures.spread([ttft_s for one in rounds for ttft_s in one.ttfts_s])
-        cpu = [1e6 * sum(getattr(one, kind) for one in rounds) / tokens for kind in ("server_cpu_s", "client_cpu_s")]
+        speeds, tokens = [part.tokens_per_s for part in rounds], sum(part.tokens for part in rounds) or 1
+        ttft = figures.spread([ttft_s for part in rounds for ttft_s in part.ttfts_s])
+        cpu = [1e6 * sum(getattr(part, kind) for part in rounds) / tokens for kind in ("server_cpu_s", "client_cpu_s")]
         rows.append(
             (name, level, report.number(speed[name], 0), f"{min(speeds):,.0f}–{max(speeds):,.0f}")
             + (report.number(speed[name] / best, 2), report.ms(ttft.p50), report.ms(ttft.p95))
-            + (*(report.number(one, 0) for one in cpu), sum(one.failed for one in rounds))
+            + (*(report.number(microseconds, 0) for microseconds in cpu), sum(part.failed for part in rounds))
         )
     return rows
 
 
-def _reference(found: _Found) -> str:
+def _reference(comparison: Comparison) -> str:
     """Return the server whose texts are the reference: transformers if it runs."""
-    return PEERS["transformers"].name if PEERS["transformers"].name in found.results else next(iter(found.results))
+    transformers = PEERS["transformers"].name
+    return transformers if transformers in comparison.results else next(iter(comparison.results))
 
 
-def _same(found: _Found, name: str) -> tuple[str, str]:
-    one, reference = found.results[name], found.results[_reference(found)]
-    as_reference = sum(a == b for a, b in zip(one.alone, reference.alone, strict=True))
-    as_alone = sum(a == b for a, b in zip(one.batched, one.alone, strict=False))
-    return f"{as_reference} of {len(one.alone)}", f"{as_alone} of {len(one.batched)}"
+def _same(comparison: Comparison, name: str) -> tuple[str, str]:
+    result, reference = comparison.results[name], comparison.results[_reference(comparison)]
+    as_reference = sum(a == b for a, b in zip(result.alone, reference.alone, strict=True))
+    as_alone = sum(a == b for a, b in zip(result.batched, result.alone, strict=False))
+    return f"{as_reference} of {len(result.alone)}", f"{as_alone} of {len(result.batched)}"
 
 
-def _doubts(found: _Found) -> list[str]:
+def _doubts(comparison: Comparison) -> list[str]:
     """Return what may make these figures wrong."""
     doubts = []
-    disturbed = [one for one in found.rounds if one.host_load.disturbance > OTHERS_SHARE]
+    disturbed = [part for part in comparison.rounds if part.host_load.disturbance > OTHERS_SHARE]
     if disturbed:
-        most = max(one.host_load.disturbance for one in disturbed)
-        which = ", ".join(f"{one.peer} at {one.concurrency}" for one in disturbed)
+        most = max(part.host_load.disturbance for part in disturbed)
+        which = ", ".join(f"{part.peer} at {part.concurrency}" for part in disturbed)
         doubts.append(
             f"other processes used more than {OTHERS_SHARE:.0%} of the machine, up to {most:.0%}, during: {which}"
         )
-    busy = [name for name, one in found.results.items() if one.idle_share > IDLE_SHARE]
+    busy = [name for name, part in comparison.results.items() if part.idle_share > IDLE_SHARE]
     if busy:
         doubts.append(f"used CPU while idle: {', '.join(busy)}; measure them one by one with --only")
     prompts = {
-        name: {n for one in found.rounds if one.peer == name for n in one.input_tokens} for name in found.settings
+        name: {n for part in comparison.rounds if part.peer == name for n in part.input_tokens}
+        for name in comparison.settings
     }
     if len({frozenset(counts) for counts in prompts.values()}) > 1:
         counted = ", ".join(f"{name} {sorted(counts)}" for name, counts in prompts.items())

@@ -63,16 +63,16 @@ def disturbance(others: float) -> str:
     return f"  other processes used {others:.0%} of the machine meanwhile{warning}"
 
 
-def of_run(found: Measurement) -> str:
+def of_run(run: Measurement) -> str:
     """Format everything about one run."""
-    figures, workload = found.figures, found.workload
-    conditions = found.conditions
+    figures, workload = run.figures, run.workload
+    conditions = run.conditions
     parts = [
-        f"{found.name}: {workload['loop']}; in {workload['input_tokens']}, out {workload['output_tokens']}",
+        f"{run.name}: {workload['loop']}; in {workload['input_tokens']}, out {workload['output_tokens']}",
         f"  {on(conditions)}",
         f"  {figures.requests} requests in {figures.window_s:.1f} s: {figures.ok} answered, {figures.failed} failed, "
         f"{figures.cancelled} cancelled" + "".join(f"; {count} × {name}" for name, count in figures.errors.items()),
-        *_all_in_warmup(found),
+        *_all_in_warmup(run),
         "",
         table(
             [(_SPREAD_NAMES[name], *_cells(getattr(figures, name))) for name in SPREADS],
@@ -85,24 +85,24 @@ def of_run(found: Measurement) -> str:
         f"{figures.slo.ttft_s * 1e3:g} ms and latency {figures.slo.latency_s:g} s; at P95 "
         + ("both are met" if figures.slo_met else "they are not met"),
     ]
-    parts += _server(found) + _processes(found)
-    parts += ["", f"  self-check: {self_check.verdict(found.checks)}"]
+    parts += _server(run) + _processes(run)
+    parts += ["", f"  self-check: {self_check.verdict(run.checks)}"]
     marks = {True: "ok", False: "NOT OK", None: "-"}
-    parts += [f"    {marks[check.ok]:>6}  {check.name}: {check.detail}" for check in found.checks]
+    parts += [f"    {marks[check.ok]:>6}  {check.name}: {check.detail}" for check in run.checks]
     return "\n".join(parts)
 
 
-def _all_in_warmup(found: Measurement) -> list[str]:
+def _all_in_warmup(run: Measurement) -> list[str]:
     """Explain a run without figures."""
-    if found.figures.requests or not found.records:
+    if run.figures.requests or not run.records:
         return []
-    return [f"  warmup: must end before the load does, all {len(found.records)} requests were sent within it"]
+    return [f"  warmup: must end before the load does, all {len(run.records)} requests were sent within it"]
 
 
-def _server(found: Measurement) -> list[str]:
-    if found.server is None:
+def _server(run: Measurement) -> list[str]:
+    if run.server is None:
         return ["", "  no metrics of the server (set --metrics-url)"]
-    server = found.server
+    server = run.server
     rows = [
         (name, one.count, ms(one.mean_s), ms(one.p50_s), ms(one.p95_s), ms(one.p99_s))
         for name, one in [("TTFT", server.latencies["ttft"]), *((f"  {k}", v) for k, v in server.phases.items())]
@@ -120,11 +120,11 @@ def _rest(server: ServerSide) -> list[tuple[str, HistogramFigures]]:
     return [(name, server.latencies[name]) for name in ("itl", "latency")]
 
 
-def _processes(found: Measurement) -> list[str]:
-    if not found.processes:
+def _processes(run: Measurement) -> list[str]:
+    if not run.processes:
         return ["", "  no processes of the server on this machine"]
-    per_token = found.cpu_us_per_token
-    wall_s = max((use.wall_s for use in found.generators), default=0.0)
+    per_token = run.cpu_us_per_token
+    wall_s = max((use.wall_s for use in run.generators), default=0.0)
 
     def row(name: str, count: int, cpu_s: float, waited_s: float, peak: str) -> tuple:
         share = f"{waited_s / wall_s:.0%}" if wall_s else "-"
@@ -132,11 +132,11 @@ def _processes(found: Measurement) -> list[str]:
 
     rows = [
         row(name, use.processes, use.cpu_s, use.waited_s, number(use.peak_rss_bytes / _MB, 0))
-        for name, use in sorted(found.processes.items())
+        for name, use in sorted(run.processes.items())
     ]
-    client_s, client_waited_s = (sum(getattr(u, name) for u in found.generators) for name in ("cpu_s", "waited_s"))
-    rows.append(row("client", len(found.generators), client_s, client_waited_s, "-"))
-    serving = found.serving_us_per_token
+    client_s, client_waited_s = (sum(getattr(u, name) for u in run.generators) for name in ("cpu_s", "waited_s"))
+    rows.append(row("client", len(run.generators), client_s, client_waited_s, "-"))
+    serving = run.serving_us_per_token
     return [
         "",
         table(rows, ("process", "number", "CPU s", "µs per token", "waited for a core", "peak RSS MB")),
@@ -144,13 +144,13 @@ def _processes(found: Measurement) -> list[str]:
     ]
 
 
-def of_sweep(found: Sequence[Measurement]) -> str:
+def of_sweep(runs: Sequence[Measurement]) -> str:
     rows = []
-    for one in found:
-        figures = one.figures
+    for run in runs:
+        figures = run.figures
         rows.append(
             (
-                one.name,
+                run.name,
                 number(figures.output_tokens_per_s, 0),
                 number(figures.requests_per_s, 2),
                 *(ms(getattr(figures.ttft_s, q)) for q in ("p50", "p95", "p99")),
@@ -159,47 +159,47 @@ def of_sweep(found: Sequence[Measurement]) -> str:
                 ms(figures.latency_s.p95),
                 number(figures.goodput_per_s, 2),
                 "yes" if figures.slo_met else "no",
-                number(one.serving_us_per_token, 0),
+                number(run.serving_us_per_token, 0),
                 figures.failed,
-                self_check.verdict(one.checks).partition(":")[0].partition(" ")[0],
+                self_check.verdict(run.checks).partition(":")[0].partition(" ")[0],
             )
         )
     header = ("load", "tok/s", "req/s", "TTFT p50", "p95", "p99", "ITL p50", "p99", "e2e p50", "p95", "goodput", "SLO")
     return table(rows, (*header, "CPU µs/tok", "failed", "check"))
 
 
-def write_csv(found: Sequence[Measurement], folder: Path, kind: str) -> list[Path]:
+def write_csv(runs: Sequence[Measurement], folder: Path, kind: str) -> list[Path]:
     """Write ``kind``.csv, a row per run, and ``kind``-requests.csv, a row per request. Times in seconds."""
     folder.mkdir(parents=True, exist_ok=True)
-    runs, requests = folder / f"{kind}.csv", folder / f"{kind}-requests.csv"
-    with runs.open("w", newline="") as file:
+    per_run, per_request = folder / f"{kind}.csv", folder / f"{kind}-requests.csv"
+    with per_run.open("w", newline="") as file:
         writer = csv.writer(file)
         names = ["requests", "ok", "failed", "cancelled", "window_s", "requests_per_s", "input_tokens_per_s"]
         names += ["output_tokens_per_s", "tokens_per_message", "goodput_per_s", "good_fraction", "slo_met"]
         fields = Spread.__dataclass_fields__
         spreads = [f"{name.removesuffix('_s')}_{field}_s" for name in SPREADS for field in fields if field != "count"]
         writer.writerow(["name", *names, *spreads, "serving_cpu_us_per_token", "verdict"])
-        for one in found:
-            values = [getattr(one.figures, name) for name in names]
+        for run in runs:
+            values = [getattr(run.figures, name) for name in names]
             for name in SPREADS:
-                values += [getattr(getattr(one.figures, name), field) for field in fields if field != "count"]
-            writer.writerow([one.name, *values, one.serving_us_per_token, self_check.verdict(one.checks)])
-    with requests.open("w", newline="") as file:
+                values += [getattr(getattr(run.figures, name), field) for field in fields if field != "count"]
+            writer.writerow([run.name, *values, run.serving_us_per_token, self_check.verdict(run.checks)])
+    with per_request.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(
             ["name", "index", "intended_s", "sent_s", "ttft_s", "latency_s", "input_tokens", "output_tokens"]
             + ["messages", "finish_reason", "cancelled", "error"]
         )
-        for one in found:
-            for r in one.records:
-                instants = [f"{at_s - one.started_s:.6f}" for at_s in (r.intended_s, r.sent_s)]
+        for run in runs:
+            for r in run.records:
+                instants = [f"{at_s - run.started_s:.6f}" for at_s in (r.intended_s, r.sent_s)]
                 ttft = "" if r.ttft_s is None else f"{r.ttft_s:.6f}"
                 writer.writerow(
-                    [one.name, r.index, *instants, ttft, f"{r.latency_s:.6f}", r.input_tokens, r.tokens]
+                    [run.name, r.index, *instants, ttft, f"{r.latency_s:.6f}", r.input_tokens, r.tokens]
                     + [len(r.messages), r.finish_reason, int(r.cancelled), r.error]
                 )
-    return [runs, requests]
+    return [per_run, per_request]
 
 
-def _cells(found: Spread) -> list[str]:
-    return [ms(value) for value in (found.p50, found.p90, found.p95, found.p99, found.max, found.mean)]
+def _cells(spread: Spread) -> list[str]:
+    return [ms(value) for value in (spread.p50, spread.p90, spread.p95, spread.p99, spread.max, spread.mean)]

@@ -1,4 +1,4 @@
-"""The demo model in every precision against itself in bf16: what fewer bits cost. Writes docs/quality.md.
+"""Measure the demo model in every precision against itself in bf16; write docs/quality.md.
 
     python -m build.quality_table
 
@@ -124,7 +124,7 @@ def document(table: str, replies: dict[str, str], tokens: int) -> str:
     samples = "\n".join(f"| {name} | `{text!r}` |" for name, text in replies.items())
     machine = f"{platform.machine()} with Python {platform.python_version()}"
     return f"""\
-# What fewer bits cost
+# Quality by precision
 
 Written by `make quality`, which is `.venv/bin/python -m build.quality_table`, on {machine}: the demo model
 over {tokens} predicted tokens of library modules that it never saw. The reference: its bf16 weights in f32 arithmetic.
@@ -142,9 +142,12 @@ dequantised, and inputs and KV cache rounded as the engine's kernels round them.
 An engine whose gate is "refused" is not packaged unless `--accept-quality` gives a reason, which its manifest then
 records. The budgets are the recipes' defaults (`build/recipe/recipe.py`).
 
-After `{sanity.PROMPT!r}`, greedily:
+## Continuations of one prompt
 
-| engine | text |
+Greedy decoding of at most 32 tokens after `{sanity.PROMPT!r}`. The demo model is small and repeats itself in bf16 too;
+a format that changes the first tokens shows here before its averages do.
+
+| engine | continuation |
 |---|---|
 {samples}
 """

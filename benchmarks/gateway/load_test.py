@@ -110,7 +110,7 @@ def run(one: Load, contender: Contender | None, gauges: Sequence[str] = ()) -> L
 
 def run_together(loads: Sequence[Load], contender: Contender | None, gauges: Sequence[str] = ()) -> list[LoadTest]:
     """Run several loads at once, a process each; the contender's use is that of all of them, in each result."""
-    shares = [(one, Share()) for one in loads]
+    shares = [(load, Share()) for load in loads]
     if contender is None:
         results = run_apart(shares, timeout_s=TIMEOUT_S)
         return [LoadTest(result, one.extent.warmup_s) for one, result in zip(loads, results, strict=True)]

@@ -74,10 +74,10 @@ def run(
     written = {
         "conditions": {**conditions, "command": " ".join(sys.argv[1:]), "others_share": others},
         "relayed": [row.to_json() for row in relayed],
-        "connections": [asdict(one) for one in results],
-        "burst": [asdict(one) for one in bursts],
+        "connections": [asdict(result) for result in results],
+        "burst": [asdict(result) for result in bursts],
         "skipped": skipped,
-        "goals": [dict(zip(("what", "measured", "goal", "met"), one, strict=True)) for one in verdicts],
+        "goals": [dict(zip(("what", "measured", "goal", "met"), verdict, strict=True)) for verdict in verdicts],
     }
     out.mkdir(parents=True, exist_ok=True)
     (out / "gateway.json").write_text(json.dumps(written) + "\n")

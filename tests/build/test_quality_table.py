@@ -40,5 +40,5 @@ def test_a_cpu_engine_is_measured_in_the_arithmetic_it_serves_with(tmp_path, mon
     table, replies, tokens = quality_table.measure(open_checkpoint(quality_table.MODEL))
     assert tokens == 2 * 255 and replies.keys() == {"reference", "int8 (CPU)"}
     assert re.search(r"\| int8 \(CPU\) \| 7\.\d \|", table)
-    assert quality_table.document(table, replies, tokens).startswith("# What fewer bits cost\n")
+    assert quality_table.document(table, replies, tokens).startswith("# Quality by precision\n")
     assert (tmp_path / "int8-(CPU)" / "openvino_model.bin").is_file()
