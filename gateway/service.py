@@ -205,7 +205,7 @@ class Service:
             error = Unavailable(f"no upstream of the model {served.name} accepts requests")
             error.retry_after_s = self.fallback.retry_after_s(replace(context, model=served), requests[0], error)
             raise error
-        return replace(context, model=served, tenant=replace(tenant, pool=pool))
+        return replace(context, model=served, tenant=tenant if pool == tenant.pool else replace(tenant, pool=pool))
 
     async def choices(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Choices:
         """Admit the requests of one caller together and returns their choices.

@@ -248,17 +248,25 @@ class TokenStream:
     async def _drain(self) -> None:
         """Read up to the status after the last delta, so that the server does not see a cancel."""
 
-        async def read_rest() -> None:
+        late = False
+
+        def give_up() -> None:
+            nonlocal late
+            late = True
+            if self._attempt is not None:
+                self._attempt.call.cancel()
+
+        timer = asyncio.get_running_loop().call_later(STATUS_TIMEOUT_S, give_up)  # a task would cost more than the rest
+        try:
             while True:
                 await self._read()
-
-        # Errors after the last delta do not matter: the response is complete.
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.TimeoutError, StopAsyncIteration):
-            try:
-                await asyncio.wait_for(read_rest(), STATUS_TIMEOUT_S)
-            except asyncio.CancelledError:
-                if not self._ended:  # else closed by another task; this task was not cancelled
-                    raise
+        except (grpc.aio.AioRpcError, StopAsyncIteration):
+            pass  # errors after the last delta do not matter: the response is complete
+        except asyncio.CancelledError:
+            if not self._ended and (not late or is_cancelled()):  # else closed here, and this task was not cancelled
+                raise
+        finally:
+            timer.cancel()
         self._end(None)
 
     def _end(self, error: TridentError | None) -> None:

@@ -74,7 +74,7 @@ class Breaker:
         """Return the breaker after a success or failure."""
         if ok:
             # A request that began before the breaker opened is no trial.
-            return self if self.state is BreakerState.OPEN else Breaker()
+            return self if self.state is BreakerState.OPEN else _NO_FAILURE
         failures = self.failures + 1
         if self.state is BreakerState.HALF_OPEN:
             pause_s = min(self.pause_s * 2, policy.open_s * LONGEST_OPEN)
@@ -84,6 +84,9 @@ class Breaker:
         if failures >= policy.failures:
             return Breaker(BreakerState.OPEN, failures, policy.open_s, now_s + policy.open_s)
         return Breaker(BreakerState.CLOSED, failures)
+
+
+_NO_FAILURE = Breaker()
 
 
 def blames_replica(error: TridentError | None, silent_s: float) -> bool | None:

@@ -314,6 +314,8 @@ class Replicas:
             for name, pool in self._sets.items()
         }
         pool = self._sets[scoring.choose_pool(self._weights, pinned, available, self._rng, request.session)].replicas
+        if explanation is None and len(pool) == 1 and (only := next(iter(pool.values()))).ready(now_s):
+            return only
         candidates = [replica.candidate(now_s) for replica in pool.values()]
         chosen = pool[self._router.choose(candidates, request, self._rng, explanation).name]
         if explanation is not None:
