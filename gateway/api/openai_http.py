@@ -35,6 +35,8 @@ from gateway.config.tenant import Tenant
 from gateway.request_context import RequestContext
 from gateway.service import Service
 from gateway.telemetry.metrics import refusal_reason
+from gateway.tools import chat_format
+from gateway.tools.cutter import CutterRules
 
 _LOG = logging.getLogger(__name__)
 _JSON = (b"content-type", b"application/json")
@@ -117,12 +119,12 @@ class OpenAIEndpoint:
         context = RequestContext(
             tenant, "http", self._formatter.operation, request_id, _joined_headers(request), session
         )
-        requests, context = await _routed(self._service, body, context, timeout_s)
+        requests, context, rules = await _routed(self._service, body, context, timeout_s)
         async with _admitted(body, requests, context, self._reuse.open) as stream:
             vocabulary = _vocabulary(self._service, context, self._vocabulary)
             formatter = _formatter(self._formatter, body, stream.request_id, stream.created_s, vocabulary)
             deltas, replayed = stream.deltas, stream.replayed
-            if (rules := body.cutter_rules(settings)) is not None:
+            if rules is not None:
                 cutters = ChoiceCutters(rules, vocabulary, stream.request_id)
                 replayed = tuple(map(cutters.cut, replayed))
                 deltas = CutDeltas(deltas, cutters)
@@ -183,12 +185,12 @@ async def complete(
     if body.stream:
         raise InvalidArgument("stream", "must be false here, got true")
     max_s = service.settings.request_timeout_s
-    requests, context = await _routed(service, body, context, min(max_s, timeout_s or max_s))
+    requests, context, rules = await _routed(service, body, context, min(max_s, timeout_s or max_s))
     vocabulary = _vocabulary(service, context, vocabulary)
     formatter = _formatter(formatter_type, body, context.request_id, int(time.time()), vocabulary)
     async with _admitted(body, requests, context, service.choices) as choices:
         deltas: AsyncIterable[ChoiceDelta] = choices
-        if (rules := body.cutter_rules(service.settings)) is not None:
+        if rules is not None:
             deltas = CutDeltas(aiter(choices), ChoiceCutters(rules, vocabulary, context.request_id))
         return await _collect(formatter, deltas, body, context.request_id)
 
@@ -202,13 +204,15 @@ _Deltas = TypeVar("_Deltas", bound=_Closable)
 
 async def _routed(
     service: Service, body: Body, context: RequestContext, timeout_s: float
-) -> tuple[list[GenerationRequest], RequestContext]:
-    """Return the choices of a body and the context with their model, whose name the response carries."""
+) -> tuple[list[GenerationRequest], RequestContext, CutterRules | None]:
+    """Return the choices of a body, the context with their model, whose name the response carries, and what is cut."""
     requests = body.generations(service.settings, timeout_s)
     context = await service.routed(body.model, requests, context)
     if service.models.configured:
         body.model = context.model.name
-    return requests, context
+    form = chat_format.configured(service.settings, context.model.rules)
+    requests, rules = body.held(requests, form, service.settings)
+    return requests, context, rules
 
 
 def _vocabulary(service: Service, context: RequestContext, default: Vocabulary) -> Vocabulary:

@@ -27,7 +27,7 @@ from pydantic import (
 
 from contract.chat import check_tool_turns
 from contract.errors import InvalidArgument
-from contract.generation import GenerationRequest, SamplingParams
+from contract.generation import GenerationRequest, Guide, SamplingParams
 from gateway.api.tool_schemas import NamedTool, Tool, ToolCall, ToolChoice, Tools, plain_tools
 from gateway.config.settings import Settings
 from gateway.tools import chat_format, guide
@@ -168,9 +168,15 @@ class _Sampling(BaseModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def cutter_rules(self, settings: Settings) -> CutterRules | None:
-        """Return what is cut out of the output's text; None for nothing."""
-        return None
+    def held(
+        self, requests: list[GenerationRequest], form: ChatFormat, settings: Settings
+    ) -> tuple[list[GenerationRequest], CutterRules | None]:
+        """Return the requests, held to the model's form of tool calls, and what is cut out of their outputs.
+
+        form: of the model that serves them.
+        Raises: InvalidArgument.
+        """
+        return requests, None
 
     def check(self) -> None:
         """Raise InvalidArgument for a well-formed field that is not supported."""
@@ -185,14 +191,13 @@ class _Sampling(BaseModel):
         max_tokens: int,
         timeout_s: float,
         log_probs: int | None,
-        keeps_special_tokens: bool = False,
         **more: Any,
     ) -> list[GenerationRequest]:
         """Return one request for each choice. A seed increases by 1 from choice to choice, so that they differ.
 
         prompt: ``text_input``, ``messages`` and what belongs to them, or ``input_ids``. log_probs: number of
-        alternatives per token; None for no log probabilities. keeps_special_tokens: the text has them, whatever the
-        caller asked for. more: further fields of GenerationRequest.
+        alternatives per token; None for no log probabilities. more: further fields of
+        GenerationRequest.
         Raises: InvalidArgument.
         """
         sampling = {
@@ -216,7 +221,7 @@ class _Sampling(BaseModel):
                     stop=stops,
                     stop_token_ids=tuple(self.stop_token_ids or ()),
                     stream=bool(self.stream),
-                    skip_special_tokens=self.skip_special_tokens is not False and not keeps_special_tokens,
+                    skip_special_tokens=self.skip_special_tokens is not False,
                     truncate_prompt_tokens=self.truncate_prompt_tokens,
                     timeout_s=timeout_s,
                     **more,
@@ -275,69 +280,85 @@ class ChatRequest(_Sampling):
         prompt: dict[str, Any] = {"messages": messages}
         if self.chat_template_kwargs:
             prompt["chat_template_kwargs"] = orjson.dumps(self.chat_template_kwargs).decode()
-        rules = self.cutter_rules(settings)
-        prompt |= self._tool_fields(settings)
+        prompt |= self._tool_fields()
         return self.requests(
             prompt,
             next(iter(limits), settings.default_max_tokens),
             timeout_s,
             (self.top_logprobs or 0) if self.logprobs else None,
-            keeps_special_tokens=rules is not None and rules.drops_special,
         )
 
-    def _tool_fields(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of a GenerationRequest that hold the model to its tools."""
-        choice, form = self.tool_choice or guide.AUTO, self._format(settings)
+    def _tool_fields(self) -> dict[str, Any]:
+        """Return the fields of a GenerationRequest that tell a model its tools."""
+        choice = self.tool_choice or guide.AUTO
         if not self._tools:
             if choice not in (guide.AUTO, "none"):
                 raise InvalidArgument("tool_choice", "must be none or auto without tools")
             return {}
-        if form.family is None:
-            raise InvalidArgument("tools", "are not supported: this model's template has no form that is known")
-        tools, parallel = plain_tools(self._tools), self.parallel_tool_calls is not False
-        text = orjson.dumps(tools).decode()
-        fields: dict[str, Any] = {"tools": text, "tool_choice": choice, "parallel_tool_calls": parallel}
-        if isinstance(choice, NamedTool):
-            fields["tool_choice"], choice = choice.model_dump(), choice.function.name
-            if choice not in (tool.function.name for tool in self._tools):
-                raise InvalidArgument("tool_choice.function.name", f"must be one of the tools, got {choice}")
-        if settings.tool_guides:
-            return fields | {"guide": guide.tool_guide(tools, choice, parallel, form)}
+        if isinstance(choice, NamedTool) and choice.function.name not in self._tool_names:
+            problem = f"must be one of the tools, got {choice.function.name}"
+            raise InvalidArgument("tool_choice.function.name", problem)
+        return {
+            "tools": orjson.dumps(plain_tools(self._tools)).decode(),
+            "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice,
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+        }
+
+    def held(
+        self, requests: list[GenerationRequest], form: ChatFormat, settings: Settings
+    ) -> tuple[list[GenerationRequest], CutterRules | None]:
+        variables = self.chat_template_kwargs or {}
+        if form.reasoning == OPEN and any(variables.get(name) is False for name in _THINKING):
+            form = dataclasses.replace(form, reasoning=TAGGED)  # the prompt does not begin the section then
+        held, guided = requests[0].guide, False
+        if self._tools:
+            if form.family is None:
+                raise InvalidArgument("tools", "are not supported: this model's template has no form that is known")
+            guided = settings.tool_guides
+            if guided:
+                held = self._tool_guide(form, held)
+            else:
+                self._check_without_guide(held)
+        elif held is not None:
+            held = guide.answer_guide(held, form)
+        rules = CutterRules(
+            form,
+            self._tool_names,
+            parallel=self.parallel_tool_calls is not False,
+            # A guide knows a special token from its spelling, and another token only by its text.
+            guided=guided and not form.special,
+            reasoning=form.reasoning != chat_format.NONE,
+            drops_special=bool(self._tools) and form.special and self.skip_special_tokens is not False,
+        )
+        if held is not requests[0].guide or rules.drops_special:
+            shown = requests[0].skip_special_tokens and not rules.drops_special
+            requests = [dataclasses.replace(one, guide=held, skip_special_tokens=shown) for one in requests]
+        return requests, rules if rules.names or rules.reasoning else None
+
+    def _tool_guide(self, form: ChatFormat, answer: Guide | None) -> Guide:
+        choice = self.tool_choice or guide.AUTO
+        name = choice.function.name if isinstance(choice, NamedTool) else choice
+        return guide.tool_guide(plain_tools(self._tools), name, self.parallel_tool_calls is not False, form, answer)
+
+    def _check_without_guide(self, answer: Guide | None) -> None:
+        """Refuse what only a grammar can promise."""
         problem = "must be left out: the engines are not held to tools (TRIDENT_GATEWAY_TOOL_GUIDES)"
-        if choice != guide.AUTO:
+        if self.tool_choice not in (None, guide.AUTO):
             raise InvalidArgument("tool_choice", problem)
+        if answer is not None:
+            raise InvalidArgument("tools", f"{problem}, and so not with a format of the answer")
         for index, tool in enumerate(self._tools):
             if tool.function.strict:
                 raise InvalidArgument(f"tools.{index}.function.strict", problem)
-        return fields
-
-    def _format(self, settings: Settings) -> ChatFormat:
-        form, variables = chat_format.configured(settings), self.chat_template_kwargs or {}
-        if form.reasoning == OPEN and any(variables.get(name) is False for name in _THINKING):
-            return dataclasses.replace(form, reasoning=TAGGED)  # the prompt does not begin the section then
-        return form
 
     @property
     def _tools(self) -> list[Tool]:
         """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
-    def cutter_rules(self, settings: Settings) -> CutterRules | None:
-        """Return what is cut out of the output's text; None for nothing."""
-        form = self._format(settings)
-        names = frozenset(tool.function.name for tool in self._tools)
-        reasoning = form.reasoning != chat_format.NONE
-        if not names and not reasoning:
-            return None
-        return CutterRules(
-            form,
-            names,
-            parallel=self.parallel_tool_calls is not False,
-            # A guide knows a special token from its spelling, and another token only by its text.
-            guided=bool(names) and settings.tool_guides and not form.special,
-            reasoning=reasoning,
-            drops_special=bool(names) and form.special and self.skip_special_tokens is not False,
-        )
+    @property
+    def _tool_names(self) -> frozenset[str]:
+        return frozenset(tool.function.name for tool in self._tools)
 
 
 class CompletionRequest(_Sampling):

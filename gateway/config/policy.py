@@ -80,6 +80,8 @@ _Name = Annotated[str, Field(min_length=1, max_length=64)]
 _PoolName = Annotated[str, Field(max_length=64, pattern=r"^[^=;,\s]*$")]
 _ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 Capability = Literal["chat", "completions", "tools", "schema", "embeddings", "rerank"]
+ToolFormat = Literal["auto", "hermes", "llama3", "mistral", "none"]
+ReasoningFormat = Literal["auto", "tagged", "open", "none"]
 _Priority = Annotated[int, BeforeValidator(lambda key: int(key) if key.isdecimal() else key), Field(ge=0, le=9)]
 
 
@@ -216,6 +218,7 @@ class ModelRules(BaseModel):
     capabilities: what it can do; None: not checked here.
     context_length: prompt and output, in tokens; a router leaves out a model that is too small.
     tokenizer: its tokenizer.json; None: prompts are estimated.
+    tool_format, reasoning_format: as TRIDENT_GATEWAY_TOOL_FORMAT and _REASONING_FORMAT, which hold where it is auto.
     """
 
     model_config = _RULES
@@ -227,6 +230,8 @@ class ModelRules(BaseModel):
     capabilities: Annotated[tuple[Capability, ...] | None, BeforeValidator(_names)] = None
     context_length: _Count | None = None
     tokenizer: Annotated[Path | None, BeforeValidator(_path)] = None
+    tool_format: ToolFormat = "auto"
+    reasoning_format: ReasoningFormat = "auto"
     price: ModelPrice | None = None
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ from clients.replica_set import discovery, picks
 from clients.wire.connection import TLS
 from contract.environment import AbsolutePath, Allowed, EnvironmentSettings, environment_config
 from contract.errors import InvalidArgument
+from gateway.config.policy import ReasoningFormat, ToolFormat
 
 PREFIX = "TRIDENT_GATEWAY_"
 MAX_BODIES_BYTES = 256 * 1024 * 1024
@@ -142,12 +143,12 @@ class Settings(EnvironmentSettings):
         description="the model's tokenizer.json, which counts prompts and names tokens in `logprobs`; "
         "unset: TRIDENT_TOKENIZER, else prompts are estimated",
     )
-    tool_format: Literal["auto", "hermes", "llama3", "mistral", "none"] = Field(
+    tool_format: ToolFormat = Field(
         "auto",
         description="how the model writes tool calls; auto: by the chat template beside TOKENIZER, hermes without one; "
         "none: tools are refused",
     )
-    reasoning_format: Literal["auto", "tagged", "open", "none"] = Field(
+    reasoning_format: ReasoningFormat = Field(
         "auto",
         description="where reasoning sections are: between `<think>` and `</think>` (tagged), from the beginning to "
         "`</think>` (open), nowhere (none); auto: by the chat template beside TOKENIZER",

@@ -10,6 +10,7 @@ from pathlib import Path
 import orjson
 
 from gateway.admission.prompt_tokens import load_tokenizer
+from gateway.config.policy import ModelRules
 from gateway.config.settings import Settings
 
 AUTO, NONE = "auto", "none"
@@ -59,12 +60,14 @@ class ChatFormat:
         return FAMILIES.get(self.tools)
 
 
-def configured(settings: Settings) -> ChatFormat:
-    """Return the format that the settings name, or that of the chat template beside the tokenizer."""
-    return _configured(settings.tokenizer, settings.tool_format, settings.reasoning_format)
+def configured(settings: Settings, model: ModelRules) -> ChatFormat:
+    """Return the format that a model's rules name, or the settings, or the chat template beside its tokenizer shows."""
+    tools = settings.tool_format if model.tool_format == AUTO else model.tool_format
+    reasoning = settings.reasoning_format if model.reasoning_format == AUTO else model.reasoning_format
+    return _configured(model.tokenizer, tools, reasoning)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _configured(tokenizer: Path | None, tools: str, reasoning: str) -> ChatFormat:
     found = ChatFormat() if tokenizer is None else _of_folder(tokenizer.parent)
     tools = found.tools if tools == AUTO else tools

@@ -13,8 +13,6 @@ from contract.generation import MAX_GUIDE_BYTES, Guide
 from gateway.tools.chat_format import END_THINK, HERMES, LLAMA3, MISTRAL, NONE, OPEN, THINK, ChatFormat
 
 AUTO, REQUIRED = "auto", "required"
-# An engine knows a special token by this character in front of its text (python_backends/grammar/vocabulary.py).
-_SPECIAL_MARK = "\ufdd0"
 _SEPARATORS = {HERMES: "\n", LLAMA3: "; ", MISTRAL: ", "}
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _SCHEMAS = {"json_schema": "json_schema", "regex": "pattern", "ebnf_grammar": "grammar"}
@@ -43,8 +41,7 @@ def tool_guide(
         if choice in (AUTO, REQUIRED, name)
     ]
     parallel = parallel and choice in (AUTO, REQUIRED)
-    begin = f"{_SPECIAL_MARK}{family.begin}" if form.special else family.begin
-    separator = _SEPARATORS[form.tools]
+    begin, separator = family.begin, _SEPARATORS[form.tools]
     triggers = [begin]
     if form.tools == HERMES:
         sections = [_wrapped(f"{begin}\n", call, f"\n{family.end}") for call in calls]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -10,9 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument
+from contract.generation import GenerationRequest, Guide
 from gateway.api import schemas
 from gateway.api.schemas import ChatRequest, CompletionRequest
 from gateway.config.settings import Settings
+from gateway.tools.chat_format import ChatFormat
+from gateway.tools.cutter import CutterRules
 
 SETTINGS = Settings()
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -22,6 +26,11 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{
 
 def chat(**more: Any) -> ChatRequest:
     return schemas.parse(ChatRequest, json.dumps({"model": "demo", "messages": MESSAGES, **more}).encode(), SETTINGS)
+
+
+def held(body: ChatRequest, form: ChatFormat | None = None) -> tuple[GenerationRequest, CutterRules | None]:
+    [request], rules = body.held(body.generations(SETTINGS, 5.0), form or ChatFormat(), SETTINGS)
+    return request, rules
 
 
 def completion(**more: Any) -> CompletionRequest:
@@ -141,9 +150,9 @@ def test_tools_go_to_the_chat_template_unless_they_must_not_be_used() -> None:
     shown = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     assert json.loads(request.tools or "") == [shown]
     assert request.chat_template_kwargs == '{"enable_thinking":false}'
-    unused = chat(tools=[TOOL], tool_choice="none")
-    assert unused.generations(SETTINGS, 5.0)[0].tools is None and unused.cutter_rules(SETTINGS) is None
-    rules = chat(tools=[TOOL], parallel_tool_calls=False).cutter_rules(SETTINGS)
+    request, rules = held(chat(tools=[TOOL], tool_choice="none"))
+    assert request.tools is None and request.guide is None and rules is None
+    _, rules = held(chat(tools=[TOOL], parallel_tool_calls=False))
     assert rules is not None and rules.names == {"f"} and not rules.parallel and not rules.reasoning
 
 
@@ -159,17 +168,24 @@ def test_calls_and_their_results_are_part_of_the_chat() -> None:
 
 def test_a_model_whose_form_of_calls_is_unknown_has_no_tools() -> None:
     with pytest.raises(InvalidArgument, match="tools: are not supported"):
-        chat(tools=[TOOL]).generations(Settings(tool_format="none"), 5.0)
-    reasoning = Settings(tool_format="none", reasoning_format="open")
-    rules = chat().cutter_rules(reasoning)
+        held(chat(tools=[TOOL]), ChatFormat("none"))
+    _, rules = held(chat(), ChatFormat("none", "open"))
     assert rules is not None and rules.reasoning and not rules.names
+
+
+def test_a_marker_that_is_special_comes_as_text_unless_the_caller_wants_all_of_them() -> None:
+    special = ChatFormat("mistral", special=True)
+    request, rules = held(chat(tools=[TOOL]), special)
+    assert not request.skip_special_tokens and rules is not None and rules.drops_special and not rules.guided
+    request, rules = held(chat(tools=[TOOL], skip_special_tokens=False), special)
+    assert not request.skip_special_tokens and rules is not None and not rules.drops_special
+    assert held(chat(), special)[0].skip_special_tokens
 
 
 def test_a_choice_of_tools_is_one_that_there_is() -> None:
     named = {"type": "function", "function": {"name": "f"}}
-    [request] = chat(tools=[TOOL], tool_choice=named).generations(SETTINGS, 5.0)
+    request, rules = held(chat(tools=[TOOL], tool_choice=named))
     assert request.tool_choice == named and request.guide is not None and request.guide.kind == "structural_tag"
-    rules = chat(tools=[TOOL], tool_choice=named).cutter_rules(SETTINGS)
     assert rules is not None and rules.guided
     with pytest.raises(InvalidArgument, match="tool_choice.function.name: must be one of the tools, got g"):
         chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}).generations(SETTINGS, 5.0)
@@ -178,7 +194,21 @@ def test_a_choice_of_tools_is_one_that_there_is() -> None:
 
 
 def test_a_template_that_does_not_think_begins_no_reasoning() -> None:
-    opened = Settings(reasoning_format="open")
     for variables, expected in (({"enable_thinking": False}, "tagged"), ({"enable_thinking": True}, "open")):
-        rules = chat(chat_template_kwargs=variables).cutter_rules(opened)
+        _, rules = held(chat(chat_template_kwargs=variables), ChatFormat("hermes", "open"))
         assert rules is not None and rules.format.reasoning == expected
+
+
+def test_a_guide_of_the_answer_holds_after_the_reasoning_and_beside_the_calls() -> None:
+    guide, settings = Guide("regex", "[a-z]"), SETTINGS
+    for body, form, kind in (
+        (chat(), ChatFormat(), "regex"),
+        (chat(), ChatFormat("hermes", "tagged"), "structural_tag"),
+        (chat(tools=[TOOL]), ChatFormat(), "structural_tag"),
+    ):
+        requests = [dataclasses.replace(one, guide=guide) for one in body.generations(settings, 5.0)]
+        [request], _ = body.held(requests, form, settings)
+        assert request.guide is not None and request.guide.kind == kind and "[a-z]" in request.guide.text
+    requests = [dataclasses.replace(one, guide=guide) for one in chat(tools=[TOOL]).generations(settings, 5.0)]
+    with pytest.raises(InvalidArgument, match="tools: must be left out: the engines are not held"):
+        chat(tools=[TOOL]).held(requests, ChatFormat(), Settings(tool_guides=False))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
+from gateway.config.policy import ModelRules
 from gateway.config.settings import Settings
 from gateway.tools import chat_format
 from gateway.tools.chat_format import ChatFormat, of_template
@@ -43,16 +44,26 @@ def tokenizer(tmp_path: Path) -> Path:
     return tmp_path / "tokenizer.json"
 
 
-def test_the_template_stands_beside_the_tokenizer_and_settings_win(tokenizer: Path) -> None:
-    chat_format._configured.cache_clear()
-    assert chat_format.configured(Settings()) == ChatFormat()
+def test_the_template_stands_beside_the_tokenizer(tokenizer: Path) -> None:
+    def found() -> ChatFormat:
+        chat_format._configured.cache_clear()
+        return chat_format.configured(Settings(), ModelRules.model_construct(tokenizer=tokenizer))
+
+    assert chat_format.configured(Settings(), ModelRules.model_construct()) == ChatFormat()
+    assert found() == ChatFormat()  # the demo's folder may hold no template at all
     named = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": "{{ tools }}[TOOL_CALLS]"}]
     config = tokenizer.with_name("tokenizer_config.json")
     config.write_text(json.dumps({"chat_template": named}))
-    assert chat_format.configured(Settings(tokenizer=tokenizer)) == ChatFormat("mistral", "none", special=True)
-    chat_format._configured.cache_clear()
+    assert found() == ChatFormat("mistral", "none", special=True)
     tokenizer.with_name("chat_template.jinja").write_text(QWEN)
-    assert chat_format.configured(Settings(tokenizer=tokenizer)) == ChatFormat("hermes", "tagged")
-    own = Settings(tokenizer=tokenizer, tool_format="llama3", reasoning_format="open")
-    assert chat_format.configured(own) == ChatFormat("llama3", "open")
-    assert chat_format.configured(Settings(tokenizer=tokenizer, tool_format="none")).family is None
+    assert found() == ChatFormat("hermes", "tagged")
+
+
+def test_the_models_rules_win_and_then_the_settings(tokenizer: Path) -> None:
+    tokenizer.with_name("chat_template.jinja").write_text(QWEN)
+    settings = Settings(tool_format="llama3", reasoning_format="open")
+    model = ModelRules.model_construct(tokenizer=tokenizer)
+    assert chat_format.configured(settings, model) == ChatFormat("llama3", "open")
+    own = ModelRules.model_construct(tokenizer=tokenizer, tool_format="none", reasoning_format="tagged")
+    assert chat_format.configured(settings, own) == ChatFormat("none", "tagged")
+    assert chat_format.configured(settings, own).family is None

@@ -53,14 +53,14 @@ def test_a_required_call_begins_the_output_and_a_named_one_is_the_only_one() -> 
 
 def test_llama_writes_bare_objects_and_mistral_a_list() -> None:
     auto = found(form=ChatFormat(LLAMA3, special=True))
-    assert auto["triggers"] == ['{"name": "', "\ufdd0<|python_tag|>"]
+    assert auto["triggers"] == ['{"name": "', "<|python_tag|>"]
     assert begins(auto["tags"])[::2] == [
         '{"name": "f", "parameters": ',
-        '\ufdd0<|python_tag|>{"name": "f", "parameters": ',
+        '<|python_tag|>{"name": "f", "parameters": ',
     ]
     assert found("required", form=ChatFormat(LLAMA3))["separator"] == "; "
     listed = found("required", form=ChatFormat(MISTRAL, special=True))
-    assert (listed["begin"], listed["end"], listed["content"]["separator"]) == ("\ufdd0[TOOL_CALLS][", "]", ", ")
+    assert (listed["begin"], listed["end"], listed["content"]["separator"]) == ("[TOOL_CALLS][", "]", ", ")
     assert found(form=ChatFormat(MISTRAL))["tags"][0]["begin"] == "[TOOL_CALLS]["
 
 
