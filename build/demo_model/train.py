@@ -1,15 +1,9 @@
 """Train the demo model: a small Llama, on the standard library of the running CPython.
 
-    python -m build.demo_model.train [--steps N] [--minutes M] [--seed S] [--out FOLDER]
+    .venv-build/bin/python -m build.demo_model.train [--steps N] [--seed S] [--out FOLDER]
 
-Runs on CUDA where there is one, otherwise on the CPU, in bf16 autocast either way. It ends after `steps` or in time
-for `minutes`, whichever is first: when the clock says that the planned steps will not fit, the learning rate starts
-its descent early, so that a slow machine still ends with a settled model. One seed gives one loss curve, bit for bit,
-on one machine with one number of threads; where the clock shortened a run, training.json says to what, and --steps
-and --decay-from with these numbers repeat it.
-
-The model card, with held-out bits per byte, is made at the end (evaluate.py).
-Every 400 steps the model so far is written to .cache/demo_model/, complete and usable, in case the run is cut short.
+Runs on CUDA where there is one, otherwise on the CPU, in bf16 autocast either way. One seed gives one loss curve, bit
+for bit, on one machine with one number of threads. The model card, with held-out bits per byte, is made at the end.
 """
 
 import argparse
@@ -18,7 +12,6 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -34,13 +27,11 @@ from build.demo_model.conversations import conversations
 from build.demo_model.corpus import Corpus, gather
 from build.demo_model.evaluate import CHECKPOINT, write_card
 from build.demo_model.network import architecture, new_model, save_weights
-from build.demo_model.schedule import Schedule
 from build.demo_model.tokenizer import save_tokenizer, train_tokenizer, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
-INTERMEDIATE = ROOT / ".cache/demo_model"
-CHECKPOINT_EVERY_STEPS = 400
 REPORT_EVERY_STEPS = 50
+WARMUP_STEPS = 20
 
 BATCH_SEQUENCES = 2
 SHORT_CONTEXT_TOKENS = 256  # until the descent: attention costs a quarter, and what is learnt first lies nearby
@@ -88,56 +79,37 @@ def loss_of(model: LlamaForCausalLM, batch: Tensor, context_tokens: int) -> Tens
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
-@dataclass(frozen=True)
-class TrainingRun:
-    """What a finished run was; `losses` is the curve, nats per token, one number per step."""
-
-    losses: list[float]
-    schedule: Schedule
-    seconds: float
+def learning_rate_factor(step: int, steps: int, decay_from: int) -> float:
+    """Warm up, stay, descend linearly to zero: what every learning rate is multiplied by."""
+    descent = (steps - step) / max(1, steps - decay_from)
+    return max(0.0, min(1.0, (step + 1) / WARMUP_STEPS, descent))
 
 
-def train(
-    model: LlamaForCausalLM,
-    documents: list[np.ndarray],
-    schedule: Schedule,
-    seed: int,
-    budget_s: float,
-    on_checkpoint=None,
-) -> TrainingRun:
-    """Train in place on the model's device. `on_checkpoint(step)` is called every CHECKPOINT_EVERY_STEPS steps."""
+def train(model: LlamaForCausalLM, documents: list[np.ndarray], steps: int, decay_from: int, seed: int) -> list[float]:
+    """Train in place on the model's device; the loss of every step, in nats per token."""
     torch.use_deterministic_algorithms(True)
-    device = model.device
     full_context_tokens = model.config.max_position_embeddings
     short_context_tokens = min(SHORT_CONTEXT_TOKENS, full_context_tokens)
     stream = batches(documents, full_context_tokens, seed)
     updates = optimizers(model)
-    learning_rates = [[group["lr"] for group in update.param_groups] for update in updates]
+    groups = [(group, group["lr"]) for update in updates for group in update.param_groups]
     losses: list[float] = []
     started = time.monotonic()
-    step = 0
-    while step < schedule.steps and time.monotonic() - started < budget_s:
-        for update, rates in zip(updates, learning_rates, strict=True):
-            for group, rate in zip(update.param_groups, rates, strict=True):
-                group["lr"] = rate * schedule.factor(step)
-        context_tokens = short_context_tokens if step < schedule.decay_from else full_context_tokens
-        loss = loss_of(model, next(stream).to(device), context_tokens)
+    for step in range(steps):
+        for group, rate in groups:
+            group["lr"] = rate * learning_rate_factor(step, steps, decay_from)
+        context_tokens = short_context_tokens if step < decay_from else full_context_tokens
+        loss = loss_of(model, next(stream).to(model.device), context_tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for update in updates:
             update.step()
             update.zero_grad(set_to_none=True)
         losses.append(loss.item())
-        step += 1
-        elapsed = time.monotonic() - started
-        if step % REPORT_EVERY_STEPS == 0 or step == schedule.steps:
-            recent = sum(losses[-REPORT_EVERY_STEPS:]) / len(losses[-REPORT_EVERY_STEPS:])
-            rate = step * BATCH_SEQUENCES * full_context_tokens / elapsed
-            print(f"step {step}/{schedule.steps}  loss {recent:.3f}  {rate:.0f} tokens/s  {elapsed:.0f} s", flush=True)
-        if on_checkpoint and step % CHECKPOINT_EVERY_STEPS == 0:
-            on_checkpoint(step)
-        schedule = schedule.shortened(step, elapsed, budget_s)
-    return TrainingRun(losses, schedule, time.monotonic() - started)
+        if (step + 1) % REPORT_EVERY_STEPS == 0:
+            recent, spent_s = sum(losses[-REPORT_EVERY_STEPS:]) / REPORT_EVERY_STEPS, time.monotonic() - started
+            print(f"step {step + 1}/{steps}  loss {recent:.3f}  {spent_s:.0f} s", flush=True)
+    return losses
 
 
 def write_curve(file: Path, losses: list[float]) -> None:
@@ -149,18 +121,23 @@ def write_curve(file: Path, losses: list[float]) -> None:
         writer.writerows((step, repr(loss)) for step, loss in enumerate(losses))
 
 
+def decay_from(options: argparse.Namespace) -> int:
+    """The step at which the learning rate descends."""
+    return round(0.6 * options.steps) if options.decay_from is None else options.decay_from
+
+
 def training_record(
-    run: TrainingRun, model: LlamaForCausalLM, corpus: Corpus, documents: list[np.ndarray], seed: int
+    model: LlamaForCausalLM, corpus: Corpus, documents: list[np.ndarray], options: argparse.Namespace, seconds: float
 ) -> dict:
     """training.json: what the model card and a repetition need to know."""
     return {
-        "seed": seed,
-        "steps": run.schedule.steps,
-        "steps_taken": len(run.losses),
-        "decay_from": run.schedule.decay_from,
+        "seed": options.seed,
+        "steps": options.steps,
+        "steps_taken": options.steps,
+        "decay_from": decay_from(options),
         "batch_tokens": BATCH_SEQUENCES * model.config.max_position_embeddings,
         "short_context_tokens": SHORT_CONTEXT_TOKENS,
-        "seconds": round(run.seconds),
+        "seconds": round(seconds),
         "device": str(model.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -178,8 +155,7 @@ def training_record(
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the demo model and write it as a HuggingFace checkpoint.")
-    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps of 2048 tokens (default 4000)")
-    parser.add_argument("--minutes", type=float, default=45.0, help="wall-clock budget (default 45)")
+    parser.add_argument("--steps", type=int, default=1745, help="optimizer steps of 2048 tokens (default 1745)")
     parser.add_argument("--decay-from", type=int, help="step at which the learning rate descends (default 60 %%)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads; part of what makes a run repeatable")
@@ -197,17 +173,13 @@ def main() -> None:
     model = new_model(options.seed, vocab_size=tokenizer.get_vocab_size()).to(device)
     print(f"{model.num_parameters():,} parameters, {sum(map(len, documents)):,} training tokens, {device}", flush=True)
 
-    def checkpoint(step: int) -> None:
-        save_weights(model, INTERMEDIATE)
-        save_tokenizer(tokenizer, INTERMEDIATE)
-        print(f"step {step}: written to {INTERMEDIATE}", flush=True)
-
-    schedule = Schedule.planned(options.steps, options.decay_from)
-    run = train(model, documents, schedule, options.seed, options.minutes * 60, checkpoint)
+    started = time.monotonic()
+    losses = train(model, documents, options.steps, decay_from(options), options.seed)
     save_weights(model, options.out)
     save_tokenizer(tokenizer, options.out)
-    write_curve(options.out / "loss_curve.csv", run.losses)
-    write_json(options.out / "training.json", training_record(run, model, corpus, documents, options.seed))
+    write_curve(options.out / "loss_curve.csv", losses)
+    record = training_record(model, corpus, documents, options, time.monotonic() - started)
+    write_json(options.out / "training.json", record)
     write_card(options.out, corpus)
     print(f"written to {options.out}", flush=True)
 
