@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from python_backends.ensemble.worker_messages import Ready
+from python_backends.grammar.messages import Check, Checked
 from python_backends.grammar.translation import translated
 
 _NICE = 10  # the engine and what carries its tokens go first
@@ -18,7 +20,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the server, which ends this process
     os.nice(_NICE)
     connection = Connection(int(sys.argv[1]))
-    check = translated
+    check: Callable[[Check], Checked] = translated
     try:
         if len(sys.argv) > 2:
             from python_backends.grammar.pipeline import GrammarPipeline

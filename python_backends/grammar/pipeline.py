@@ -18,6 +18,7 @@ from contract.errors import InvalidArgument
 from contract.generation import Guide
 from python_backends.grammar.messages import Check, Checked
 from python_backends.grammar.translation import translated
+from python_backends.grammar.vocabulary import special_tokens
 
 _WALK_TOKENS = 48
 _WALK_S = 0.3
@@ -36,12 +37,13 @@ class GrammarPipeline:
     def __init__(self, folder: Path) -> None:
         """folder: the engine's grammar_checker/."""
         self._folder = folder
+        self._special = special_tokens(folder.parent / "tokenizer.json")
         self._pipeline: genai.ContinuousBatchingPipeline | None = None
         self._open()
 
     def check(self, requested: Check) -> Checked:
         """Translate and compile a guide, and walk through it at random."""
-        checked = translated(requested)
+        checked = translated(requested, self._special)
         if checked.guide is None:
             return checked
         try:

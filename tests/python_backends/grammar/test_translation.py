@@ -1,9 +1,66 @@
 """Every kind of guide as the engine's library compiles it."""
 
+import json
+
+import pytest
+
+from contract.errors import InvalidArgument
 from contract.generation import Guide
-from python_backends.grammar.translation import translate
+from python_backends.grammar.messages import Check, Checked
+from python_backends.grammar.translation import translate, translated
+from python_backends.grammar.vocabulary import SPECIAL_MARK
+from tests.fakes.grammar_matcher import Matcher
+
+
+def matcher(*guide):
+    made = translate(Guide(*guide))
+    assert made.kind == "ebnf_grammar"
+    return Matcher(made.text)
 
 
 def test_a_grammar_stays_as_it_is():
     guide = Guide("ebnf_grammar", 'root ::= "a"')
     assert translate(guide) == guide
+
+
+def test_schemas_patterns_and_choices_become_grammars():
+    assert matcher("json_schema", '{"type": "integer"}').matches("12")
+    assert matcher("json").matches('{"a":1}')
+    assert matcher("regex", "[a-c]{2}").matches("ab") and not matcher("regex", "[a-c]{2}").matches("abc")
+    assert matcher("choice", '["yes", "no \\"é"]').matches('no "é')
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "problem"),
+    [
+        ("regex", "(", "must be a regular expression; it has a"),
+        ("regex", "[^\\s\\S]", "matches no text"),
+        ("choice", "[]", "must be a JSON list of at least one string"),
+        ("choice", "x", "must be a JSON list of strings"),
+        ("choice", json.dumps(["a"] * 1001), "at most 1000 choices"),
+        ("structural_tag", "[]", 'must be {"type": "structural_tag"'),
+        ("structural_tag", "x", "must be JSON"),
+        ("json_schema", '{"nope": 1}', "#/nope is not supported"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused(kind, text, problem):
+    with pytest.raises(InvalidArgument) as caught:
+        translate(Guide(kind, text))
+    assert problem in caught.value.problem
+    checked = translated(Check(Guide(kind, text), 2, 0.25))
+    assert checked == Checked(field="guided_decoding_guide", problem=caught.value.problem)
+
+
+def test_a_structural_tags_schemas_become_grammars_and_its_special_tokens_are_marked():
+    content = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    tag = {"type": "tag", "begin": "<call>", "content": content, "end": "</call>"}
+    guide = Guide("structural_tag", json.dumps({"type": "structural_tag", "format": tag}))
+    made = json.loads(translate(guide, ["<call>"]).text)["format"]
+    assert made["begin"] == SPECIAL_MARK + "<call>" and made["end"] == "</call>"
+    assert made["content"]["type"] == "grammar" and Matcher(made["content"]["grammar"]).matches("7")
+
+
+def test_a_bad_schema_in_a_structural_tag_is_named_with_its_place():
+    tag = {"type": "tag", "begin": "<", "content": {"type": "json_schema", "json_schema": {"minimum": []}}, "end": ">"}
+    with pytest.raises(InvalidArgument, match=r"#/minimum must be a number.*in #/format/content"):
+        translate(Guide("structural_tag", json.dumps({"type": "structural_tag", "format": tag})))

@@ -25,6 +25,7 @@ def tokenizer(vocabulary, decoder, special=(), plain=()):
     [
         (["a", "Ġb", "ÃĹ", "Ã"], decoders.ByteLevel(), [b"a", b" b", b"\xc3\x97", b"\xc3"]),
         (["a", "▁b", "<0xC3>", "é"], SENTENCEPIECE, [b"a", b" b", b"\xc3", "é".encode()]),
+        (["a", "▁b", "<0xF4>"], SENTENCEPIECE, [b"a", b" b", b""]),  # no token can begin the mark
         (["a", "▁b"], decoders.Metaspace(), [b"a", b" b"]),
     ],
 )
