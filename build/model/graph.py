@@ -36,8 +36,8 @@ class Adapters(Protocol):
     def rows(self, ids: Node, attend: Callable[[Node, Node, Node], Node]) -> Node:
         """Return the embedding's row of each id; called first, once."""
 
-    def products(self, x: Node, names: Sequence[str], products: list[Node]) -> list[Node]:
-        """Return ``x``'s products with the matrices ``names`` with every adapter's part added."""
+    def products(self, x: Node, names: Sequence[str], plain: Callable[[], list[Node]]) -> list[Node]:
+        """Return ``x``'s products with the matrices ``names``, every adapter's part added. plain: without adapters."""
 
     def logits(self, logits: Node) -> Node:
         """Return the logits without the ids that stand for adapters."""
@@ -138,9 +138,11 @@ class _Linears:
 
     def __call__(self, x: Node, names: Sequence[str], bias: bool) -> list[Node]:
         weights = [f"{name}.weight" for name in names]
-        products = [ops.matmul(x, self.matrix(weight), False, True) for weight in weights]
-        if self._adapters is not None:
-            products = self._adapters.products(x, weights, products)
+
+        def plain() -> list[Node]:
+            return [ops.matmul(x, self.matrix(weight), False, True) for weight in weights]
+
+        products = plain() if self._adapters is None else self._adapters.products(x, weights, plain)
         if not bias:
             return products
         return [ops.add(y, self._vector(f"{name}.bias")) for y, name in zip(products, names, strict=True)]

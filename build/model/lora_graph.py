@@ -26,11 +26,22 @@ from build.base.checkpoint import Checkpoint
 from build.base.numerics import f32_to_bf16
 from build.base.shards import StoredTensor
 from build.model.lora_adapter import LoraAdapter
+from build.model.weights import Weights
 
 _READ_OUT = ("model.embed_tokens.weight", "lm_head.weight")
 _HEAD_SIZE = 64  # one entry for "no adapter", so up to 63 adapters
+_MULTIPLE = 32  # of columns: the CPU's blocks
 _FAR = 40.0  # exp(-80) is nothing beside any number of tokens, and u8 keys hold 40 and -40 well
 _NEVER = -1e9  # logit of an id that is no token, whatever penalties make of it
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What all adapters add to one matrix. a: f32[ranks, in]. b: f32[out, ranks]. owners: the adapter of each rank."""
+
+    a: np.ndarray
+    b: np.ndarray
+    owners: list[int]
 
 
 @dataclass(frozen=True)
@@ -74,9 +85,10 @@ class LoraGraph:
 
     head_size = _HEAD_SIZE
 
-    def __init__(self, adapters: Sequence[LoraAdapter], vocab_size: int, exact: bool) -> None:
-        """vocab_size: without the adapters' rows. exact: matrices in f32, else in bf16."""
+    def __init__(self, adapters: Sequence[LoraAdapter], vocab_size: int, weights: Weights, exact: bool) -> None:
+        """vocab_size: without the adapters' rows. weights: of the model. exact: adapters in f32, else as is fastest."""
         self._adapters = adapters
+        self._weights = weights
         self._vocab_size = vocab_size
         self._exact = exact
         self._masks: dict[tuple[int, ...], Node] = {}
@@ -97,28 +109,55 @@ class LoraGraph:
         self._gate = ops.round(attend(query, key, value), "half_to_even")  # exactly 0 or 1, whatever the cache's format
         return rows
 
-    def products(self, x: Node, names: Sequence[str], products: list[Node]) -> list[Node]:
-        rows: list[np.ndarray] = []  # A, of all matrices and adapters
-        owners: list[int] = []  # the adapter of each rank
-        ranks: list[int] = []  # by matrix
-        lifts: list[np.ndarray] = []  # B, by matrix
-        adapted = [index for index, name in enumerate(names) if any(name in one.matrices for one in self._adapters)]
-        for index in adapted:
-            having = [
-                (a, one.matrices[names[index]]) for a, one in enumerate(self._adapters) if names[index] in one.matrices
-            ]
-            rows += [matrix.a for _, matrix in having]
-            owners += [a for a, matrix in having for _ in matrix.a]
-            ranks.append(sum(len(matrix.a) for _, matrix in having))
-            lifts.append(np.concatenate([matrix.b for _, matrix in having], axis=1))
-        if not adapted:
-            return products
-        low = ops.multiply(ops.matmul(x, self._constant(np.concatenate(rows)), False, True), self._mask(tuple(owners)))
-        parts = ops.variadic_split(low, _i64(-1), _i64(ranks)).outputs() if len(adapted) > 1 else [low]
-        with_adapters = list(products)
-        for index, part, lift in zip(adapted, parts, lifts, strict=True):
-            with_adapters[index] = ops.add(products[index], ops.matmul(part, self._constant(lift), False, True))
-        return with_adapters
+    def products(self, x: Node, names: Sequence[str], plain: Callable[[], list[Node]]) -> list[Node]:
+        parts = [self._part(name) for name in names]
+        if not any(part.owners for part in parts):
+            return plain()
+        if self._exact or not self._weights.can_fold():
+            return self._added(x, parts, plain())
+        return self._folded(x, names, parts)
+
+    def _added(self, x: Node, parts: Sequence[_Part], products: list[Node]) -> list[Node]:
+        """The formula as it stands: exact, and two small products per matrix."""
+        adapted = [index for index, part in enumerate(parts) if part.owners]
+        low = self._low(x, np.concatenate([part.a for part in parts]), [o for part in parts for o in part.owners])
+        ranks = [len(parts[index].owners) for index in adapted]
+        lows = ops.variadic_split(low, _i64(-1), _i64(ranks)).outputs() if len(adapted) > 1 else [low]
+        for index, own in zip(adapted, lows, strict=True):
+            lift = ops.matmul(own, self._constant(parts[index].b), False, True)
+            products[index] = ops.add(products[index], lift)
+        return products
+
+    def _folded(self, x: Node, names: Sequence[str], parts: Sequence[_Part]) -> list[Node]:
+        """One product [x, g * A x] [W, B]^T for all matrices: a small product costs about as much as a large one."""
+        rows = [len(part.b) for part in parts]
+        ranks = sum(len(part.owners) for part in parts)
+        columns = np.zeros((sum(rows), -(-ranks // _MULTIPLE) * _MULTIPLE), np.float32)
+        a = np.zeros((columns.shape[1], parts[0].a.shape[1]), np.float32)
+        row = rank = 0
+        for part in parts:
+            columns[row : row + len(part.b), rank : rank + len(part.owners)] = part.b
+            a[rank : rank + len(part.owners)] = part.a
+            row, rank = row + len(part.b), rank + len(part.owners)
+        owners = [owner for part in parts for owner in part.owners]
+        weight, divisors = self._weights.folded(names, columns)
+        low = self._low(x, a * divisors[:, None], owners + [0] * (len(a) - ranks))
+        product = ops.matmul(ops.concat([x, low], -1), weight, False, True)
+        return ops.variadic_split(product, _i64(-1), _i64(rows)).outputs() if len(rows) > 1 else [product]
+
+    def _part(self, name: str) -> _Part:
+        """What the adapters add to one matrix."""
+        rows, columns = self._weights.shape(name)
+        having = [(a, one.matrices[name]) for a, one in enumerate(self._adapters) if name in one.matrices]
+        return _Part(
+            np.concatenate([np.zeros((0, columns), np.float32), *(matrix.a for _, matrix in having)]),
+            np.concatenate([np.zeros((rows, 0), np.float32), *(matrix.b for _, matrix in having)], axis=1),
+            [a for a, matrix in having for _ in matrix.a],
+        )
+
+    def _low(self, x: Node, a: np.ndarray, owners: Sequence[int]) -> Node:
+        """f32[B, L, ranks]: A x, 0 where another adapter owns the rank."""
+        return ops.multiply(ops.matmul(x, self._constant(a), False, True), self._mask(tuple(owners)))
 
     def logits(self, logits: Node) -> Node:
         bias = np.zeros((1, 1, self._vocab_size + len(self._adapters)), np.float32)

@@ -18,7 +18,7 @@ finds them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,6 +128,33 @@ class Weights:
             self._nodes[name] = self._compressed(name)
             self._nodes[name].set_friendly_name(name)
         return self._nodes[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._checkpoint.tensors[name].shape
+
+    def can_fold(self) -> bool:
+        """Whether ``folded`` has a form for linear layers of this precision."""
+        return self._precision in ("bf16", "int8")
+
+    def folded(self, names: Sequence[str], columns: np.ndarray) -> tuple[Node, np.ndarray]:
+        """f32[N, K + R] node of linear layers above each other with further columns at their right, and f32[R], what
+        each of those was divided by.
+
+        columns: f32[N, R]. The layers' own values are those of ``matrix``: in int8 the further columns take each row's
+        scale as it is, and the division makes the most of it.
+        """
+        if self._precision == "bf16":
+            bits = [f32_to_bf16(self._values(name)) for name in names]
+            stacked = np.concatenate([np.concatenate(bits), f32_to_bf16(columns)], axis=1)
+            wide = self._constant(stacked, ov.Type.bf16, stacked.shape)
+            return ops.convert(wide, ov.Type.f32), np.ones(columns.shape[1], np.float32)
+        quantized = quantize_int8(np.concatenate([self._values(name) for name in names]))
+        in_rows = columns / quantized.scales
+        divisors = np.maximum(np.abs(in_rows).max(axis=0) / 127, np.finfo(np.float32).tiny)
+        further = np.clip(np.rint(in_rows / divisors), -127, 127).astype(np.int8)
+        stacked = np.concatenate([quantized.values, further], axis=1)
+        wide = ops.convert(self._constant(stacked, ov.Type.i8, stacked.shape), ov.Type.f32)
+        return ops.multiply(wide, ops.constant(quantized.scales)), divisors
 
     def vector(self, name: str) -> Node:
         """f32[N] node of a norm or bias."""

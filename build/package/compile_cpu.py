@@ -39,14 +39,13 @@ def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, notify: Ca
     arch = checkpoint.architecture
     notify(f"{arch.name}, {arch.num_parameters() / 1e6:,.1f} M parameters: weights to {recipe.precision}")
     calibrated = _calibrated(checkpoint, recipe, notify)
-    adapters = None
+    opened = [lora_adapter.open_adapter(entry.name, entry.path, checkpoint) for entry in recipe.adapters]
     stored = checkpoint
-    if recipe.adapters:
-        opened = [lora_adapter.open_adapter(entry.name, entry.path, checkpoint) for entry in recipe.adapters]
-        adapters = LoraGraph(opened, arch.vocab_size, exact=_computes_in_f32(recipe))
-        stored = lora_graph.widened(checkpoint, len(opened), adapter_first_token_id(checkpoint, recipe) or 0)
+    if opened:
         notify(f"LoRA adapters {', '.join(f'{one.record.name} (rank {one.record.rank})' for one in opened)}")
+        stored = lora_graph.widened(checkpoint, len(opened), adapter_first_token_id(checkpoint, recipe) or 0)
     weights = Weights(stored, recipe.precision, recipe.group_size, calibrated, recipe.head_precision)
+    adapters = LoraGraph(opened, arch.vocab_size, weights, _computes_in_f32(recipe)) if opened else None
     model = graph.decoder(arch, _announced(weights.matrix, checkpoint, notify), weights.vector, adapters)
     notify("writing openvino_model.xml and openvino_model.bin")
     try:

@@ -16,6 +16,8 @@ from tests.fakes import adapters, checkpoints, numpy_llama
 
 pytestmark = pytest.mark.slow
 
+_TABLE = {"kind": "cpu", "model": "m", "kv_cache_precision": "f32", "max_batch_size": 8, "max_num_tokens": 64}
+_TABLE |= {"max_seq_len": 256, "kv_cache_tokens": 2048, "group_size": 32}
 READ_OUT = ("model.embed_tokens.weight", "lm_head.weight")
 RANDOM = np.random.default_rng(5)
 CHATS = [[checkpoints.BOS, *RANDOM.integers(0, 250, length).tolist()] for length in (3, 30, 41, 20, 33, 9)]
@@ -37,9 +39,8 @@ def build(folder: Path, config: dict, precision: str, specs: list[dict], kv: str
     base = stored(checkpoints.write(folder / "model", config), precision)
     fused = [adapters.write(folder / f"lora-{at}", base, seed=at, **spec) for at, spec in enumerate(specs)]
     listed = [{"name": f"lora-{at}", "path": str(folder / f"lora-{at}")} for at in range(len(specs))]
-    table = {"kind": "cpu", "model": "m", "precision": precision, "kv_cache_precision": kv, "adapters": listed}
-    limits = {"max_batch_size": 8, "max_num_tokens": 64, "max_seq_len": 256, "kv_cache_tokens": 2048, "group_size": 32}
-    made = recipes.parse(table | limits, Path("tiny.toml"))
+    table = _TABLE | {"precision": precision, "kv_cache_precision": kv, "adapters": listed}
+    made = recipes.parse(table, Path("tiny.toml"))
     (folder / "engine").mkdir()
     checkpoint = open_checkpoint(folder / "model")
     compile_cpu.compile_cpu(checkpoint, made, folder / "engine", lambda line: None)
@@ -92,3 +93,40 @@ def test_texts_in_a_mixed_batch_equal_those_of_fused_models(tmp_path, name, prec
     for _ in range(2):  # the second time from the prefix cache
         marked = [ids.mark(np.array(p), a).tolist() for p, a in zip(prompts, plan, strict=True)]
         assert generate(pipeline, marked) == expected
+
+
+EXACT = {"KV_CACHE_PRECISION": "f32", "INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_the_fast_form_is_the_same_function_but_for_the_rounding_of_the_adapters(tmp_path, precision):
+    config = checkpoints.CONFIGS["llama_bias_llama3_rope"]
+    engine, _, ids, fused = build(tmp_path, config, precision, ODD, kv="u8")
+    request = ov.Core().compile_model(str(engine / "openvino_model.xml"), "CPU", EXACT).create_infer_request()
+    for adapter, prompt in ((0, TEXTS[1]), (1, CHATS[2]), (2, TEXTS[1]), (3, CHATS[2])):
+        request.reset_state()
+        inputs = {"input_ids": ids.mark(np.array(prompt), adapter)[None], "beam_idx": np.zeros(1, np.int32)}
+        inputs |= {"attention_mask": np.ones((1, len(prompt)), np.int64), "position_ids": np.arange(len(prompt))[None]}
+        found = request.infer(inputs)["logits"][0]
+        expected = numpy_llama.logits(config, fused[adapter], prompt)
+        assert (found[:, config["vocab_size"] :] < -1e6).all()
+        error = np.sqrt(np.mean((found[:, : config["vocab_size"]] - expected) ** 2)) / expected.std()
+        assert error < (1e-4 if adapter == 0 else 0.05), (adapter, error)
+        if adapter:  # far from the other models
+            other = numpy_llama.logits(config, fused[0], prompt)
+            assert np.sqrt(np.mean((other - expected) ** 2)) / expected.std() > 0.3
+
+
+def test_penalties_count_the_ids_of_a_prompt_under_an_adapter(tmp_path):
+    config = checkpoints.CONFIGS["llama_mha_tied"]
+    engine, properties, ids, fused = build(tmp_path, config, "fp32", ODD[:1])
+    values = fused[1]
+    checkpoints.write(tmp_path / "fused", config, dtype="F32")
+    checkpoints.write_weights(tmp_path / "fused", values, dtype="F32")
+    made = recipes.parse({**_TABLE, "precision": "fp32"}, Path("fused.toml"))
+    (tmp_path / "alone").mkdir()
+    compile_cpu.compile_cpu(open_checkpoint(tmp_path / "fused"), made, tmp_path / "alone", lambda line: None)
+    prompt = [*CHATS[1], checkpoints.BOS, 7]  # the marked id itself counts only where it stands again
+    settings = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+    expected = generate(open_pipeline(tmp_path / "alone", properties), [prompt], **settings)
+    assert generate(open_pipeline(engine, properties), [ids.mark(np.array(prompt), 1).tolist()], **settings) == expected
