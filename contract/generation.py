@@ -127,6 +127,7 @@ class GenerationRequest:
     chat_template_kwargs: JSON object of variables of the chat template.
     input_ids: the prompt as token ids.
     truncate_prompt_tokens: keep the prompt's last so many tokens; -1 for as many as fit, None to refuse a long prompt.
+    adapter: name of the LoRA adapter; empty for the model alone.
     max_tokens: longest output; 0 with echo returns the prompt alone.
     stop: strings that end the output and are not part of it.
     stop_token_ids: ids that end the output and are not part of it.
@@ -144,6 +145,7 @@ class GenerationRequest:
     chat_template_kwargs: str | None = None
     input_ids: tuple[int, ...] | None = None
     truncate_prompt_tokens: int | None = None
+    adapter: str = ""
     max_tokens: int = 128
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()

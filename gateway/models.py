@@ -75,9 +75,17 @@ class Models:
 
     default: the only model without a table. triton_model: a further name of it, or of the table's first model.
     tokenizer: of the default model.
+    reported: return the adapters that the replicas of a ``ServedModel.pool`` report, for models that name none.
     """
 
-    def __init__(self, default: str, triton_model: str, tokenizer: Path | None) -> None:
+    def __init__(
+        self,
+        default: str,
+        triton_model: str,
+        tokenizer: Path | None,
+        reported: Callable[[str], tuple[str, ...]] = lambda pool: (),
+    ) -> None:
+        self._reported = reported
         self._default, self._triton_model, self._tokenizer = default, triton_model, tokenizer
         self._models: dict[str, ServedModel] = {}
         self._names: dict[str, str] = {}
@@ -119,14 +127,14 @@ class Models:
     def of(self, tenant: Tenant) -> list[ServedModel]:
         """Return the models that a tenant may use, adapters included."""
         every = list(self._models.values())
-        every += [model.adapted(adapter) for model in every for adapter in model.rules.adapters]
+        every += [model.adapted(adapter) for model in every for adapter in self._adapters(model)]
         return [model for model in every if self._may_use(model, tenant)]
 
     def find(self, name: str, tenant: Tenant) -> ServedModel:
         """Return the model of a name. Raises NotFound, also for one that the tenant may not use."""
         base, _, adapter = name.partition(":")
         model = self._models.get(self._names.get(base, ""))
-        if model is not None and adapter and adapter in model.rules.adapters:
+        if model is not None and adapter and adapter in self._adapters(model):
             model = model.adapted(adapter)
         elif name != base:
             model = None
@@ -174,6 +182,10 @@ class Models:
             allowed = ", ".join(others) or "no model of this gateway"
             raise InvalidArgument("model", f"must be one with {', '.join(sorted(needs))}: {allowed}; got {named.name}")
         return able
+
+    def _adapters(self, model: ServedModel) -> tuple[str, ...]:
+        pooled = not self.configured or model.rules.pools  # neither a router nor an upstream
+        return model.rules.adapters or (self._reported(model.pool) if pooled else ())
 
     def _may_use(self, model: ServedModel, tenant: Tenant) -> bool:
         if not tenant.models:

@@ -86,7 +86,7 @@ class Service:
             pools=self.replicas,
             target_pool=self.overflow.pool,
         )
-        self.models = Models(settings.model, settings.triton_model, settings.tokenizer)
+        self.models = Models(settings.model, settings.triton_model, settings.tokenizer, self.replicas.adapters)
         self._prepare(policy)
         self.fallback = Fallback(self.overflow, self.replicas, self._overflow_targets, self.admission.degraded)
         self.replica_seconds = ReplicaSeconds(lambda: len(self.replicas.ready()))

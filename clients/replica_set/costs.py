@@ -7,7 +7,7 @@ model, batch and load: about 0.01 to 0.1 on a GPU, near 1 on a small CPU. It is 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from contract.generation import GenerationRequest
 
@@ -188,8 +188,11 @@ def prompt_bytes(request: GenerationRequest) -> int:
 def prefix(request: GenerationRequest, size: int = 1024) -> str:
     """The beginning of the prompt that later requests may share: its first ``size`` characters.
 
-    Of a chat, its tools and the messages up to the first of the user, which every later turn repeats.
+    Of a chat, its tools and the messages up to the first of the user, which every later turn repeats. Prompts of
+    different LoRA adapters share nothing.
     """
+    if request.adapter:
+        return f"{request.adapter}\0{prefix(replace(request, adapter=''), size)}"
     if request.text_input is not None:
         return request.text_input[:size]
     if request.input_ids is not None:

@@ -18,6 +18,7 @@ class GenerateArguments(TypedDict, total=False):
     tools: functions that the model may call, as OpenAI's ``tools``, or their JSON; only with ``messages`` [none].
     chat_template_kwargs: variables of the model's chat template, such as ``{"enable_thinking": False}`` [none].
     input_ids: token ids in place of the prompt; no special tokens are added.
+    adapter: name of one of the engine's LoRA adapters [the model alone].
     truncate_prompt_tokens: keep the prompt's last so many tokens, -1 for as many as fit [refuse a long prompt].
     max_tokens: new tokens at most; 0 with ``echo`` for the prompt alone [128].
     stop: strings that end the text and are not part of it [none].
@@ -47,6 +48,7 @@ class GenerateArguments(TypedDict, total=False):
     chat_template_kwargs: str | Mapping[str, Any] | None
     input_ids: Iterable[int] | None
     truncate_prompt_tokens: int | None
+    adapter: str
     max_tokens: int
     stop: str | Iterable[str]
     stop_token_ids: Iterable[int]

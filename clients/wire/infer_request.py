@@ -44,6 +44,8 @@ def generation(request: GenerationRequest, model: str, timeout_s: float | None =
         inputs.append(("input_ids", list(request.input_ids)))
     if request.truncate_prompt_tokens is not None:
         inputs.append(("truncate_prompt_tokens", [request.truncate_prompt_tokens]))
+    if request.adapter:
+        inputs.append(("lora_name", [request.adapter]))
     if request.stop:
         inputs.append(("stop_words", list(request.stop)))
     if request.stop_token_ids:

@@ -16,6 +16,7 @@ import math
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -262,6 +263,7 @@ class KServeEndpoint:
         generation_request = read(request, _remaining_s(request, context, service.settings.request_timeout_s))
         request_context = _request_context(tenant, request, carrier)
         request_context = await service.routed(request.model_name, (generation_request,), request_context)
+        generation_request = replace(generation_request, adapter=request_context.model.adapter)
         choices = await service.choices((generation_request,), request_context)
         (generation,) = choices.generations
         error: BaseException | None = None
@@ -273,6 +275,7 @@ class KServeEndpoint:
             if service.tracing.on:
                 hidden |= request_timings(request)
             request.model_name = service.settings.triton_model
+            set_adapter(request, request_context.model.adapter)
             generation.relay(request.SerializeToString())
             error = await self._relay(generation, hidden, writer, request_context)
             return error
@@ -417,6 +420,21 @@ def set_max_tokens(request: service_pb2.ModelInferRequest, max_tokens: int) -> N
         request.inputs[index].contents.int_contents[:] = [max_tokens]
     else:
         request.raw_input_contents[index] = struct.pack("<i", max_tokens)
+
+
+def set_adapter(request: service_pb2.ModelInferRequest, adapter: str) -> None:
+    """Add the adapter of the model's name as ``lora_name``.
+
+    Raises: InvalidArgument if the request has an adapter of its own.
+    """
+    if not adapter:
+        return
+    for name in ("lora_name", "lora_task_id"):
+        if _find(request, name) is not None:
+            raise InvalidArgument(name, "must be left out beside a model with an adapter in its name")
+    contents = _added(request, "lora_name", "BYTES", struct.pack("<I", len(adapter)) + adapter.encode())
+    if contents is not None:
+        contents.bytes_contents.append(adapter.encode())
 
 
 def request_counts(request: service_pb2.ModelInferRequest) -> frozenset[str]:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -212,7 +213,7 @@ async def _routed(
         body.model = context.model.name
     form = chat_format.configured(service.settings, context.model.rules)
     requests, rules = body.held(requests, form, service.settings)
-    return requests, context, rules
+    return [replace(one, adapter=context.model.adapter) for one in requests], context, rules
 
 
 def _vocabulary(service: Service, context: RequestContext, default: Vocabulary) -> Vocabulary:

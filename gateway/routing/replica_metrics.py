@@ -11,6 +11,7 @@ _REQUESTS = "nv_trt_llm_request_metrics"
 _KV_CACHE = "nv_trt_llm_kv_cache_block_metrics"
 _GENERAL = "nv_trt_llm_general_metrics"
 _ENGINE = "trident_engine_info"
+_ADAPTERS = "vllm:lora_requests_info"
 # Larger numbers of requests are errors of the reporter.
 MAX_REQUESTS = 2**31
 
@@ -21,6 +22,7 @@ class ReplicaMetrics:
 
     running, waiting, max_running: requests. kv_usage: fraction of the KV blocks in use, 0 to 1.
     steps: iterations of the engine so far. engine: SHA-256 of its manifest. kind: cpu, llmapi or trtllm.
+    adapters: names of its LoRA adapters.
     """
 
     running: int = 0
@@ -30,6 +32,7 @@ class ReplicaMetrics:
     steps: float = 0.0
     engine: str = ""
     kind: str = ""
+    adapters: tuple[str, ...] = ()
 
 
 def read(text: str) -> ReplicaMetrics:
@@ -37,8 +40,9 @@ def read(text: str) -> ReplicaMetrics:
 
     Raises ValueError for text that is not Prometheus' format, and for values out of range.
     """
-    metrics = prometheus.parse(text, (_REQUESTS, _KV_CACHE, _GENERAL, _ENGINE))
+    metrics = prometheus.parse(text, (_REQUESTS, _KV_CACHE, _GENERAL, _ENGINE, _ADAPTERS))
     engine = next((labels for labels, _ in metrics.matching(_ENGINE)), {})
+    lora = next((labels for labels, _ in metrics.matching(_ADAPTERS)), {})
     return ReplicaMetrics(
         running=int(_bounded(metrics, _REQUESTS, MAX_REQUESTS, request_type="scheduled")),
         waiting=int(_bounded(metrics, _REQUESTS, MAX_REQUESTS, request_type="waiting")),
@@ -47,6 +51,7 @@ def read(text: str) -> ReplicaMetrics:
         steps=_bounded(metrics, _GENERAL, math.inf, general_type="iteration_counter"),
         engine=engine.get("manifest_sha256", ""),
         kind=engine.get("kind", ""),
+        adapters=tuple(filter(None, lora.get("running_lora_adapters", "").split(","))),
     )
 
 

@@ -331,6 +331,11 @@ class Replicas:
         """Whether a healthy replica could take a request of the pool or group ``pinned``, or of any with a weight."""
         return any(self.ready_in(pool) for pool in self._shares(pinned))
 
+    def adapters(self, pinned: str) -> tuple[str, ...]:
+        """The LoRA adapters that fit replicas of the pool or group ``pinned`` report, or of any pool with a weight."""
+        fit = (replica for pool in self._shares(pinned) for replica in self.ready_in(pool))
+        return tuple(sorted({name for replica in fit for name in replica.metrics.adapters}))
+
     def has_other(self, pool: str, group: str = "") -> bool:
         """Whether another pool than this one, of ``group`` or public, has a fit replica."""
         return any(other != pool and self.ready_in(other) for other in self._shares(group))

@@ -75,8 +75,10 @@ class Upstream:
         """Return whether OpenAI's protocol can express the request."""
         plain = all(getattr(request.sampling, name) == getattr(SamplingParams(), name) for name in _NEUTRAL)
         lost = bool(request.stop_token_ids or request.echo or request.chat_template_kwargs)
-        # Ids are of the pool's own vocabulary, and OpenAI refuses a long prompt.
-        lost = lost or request.input_ids is not None or request.truncate_prompt_tokens is not None
+        # Ids are of the pool's own vocabulary, adapters of its own model, and OpenAI refuses a long prompt.
+        lost = (
+            lost or bool(request.adapter) or request.input_ids is not None or request.truncate_prompt_tokens is not None
+        )
         # With tools the guide and the special tokens are what a replica needs; an upstream does without.
         held = request.guide is not None or not request.skip_special_tokens
         return plain and not lost and (request.tools is not None or not held)

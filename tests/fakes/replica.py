@@ -120,7 +120,9 @@ class FakeReplica:
         slots: int = 10_000,
         seed: int = 0,
         engine: str = "",
+        adapters: tuple[str, ...] = (),
     ) -> None:
+        self.adapters = adapters
         self.script = script
         self.model = model
         self.engine = engine
@@ -190,6 +192,9 @@ class FakeReplica:
             f'nv_trt_llm_inflight_batcher_metrics{{{label}="{k}",model="engine",version="1"}} {v}'
             for k, v in batcher.items()
         ]
+        if self.adapters:
+            names = f'running_lora_adapters="{",".join(self.adapters)}",waiting_lora_adapters=""'
+            lines += [f'vllm:lora_requests_info{{max_lora="{len(self.adapters)}",{names}}} 1.8e9']
         if self.engine:
             lines += [f'trident_engine_info{{engine="fake",manifest_sha256="{self.engine}"}} 1']
         return "\n".join(lines) + "\n"

@@ -35,6 +35,27 @@ async def test_models_are_listed_and_one_can_be_asked_for():
             await ask.models.retrieve("other")
 
 
+async def test_an_adapter_is_a_model_of_its_own():
+    async with (
+        FakeReplica(adapters=("poet", "lawyer")) as replica,
+        gateway(replica) as running,
+        client(running) as ask,
+    ):
+
+        async def ids() -> list[str]:
+            return [model.id async for model in ask.models.list()]
+
+        await until(lambda: len(running.service.replicas.adapters("")) == 2)
+        assert await ids() == ["demo", "demo:lawyer", "demo:poet"]
+        assert (await ask.models.retrieve("demo:poet")).id == "demo:poet"
+        answer = await ask.chat.completions.create(model="demo:poet", messages=HELLO)
+        assert answer.model == "demo:poet" and replica.seen[-1].value("lora_name") == "poet"
+        await ask.completions.create(model="demo", prompt="hello")
+        assert replica.seen[-1].value("lora_name") is None
+        with pytest.raises(openai.NotFoundError, match="there is demo, demo:lawyer, demo:poet"):
+            await ask.completions.create(model="demo:nobody", prompt="hello")
+
+
 async def test_a_chat_is_answered_whole():
     script = words(" Hello", ",", " you", finish_reason=FinishReason.STOP)
     async with FakeReplica(script) as replica, gateway(replica) as running, client(running) as ask:

@@ -17,6 +17,7 @@ from gateway.config import pools
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
+from gateway.routing.replica_metrics import ReplicaMetrics
 from gateway.service import Service
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.generation_runtime import CONTEXT, grpc_context, requests
@@ -77,6 +78,19 @@ async def test_models_are_checked_by_name_and_by_tenant(tmp_path: Path):
         for name, tenant in (("other", Tenant()), ("public", Tenant(models=("another",)))):
             with pytest.raises(NotFound, match=f"the model '{name}' does not exist"):
                 await here.routed(name, requests(), replace(CONTEXT, tenant=tenant))
+
+
+async def test_adapters_that_replicas_report_are_models_and_may_be_all_that_a_tenant_may_use(tmp_path: Path):
+    async with FakeReplica() as replica, service(replica, tmp_path, model="public") as here:
+        assert [one.name for one in here.models.of(Tenant())] == ["public"]
+        here.replicas.ready()[0].metrics = ReplicaMetrics(adapters=("poet", "lawyer"))
+        assert [one.name for one in here.models.of(Tenant())] == ["public", "public:lawyer", "public:poet"]
+        for name in ("public:poet", "ensemble:poet"):
+            assert here.models.find(name, Tenant()).adapter == "poet"
+            assert here.models.find(name, Tenant(models=("public:poet",))).adapter == "poet"
+        for name in ("public", "public:lawyer"):
+            with pytest.raises(NotFound, match="there is public:poet"):
+                here.models.find(name, Tenant(models=("public:poet",)))
 
 
 async def test_keys_decide_who_may_call_and_whether_cache_hits_are_reported(tmp_path: Path):

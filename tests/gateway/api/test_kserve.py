@@ -329,6 +329,23 @@ def test_max_tokens_can_be_lowered_wherever_it_was(inline: bool, sent: bool):
 
 
 @pytest.mark.parametrize("inline", [True, False])
+def test_the_adapter_in_the_models_name_becomes_an_input(inline: bool):
+    request = service_pb2.ModelInferRequest(model_name="ensemble:poet")
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
+    if inline:
+        request.inputs[0].contents.bytes_contents.append(b"hello")
+    else:
+        request.raw_input_contents.append(struct.pack("<I", 5) + b"hello")
+    before = request.SerializeToString()
+    kserve.set_adapter(request, "")
+    assert request.SerializeToString() == before
+    kserve.set_adapter(request, "poet")
+    assert kserve._texts(request, "lora_name") == "poet" and kserve._texts(request, "text_input") == "hello"
+    with pytest.raises(InvalidArgument, match="lora_name: must be left out beside a model with an adapter"):
+        kserve.set_adapter(request, "lawyer")
+
+
+@pytest.mark.parametrize("inline", [True, False])
 def test_a_prompt_of_ids_is_read_for_admission(inline: bool):
     request = service_pb2.ModelInferRequest(model_name="ensemble")
     request.inputs.add(name="input_ids", datatype="INT32", shape=[1, 3])

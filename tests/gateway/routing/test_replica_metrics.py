@@ -19,6 +19,8 @@ nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction",model="engine",
 def test_the_families_of_tensorrt_llm_are_read():
     assert read(PAGE) == ReplicaMetrics(running=3, waiting=2, max_running=16, kv_usage=0.25)
     assert read(FakeReplica(slots=7).metrics_page()) == ReplicaMetrics(max_running=7)
+    adapted = read(FakeReplica(slots=7, adapters=("poet", "lawyer")).metrics_page())
+    assert adapted == ReplicaMetrics(max_running=7, adapters=("poet", "lawyer"))
 
 
 def test_the_engines_steps_are_read_and_no_other_general_metric():
