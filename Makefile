@@ -61,14 +61,15 @@ $(VENV)/.installed: constraints.txt requirements/serve.txt requirements/gateway.
 	$(PIP) -c constraints.txt --no-deps nvidia-pytriton
 	@touch $@
 
-setup-build: $(BUILD_VENV)/.installed ## create .venv-build with torch and ModelOpt, to quantise for TensorRT-LLM
+setup-build: $(BUILD_VENV)/.installed ## create .venv-build with torch, ModelOpt and optimum-intel, to quantise and to export
 
 $(BUILD_VENV)/.installed: requirements/build.txt
 	$(PYTHON) server/python_version.py
 	$(PYTHON) -m venv $(BUILD_VENV)
-	@echo "installing torch and ModelOpt into $(BUILD_VENV) (a few minutes, 2 GB)"
+	@echo "installing torch, ModelOpt and optimum-intel into $(BUILD_VENV) (a few minutes, 2 GB)"
 	$(BUILD_PIP) $$(grep '^torch==' requirements/build.txt)
 	$(BUILD_PIP) -r requirements/build.txt
+	$(BUILD_PIP) --no-deps $$(sed -n 's/^# --no-deps: //p' requirements/build.txt)
 	@touch $@
 
 WANTED = --engine $(call quoted,ENGINE) $(if $(value MODEL),--model $(call quoted,MODEL)) $(if $(value PRECISION),--precision $(call quoted,PRECISION))

@@ -28,7 +28,7 @@ from build.base.architecture import Architecture
 from build.base.checkpoint import Checkpoint, open_checkpoint
 from build.base.fetch import fetch, local_path
 from build.package import encoder, engine_folder, side_files
-from build.recipe import choice, memory, provenance, schema
+from build.recipe import choice, commands, memory, provenance, schema
 from build.recipe import recipe as recipes
 from build.recipe.recipe import Recipe
 from contract.errors import EngineFailed, InvalidArgument, TridentError
@@ -56,6 +56,7 @@ _BUILDER = (
     "recipe/choice.py",
     "package/compile_cpu.py",
     "model/decoder.py",
+    "model/exported_graph.py",
     "model/detokenizer.py",
     "model/gptq.py",
     "model/graph.py",
@@ -77,7 +78,7 @@ def build(recipe: Recipe, into: Path, notify: Notify, accept: str | None = None)
     """
     if recipe.kind != schema.CPU:
         raise InvalidArgument("engine", f"{recipe.name} is of kind {recipe.kind!r}; this builds kind 'cpu'")
-    checkpoint = open_checkpoint(fetch(recipe.model, recipe.revision, notify=notify))
+    checkpoint = open_checkpoint(fetch(recipe.model, recipe.revision, notify=notify), any_family=True)
     folder = into / recipe.name
     _make_folder(into)
     size = sum(path.stat().st_size for path in checkpoint.files())
@@ -88,7 +89,13 @@ def build(recipe: Recipe, into: Path, notify: Notify, accept: str | None = None)
     with engine_folder.only_builder(folder, notify):
         if _is_there(folder, recipe, checkpoint, notify):
             return folder
-        _build(recipe, checkpoint, folder, notify, accept)
+        if checkpoint.architecture.exported:
+            from build.quantise import export
+
+            with export.exported(checkpoint, notify) as graph:
+                _build(recipe, dataclasses.replace(checkpoint, graph=graph), folder, notify, accept)
+        else:
+            _build(recipe, checkpoint, folder, notify, accept)
     return folder
 
 
@@ -113,7 +120,8 @@ def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, notify: Notify,
     from build.recipe.case import Case
     from build.recipe.verdict import check, judge, refused, require
 
-    shape = shapes.from_config(recipe.model, checkpoint.config, str(checkpoint.folder))
+    shape = shapes.from_config(recipe.model, checkpoint.config, str(checkpoint.folder), any_family=True)
+    shape = dataclasses.replace(shape, architecture=checkpoint.architecture)
     require(recipe, judge(Case(recipe, shape, memory_here=host.memory_bytes())))
     side_files.check(checkpoint.folder, notify)
     started_s = time.monotonic()
@@ -165,6 +173,8 @@ def _try(
     with engine_folder.replacement(folder) as partial:
         compile_cpu.compile_cpu(checkpoint, recipe, partial, notify)
         properties = compile_cpu.properties(recipe)
+        if checkpoint.graph is not None:
+            compile_cpu.require_servable(partial, properties)
         scores = evaluation.evaluate(
             recipe.name,
             checkpoint,
@@ -179,7 +189,7 @@ def _try(
         if recipe.automatic:
             scores["choice"] = {"chosen": choice.words(recipe), "why": _why(tried), "tried_before": tried}
         finished = dataclasses.replace(
-            provenance.manifest(recipe, checkpoint, _versions(recipe)),
+            provenance.manifest(recipe, checkpoint, _versions(recipe, checkpoint)),
             memory_bytes=memory.footprint(recipe, checkpoint.architecture).total_bytes,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             files=hash_files(partial),
@@ -203,11 +213,12 @@ def _why(tried: list[dict[str, str]]) -> str:
     return f"the fastest of {settings} settings that passes the quality gate; faster ones that did not: {len(tried)}"
 
 
-def _versions(recipe: Recipe) -> dict[str, str]:
+def _versions(recipe: Recipe, checkpoint: Checkpoint) -> dict[str, str]:
     """What shapes the files."""
     texts = provenance.texts_sha256(recipe.calibration.dataset) if recipe.calibration else None
     return (
         provenance.versions(_BUILDER)
+        | ({"graph": commands.exporter()} if checkpoint.architecture.exported else {})
         | ({"calibration": texts} if texts else {})
         | {
             "openvino": metadata.version("openvino"),
@@ -230,7 +241,7 @@ def _up_to_date(folder: Path, recipe: Recipe, checkpoint: Checkpoint) -> Recipe 
     )
     for candidate in choice.candidates(recipe):
         same = (found.precision, found.kv_cache_precision) == (candidate.precision, candidate.kv_cache_precision)
-        if same and there == provenance.manifest(candidate, checkpoint, _versions(candidate)):
+        if same and there == provenance.manifest(candidate, checkpoint, _versions(candidate, checkpoint)):
             return candidate
     return None
 
@@ -258,7 +269,8 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
     name = Path(model).name.removesuffix(gguf_folder.SUFFIX)
     name = _checked(engine or re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-_"))
     given = local_path(model)
-    arch = open_checkpoint(gguf_folder.of(given)).architecture if given else _remote_architecture(model, download)
+    here = gguf_folder.of(given) if given else None
+    arch = open_checkpoint(here, any_family=True).architecture if here else _remote_architecture(model, download)
     is_path = given is not None and not model.startswith(wheel.PREFIX)
     length = min(arch.max_positions, DEFAULT_SEQ_LEN)
     table = {
@@ -271,18 +283,18 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
         "max_seq_len": length,
         "kv_cache_tokens": DEFAULT_SEQUENCES * length,
     }
-    if precision == "int4" and arch.num_parameters() <= CALIBRATED_PARAMETERS:
+    if precision == "int4" and not arch.exported and arch.num_parameters() <= CALIBRATED_PARAMETERS:
         table["calibration"] = {}
     return recipes.parse(_in_precision(table, precision), layout.RECIPES / f"{name}.toml")
 
 
 def _remote_architecture(model: str, download: bool) -> Architecture:
     try:
-        return shapes.find(model).architecture
+        return shapes.find(model, any_family=True).architecture
     except shapes.UnknownShape:
         if not download:
             raise
-        return open_checkpoint(fetch(model, notify=_notify)).architecture
+        return open_checkpoint(fetch(model, notify=_notify), any_family=True).architecture
 
 
 def _in_precision(table: dict[str, object], precision: str | None) -> dict[str, object]:
@@ -307,9 +319,9 @@ def _stored_precision(model: str) -> str:
     """The narrowest precision that holds every stored weight of a model exactly; bf16 where it is not here yet."""
     path = local_path(model)
     if path is None:
-        dtype = shapes.find(model).source_dtype
+        dtype = shapes.find(model, any_family=True).source_dtype
         return {"float32": "fp32", "float16": "fp16"}.get(str(dtype), "bf16")
-    tensors = open_checkpoint(gguf_folder.of(path)).tensors.values()
+    tensors = open_checkpoint(gguf_folder.of(path), any_family=True).tensors.values()
     stored = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}  # norms and biases are f32 in any engine
     return {"BF16": "bf16", "F16": "fp16"}.get(stored.pop(), "fp32") if len(stored) == 1 else "fp32"
 
@@ -410,7 +422,7 @@ def _build_or(recipe: Recipe, options: argparse.Namespace) -> None:
 def _plan(recipe: Recipe, options: argparse.Namespace) -> int:
     from build.package import plan as plans
 
-    made = plans.make(recipe, shapes.find(recipe.model))
+    made = plans.make(recipe, shapes.find(recipe.model, any_family=recipe.kind == schema.CPU))
     given = {"--model": options.model, "--precision": options.precision}  # what no recipe file says
     extra = [part for flag, value in given.items() if value is not None for part in (flag, value)]
     stages = [

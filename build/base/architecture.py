@@ -1,4 +1,4 @@
-"""What a dense decoder of the Llama family looks like: config.json in, shapes and expected tensors out."""
+"""What a decoder looks like: config.json in, shapes and, for the Llama family, expected tensors out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from build.base import rope as rotary
 from build.base.json_fields import BadField, Fields, shown
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_DECODERS = ("ForCausalLM", "LMHeadModel")
 # Far beyond any published model: a config.json with a zero too many must not make the reader allocate gigabytes.
 MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM, MOST_WIDE = 10_000, 2**16, 2**14, 2**26
 
@@ -25,7 +26,8 @@ class Architecture:
     qkv_bias, output_bias, mlp_bias: linear layers with a bias. qk_norm: RMSNorm on every query and key head
     (Qwen3). tied: lm_head is the embedding matrix. max_positions: the longest sequence this graph computes
     exactly: what the model was made for, or its attention window where that is shorter (None: no window), because
-    a sequence within the window is never cut.
+    a sequence within the window is never cut. exported: of another family, whose graph optimum-intel writes; the sizes
+    are then for limits and memory only, and parameters is what the weight files hold.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Architecture:
     mlp_bias: bool
     qk_norm: bool
     window: int | None = None
+    exported: bool = False
+    parameters: int | None = None
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the graph reads, by its Hugging Face name, with its shape ([out, in] for a matrix)."""
@@ -76,17 +80,53 @@ class Architecture:
         return tensors
 
     def num_parameters(self) -> int:
-        return sum(math.prod(shape) for shape in self.expected_tensors().values())
+        return self.parameters or sum(math.prod(shape) for shape in self.expected_tensors().values())
 
 
-def from_config(config: Mapping[str, object]) -> Architecture:
-    """Raises UnsupportedModel with a sentence that names the key and what is supported."""
+def from_config(config: Mapping[str, object], any_family: bool = False) -> Architecture:
+    """Raises UnsupportedModel with a sentence that names the key and what is supported.
+
+    any_family: also a decoder that optimum-intel may export; whether it does is known when it has tried.
+    """
     try:
-        return _read(Fields(config, "config.json"))
+        fields = Fields(config, "config.json")
+        names = fields.texts("architectures")
+        if any_family and len(names) == 1 and names[0] not in SUPPORTED and names[0].endswith(_DECODERS):
+            return _exported(names[0], fields)
+        return _read(fields)
     except BadField as exc:
         raise UnsupportedModel(str(exc)) from exc
     except rotary.UnsupportedRope as exc:
         raise UnsupportedModel(f"config.json: {exc}") from exc
+
+
+def _exported(name: str, config: Fields) -> Architecture:
+    _refuse_quantised(config)
+
+    def size(*keys: str, default: int | None = None, high: int = MOST_WIDE) -> int:
+        key = next((key for key in keys if config.get(key) is not None), keys[0])
+        return config.integer(key, default, high=high)
+
+    hidden, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head", high=MOST_HEADS)
+    return Architecture(
+        name=name,
+        vocab_size=size("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
+        num_layers=size("num_hidden_layers", "n_layer", high=MOST_LAYERS),
+        num_heads=heads,
+        num_kv_heads=size("num_key_value_heads", default=heads),
+        head_dim=size("head_dim", default=max(1, hidden // heads), high=MOST_HEAD_DIM),
+        rms_norm_eps=1e-6,
+        rope=rotary.Rope(rotary.DEFAULT_THETA, "default", {}),
+        max_positions=size("max_position_embeddings", "n_positions", default=2048),
+        tied=config.boolean("tie_word_embeddings", True),
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        exported=True,
+    )
 
 
 def _read(config: Fields) -> Architecture:
@@ -139,7 +179,7 @@ def _name(config: Fields) -> str:
     return names[0]
 
 
-def _refuse_what_the_graph_lacks(config: Fields) -> None:
+def _refuse_quantised(config: Fields) -> None:
     quantised = config.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
@@ -147,6 +187,10 @@ def _refuse_what_the_graph_lacks(config: Fields) -> None:
         raise UnsupportedModel(
             f"config.json: the checkpoint is already quantised ({message}); give the bf16, fp16 or f32 one"
         )
+
+
+def _refuse_what_the_graph_lacks(config: Fields) -> None:
+    _refuse_quantised(config)
     activation = config.text("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise UnsupportedModel(f"config.json: hidden_act {shown(activation)} is not supported; supported is silu")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -54,6 +55,7 @@ class Checkpoint:
 
     config, generation: the parsed JSON files (``{}`` when there is no generation_config.json).
     tensors: exactly ``architecture.expected_tensors()``, each found and of the right shape.
+    graph: the folder of the f32 graph of an ``exported`` architecture, once it is there.
     eos_token_ids: every end id, the usual one first; bos_token_id, pad_token_id: None when the model has none.
     """
 
@@ -65,6 +67,7 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     pad_token_id: int | None
+    graph: Path | None = None
 
     def files(self) -> list[Path]:
         """What an engine is made from: config, tokenizer and the weight files that are read."""
@@ -89,17 +92,22 @@ class Checkpoint:
         return digest.sha256_json({path.name: digest.sha256_file(path) for path in self.files()})
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Reads headers and JSON only. Raises CheckpointError, one sentence naming the file, tensor or key."""
+def open_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
+    """Reads headers and JSON only. Raises CheckpointError, one sentence naming the file, tensor or key.
+
+    any_family: also what only optimum-intel can make a graph of.
+    """
     config = read_json(folder, "config.json")
     try:
-        arch = architectures.from_config(config)
+        arch = architectures.from_config(config, any_family)
     except architectures.UnsupportedModel as exc:
         raise CheckpointError(f"{folder}: {exc}") from exc
     try:
-        tensors = read_tensors(folder, arch)
+        tensors = _stored(folder, lambda name: name) if arch.exported else read_tensors(folder, arch)
     except shards.BadShard as exc:
         raise CheckpointError(str(exc)) from exc  # names the file, and so the folder
+    if arch.exported:
+        arch = replace(arch, parameters=sum(math.prod(tensor.shape) for tensor in tensors.values()))
     generation = read_json(folder, "generation_config.json") if (folder / "generation_config.json").exists() else {}
     check_tokenizer(folder, arch)
     return Checkpoint(
@@ -131,16 +139,7 @@ def read_tensors(
     named: the name that ``arch`` gives a stored tensor, None for one to leave out.
     Raises CheckpointError, BadShard.
     """
-    stored: dict[str, StoredTensor] = {}
-    in_a_gguf = (folder / gguf_file.INDEX).is_file()
-    if in_a_gguf:
-        stored = gguf_file.read_index(folder)
-    for path in () if in_a_gguf else _weight_files(folder):
-        found = {name: tensor for n, tensor in shards.read_header(path).items() if (name := named(n)) is not None}
-        if twice := sorted(stored.keys() & found.keys()):
-            where = f"{stored[twice[0]].path.name} and in {path.name}"
-            raise CheckpointError(f"{folder}: {twice[0]} is stored twice, in {where}; it is unknown which one is meant")
-        stored |= found
+    stored = _stored(folder, named)
     expected = arch.expected_tensors()
     for name, shape in expected.items():
         tensor = stored.get(name)
@@ -157,6 +156,21 @@ def read_tensors(
     if extra:
         raise CheckpointError(f"{stored[extra[0]].path}: {extra[0]} has no place in {arch.name} as config.json has it")
     return {name: stored[name] for name in expected}
+
+
+def _stored(folder: Path, named: Callable[[str], str | None]) -> dict[str, StoredTensor]:
+    """Every tensor of the weight files by its name, once."""
+    stored: dict[str, StoredTensor] = {}
+    in_a_gguf = (folder / gguf_file.INDEX).is_file()
+    if in_a_gguf:
+        stored = gguf_file.read_index(folder)
+    for path in () if in_a_gguf else _weight_files(folder):
+        found = {name: tensor for n, tensor in shards.read_header(path).items() if (name := named(n)) is not None}
+        if twice := sorted(stored.keys() & found.keys()):
+            where = f"{stored[twice[0]].path.name} and in {path.name}"
+            raise CheckpointError(f"{folder}: {twice[0]} is stored twice, in {where}; it is unknown which one is meant")
+        stored |= found
+    return stored
 
 
 def _weight_files(folder: Path) -> list[Path]:

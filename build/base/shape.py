@@ -66,13 +66,13 @@ def local_folder(model: str) -> Path | None:
     return gguf_folder.of(path) if is_folder or (is_file and path.suffix == gguf_folder.SUFFIX) else None
 
 
-def find(model: str) -> Shape:
+def find(model: str, any_family: bool = False) -> Shape:
     """The shape of a hub id or a local folder; UnknownShape or UnsupportedModel's sentence when it is unknown."""
     folder = local_folder(model)
     folders = [folder] if folder is not None else _hub_folders(model) if HUB_ID.fullmatch(model) else []
     for candidate in folders:
         if (candidate / "config.json").is_file():
-            return _read(model, candidate / "config.json")
+            return _read(model, candidate / "config.json", any_family)
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     by_small_name = {name.lower(): name for name in table}
     if model.lower() in by_small_name:
@@ -99,18 +99,18 @@ def _hub_folders(model: str) -> list[Path]:
     return [layout.fetched_model(model), *newest_first]
 
 
-def _read(model: str, path: Path) -> Shape:
+def _read(model: str, path: Path, any_family: bool) -> Shape:
     try:
         config = read_object(path)
     except (OSError, BadField) as exc:
         raise UnknownShape("model", str(exc)) from exc
-    return from_config(model, config, str(layout.relative(path)))
+    return from_config(model, config, str(layout.relative(path)), any_family)
 
 
-def from_config(model: str, config: Mapping[str, object], source: str) -> Shape:
+def from_config(model: str, config: Mapping[str, object], source: str, any_family: bool = False) -> Shape:
     """The shape a config.json describes; UnknownShape says why where it is not one we can build."""
     try:
-        arch = architecture.from_config(config)
+        arch = architecture.from_config(config, any_family)
     except architecture.UnsupportedModel as exc:
         raise UnknownShape("model", f"{model!r} cannot be planned: {exc}") from exc
     dtype = config.get("torch_dtype") or config.get("dtype")

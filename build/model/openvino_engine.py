@@ -23,9 +23,9 @@ class OpenVinoEngine:
 
     def __init__(self, folder: Path, properties: Mapping[str, str], vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._request = (
-            ov.Core().compile_model(folder / "openvino_model.xml", "CPU", dict(properties)).create_infer_request()
-        )
+        compiled = ov.Core().compile_model(folder / "openvino_model.xml", "CPU", dict(properties))
+        self._inputs = {port.any_name for port in compiled.inputs}
+        self._request = compiled.create_infer_request()
         self._read: list[int] = []
 
     def logits(self, blocks: np.ndarray) -> Iterator[np.ndarray]:
@@ -52,7 +52,8 @@ class OpenVinoEngine:
             "position_ids": np.arange(past, total, dtype=np.int64)[None],
             "beam_idx": np.zeros(1, dtype=np.int32),
         }
-        logits = self._request.infer(inputs)["logits"][0]
+        known = {name: value for name, value in inputs.items() if name in self._inputs}  # not all have positions
+        logits = self._request.infer(known)["logits"][0]
         self._read += ids
         return logits[:, : self._vocab_size].copy()  # the request writes the next call's into the same memory
 

@@ -62,8 +62,8 @@ class Int4:
 
 
 def quantize_int8(weight: np.ndarray) -> Int8:
-    """weight: f32[N, K]."""
-    scales = np.maximum(np.abs(weight).max(axis=1, keepdims=True) / 127, np.finfo(np.float32).tiny)
+    """weight: f32[..., K]."""
+    scales = np.maximum(np.abs(weight).max(axis=-1, keepdims=True) / 127, np.finfo(np.float32).tiny)
     return Int8(np.clip(np.rint(weight / scales), -127, 127).astype(np.int8), scales.astype(np.float32))
 
 
@@ -167,7 +167,7 @@ class Weights:
         if stored in ("bf16", "fp16", "fp32"):
             return self._float(name, stored)
         weight = self._values(name)
-        group = fitting_group(weight.shape[1], self._group_size)
+        group = fitting_group(weight.shape[-1], self._group_size) if weight.ndim == 2 else None  # experts are [E, N, K]
         if self._precision == "int4" and name not in _READ_OUT and group is not None:
             return self._int4(quantize_int4(weight, group), weight.shape)
         quantized = quantize_int8(weight)

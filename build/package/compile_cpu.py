@@ -15,13 +15,14 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import openvino as ov
 
 from build.base.checkpoint import Checkpoint, CheckpointError
-from build.model import detokenizer, graph, lora_adapter, lora_graph
+from build.model import detokenizer, exported_graph, graph, lora_adapter, lora_graph
 from build.model.calibration import open_tokenizer, read_texts, token_blocks
 from build.model.lora_graph import LoraGraph
 from build.model.weights import PRECISIONS, Int4, Weights
@@ -44,9 +45,15 @@ def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, notify: Ca
     if opened:
         notify(f"LoRA adapters {', '.join(f'{one.record.name} (rank {one.record.rank})' for one in opened)}")
         stored = lora_graph.widened(checkpoint, len(opened), adapter_first_token_id(checkpoint, recipe) or 0)
+    if checkpoint.graph is not None:
+        stored, exported = exported_graph.matrices(checkpoint)
     weights = Weights(stored, recipe.precision, recipe.group_size, calibrated, recipe.head_precision)
-    adapters = LoraGraph(opened, arch.vocab_size, weights, _computes_in_f32(recipe)) if opened else None
-    model = graph.decoder(arch, _announced(weights.matrix, checkpoint, notify), weights.vector, adapters)
+    matrix = _announced(weights.matrix, stored, notify)
+    if checkpoint.graph is not None:
+        model = exported.with_weights(matrix)
+    else:
+        adapters = LoraGraph(opened, arch.vocab_size, weights, _computes_in_f32(recipe)) if opened else None
+        model = graph.decoder(arch, matrix, weights.vector, adapters)
     notify("writing openvino_model.xml and openvino_model.bin")
     try:
         ov.save_model(model, str(folder / "openvino_model.xml"), compress_to_fp16=False)
@@ -74,6 +81,25 @@ def _check_generation_config(checkpoint: Checkpoint, folder: Path) -> None:
     except RuntimeError as exc:
         path, message = checkpoint.folder / "generation_config.json", " ".join(str(exc).split())
         raise CheckpointError(f"{path}: a field has the wrong type: {message[-200:]}") from exc
+
+
+def require_servable(folder: Path, engine_properties: Mapping[str, str]) -> None:
+    """Raises CheckpointError where continuous batching cannot run the graph, as can be with an exported one."""
+    import openvino_genai
+
+    try:
+        scheduler, options = openvino_genai.SchedulerConfig(), openvino_genai.GenerationConfig()
+        scheduler.num_kv_blocks, options.max_new_tokens, options.ignore_eos = 8, 4, True
+        pipeline = openvino_genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", dict(engine_properties))
+        pipeline.add_request(0, ov.Tensor(np.ones((1, 8), dtype=np.int64)), options)
+        for _ in range(16):
+            if not pipeline.has_non_finished_requests():
+                return
+            pipeline.step()
+        problem = "it does not end"
+    except RuntimeError as exc:
+        problem = " ".join(str(exc).split())[-300:]
+    raise CheckpointError(f"the exported graph cannot be served by continuous batching: {problem}")
 
 
 def _calibrated(checkpoint: Checkpoint, recipe: Recipe, notify: Callable[[str], None]) -> dict[str, Int4]:
@@ -121,6 +147,10 @@ def check(checkpoint: Checkpoint, recipe: Recipe) -> None:
         raise InvalidArgument("max_seq_len", f"must be 2 to {longest} for this model, got {recipe.max_seq_len}")
     if recipe.precision not in PRECISIONS:
         raise InvalidArgument("precision", f"must be one of {', '.join(PRECISIONS)}, got {recipe.precision!r}")
+    for key in ("adapters", "calibration"):
+        if checkpoint.architecture.exported and getattr(recipe, key):
+            problem = f"needs a family the torch-free builder has; {checkpoint.architecture.name} is none"
+            raise InvalidArgument(key, problem)
     if recipe.calibration is not None and recipe.precision != "int4":
         problem = f"must be left out, or precision be int4: it has no effect on {recipe.precision} weights"
         raise InvalidArgument("calibration", problem)

@@ -32,7 +32,8 @@ def build_python() -> Path:
         return BUILD_PYTHON
     if importlib.util.find_spec("modelopt") is not None:
         return Path(sys.executable)
-    raise Unavailable("quantising needs torch and ModelOpt in an environment of their own: run `make setup-build` once")
+    needed = "torch, ModelOpt and optimum-intel are needed, in an environment of their own"
+    raise Unavailable(f"{needed}: run `make setup-build` once")
 
 
 def _shown(python: Path) -> str:

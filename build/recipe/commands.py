@@ -7,6 +7,7 @@ What a program would change silently (rules R1, R3, R6, R8, R12, R20) is written
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -382,3 +383,10 @@ def _outside(recipe: Recipe) -> list[Path]:
 
 def _path(path: Path) -> str:
     return str(layout.relative(path))
+
+
+def exporter() -> str:
+    """``optimum-intel==2.2.0``, as requirements/build.txt pins what exports graphs."""
+    text = (layout.ROOT / "requirements" / "build.txt").read_text(encoding="utf-8")
+    found = re.search(r"optimum-intel==\S+", text)
+    return found.group() if found else "unknown"

@@ -148,6 +148,8 @@ def adapter_bytes(recipe: Recipe, arch: Architecture) -> int:
 
 def rank_weight_bytes(recipe: Recipe, arch: Architecture, stage: int) -> int:
     """Bytes of one rank of pipeline stage ``stage`` (0 holds the embedding, the last one lm_head)."""
+    if arch.exported:
+        return int(_matrix_bytes(recipe, arch.num_parameters() // arch.hidden_size, arch.hidden_size))
     layers = arch.num_layers // recipe.pp + (1 if stage < arch.num_layers % recipe.pp else 0)
     hidden, tp = arch.hidden_size, recipe.tp
     q_rows = arch.num_heads * arch.head_dim // tp

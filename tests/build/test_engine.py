@@ -77,7 +77,8 @@ def test_the_manifest_says_what_was_built_and_every_file_is_accounted_for(checkp
     assert (manifest.eos_token_ids, manifest.bos_token_id, manifest.pad_token_id) == ((256,), 257, None)
     assert manifest.versions.keys() >= {"trident", "builder", "python", "openvino", "openvino_genai"}
     assert manifest.recipe["prefix_reuse"] is True and manifest.recipe["chunked_context"] is True
-    assert len(manifest.files) == len(list((tmp_path / "engines" / "tiny").iterdir())) - 1
+    there = [path for path in (tmp_path / "engines" / "tiny").rglob("*") if path.is_file()]
+    assert len(manifest.files) == len(there) - 1
     genai.ContinuousBatchingPipeline(
         str(tmp_path / "engines" / "tiny"), genai.SchedulerConfig(), "CPU", dict(manifest.properties)
     )

@@ -1,0 +1,120 @@
+"""Any decoder that optimum-intel knows, as an OpenVINO graph in f32: for families the torch-free builder does not have.
+
+    .venv-build/bin/python -m build.quantise.export --model FOLDER --into FOLDER
+
+writes openvino_model.xml and .bin and compares their logits with those of transformers. ``exported`` runs it from the
+serving environment, which has no torch; what it writes is then compressed, measured and packaged as any model's graph.
+Exit status 1, with one sentence, where the model cannot be exported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from build.base import layout, program
+from build.base.checkpoint import Checkpoint, CheckpointError
+from build.quantise.environment import build_python
+
+GRAPH = "openvino_model.xml"
+TOLERANCE = 1e-3  # of the largest logit, between two f32 implementations of one model
+CHECKED_TOKENS = 48
+_FAILED = "cannot export: "
+
+
+@contextmanager
+def exported(checkpoint: Checkpoint, notify: Callable[[str], None]) -> Iterator[Path]:
+    """The folder of the f32 graph, which is removed at the end: it is as large as the weights in f32.
+
+    Raises Unavailable without the build environment, and CheckpointError for a model that cannot be exported.
+    """
+    python, name = build_python(), checkpoint.architecture.name
+    notify(f"{name}: exported by optimum-intel in {python.parent.parent.name}, since no torch-free builder knows it")
+    layout.FETCHED.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=layout.FETCHED, prefix=".export-") as scratch:
+        command = [str(python), "-m", __name__, "--model", str(checkpoint.folder.resolve()), "--into", scratch]
+        quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+        done = subprocess.run(command, cwd=layout.ROOT, env=os.environ | quiet, capture_output=True, text=True)
+        if done.returncode or not (Path(scratch) / GRAPH).exists():
+            lines = (done.stderr.strip() or "no graph was written").splitlines()
+            reason = next((line for line in reversed(lines) if line.startswith(_FAILED)), lines[-1])
+            raise CheckpointError(f"{checkpoint.folder}: optimum-intel cannot export {name}: {_short(reason)}")
+        notify(done.stdout.strip().splitlines()[-1])
+        yield Path(scratch)
+
+
+def _short(reason: str) -> str:
+    return " ".join(reason.removeprefix(_FAILED).split())[:400]
+
+
+def export(model: Path, into: Path) -> str:
+    """Writes the graph and returns a line on how well it agrees. Raises ValueError where it does not."""
+    import torch
+    from optimum.exporters.openvino import main_export
+    from optimum.intel.openvino import OVConfig
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    main_export(
+        model_name_or_path=str(model),
+        output=into,
+        task="text-generation-with-past",
+        stateful=True,
+        library_name="transformers",
+        local_files_only=True,
+        ov_config=OVConfig(dtype="fp32"),
+        model_loading_kwargs={"dtype": torch.float32},
+    )
+    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True).eval()
+    ids = np.random.default_rng(0).integers(0, original.config.vocab_size, (1, CHECKED_TOKENS))
+    with torch.inference_mode():
+        expected = original(torch.tensor(ids)).logits[0].numpy()
+    difference = float(np.abs(_logits(into, ids) - expected).max() / np.abs(expected).max())
+    if not difference <= TOLERANCE:
+        raise ValueError(f"its logits differ from transformers' by {difference:.2g} of the largest")
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("optimum-intel", "transformers", "torch"))
+    return f"exported with {versions}; f32 logits differ from transformers' by {difference:.1g} of the largest"
+
+
+def _logits(folder: Path, ids: np.ndarray) -> np.ndarray:
+    import openvino as ov
+
+    exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    compiled = ov.Core().compile_model(folder / GRAPH, "CPU", exact)
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": np.ones_like(ids),
+        "position_ids": np.arange(ids.shape[1])[None],
+        "beam_idx": np.zeros(1, np.int32),
+    }
+    known = {port.any_name for port in compiled.inputs}
+    request = compiled.create_infer_request()
+    logits: np.ndarray = request.infer({name: value for name, value in inputs.items() if name in known})["logits"][0]
+    return logits
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
+    parser.add_argument("--into", type=Path, required=True, help="folder for the graph")
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    try:
+        print(export(options.model, options.into))
+    except Exception as exc:  # torch, transformers and the exporter raise anything; the first line says what
+        raise SystemExit(_FAILED + (str(exc).strip() or type(exc).__name__).splitlines()[0]) from exc
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(program.run(main, "export"))
