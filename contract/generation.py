@@ -128,6 +128,8 @@ class GenerationRequest:
     input_ids: the prompt as token ids.
     truncate_prompt_tokens: keep the prompt's last so many tokens; -1 for as many as fit, None to refuse a long prompt.
     adapter: name of the LoRA adapter; empty for the model alone.
+    continue_ids: ids of the output that were generated already; what follows them is returned, as if the stream had
+        never been cut. They count as output, in ``max_tokens`` too.
     max_tokens: longest output; 0 with echo returns the prompt alone.
     stop: strings that end the output and are not part of it.
     stop_token_ids: ids that end the output and are not part of it.
@@ -146,6 +148,7 @@ class GenerationRequest:
     input_ids: tuple[int, ...] | None = None
     truncate_prompt_tokens: int | None = None
     adapter: str = ""
+    continue_ids: tuple[int, ...] = ()
     max_tokens: int = 128
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
@@ -171,7 +174,10 @@ class GenerationRequest:
             if getattr(self, name) is not None and self.messages is None:
                 raise InvalidArgument(name, "must be left out without messages")
         if self.input_ids is not None:
+            if not self.input_ids:
+                raise InvalidArgument("input_ids", "must hold at least one token id, got none")
             _ids("input_ids", self.input_ids)
+        _ids("continue_ids", self.continue_ids)
         kept = self.truncate_prompt_tokens
         if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < -1 or kept == 0):
             raise InvalidArgument("truncate_prompt_tokens", f"must be 1 or more, or -1 for what fits, got {kept!r}")
@@ -275,8 +281,6 @@ class TokenDelta:
 
 
 def _ids(name: str, ids: tuple[int, ...]) -> None:
-    if not ids:
-        raise InvalidArgument(name, "must hold at least one token id, got none")
     for token in ids:
         _integer(name, token, 0, INT32_MAX)
 

@@ -37,6 +37,7 @@ ENSEMBLE_INPUTS = (
     _t("chat_template_kwargs", "BYTES", ours=True),  # JSON object of variables of the chat template
     _t("input_ids", "INT32", -1, ours=True),  # the prompt as token ids; no special tokens are added
     _t("truncate_prompt_tokens", "INT32", ours=True),  # keep the prompt's last so many tokens; -1: as many as fit
+    _t("continue_ids", "INT32", -1, ours=True),  # ids that were generated already; the output goes on behind them
     _t("max_tokens", "INT32"),
     _t("num_return_sequences", "INT32"),
     _t("bad_words", "BYTES", -1),
@@ -101,6 +102,7 @@ ENSEMBLE_OUTPUTS = (
 ENGINE_INPUTS = (
     _t("input_ids", "INT32", -1),
     _t("input_lengths", "INT32", optional=False),
+    _t("num_continued_tokens", "INT32", ours=True),  # the last so many of input_ids were generated already
     _t("request_output_len", "INT32", optional=False),
     _t("num_return_sequences", "INT32"),
     _t("end_id", "INT32"),  # -1: no end token

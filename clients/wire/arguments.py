@@ -20,6 +20,7 @@ class GenerateArguments(TypedDict, total=False):
     input_ids: token ids in place of the prompt; no special tokens are added.
     adapter: name of one of the engine's LoRA adapters [the model alone].
     truncate_prompt_tokens: keep the prompt's last so many tokens, -1 for as many as fit [refuse a long prompt].
+    continue_ids: ids of the output that were generated already; what follows them is returned [none].
     max_tokens: new tokens at most; 0 with ``echo`` for the prompt alone [128].
     stop: strings that end the text and are not part of it [none].
     stop_token_ids: the same as token ids [none].
@@ -49,6 +50,7 @@ class GenerateArguments(TypedDict, total=False):
     input_ids: Iterable[int] | None
     truncate_prompt_tokens: int | None
     adapter: str
+    continue_ids: Iterable[int]
     max_tokens: int
     stop: str | Iterable[str]
     stop_token_ids: Iterable[int]

@@ -46,6 +46,8 @@ def generation(request: GenerationRequest, model: str, timeout_s: float | None =
         inputs.append(("truncate_prompt_tokens", [request.truncate_prompt_tokens]))
     if request.adapter:
         inputs.append(("lora_name", [request.adapter]))
+    if request.continue_ids:
+        inputs.append(("continue_ids", list(request.continue_ids)))
     if request.stop:
         inputs.append(("stop_words", list(request.stop)))
     if request.stop_token_ids:

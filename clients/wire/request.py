@@ -48,6 +48,7 @@ def build(prompt: str | None = None, **given: Unpack[GenerateArguments]) -> Gene
     if not all(isinstance(text, str) and text for text in fields["stop"]):
         raise InvalidArgument("stop", f"got {fields['stop']!r}; allowed are strings of at least one character")
     fields["stop_token_ids"] = _ids("stop_token_ids", fields.get("stop_token_ids", ()))
+    fields["continue_ids"] = _ids("continue_ids", fields.get("continue_ids", ()))
     if fields.get("input_ids") is not None:
         fields["input_ids"] = _ids("input_ids", fields["input_ids"])
     fields["request_id"] = sendable_id(fields.get("request_id", "")) or new_request_id()

@@ -57,6 +57,6 @@ def degrade(request: GenerationRequest, stage: Stage, rules: DegradationRules, t
         target = target or rules.overflow[0]
         return Degraded(request, target, overflow_note(target))
     limit = max(rules.max_tokens, request.sampling.min_tokens)  # min_tokens must be reachable
-    if stage is Stage.NONE or request.max_tokens <= limit:
+    if stage is Stage.NONE or request.continue_ids or request.max_tokens <= limit:
         return Degraded(request)
     return Degraded(replace(request, max_tokens=limit), "", f"max_tokens={limit}")

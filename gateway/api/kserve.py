@@ -388,6 +388,7 @@ def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> Generation
         tools=_texts(request, "tools") if chat is not None else None,
         input_ids=_integers(request, "input_ids") if chat is None and prompt is None else None,
         truncate_prompt_tokens=_integer(request, "truncate_prompt_tokens"),
+        continue_ids=_integers(request, "continue_ids") or (),
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max(1, max_tokens),
         timeout_s=timeout_s,
         request_id=_quotable(request.id),

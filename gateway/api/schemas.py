@@ -159,6 +159,7 @@ class _Sampling(BaseModel):
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     skip_special_tokens: StrictBool | None = None
     truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, lt=2**31), _WHOLE] | None = None
+    continue_ids: Annotated[list[_TokenId] | None, _FIRST] = None
 
     @property
     def choices(self) -> int:
@@ -210,6 +211,8 @@ class _Sampling(BaseModel):
             sampling["top_k"] = max(0, self.top_k)  # other servers use -1 for "all"
         if log_probs is not None:
             sampling |= {"log_probs": True, "top_log_probs": log_probs, "prompt_log_probs": more.get("echo", False)}
+        if self.continue_ids and self.choices > 1:
+            raise InvalidArgument("continue_ids", "must be left out with several prompts or n above 1")
         seeds = [None if self.seed is None else (self.seed + choice) % 2**64 for choice in range(self.choices)]
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         try:
@@ -223,6 +226,7 @@ class _Sampling(BaseModel):
                     stream=bool(self.stream),
                     skip_special_tokens=self.skip_special_tokens is not False,
                     truncate_prompt_tokens=self.truncate_prompt_tokens,
+                    continue_ids=tuple(self.continue_ids or ()),
                     timeout_s=timeout_s,
                     **more,
                 ).validate()
@@ -393,6 +397,8 @@ class CompletionRequest(_Sampling):
         if choices > settings.max_choices:
             problem = f"must make at most {settings.max_choices} choices together with n, got {choices}"
             raise InvalidArgument("prompt", problem)
+        if self.continue_ids and choices > 1:
+            raise InvalidArgument("continue_ids", "must be left out with several prompts or n above 1")
         return [
             request
             for prompt in prompts

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
-from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavailable
+from contract.errors import DeadlineExceeded, EngineFailed, InvalidArgument, TridentError, Unavailable
 from python_backends.cpu_engine.coalescing_window import CoalescingWindow
 from python_backends.cpu_engine.http_disconnects import HttpDisconnects
 from python_backends.cpu_engine.metrics import EngineLoad, EngineMetrics
@@ -116,7 +116,7 @@ class Engine:
                 raise DeadlineExceeded("the deadline had passed before the request reached the engine")
             self._next_key += 1
             key = self._next_key
-            tokens = request.input_ids.size + request.max_tokens
+            tokens = request.worker_ids.size + request.max_tokens
             self._scheduler.enqueue(key, -(-tokens // self._limits.block_tokens), request.priority)
             stream = Stream(self._epoch, key, request, sink, submitted_ns=now_ns)
             self._streams.add(stream)
@@ -193,8 +193,13 @@ class Engine:
                     stream.first_scheduled_ns = max(report.start_ns, stream.started_ns)
                 if output.prompt_log_probs:
                     with stream.lock:
-                        stream.prompt_log_probs = output.prompt_log_probs
-                        stream.prompt_top = output.prompt_top_log_probs
+                        stream.add_prompt_log_probs(output.prompt_log_probs, output.prompt_top_log_probs)
+                if stream.replay:
+                    try:
+                        output = stream.without_replayed(output)
+                    except InvalidArgument as exc:
+                        self._end(output.id, StreamEvent.ERROR, error=exc)
+                        continue
                 keep = stream.stop_sequence_end(output.token_ids)
                 top = output.top_log_probs[:keep]
                 with stream.lock:
@@ -204,8 +209,12 @@ class Engine:
                 elif output.event is StreamEvent.ERROR:
                     self._finish(stream, output.event, error=EngineFailed(output.error))
                 elif output.event.last:
-                    stop_id = output.token_ids[-1] if output.event is StreamEvent.STOP and output.token_ids else -1
-                    self._finish(stream, output.event, stop_id)
+                    event, stop_id = output.event, stream.request.ended_by
+                    if stop_id >= 0:
+                        event = StreamEvent.STOP
+                    elif event is StreamEvent.STOP and output.token_ids:
+                        stop_id = output.token_ids[-1]
+                    self._finish(stream, event, stop_id)
                 else:
                     self._send_if_due(stream, flush=False)
             if self._window.add_step(now_ns, self._scheduler.running):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from contract.errors import InvalidArgument
-from contract.generation import Guide, SamplingParams
+from contract.generation import UINT64_MAX, Guide, SamplingParams
 from python_backends.adapter_ids import NO_ADAPTERS, AdapterIds
 from python_backends.ensemble.priority import NORMAL
 from python_backends.ensemble.word_list import decode_word_list
@@ -32,7 +32,11 @@ _MAX_STOP_WORDS = 256  # those of several ids are matched by the engine at every
 class EngineRequest:
     """One sequence to generate.
 
-    input_ids: int64[n], the prompt.
+    input_ids: int64[n], the prompt, and behind it the ids that were generated already.
+    continued: how many these are.
+    max_tokens: ids to generate still.
+    replay: the sequence starts at the prompt again, and what it generates first must be the continued ids.
+    ended_by: an end id at the end of the continued ids, else -1.
     stop_ids: ids that end the sequence.
     stop_sequences: sequences of two or more ids that end it.
     streaming: send responses while it runs, else one at its end.
@@ -62,11 +66,23 @@ class EngineRequest:
     guide: Guide | None = None
     adapter: str = ""
     marked_ids: np.ndarray | None = None
+    continued: int = 0
+    replay: bool = False
+    ended_by: int = -1
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        return self.input_ids[: self.input_ids.size - self.continued]
 
     @property
     def worker_ids(self) -> np.ndarray:
-        """int64[n]; they key the prefix cache too, so adapters never share blocks."""
-        return self.input_ids if self.marked_ids is None else self.marked_ids
+        """int64[n], read before it generates; they key the prefix cache too, so adapters never share blocks."""
+        ids = self.input_ids if self.marked_ids is None else self.marked_ids
+        return ids[: ids.size - self.continued] if self.replay else ids
+
+    @property
+    def continued_ids(self) -> np.ndarray:
+        return self.input_ids[self.input_ids.size - self.continued :]
 
     @property
     def deadline_ns(self) -> int | None:
@@ -106,8 +122,19 @@ def parse(
     if sampling.prompt_log_probs and not (echo and (sampling.log_probs or sampling.top_log_probs)):
         allowed = "false without exclude_input_in_output=false and return_log_probs"
         raise InvalidArgument("return_prompt_log_probs", f"must be {allowed}, got true")
-    check_fits(input_ids.size, max_tokens, limits, "input_ids", "request_output_len")
+    continued = inputs.scalar("num_continued_tokens", 0)
+    if not 0 <= continued <= min(input_ids.size - 1, max_tokens):
+        allowed = "0 to request_output_len, and less than input_ids"
+        raise InvalidArgument("num_continued_tokens", f"must be {allowed}, got {continued}")
+    check_fits(input_ids.size - continued, max_tokens, limits, "input_ids", "request_output_len")
     stop_ids, stop_sequences = _stops(inputs, limits)
+    guide = _guide(inputs, sampling, bool(stop_ids))
+    replay, ended_by = False, -1
+    if continued:
+        replay, ended_by = _continuation(input_ids[-continued:], max_tokens, sampling, stop_ids, guide)
+        if not replay:
+            max_tokens = 0 if ended_by >= 0 else max_tokens - continued
+            sampling = _continued(sampling, continued)
     arrival_ns, tokenized_ns = _times(inputs, now_ns)
     adapter = adapters.check(inputs.scalar("lora_task_id", 0))
     if adapter and sampling.repetition_penalty != 1 and input_ids[0] != adapters.first_token_id:
@@ -122,16 +149,55 @@ def parse(
         stop_ids=stop_ids,
         stop_sequences=stop_sequences,
         streaming=inputs.scalar("streaming", False),
-        echo=echo,
+        echo=echo and not continued,
         stream_options=inputs.text("stream_options") or "",
         arrival_ns=arrival_ns,
         tokenized_ns=tokenized_ns,
         timeout_ns=timeout_ns,
         priority=priority,
-        guide=_guide(inputs, sampling, bool(stop_ids)),
+        guide=guide,
         adapter=adapters.name(adapter),
         marked_ids=adapters.mark(input_ids, adapter) if adapter else None,
+        continued=continued,
+        replay=replay,
+        ended_by=ended_by,
     )
+
+
+def _continuation(
+    ids: np.ndarray, max_tokens: int, sampling: SamplingParams, stop_ids: frozenset[int], guide: Guide | None
+) -> tuple[bool, int]:
+    """Return whether the ids that were generated already must be generated again, and the end id at their end or -1.
+
+    OpenVINO GenAI counts a presence and a frequency penalty over the ids that it generated itself; for all else it
+    makes no difference whether an id was generated or is part of the prompt.
+
+    Raises:
+        InvalidArgument: the sequence could not go on as if it had never been cut.
+    """
+    ends = np.flatnonzero(np.isin(ids, list(stop_ids)))
+    if ends.size and ends[0] < ids.size - 1:
+        raise InvalidArgument("continue_ids", f"must hold an id that ends the output only last, got {ids[ends[0]]}")
+    if guide is not None:
+        raise InvalidArgument("continue_ids", "must be left out with a guide, whose state cannot be restored")
+    if sampling.prompt_log_probs:
+        raise InvalidArgument("return_prompt_log_probs", "must be false with continue_ids, got true")
+    replay = not ends.size and ids.size < max_tokens and bool(sampling.presence_penalty or sampling.frequency_penalty)
+    if replay and not sampling.greedy and sampling.seed is None:
+        name = "presence_penalty" if sampling.presence_penalty else "frequency_penalty"
+        raise InvalidArgument(name, "must be 0 with continue_ids, unless the request is greedy or has a seed")
+    return replay, int(ids[-1]) if ends.size else -1
+
+
+def _continued(sampling: SamplingParams, ids: int) -> SamplingParams:
+    """Return the parameters of the rest of a sequence of which so many ids were generated already.
+
+    A seed's random numbers start anew with every sequence, so the rest gets others, always the same for its place. The
+    log probabilities of the ids so far, which ``cum_log_probs`` includes, are read with the prompt.
+    """
+    seed = None if sampling.seed is None else (sampling.seed + ids * 0x9E3779B97F4A7C15) & UINT64_MAX
+    needs_sum = sampling.log_probs or sampling.top_log_probs > 0
+    return replace(sampling, min_tokens=max(0, sampling.min_tokens - ids), seed=seed, prompt_log_probs=needs_sum)
 
 
 def _token_ids(inputs: Inputs, name: str, vocab_size: int) -> np.ndarray:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from contract.errors import TridentError, to_text
+from contract.errors import InvalidArgument, TridentError, to_text
 from python_backends.cpu_engine.request import EngineRequest
 from python_backends.ensemble.stream_state import StreamEvent, StreamState
 from python_backends.ensemble.token_increment import TokenIncrement, TopLogProbs
+from python_backends.ensemble.worker_messages import StepOutput
 
 
 class Sink(Protocol):
@@ -36,6 +37,7 @@ class Stream:
     epoch, key: see StreamState.
     pending_ids, pending_log_probs, pending_top: generated and not sent yet.
     prompt_log_probs, prompt_top: of the prompt's ids, if requested.
+    replay: continued ids that the worker generates again; they are not sent.
     tail: the last generated ids that may begin a stop sequence.
     started_ns: the scheduler gave it a slot and the worker was sent the command to start it.
     last_sent_ids_ns: the last response with generated ids was sent.
@@ -62,6 +64,7 @@ class Stream:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     cum_log_prob: float = 0.0
+    replay: list[int] = field(default_factory=list)
     tail: tuple[int, ...] = ()
     submitted_ns: int = 0
     started_ns: int = 0
@@ -76,6 +79,37 @@ class Stream:
     echoed: bool = False
     responded: bool = False
     closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_output_tokens = self.request.continued
+        continued = self.request.continued_ids.tolist()
+        if self.request.replay:
+            self.replay = continued
+        longest = max(map(len, self.request.stop_sequences), default=0)
+        self.tail = tuple(continued[-longest:]) if longest else ()
+
+    def without_replayed(self, output: StepOutput) -> StepOutput:
+        """Return the output without the continued ids in it, which only count in the sum of log probabilities.
+
+        Raises:
+            InvalidArgument: the worker generated other ids.
+        """
+        count = min(len(self.replay), len(output.token_ids))
+        for expected, found in zip(self.replay, output.token_ids, strict=False):
+            if expected != found:
+                allowed = "what this engine generates, which its penalties count"
+                raise InvalidArgument("continue_ids", f"must be {allowed}, got {expected} in place of {found}")
+        del self.replay[:count]
+        self.cum_log_prob += sum(output.log_probs[:count])
+        kept = (output.token_ids[count:], output.log_probs[count:], output.event, output.top_log_probs[count:])
+        return StepOutput(output.id, *kept, output.error)
+
+    def add_prompt_log_probs(self, log_probs: list[float], top: list[TopLogProbs]) -> None:
+        """Take the values of the prompt's ids, and those of continued ids, which only count in the sum."""
+        if self.request.continued:
+            self.cum_log_prob += sum(log_probs[len(log_probs) - self.request.continued :])
+        else:
+            self.prompt_log_probs, self.prompt_top = log_probs, top
 
     def add_tokens(
         self, token_ids: Sequence[int], log_probs: Sequence[float], top: Sequence[TopLogProbs], now_ns: int
@@ -155,7 +189,7 @@ class Stream:
             self.key,
             event,
             self.stop_id,
-            self.request.input_ids.size,
+            self.request.prompt_ids.size,
             self.num_cached_tokens,
             self.request.arrival_ns,
             self.first_scheduled_ns,

@@ -24,6 +24,7 @@ class InBandStreams:
             inputs.integers("output_ids"),
             inputs.floats("output_log_probs"),
             _top_log_probs(inputs),
+            sum(inputs.floats("cum_log_probs")),
             options=note.get("options", ""),
             error=note.get("error", ""),
         )

@@ -133,7 +133,23 @@ class Streams:
             armed=not unarmed,
         )
         stream = self._open[increment.state.key] = _OpenStream(options, text, echoed, unarmed)
+        _, stream.ids = self._feed(stream, options.replayed_ids)
         return stream
+
+    @staticmethod
+    def _feed(stream: _OpenStream, ids: Sequence[int]) -> tuple[str, int]:
+        """Return the text of the ids, and how many of them belong to the output: those up to a stop string."""
+        text, consumed = "", 0
+        while consumed < len(ids) and stream.stop is None:
+            part = ids[consumed:]
+            if stream.unarmed_ids:
+                part = part[: stream.unarmed_ids]
+                stream.unarmed_ids -= len(part)
+            added, used = stream.text.feed(part)
+            text, consumed, stream.stop = text + added, consumed + used, stream.text.stop
+            if not stream.unarmed_ids:
+                stream.text.arm()
+        return text, consumed
 
     def _decode(self, stream: _OpenStream, increment: TokenIncrement) -> str:
         """Return the text of the increment's ids; those that belong to the output are held with the stream."""
@@ -145,16 +161,7 @@ class Streams:
             and ids[-1] in stream.options.hidden_ids
         ):
             ids.pop()
-        text, consumed = "", 0
-        while consumed < len(ids) and stream.stop is None:
-            part = ids[consumed:]
-            if stream.unarmed_ids:
-                part = part[: stream.unarmed_ids]
-                stream.unarmed_ids -= len(part)
-            added, used = stream.text.feed(part)
-            text, consumed, stream.stop = text + added, consumed + used, stream.text.stop
-            if not stream.unarmed_ids:
-                stream.text.arm()
+        text, consumed = self._feed(stream, ids)
         if stream.stop is None and state.event.last:
             text += stream.text.finish()
             stream.stop = stream.text.stop
@@ -162,6 +169,9 @@ class Streams:
         dropped = len(increment.token_ids) - consumed
         log_probs = increment.log_probs[: max(0, len(increment.log_probs) - dropped)]
         stream.ids += consumed
+        if stream.options.replayed_ids and log_probs and not stream.cum_log_prob:
+            # The sum of the ids before the cut is the engine's.
+            stream.cum_log_prob = increment.cum_log_prob - sum(increment.log_probs)
         generated = min(consumed, max(0, stream.ids - stream.echoed_ids))
         stream.cum_log_prob += sum(log_probs[max(0, len(log_probs) - generated) :])
         stream.held_ids += ids[:consumed]

@@ -22,6 +22,7 @@ class StreamOptions:
     min_tokens: stop strings count after so many ids.
     timings: report the instants of tokenizer, engine and detokenizer with the last response.
     tokenized_ns: CLOCK_MONOTONIC, the ids were ready; 0 if unknown.
+    replayed_ids: ids whose text was sent already, before the stream was cut: an echoed prompt's, then generated ones.
     """
 
     stream: bool = False
@@ -33,6 +34,7 @@ class StreamOptions:
     min_tokens: int = 0
     timings: bool = False
     tokenized_ns: int = 0
+    replayed_ids: tuple[int, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

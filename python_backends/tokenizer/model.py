@@ -137,6 +137,7 @@ class TritonPythonModel:
             refused += [
                 ("return_prompt_log_probs", prompt.prompt_log_probs, "false"),
                 ("max_tokens", prompt.max_tokens == 0 and "0", "1 or more"),
+                ("continue_ids", prompt.continue_ids.size and f"{prompt.continue_ids.size} ids", "left out"),
             ]
         for name, value, neutral in refused:
             if value:
@@ -153,10 +154,13 @@ class TritonPythonModel:
         if max_tokens is None:
             max_tokens = max(1, min(DEFAULT_MAX_TOKENS, self._limits.max_seq_len - len(ids)))
         check_fits(len(ids), max_tokens, self._limits, name)
+        continued = prompt.continue_ids.tolist()
+        if len(continued) > max_tokens:
+            raise InvalidArgument("continue_ids", f"must hold at most max_tokens, {max_tokens}, got {len(continued)}")
         end_ids = self._end_ids(prompt)
         outputs = {
-            "input_ids": row(ids),
-            "input_lengths": row([len(ids)]),
+            "input_ids": row(ids + continued),
+            "input_lengths": row([len(ids) + len(continued)]),
             "max_tokens": row([max_tokens]),
             # An engine takes one end id; the other ids that end the output are sent as stop words of one id.
             "end_id": row([end_ids[0] if end_ids else -1]),
@@ -178,6 +182,10 @@ class TritonPythonModel:
         stream_options = prompt.options
         if stream_options.timings:
             stream_options = dataclasses.replace(stream_options, tokenized_ns=tokenized_ns)
+        if continued:
+            outputs["num_continued_tokens"] = row([len(continued)])
+            replayed = (*(ids if stream_options.echo else ()), *continued)
+            stream_options = dataclasses.replace(stream_options, replayed_ids=replayed)
         options = stream_options.to_json()
         outputs["stream_options"] = texts(options)
         if self._metadata_channel is not None:  # last, because the request id is in use from here on

@@ -36,6 +36,7 @@ class PromptRequest:
     tools, chat_template_kwargs: what its template gets besides, as JSON; None when not sent.
     input_ids: int32[n], the prompt's ids, all in the vocabulary.
     truncate: keep the prompt's last so many tokens; -1 for as many as fit, None for all.
+    continue_ids: int32[m], ids of the output that were generated already.
     max_tokens: longest output, None for the default.
     stop_token_ids: ids that end the output, beside the model's own.
     end_id: None for the model's own, -1 for none.
@@ -50,6 +51,7 @@ class PromptRequest:
     chat_template_kwargs: str | None
     input_ids: np.ndarray | None
     truncate: int | None
+    continue_ids: np.ndarray
     max_tokens: int | None
     stop_token_ids: tuple[int, ...]
     end_id: int | None
@@ -89,6 +91,9 @@ def parse(
     priority.read(parameters)
     prompt, messages = inputs.text("text_input"), inputs.text("messages")
     input_ids = _prompt_ids(inputs, limits.vocab_size, max_prompt_bytes)
+    continued = inputs.array("continue_ids")
+    continue_ids = np.zeros(0, np.int32) if continued is None else continued.reshape(-1)
+    check_ids("continue_ids", continue_ids, limits.vocab_size)
     prompts = {"text_input": prompt, "messages": messages, "input_ids": input_ids}
     sent = [name for name, value in prompts.items() if value is not None]
     if not sent:
@@ -122,12 +127,15 @@ def parse(
     if not all(map(math.isfinite, bias_weights)):
         raise InvalidArgument("embedding_bias_weights", f"must be finite numbers, got {bias_weights}")
     stop_token_ids = tuple(dict.fromkeys(_ids(inputs, "stop_token_ids", limits.vocab_size)))
+    if ended := set(stop_token_ids).intersection(continue_ids.tolist()):
+        raise InvalidArgument("continue_ids", f"must hold none of stop_token_ids, got {min(ended)}")
     return PromptRequest(
         prompt=prompt,
         messages=messages,
         **chat,
         input_ids=input_ids,
         truncate=truncate,
+        continue_ids=continue_ids,
         max_tokens=max_tokens,
         stop_token_ids=stop_token_ids,
         end_id=_end_id(inputs, limits.vocab_size),

@@ -12,7 +12,7 @@ import openai
 import pytest
 import tokenizers
 import tritonclient.grpc.aio as triton
-from triton_requests import ask, responses
+from triton_requests import Answer, ask, responses, take
 
 from build.base.checkpoint import open_checkpoint
 from clients import AsyncClient
@@ -177,3 +177,92 @@ async def test_an_evaluation_harness_gets_what_it_sums_up(replica, engine_dir, c
     assert refused.value.param == "max_tokens"
     plain = await ask(client, {"input_ids": ids, "max_tokens": 0, "exclude_input_in_output": False})
     assert (plain.ids, plain.text, plain.log_probs) == (ids, alone.choices[0].text, [])
+
+
+# ---- continued streams ----------------------------------------------------------------------------------------------
+
+CUT = {"max_tokens": 24, "stream": True, "return_log_probs": True}
+
+
+async def parts(client, inputs):
+    """[(text, ids, log probs)] of every response, and the outputs of the last."""
+    found, outputs = [], {}
+    async for result, error in responses(client, inputs):
+        assert not error, error
+        answer = Answer()
+        take(answer, result)
+        found.append((answer.text, answer.ids, answer.log_probs))
+        outputs |= answer.outputs
+    return found, outputs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"text_input": PROMPT, "ignore_eos": True},
+        {"text_input": PROMPT, "ignore_eos": True, "repetition_penalty": 1.3, "min_tokens": 15},
+        {"text_input": PROMPT, "presence_penalty": 0.8, "frequency_penalty": 0.4},
+        {"text_input": PROMPT, "stop_words": ["return ", "Return a list"], "exclude_input_in_output": False},
+        {"text_input": "# 我能吞下玻璃 👩‍💻\nx = '我能吞下玻璃 👩‍💻', '", "ignore_eos": True, "num_top_log_probs": 2},
+        {"text_input": "x = 1\n", "max_tokens": 60},
+    ],
+    ids=["plain", "repetition_penalty", "penalties", "stop_words", "characters", "end"],
+)
+async def test_wherever_a_stream_is_cut_what_follows_is_what_would_have_followed(client, options):
+    asked = CUT | options
+    whole, end = await parts(client, asked)
+    text, ids, log_probs = ("".join(part[0] for part in whole), *(sum((p[n] for p in whole), []) for n in (1, 2)))
+    prompt = 0 if options.get("exclude_input_in_output", True) else end["num_input_tokens"].item()
+    told, boundaries = "", {}
+    for added, new, _ in whole[:-1]:
+        told += added
+        boundaries[len(new) + max(boundaries, default=0)] = told
+    length = len(ids) - prompt
+    cuts = range(length) if options == {"text_input": PROMPT, "ignore_eos": True} else {0, 1, length // 2, length - 1}
+    cuts = sorted({*cuts, *[at - prompt for at in boundaries][:: 1 + len(boundaries) // 4]})
+    for cut in cuts:
+        rest, last = await parts(client, asked | {"continue_ids": ids[prompt : prompt + cut]})
+        rest_text = "".join(part[0] for part in rest)
+        assert sum((part[1] for part in rest), []) == (ids if cut == 0 else ids[prompt + cut :]), cut
+        assert text.endswith(rest_text), cut
+        if prompt + cut in boundaries:
+            assert boundaries[prompt + cut] + rest_text == text, cut
+        values = sum((part[2] for part in rest), [])
+        np.testing.assert_allclose(values, log_probs[cut:], atol=2e-3)
+        for name in ("finish_reason", "stop_reason", "num_input_tokens", "num_output_tokens"):
+            assert np.array_equal(last.get(name), end.get(name)), (name, cut)
+        np.testing.assert_allclose(last["cum_log_probs"], end["cum_log_probs"], atol=0.02)
+
+
+async def test_a_stream_that_had_ended_ends_at_once_as_it_did(client):
+    for more in ({"ignore_eos": True}, {"text_input": "x = 1\n", "max_tokens": 60}):
+        asked = {"text_input": PROMPT, "max_tokens": 10} | more
+        whole = await ask(client, asked)
+        again = await ask(client, asked | {"continue_ids": whole.ids})
+        assert (again.text, again.ids, again.finish_reasons) == ("", [], whole.finish_reasons)
+        for name in ("stop_reason", "num_output_tokens", "num_input_tokens"):
+            assert np.array_equal(again.outputs.get(name), whole.outputs.get(name))
+
+
+async def test_a_sampled_stream_goes_on_with_other_random_numbers_always_the_same(replica, engine_dir, client):
+    asked = {"text_input": PROMPT, "max_tokens": 30, "temperature": 1.0, "seed": 7, "ignore_eos": True}
+    whole = await ask(client, asked)
+    one, two = [await ask(client, asked | {"continue_ids": whole.ids[:10]}) for _ in range(2)]
+    assert one.ids == two.ids and len(one.ids) == 20
+    counted = asked | {"presence_penalty": 0.5}
+    whole = await ask(client, counted)
+    rest = await ask(client, counted | {"continue_ids": whole.ids[:10]})
+    assert rest.ids == whole.ids[10:]  # generated again from the start, with the same random numbers
+    wrong = [*whole.ids[:9], (whole.ids[9] + 1) % 4000]
+    refused = await ask(client, counted | {"continue_ids": wrong})
+    told = refused.error or refused.outputs["error_message"].item().decode()  # in band behind a probe
+    assert "continue_ids: must be what this engine generates" in told
+    no_seed = {name: value for name, value in counted.items() if name != "seed"}
+    refused = await ask(client, no_seed | {"continue_ids": whole.ids[:10]})
+    assert "presence_penalty: must be 0 with continue_ids" in refused.error
+    async with openai_client(replica, engine_dir) as far:
+        body = {"model": "demo", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+        begun = await ask(client, {"text_input": PROMPT, **GREEDY})
+        more = {"ignore_eos": True, "continue_ids": begun.ids[:5]}
+        answer = await far.completions.create(**body, extra_body=more)
+    assert begun.text.endswith(answer.choices[0].text) and answer.usage.completion_tokens == 12

@@ -46,6 +46,11 @@ def test_what_asks_for_less_is_left_alone() -> None:
     assert degrade(original, Stage.SHORTER, DegradationRules()) == Degraded(original)
 
 
+def test_a_continued_stream_keeps_the_limit_that_it_began_with() -> None:
+    original = GenerationRequest("Hello", max_tokens=1000, continue_ids=(1,))
+    assert degrade(original, Stage.SHORTER, DegradationRules()) == Degraded(original)
+
+
 def test_a_promised_minimum_is_kept() -> None:
     original = GenerationRequest("Hello", max_tokens=1000, sampling=SamplingParams(min_tokens=300))
     assert degrade(original, Stage.SHORTER, DegradationRules(max_tokens=64)).request.max_tokens == 300

@@ -357,6 +357,7 @@ def test_a_prompt_of_ids_is_read_for_admission(inline: bool):
         request.raw_input_contents.extend([struct.pack("<3i", 5, 6, 7), struct.pack("<i", 2)])
     read = kserve.read(request, 5.0)
     assert (read.text_input, read.input_ids, read.truncate_prompt_tokens) == (None, (5, 6, 7), 2)
+    assert read.continue_ids == ()
     count = PromptTokens().estimate(read)
     assert (count.tokens, count.least, count.likely, count.exact) == (2, 2, 2, True)
     request.inputs[0].datatype = "INT64"

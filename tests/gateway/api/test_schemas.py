@@ -76,6 +76,14 @@ def test_an_echo_may_have_log_probabilities_and_no_output() -> None:
         chat(max_tokens=0)
 
 
+def test_a_continued_stream_is_one_choice() -> None:
+    for made in (completion(continue_ids=[4, 5]), chat(continue_ids=[4, 5])):
+        assert made.generations(SETTINGS, 5.0)[0].continue_ids == (4, 5)
+    for wrong in (completion(continue_ids=[4], n=2), completion(continue_ids=[4], prompt=["a", "b"])):
+        with pytest.raises(InvalidArgument, match="continue_ids: must be left out with several prompts or n above 1"):
+            wrong.generations(SETTINGS, 5.0)
+
+
 def test_a_chat_takes_the_default_limit_and_either_name_of_its_own() -> None:
     assert chat().generations(SETTINGS, 5.0)[0].max_tokens == SETTINGS.default_max_tokens
     for name in ("max_tokens", "max_completion_tokens"):

@@ -224,6 +224,42 @@ def test_a_sequence_that_reaches_its_length_ends_without_a_stop_id(setting):
     assert sink.increments[-1].state.stop_id == -1
 
 
+def test_a_continued_sequence_counts_on_from_where_it_was_cut(setting):
+    key, sink = setting.submit(prompt=6, max_tokens=3, continued=2, stop_sequences=((5, 8),))
+    [command] = setting.link.commands
+    assert (command.input_ids.tolist(), command.max_tokens) == ([0, 1, 2, 3, 4, 5], 3)
+    scored = StepOutput(key, [], [], StreamEvent.RUNNING, prompt_log_probs=[0.0, -1.0, -1.0, -1.0, -2.0, -3.0])
+    setting.engine.on_report(StepReport(1, 2, [scored]))
+    setting.link.report((key, [8], StreamEvent.RUNNING))  # completes a stop sequence that began before the cut
+    assert sink.end() == (StreamEvent.STOP, [8])
+    last = sink.increments[-1]
+    assert (last.state.num_input_tokens, last.num_output_tokens, last.cum_log_prob) == (4, 3, -5.5)
+
+
+def test_ids_that_a_penalty_counts_are_generated_again_and_not_sent(setting):
+    changes = {"prompt": 6, "max_tokens": 5, "continued": 2, "replay": True}
+    key, sink = setting.submit(**changes)
+    wrong, refused = setting.submit(**changes)
+    assert [command.input_ids.tolist() for command in setting.link.commands] == [[0, 1, 2, 3]] * 2
+    setting.link.report((key, [4], StreamEvent.RUNNING), (wrong, [9], StreamEvent.RUNNING))
+    setting.link.report((key, [5, 6], StreamEvent.RUNNING))
+    setting.link.report((key, [7], StreamEvent.LENGTH))
+    assert sink.end() == (StreamEvent.LENGTH, [6, 7])
+    last = sink.increments[-1]
+    assert (last.num_output_tokens, last.cum_log_prob, last.state.num_input_tokens) == (4, -2.0, 4)
+    assert refused.end() == (None, []) and setting.link.ended() == [wrong]
+    assert "continue_ids: must be what this engine generates" in str(refused.error)
+    assert "got 4 in place of 9" in str(refused.error)
+    setting.link.confirm(wrong)
+    assert setting.is_empty()
+
+
+def test_a_continued_sequence_that_had_ended_ends_as_it_did(setting):
+    key, sink = setting.submit(max_tokens=0, continued=2, ended_by=3)
+    setting.link.report((key, [], StreamEvent.LENGTH))
+    assert sink.end() == (StreamEvent.STOP, []) and sink.increments[-1].state.stop_id == 3
+
+
 def test_requests_join_while_others_run_and_wait_for_slots_and_blocks(setting):
     first, second, third = (setting.submit()[0] for _ in range(3))
     assert setting.link.added() == [first, second]  # two slots

@@ -148,6 +148,62 @@ def test_what_this_engine_cannot_honour_is_refused_by_name(ask, name, value, pro
     assert caught.value.field == name
 
 
+CONTINUED = {"input_ids": [1, 2, 3, 4, 5], "input_lengths": 5, "num_continued_tokens": 2, "end_id": 7}
+
+
+def test_a_continued_sequence_has_what_is_left_of_its_limits(ask):
+    request = ask(**CONTINUED, min_tokens=6, seed=11, temperature=1.0, return_log_probs=True)
+    assert (request.prompt_ids.tolist(), request.continued_ids.tolist()) == ([1, 2, 3], [4, 5])
+    assert request.worker_ids.tolist() == [1, 2, 3, 4, 5] and not request.replay
+    assert (request.max_tokens, request.sampling.min_tokens, request.ended_by) == (8, 4, -1)
+    assert request.sampling.seed not in (None, 11) and request.sampling.prompt_log_probs
+    again = ask(**CONTINUED, seed=11, temperature=1.0)
+    assert again.sampling.seed == request.sampling.seed and not again.sampling.prompt_log_probs
+    echoed = ask(**CONTINUED, exclude_input_in_output=False)
+    assert not echoed.echo and echoed.sampling.seed is None
+
+
+def test_a_continued_sequence_that_had_ended_generates_nothing(ask):
+    assert ask(**CONTINUED, request_output_len=2).max_tokens == 0
+    for more in ({}, {"presence_penalty": 1.0}):
+        ended = ask(**CONTINUED | {"end_id": 5}, **more)
+        assert (ended.max_tokens, ended.ended_by, ended.replay) == (0, 5, False)
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+def test_penalties_that_count_generated_ids_have_them_generated_again(ask, name):
+    for more in ({}, {"temperature": 1.0, "seed": 3}):
+        request = ask(**CONTINUED, **{name: 0.5}, min_tokens=6, **more)
+        assert request.replay and request.worker_ids.tolist() == [1, 2, 3]
+        assert (request.max_tokens, request.sampling.min_tokens) == (10, 6)
+        assert request.sampling.seed == more.get("seed")
+    assert not ask(**CONTINUED, repetition_penalty=1.5).replay
+    with pytest.raises(InvalidArgument, match=f"{name}: must be 0 with continue_ids, unless"):
+        ask(**CONTINUED, **{name: 0.5}, temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "problem"),
+    [
+        (
+            {"num_continued_tokens": -1},
+            "num_continued_tokens: must be 0 to request_output_len, and less than input_ids",
+        ),
+        ({"num_continued_tokens": 5}, "num_continued_tokens: must be 0 to request_output_len"),
+        ({"request_output_len": 1}, "num_continued_tokens: must be 0 to request_output_len"),
+        ({"end_id": 4}, "continue_ids: must hold an id that ends the output only last, got 4"),
+        ({"guided_decoding_guide_type": "json"}, "continue_ids: must be left out with a guide"),
+        (
+            {"exclude_input_in_output": False, "return_log_probs": True, "return_prompt_log_probs": True},
+            "return_prompt_log_probs: must be false with continue_ids",
+        ),
+    ],
+)
+def test_what_could_not_go_on_as_if_it_had_not_been_cut_is_refused(ask, inputs, problem):
+    with pytest.raises(InvalidArgument, match=problem):
+        ask(**CONTINUED | inputs)
+
+
 def test_a_prompt_alone_and_its_log_probabilities_need_an_echo(ask):
     echo = {"exclude_input_in_output": False, "request_output_len": 0}
     assert ask(**echo).max_tokens == 0

@@ -242,6 +242,64 @@ def test_an_echo_without_output_has_no_output_tokens():
     assert (reader.ids, last.num_output_tokens) == ([5, 6], 0)
 
 
+# ---- continued streams ----------------------------------------------------------------------------------------------
+
+PIECES = ("The ", "fox", " jumps over", "nothing", " 我能", "👩‍💻", "�", " the ", "é")
+
+
+@given(
+    st.sampled_from(FAMILIES),
+    st.lists(st.sampled_from(PIECES), max_size=8).map("".join),
+    st.lists(st.integers(0, 300), max_size=6),
+    st.data(),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "stop": st.lists(
+                st.sampled_from(("jumps over", "fox jumps", "吞", "\U0001f469", "xnot", "o", "é ")), max_size=2
+            ),
+            "include_stop": st.booleans(),
+            "echo": st.booleans(),
+            "min_tokens": st.integers(0, 8),
+            "skip_special_tokens": st.booleans(),
+        },
+    ),
+)
+def test_wherever_a_stream_is_cut_its_two_parts_are_the_whole(family, text, more, data, options):
+    whole = Reader(family, prompt=3, **options)
+    prompt = whole.encode("A 👩‍💻")[:3] if options.get("echo") else []
+    prompt += [7] * (3 - len(prompt)) if prompt else []
+    ids = whole.encode(text) + more
+    cut_at = data.draw(st.integers(0, len(ids)))
+
+    first = Reader(family, prompt=3, **options)
+    for reader in (whole, first):
+        reader.feed(*prompt, log_probs=[])
+        for token in ids if reader is whole else ids[:cut_at]:
+            reader.feed(token)
+    last = whole.feed(event=StreamEvent.LENGTH)
+    if first.stops or not whole.ids:
+        return  # the client of a stream that a stop string has ended knows its end
+    received = first.ids[len(prompt) :]
+    told = first.text
+
+    rest = Reader(family, prompt=3, **options | {"replayed_ids": [*prompt, *received]})
+    for place in range(len(received), len(ids)):
+        state = StreamState(5, 1, StreamEvent.RUNNING, num_input_tokens=3)
+        so_far = -float(sum(ids[: place + 1]))
+        increment = TokenIncrement(state, [ids[place]], [-float(ids[place])], (), so_far, 0, rest.options)
+        rest.options = ""
+        added = rest.streams.feed(increment)
+        rest.increments += [added] if added else []
+    end = rest.feed(event=StreamEvent.LENGTH)
+    assert told + rest.text == whole.text
+    assert received + rest.ids == whole.ids[len(prompt) :]
+    assert (end.finish_reason, end.stop_reason) == (last.finish_reason, last.stop_reason)
+    assert end.num_output_tokens == last.num_output_tokens
+    if rest.ids:
+        assert end.cum_log_prob == pytest.approx(last.cum_log_prob)
+
+
 # ---- log probabilities ----------------------------------------------------------------------------------------------
 
 

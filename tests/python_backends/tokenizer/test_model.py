@@ -155,6 +155,19 @@ def test_a_truncated_prompt_is_its_end_and_minus_one_keeps_what_fits(ask, tiny_e
         assert len(expected) + found["max_tokens"].item() <= limit
 
 
+def test_continued_ids_follow_the_prompt_and_the_detokenizer_learns_what_was_sent(ask, library):
+    ids = library.encode("Hello").ids
+    for echo, replayed in ((False, (5, 6)), (True, (*ids, 5, 6))):
+        found = ask(text_input="Hello", continue_ids=[5, 6], max_tokens=9, exclude_input_in_output=not echo)
+        assert found["input_ids"].tolist() == [[*ids, 5, 6]] and found["input_lengths"].item() == len(ids) + 2
+        assert (found["num_continued_tokens"].item(), found["max_tokens"].item()) == (2, 9)
+        assert StreamOptions.from_json(found["stream_options"].item().decode()).replayed_ids == replayed
+    assert "num_continued_tokens" not in ask(text_input="Hello", continue_ids=[])
+    assert "continue_ids: must hold at most max_tokens, 1, got 2" in str(
+        ask(text_input="a", continue_ids=[5, 6], max_tokens=1)
+    )
+
+
 def test_a_long_prompt_is_refused_unless_it_is_truncated(ask, tiny_engine):
     text = "word " * 4 * manifests.load(tiny_engine).max_seq_len
     assert isinstance(ask(text_input=text), PromptTooLong)
@@ -401,4 +414,5 @@ def test_what_the_cpp_backend_cannot_do_is_refused_by_name(cpp):
     echo = {"request_id": "r1", "text_input": "a", "exclude_input_in_output": False}
     assert "return_prompt_log_probs: must be false, got True" in str(cpp(**echo, return_prompt_log_probs=True))
     assert "max_tokens: must be 1 or more, got 0" in str(cpp(**echo, max_tokens=0))
+    assert "continue_ids: must be left out, got 2 ids" in str(cpp(**echo, continue_ids=[1, 2]))
     assert not cpp.known

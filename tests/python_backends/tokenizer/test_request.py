@@ -91,6 +91,8 @@ def test_end_tokens_are_the_models_own_one_of_the_callers_or_none(ask):
         ({"input_ids": []}, "input_ids", "must hold at least one token id, got none"),
         ({"input_ids": [0, 100]}, "input_ids", "must hold ids from 0 to 99, got 100"),
         ({"input_ids": [-1]}, "input_ids", "must hold ids from 0 to 99, got -1"),
+        ({"continue_ids": [3, 100]}, "continue_ids", "must hold ids from 0 to 99, got 100"),
+        ({"continue_ids": [3, 4], "stop_token_ids": [4]}, "continue_ids", "must hold none of stop_token_ids, got 4"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be 1 or more, or -1 for what fits, got 0"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "must be 1 or more, or -1 for what fits, got -2"),
         ({"text_input": ""}, "text_input", "must have at least one character"),
