@@ -231,7 +231,10 @@ class Cutter:
             self._trims, self._began = False, True
 
     def _finish(self) -> None:
-        self._read_text(self._finder.finish())
+        rest = self._finder.finish()
+        # After a call the beginning of a marker is one that the limit has cut.
+        if not (self._calls_begun and self._trims) and not (self._state == _BETWEEN and self._raw is None):
+            self._read_text(rest)
         self._leave_call()
         if self._state == _TEXT:
             self._content.append(self._blank)

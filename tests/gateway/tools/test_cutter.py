@@ -191,6 +191,14 @@ def test_what_an_upstream_has_cut_passes_unchanged() -> None:
         assert cutter.feed(end) is end
 
 
+@pytest.mark.parametrize("rest", ["</tool", f"{END}\n<tool_c", f"{END}\n", "\n"])
+def test_a_marker_that_the_limit_cuts_after_a_call_is_no_text(rest: str) -> None:
+    for splits in ((), range(1000)):
+        pieces = [CALL, call(), *(piece for piece in rest.partition(END) if piece)]
+        assert cut(pieces, splits=splits, end=FinishReason.LENGTH) == parts("", [("f", "{}")])
+    assert cut([CALL, call(), END, "a <tool"], end=FinishReason.LENGTH)["text"] == "a <tool"
+
+
 def test_arguments_are_sent_as_they_come() -> None:
     cutter = Cutter(BOTH, LETTERS, str)
     ids = LETTERS.ids([CALL, call("f", {"x": "abc"}), END])
