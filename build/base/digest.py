@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from pathlib import Path
 
 from build.base import layout
@@ -46,7 +45,4 @@ def _load(cache: Path) -> dict[str, str]:
 
 def _save(cache: Path, known: dict[str, str]) -> None:
     with contextlib.suppress(OSError):  # a full or read-only disk: it is hashed again the next time
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        partial = cache.with_name(f"{cache.name}.partial-{os.getpid()}")
-        partial.write_text(json.dumps(known, indent=0))
-        os.replace(partial, cache)
+        layout.write_whole(cache, json.dumps(known, indent=0))

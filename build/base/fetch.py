@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from build.base import digest, gguf_folder, layout, program, wheel
+from build.base.checkpoint import TOKENIZER_FILES
 from build.base.encoder_checkpoint import SENTENCE_FILES
 from contract.errors import InvalidArgument
 
@@ -26,12 +27,7 @@ PATTERNS = (
     "generation_config.json",
     "*.safetensors",
     "*.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-    "chat_template.jinja",
+    *TOKENIZER_FILES,
     *SENTENCE_FILES,
 )
 IGNORED = ("[!1]*/*", "consolidated*")  # 1_Pooling/ is the one folder that is read

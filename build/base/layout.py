@@ -42,6 +42,14 @@ def logs(engine: str) -> Path:
     return ENGINES / engine / "logs"
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, whole or not at all; its folder is made. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
 def relative(path: Path) -> Path:
     """``path`` from the repository root, or itself where it lies elsewhere."""
     return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path

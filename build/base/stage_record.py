@@ -7,11 +7,10 @@ it left. A kill leaves no record, a changed or damaged file belies it: both run 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from build.base import digest
+from build.base import digest, layout
 
 
 class StageRecords:
@@ -46,11 +45,7 @@ class StageRecords:
         """Records the stage as done, whole or not at all. made: files, or folders with all that is in them."""
         files = [file for path in made for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
         hashes = {str(f.relative_to(self._folder)): digest.sha256_file(f) for f in files if f.is_file()}
-        path = self._path(stage)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-        partial.write_text(json.dumps({"key": key, "files": hashes}, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        layout.write_whole(self._path(stage), json.dumps({"key": key, "files": hashes}, indent=2) + "\n")
 
     def digest(self, stage: str) -> str:
         """Of what the stage made; it goes into the keys of those after it."""

@@ -6,13 +6,26 @@ that later tokens attend to keys and values read back from the cache in its own 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import openvino as ov
 
+from contract.errors import EngineFailed
+
 PIECE_TOKENS = 128
+
+
+def save(model: ov.Model, folder: Path) -> None:
+    """Write openvino_model.xml and openvino_model.bin. Raises EngineFailed where the disk is full."""
+    try:
+        ov.save_model(model, str(folder / "openvino_model.xml"), compress_to_fp16=False)
+    except RuntimeError as exc:  # iostream's words for a disk that is full are no help
+        free = shutil.disk_usage(folder).free
+        problem = f"{folder}: the model could not be written ({exc}); {free / 1e6:,.1f} MB of disk are free there"
+        raise EngineFailed(problem) from exc
 
 
 class OpenVinoEngine:

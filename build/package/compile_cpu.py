@@ -13,7 +13,6 @@ Neither torch nor nncf is needed, then or later.
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,13 +21,13 @@ import numpy as np
 import openvino as ov
 
 from build.base.checkpoint import Checkpoint, CheckpointError
-from build.model import detokenizer, exported_graph, graph, lora_adapter, lora_graph
+from build.model import detokenizer, exported_graph, graph, lora_adapter, lora_graph, openvino_engine
 from build.model.calibration import open_tokenizer, read_texts, token_blocks
 from build.model.lora_graph import LoraGraph
 from build.model.weights import PRECISIONS, Int4, Weights
 from build.package import side_files
 from build.recipe.recipe import Recipe
-from contract.errors import EngineFailed, InvalidArgument
+from contract.errors import InvalidArgument
 
 
 def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, notify: Callable[[str], None]) -> None:
@@ -55,12 +54,7 @@ def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, notify: Ca
         adapters = LoraGraph(opened, arch.vocab_size, weights, _computes_in_f32(recipe)) if opened else None
         model = graph.decoder(arch, matrix, weights.vector, adapters)
     notify("writing openvino_model.xml and openvino_model.bin")
-    try:
-        ov.save_model(model, str(folder / "openvino_model.xml"), compress_to_fp16=False)
-    except RuntimeError as exc:  # iostream's words for a disk that is full are no help
-        free = shutil.disk_usage(folder).free
-        problem = f"{folder}: the model could not be written ({exc}); {free / 1e6:,.1f} MB of disk are free there"
-        raise EngineFailed(problem) from exc
+    openvino_engine.save(model, folder)
     checkpoint.copy_side_files(folder)
     detokenizer.write(folder / "tokenizer.json", arch.vocab_size, folder)
     detokenizer.write_checker(arch, folder)

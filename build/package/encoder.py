@@ -216,19 +216,12 @@ def _is_there(folder: Path, requested: EngineManifest) -> bool:
 def _compile(
     recipe: EncoderRecipe, checkpoint: EncoderCheckpoint, answers: tuple[int, int] | None, folder: Path
 ) -> None:
-    import openvino as ov  # takes longer to import than to find out that nothing changed
-
-    from build.model import encoder_graph
+    from build.model import encoder_graph, openvino_engine  # OpenVINO is slow to import
     from build.model.weights import Weights
 
     weights = Weights(checkpoint, recipe.precision, 128)
     model = encoder_graph.encoder(checkpoint, weights, answers)
-    try:
-        ov.save_model(model, str(folder / "openvino_model.xml"), compress_to_fp16=False)
-    except RuntimeError as exc:  # iostream's words for a disk that is full are no help
-        free = shutil.disk_usage(folder).free
-        problem = f"{folder}: the model could not be written ({exc}); {free / 1e6:,.1f} MB of disk are free there"
-        raise EngineFailed(problem) from exc
+    openvino_engine.save(model, folder)
     for name in ("config.json", *TOKENIZER_FILES):
         if (checkpoint.folder / name).is_file():
             shutil.copyfile(checkpoint.folder / name, folder / name)

