@@ -21,6 +21,8 @@ from gateway import openapi
 from gateway.api import error_responses, monitoring
 from gateway.api.chat import ChatFormatter
 from gateway.api.completions import CompletionFormatter
+from gateway.api.encoder_http import EncoderEndpoint
+from gateway.api.encoder_schemas import BODIES as ENCODER_BODIES
 from gateway.api.openai_http import OpenAIEndpoint
 from gateway.api.request_body import bearer_token
 from gateway.api.vocabulary import Vocabulary
@@ -35,7 +37,7 @@ def build(service: Service) -> ASGIApp:
     """Return the application; its lifespan starts and closes the service."""
     settings = service.settings
     vocabulary = Vocabulary(settings.tokenizer)
-    semantic = semantic_cache.configured(settings, time.monotonic, service.metrics.registry)
+    semantic = semantic_cache.configured(settings, time.monotonic, service.metrics.registry, service.encoding)
     reuse = ResponseReuse(service, service.configuration.policy.reuse, time.monotonic, semantic)
     batches = Batches(service, vocabulary) if settings.batch_db else None
 
@@ -48,13 +50,13 @@ def build(service: Service) -> ASGIApp:
             tenant = service.tenant(bearer_token(request.headers.get("authorization", "")))
         except TridentError as error:
             return _error_response(error_responses.http(error))
-        table = {"object": "list", "data": [described(model) for model in service.models.of(tenant)]}
+        table = {"object": "list", "data": [described(model) for model in service.models_of(tenant)]}
         return Response(orjson.dumps(table), media_type="application/json")
 
     async def get_model(request: Request) -> Response:
         try:
             tenant = service.tenant(bearer_token(request.headers.get("authorization", "")))
-            model = service.models.find(request.path_params["name"], tenant)
+            model = service.model_of(request.path_params["name"], tenant)
         except TridentError as error:
             return _error_response(error_responses.http(error))
         return Response(orjson.dumps(described(model)), media_type="application/json")
@@ -80,6 +82,7 @@ def build(service: Service) -> ASGIApp:
             Route("/v1/models/{name:path}", get_model),
             Route("/v1/chat/completions", OpenAIEndpoint(service, reuse, ChatFormatter, vocabulary), methods=["POST"]),
             Route("/v1/completions", OpenAIEndpoint(service, reuse, CompletionFormatter, vocabulary), methods=["POST"]),
+            *(Route(path, EncoderEndpoint(service, body), methods=["POST"]) for path, body in ENCODER_BODIES.items()),
             *monitoring.health_routes(service, public=True),
             Route("/openapi.json", schema),
             *(batches.routes() if batches is not None else ()),

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from gateway.api.encoder_schemas import BODIES
 from gateway.api.schemas import MAX_STOPS, ChatRequest, CompletionRequest
 from gateway.batch import openapi
 from gateway.config.settings import Settings
@@ -31,8 +32,9 @@ _ONE_LIST_OF_IDS = {"properties": {"prompt": {"type": "array", "items": {"type":
 
 def document(settings: Settings) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document."""
+    kinds = (ChatRequest, CompletionRequest, *BODIES.values())
     names, definitions = models_json_schema(
-        [(ChatRequest, "validation"), (CompletionRequest, "validation")], ref_template="#/components/schemas/{model}"
+        [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
     )
     _drop_abuse_limits(definitions["$defs"])
     _add_rules(definitions["$defs"], settings)
@@ -42,9 +44,11 @@ def document(settings: Settings) -> dict[str, Any]:
     generated = _response("The response, or its events", "application/json", any_object)
     generated["content"]["text/event-stream"] = {"schema": {"type": "string"}}
 
-    def post(kind: type) -> dict[str, Any]:
+    encoded = _response("The response", "application/json", any_object)
+
+    def post(kind: type, response: dict[str, Any] = generated) -> dict[str, Any]:
         body = {"required": True, "content": {"application/json": {"schema": names[kind, "validation"]}}}
-        return {"post": {"requestBody": body, "responses": {"200": generated, **errors}}}
+        return {"post": {"requestBody": body, "responses": {"200": response, **errors}}}
 
     def get(media_type: str, *codes: str, schema: dict | None = None) -> dict[str, Any]:
         failures = {code: _response(_ERRORS[code], media_type, {}) for code in codes}
@@ -58,6 +62,7 @@ def document(settings: Settings) -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": post(ChatRequest),
             "/v1/completions": post(CompletionRequest),
+            **{path: post(kind, encoded) for path, kind in BODIES.items()},
             "/v1/models": get("application/json", "401", schema=any_object),
             "/v1/models/{name}": model,
             "/health/live": get("text/plain"),

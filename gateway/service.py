@@ -25,9 +25,10 @@ from gateway.admission.permit import Keys, Permit
 from gateway.admission.prompt_tokens import PromptTokens, load_tokenizer
 from gateway.choices import Choices
 from gateway.config.configuration import Configuration
-from gateway.config.policy import ModelRules, Policy
+from gateway.config.policy import Capability, ModelRules, Policy
 from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
+from gateway.encoding import Encoding
 from gateway.generation import GenerationRuntime
 from gateway.live_generations import LiveGenerations
 from gateway.models import HEADER, Models, ServedModel
@@ -44,6 +45,7 @@ from gateway.telemetry.tracing import Tracing, end_span
 from gateway.watchdog import Watchdog
 
 # A settlement that is retried takes less. Leases of reserved budget outlive the longest request by this much.
+ENCODES: tuple[Capability, ...] = ("embeddings", "rerank")  # of an encoder, where the file does not say
 SETTLING_S = 60.0
 
 
@@ -101,6 +103,8 @@ class Service:
             self._shadow_copy,
             lambda: self.reports_cached_tokens,
         )
+        self.replicas.encoders = configuration.pools.encoders
+        self.encoding = Encoding(settings, self.replicas, self.admission, self.live, self.metrics, self.tracing)
         self._tasks: list[asyncio.Task] = []
 
     async def start(self) -> None:
@@ -117,6 +121,7 @@ class Service:
         """Apply the current configuration to later requests."""
         policy, pools = self.configuration.policy, self.configuration.pools
         self.models.change(self._table(policy))
+        self.replicas.encoders = pools.encoders
         self.replicas.change(pools.sources, pools.shares, self.models.pools)
         rules = policy.admission
         if self.configuration.keyless:  # one tenant: there are no others to keep slots free for
@@ -133,7 +138,14 @@ class Service:
     def _table(self, policy: Policy) -> Mapping[str, ModelRules]:
         """Return the table of models: of the file, else of the environment."""
         named = self.settings.models.items()
-        return policy.models or {name: ModelRules(pools=(name,), tokenizer=Path(path)) for name, path in named}
+        table = policy.models or {name: ModelRules(pools=(name,), tokenizer=Path(path)) for name, path in named}
+        encoders = self.configuration.pools.encoders
+        return {
+            name: rules.model_copy(update={"capabilities": ENCODES})
+            if rules.capabilities is None and rules.pools and encoders.issuperset(rules.pools)
+            else rules
+            for name, rules in table.items()
+        }
 
     def _prepare(self, policy: Policy) -> None:
         """Load the tokenizers of all models. Raises InvalidArgument."""
@@ -175,7 +187,8 @@ class Service:
         """Return the pools that callers are sent to: public ones, and those of tenants and models."""
         pinned = self.configuration.pinned_pools().union(*self.models.pools.values())
         public = self.replicas.public()
-        return [pool for pool in self.replicas.pools if pool in public or pool in pinned]
+        encoders = self.replicas.encoders
+        return [pool for pool in self.replicas.pools if pool in public or pool in pinned or pool in encoders]
 
     def tenant(self, api_key: str) -> Tenant:
         """Return the tenant of a key. Raises Unauthenticated."""
@@ -206,6 +219,30 @@ class Service:
             error.retry_after_s = self.fallback.retry_after_s(replace(context, model=served), requests[0], error)
             raise error
         return replace(context, model=served, tenant=tenant if pool == tenant.pool else replace(tenant, pool=pool))
+
+    def models_of(self, tenant: Tenant) -> list[ServedModel]:
+        """Return the models that a tenant may use; an encoder that no model names is one of its pool's name."""
+        named = {pool for pools in self.models.pools.values() for pool in pools}
+        own = sorted(pool for pool in self.replicas.encoders - named if not tenant.models or pool in tenant.models)
+        table = [one for one in self.models.of(tenant) if one.rules.pools or one.name not in own]
+        return [*table, *(ServedModel(one, one, "", ModelRules(pools=(one,), capabilities=ENCODES)) for one in own)]
+
+    def model_of(self, name: str, tenant: Tenant) -> ServedModel:
+        """Return the model of a name or alias. Raises NotFound, also for one that the tenant may not use."""
+        found = next((one for one in self.models_of(tenant) if one.name == name), None)
+        return found or self.models.find(name, tenant)
+
+    def encoder_pool(self, model: str, capability: str, tenant: Tenant) -> str:
+        """Return the pool of an encoder's model. Raises NotFound, and InvalidArgument for a model that cannot do it."""
+        served, encoders = self.model_of(model, tenant), self.replicas.encoders
+        pools = [pool for pool in served.rules.pools if pool in encoders]
+        if not pools or not served.can(frozenset({capability})):
+            able = [one for one in self.models_of(tenant) if encoders.intersection(one.rules.pools)]
+            there = (
+                ", ".join(one.name for one in able if one.can(frozenset({capability}))) or "no model of this gateway"
+            )
+            raise InvalidArgument("model", f"must be one with {capability}: {there}; got {model}")
+        return next((pool for pool in pools if self.replicas.ready_in(pool)), pools[0])
 
     async def choices(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Choices:
         """Admit the requests of one caller together and returns their choices.

@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
             os.environ.update(several.gateway_environment(servers))
             there = ", ".join(f"{one.engine} at {one.grpc_url} (gRPC)" for one in servers)
             print(f"trident: starting {there}", file=sys.stderr)
+        elif several.is_encoder(settings):
+            os.environ.update(several.gateway_environment([settings]))
         return asyncio.run(Supervisor(settings).run(command))
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from contract.errors import InvalidArgument
+from contract import encoder, manifest
+from contract.errors import InvalidArgument, TridentError
 from server import ports
 from server.settings import PORT_FIELDS, Settings
 
@@ -46,7 +47,9 @@ def gateway_environment(servers: Sequence[Settings]) -> Mapping[str, str]:
     """Return the variables with which a gateway serves every engine as a model of its name."""
     hosts = {server.engine: f"{server.reachable_host}:{server.grpc_port}" for server in servers}
     scraped = (f"{hosts[one.engine]}=http://{one.reachable_host}:{one.metrics_port}/metrics" for one in servers)
+    encoders = [one.engine for one in servers if is_encoder(one)]
     return {
+        "TRIDENT_GATEWAY_ENCODERS": ",".join(encoders),
         "TRIDENT_GATEWAY_MODEL": servers[0].engine,
         "TRIDENT_GATEWAY_REPLICAS": ";".join(f"{engine}={url}" for engine, url in hosts.items()),
         "TRIDENT_GATEWAY_METRICS_URLS": ",".join(scraped),
@@ -54,3 +57,11 @@ def gateway_environment(servers: Sequence[Settings]) -> Mapping[str, str]:
             f"{one.engine}={one.engines_dir / one.engine}/tokenizer.json" for one in servers
         ),
     }
+
+
+def is_encoder(server: Settings) -> bool:
+    """Whether its engine makes embeddings or scores; an engine that cannot be read is reported when it is served."""
+    try:
+        return manifest.load(server.engines_dir / server.engine).kind in encoder.KINDS
+    except TridentError:
+        return False

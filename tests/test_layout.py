@@ -132,6 +132,7 @@ GATEWAY_LAYERS = (
     ("routing",),
     ("telemetry",),
     ("live_generations",),
+    ("encoding",),
     ("generation",),
     ("choices",),
     ("service",),

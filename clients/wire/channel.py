@@ -40,11 +40,15 @@ class AsyncChannel:
             self._generate = self._opened().unary_stream(infer_request.GENERATE)
         return self._generate(payload, timeout=timeout_s, metadata=metadata)
 
-    async def call(self, call: UnaryCall, timeout_s: float) -> bytes:
-        """Make one unary call; return the serialised response. Raises TridentError."""
+    async def call(self, call: UnaryCall, timeout_s: float, metadata: Metadata | None = None) -> bytes:
+        """Make one unary call; return the serialised response. metadata: None for the connection's own.
+
+        Raises TridentError.
+        """
         try:
             method = self._opened().unary_unary(call.method)
-            return await method(call.payload, timeout=timeout_s, metadata=self.connection.call_metadata())
+            own = self.connection.call_metadata() if metadata is None else metadata
+            return await method(call.payload, timeout=timeout_s, metadata=own)
         except grpc.aio.AioRpcError as exc:
             raise self._translated(exc) from exc
 

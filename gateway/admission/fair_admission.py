@@ -188,6 +188,29 @@ class FairAdmission:
             raise
         return QueuedPermit(ticket.requests, headers, target, ticket.turns, ticket, need.counts)
 
+    async def admit_input(self, tokens: int, least: int, tenant: Tenant, pool: str, timeout_s: float) -> QueuedPermit:
+        """Return the permit for an input that is only read, by an encoder of ``pool``, when it has a slot.
+
+        tokens, least: of the input, as estimated and in any case.
+        Raises: as ``admit``. An encoder has no overflow target and no shorter answer: under pressure it refuses.
+        """
+        rules = self._degradation
+        if rules is not None and self.pressure(tenant, pool) >= rules.refuse_at:
+            raise self._refusal("pressure", Overloaded("there is more work than can be done"), pool)
+        work = GenerationRequest(text_input="", max_tokens=max(1, tokens), timeout_s=timeout_s)
+        ticket = _Ticket(self, tenant, "", self._clock(), (work,), tokens)
+        ticket.slot = self._acquire(tenant, 1, pool)
+        try:
+            self._check_room(tenant, pool)
+            ticket.reservation = await self._reserve(tenant.levels, tokens, least, pool)
+            claim = ticket.claim(pool, tokens, 1)
+            ticket.turns = (Turn(ticket, pool, claim),)
+            await claim.turn(0)
+        except BaseException:
+            ticket.close(0)
+            raise
+        return QueuedPermit(ticket.requests, dict(ticket.reservation.headers), "", ticket.turns, ticket)
+
     async def admit_reader(self, tenant: Tenant) -> QueuedPermit:
         """Admit a reader of a reused response: charge one request and hold the caps, but no tokens and no slot.
 

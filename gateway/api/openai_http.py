@@ -40,7 +40,7 @@ from gateway.tools import chat_format
 from gateway.tools.cutter import CutterRules
 
 _LOG = logging.getLogger(__name__)
-_JSON = (b"content-type", b"application/json")
+JSON = (b"content-type", b"application/json")
 # Of the tensors that a replica's errors name.
 _OPENAI_NAMES = {"text_input": "prompt", "input_ids": "prompt", "stop_words": "stop"}
 Body = ChatRequest | CompletionRequest
@@ -55,6 +55,7 @@ class OpenAIEndpoint:
     ) -> None:
         self._service, self._reuse = service, reuse
         self._formatter, self._vocabulary = formatter, vocabulary
+        self.operation = formatter.operation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -84,7 +85,7 @@ class OpenAIEndpoint:
                 if error is not None:
                     status = error.http_status
                     await self._send_error(response, error, request_id)
-        service.metrics.requests.labels("http", self._formatter.operation, status).inc()
+        service.metrics.requests.labels("http", self.operation, status).inc()
 
     async def _read_body(
         self, request: Request, lease: Lease, receive: Receive, send: Send, request_id: str
@@ -112,14 +113,11 @@ class OpenAIEndpoint:
         self, response: ResponseStream, request: Request, tenant: Tenant, data: bytes, request_id: str
     ) -> None:
         settings = self._service.settings
-        if not can_travel(request_id):
-            raise InvalidArgument("x-request-id", f"must be at most {MAX_REQUEST_ID} printable ASCII characters")
+        check_request_id(request_id)
         body = _parse(self._formatter, data, settings)
-        timeout_s = _timeout_s(request.headers.get("x-trident-timeout-s"), settings.request_timeout_s)
+        timeout_s = requested_timeout_s(request.headers.get("x-trident-timeout-s"), settings.request_timeout_s)
         session = request.headers.get("x-session-id", "")[:MAX_REQUEST_ID]
-        context = RequestContext(
-            tenant, "http", self._formatter.operation, request_id, _joined_headers(request), session
-        )
+        context = RequestContext(tenant, "http", self.operation, request_id, joined_headers(request), session)
         requests, context, rules = await _routed(self._service, body, context, timeout_s)
         async with _admitted(body, requests, context, self._reuse.open) as stream:
             vocabulary = _vocabulary(self._service, context, self._vocabulary)
@@ -138,13 +136,11 @@ class OpenAIEndpoint:
                     replayed=replayed,
                 )
                 # Called when the status is sent: until then a stream may go elsewhere, which changes its headers.
-                headers = partial(_response_headers, request_id, stream.headers)
+                headers = partial(response_headers, request_id, stream.headers)
                 await response.send_events(headers, deltas, encoder)
             else:
                 fields = await _collect(formatter, deltas, body, request_id)
-                await response.respond(
-                    200, [*_response_headers(request_id, stream.headers), _JSON], orjson.dumps(fields)
-                )
+                await response.respond(200, [*response_headers(request_id, stream.headers), JSON], orjson.dumps(fields))
 
     async def _send_error(self, response: ResponseStream, error: TridentError, request_id: str) -> None:
         """Send the error as a status or, if the status was sent already, as the stream's last event."""
@@ -153,16 +149,16 @@ class OpenAIEndpoint:
             await response.end(encode_event(error_responses.error_object(error)))
             return
         status, headers, body = error_responses.http(error)
-        await response.respond(status, [*headers, *_response_headers(_printable(request_id), {})], body)
+        await response.respond(status, [*headers, *response_headers(_printable(request_id), {})], body)
 
     async def _reject(
         self, receive: Receive, send: Send, rejection: tuple[int, Headers, bytes], request_id: str
     ) -> None:
         """Respond to a body that was not read to its end, and have the connection closed."""
         status, headers, body = rejection
-        headers = [*headers, *_response_headers(_printable(request_id), {}), (b"connection", b"close")]
+        headers = [*headers, *response_headers(_printable(request_id), {}), (b"connection", b"close")]
         headers.append((b"content-length", b"%d" % len(body)))
-        self._service.metrics.requests.labels("http", self._formatter.operation, status).inc()
+        self._service.metrics.requests.labels("http", self.operation, status).inc()
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": True})
         await request_body.discard(receive)
@@ -270,7 +266,13 @@ async def _collect(
     return formatter.response(completions, usage_fields([completion.usage for completion in completions], body.choices))
 
 
-def _joined_headers(request: Request) -> dict[str, str]:
+def check_request_id(request_id: str) -> None:
+    """Raises InvalidArgument for an id that cannot be a header's value."""
+    if not can_travel(request_id):
+        raise InvalidArgument("x-request-id", f"must be at most {MAX_REQUEST_ID} printable ASCII characters")
+
+
+def joined_headers(request: Request) -> dict[str, str]:
     """Return the headers, those sent several times joined by commas."""
     joined: dict[str, str] = {}
     for name, value in request.headers.items():
@@ -278,7 +280,7 @@ def _joined_headers(request: Request) -> dict[str, str]:
     return joined
 
 
-def _timeout_s(header: str | None, max_s: float) -> float:
+def requested_timeout_s(header: str | None, max_s: float) -> float:
     if header is None:
         return max_s
     try:
@@ -290,7 +292,7 @@ def _timeout_s(header: str | None, max_s: float) -> float:
     return min(timeout_s, max_s)
 
 
-def _response_headers(request_id: str, more: Mapping[str, str]) -> Headers:
+def response_headers(request_id: str, more: Mapping[str, str]) -> Headers:
     return [(b"x-request-id", request_id.encode()), *((key.encode(), value.encode()) for key, value in more.items())]
 
 

@@ -76,17 +76,17 @@ def _check_unset(value: Any) -> Any:
 
 
 _Unsupported = Annotated[Any, BeforeValidator(_check_unset), _only([])]
-_STRICT = ConfigDict(extra="forbid", hide_input_in_errors=True)
+STRICT = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
 
 class StreamOptions(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
     include_usage: StrictBool = False
     include_obfuscation: Literal[False] = False  # random padding of chunks: not supported
 
 
 class TextPart(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
     type: Literal["text"]
     text: StrictStr
 
@@ -98,7 +98,7 @@ class Message(BaseModel):
     The four fields after it are accepted so that a client can send back a response message unchanged.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StrictStr | Annotated[list[TextPart], _FIRST, _EntryLimit] | None = None
     tool_calls: Annotated[list[ToolCall], _FIRST, _EntryLimit] | None = None
@@ -136,7 +136,7 @@ _TURN_FIELDS = ("tool_call_id", "name", "reasoning_content")
 class _Sampling(BaseModel):
     """The fields that both endpoints share."""
 
-    model_config = _STRICT
+    model_config = STRICT
     model: StrictStr
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
@@ -241,7 +241,7 @@ class _Sampling(BaseModel):
 class ResponseFormat(BaseModel):
     """The format of the output. Only ``text`` is supported: no engine here constrains its output to a schema."""
 
-    model_config = _STRICT
+    model_config = STRICT
     type: Annotated[Literal["text", "json_object", "json_schema"], WithJsonSchema({"const": "text"})]
     json_schema: Annotated[Any, WithJsonSchema({"enum": [None]})] = None
 
@@ -426,16 +426,21 @@ def fields_of(data: bytes) -> dict[str, Any]:
     return table
 
 
-def parse(kind: type[Body], data: bytes, settings: Settings) -> Body:
-    """Return the body in ``data``. Raises: InvalidArgument that names the first wrong field."""
+def validated(kind: type[Any], data: bytes) -> Any:
+    """Return ``data`` as a body of ``kind``. Raises: InvalidArgument that names the first wrong field."""
     fields = fields_of(data)
     for name in fields:
         if name not in kind.model_fields:
             raise InvalidArgument(_shown(name), "is not supported; leave it out")
     try:
-        body = kind.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as exc:
         raise _error(exc) from exc
+
+
+def parse(kind: type[Body], data: bytes, settings: Settings) -> Body:
+    """Return the body in ``data``. Raises: InvalidArgument that names the first wrong field."""
+    body: Body = validated(kind, data)
     if body.choices > settings.max_choices:
         raise InvalidArgument("n", f"must be 1 to {settings.max_choices}, got {body.choices}")
     return body
@@ -467,4 +472,4 @@ def _shown(name: str) -> str:
 def _path(error: Any) -> tuple[int | str, ...]:
     """Return an error's path in the body, without pydantic's names of union members."""
     parts = (part for part in error["loc"] if isinstance(part, int) or part.isidentifier())
-    return tuple(part for part in parts if part not in ("str", "int", "float", "TextPart", "NamedTool"))
+    return tuple(part for part in parts if part not in ("str", "int", "float", "TextPart", "NamedTool", "Document"))

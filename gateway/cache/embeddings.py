@@ -1,19 +1,50 @@
-"""A client for an OpenAI-style embeddings endpoint."""
+"""Where the semantic cache gets embeddings: an encoder of this gateway, or an OpenAI-style embeddings endpoint."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from typing import Protocol
 
 import aiohttp
 import numpy as np
 import orjson
 
+from gateway.encoding import Encoding
 from gateway.routing.circuit_breaker import Breaker, BreakerPolicy
 
-MAX_CONCURRENT = 64  # requests to the endpoint; a text that finds all of them busy is not embedded
+MAX_CONCURRENT = 64  # texts that are being embedded; one that finds so many is not
 MAX_RESPONSE_BYTES = 1024 * 1024
 _BREAKER = BreakerPolicy()
+
+
+class Embeddings(Protocol):
+    """A source of embeddings."""
+
+    async def embed(self, text: str) -> np.ndarray | None:
+        """Return the embedding of ``text``: f32[dimensions] of length 1, or None if there is none in time."""
+
+    async def aclose(self) -> None: ...
+
+
+class OwnEmbeddings:
+    """Embed texts at an encoder's pool of this gateway. It costs no tenant anything."""
+
+    def __init__(self, encoding: Encoding, pool: str, timeout_s: float) -> None:
+        self._encoding, self._pool, self._timeout_s = encoding, pool, timeout_s
+        self._outstanding = 0
+
+    async def embed(self, text: str) -> np.ndarray | None:
+        if self._outstanding >= MAX_CONCURRENT:
+            return None
+        self._outstanding += 1
+        try:
+            return await self._encoding.embedding(text, self._pool, self._timeout_s)
+        finally:
+            self._outstanding -= 1
+
+    async def aclose(self) -> None:
+        """Nothing to close: the pool is the gateway's."""
 
 
 class EmbeddingsClient:

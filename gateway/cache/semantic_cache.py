@@ -1,4 +1,4 @@
-"""Responses to prompts of similar meaning, found by the cosine of their embeddings. Off unless an endpoint is set.
+"""Responses to prompts of similar meaning, found by the cosine of their embeddings. Off unless a model is set.
 
 Only the last user turn of a chat is compared by meaning; the rest of the request, the tenant and the engine must be
 equal. A high cosine does not prove that two prompts ask the same: see docs/decisions/0011.
@@ -18,9 +18,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest
 from gateway.cache.cache_control import HEADER, CacheControl
-from gateway.cache.embeddings import EmbeddingsClient
+from gateway.cache.embeddings import Embeddings, EmbeddingsClient, OwnEmbeddings
 from gateway.cache.response_cache import Answer, answer_bytes, is_complete
 from gateway.config.settings import Settings, variable
+from gateway.encoding import Encoding
 from gateway.request_key import request_key
 
 MAX_CHARACTERS = 1000  # of a last turn; longer ones are documents, which one vector describes too coarsely
@@ -118,7 +119,7 @@ class SemanticCache:
 
     def __init__(
         self,
-        embeddings: EmbeddingsClient,
+        embeddings: Embeddings,
         *,
         threshold: float,
         ttl_s: float,
@@ -209,18 +210,29 @@ class SemanticCache:
         return vector
 
 
-def configured(settings: Settings, clock: Callable[[], float], registry: CollectorRegistry) -> SemanticCache | None:
-    """Return the cache that the settings describe, None without an embeddings URL.
+def configured(
+    settings: Settings, clock: Callable[[], float], registry: CollectorRegistry, encoding: Encoding | None = None
+) -> SemanticCache | None:
+    """Return the cache that the settings describe, None without a model.
 
+    encoding: serves the model where no URL is set: a pool of this gateway.
     Raises: InvalidArgument that names the variable.
     """
-    if not settings.semantic_url:
+    if not settings.semantic_model:
         return None
-    client = EmbeddingsClient(
-        settings.semantic_url, settings.semantic_model, settings.semantic_api_key, settings.semantic_timeout_s
-    )
+    model, timeout_s = settings.semantic_model, settings.semantic_timeout_s
+    embeddings: Embeddings
+    if settings.semantic_url:
+        embeddings = EmbeddingsClient(settings.semantic_url, model, settings.semantic_api_key, timeout_s)
+    else:
+        assert encoding is not None
+        if model not in encoding.pools:
+            there = ", ".join(sorted(encoding.pools)) or "none"
+            problem = f"must be a pool of kind encoder where SEMANTIC_URL is unset ({there}), got {model!r}"
+            raise InvalidArgument(variable("semantic_model"), problem)
+        embeddings = OwnEmbeddings(encoding, model, timeout_s)
     return SemanticCache(
-        client,
+        embeddings,
         threshold=settings.semantic_threshold,
         ttl_s=settings.semantic_ttl_s,
         max_entries=settings.semantic_max_entries,

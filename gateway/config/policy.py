@@ -41,6 +41,7 @@
     [pools]                            # shares of the replicas' pools; see TRIDENT_GATEWAY_REPLICAS, _POOL_WEIGHTS
     stable = 95.0
     canary = { weight = 5.0, replicas = "10.0.0.7:8001" }   # replicas: in field of the variable's, or a new pool's
+    minilm = { kind = "encoder", replicas = "10.0.0.8:8001" }   # embeds and scores under the pool's name
     [models.small]                     # a model by its public name; without any there is one, TRIDENT_GATEWAY_MODEL
     pools = ["small"]                  # of its replicas ...
     fallbacks = ["elsewhere"]          # ... and overflow targets, in order, or these alone
@@ -186,11 +187,21 @@ class ShadowRules(BaseModel):
 
 
 class PoolRules(BaseModel):
-    """weight: share of the requests. replicas: as in TRIDENT_GATEWAY_REPLICAS. None leaves the variable's."""
+    """weight: share of the requests. replicas: as in TRIDENT_GATEWAY_REPLICAS. None leaves the variable's.
+
+    kind: what its replicas serve: a generating model, or an encoder, which is called by the pool's name.
+    """
 
     model_config = _RULES
     weight: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
     replicas: Annotated[str, Field(min_length=1)] | None = None
+    kind: Literal["generator", "encoder"] = "generator"
+
+    @model_validator(mode="after")
+    def _unweighted(self) -> PoolRules:
+        if self.kind == "encoder" and (self.weight is not None or self.replicas is None):
+            raise ValueError("allowed for an encoder are replicas, and no weight: requests name it")
+        return self
 
 
 def _pool(value: object) -> object:

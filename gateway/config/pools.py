@@ -17,16 +17,18 @@ class Pools:
 
     sources: HOST:PORT,… or the URL of a discovery, by pool.
     weights: share of the requests, by pool; None: the environment sets none, and all pools have equal shares.
+    encoders: pools of encoders, which have no share: requests name them.
     """
 
     sources: Mapping[str, str]
     weights: Mapping[str, float] | None = None
+    encoders: frozenset[str] = frozenset()
 
     @property
     def shares(self) -> dict[str, float]:
         """The weight of every pool."""
         if self.weights is None:
-            return dict.fromkeys(self.sources, 1.0)
+            return {pool: float(pool not in self.encoders) for pool in self.sources}
         return {pool: self.weights.get(pool, 0.0) for pool in self.sources}
 
     def changed(self, path: str, rules: Mapping[str, PoolRules]) -> Pools:
@@ -45,7 +47,8 @@ class Pools:
             except InvalidArgument as exc:
                 raise InvalidArgument(f"{path}: pools.{pool}.replicas", exc.problem) from exc
         # The pool without a name is the one of a single pool; named pools replace it.
-        kept = {pool: where for pool, where in self.sources.items() if pool or not listed}
+        encoders = self.encoders | {pool for pool, rule in rules.items() if rule.kind == "encoder"}
+        kept = {pool: where for pool, where in self.sources.items() if pool or listed.keys() <= encoders}
         sources = {**kept, **listed}
         for pool in rules:
             if pool not in sources:
@@ -55,17 +58,17 @@ class Pools:
                 raise InvalidArgument(f"{path}: pools.{pool}", f"there is no pool {pool!r}; {allowed}")
         weighted = {pool: rule.weight for pool, rule in rules.items() if rule.weight is not None}
         if not weighted:
-            return Pools(sources, self.weights)
-        for pool in sources:
+            return Pools(sources, self.weights, encoders)
+        for pool in sources.keys() - encoders:
             if pool not in weighted and self.weights is None:
                 problem = f"has no weight while {', '.join(weighted)} has one; allowed is a number from 0 to 1e9"
                 raise InvalidArgument(f"{path}: pools.{pool}", problem)
         weights = {**(self.weights or {}), **weighted}
         if sum(weights.get(pool, 0.0) for pool in sources) <= 0:
             raise InvalidArgument(f"{path}: pools", "all weights are 0; one at least must be more")
-        return Pools(sources, weights)
+        return Pools(sources, weights, encoders)
 
 
 def of(settings: Settings) -> Pools:
     """Return the pools that the environment sets."""
-    return Pools(settings.pools, settings.weights if settings.pool_weights else None)
+    return Pools(settings.pools, settings.weights if settings.pool_weights else None, frozenset(settings.encoders))

@@ -43,6 +43,11 @@ def _pairs(value: Any) -> Any:
     return {key: text for key, _, text in pairs}
 
 
+def _listed(value: Any) -> Any:
+    """``a,b`` → ``("a", "b")``."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
 def _url(text: str) -> str:
     if text and not re.fullmatch(r"https?://[^\s/]\S*", text):
         raise ValueError(f"must be http://… or https://…, got {text!r}")
@@ -104,6 +109,10 @@ class Settings(EnvironmentSettings):
         description="shares of the pools, such as `stable=95,canary=5`; unset: equal shares; 0: pinned tenants only; "
         "section [pools] of the file wins",
     )
+    encoders: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed), Allowed("NAME,NAME")] = Field(
+        (),
+        description="pools whose replicas serve encoders, for embeddings and scores; section [pools] of the file too",
+    )
     metrics_port: Port = Field(
         8002, description="the replicas' metrics are scraped from http://HOST:PORT/metrics; 0: not at all"
     )
@@ -159,9 +168,13 @@ class Settings(EnvironmentSettings):
         "decoding: then `tool_choice` required or named and `strict` are refused",
     )
     semantic_url: Url = Field(
-        "", description="OpenAI-style embeddings API up to and with /v1; unset: no semantic cache"
+        "",
+        description="OpenAI-style embeddings API up to and with /v1; unset: SEMANTIC_MODEL is a pool of this gateway",
     )
-    semantic_model: str = Field("", description="name of the embedding model at SEMANTIC_URL")
+    semantic_model: str = Field(
+        "",
+        description="model of the semantic cache: a pool of kind encoder, or a model at SEMANTIC_URL; unset: no cache",
+    )
     semantic_api_key: str = Field("", repr=False, description="API key for SEMANTIC_URL, sent as a bearer token")
     semantic_timeout_s: Seconds = Field(0.25, description="timeout of an embeddings request; a slower one is a miss")
     semantic_threshold: Annotated[float, Field(ge=0.5, le=1, allow_inf_nan=False)] = Field(
@@ -250,7 +263,11 @@ class Settings(EnvironmentSettings):
             if pool not in self.pools:
                 names = ", ".join(name or "''" for name in self.pools)
                 raise InvalidArgument(variable("models"), f"must name pools of {names}, got {pool!r}")
-        if sum(self.weights.values()) <= 0:
+        for pool in self.encoders:
+            if pool not in self.pools:
+                names = ", ".join(name or "''" for name in self.pools)
+                raise InvalidArgument(variable("encoders"), f"must name pools of {names}, got {pool!r}")
+        if sum(self.weights.values()) <= 0 and len(self.encoders) < len(self.pools):
             raise InvalidArgument(variable("pool_weights"), "must have one weight above 0, got none")
         return self
 
@@ -304,7 +321,8 @@ class Settings(EnvironmentSettings):
         """The share of each pool, by its name; in any unit."""
         weights = {}
         for pool in self.pools:
-            text = self.pool_weights.get(pool, "1" if not self.pool_weights else "0")
+            unset = "1" if not self.pool_weights and pool not in self.encoders else "0"
+            text = self.pool_weights.get(pool, unset)
             try:
                 weights[pool] = float(text)
             except ValueError:

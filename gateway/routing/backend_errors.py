@@ -7,7 +7,7 @@ import re
 from clients.wire.failures import is_wrong_request
 from contract.errors import InvalidArgument, PermissionDenied, TridentError, Unauthenticated, Unavailable
 
-INPUT_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
+INPUT_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}(\[\d{1,9}\])?")  # with the row of a batch
 
 
 def from_backend(error: TridentError) -> TridentError:

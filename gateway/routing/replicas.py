@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import math
 import random
@@ -26,11 +27,13 @@ from clients.replica_set.health import HealthPolicy
 from clients.replica_set.picks import RoutingRequest
 from clients.replica_set.replica import Replica, ReservedCall
 from clients.replica_set.replica_set import Check, ReplicaSet
-from clients.wire import infer_request
+from clients.wire import encoder_call, infer_request
 from clients.wire.connection import TLS, Connection
+from clients.wire.encoder_call import Rows
 from clients.wire.failures import RetryHint
 from clients.wire.retries import NO_RETRY, RetryBudget, RetryPolicy, RetrySchedule
 from clients.wire.token_stream import SingleRoute, TokenStream
+from contract import encoder
 from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavailable
 from contract.generation import GenerationRequest, SamplingParams
 from contract.priority import HIGHEST, PARAMETER
@@ -167,6 +170,7 @@ class Replicas:
         self._turn = 0
         self.costs = Costs()
         self.model = settings.triton_model
+        self.encoders: frozenset[str] = frozenset()  # pools of encoders
 
     def _set(self, pool: str, discovery: Discovery) -> ReplicaSet[RoutedReplica]:
         settings = self._settings
@@ -343,9 +347,11 @@ class Replicas:
     async def _probe(self, replica: RoutedReplica) -> None:
         digest, began_s = "", time.monotonic()
         try:
-            ok = await replica.channel.model_ready(self.model, self._health.timeout_s)
+            encodes = replica.pool in self.encoders
+            model = encoder.MODEL if encodes else self.model
+            ok = await replica.channel.model_ready(model, self._health.timeout_s)
             if ok and self._settings.deep_probes:
-                digest = await self.deep_probe(replica)
+                digest = await (self._encoder_probe(replica) if encodes else self.deep_probe(replica))
         except TridentError as error:
             # A probe that waits behind real requests, at a replica that serves them, is no failure.
             ok = isinstance(error, DeadlineExceeded) and replica.progress_s > began_s
@@ -385,6 +391,14 @@ class Replicas:
         if expected and digest != expected:
             raise EngineFailed(f"{replica.url}: deep probe mismatch: expected {expected}, got {digest}")
         return digest
+
+    async def _encoder_probe(self, replica: RoutedReplica) -> str:
+        """Return the digest of the score of one pair, which every encoder computes. Raises TridentError."""
+        prompt = (self._settings.deep_prompt,)
+        timeout_s = max(self._health.timeout_s, SILENCE_S)  # it waits behind real requests
+        probe = encoder_call.call(Rows(prompt, prompt), f"probe-{self._rng.getrandbits(64):016x}")
+        encoded = encoder_call.read(await replica.channel.call(probe, timeout_s))
+        return hashlib.sha256(encoded.values).hexdigest()
 
     async def _read_metrics(self, replica: RoutedReplica) -> None:
         """Read the replica's metrics. Without them the work that this process has reserved is the only known load."""

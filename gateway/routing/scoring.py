@@ -234,6 +234,8 @@ def choose_pool(
         return pinned
     drawn = {pool: weight for pool, weight in weights.items() if weight > 0}
     ready = {pool: weight for pool, weight in drawn.items() if available.get(pool)} or drawn
+    if not ready:
+        raise Unavailable("no pool has a generating model", 1.0)
     if session:
         return max(ready, key=lambda pool: picks.rank(pool, session, ready[pool]))
     return rng.choices(list(ready), list(ready.values()))[0]

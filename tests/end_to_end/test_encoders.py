@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import openai
 import pytest
 
 from build.package import encoder
@@ -19,6 +21,7 @@ from build.recipe import recipe as recipes
 from server.replica import Replica, running
 from tests.fakes import tiny_encoders as tiny
 from tests.fakes.triton_requests import metric, metrics
+from tests.gateway.running import gateway
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +69,24 @@ def test_a_wrong_request_names_its_field_and_text(replica: Replica) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         infer(replica.http_url, text_input=["a", "the " * 99])
     assert "text_input[1]: must have at most 32 tokens, got 101" in caught.value.read().decode()
+
+
+async def test_openais_client_embeds_through_the_gateway_whatever_else_is_embedded(replica: Replica) -> None:
+    url, metrics_url = replica.grpc_url, replica.metrics_url
+    config = f'[pools]\nsmall = {{ kind = "encoder", replicas = "{url}" }}'
+    texts = [" ".join(tiny.WORDS[number % 7 : number % 13 + 1]) + " food" for number in range(100)]
+    async with gateway(config=config, metrics_urls={url: metrics_url}, deep_probes=True) as running:
+        async with openai.AsyncOpenAI(base_url=f"{running.base_url}/v1", api_key="none", max_retries=0) as client:
+            whole = await client.embeddings.create(model="small", input=texts)
+            each = await asyncio.gather(*(client.embeddings.create(model="small", input=text) for text in texts[:40]))
+            difference = np.array([one.data[0].embedding for one in each]) - [one.embedding for one in whole.data[:40]]
+            assert np.abs(difference).max() < 1e-5
+            assert whole.usage.prompt_tokens == sum(len(text.split()) + 2 for text in texts)
+            with pytest.raises(openai.BadRequestError, match=r"input\[1\]: must have at most 32 tokens, got 42"):
+                await client.embeddings.create(model="small", input=["a", "food " * 40])
+        body = {"model": "small", "query": "food", "documents": ["quick fox", "food"], "top_n": 1}
+        status, _, ranked = await running.post("/v1/rerank", body)
+        assert status == 200 and ranked["results"][0]["relevance_score"] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_a_killed_model_comes_back_without_a_restart_of_the_server(replica: Replica) -> None:

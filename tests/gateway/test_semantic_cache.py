@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.encoder_replica import EncoderReplica
 from tests.fakes.replica import FakeReplica, Script, SeenRequest
 from tests.gateway.config.test_configuration import ALICE, BOB, keys
 from tests.gateway.embeddings_server import embeddings_server
 from tests.gateway.running import Running, gateway, until
+from tests.gateway.test_encoding import config
 
 CHAT, ENGINE = "/v1/chat/completions", "e" * 64
 PROMPT, AGAIN = "How is a list sorted", "How is a long list sorted"
@@ -66,6 +68,18 @@ async def test_a_similar_prompt_is_answered_without_the_engine_and_says_so(on: d
         assert headers["x-trident-cache"] == "miss" and near != first
         page = await running.metrics()
         assert page['trident_gateway_semantic_cache_lookups_total{result="hit"}'] == 1
+
+
+async def test_an_encoder_of_this_gateway_serves_it_without_any_url() -> None:
+    settings: dict[str, Any] = {"semantic_model": "small", "semantic_threshold": 0.7, "semantic_timeout_s": 60.0}
+    async with EncoderReplica() as encoder, FakeReplica(numbered(), engine=ENGINE) as replica:
+        async with gateway(replica, config=config(encoder), **settings) as running:
+            await until(lambda: bool(running.service.replicas.ready_in("small")))
+            _, first = await complete_chat(running, PROMPT)
+            await kept(running, 1)
+            headers, again = await complete_chat(running, AGAIN)
+            assert headers["x-trident-cache"] == "semantic" and again == first
+            assert replica.counts.started == 1
 
 
 async def test_it_is_off_unless_an_endpoint_is_set() -> None:

@@ -11,6 +11,7 @@ from contract.errors import InvalidArgument
 from server import several
 from server.__main__ import split_command
 from server.settings import Settings
+from tests.fakes import manifests
 
 
 def first(**values: object) -> Settings:
@@ -42,12 +43,20 @@ def test_each_server_is_the_command_of_the_one_before_and_the_command_that_of_th
 def test_a_gateway_gets_a_model_a_pool_and_a_tokenizer_for_each_engine():
     servers = several.settings_of(["a", "b"], first(host="0.0.0.0"), free_ports=False)
     assert several.gateway_environment(servers) == {
+        "TRIDENT_GATEWAY_ENCODERS": "",
         "TRIDENT_GATEWAY_MODEL": "a",
         "TRIDENT_GATEWAY_REPLICAS": "a=127.0.0.1:8001;b=127.0.0.1:8011",
         "TRIDENT_GATEWAY_METRICS_URLS": "127.0.0.1:8001=http://127.0.0.1:8002/metrics,"
         "127.0.0.1:8011=http://127.0.0.1:8012/metrics",
         "TRIDENT_GATEWAY_MODELS": "a=/e/a/tokenizer.json,b=/e/b/tokenizer.json",
     }
+
+
+def test_a_gateway_is_told_which_engines_are_encoders(monkeypatch: pytest.MonkeyPatch):
+    kinds = {"a": "cpu", "b": "embedding", "c": "rerank"}
+    monkeypatch.setattr(several.manifest, "load", lambda folder: manifests.manifest(kind=kinds[folder.name]))
+    servers = several.settings_of(["a", "b", "c"], first(), free_ports=False)
+    assert several.gateway_environment(servers)["TRIDENT_GATEWAY_ENCODERS"] == "b,c"
 
 
 @pytest.mark.parametrize(("engines", "ports"), [(["a", "a"], {}), (["a", "b"], {"grpc_port": 65535}), (["a", ""], {})])

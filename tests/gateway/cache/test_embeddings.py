@@ -22,6 +22,31 @@ def vector_body(*numbers: float) -> bytes:
     return json.dumps({"data": [{"index": 0, "embedding": numbers}]}).encode()
 
 
+class Encoder:
+    """An encoding whose embeddings wait for a gate."""
+
+    def __init__(self) -> None:
+        self.gate, self.asked = asyncio.Event(), 0
+
+    async def embedding(self, text: str, pool: str, timeout_s: float) -> np.ndarray | None:
+        self.asked += 1
+        await self.gate.wait()
+        return np.ones(1, np.float32)
+
+
+async def test_an_own_encoder_embeds_so_many_texts_at_once_and_no_more() -> None:
+    encoder: Any = Encoder()
+    own = embeddings.OwnEmbeddings(encoder, "small", 30.0)
+    tasks = [asyncio.create_task(own.embed("a")) for _ in range(embeddings.MAX_CONCURRENT)]
+    while encoder.asked < embeddings.MAX_CONCURRENT:
+        await asyncio.sleep(0)
+    assert await own.embed("a") is None
+    encoder.gate.set()
+    assert all(vector is not None for vector in await asyncio.gather(*tasks))
+    assert await own.embed("a") is not None
+    await own.aclose()
+
+
 async def test_a_text_becomes_a_vector_of_length_one() -> None:
     async with embeddings_server() as server:
         endpoint = client(server)

@@ -29,6 +29,19 @@ def found(tmp_path: Path, text: str, start: Pools = START) -> Pools:
     return configuration.read(path, {}, start).pools
 
 
+def test_a_pool_of_an_encoder_has_no_share_and_replaces_no_other(tmp_path: Path):
+    encoder = '[pools]\nsmall = { kind = "encoder", replicas = "127.0.0.1:9" }'
+    beside = found(tmp_path, encoder)
+    assert beside.encoders == {"small"} and beside.shares == {"stable": 1.0, "canary": 1.0, "small": 0.0}
+    single = found(tmp_path, encoder, Pools({"": "127.0.0.1:1"}))
+    assert single.shares == {"": 1.0, "small": 0.0}
+    weighed = found(tmp_path, f"{encoder}\nstable = 9\ncanary = 1")
+    assert weighed.shares == {"stable": 9.0, "canary": 1.0, "small": 0.0} and weighed.encoders == {"small"}
+    for wrong in ('{ kind = "encoder" }', '{ kind = "encoder", replicas = "a:1", weight = 1 }', '{ kind = "other" }'):
+        with pytest.raises(InvalidArgument, match="pools.small"):
+            found(tmp_path, f"[pools]\nsmall = {wrong}")
+
+
 def test_the_file_wins_over_the_environment_and_says_only_what_it_says(tmp_path: Path):
     assert found(tmp_path, "").shares == {"stable": 1.0, "canary": 1.0}
     assert found(tmp_path, "[pools]\nstable = 95\ncanary = 5").shares == {"stable": 95.0, "canary": 5.0}
@@ -52,7 +65,7 @@ def test_the_file_wins_over_the_environment_and_says_only_what_it_says(tmp_path:
     ("[pools]\nstable = inf\ncanary = 1", "pools.stable.weight: input should be"),
     ("[pools]\nstable = '9'\ncanary = 1", "pools.stable"),
     ("[pools]\nstable = true\ncanary = 1", "pools.stable"),
-    ("[pools]\nstable = { weigth = 3 }", "pools.stable.weigth: is not known; allowed are weight, replicas"),
+    ("[pools]\nstable = { weigth = 3 }", "pools.stable.weigth: is not known; allowed are weight, replicas, kind"),
     ("[pools]\nstable = { replicas = 'a:b:c' }", "pools.stable.replicas"),
     ("[pools]\nstable = { replicas = '' }", "pools.stable.replicas"),
     ("[shadow]\npool = 'next'\nfraction = 0.1", "shadow.pool: there is no pool 'next'"),

@@ -1,0 +1,107 @@
+"""One unary call of the encoder model: rows of texts or token ids in, vectors or scores out."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from clients.wire import failures
+from clients.wire.infer_request import INFER
+from clients.wire.protobuf import WireError, chunk, fields, text, varint
+from clients.wire.status import UnaryCall
+from contract.encoder import MODEL
+from contract.errors import InvalidArgument
+
+_NO_ID = -1  # fills a row of ids that is shorter than the longest
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one call encodes: texts, pairs of texts, or token ids; one of ``texts`` and ``ids``.
+
+    pairs: the second text of each pair. prompt_name: "" for the model's default. dimensions: None for the model's own.
+    truncate: tokens that are kept of a text, -1 for the model's limit; None to refuse a longer one.
+    """
+
+    texts: tuple[str, ...] = ()
+    pairs: tuple[str, ...] = ()
+    ids: tuple[tuple[int, ...], ...] = ()
+    prompt_name: str = ""
+    dimensions: int | None = None
+    truncate: int | None = None
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """values: little-endian f32, ``dimensions`` for each row; a score is 1. tokens: of all rows."""
+
+    values: bytes
+    dimensions: int
+    tokens: int
+
+
+def call(rows: Rows, request_id: str) -> UnaryCall:
+    """Return the call. Raises InvalidArgument for text that is none."""
+    count = len(rows.texts or rows.ids)
+    tensors: list[tuple[str, str, int, bytes]] = []  # name, datatype, columns, raw contents
+    for name, texts in (("text_input", rows.texts), ("text_pair", rows.pairs)):
+        if texts:
+            tensors.append((name, "BYTES", 1, b"".join(_text(name, number, one) for number, one in enumerate(texts))))
+    if rows.ids:
+        longest = max(map(len, rows.ids))
+        filled = [token for row in rows.ids for token in (*row, *[_NO_ID] * (longest - len(row)))]
+        tensors.append(("input_ids", "INT32", longest, struct.pack(f"<{len(filled)}i", *filled)))
+    if rows.prompt_name:
+        tensors.append(("prompt_name", "BYTES", 1, _text("prompt_name", 0, rows.prompt_name) * count))
+    for name, value in (("dimensions", rows.dimensions), ("truncate_prompt_tokens", rows.truncate)):
+        if value is not None:
+            tensors.append((name, "INT32", 1, struct.pack("<i", value) * count))
+    described = [
+        chunk(5, text(1, name) + text(2, datatype) + chunk(3, varint(count) + varint(columns)))
+        for name, datatype, columns, _ in tensors
+    ]
+    contents = [chunk(7, raw) for *_, raw in tensors]
+    return UnaryCall(INFER, b"".join([text(1, MODEL), text(3, request_id), *described, *contents]))
+
+
+def read(response: bytes) -> Encoded:
+    """Return what a ModelInferResponse holds. Raises EngineFailed for bytes that are none."""
+    try:
+        names, raws = [], []
+        for number, value in fields(response):
+            if number == 5:
+                names.append(dict(fields(value))[1].decode())
+            elif number == 6:
+                raws.append(value)
+        found = dict(zip(names, raws, strict=True))
+        counts = found["num_input_tokens"]
+        tokens = struct.unpack(f"<{len(counts) // 4}i", counts)
+        values = found.get("embedding") or found["score"]
+        return Encoded(values, len(values) // len(counts), sum(tokens))
+    except (WireError, KeyError, ValueError, AttributeError, struct.error, ZeroDivisionError) as exc:
+        raise failures.unreadable(exc) from exc
+
+
+def batches(rows: Rows, most_rows: int, most_bytes: int) -> Sequence[slice]:
+    """Return slices of the rows for one call each: at most ``most_rows``, and ``most_bytes`` unless it is one row."""
+    found: list[slice] = []
+    first, size = 0, 0
+    count = len(rows.texts or rows.ids)
+    for number in range(count):
+        own = 4 * len(rows.ids[number]) if rows.ids else len(rows.texts[number].encode(errors="replace"))
+        own += len(rows.pairs[number].encode(errors="replace")) if rows.pairs else 0
+        if number > first and (number - first == most_rows or size + own > most_bytes):
+            found.append(slice(first, number))
+            first, size = number, 0
+        size += own
+    return [*found, slice(first, count)]
+
+
+def _text(name: str, number: int, value: str) -> bytes:
+    try:
+        data = value.encode()
+    except UnicodeEncodeError as exc:
+        problem = f"must be encodable as UTF-8, got a lone surrogate at index {exc.start}"
+        raise InvalidArgument(f"{name}[{number}]", problem) from exc
+    return struct.pack("<I", len(data)) + data
