@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from build.base import hardware, layout
 from build.base.shape import Shape
 from build.quality.evaluation import BLOCK_TOKENS, block_count
-from build.recipe import commands, memory
+from build.recipe import choice, commands, memory
 from build.recipe.recipe import Recipe
 from build.recipe.schema import CPU, LLMAPI
 
@@ -21,6 +21,7 @@ DISK_BYTES_S = 500e6
 FLOPS_SHARE = 0.3  # of a card's dense bf16 peak, in a calibration pass
 CPU_FLOPS = 50e9  # two cores of a laptop, in numpy or torch
 AWQ_PASSES = 12  # one to measure, eleven scales tried per layer
+EXPORT_S = 30  # by optimum-intel, of a small model
 CPU_PARAMETERS_S = 40e6  # parameters read, quantised and written per second and core
 
 
@@ -127,8 +128,14 @@ def _compile(recipe: Recipe, shape: Shape) -> Stage:
 def _compile_cpu(recipe: Recipe, shape: Shape) -> Stage:
     size = memory.checkpoint_bytes(recipe, shape.architecture)
     parameters, requested = shape.architecture.num_parameters(), recipe.calibration
-    seconds = 2 + parameters / CPU_PARAMETERS_S
-    basis = f"rule of thumb: 2 s + {CPU_PARAMETERS_S / 1e6:g} M parameters a second; disk is the weights' size"
+    settings, tokens = len(choice.candidates(recipe)), block_count(shape.architecture) * BLOCK_TOKENS
+    pass_s = 2.0 * parameters * tokens / CPU_FLOPS
+    seconds = settings * (2 + parameters / CPU_PARAMETERS_S + pass_s) + pass_s
+    each = f"{settings} settings at most, each" if settings > 1 else "rule of thumb:"
+    basis = f"{each} 2 s + {CPU_PARAMETERS_S / 1e6:g} M parameters a second, and the quality gate's {tokens} tokens at "
+    basis += f"{CPU_FLOPS / 1e9:g} GFLOP/s, once for the reference too; disk is the weights' size"
+    if shape.architecture.exported:
+        seconds, basis = seconds + EXPORT_S, f"{EXPORT_S} s to import torch and export; {basis}"
     if requested is not None:  # a pass over the texts, and per weight what moves the columns after it
         tokens, columns = requested.size * requested.max_seq_length, shape.architecture.hidden_size
         seconds += 2.0 * parameters * (tokens + columns) / CPU_FLOPS

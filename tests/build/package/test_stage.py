@@ -55,3 +55,13 @@ def test_calibrating_a_cpu_engine_is_in_the_estimate():
     calibrated, nearest = (recipes.parse(t, "x.toml") for t in (table, table | {"calibration": {"size": 1}}))
     slow, fast = (plans.make(recipe, shapes.find(recipe.model)).stages[0] for recipe in (calibrated, nearest))
     assert slow.seconds > fast.seconds and "(8192 tokens + 256)" in slow.basis
+
+
+def test_every_setting_that_may_be_tried_and_the_quality_gate_are_in_the_estimate():
+    table = recipe_table("smollm2")
+    one = recipes.parse(table, "x.toml")
+    del table["kv_cache_precision"]
+    several = recipes.parse(table | {"precision": "auto"}, "x.toml")
+    fixed, tried = (plans.make(recipe, shapes.find(recipe.model)).stages[0] for recipe in (one, several))
+    assert 12 < fixed.seconds < 30 and tried.seconds > 2 * fixed.seconds
+    assert "4 settings at most" in tried.basis and "the quality gate's 2048 tokens" in fixed.basis
