@@ -124,6 +124,14 @@ async def test_log_probs_and_penalties_go_with_an_adapter(client):
     assert not penalised.error and len(penalised.ids) == 8
 
 
+async def test_a_schema_holds_under_an_adapter(client):
+    schema = json.dumps({"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]})
+    guide = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": schema}
+    for adapter in ({}, {"lora_name": "poet"}, {"lora_name": "lawyer"}):
+        answer = await ask(client, {"messages": CHAT, "max_tokens": 40, **guide, **adapter})
+        assert not answer.error and json.loads(answer.text)["n"] in (1, 2), adapter
+
+
 @pytest.mark.parametrize(
     ("inputs", "says"),
     [
