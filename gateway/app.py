@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
@@ -25,6 +26,8 @@ from gateway.api.encoder_http import EncoderEndpoint
 from gateway.api.encoder_schemas import BODIES as ENCODER_BODIES
 from gateway.api.openai_http import OpenAIEndpoint
 from gateway.api.request_body import bearer_token
+from gateway.api.tokenization import BODIES as TOKENIZATION_BODIES
+from gateway.api.tokenization import TokenizationEndpoint, model_tokenizer
 from gateway.api.vocabulary import Vocabulary
 from gateway.batch.batch import Batches
 from gateway.cache import semantic_cache
@@ -61,6 +64,15 @@ def build(service: Service) -> ASGIApp:
             return _error_response(error_responses.http(error))
         return Response(orjson.dumps(described(model)), media_type="application/json")
 
+    async def tokenizer_info(request: Request) -> Response:
+        try:
+            tenant = service.tenant(bearer_token(request.headers.get("authorization", "")))
+            model = service.model_of(request.query_params.get("model", settings.model), tenant)
+            fields = (await asyncio.to_thread(model_tokenizer, model.rules.tokenizer)).info()
+        except TridentError as error:
+            return _error_response(error_responses.http(error))
+        return Response(orjson.dumps(fields), media_type="application/json")
+
     async def schema(request: Request) -> Response:
         # orjson has no integers beyond 64 bits, and the schema's limits exceed them.
         return Response(json.dumps(openapi.document(settings)), media_type="application/json")
@@ -83,6 +95,11 @@ def build(service: Service) -> ASGIApp:
             Route("/v1/chat/completions", OpenAIEndpoint(service, reuse, ChatFormatter, vocabulary), methods=["POST"]),
             Route("/v1/completions", OpenAIEndpoint(service, reuse, CompletionFormatter, vocabulary), methods=["POST"]),
             *(Route(path, EncoderEndpoint(service, body), methods=["POST"]) for path, body in ENCODER_BODIES.items()),
+            *(
+                Route(path, TokenizationEndpoint(service, body), methods=["POST"])
+                for path, body in TOKENIZATION_BODIES.items()
+            ),
+            Route("/tokenizer_info", tokenizer_info),
             *monitoring.health_routes(service, public=True),
             Route("/openapi.json", schema),
             *(batches.routes() if batches is not None else ()),

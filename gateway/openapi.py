@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from gateway.api import tokenization
 from gateway.api.encoder_schemas import BODIES
 from gateway.api.schemas import MAX_STOPS, ChatRequest, CompletionRequest
 from gateway.batch import openapi
@@ -32,7 +33,8 @@ _ONE_LIST_OF_IDS = {"properties": {"prompt": {"type": "array", "items": {"type":
 
 def document(settings: Settings) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document."""
-    kinds = (ChatRequest, CompletionRequest, *BODIES.values())
+    plain = {**BODIES, **tokenization.BODIES}
+    kinds = (ChatRequest, CompletionRequest, *plain.values())
     names, definitions = models_json_schema(
         [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
     )
@@ -62,7 +64,8 @@ def document(settings: Settings) -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": post(ChatRequest),
             "/v1/completions": post(CompletionRequest),
-            **{path: post(kind, encoded) for path, kind in BODIES.items()},
+            **{path: post(kind, encoded) for path, kind in plain.items()},
+            "/tokenizer_info": get("application/json", "401", "403", "404", schema=any_object),
             "/v1/models": get("application/json", "401", schema=any_object),
             "/v1/models/{name}": model,
             "/health/live": get("text/plain"),
@@ -125,7 +128,8 @@ def _several(prompts: int, choices: int) -> dict[str, Any]:
 
 def _alike(n: int | None, best_of: int | None = None) -> dict[str, Any]:
     best_of = best_of or n
-    return {"required": ["best_of"], "properties": {"best_of": {"const": best_of}, "n": {"const": n}}}
+    required = ["best_of"] if n is None else ["best_of", "n"]
+    return {"required": required, "properties": {"best_of": {"const": best_of}, "n": {"const": n}}}
 
 
 def _response(description: str, media_type: str, schema: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "build": {"contract", "python_backends"},
     "clients": {"contract"},
     "server": {"contract", "clients"},
-    "gateway": {"contract", "clients"},
+    "gateway": {"contract", "clients", "python_backends"},  # the chat template, for /tokenize
     # Measures from outside through clients/, and parts of the backends by themselves.
     "benchmarks": {"contract", "clients", "python_backends"},
 }

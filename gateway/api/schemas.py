@@ -41,7 +41,7 @@ _Number = StrictFloat  # accepts integers too
 # 3.0 is an integer to JSON Schema.
 _WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 _Integer = Annotated[StrictInt, _WHOLE]
-_TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31), _WHOLE]
+TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31), _WHOLE]
 _TEXT = {"type": "string", "minLength": 1}
 _ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _LISTS = [{"type": "array", "items": kind, "minItems": 1} for kind in (_TEXT, _ID)]
@@ -59,7 +59,7 @@ def _check_entries(value: Any) -> Any:
     return value
 
 
-_EntryLimit = BeforeValidator(_check_entries)
+EntryLimit = BeforeValidator(_check_entries)
 # Validation stops at the first wrong item: listing a million wrong items took seconds.
 _FIRST = Field(fail_fast=True)
 
@@ -100,8 +100,8 @@ class Message(BaseModel):
 
     model_config = STRICT
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | Annotated[list[TextPart], _FIRST, _EntryLimit] | None = None
-    tool_calls: Annotated[list[ToolCall], _FIRST, _EntryLimit] | None = None
+    content: StrictStr | Annotated[list[TextPart], _FIRST, EntryLimit] | None = None
+    tool_calls: Annotated[list[ToolCall], _FIRST, EntryLimit] | None = None
     tool_call_id: StrictStr | None = None
     name: StrictStr | None = None  # of a tool message's function
     reasoning_content: StrictStr | None = None
@@ -149,17 +149,17 @@ class _Sampling(BaseModel):
     frequency_penalty: Annotated[_Number, Field(ge=-2, le=2)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31), _WHOLE] | None = None
     user: StrictStr | None = None  # accepted and not stored
-    metadata: Annotated[dict[str, StrictStr], _EntryLimit] | None = None
-    logit_bias: Annotated[Annotated[dict[str, _Number], _EntryLimit] | None, _only({})] = None
+    metadata: Annotated[dict[str, StrictStr], EntryLimit] | None = None
+    logit_bias: Annotated[Annotated[dict[str, _Number], EntryLimit] | None, _only({})] = None
     top_k: Annotated[StrictInt, Field(ge=-1, lt=2**31), _WHOLE] | None = None
     min_p: Annotated[_Number, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[_Number, Field(gt=0, le=100)] | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31), _WHOLE] | None = None
     ignore_eos: StrictBool | None = None
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     skip_special_tokens: StrictBool | None = None
     truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, lt=2**31), _WHOLE] | None = None
-    continue_ids: Annotated[list[_TokenId] | None, _FIRST] = None
+    continue_ids: Annotated[list[TokenId] | None, _FIRST] = None
 
     @property
     def choices(self) -> int:
@@ -249,7 +249,7 @@ class ResponseFormat(BaseModel):
 class ChatRequest(_Sampling):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), _EntryLimit]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), EntryLimit]
     max_completion_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31), _WHOLE] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20), _WHOLE] | None = None
@@ -257,7 +257,7 @@ class ChatRequest(_Sampling):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None  # has no effect without tools
-    chat_template_kwargs: Annotated[dict[str, Any], _EntryLimit] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], EntryLimit] | None = None
     include_reasoning: StrictBool | None = None  # whether reasoning is part of the response; it is counted anyway
     functions: _Unsupported = None
     function_call: Literal["none", "auto"] | None = None
@@ -372,7 +372,7 @@ class CompletionRequest(_Sampling):
         StrictStr
         | Annotated[list[StrictStr], _FIRST]
         | Annotated[list[_Integer], _FIRST]
-        | Annotated[list[Annotated[list[_Integer], _FIRST]], _FIRST, _EntryLimit],
+        | Annotated[list[Annotated[list[_Integer], _FIRST]], _FIRST, EntryLimit],
         WithJsonSchema(_PROMPT),
     ]
     max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31), _WHOLE] | None = None  # 0: with echo, the prompt alone

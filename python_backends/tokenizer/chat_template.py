@@ -28,7 +28,11 @@ _FIXED = {"messages", "tools", "documents", "add_generation_prompt", *_TOKENS}
 
 
 class ChatTemplate:
-    """Renders chats to prompts."""
+    """Renders chats to prompts.
+
+    source: the Jinja text, None without a template.
+    tokens: the tokenizer's named tokens, such as ``bos_token``; empty where there is none.
+    """
 
     def __init__(self, tokenizer_dir: Path) -> None:
         """tokenizer_dir: holds chat_template.jinja, or tokenizer_config.json with ``chat_template``."""
@@ -47,12 +51,13 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        self.source: str | None = source
         self._template = environment.from_string(source) if source else None
         self._tool_template = environment.from_string(tool_source) if tool_source else self._template
         # The names that the templates use, those of their own variables and of functions included.
         trees = [environment.parse(text) for text in (source, tool_source) if text]
         self._names = {node.name for tree in trees for node in tree.find_all(jinja2.nodes.Name)}
-        self._tokens = {name: _token_text(config.get(name)) for name in _TOKENS}
+        self.tokens = {name: _token_text(config.get(name)) for name in _TOKENS}
 
     @cached_property
     def knows_tools(self) -> bool:
@@ -62,10 +67,17 @@ class ChatTemplate:
         except InvalidArgument:  # it needs a chat of another form
             return "tools" in self._names
 
-    def render(self, messages_json: str, tools_json: str | None = None, variables_json: str | None = None) -> str:
-        """Return the prompt of a chat, ending where the assistant's message begins.
+    def render(
+        self,
+        messages_json: str,
+        tools_json: str | None = None,
+        variables_json: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the prompt of a chat.
 
         tools_json, variables_json: the inputs ``tools`` and ``chat_template_kwargs``.
+        add_generation_prompt: end where the assistant's message begins.
 
         Raises:
             NotFound: the model has no chat template.
@@ -83,16 +95,27 @@ class ChatTemplate:
                 raise InvalidArgument("chat_template_kwargs", f"{problem}, got {name!r:.100}")
         if not self.knows_tools and (tools or any(one["role"] == "tool" for one in messages)):
             messages, tools = with_tools(messages, tools or ()), None
-        text = self._rendered(messages, tools, variables)
+        text = self._rendered(messages, tools, variables, add_generation_prompt)
         _check_characters(text)
         return text
 
-    def _rendered(self, messages: list[Message], tools: list[dict[str, Any]] | None, variables: dict[str, Any]) -> str:
+    def _rendered(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        variables: dict[str, Any],
+        generates: bool = True,
+    ) -> str:
         template = self._tool_template if tools else self._template
         assert template is not None
         try:
             return template.render(
-                **variables, messages=messages, tools=tools, documents=None, add_generation_prompt=True, **self._tokens
+                **variables,
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=generates,
+                **self.tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as exc:
             raise InvalidArgument("messages", f"must suit the model's chat template, got {exc}") from exc
