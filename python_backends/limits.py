@@ -17,6 +17,7 @@ class EngineLimits:
     max_seq_len: tokens of prompt and output together.
     max_batch_size: sequences at once.
     kv_cache_blocks: size of the KV cache in blocks of ``block_tokens`` tokens.
+    max_draft_len: draft tokens that a step of a CPU engine may verify beside each sequence's own.
     """
 
     vocab_size: int
@@ -24,6 +25,7 @@ class EngineLimits:
     max_batch_size: int
     kv_cache_blocks: int
     block_tokens: int = BLOCK_TOKENS
+    max_draft_len: int = 0
 
     @classmethod
     def from_manifest(cls, manifest: EngineManifest) -> EngineLimits:
@@ -32,7 +34,23 @@ class EngineLimits:
             blocks = manifest.kv_cache_tokens // BLOCK_TOKENS
         else:  # the pool is sized when the engine loads: as much as its batch may need
             blocks = manifest.max_batch_size * -(-manifest.max_seq_len // BLOCK_TOKENS)
-        return cls(manifest.vocab_size, manifest.max_seq_len, manifest.max_batch_size, blocks)
+        drafts = (manifest.recipe.get("speculative_decoding") or {}).get("max_draft_len", 0)
+        return cls(
+            manifest.vocab_size,
+            manifest.max_seq_len,
+            manifest.max_batch_size,
+            blocks,
+            max_draft_len=drafts if manifest.kind == "cpu" else 0,
+        )
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens of one sequence that the whole KV cache can hold, beside its drafts."""
+        return self.kv_cache_blocks * self.block_tokens - self.max_draft_len
+
+    def blocks(self, tokens: int) -> int:
+        """Return the KV cache blocks of a sequence of ``tokens`` tokens and of the drafts beside it."""
+        return -(-(tokens + self.max_draft_len) // self.block_tokens)
 
 
 def check_fits(
@@ -58,7 +76,7 @@ def check_fits(
             f"must be at most {limits.max_seq_len - prompt_tokens} with a prompt of {prompt_tokens} tokens, because "
             f"both together may have {limits.max_seq_len} (max_seq_len), got {max_tokens}",
         )
-    blocks = -(-total // limits.block_tokens)
+    blocks = limits.blocks(total)
     if blocks > limits.kv_cache_blocks:
         raise PromptTooLong(
             output,

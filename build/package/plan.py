@@ -56,7 +56,10 @@ def concurrency(plan: Plan) -> list[dict[str, int]]:
     recipe, foot = plan.recipe, plan.footprint
     assert foot is not None and recipe.max_seq_len is not None
     tokens = commands.max_num_tokens(recipe) if recipe.kind == TRTLLM else recipe.max_num_tokens
-    per_step = tokens // (recipe.max_beam_width * (1 + commands.draft_len(recipe)))
+    per_step = tokens // (
+        recipe.max_beam_width
+        * (1 + (1 if recipe.kind == CPU and recipe.speculative_decoding else commands.draft_len(recipe)))
+    )
     most = max(1, min(recipe.max_batch_size, per_step))
     pairs = [pair for pair in TYPICAL if sum(pair) < recipe.max_seq_len]
     rows = [(prompt, output, prompt + output) for prompt, output in pairs]

@@ -251,8 +251,9 @@ def parse(table: Mapping[str, object], path: Path | str) -> Recipe:
         values |= _chosen(path, table, declared)
     else:
         values |= _card(path, declared) | {"environment": _environment(path, declared.environment)}
-    if isinstance(declared, schema.TrtllmRecipe):
+    if isinstance(declared, schema.CpuRecipe | schema.TrtllmRecipe):
         values["speculative_decoding"] = _speculative(declared.speculative_decoding)
+    if isinstance(declared, schema.TrtllmRecipe):
         for name, programs in _PROGRAMS.items():
             values[name] = _options(path, name, values[name], programs)
     values["quality"] = _quality(declared.quality, DEFAULT_QUALITY[str(values["precision"])])
@@ -304,13 +305,20 @@ def _refusal(path: Path, table: Mapping[str, object], error: ValidationError) ->
     declared: type = schema.RECIPE_TABLES.get(str(table.get("kind")), schema.AnyRecipe)
     if keys[:1] == ("matryoshka_dimensions",):  # without the place in the list
         keys = keys[:1]
-    elif keys[:1] == ("speculative_decoding",) and len(keys) > 1:  # without the mode
-        declared, keys = schema.MODES[keys[1]], (keys[0], *keys[2:])
+    elif keys[:1] == ("speculative_decoding",) and len(keys) > 1:
+        if table["kind"] == CPU:
+            declared = schema.PromptLookup
+        else:  # without the mode
+            declared, keys = schema.MODES[keys[1]], (keys[0], *keys[2:])
     elif len(keys) > 1:
         of_kind = CpuCalibration if table["kind"] == CPU else Calibration
         declared = {"quality": schema.Quality, "adapters": AdapterFolder}.get(keys[0], of_kind)
-    if first["type"].startswith("union_tag"):
-        key, tags = ("mode", tuple(schema.MODES)) if keys else ("kind", (*KINDS, *ENCODERS))
+    if first["type"].startswith("union_tag") or keys == ("speculative_decoding", "mode"):
+        keys = keys[:1]
+        modes = tuple(
+            mode for mode, of in schema.MODES.items() if (of is schema.PromptLookup) == (table.get("kind") == CPU)
+        )
+        key, tags = ("mode", modes) if keys else ("kind", (*KINDS, *ENCODERS))
         holder = table[keys[0]] if keys else table
         assert isinstance(holder, Mapping)
         return RecipeError(path, ".".join((*keys, key)), _must_be(f"one of {', '.join(tags)}", holder, key, tags))
@@ -329,7 +337,7 @@ def _refusal(path: Path, table: Mapping[str, object], error: ValidationError) ->
                 path, name, f"does not apply to kind {table['kind']!r}; it belongs to {' and '.join(kinds)}"
             )
         if declared in schema.SPECULATIVE_TABLES:
-            mode = first["loc"][2]
+            mode = "prompt_lookup" if table["kind"] == CPU else first["loc"][2]
             return RecipeError(path, name, f"does not apply to mode {mode!r}; must be one of {', '.join(known)}")
         return RecipeError(path, name, _unknown(key, tuple(known)))
     limit = schema.limit(known[key])
@@ -392,7 +400,9 @@ def lookahead_draft_len(window: int, ngram: int, verification: int) -> int:
     return 0 if ngram == 1 else (ngram - 2) + (window - 1 + verification) * (ngram - 1)
 
 
-def _speculative(declared: schema.Lookahead | schema.Medusa | schema.Eagle | schema.Drafted | None):
+def _speculative(
+    declared: schema.Lookahead | schema.Medusa | schema.Eagle | schema.Drafted | schema.PromptLookup | None,
+) -> SpeculativeDecoding | None:
     if declared is None:
         return None
     values = declared.model_dump()

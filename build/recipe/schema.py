@@ -196,7 +196,17 @@ class Drafted(Table):
     max_draft_len: Annotated[int, _integer(1, 1024)] = Field(description=_DRAFT_LEN)
 
 
-SPECULATIVE_TABLES = (Lookahead, Medusa, Eagle, Drafted)
+class PromptLookup(Table):
+    """Draft tokens that followed the same n-gram earlier in the prompt or the output; no second model."""
+
+    mode: Literal["prompt_lookup"]
+    max_draft_len: Annotated[int, _integer(1, 16)] = Field(
+        8, description=f"{_DRAFT_LEN}, at most; fewer when others run or when drafts are rejected"
+    )
+    ngram_size: Annotated[int, _integer(1, 8)] = Field(3, description="tokens of the longest n-gram looked up")
+
+
+SPECULATIVE_TABLES = (Lookahead, Medusa, Eagle, Drafted, PromptLookup)
 Speculative = Annotated[Lookahead | Medusa | Eagle | Drafted, Field(discriminator="mode")]
 
 
@@ -283,6 +293,7 @@ class CpuRecipe(AnyRecipe):
     adapters: tuple[AdapterFolder, ...] = Field(
         (), description="LoRA adapters of the engine, at most 63 (docs/adapters.md)"
     )
+    speculative_decoding: PromptLookup | None = Field(None, description="how draft tokens are made")
     calibration: CpuCalibration | None = Field(
         None, description="of int4 weights: GPTQ chooses them; without this table they are rounded to nearest"
     )

@@ -117,7 +117,7 @@ class Engine:
             self._next_key += 1
             key = self._next_key
             tokens = request.worker_ids.size + request.max_tokens
-            self._scheduler.enqueue(key, -(-tokens // self._limits.block_tokens), request.priority)
+            self._scheduler.enqueue(key, self._limits.blocks(tokens), request.priority)
             stream = Stream(self._epoch, key, request, sink, submitted_ns=now_ns)
             self._streams.add(stream)
             self._metrics.accepted(stream)
@@ -180,6 +180,8 @@ class Engine:
             if report.end_ns:
                 self._last_step = report
                 self._steps += 1
+                if report.drafting:
+                    self._metrics.drafted(report.drafting, report.accepted)
             any_ended = False
             for output in report.outputs:
                 stream = self._streams.get(output.id)

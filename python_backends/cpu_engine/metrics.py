@@ -47,8 +47,10 @@ class EngineLoad:
 class EngineMetrics:
     """Update the engine's metrics. Any thread may call it, except ``show``."""
 
-    def __init__(self, metrics: Metrics, model: str, version: str, adapters: Sequence[str] = ()) -> None:
-        """adapters: names of the engine's LoRA adapters."""
+    def __init__(
+        self, metrics: Metrics, model: str, version: str, adapters: Sequence[str] = (), drafts: bool = False
+    ) -> None:
+        """adapters: names of the engine's LoRA adapters. drafts: whether it decodes speculatively."""
         self._metrics = metrics
         names = {"model": model, "version": version}
 
@@ -150,6 +152,18 @@ class EngineMetrics:
             for name in BY_NAME
         }
 
+        self._drafting = None
+        if drafts:
+            self._drafting = (
+                metrics.counter(
+                    "trident_speculative_steps_total", "Steps of sequences that could verify drafts", **names
+                ),
+                metrics.counter(
+                    "trident_speculative_accepted_tokens_total",
+                    "Draft tokens accepted; over trident_speculative_steps_total: the tokens gained per step",
+                    **names,
+                ),
+            )
         self._adapter_totals = {
             adapter: metrics.counter(
                 "trident_adapter_requests_total", "Accepted requests by LoRA adapter", **names, adapter=adapter
@@ -182,6 +196,12 @@ class EngineMetrics:
     def refused(self, error: Exception) -> None:
         """Count a refused request by its error."""
         self._errors[type(error).__name__](1)
+
+    def drafted(self, steps: int, accepted: int) -> None:
+        """Count what speculative decoding gained in one engine step."""
+        if self._drafting is not None:
+            for count, value in zip(self._drafting, (steps, accepted), strict=True):
+                count(value)
 
     def cancelled(self, reason: str) -> None:
         """Count a request that ended early; ``reason`` is one of CANCEL_REASONS."""

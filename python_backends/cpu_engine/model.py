@@ -119,7 +119,11 @@ class TritonPythonModel:
         self._adapters = AdapterIds.from_manifest(manifest)
         self._whole_answer_timeout_ns = settings.whole_answer_timeout_s * 1_000_000_000
         self._metrics = EngineMetrics(
-            Metrics(metric_family), args["model_name"], args["model_version"], self._adapters.names
+            Metrics(metric_family),
+            args["model_name"],
+            args["model_version"],
+            self._adapters.names,
+            drafts=self._limits.max_draft_len > 0,
         )
         self._engine = Engine(
             self._limits,

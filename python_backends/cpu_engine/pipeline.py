@@ -19,4 +19,7 @@ def open_pipeline(engine_dir: Path, manifest: EngineManifest) -> genai.Continuou
     # Chunked prefill: a long prompt does not hold up running streams.
     scheduler.dynamic_split_fuse = bool(manifest.recipe["chunked_context"])
     scheduler.enable_prefix_caching = bool(manifest.recipe["prefix_reuse"])
-    return genai.ContinuousBatchingPipeline(str(engine_dir), scheduler, "CPU", dict(manifest.properties))
+    properties: dict[str, object] = dict(manifest.properties)
+    if EngineLimits.from_manifest(manifest).max_draft_len:
+        properties["prompt_lookup"] = True
+    return genai.ContinuousBatchingPipeline(str(engine_dir), scheduler, "CPU", properties)

@@ -20,6 +20,7 @@ import openvino_genai as genai
 
 from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
+from python_backends.cpu_engine.drafting import Drafting
 from python_backends.cpu_engine.pipeline import open_pipeline
 from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.ensemble.stream_state import StreamEvent
@@ -34,7 +35,11 @@ class StepLoop:
     """Run the pipeline: drain commands, step, report."""
 
     def __init__(
-        self, pipeline: genai.ContinuousBatchingPipeline, top_log_probs: TopLogProbsModel, connection: Connection
+        self,
+        pipeline: genai.ContinuousBatchingPipeline,
+        top_log_probs: TopLogProbsModel,
+        connection: Connection,
+        drafting: Drafting | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._top_log_probs = top_log_probs
@@ -44,6 +49,7 @@ class StepLoop:
         self._scores: StepOutput | None = None  # of the first of them
         self._without_token: dict[int, int] = {}  # id -> prompt tokens
         self._ended: list[StepOutput] = []  # what the next report begins with
+        self._drafting = drafting
 
     def run(self) -> None:
         """Loop until the connection ends.
@@ -97,10 +103,12 @@ class StepLoop:
             self._ended.append(StepOutput(command.id, [], [], StreamEvent.LENGTH))
             return
         config = generation_config(command.max_tokens, command.sampling, command.stop_ids, command.guide)
+        if self._drafting is not None:
+            self._drafting.configure(config, command.id, len(self._handles))
         try:
             handle = self._pipeline.add_request(command.id, ov.Tensor(command.input_ids[None]), config)
         except RuntimeError as exc:
-            self._top_log_probs.close(command.id)
+            self._forget(command.id)
             self._ended.append(StepOutput(command.id, [], [], StreamEvent.ERROR, error=_last_line(exc)))
             return
         self._handles[command.id] = handle
@@ -112,8 +120,7 @@ class StepLoop:
 
     def _end(self, id: int) -> None:
         handle, unscored = self._handles.pop(id, None), self._unscored.pop(id, None)
-        self._without_token.pop(id, None)
-        self._top_log_probs.close(id)
+        self._forget(id)
         if handle is None and unscored is None:
             return
         self._ended.append(StepOutput(id, [], [], StreamEvent.CANCELLED))
@@ -123,6 +130,12 @@ class StepLoop:
                 # The pipeline frees a cancelled sequence's blocks in its next step, and no live sequence causes one.
                 self._pipeline.step()
                 self._report(time.monotonic_ns())
+
+    def _forget(self, id: int) -> None:
+        self._without_token.pop(id, None)
+        self._top_log_probs.close(id)
+        if self._drafting is not None:
+            self._drafting.end(id)
 
     def _report(self, start_ns: int) -> None:
         """Send what the step added to every sequence."""
@@ -141,6 +154,7 @@ class StepLoop:
                 len(self._without_token),
                 sum(self._without_token.values()),
                 metrics.cache_usage / 100,
+                *((0, 0) if self._drafting is None else self._drafting.take_counts()),
             )
         )
 
@@ -160,13 +174,13 @@ class StepLoop:
             event = StreamEvent.ERROR
         elif status != genai.GenerationStatus.RUNNING:
             event = StreamEvent.LENGTH if finish == genai.GenerationFinishReason.LENGTH else StreamEvent.STOP
-        if token_ids:
-            self._without_token.pop(id, None)
+        first = bool(token_ids) and self._without_token.pop(id, None) is not None
+        if self._drafting is not None and token_ids and not first:
+            self._drafting.observe(id, len(token_ids))
         chosen, top = self._top_log_probs.score(id, token_ids)
         if event.last:
             del self._handles[id]
-            self._without_token.pop(id, None)
-            self._top_log_probs.close(id)
+            self._forget(id)
         elif not token_ids:
             return None
         error = "the KV cache ran out of blocks" if event is StreamEvent.ERROR else ""
@@ -243,7 +257,7 @@ def main() -> None:
         pipeline = open_pipeline(engine_dir, manifest)
         connection.send(Ready())
         top_log_probs = TopLogProbsModel(engine_dir / "openvino_model.xml", manifest.properties)
-        StepLoop(pipeline, top_log_probs, connection).run()
+        StepLoop(pipeline, top_log_probs, connection, Drafting.of(manifest)).run()
     except (EOFError, ConnectionError):
         return  # the engine model closed the connection
     except Exception as exc:

@@ -84,6 +84,8 @@ class StepReport:
     context: live sequences without a generated token.
     context_tokens: prompt tokens of those.
     cache_usage: fraction of KV blocks held, 0 to 1.
+    drafting: sequences that got tokens after their first ones, in an engine that drafts; else 0.
+    accepted: draft tokens among those.
     """
 
     start_ns: int
@@ -93,3 +95,5 @@ class StepReport:
     context: int = 0
     context_tokens: int = 0
     cache_usage: float = 0.0
+    drafting: int = 0
+    accepted: int = 0

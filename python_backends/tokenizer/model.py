@@ -117,7 +117,7 @@ class TritonPythonModel:
         """Return how many of the prompt's last tokens to keep; 0 for all."""
         if prompt.truncate != -1:
             return prompt.truncate or 0
-        longest = min(self._limits.max_seq_len, self._limits.kv_cache_blocks * self._limits.block_tokens)
+        longest = min(self._limits.max_seq_len, self._limits.kv_cache_tokens)
         output = min(DEFAULT_MAX_TOKENS, longest // 2) if prompt.max_tokens is None else prompt.max_tokens
         return max(1, longest - output)
 

@@ -1,3 +1,5 @@
+import re
+
 import gpu_recipes
 import pytest
 from gpu_recipes import make, table
@@ -189,6 +191,25 @@ def test_lookahead_derives_its_draft_length():
 )
 def test_speculative_decoding_says_what_its_mode_needs(spec, problem):
     assert problem in str(refusal(table(speculative_decoding=spec)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ({}, "speculative_decoding.mode: is missing; must be one of prompt_lookup"),
+        ({"mode": "eagle", "max_draft_len": 4}, "must be one of prompt_lookup, got 'eagle'"),
+        ({"mode": "prompt_lookup", "max_draft_len": 17}, "max_draft_len: must be an integer from 1 to 16, got 17"),
+        ({"mode": "prompt_lookup", "window_size": 7}, "does not apply to mode 'prompt_lookup'"),
+    ],
+)
+def test_a_cpu_engine_drafts_by_prompt_lookup_alone(spec, problem):
+    cpu = {"kind": "cpu", "model": "m", "precision": "bf16", "max_batch_size": 4, "max_num_tokens": 64}
+    cpu |= {"max_seq_len": 64, "kv_cache_tokens": 128}
+    with pytest.raises(RecipeError, match=re.escape(problem)):
+        recipes.parse({**cpu, "speculative_decoding": spec}, "m.toml")
+    declared = recipes.parse({**cpu, "speculative_decoding": {"mode": "prompt_lookup"}}, "m.toml").speculative_decoding
+    assert (declared.max_draft_len, declared.ngram_size) == (8, 3)
+    assert "one of lookahead_decoding" in str(refusal(table(speculative_decoding={"mode": "prompt_lookup"})))
 
 
 def test_quality_budgets_follow_the_precision_and_can_be_set_one_by_one():

@@ -81,3 +81,18 @@ def test_a_finished_stream_counts_its_tokens_and_its_reason(metrics, triton):
     assert triton.metric_value("trident_input_tokens_total", **NAMES) == one.request.input_ids.size
     assert triton.metric_value("trident_output_tokens_total", **NAMES) == 3
     assert triton.metric_value("trident_requests_total", **NAMES, finish_reason="length") == 1
+
+
+def test_what_drafts_gained_is_counted_for_engines_that_draft(triton):
+    metrics = EngineMetrics(Metrics(metric_family), **NAMES, drafts=True)
+    metrics.drafted(3, 2)
+    metrics.drafted(1, 0)
+    metrics.show(load())
+    assert triton.metric_value("trident_speculative_steps_total", **NAMES) == 4
+    assert triton.metric_value("trident_speculative_accepted_tokens_total", **NAMES) == 2
+
+
+def test_an_engine_without_drafts_has_no_series_of_theirs(metrics, triton):
+    metrics.drafted(3, 2)
+    metrics.show(load())
+    assert not [name for name in triton.families if "speculative" in name]
