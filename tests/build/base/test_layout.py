@@ -18,3 +18,10 @@ def test_a_hub_id_becomes_one_folder_name():
 def test_paths_are_shown_from_the_root_where_they_lie_below_it(tmp_path):
     assert layout.relative(layout.ENGINES / "demo") == Path("engines/demo")
     assert layout.relative(tmp_path) == tmp_path
+
+
+def test_a_file_appears_whole_in_a_folder_that_is_made(tmp_path):
+    path = tmp_path / "a" / "b.json"
+    layout.write_whole(path, "one")
+    layout.write_whole(path, "two")
+    assert path.read_text() == "two" and [file.name for file in path.parent.iterdir()] == ["b.json"]
