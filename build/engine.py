@@ -395,6 +395,9 @@ def main(arguments: list[str] | None = None) -> int:
                 gpu_engine,  # a CPU engine that is up to date is found to be so without all the stages need
             )
 
+            if recipe.model.endswith(gguf_folder.SUFFIX) or recipe.model.startswith(wheel.PREFIX):
+                problem = f"must be a hub id or a checkpoint folder for kind {recipe.kind!r}, got {recipe.model!r}"
+                raise InvalidArgument("model", problem)
             gpu_engine.build(recipe, _notify, options.accept_quality)
     except TridentError as error:
         print(f"build-engine: {error}", file=sys.stderr)

