@@ -11,6 +11,7 @@ from contract.errors import InvalidArgument
 from contract.generation import Guide
 from gateway.tools.chat_format import HERMES, LLAMA3, MISTRAL, NONE, OPEN, TAGGED, ChatFormat
 from gateway.tools.guide import answer_guide, tool_guide
+from python_backends.grammar.translation import translate
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 TOOLS = [
@@ -101,3 +102,19 @@ def test_what_cannot_be_a_tools_schema_is_named() -> None:
     large = [{"type": "function", "function": {"name": "h", "parameters": {"description": "x" * 140_000}}}]
     with pytest.raises(InvalidArgument, match=r"tools: must have at most \d+ bytes as a grammar"):
         tool_guide(large, "auto", True, ChatFormat())
+
+
+@pytest.mark.parametrize("tools", [HERMES, LLAMA3, MISTRAL])
+@pytest.mark.parametrize("reasoning", [NONE, TAGGED, OPEN])
+def test_the_engine_understands_every_guide(tools: str, reasoning: str) -> None:
+    form = ChatFormat(tools, reasoning, special=tools == MISTRAL)
+    for choice in ("auto", "required", "g"):
+        for answer in (None, Guide("json_schema", json.dumps(SCHEMA)), Guide("choice", '["a", "b"]')):
+            translate(tool_guide(TOOLS, choice, True, form, answer), ("[TOOL_CALLS]",))
+
+
+def test_a_keyword_that_no_grammar_can_express_is_refused_with_its_place() -> None:
+    parameters = {"properties": {"x": {"type": "array", "uniqueItems": True}}}
+    listed = [{"type": "function", "function": {"name": "h", "parameters": parameters}}]
+    with pytest.raises(InvalidArgument, match=r"#/properties/x/uniqueItems is supported .*#/format/tags/0/content"):
+        translate(tool_guide(listed, "auto", True, ChatFormat()))
