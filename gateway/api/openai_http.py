@@ -242,6 +242,8 @@ async def _admitted(
         name = _OPENAI_NAMES.get(exc.field)
         if requests[0].tools is not None and exc.field.startswith("guided_decoding_guide"):
             name = "tools"
+        elif exc.field.startswith("guided_decoding_guide"):
+            raise body.guide_error(exc) from exc
         if name is None:
             raise
         name = "messages" if name == "prompt" and isinstance(body, ChatRequest) else name

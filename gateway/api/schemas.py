@@ -1,7 +1,7 @@
 """Parse OpenAI request bodies and convert them to GenerationRequests.
 
 Every field is either applied or rejected by name; none is ignored. A field that is not supported is accepted with the
-value that changes nothing (an empty ``logit_bias``, ``n=1``, ``response_format`` text). Beside OpenAI's own fields, the
+value that changes nothing (an empty ``logit_bias``, ``n=1``). Beside OpenAI's own fields, the
 usual extensions of open servers are supported: top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
 stop_token_ids, skip_special_tokens, truncate_prompt_tokens.
 """
@@ -28,6 +28,7 @@ from pydantic import (
 from contract.chat import check_tool_turns
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest, Guide, SamplingParams
+from gateway.api.guides import GuidedBody
 from gateway.api.tool_schemas import NamedTool, Tool, ToolCall, ToolChoice, Tools, plain_tools
 from gateway.config.settings import Settings
 from gateway.tools import chat_format, guide
@@ -133,7 +134,7 @@ _THINKING = ("enable_thinking", "thinking")  # the variables by which templates 
 _TURN_FIELDS = ("tool_call_id", "name", "reasoning_content")
 
 
-class _Sampling(BaseModel):
+class _Sampling(GuidedBody):
     """The fields that both endpoints share."""
 
     model_config = STRICT
@@ -213,6 +214,9 @@ class _Sampling(BaseModel):
             sampling |= {"log_probs": True, "top_log_probs": log_probs, "prompt_log_probs": more.get("echo", False)}
         if self.continue_ids and self.choices > 1:
             raise InvalidArgument("continue_ids", "must be left out with several prompts or n above 1")
+        guide = self.guide()
+        if self.continue_ids and guide is not None:
+            raise InvalidArgument("continue_ids", "must be left out with a format or grammar of the output")
         seeds = [None if self.seed is None else (self.seed + choice) % 2**64 for choice in range(self.choices)]
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         try:
@@ -228,6 +232,7 @@ class _Sampling(BaseModel):
                     truncate_prompt_tokens=self.truncate_prompt_tokens,
                     continue_ids=tuple(self.continue_ids or ()),
                     timeout_s=timeout_s,
+                    guide=guide,
                     **more,
                 ).validate()
                 for seed in seeds
@@ -238,14 +243,6 @@ class _Sampling(BaseModel):
             raise InvalidArgument("prompt", exc.problem) from exc
 
 
-class ResponseFormat(BaseModel):
-    """The format of the output. Only ``text`` is supported: no engine here constrains its output to a schema."""
-
-    model_config = STRICT
-    type: Annotated[Literal["text", "json_object", "json_schema"], WithJsonSchema({"const": "text"})]
-    json_schema: Annotated[Any, WithJsonSchema({"enum": [None]})] = None
-
-
 class ChatRequest(_Sampling):
     """The body of POST /v1/chat/completions."""
 
@@ -253,7 +250,6 @@ class ChatRequest(_Sampling):
     max_completion_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31), _WHOLE] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20), _WHOLE] | None = None
-    response_format: ResponseFormat | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None  # has no effect without tools
@@ -271,9 +267,6 @@ class ChatRequest(_Sampling):
         self.check()
         if self.store:
             raise InvalidArgument("store", "must be false, got true: responses are not stored")
-        if self.response_format is not None and self.response_format.type != "text":
-            problem = f"must be text, got {self.response_format.type}: the engine cannot constrain its output"
-            raise InvalidArgument("response_format", problem)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgument("top_logprobs", "must be left out without logprobs=true")
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}

@@ -313,7 +313,7 @@ async def test_a_deeply_nested_schema_is_refused():
     body += b'"json_schema":{"name":"x","schema":' + schema + b"}}}"
     async with unharmed() as running:
         status, _, table = await running.post("/v1/chat/completions", data=body)
-        assert (status, table["error"]["param"]) == (400, "response_format")
+        assert (status, table["error"]["param"]) == (400, "response_format.json_schema.schema")
 
 
 async def test_strange_request_ids_are_refused_and_not_repeated():

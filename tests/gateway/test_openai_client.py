@@ -207,11 +207,8 @@ async def test_what_is_not_supported_is_refused_by_name():
     async with FakeReplica() as replica, gateway(replica) as running, client(running) as ask:
         for request_body, name in (
             ({"functions": [{"name": "f"}]}, "functions"),
-            ({"response_format": {"type": "json_object"}}, "response_format"),
-            (
-                {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
-                "response_format",
-            ),
+            ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+            ({"response_format": {"type": "json_object"}, "extra_body": {"guided_regex": "a"}}, "guided_regex"),
             ({"logit_bias": {"5": 1}}, "logit_bias"),
             ({"reasoning_effort": "low"}, "reasoning_effort"),
             ({"n": 17}, "n"),
