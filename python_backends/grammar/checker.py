@@ -24,7 +24,7 @@ from python_backends.grammar.messages import Check, Checked
 
 _START_S = 60.0
 _POLL_S = 0.05
-_BUSY_FACTOR = 5
+_BUSY_FACTOR = 4
 _MOST_WAITING = 256
 _MOST_KEPT_BYTES = 32 * 1024 * 1024
 _ATTEMPTS = 2  # a process that was killed from outside only delays

@@ -13,7 +13,7 @@ from python_backends.ensemble.worker_messages import Ready
 from python_backends.grammar.messages import Check, Checked
 from python_backends.grammar.translation import translated
 
-_NICE = 10  # the engine and what carries its tokens go first
+_NICE = 5  # as the engine: what carries its tokens goes first
 
 
 def main() -> None:

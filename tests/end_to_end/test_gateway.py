@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from clients import Client
 from contract.errors import Unauthenticated
@@ -105,6 +108,35 @@ def test_log_probs_spell_the_answer(ask: openai.OpenAI):
     assert all(one.token == one.top_logprobs[0].token for one in tokens)
     spelt = b"".join(bytes(one.bytes) for one in tokens).decode(errors="replace")
     assert spelt.startswith(done.choices[0].message.content)
+
+
+class Answer(BaseModel):
+    word: Literal["four", "five"]
+    number: Annotated[int, Field(ge=0, le=99)]
+    reasons: Annotated[list[Annotated[str, Field(max_length=10)]], Field(max_length=2)]
+
+
+def test_the_official_clients_parsed_answers_are_of_their_type(ask: openai.OpenAI):
+    done = ask.chat.completions.parse(
+        model="demo", messages=CHAT, response_format=Answer, max_tokens=200, temperature=1.2, n=2
+    )
+    assert all(isinstance(choice.message.parsed, Answer) for choice in done.choices)
+    anything = ask.chat.completions.create(
+        model="demo", messages=CHAT, response_format={"type": "json_object"}, max_tokens=200, seed=4
+    )
+    if anything.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(anything.choices[0].message.content), dict)
+    chosen = ask.completions.create(model="demo", prompt="x", extra_body={"guided_choice": ["left", "right"]})
+    assert chosen.choices[0].text in ("left", "right")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_cannot_be_followed_is_a_400_with_its_place(ask: openai.OpenAI, stream: bool):
+    schema = {"type": "object", "properties": {"a": {"unevaluatedItems": False}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask.chat.completions.create(model="demo", messages=CHAT, response_format=form, stream=stream)
+    assert caught.value.param == "response_format.json_schema.schema.properties.a.unevaluatedItems"
 
 
 def test_a_prompt_that_does_not_fit_is_refused_by_the_engine_as_a_bad_request(ask: openai.OpenAI):
