@@ -136,6 +136,9 @@ def check(checkpoint: Checkpoint, recipe: Recipe) -> None:
     if not checkpoint.eos_token_ids:
         problem = "neither generation_config.json nor config.json has an eos_token_id"
         raise CheckpointError(f"{checkpoint.folder}: {problem}")
+    if recipe.adapters and checkpoint.architecture.exported:
+        problem = f"must be left out for {checkpoint.architecture.name}, whose graph optimum-intel writes; got"
+        raise InvalidArgument("adapters", f"{problem} {', '.join(adapter.name for adapter in recipe.adapters)}")
     longest = checkpoint.architecture.max_positions
     if recipe.max_seq_len is None or recipe.max_seq_len > longest:
         raise InvalidArgument("max_seq_len", f"must be 2 to {longest} for this model, got {recipe.max_seq_len}")

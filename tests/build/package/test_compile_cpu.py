@@ -14,7 +14,7 @@ import pytest
 from build.base import layout
 from build.base.checkpoint import CheckpointError, open_checkpoint
 from build.model.weights import quantize_int4, quantize_int8
-from build.package.compile_cpu import compile_cpu, properties
+from build.package.compile_cpu import check, compile_cpu, properties
 from build.recipe import recipe as recipes
 from build.recipe.recipe import Recipe
 from contract.errors import InvalidArgument
@@ -214,3 +214,12 @@ def test_neither_torch_nor_nncf_is_imported():
     code = "import sys; from build.package import compile_cpu; print({'torch', 'nncf'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=layout.ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_adapters_are_refused_for_a_graph_that_another_program_writes(tmp_path):
+    checkpoints.write(tmp_path, LLAMA)
+    opened = open_checkpoint(tmp_path)
+    exported = dataclasses.replace(opened, architecture=dataclasses.replace(opened.architecture, exported=True))
+    made = recipe("bf16", adapters=[{"name": "poet", "path": "no/such"}])
+    with pytest.raises(InvalidArgument, match="adapters: must be left out for .* optimum-intel writes; got poet"):
+        check(exported, made)
