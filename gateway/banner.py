@@ -29,7 +29,7 @@ def text(settings: Settings, http: str, grpc: str, monitoring: str, *, keyless: 
     config = settings.config or f"none ({variable('config')})"
     keys = "required" if not keyless else f"not required; `{python} -m gateway new-key` makes one"
     return f"""
-Trident's gateway serves the model {settings.model}.
+Trident's gateway serves the model {" and the model ".join(settings.models) or settings.model}.
   OpenAI    {scheme}://{http}/v1
   gRPC      {grpc}   KServe, model {settings.triton_model}{", over TLS" if settings.tls_cert else ""}
   metrics   http://{monitoring}/metrics

@@ -119,7 +119,7 @@ class ResponseReuse:
         if len(requests) > 1 or not control.enabled or not deterministic(request):
             return await self._generate(requests, context, "bypass")
         engine, no_cache = self._engine(context), control.max_age_s <= 0
-        key = request_key(request, tenant, f"{engine} {context.model.name}")  # the engine may be unknown
+        key = request_key(request, tenant, engine or context.model.name)
         if engine and not no_cache:
             if self._cache is not None and (answer := self._cache.get(key, control.max_age_s)) is not None:
                 return await self._serve_hit(answer, requests, context, {CACHE_HEADER: "hit"})
@@ -223,8 +223,9 @@ class ResponseReuse:
         return [dataclasses.replace(request, timeout_s=timeout_s) for request in requests]
 
     def _engine(self, context: RequestContext) -> str:
-        """Return the hash of the engine that will respond; "" if it is unknown or there are several."""
-        return self._rules.engine or self._service.replicas.engine(context.tenant.pool)
+        """Return the engine's hash and the model's name; "" if the hash is unknown or there are several."""
+        engine = self._rules.engine or self._service.replicas.engine(context.tenant.pool)
+        return f"{engine} {context.model.name}" if engine else ""  # an adapter has the engine of its base
 
     def _store(
         self,
