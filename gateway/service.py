@@ -202,14 +202,15 @@ class Service:
         Raises: what Models.serving raises, and Unavailable if the model has no replicas and no upstream that accepts.
         """
         tenant, accepts = context.tenant, self.fallback.accepts(context)
+        if not self.models.configured:
+            return replace(context, model=self.models.find(model, tenant))
 
         def ready(one: ServedModel) -> bool:
             return self.replicas.serves(one.pool) or any(accepts(target, requests) for target in one.rules.fallbacks)
 
         served = await self.models.serving(model, requests, tenant, context.carrier, ready)
-        if served.rules.pools or not self.models.configured:
-            # A tenant's own pool is kept where it serves the model.
-            pool = tenant.pool if tenant.pool in (served.rules.pools or (tenant.pool,)) else served.pool
+        if served.rules.pools:  # a tenant's own pool is kept where it serves the model
+            pool = tenant.pool if tenant.pool in served.rules.pools else served.pool
         elif ready(served):
             pool = served.pool
         elif context.protocol == "grpc" and not any(map(self.overflow.pool, served.rules.fallbacks)):

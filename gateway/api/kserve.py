@@ -373,6 +373,9 @@ def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> Generation
     for output in request.outputs:
         if output.parameters:
             raise InvalidArgument(output.name, f"must have no parameters, got {min(output.parameters)!r:.100}")
+    for tensor in request.inputs:
+        if "shared_memory_region" in tensor.parameters:
+            raise InvalidArgument(tensor.name, "must be sent inline, got shared memory, which the gateway cannot read")
     prompt, messages = _texts(request, "text_input"), _texts(request, "messages")
     chat = None
     if messages is not None and prompt is None:
@@ -510,8 +513,6 @@ def without_cached_tokens(data: bytes) -> bytes:
 def _find(request: service_pb2.ModelInferRequest, name: str) -> tuple[int, bytes | None] | None:
     """Return an input's index and its raw content (None where contents are inline); None if it was not sent."""
     for index, tensor in enumerate(request.inputs):
-        if "shared_memory_region" in tensor.parameters:
-            raise InvalidArgument(tensor.name, "must be sent inline, got shared memory, which the gateway cannot read")
         if tensor.name == name:
             if not request.raw_input_contents:
                 return index, None

@@ -165,6 +165,7 @@ class Replicas:
         self._sets = {pool: self._set(pool, discovery) for pool, discovery in found.items()}
         self._retired: list[ReplicaSet[RoutedReplica]] = []  # of pools that are no longer configured
         self._weights = settings.weights
+        self._public = _drawn(settings.weights)
         self._groups: Mapping[str, Sequence[str]] = {}
         self._http: aiohttp.ClientSession | None = None
         self._turn = 0
@@ -206,7 +207,7 @@ class Replicas:
         addresses: the source of each pool's replicas. weights: share of each.
         groups: pools by the name of a group, which requests can be pinned to as to a pool; a group may be empty.
         """
-        self._weights, self._groups = dict(weights), groups
+        self._weights, self._groups, self._public = dict(weights), groups, _drawn(weights)
         for pool in self._addresses.keys() - addresses.keys():
             retired = self._sets.pop(pool)
             retired.retire()
@@ -244,7 +245,7 @@ class Replicas:
 
     def public(self) -> list[str]:
         """The pools that requests of tenants without one of their own are sent to."""
-        return [pool for pool, weight in self._weights.items() if weight > 0]
+        return list(self._public)
 
     def ready_in(self, pool: str) -> list[RoutedReplica]:
         """Those of one pool that may get requests now."""
@@ -265,7 +266,7 @@ class Replicas:
     def _shares(self, pinned: str) -> Mapping[str, float]:
         """The pools of a request and their shares: of the group or the pool it is pinned to, else the public ones."""
         if pinned not in self._groups:
-            return {pinned: 1.0} if pinned else {pool: self._weights[pool] for pool in self.public()}
+            return {pinned: 1.0} if pinned else self._public
         shares = {pool: self._weights.get(pool, 0.0) for pool in self._groups[pinned]}
         return shares if any(shares.values()) else dict.fromkeys(shares, 1.0)
 
@@ -310,14 +311,8 @@ class Replicas:
         """Pick a replica. Fill in ``explanation`` if there is one. Raises Unavailable if no replica is ready."""
         if explanation is None and _LOG.isEnabledFor(logging.DEBUG):
             explanation = Explanation()
-        now_s, untried = time.monotonic(), self.has_untried(pinned, request.tried)
-        available = {
-            name: any(
-                one.ready(now_s) and (one.url not in request.tried or not untried) for one in pool.replicas.values()
-            )
-            for name, pool in self._sets.items()
-        }
-        pool = self._sets[scoring.choose_pool(self._weights, pinned, available, self._rng, request.session)].replicas
+        now_s = time.monotonic()
+        pool = self._sets[self._pool_of(request, pinned, now_s)].replicas
         if explanation is None and len(pool) == 1 and (only := next(iter(pool.values()))).ready(now_s):
             return only
         candidates = [replica.candidate(now_s) for replica in pool.values()]
@@ -326,6 +321,19 @@ class Replicas:
             explanation.pool = chosen.pool
             _LOG.debug("replica picked", extra={"fields": dataclasses.asdict(explanation)})
         return chosen
+
+    def _pool_of(self, request: RoutingRequest, pinned: str, now_s: float) -> str:
+        """The pool that serves the request: the pinned one, or a public one with a ready replica that is untried."""
+        if pinned in self._sets:
+            return pinned
+        untried = self.has_untried(pinned, request.tried)
+        available = {
+            name: any(
+                one.ready(now_s) and (one.url not in request.tried or not untried) for one in pool.replicas.values()
+            )
+            for name, pool in self._sets.items()
+        }
+        return scoring.choose_pool(self._weights, pinned, available, self._rng, request.session)
 
     def has_untried(self, pinned: str, tried: frozenset[str]) -> bool:
         pools = self._shares(pinned)
@@ -423,6 +431,11 @@ class Replicas:
                 if len(text) > MAX_METRICS_BYTES:
                     raise ValueError(f"larger than {MAX_METRICS_BYTES} bytes")
             return replica_metrics.read(text.decode()) if response.status == 200 else None
+
+
+def _drawn(weights: Mapping[str, float]) -> dict[str, float]:
+    """The pools with a weight."""
+    return {pool: weight for pool, weight in weights.items() if weight > 0}
 
 
 class Route:
