@@ -80,6 +80,10 @@ def test_the_size_and_the_beginning_of_a_prompt() -> None:
     assert costs.prompt_bytes(GenerationRequest(messages=(system, first))) == 14
     assert costs.prompt_bytes(GenerationRequest(input_ids=(1, 2, 3))) == 12
     assert costs.prefix(GenerationRequest(input_ids=(1, 2, 3)), 8) == "1 2"
+    called = {"role": "assistant", "content": None, "tool_calls": [1]}
+    with_tools = GenerationRequest(messages=(system, first, called), tools="[{}]")
+    assert costs.prompt_bytes(with_tools) == 14 + len("[1]") + len("[{}]")
+    assert costs.prefix(with_tools).startswith("[{}]\0")
     turn_one = costs.prefix(GenerationRequest(messages=(system, first)))
     assert turn_one == costs.prefix(GenerationRequest(messages=(system, first, *later))) != ""
     assert turn_one != costs.prefix(GenerationRequest(messages=(system, later[1])))

@@ -247,3 +247,9 @@ async def test_a_default_system_prompt_is_learned(tokenizer) -> None:
         need = await counted.need([chat], "a")
         counted.learn("a", need.counts[0], 200)
     assert need.tokens == 200 + 1
+
+
+def test_tools_and_calls_are_part_of_the_prompt():
+    turn = {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}
+    request = GenerationRequest(messages=({"role": "user", "content": " hi "}, turn), tools="[1]")
+    assert prompt_tokens.texts_of(request) == ["[1]", "hi", "", "[{'id': 'a'}]"]

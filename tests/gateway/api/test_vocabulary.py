@@ -28,6 +28,15 @@ def test_an_id_beyond_the_vocabulary_has_no_bytes():
     assert Vocabulary(TOKENIZER).token(10**8) == ("token_id:100000000", None)
 
 
+def test_special_tokens_are_known_and_found_by_their_text():
+    vocabulary = Vocabulary(TOKENIZER)
+    end = vocabulary.id("<|end|>")
+    assert vocabulary.known and end in vocabulary.special and vocabulary.token(end)[0] == "<|end|>"
+    assert vocabulary.id("<tool_call>") is None
+    unknown = Vocabulary()
+    assert (unknown.known, unknown.special, unknown.id("<|end|>")) == (False, frozenset(), None)
+
+
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InvalidArgument, match="must be a tokenizer.json"):

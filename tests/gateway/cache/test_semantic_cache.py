@@ -128,6 +128,7 @@ async def test_an_earlier_turn_is_not_matched_by_its_meaning(made: Made) -> None
         ({"sampling": SamplingParams(seed=3)}, "sampled"),
         ({"sampling": dataclasses.replace(GREEDY, log_probs=True)}, "prompt_in_answer"),
         ({"echo": True}, "prompt_in_answer"),
+        ({"tools": "[]"}, "tools"),
         ({"messages": None, "text_input": PROMPT}, "completion"),
         ({"role": "assistant"}, "last_turn"),
         ({"text": [{"type": "text", "text": PROMPT}]}, "last_turn"),
