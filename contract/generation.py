@@ -133,6 +133,7 @@ class GenerationRequest:
     max_tokens: longest output; 0 with echo returns the prompt alone.
     stop: strings that end the output and are not part of it.
     stop_token_ids: ids that end the output and are not part of it.
+    bad_words: strings whose ids, in this order, are not generated; an engine that cannot promise it refuses them.
     stream: send increments, else the whole output at its end.
     echo: the output begins with the prompt.
     timeout_s: total time allowed, queueing included; None for no deadline.
@@ -153,6 +154,7 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
     stream: bool = True
     echo: bool = False
     skip_special_tokens: bool = True

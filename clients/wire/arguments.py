@@ -24,6 +24,7 @@ class GenerateArguments(TypedDict, total=False):
     max_tokens: new tokens at most; 0 with ``echo`` for the prompt alone [128].
     stop: strings that end the text and are not part of it [none].
     stop_token_ids: the same as token ids [none].
+    bad_words: strings that are not generated; refused by engines that cannot promise it [none].
     stream: whether tokens come as they are generated, or all in one response [True].
     echo: whether the text begins with the prompt [False].
     skip_special_tokens: whether special tokens are left out of the text [True].
@@ -54,6 +55,7 @@ class GenerateArguments(TypedDict, total=False):
     max_tokens: int
     stop: str | Iterable[str]
     stop_token_ids: Iterable[int]
+    bad_words: Iterable[str]
     stream: bool
     echo: bool
     skip_special_tokens: bool

@@ -52,6 +52,8 @@ def generation(request: GenerationRequest, model: str, timeout_s: float | None =
         inputs.append(("stop_words", list(request.stop)))
     if request.stop_token_ids:
         inputs.append(("stop_token_ids", list(request.stop_token_ids)))
+    if request.bad_words:
+        inputs.append(("bad_words", list(request.bad_words)))
     if request.echo:
         inputs.append(("exclude_input_in_output", [False]))
     if not request.skip_special_tokens:

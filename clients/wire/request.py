@@ -47,6 +47,11 @@ def build(prompt: str | None = None, **given: Unpack[GenerateArguments]) -> Gene
     fields["stop"] = (stop,) if isinstance(stop, str) else _tuple("stop", stop)
     if not all(isinstance(text, str) and text for text in fields["stop"]):
         raise InvalidArgument("stop", f"got {fields['stop']!r}; allowed are strings of at least one character")
+    fields["bad_words"] = _tuple("bad_words", fields.get("bad_words", ()))
+    if not all(isinstance(text, str) and text for text in fields["bad_words"]):
+        raise InvalidArgument(
+            "bad_words", f"got {fields['bad_words']!r}; allowed are strings of at least one character"
+        )
     fields["stop_token_ids"] = _ids("stop_token_ids", fields.get("stop_token_ids", ()))
     fields["continue_ids"] = _ids("continue_ids", fields.get("continue_ids", ()))
     if fields.get("input_ids") is not None:

@@ -158,6 +158,7 @@ class _Sampling(GuidedBody):
     min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31), _WHOLE] | None = None
     ignore_eos: StrictBool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    bad_words: Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     skip_special_tokens: StrictBool | None = None
     truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, lt=2**31), _WHOLE] | None = None
     continue_ids: Annotated[list[TokenId] | None, _FIRST] = None
@@ -183,7 +184,7 @@ class _Sampling(GuidedBody):
     def check(self) -> None:
         """Raise InvalidArgument for a well-formed field that is not supported."""
         if self.logit_bias:
-            raise InvalidArgument("logit_bias", "is not supported; leave it out")
+            raise InvalidArgument("logit_bias", "must be empty or left out: no engine here can bias single token ids")
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument("stream_options", "must be left out without stream=true")
 
@@ -227,6 +228,7 @@ class _Sampling(GuidedBody):
                     sampling=SamplingParams(**sampling, seed=seed),
                     stop=stops,
                     stop_token_ids=tuple(self.stop_token_ids or ()),
+                    bad_words=tuple(self.bad_words or ()),
                     stream=bool(self.stream),
                     skip_special_tokens=self.skip_special_tokens is not False,
                     truncate_prompt_tokens=self.truncate_prompt_tokens,

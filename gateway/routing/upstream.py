@@ -75,6 +75,7 @@ class Upstream:
         """Return whether OpenAI's protocol can express the request."""
         plain = all(getattr(request.sampling, name) == getattr(SamplingParams(), name) for name in _NEUTRAL)
         lost = bool(request.stop_token_ids or request.echo or request.chat_template_kwargs or request.continue_ids)
+        lost = lost or bool(request.bad_words)
         # Ids are of the pool's own vocabulary, adapters of its own model, and OpenAI refuses a long prompt.
         lost = (
             lost or bool(request.adapter) or request.input_ids is not None or request.truncate_prompt_tokens is not None

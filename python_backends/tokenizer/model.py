@@ -133,7 +133,10 @@ class TritonPythonModel:
                 ("bad_words", prompt.bad_words, "left out"),
                 ("embedding_bias_words", prompt.bias_words, "left out"),
             ]
-        if self._kind != "cpu":
+        reason = "not supported by this engine yet"
+        if self._kind == "cpu":
+            reason = "OpenVINO GenAI has no mask or bias for the token ids of one request"
+        else:
             refused += [
                 ("return_prompt_log_probs", prompt.prompt_log_probs, "false"),
                 ("max_tokens", prompt.max_tokens == 0 and "0", "1 or more"),
@@ -141,7 +144,7 @@ class TritonPythonModel:
             ]
         for name, value, neutral in refused:
             if value:
-                raise InvalidArgument(name, f"must be {neutral}, got {value}; not supported by this engine yet")
+                raise InvalidArgument(name, f"must be {neutral}, got {value}; {reason}")
 
     def _outputs(
         self, request_id: str, prompt: PromptRequest, ids: list[int], arrival_ns: int

@@ -116,10 +116,12 @@ def test_every_field_of_a_request_travels_under_the_ensembles_name_and_type() ->
 
 
 def test_ids_travel_in_place_of_a_text() -> None:
-    asked = GenerationRequest(input_ids=(0, 2**31 - 1), truncate_prompt_tokens=-1, continue_ids=(7, 8))
+    asked = GenerationRequest(
+        input_ids=(0, 2**31 - 1), truncate_prompt_tokens=-1, continue_ids=(7, 8), bad_words=("x",)
+    )
     request, values = parsed(infer_request.generation(asked, "ensemble"))
     assert (values["input_ids"], values["truncate_prompt_tokens"]) == ([0, 2**31 - 1], [-1])
-    assert values["continue_ids"] == [7, 8]
+    assert (values["continue_ids"], values["bad_words"]) == ([7, 8], ["x"])
     assert [list(tensor.shape) for tensor in request.inputs if tensor.name == "input_ids"] == [[1, 2]]
     assert not {"text_input", "messages"} & values.keys()
 

@@ -51,6 +51,8 @@ def test_ids_are_taken_from_any_iterable_of_integers() -> None:
         ({"input_ids": []}, "input_ids: must hold at least one token id, got none"),
         ({"input_ids": [1, -1]}, "input_ids: got -1; allowed are integers from 0 to"),
         ({"prompt": "x", "continue_ids": [-1]}, "continue_ids: got -1; allowed are integers from 0 to"),
+        ({"prompt": "x", "bad_words": ["a", ""]}, "bad_words: got .* at least one character"),
+        ({"prompt": "x", "bad_words": "a"}, "bad_words: got 'a'; allowed is a list"),
         ({"input_ids": "12"}, "input_ids: got '12'; allowed is a list"),
         (
             {"prompt": "x", "truncate_prompt_tokens": 0},

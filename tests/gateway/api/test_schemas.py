@@ -76,6 +76,12 @@ def test_an_echo_may_have_log_probabilities_and_no_output() -> None:
         chat(max_tokens=0)
 
 
+def test_bad_words_go_to_the_engine_and_a_bias_goes_nowhere() -> None:
+    assert completion(bad_words=["x", "y"]).generations(SETTINGS, 5.0)[0].bad_words == ("x", "y")
+    with pytest.raises(InvalidArgument, match="logit_bias: must be empty or left out: no engine here can bias"):
+        completion(logit_bias={"5": 1}).generations(SETTINGS, 5.0)
+
+
 def test_a_continued_stream_is_one_choice() -> None:
     for made in (completion(continue_ids=[4, 5]), chat(continue_ids=[4, 5])):
         assert made.generations(SETTINGS, 5.0)[0].continue_ids == (4, 5)

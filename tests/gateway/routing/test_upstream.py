@@ -110,6 +110,7 @@ async def test_a_cancelled_stream_raises_cancelled_and_frees_the_upstream():
         {"input_ids": (1, 2), "text_input": None},
         {"truncate_prompt_tokens": -1},
         {"continue_ids": (1, 2)},
+        {"bad_words": ("x",)},
         {"skip_special_tokens": False},
         {"sampling": SamplingParams(top_k=4)},
         {"sampling": SamplingParams(log_probs=True)},
