@@ -313,6 +313,8 @@ class ChatRequest(_Sampling):
         if self._tools:
             if form.family is None:
                 raise InvalidArgument("tools", "are not supported: this model's template has no form that is known")
+            if self.continue_ids:  # a call may have begun in them
+                raise InvalidArgument("continue_ids", "must be left out with tools")
             guided = settings.tool_guides
             if guided:
                 held = self._tool_guide(form, held)

@@ -226,3 +226,11 @@ def test_a_guide_of_the_answer_holds_after_the_reasoning_and_beside_the_calls() 
     requests = [dataclasses.replace(one, guide=guide) for one in chat(tools=[TOOL]).generations(settings, 5.0)]
     with pytest.raises(InvalidArgument, match="tools: must be left out: the engines are not held"):
         chat(tools=[TOOL]).held(requests, ChatFormat(), Settings(tool_guides=False))
+
+
+def test_an_output_with_tools_cannot_be_continued_and_may_have_a_format_beside_calls() -> None:
+    with pytest.raises(InvalidArgument, match="continue_ids: must be left out with tools"):
+        held(chat(tools=[TOOL], continue_ids=[1]))
+    request, _ = held(chat(tools=[TOOL], response_format={"type": "json_object"}))
+    assert request.guide is not None
+    assert [one["type"] for one in json.loads(request.guide.text)["format"]["elements"]] == ["tag", "json_schema"]
