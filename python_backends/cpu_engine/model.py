@@ -143,8 +143,12 @@ class TritonPythonModel:
         self._control = ControlListener(settings.control_socket, self._engine.on_control)
 
     def _open_checker(self, settings: Settings, manifest: EngineManifest) -> GrammarChecker | None:
-        folder = settings.engine_dir / GRAMMAR_CHECKER if manifest.kind == "cpu" else None
-        if folder is not None and not folder.exists():
+        folder = settings.engine_dir / GRAMMAR_CHECKER
+        if manifest.kind != "cpu":
+            self._no_guides = "this kind of engine is not held to grammars yet"
+            return None
+        if not folder.exists():
+            self._no_guides = "this engine was built without the vocabulary that a grammar needs; build it again"
             return None
         return GrammarChecker(folder, manifest.eos_token_ids[0], settings.grammar_timeout_s, settings.grammar_stall_s)
 
@@ -185,8 +189,7 @@ class TritonPythonModel:
         if parsed.guide is None:
             self._engine.submit(parsed, sink)
         elif self._grammars is None:
-            how = "this engine was built without the vocabulary that a grammar needs; build it again to use one"
-            raise InvalidArgument("guided_decoding_guide_type", f"must be left out: {how}")
+            raise InvalidArgument("guided_decoding_guide_type", f"must be left out: {self._no_guides}")
         else:
             self._grammars.check(parsed.guide, partial(self._submit_guided, parsed, sink))
 

@@ -36,9 +36,9 @@ OnResult = Callable[[Result], None]
 class GrammarChecker:
     """Results by guide, kept until they fill 32 MB. The process is started with the first guide."""
 
-    def __init__(self, folder: Path | None, end_id: int, timeout_s: float, stall_s: float) -> None:
+    def __init__(self, folder: Path, end_id: int, timeout_s: float, stall_s: float) -> None:
         """
-        folder: the engine's grammar_checker/; None where guides are translated only.
+        folder: the engine's grammar_checker/.
         timeout_s: seconds of the CPU for one check.
         end_id, stall_s: see compiler.Check.
         """
@@ -144,7 +144,7 @@ class GrammarChecker:
         self._connection = Connection(ours.detach())
         with theirs:
             command = [sys.executable, "-m", "python_backends.grammar.compiler", str(theirs.fileno())]
-            command += [] if self._folder is None else [str(self._folder)]
+            command.append(str(self._folder))
             with self._lock:
                 if self._closed:
                     raise EOFError

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from python_backends.ensemble.worker_messages import Ready
-from python_backends.grammar.messages import Check, Checked
-from python_backends.grammar.translation import translated
+from python_backends.grammar.pipeline import GrammarPipeline
 
 _NICE = 5  # as the engine: what carries its tokens goes first
 
@@ -20,12 +18,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the server, which ends this process
     os.nice(_NICE)
     connection = Connection(int(sys.argv[1]))
-    check: Callable[[Check], Checked] = translated
     try:
-        if len(sys.argv) > 2:
-            from python_backends.grammar.pipeline import GrammarPipeline
-
-            check = GrammarPipeline(Path(sys.argv[2])).check
+        check = GrammarPipeline(Path(sys.argv[2])).check
         connection.send(Ready())
         while True:
             connection.send(check(connection.recv()))

@@ -1,22 +1,26 @@
-"""The compiler process without a library to compile with: it translates."""
+"""The compiler process: checks one guide after the other, and ends with its connection."""
 
 import subprocess
 import sys
 from multiprocessing.connection import Connection
 from socket import socketpair
 
+import pytest
+
 from contract.generation import Guide
 from python_backends.ensemble.worker_messages import Ready
 from python_backends.grammar.messages import Check, Checked
 
+pytestmark = pytest.mark.slow
 
-def test_it_translates_until_its_connection_ends():
+
+def test_it_checks_until_its_connection_ends(tiny_engine):
     ours, theirs = socketpair()
     with theirs:
         command = [sys.executable, "-m", "python_backends.grammar.compiler", str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        process = subprocess.Popen([*command, str(tiny_engine / "grammar_checker")], pass_fds=[theirs.fileno()])
     with Connection(ours.detach()) as connection:
         assert connection.recv() == Ready()
-        connection.send(Check(Guide("ebnf_grammar", 'root ::= "a"'), 2, 0.25))
+        connection.send(Check(Guide("ebnf_grammar", 'root ::= "a"'), 256, 0.25))
         assert connection.recv() == Checked(Guide("ebnf_grammar", 'root ::= "a"'))
     assert process.wait(timeout=20) == 0
