@@ -8,11 +8,11 @@ from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictInt, S
 
 from clients.wire.encoder_call import Rows
 from contract.errors import InvalidArgument
-from gateway.api.schemas import STRICT
+from gateway.api.schemas import STRICT, WHOLE
 
 MAX_INPUTS = 2048  # OpenAI's limit
 MAX_QUERY = 65_536  # characters of a text that is paired with many
-_Id = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+_Id = Annotated[StrictInt, Field(ge=0, lt=2**31), WHOLE]
 _Text = Annotated[StrictStr, Field(min_length=1)]
 _Ids = Annotated[list[_Id], Field(min_length=1, fail_fast=True)]
 
@@ -29,7 +29,7 @@ _ONE_OR_MORE = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", 
 _TextOrTexts = Annotated[
     _Text | Annotated[list[_Text], Field(min_length=1, fail_fast=True)], _COUNT, WithJsonSchema(_ONE_OR_MORE)
 ]
-_Truncate = Annotated[StrictInt, Field(ge=-1, lt=2**31)]
+_Truncate = Annotated[StrictInt, Field(ge=-1, lt=2**31), WHOLE]
 
 
 class _EncoderRequest(BaseModel):
@@ -52,7 +52,7 @@ class EmbeddingsRequest(_EncoderRequest):
         _COUNT,
     ]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
+    dimensions: Annotated[StrictInt, Field(ge=1, lt=2**31), WHOLE] | None = None
     prompt_name: Annotated[StrictStr, Field(min_length=1, max_length=128)] | None = None
 
     def rows(self) -> Rows:
@@ -89,7 +89,7 @@ class RerankRequest(_EncoderRequest):
 
     query: Annotated[StrictStr, Field(min_length=1, max_length=MAX_QUERY)]
     documents: Annotated[list[_Text | Document], Field(min_length=1, fail_fast=True), _COUNT]
-    top_n: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
+    top_n: Annotated[StrictInt, Field(ge=1, lt=2**31), WHOLE] | None = None
     return_documents: StrictBool | None = None
 
     @property

@@ -41,6 +41,7 @@ MAX_NAME_SHOWN = 100  # characters of a field's name that an error message repea
 _Number = StrictFloat  # accepts integers too
 # 3.0 is an integer to JSON Schema.
 _WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+WHOLE = _WHOLE  # of other bodies
 _Integer = Annotated[StrictInt, _WHOLE]
 TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31), _WHOLE]
 _TEXT = {"type": "string", "minLength": 1}

@@ -11,6 +11,8 @@ import openvino as ov
 from python_backends.encoder.tokens import Row
 
 STEP = 8  # lengths are padded to a multiple of it, so that few different shapes occur
+MOST_PADDING = 0.15  # of a batch's tokens, beside PASS_TOKENS
+PASS_TOKENS = 32  # what a forward pass costs beside its tokens, in tokens
 
 
 class Forward:
@@ -50,15 +52,22 @@ class Forward:
 
 
 def packed(lengths: Sequence[int], max_rows: int, max_tokens: int) -> list[list[int]]:
-    """Return the indices of all lengths in batches, shortest first, which wastes the least on padding.
+    """Return the indices of all lengths in batches, shortest first.
 
-    A batch has at most ``max_rows`` rows and, padded to its longest, ``max_tokens`` tokens, or is one row.
+    A batch has at most ``max_rows`` rows and, padded to its longest, ``max_tokens`` tokens, or is one row. Its padding
+    is at most a part of its tokens: on a CPU a computed token costs as much in a large batch as in a small one.
     """
     batches: list[list[int]] = []
+    tokens = 0  # of the last batch, without padding
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        padded = -(-lengths[index] // STEP) * STEP
-        if batches and len(batches[-1]) < max_rows and (len(batches[-1]) + 1) * padded <= max_tokens:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
+        length = lengths[index]
+        padded = -(-length // STEP) * STEP
+        if batches and len(batches[-1]) < max_rows:
+            computed = (len(batches[-1]) + 1) * padded
+            if computed <= max_tokens and computed - tokens - length <= PASS_TOKENS + (tokens + length) * MOST_PADDING:
+                batches[-1].append(index)
+                tokens += length
+                continue
+        batches.append([index])
+        tokens = length
     return batches

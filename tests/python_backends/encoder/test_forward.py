@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backends.encoder.forward import STEP, packed
+from python_backends.encoder.forward import MOST_PADDING, PASS_TOKENS, STEP, packed
 
 
 @given(
@@ -17,5 +17,7 @@ def test_every_row_is_in_one_batch_within_both_bounds_and_beside_rows_of_its_len
         assert lengths[batch[-1]] == longest
         padded = -(-longest // STEP) * STEP * len(batch)
         assert len(batch) <= max_rows and (padded <= max_tokens or len(batch) == 1)
+        tokens = sum(lengths[index] for index in batch)
+        assert len(batch) == 1 or padded - tokens <= PASS_TOKENS + MOST_PADDING * tokens
     in_order = [lengths[index] for batch in batches for index in batch]
     assert in_order == sorted(lengths)
