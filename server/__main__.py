@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
             os.environ.update(several.gateway_environment(servers))
             there = ", ".join(f"{one.engine} at {one.grpc_url} (gRPC)" for one in servers)
             print(f"trident: starting {there}", file=sys.stderr)
-        elif several.is_encoder(settings):
+        elif several.is_encoder(settings) and several.ENCODERS not in os.environ:  # else the server before has told it
             os.environ.update(several.gateway_environment([settings]))
         return asyncio.run(Supervisor(settings).run(command))
     except TridentError as error:

@@ -14,6 +14,7 @@ from contract.errors import InvalidArgument, TridentError
 from server import ports
 from server.settings import PORT_FIELDS, Settings
 
+ENCODERS = "TRIDENT_GATEWAY_ENCODERS"
 PORTS_APART = 10  # between the ports of one server and the next
 
 
@@ -49,7 +50,7 @@ def gateway_environment(servers: Sequence[Settings]) -> Mapping[str, str]:
     scraped = (f"{hosts[one.engine]}=http://{one.reachable_host}:{one.metrics_port}/metrics" for one in servers)
     encoders = [one.engine for one in servers if is_encoder(one)]
     return {
-        "TRIDENT_GATEWAY_ENCODERS": ",".join(encoders),
+        ENCODERS: ",".join(encoders),
         "TRIDENT_GATEWAY_MODEL": servers[0].engine,
         "TRIDENT_GATEWAY_REPLICAS": ";".join(f"{engine}={url}" for engine, url in hosts.items()),
         "TRIDENT_GATEWAY_METRICS_URLS": ",".join(scraped),

@@ -1,8 +1,12 @@
 """The command line."""
 
+import os
+
 import pytest
 
+from server import several
 from server.__main__ import main, split_command
+from server.settings import Settings
 
 
 def test_the_arguments_after_the_first_double_dash_are_the_command():
@@ -23,6 +27,19 @@ def test_an_engine_that_was_not_built_is_refused_with_the_command_that_builds_it
     monkeypatch.setenv("TRIDENT_ENGINES_DIR", str(tmp_path))
     assert main(["--engine", "nosuch"]) == 1
     assert "make build-engine ENGINE=nosuch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("told", "encoders"), [(None, "small"), ("other", "other")])
+def test_a_gateway_beside_an_encoder_is_told_so_unless_it_is_one_of_several(monkeypatch, tmp_path, told, encoders):
+    monkeypatch.setattr(several, "is_encoder", lambda settings: True)
+    monkeypatch.setenv("TRIDENT_ENGINES_DIR", str(tmp_path))
+    for name in several.gateway_environment([Settings()]):
+        monkeypatch.setenv(name, "")
+    monkeypatch.delenv(several.ENCODERS)
+    if told is not None:
+        monkeypatch.setenv(several.ENCODERS, told)
+    assert main(["--engine", "small"]) == 1  # there is no such engine
+    assert os.environ[several.ENCODERS] == encoders
 
 
 def test_status_without_a_server_exits_with_code_1(monkeypatch, capsys, tmp_path):
