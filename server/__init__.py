@@ -6,6 +6,7 @@ supervisor: runs a server by what recovery decides.
     checks before the start: settings, preflight (machine, memory_footprint), installation, repository, ports
     instance: one run of tritonserver (triton_command, process, reaper, shared_memory, shell_paths, admin)
     watching it: liveness_probe, server_metrics, hang_detection, stubs
+    several engines: server_chain
     end: drain, child_command
     output: ready_message, progress, status, triton_log
 """

@@ -19,7 +19,7 @@ from dataclasses import asdict
 
 from contract import interpreter
 from contract.errors import NotFound, TridentError
-from server import ports, several, status
+from server import ports, server_chain, status
 from server.recovery import State
 from server.settings import PORT_FIELDS, Settings
 from server.supervisor import Supervisor
@@ -41,13 +41,15 @@ def main(argv: Sequence[str]) -> int:
             overrides["engine"] = engines[0]
         settings = Settings.from_environment(os.environ, **overrides)
         if len(engines) > 1:
-            servers = several.settings_of(engines, settings, arguments.free_ports)
-            command = several.command_of(servers, command)
-            os.environ.update(several.gateway_environment(servers))
+            servers = server_chain.settings_of(engines, settings, arguments.free_ports)
+            command = server_chain.command_of(servers, command)
+            os.environ.update(server_chain.gateway_environment(servers))
             there = ", ".join(f"{one.engine} at {one.grpc_url} (gRPC)" for one in servers)
             print(f"trident: starting {there}", file=sys.stderr)
-        elif several.is_encoder(settings) and several.ENCODERS not in os.environ:  # else the server before has told it
-            os.environ.update(several.gateway_environment([settings]))
+        elif (
+            server_chain.is_encoder(settings) and server_chain.ENCODERS not in os.environ
+        ):  # else the server before has told it
+            os.environ.update(server_chain.gateway_environment([settings]))
         return asyncio.run(Supervisor(settings).run(command))
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -19,6 +19,15 @@ OTHERS = {
     "echo": True,
     "skip_special_tokens": False,
     "guide": Guide("json"),
+    "tools": "[]",
+    "tool_choice": "none",
+    "parallel_tool_calls": False,
+    "chat_template_kwargs": "{}",
+    "input_ids": (1, 2),
+    "truncate_prompt_tokens": 5,
+    "adapter": "poet",
+    "continue_ids": (3,),
+    "bad_words": ("x",),
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import InvalidArgument
-from server import several
+from server import server_chain
 from server.__main__ import split_command
 from server.settings import Settings
 from tests.fakes import manifests
@@ -19,30 +19,30 @@ def first(**values: object) -> Settings:
 
 
 def test_every_server_has_ports_of_its_own_behind_those_before():
-    servers = several.settings_of(["a", "b", "c"], first(), free_ports=False)
+    servers = server_chain.settings_of(["a", "b", "c"], first(), free_ports=False)
     assert [(one.engine, one.grpc_port, one.http_port, one.metrics_port) for one in servers] == [
         ("a", 8001, 8000, 8002),
         ("b", 8011, 8010, 8012),
         ("c", 8021, 8020, 8022),
     ]
-    free = several.settings_of(["a", "b"], first(grpc_port=50001), free_ports=True)
+    free = server_chain.settings_of(["a", "b"], first(grpc_port=50001), free_ports=True)
     assert len({free[1].grpc_port, free[1].http_port, free[1].metrics_port}) == 3
 
 
 def test_each_server_is_the_command_of_the_one_before_and_the_command_that_of_the_last():
-    servers = several.settings_of(["a", "b", "c"], first(), free_ports=False)
-    words = several.command_of(servers, ["run", "--", "it"])
+    servers = server_chain.settings_of(["a", "b", "c"], first(), free_ports=False)
+    words = server_chain.command_of(servers, ["run", "--", "it"])
     for engine, port in (("b", "8011"), ("c", "8021")):
         assert words[:3] == [sys.executable, "-m", "server"]
         options, words = split_command(words[3:])
         assert options[:2] == ["--engine", engine] and options[options.index("--grpc-port") + 1] == port
     assert words == ["run", "--", "it"]
-    assert several.command_of(servers, [])[-1] == "8022"  # nothing runs beside the last
+    assert server_chain.command_of(servers, [])[-1] == "8022"  # nothing runs beside the last
 
 
 def test_a_gateway_gets_a_model_a_pool_and_a_tokenizer_for_each_engine():
-    servers = several.settings_of(["a", "b"], first(host="0.0.0.0"), free_ports=False)
-    assert several.gateway_environment(servers) == {
+    servers = server_chain.settings_of(["a", "b"], first(host="0.0.0.0"), free_ports=False)
+    assert server_chain.gateway_environment(servers) == {
         "TRIDENT_GATEWAY_ENCODERS": "",
         "TRIDENT_GATEWAY_MODEL": "a",
         "TRIDENT_GATEWAY_REPLICAS": "a=127.0.0.1:8001;b=127.0.0.1:8011",
@@ -54,12 +54,12 @@ def test_a_gateway_gets_a_model_a_pool_and_a_tokenizer_for_each_engine():
 
 def test_a_gateway_is_told_which_engines_are_encoders(monkeypatch: pytest.MonkeyPatch):
     kinds = {"a": "cpu", "b": "embedding", "c": "rerank"}
-    monkeypatch.setattr(several.manifest, "load", lambda folder: manifests.manifest(kind=kinds[folder.name]))
-    servers = several.settings_of(["a", "b", "c"], first(), free_ports=False)
-    assert several.gateway_environment(servers)["TRIDENT_GATEWAY_ENCODERS"] == "b,c"
+    monkeypatch.setattr(server_chain.manifest, "load", lambda folder: manifests.manifest(kind=kinds[folder.name]))
+    servers = server_chain.settings_of(["a", "b", "c"], first(), free_ports=False)
+    assert server_chain.gateway_environment(servers)["TRIDENT_GATEWAY_ENCODERS"] == "b,c"
 
 
 @pytest.mark.parametrize(("engines", "ports"), [(["a", "a"], {}), (["a", "b"], {"grpc_port": 65535}), (["a", ""], {})])
 def test_what_cannot_be_is_refused_before_anything_starts(engines: list[str], ports: dict[str, int]):
     with pytest.raises(InvalidArgument):
-        several.settings_of(engines, first(**ports), free_ports=False)
+        server_chain.settings_of(engines, first(**ports), free_ports=False)
