@@ -107,8 +107,8 @@ chat: export TRIDENT_URL ?= $(REACHABLE):$(GRPC_PORT)
 chat: setup ## talk to a running server, or say one thing with PROMPT="..."
 	$(BIN)/python -m clients $(if $(value PROMPT),generate -- $(call quoted,PROMPT),chat)
 
-test: test-fast ## every test but those of test-build, the end-to-end ones with a real tritonserver
-	$(BIN)/python -m pytest -m "end_to_end or slow"
+test: test-fast ## every test but those of test-build; the files with a real tritonserver two at a time
+	$(BIN)/python -m pytest -m "end_to_end or slow" -n 2 --dist loadfile
 
 # One process for each part: every worker of pytest-xdist would collect all tests again, 12 s of CPU each.
 FAST := -m "not end_to_end and not slow and not build_env"
