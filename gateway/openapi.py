@@ -28,6 +28,7 @@ _ERRORS = {
 }
 
 _ECHO = {"required": ["echo"], "properties": {"echo": {"const": True}}}
+_POSITIVE = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}
 _ONE_LIST_OF_IDS = {"properties": {"prompt": {"type": "array", "items": {"type": "integer"}}}}
 
 
@@ -102,10 +103,8 @@ def _add_rules(schemas: dict[str, Any], settings: Settings) -> None:
         _several(prompts, max_choices // prompts)
         for prompts in sorted({max_choices // n for n in range(1, max_choices + 1)})
     ]
-    equal = map(_alike, range(1, max_choices + 1))
     completion["allOf"] = [
-        {"anyOf": [{"properties": {"best_of": {"type": "null"}}}, _alike(None, 1), *equal]},
-        {"anyOf": [{"properties": {"max_tokens": {"not": {"const": 0}}}}, _ECHO]},
+        {"anyOf": [{"properties": {"max_tokens": _POSITIVE}}, _ECHO]},
         {"anyOf": [{"properties": {"prompt": {"type": "string"}}}, _ONE_LIST_OF_IDS, *fitting]},
     ]
     for schema in (chat, completion):
@@ -124,12 +123,6 @@ def _only_with(field: str, kind: str, switch: str) -> dict[str, Any]:
 def _several(prompts: int, choices: int) -> dict[str, Any]:
     few = {"anyOf": [{"type": "integer", "maximum": choices}, {"type": "null"}]}
     return {"properties": {"prompt": {"type": "array", "maxItems": prompts}, "n": few}}
-
-
-def _alike(n: int | None, best_of: int | None = None) -> dict[str, Any]:
-    best_of = best_of or n
-    required = ["best_of"] if n is None else ["best_of", "n"]
-    return {"required": required, "properties": {"best_of": {"const": best_of}, "n": {"const": n}}}
 
 
 def _response(description: str, media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
