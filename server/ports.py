@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import shlex
 import socket
 
@@ -13,6 +14,7 @@ from contract import interpreter
 from contract.errors import InvalidArgument, Unavailable
 
 MAX_COMMAND_CHARS = 100
+UNUSED_BY_CLIENTS = 10240, 32768  # Linux takes ports of outgoing connections from 32768 on
 
 
 def check(host: str, ports: dict[str, int]) -> None:
@@ -62,9 +64,19 @@ def claim(grpc_port: int) -> socket.socket:
 
 
 def free(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Return ``count`` different ports on which no process listens now."""
-    with contextlib.ExitStack() as stack:
-        return [stack.enter_context(_bind(host, 0)).getsockname()[1] for _ in range(count)]
+    """Return ``count`` different ports on which no process listens now.
+
+    They are drawn below the range that the kernel takes the ports of outgoing connections from, one of which could else
+    get the port before the server listens on it.
+    """
+    found: list[int] = []
+    for port in random.Random().sample(range(*UNUSED_BY_CLIENTS), k=UNUSED_BY_CLIENTS[1] - UNUSED_BY_CLIENTS[0]):
+        if len(found) == count:
+            break
+        with contextlib.suppress(OSError):
+            _bind(host, port).close()
+            found.append(port)
+    return found
 
 
 def listener(port: int) -> psutil.Process | None:

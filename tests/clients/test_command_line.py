@@ -134,7 +134,7 @@ def test_json_gives_one_object_per_response_and_all_on_the_last(threaded_replica
     objects = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["text"] for one in objects] == [" one", " two", " one"]
     assert objects[-1]["finish_reason"] == "length" and objects[-1]["request_id"] == "mine"
-    assert objects[-1]["usage"] == {"input_tokens": 2, "output_tokens": 3, "cached_tokens": 0}
+    assert objects[-1]["usage"] == {"input_tokens": 2, "output_tokens": 3, "cached_tokens": 0, "reasoning_tokens": 0}
     assert objects[-1]["timings"]["first_token_ns"] == 3_000
     whole = run(threaded_replica, "one two", "--max-tokens", "3", "--json", "--no-stream")
     assert [json.loads(line)["text"] for line in whole.stdout.splitlines()] == [" one two one"]

@@ -39,7 +39,7 @@ def test_hops_find_where_the_first_token_goes(benchmark):
 
 
 def test_a_cancel_gives_its_place_to_the_next_in_line(benchmark):
-    output, kept = benchmark("cancel", "--engine", "demo", "--samples", "2", "--streams", "4")
-    rows = {row["what"]: row for row in kept["figures"]}
-    assert rows["to the next request"]["count"] == 2 and rows["to the gauges"]["count"] == 3
-    assert all(0 < row["p50"] <= row["max"] for row in rows.values()) and "next request" in output
+    output, kept = benchmark("cancel", "--engine", "demo", "--samples", "2")
+    figures = kept["figures"]
+    assert figures["count"] == 2 and figures["streams"] > 0
+    assert 0 < figures["p50"] <= figures["max"] and "next request" in output

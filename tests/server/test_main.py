@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from server import several
+from server import server_chain
 from server.__main__ import main, split_command
 from server.settings import Settings
 
@@ -31,15 +31,15 @@ def test_an_engine_that_was_not_built_is_refused_with_the_command_that_builds_it
 
 @pytest.mark.parametrize(("told", "encoders"), [(None, "small"), ("other", "other")])
 def test_a_gateway_beside_an_encoder_is_told_so_unless_it_is_one_of_several(monkeypatch, tmp_path, told, encoders):
-    monkeypatch.setattr(several, "is_encoder", lambda settings: True)
+    monkeypatch.setattr(server_chain, "is_encoder", lambda settings: True)
     monkeypatch.setenv("TRIDENT_ENGINES_DIR", str(tmp_path))
-    for name in several.gateway_environment([Settings()]):
+    for name in server_chain.gateway_environment([Settings()]):
         monkeypatch.setenv(name, "")
-    monkeypatch.delenv(several.ENCODERS)
+    monkeypatch.delenv(server_chain.ENCODERS)
     if told is not None:
-        monkeypatch.setenv(several.ENCODERS, told)
+        monkeypatch.setenv(server_chain.ENCODERS, told)
     assert main(["--engine", "small"]) == 1  # there is no such engine
-    assert os.environ[several.ENCODERS] == encoders
+    assert os.environ[server_chain.ENCODERS] == encoders
 
 
 def test_status_without_a_server_exits_with_code_1(monkeypatch, capsys, tmp_path):
