@@ -103,6 +103,7 @@ def test_where_none_passes_the_engine_that_was_there_stays(tmp_path):
     assert load(tmp_path / "tiny") == before
 
 
+@pytest.mark.slow
 def test_a_given_model_is_built_automatically_and_later_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(layout, "ENGINES", tmp_path)
     made = engine.recipe_for("mine", TABLE["model"], None)

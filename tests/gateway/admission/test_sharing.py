@@ -191,6 +191,7 @@ class Simulation:
         return totals
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.integers(2, 4), st.sampled_from([8, 16, 64]), st.sampled_from([0.5, 2.0]), st.integers(0, 10**6))
 def test_busy_gateways_use_the_slots_equally_and_leave_the_reserve_to_short_requests(
@@ -209,6 +210,7 @@ def test_busy_gateways_use_the_slots_equally_and_leave_the_reserve_to_short_requ
     assert waits[int(len(waits) * 0.9)] <= life_s / 8
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.integers(2, 6), st.integers(0, 10**6))
 def test_what_one_gateway_does_not_use_or_leaves_the_others_have(gateways: int, seed: int) -> None:
