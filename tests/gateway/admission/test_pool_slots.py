@@ -282,7 +282,7 @@ async def _anything(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 60), label="steps")):
         step = data.draw(st.sampled_from(["claim", "claim", "release", "close", "time", "resize", "leave"]))
         pool = data.draw(st.sampled_from(POOLS))
-        before = {name: slots.running for name, slots in pools.items()}
+        before = {name: (slots.running - slots._reserved, slots._reserved) for name, slots in pools.items()}
         if step == "claim":
             count, longest = data.draw(st.integers(1, 12)), data.draw(st.sampled_from([5, 100, 1000]))
             entry = Entry(
@@ -318,7 +318,10 @@ async def _anything(data: st.DataObject) -> None:
             sizes[pool] = data.draw(st.integers(1, 9))
             pools[pool].dispatch()
         for name, slots in pools.items():  # above the limit only what ran before it fell
-            assert slots.running <= max(slots._limits().limit, before[name])
+            # Open and reserved slots each: where the limits have shrunk, the reserve may still be free.
+            limits, (open_before, reserved_before) = slots._limits(), before[name]
+            assert slots.running - slots._reserved <= max(limits.open, open_before)
+            assert slots._reserved <= max(limits.limit - limits.open, reserved_before)
         check()
     # Everybody who is still there gets all slots in the end, or runs out of time: nothing is stuck.
     for _ in range(500):
