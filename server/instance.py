@@ -52,6 +52,9 @@ FAILED_LAUNCH_S = 2.0
 RETRY_PROBE_S = 3.0
 # Models finalize within a moment of SIGTERM; tritonserver then takes seconds for its own exit.
 TERM_GRACE_S = 0.5
+# Time for the stubs of a reloaded model to finish their requests and exit. Triton 2.51 waits forever for the healthy
+# one of two where the other was killed.
+UNLOAD_GRACE_S = 5.0
 
 
 class ServerInstance:
@@ -97,6 +100,7 @@ class ServerInstance:
         self._zombies: dict[int, float] = {}  # pid of a child that exited → when it was first seen
         self._metrics: ServerMetrics | None = None  # of the last probe
         self._hung: set[int] = set()  # pids of stubs that hang
+        self._unloaded: dict[stubs.Stub, float] = {}  # of a reloaded model → when it is killed, in monotonic seconds
         # Models with a stub that hangs or exited; each is reported once until it is reloaded.
         self._reported_hung: set[str] = set()
         self._reported_exited: set[str] = set()
@@ -159,6 +163,8 @@ class ServerInstance:
         for stub in stubs.find(self.pid):
             if stub.pid in self._hung:  # Triton would wait for it to finalize
                 process.kill(stub.pid)
+            elif stub.model == model:
+                self._unloaded[stub] = time.monotonic() + UNLOAD_GRACE_S
         # A load alone does nothing: Triton considers the model loaded and its files unchanged.
         # Until the load is done the ensemble is unavailable and readiness fails.
         await self.admin.unload(model)
@@ -241,9 +247,17 @@ class ServerInstance:
                     if stub.pid not in self._hung:
                         self._hung.add(stub.pid)
                         self._on_stub_hung(stub, reason, running)
+                self._kill_unloaded(running)
                 await asyncio.sleep(hang_detection.POLL_INTERVAL_S)
         finally:
             polling.cancel()
+
+    def _kill_unloaded(self, running: list[stubs.Stub]) -> None:
+        """Kill stubs of reloaded models that did not exit in time."""
+        self._unloaded = {stub: kill_s for stub, kill_s in self._unloaded.items() if stub in running}
+        for stub, kill_s in self._unloaded.items():
+            if time.monotonic() >= kill_s and stubs.is_replaced(stub, running):
+                process.kill(stub.pid)
 
     def _on_stub_hung(self, stub: stubs.Stub, reason: str, running: list[stubs.Stub]) -> None:
         if stub.model in self._reported_hung or stubs.is_replaced(stub, running):
