@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
 
 from clients.wire.encoder_call import Rows
 from contract.errors import InvalidArgument
-from gateway.api.schemas import STRICT, WHOLE
+from gateway.api.schemas import WHOLE
+from gateway.api.strict_model import StrictModel
 
 MAX_INPUTS = 2048  # OpenAI's limit
 MAX_QUERY = 65_536  # characters of a text that is paired with many
@@ -32,10 +33,9 @@ _TextOrTexts = Annotated[
 _Truncate = Annotated[StrictInt, Field(ge=-1, lt=2**31), WHOLE]
 
 
-class _EncoderRequest(BaseModel):
+class _EncoderRequest(StrictModel):
     """The fields that all share. truncate_prompt_tokens: as vLLM has it; -1 for the model's limit."""
 
-    model_config = STRICT
     model: StrictStr
     user: StrictStr | None = None  # accepted and not stored
     truncate_prompt_tokens: _Truncate | None = None
@@ -77,10 +77,9 @@ class EmbeddingsRequest(_EncoderRequest):
         return "input" if isinstance(self.input, str) or isinstance(self.input[0], int) else f"input[{row}]"
 
 
-class Document(BaseModel):
+class Document(StrictModel):
     """A document as an object, as Cohere's and Jina's clients may send it."""
 
-    model_config = STRICT
     text: _Text
 
 

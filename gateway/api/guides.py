@@ -6,29 +6,25 @@ import re
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, WithJsonSchema
+from pydantic import Field, StrictBool, StrictStr, WithJsonSchema
 
 from contract.errors import InvalidArgument
 from contract.generation import Guide
+from gateway.api.strict_model import StrictModel
 
-_STRICT = ConfigDict(extra="forbid", hide_input_in_errors=True)
-_SCHEMA = WithJsonSchema({"type": "object"})
 _PLACE = re.compile(r"#((?:/[^\s/]*)+)")
 
-_Schema = Annotated[dict[str, Any], _SCHEMA]
-_Choice = Annotated[StrictStr, Field(min_length=1)]
-_Choices = Annotated[list[_Choice], Field(min_length=1, max_length=1000, fail_fast=True)]
+_Schema = Annotated[dict[str, Any], WithJsonSchema({"type": "object"})]
+_Choices = Annotated[
+    list[Annotated[StrictStr, Field(min_length=1)]], Field(min_length=1, max_length=1000, fail_fast=True)
+]
 _NAMED = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "schema": {"type": "object"}, "strict": {"type": "boolean"}},
     "required": ["name", "schema"],
     "additionalProperties": False,
 }
-_FORMATS: list[tuple[str, dict[str, Any]]] = [
-    ("text", {}),
-    ("json_object", {}),
-    ("json_schema", {"json_schema": _NAMED}),
-]
+_FORMATS: dict[str, dict[str, Any]] = {"text": {}, "json_object": {}, "json_schema": {"json_schema": _NAMED}}
 _FORMAT = WithJsonSchema(
     {
         "anyOf": [
@@ -40,38 +36,36 @@ _FORMAT = WithJsonSchema(
                     "required": ["type", *more],
                     "additionalProperties": False,
                 }
-                for kind, more in _FORMATS
+                for kind, more in _FORMATS.items()
             ),
         ],
         "default": None,
     }
 )
-# Of these fields and response_format one may be set, which a published schema says badly: it leaves them out.
+# At most one of these fields and response_format may be set. The published schema cannot express that briefly, so it
+# publishes response_format alone.
 _ALONE = WithJsonSchema({"type": "null"})
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(StrictModel):
     """A named schema. ``strict`` changes nothing: an output always matches the schema."""
 
-    model_config = _STRICT
     name: StrictStr
     description: StrictStr | None = None
     schema_: Annotated[_Schema | None, Field(alias="schema")] = None
     strict: StrictBool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(StrictModel):
     """The format of the output: free text, any JSON object, or JSON of a schema."""
 
-    model_config = _STRICT
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(StrictModel):
     """vLLM's form; exactly one field is set."""
 
-    model_config = _STRICT
     json_: Annotated[_Schema | StrictStr | None, Field(alias="json")] = None
     json_object: StrictBool | None = None
     regex: StrictStr | None = None
@@ -80,8 +74,8 @@ class StructuredOutputs(BaseModel):
     structural_tag: StrictStr | None = None
 
 
-class GuidedBody(BaseModel):
-    """The fields, at most one of which is set."""
+class GuidedBody(StrictModel):
+    """The fields of a body that say what the output must match; at most one is set."""
 
     response_format: Annotated[ResponseFormat | None, _FORMAT] = None
     guided_json: Annotated[_Schema | StrictStr | None, _ALONE] = None
@@ -91,7 +85,7 @@ class GuidedBody(BaseModel):
     structured_outputs: Annotated[StructuredOutputs | None, _ALONE] = None
 
     def guide(self) -> Guide | None:
-        """Return what the output must match. Raises: InvalidArgument."""
+        """Return the guide of the output; None for free text. Raises: InvalidArgument."""
         guides = self._guides()
         if len(guides) > 1:
             first, second, *_ = guides
@@ -110,44 +104,34 @@ class GuidedBody(BaseModel):
         return InvalidArgument(field + (place[1].replace("/", ".") if place else ""), error.problem)
 
     def _guides(self) -> dict[str, Guide]:
-        found: dict[str, Guide] = {}
-        form, more = self.response_format, self.structured_outputs
-        if form is not None and (form.json_schema is not None) != (form.type == "json_schema"):
-            wrong = "must be sent with" if form.type == "json_schema" else "must be left out without"
+        """Return the guides that the body asks for, by field. Raises: InvalidArgument."""
+        chosen, outputs = self.response_format, self.structured_outputs or StructuredOutputs()
+        given: dict[str, tuple[str, Any]] = {}
+        if chosen is not None and (chosen.json_schema is not None) != (chosen.type == "json_schema"):
+            wrong = "must be sent with" if chosen.type == "json_schema" else "must be left out without"
             raise InvalidArgument("response_format.json_schema", f"{wrong} the type json_schema")
-        if form is not None and form.type == "json_object":
-            found["response_format"] = Guide("json")
-        elif form is not None and form.json_schema is not None:
-            schema = form.json_schema.schema_
-            field = "response_format.json_schema.schema"
-            found[field] = _schema_guide(field, {} if schema is None else schema)
-        if more is not None:
-            given = {
-                "json": None if more.json_ is None else _schema_guide("structured_outputs.json", more.json_),
-                "json_object": Guide("json") if more.json_object else None,
-                "regex": None if more.regex is None else Guide("regex", more.regex),
-                "choice": None if more.choice is None else _choice_guide(more.choice),
-                "grammar": None if more.grammar is None else Guide("ebnf_grammar", more.grammar),
-                "structural_tag": None if more.structural_tag is None else Guide("structural_tag", more.structural_tag),
-            }
-            found |= {f"structured_outputs.{name}": guide for name, guide in given.items() if guide is not None}
-        if self.guided_json is not None:
-            found["guided_json"] = _schema_guide("guided_json", self.guided_json)
-        if self.guided_regex is not None:
-            found["guided_regex"] = Guide("regex", self.guided_regex)
-        if self.guided_choice is not None:
-            found["guided_choice"] = _choice_guide(self.guided_choice)
-        if self.guided_grammar is not None:
-            found["guided_grammar"] = Guide("ebnf_grammar", self.guided_grammar)
-        return found
+        if chosen is not None and chosen.type == "json_object":
+            given["response_format"] = ("json", "")
+        elif chosen is not None and chosen.json_schema is not None:
+            given["response_format.json_schema.schema"] = ("json_schema", chosen.json_schema.schema_ or {})
+        given |= {
+            "structured_outputs.json": ("json_schema", outputs.json_),
+            "structured_outputs.json_object": ("json", "" if outputs.json_object else None),
+            "structured_outputs.regex": ("regex", outputs.regex),
+            "structured_outputs.choice": ("choice", outputs.choice),
+            "structured_outputs.grammar": ("ebnf_grammar", outputs.grammar),
+            "structured_outputs.structural_tag": ("structural_tag", outputs.structural_tag),
+            "guided_json": ("json_schema", self.guided_json),
+            "guided_regex": ("regex", self.guided_regex),
+            "guided_choice": ("choice", self.guided_choice),
+            "guided_grammar": ("ebnf_grammar", self.guided_grammar),
+        }
+        return {field: _guide(field, kind, value) for field, (kind, value) in given.items() if value is not None}
 
 
-def _schema_guide(field: str, schema: dict[str, Any] | str) -> Guide:
+def _guide(field: str, kind: str, value: Any) -> Guide:
+    """Return the guide that a field describes. value: a text, or what becomes JSON."""
     try:
-        return Guide("json_schema", schema if isinstance(schema, str) else orjson.dumps(schema).decode())
+        return Guide(kind, value if isinstance(value, str) else orjson.dumps(value).decode())
     except orjson.JSONEncodeError as exc:
         raise InvalidArgument(field, "must be a schema of fewer levels") from exc
-
-
-def _choice_guide(choices: list[str]) -> Guide:
-    return Guide("choice", orjson.dumps(choices).decode())

@@ -13,9 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     StrictBool,
     StrictFloat,
@@ -29,6 +27,7 @@ from contract.chat import check_tool_turns
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest, Guide, SamplingParams
 from gateway.api.guides import GuidedBody
+from gateway.api.strict_model import StrictModel
 from gateway.api.tool_schemas import NamedTool, Tool, ToolCall, ToolChoice, Tools, plain_tools
 from gateway.config.settings import Settings
 from gateway.tools import chat_format, guide
@@ -40,10 +39,10 @@ MAX_ENTRIES = 10_000  # of a list or an object without a limit of its own
 MAX_NAME_SHOWN = 100  # characters of a field's name that an error message repeats
 _Number = StrictFloat  # accepts integers too
 # 3.0 is an integer to JSON Schema.
-_WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
-WHOLE = _WHOLE  # of other bodies
-_Integer = Annotated[StrictInt, _WHOLE]
-TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31), _WHOLE]
+WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+_Integer = Annotated[StrictInt, WHOLE]
+TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31), WHOLE]
+_Positive = Annotated[StrictInt, Field(ge=1, lt=2**31), WHOLE]
 _TEXT = {"type": "string", "minLength": 1}
 _ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _LISTS = [{"type": "array", "items": kind, "minItems": 1} for kind in (_TEXT, _ID)]
@@ -78,29 +77,25 @@ def _check_unset(value: Any) -> Any:
 
 
 _Unsupported = Annotated[Any, BeforeValidator(_check_unset), _only([])]
-STRICT = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
 
-class StreamOptions(BaseModel):
-    model_config = STRICT
+class StreamOptions(StrictModel):
     include_usage: StrictBool = False
     include_obfuscation: Literal[False] = False  # random padding of chunks: not supported
 
 
-class TextPart(BaseModel):
-    model_config = STRICT
+class TextPart(StrictModel):
     type: Literal["text"]
     text: StrictStr
 
 
-class Message(BaseModel):
+class Message(StrictModel):
     """One message of a chat. Role ``developer`` is OpenAI's newer name of ``system``.
 
     reasoning_content: of an earlier response; chat templates decide whether the model sees it again.
     The four fields after it are accepted so that a client can send back a response message unchanged.
     """
 
-    model_config = STRICT
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StrictStr | Annotated[list[TextPart], _FIRST, EntryLimit] | None = None
     tool_calls: Annotated[list[ToolCall], _FIRST, EntryLimit] | None = None
@@ -138,30 +133,29 @@ _TURN_FIELDS = ("tool_call_id", "name", "reasoning_content")
 class _Sampling(GuidedBody):
     """The fields that both endpoints share."""
 
-    model_config = STRICT
     model: StrictStr
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[StrictInt, Field(ge=1), _WHOLE] | None = None
+    n: Annotated[StrictInt, Field(ge=1), WHOLE] | None = None
     temperature: Annotated[_Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[_Number, Field(gt=0, le=1)] | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**64), _WHOLE] | None = None
+    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**64), WHOLE] | None = None
     presence_penalty: Annotated[_Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[_Number, Field(ge=-2, le=2)] | None = None
-    max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31), _WHOLE] | None = None
+    max_tokens: _Positive | None = None
     user: StrictStr | None = None  # accepted and not stored
     metadata: Annotated[dict[str, StrictStr], EntryLimit] | None = None
     logit_bias: Annotated[Annotated[dict[str, _Number], EntryLimit] | None, _only({})] = None
-    top_k: Annotated[StrictInt, Field(ge=-1, lt=2**31), _WHOLE] | None = None
+    top_k: Annotated[StrictInt, Field(ge=-1, lt=2**31), WHOLE] | None = None
     min_p: Annotated[_Number, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[_Number, Field(gt=0, le=100)] | None = None
-    min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31), _WHOLE] | None = None
+    min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31), WHOLE] | None = None
     ignore_eos: StrictBool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     bad_words: Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     skip_special_tokens: StrictBool | None = None
-    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, lt=2**31), _WHOLE] | None = None
+    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, lt=2**31), WHOLE] | None = None
     continue_ids: Annotated[list[TokenId] | None, _FIRST] = None
 
     @property
@@ -250,9 +244,9 @@ class ChatRequest(_Sampling):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), EntryLimit]
-    max_completion_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31), _WHOLE] | None = None
+    max_completion_tokens: _Positive | None = None
     logprobs: StrictBool | None = None
-    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20), _WHOLE] | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20), WHOLE] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None  # has no effect without tools
@@ -373,8 +367,8 @@ class CompletionRequest(_Sampling):
         | Annotated[list[Annotated[list[_Integer], _FIRST]], _FIRST, EntryLimit],
         WithJsonSchema(_PROMPT),
     ]
-    max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31), _WHOLE] | None = None  # 0: with echo, the prompt alone
-    logprobs: Annotated[StrictInt, Field(ge=0, le=20), _WHOLE] | None = None
+    max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31), WHOLE] | None = None  # 0: with echo, the prompt alone
+    logprobs: Annotated[StrictInt, Field(ge=0, le=20), WHOLE] | None = None
     echo: StrictBool | None = None
     best_of: _Integer | None = None
     suffix: Annotated[StrictStr | None, _only("")] = None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
+from pydantic import ConfigDict, Field, StrictBool, StrictStr
 from starlette.requests import Request
 
 from contract import manifest as manifests
@@ -20,6 +20,7 @@ from gateway.api import openai_http, schemas
 from gateway.api.openai_http import OpenAIEndpoint
 from gateway.api.response_stream import ResponseStream
 from gateway.api.schemas import EntryLimit, Message, TokenId
+from gateway.api.strict_model import StrictModel
 from gateway.api.tool_schemas import Tools, plain_tools
 from gateway.config.tenant import Tenant
 from gateway.service import Service
@@ -35,7 +36,7 @@ _ONE_PROMPT: list[Any] = [
 ]
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(StrictModel):
     """The body of POST /tokenize.
 
     prompt: a text; exactly one of prompt and messages is set.
@@ -43,7 +44,7 @@ class TokenizeRequest(BaseModel):
     return_token_strs: return the tokens as the vocabulary writes them, too.
     """
 
-    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, json_schema_extra={"anyOf": _ONE_PROMPT})
+    model_config = ConfigDict(json_schema_extra={"anyOf": _ONE_PROMPT})
     model: StrictStr | None = None
     prompt: StrictStr | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), EntryLimit] | None = None
@@ -55,10 +56,9 @@ class TokenizeRequest(BaseModel):
     return_token_strs: StrictBool = False
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(StrictModel):
     """The body of POST /detokenize. tokens: ids; special tokens become text as well."""
 
-    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
     model: StrictStr | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 

@@ -6,52 +6,45 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from contract.errors import InvalidArgument
+from gateway.api.strict_model import StrictModel
 
 MAX_TOOLS = 128
-_STRICT = ConfigDict(extra="forbid", hide_input_in_errors=True)
-_Name = Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
-class Function(BaseModel):
+class FunctionName(StrictModel):
+    name: Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Function(FunctionName):
     """strict: accepted; arguments are held to ``parameters`` in any case."""
 
-    model_config = _STRICT
-    name: _Name
     description: StrictStr | None = None
     parameters: dict[str, Any] | None = None
     strict: StrictBool | None = None
 
 
-class Tool(BaseModel):
-    model_config = _STRICT
-    type: Literal["function"]
-    function: Function
+class NamedTool(StrictModel):
+    """A tool by its name alone, as in ``tool_choice``."""
 
-
-class FunctionName(BaseModel):
-    model_config = _STRICT
-    name: _Name
-
-
-class NamedTool(BaseModel):
-    model_config = _STRICT
     type: Literal["function"]
     function: FunctionName
 
 
-class CalledFunction(BaseModel):
-    model_config = _STRICT
+class Tool(NamedTool):
+    function: Function
+
+
+class CalledFunction(StrictModel):
     name: StrictStr
     arguments: StrictStr
 
 
-class ToolCall(BaseModel):
+class ToolCall(StrictModel):
     """A call that the assistant made earlier. index: as streamed deltas have it; not used."""
 
-    model_config = _STRICT
     id: Annotated[StrictStr, Field(min_length=1)]
     type: Literal["function"] = "function"
     function: CalledFunction

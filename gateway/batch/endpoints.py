@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import orjson
 from prometheus_client import Counter
-from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
+from pydantic import Field, StrictStr, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -22,6 +22,7 @@ from clients.wire.request import can_travel
 from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Overloaded, TridentError
 from gateway.api import error_responses, schemas
 from gateway.api.request_body import bearer_token
+from gateway.api.strict_model import StrictModel
 from gateway.batch import multipart
 from gateway.batch.store import OUTPUT_PURPOSE, PURPOSE, Batch, BatchStore, File, FileTooLarge
 from gateway.batch.webhook import Webhooks
@@ -37,10 +38,9 @@ MAX_LISTED, MAX_FILES_LISTED = 100, 10_000
 _Text = Annotated[StrictStr, Field(max_length=512)]
 
 
-class BatchRequest(BaseModel):
+class BatchRequest(StrictModel):
     """The body of POST /v1/batches. webhook_url is our extension: it is called when the batch has ended."""
 
-    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
     input_file_id: Annotated[StrictStr, Field(min_length=1, max_length=100)]
     endpoint: StrictStr = Field(json_schema_extra={"enum": list(FORMATTERS)})
     completion_window: StrictStr = Field(json_schema_extra={"enum": ["24h"]})
