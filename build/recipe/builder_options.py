@@ -7,10 +7,10 @@ tables in ``build/trtllm/``; the inputs of ``build/trtllm/ensemble.pbtxt``.
 from __future__ import annotations
 
 from build.recipe.case import Case, RuleBook, Severity
-from build.recipe.schema import TRTLLM
 
 REFUSE = Severity.REFUSE
 BUILDER_OPTIONS = RuleBook()
+refuse = BUILDER_OPTIONS.rows(REFUSE)
 
 LORA = ("lora_plugin", "dora_plugin", "lora_dir", "lora_ckpt_source", "lora_target_modules", "max_lora_rank")
 PROMPT_TABLE = ("max_prompt_embedding_table_size", "max_multimodal_len")
@@ -23,7 +23,7 @@ OTHER_SOURCES = {
 # Plugins that compute in the model's own type. nccl_plugin also moves other types and is left alone.
 TYPED_PLUGINS = ("gpt_attention_plugin", "gemm_plugin", "fp8_rowwise_gemm_plugin")
 FP8_PLUGINS = ("gemm_swiglu_plugin", "low_latency_gemm_plugin", "low_latency_gemm_swiglu_plugin")
-GEMM_FORMATS = {"fp8": ("fp8",), "nvfp4": ("nvfp4",)}
+GEMM_FORMATS = ("fp8", "nvfp4")
 # [convert] options that choose a format, and the precisions they belong to.
 FORMAT_OPTIONS = {
     "use_weight_only": ("int8_wo", "int4_wo", "int4_awq"),
@@ -39,40 +39,17 @@ FORMAT_OPTIONS = {
     "quant_ckpt_path": ("int4_awq",),
 }
 WEIGHT_ONLY = {"int8_wo": "int8", "int4_wo": "int4", "int4_awq": "int4_awq"}
-AT_LEAST_ONE = (
-    "opt_num_tokens",
-    "max_input_len",
-    "workers",
-    "calib_tp_size",
-    "calib_pp_size",
-    "tokenizer_max_seq_length",
-)
+AT_LEAST_ONE = "opt_num_tokens max_input_len workers calib_tp_size calib_pp_size tokenizer_max_seq_length".split()
 # Above 0 and at most this.
 SHARES = {"smoothquant": 1, "sq": 1, "auto_quantize_bits": 16}
 # Options that describe a model which has no config.json, or take weights from elsewhere than the recipe's model.
 OF_THE_MODEL = {
     "quantize": ("nemo_ckpt_path", "decoder_type"),
     "convert": (
-        "meta_ckpt_dir",
-        "save_config_only",
-        "vocab_size",
-        "n_positions",
-        "n_layer",
-        "n_head",
-        "n_kv_head",
-        "n_embd",
-        "inter_size",
-        "multiple_of",
-        "ffn_dim_multiplier",
-        "rms_norm_eps",
-        "hidden_act",
-        "rotary_base",
-        "moe_num_experts",
-        "moe_top_k",
-        "moe_renorm_mode",
-        "moe_tp_size",
-        "moe_ep_size",
-    ),
+        "meta_ckpt_dir save_config_only vocab_size n_positions n_layer n_head n_kv_head n_embd inter_size multiple_of "
+        "ffn_dim_multiplier rms_norm_eps hidden_act rotary_base moe_num_experts moe_top_k moe_renorm_mode moe_tp_size "
+        "moe_ep_size"
+    ).split(),
 }
 OF_MEDUSA = ("num_medusa_layers", "medusa_hidden_act", "quant_medusa_head")
 
@@ -100,25 +77,21 @@ def the_plan_is_the_only_source(case: Case) -> str | None:
         given = [key for key in keys if key in getattr(case.recipe, table)]
         if given:
             return f"{table}.{given[0]} must be left out: the recipe's model and its config.json decide it"
-    spec = case.recipe.speculative_decoding
     given = [key for key in OF_MEDUSA if key in case.recipe.quantize]
-    if given and (spec is None or spec.mode != "medusa"):
+    if given and case.mode != "medusa":
         return f"quantize.{given[0]} must be left out: it belongs to speculative_decoding.mode medusa"
     return None
 
 
 @BUILDER_OPTIONS.rule("O3", REFUSE)
 def plugins_compute_in_the_models_type(case: Case) -> str | None:
-    if case.recipe.kind != TRTLLM:
-        return None
     dtype = _dtype(case)
-    for key in TYPED_PLUGINS:
+    for key in TYPED_PLUGINS if case.is_trtllm else ():
         value = str(case.recipe.build.get(key, "auto")).lower()
         if key == "gemm_plugin" and value in GEMM_FORMATS:
-            if case.recipe.precision in GEMM_FORMATS[value]:
-                continue
-            return f"gemm_plugin {value} is for {value.upper()} weights{_not_these(case)}"
-        if value not in ("auto", "disable", dtype):
+            if case.recipe.precision != value:
+                return f"gemm_plugin {value} is for {value.upper()} weights{_not_these(case)}"
+        elif value not in ("auto", "disable", dtype):
             return (
                 f"{key} must be auto, disable or {dtype}, got {value}: the network is strongly typed, so a plugin "
                 "computes in the type of the checkpoint or the build fails"
@@ -149,17 +122,16 @@ def counts_are_at_least_one(case: Case) -> str | None:
     return None
 
 
-@BUILDER_OPTIONS.rule("O6", REFUSE)
-def the_engine_must_hold_its_weights(case: Case) -> str | None:
-    if case.recipe.build.get("strip_plan") is not True:
-        return None
-    return "strip_plan leaves the weights out of the engine until trtllm-refit puts them back, which no stage does"
+refuse(
+    lambda case: case.recipe.build.get("strip_plan") is True,
+    "O6: strip_plan leaves the weights out of the engine until trtllm-refit puts them back, which no stage does",
+)
 
 
 @BUILDER_OPTIONS.rule("O7", REFUSE)
 def the_converter_makes_the_recipes_format(case: Case) -> str | None:
     recipe = case.recipe
-    if recipe.kind != TRTLLM or case.quantizes:
+    if not case.is_trtllm or case.quantizes:
         return None  # U1: [convert] has no effect then
     for key, precisions in FORMAT_OPTIONS.items():
         if recipe.convert.get(key) not in (None, False) and recipe.precision not in precisions:
@@ -174,11 +146,10 @@ def the_converter_makes_the_recipes_format(case: Case) -> str | None:
     return None
 
 
-@BUILDER_OPTIONS.rule("O8", REFUSE)
-def weights_are_computed_in_16_bits(case: Case) -> str | None:
-    if case.recipe.kind != TRTLLM or _dtype(case) != "float32":
-        return None
-    return "dtype must be bfloat16 or float16, got float32: context attention and the memory plan are for 16-bit values"
+refuse(
+    lambda case: case.is_trtllm and _dtype(case) == "float32",
+    "O8: dtype must be bfloat16 or float16, got float32: context attention and the memory plan are for 16-bit values",
+)
 
 
 def _dtype(case: Case) -> str:

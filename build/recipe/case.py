@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+from build.base.architecture import Architecture
 from build.base.shape import Shape
 from build.recipe import commands
-from build.recipe.recipe import Recipe
+from build.recipe.recipe import Recipe, SpeculativeDecoding
+from build.recipe.schema import TRTLLM
 
 
 class Severity(str, Enum):
@@ -67,8 +69,29 @@ class Case:
         return self.route == commands.QUANTIZE
 
     @property
+    def arch(self) -> Architecture:
+        return self.shape.architecture
+
+    @property
     def is_llama(self) -> bool:
-        return self.shape.architecture.name == "LlamaForCausalLM"
+        return self.arch.name == "LlamaForCausalLM"
+
+    @property
+    def is_trtllm(self) -> bool:
+        return self.recipe.kind == TRTLLM
+
+    @property
+    def is_sm100(self) -> bool:
+        return 100 <= self.recipe.sm < 120
+
+    @property
+    def spec(self) -> SpeculativeDecoding | None:
+        return self.recipe.speculative_decoding
+
+    @property
+    def mode(self) -> str | None:
+        """How draft tokens are made, None where none are."""
+        return self.spec.mode if self.spec else None
 
     def on(self, option: str) -> bool:
         """Whether a switch or plugin of trtllm-build is in use."""
@@ -97,6 +120,26 @@ class RuleBook(dict[str, Rule]):
             return reason
 
         return register
+
+    def rows(self, severity: Severity) -> Callable[[Callable[[Case], object], str], None]:
+        """Adds rules with one reason each: ``when`` finds something in a case, and "NAME: text" says what.
+
+        text: of str.format, with recipe, arch, spec, case and what was found, a list's entries joined by "and".
+        """
+
+        def add(when: Callable[[Case], object], named: str) -> None:
+            name, _, text = named.partition(": ")
+
+            def reason(case: Case) -> str | None:
+                found = when(case)
+                if not found:
+                    return None
+                words = " and ".join(found) if isinstance(found, list) else found
+                return text.format(recipe=case.recipe, arch=case.arch, spec=case.spec, case=case, found=words)
+
+            self.rule(name, severity)(reason)
+
+        return add
 
     def check(self, case: Case) -> list[Finding]:
         answers = ((rule, rule.reason(case)) for rule in self.values())

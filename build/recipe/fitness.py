@@ -15,11 +15,12 @@ from build.model.calibration import CNN_DAILYMAIL, CPYTHON
 from build.recipe import commands, memory
 from build.recipe.case import Case, RuleBook, Severity
 from build.recipe.quantization import bias_problem
-from build.recipe.rules import integer_weights_fail_on_sm_100
-from build.recipe.schema import CPU, LLMAPI, TRTLLM, TRTLLM_VERSION
+from build.recipe.rules import RULES
+from build.recipe.schema import CPU, LLMAPI, TRTLLM_VERSION
 
 REFUSE, WARN = Severity.REFUSE, Severity.WARN
 CHECKS = RuleBook()
+refuse, warn = CHECKS.rows(REFUSE), CHECKS.rows(WARN)
 
 # [build] options without which requests cannot join and leave the running batch (in-flight batching).
 IN_FLIGHT = {"kv_cache_type": "paged", "remove_input_padding": "enable"}
@@ -27,6 +28,11 @@ PAGED_CONTEXT = ("use_paged_context_fmha", "context_fmha")
 # NVIDIA's images by month; the recipe's options, and the engines of its pinned version, are those of 26.04 to 26.07.
 NVIDIAS_IMAGE = re.compile(r"(?:.*/)?tritonserver:(\d\d\.\d\d)-trtllm-python-py3(?:@.*)?")
 PINNED_IMAGES = ("26.04", "26.05", "26.06", "26.07")
+
+
+def _r4_speaks(case: Case) -> bool:
+    """One refusal for one fault: the builder's own rule goes before the support matrix."""
+    return case.is_trtllm and RULES["R4"].reason(case) is not None
 
 
 @CHECKS.rule("H1", REFUSE)
@@ -47,25 +53,23 @@ def the_card_has_the_kv_format(case: Case) -> str | None:
     return f"an {recipe.kv_cache_precision.upper()} KV cache does not run on SM {recipe.sm}"
 
 
-@CHECKS.rule("H3", REFUSE)
-def swiglu_plugin_is_for_hopper(case: Case) -> str | None:
-    if case.recipe.kind != TRTLLM or case.recipe.sm == 90 or 100 <= case.recipe.sm < 120:  # R5 speaks of SM 100
-        return None
-    if not case.on("gemm_swiglu_plugin"):
-        return None
-    return f"gemm_swiglu_plugin fp8 exists for Hopper (SM 90) only, not for SM {case.recipe.sm}"
-
-
-@CHECKS.rule("H4", WARN)
-def w4a8_is_not_listed_for_qwen3(case: Case) -> str | None:
-    if case.recipe.precision != "w4a8_awq" or case.shape.architecture.name != "Qwen3ForCausalLM":
-        return None
-    return "W4A8-AWQ is not listed for Qwen3 in TensorRT-LLM's support matrix"
+refuse(
+    lambda case: (
+        case.is_trtllm
+        and not (case.recipe.sm == 90 or case.is_sm100)  # R5 speaks of SM 100
+        and case.on("gemm_swiglu_plugin")
+    ),
+    "H3: gemm_swiglu_plugin fp8 exists for Hopper (SM 90) only, not for SM {recipe.sm}",
+)
+warn(
+    lambda case: case.recipe.precision == "w4a8_awq" and case.arch.name == "Qwen3ForCausalLM",
+    "H4: W4A8-AWQ is not listed for Qwen3 in TensorRT-LLM's support matrix",
+)
 
 
 @CHECKS.rule("M1", REFUSE)
 def one_sequence_must_fit(case: Case) -> str | None:
-    recipe, arch = case.recipe, case.shape.architecture
+    recipe, arch = case.recipe, case.arch
     if recipe.max_seq_len is None or not _divides(case):
         return None
     need, total = recipe.max_seq_len + commands.draft_len(recipe), memory.footprint(recipe, arch)
@@ -80,18 +84,16 @@ def one_sequence_must_fit(case: Case) -> str | None:
     )
 
 
-@CHECKS.rule("S1", WARN)
-def sequences_must_not_outgrow_the_model(case: Case) -> str | None:
-    length = case.recipe.max_seq_len
-    if case.recipe.kind == CPU or length is None or length <= case.shape.positions:
-        return None
-    made_for = f"the {case.shape.positions} tokens the model was made for"
-    return f"max_seq_len {length} is more than {made_for}: text beyond them is nonsense"
+warn(
+    lambda case: case.recipe.kind != CPU and (case.recipe.max_seq_len or 0) > case.shape.positions,
+    "S1: max_seq_len {recipe.max_seq_len} is more than the {case.shape.positions} tokens the model was made for: text "
+    "beyond them is nonsense",
+)
 
 
 @CHECKS.rule("S2", REFUSE)
 def ranks_must_divide_the_model(case: Case) -> str | None:
-    arch, recipe = case.shape.architecture, case.recipe
+    arch, recipe = case.arch, case.recipe
     if _divides(case):
         kv, shared = arch.num_kv_heads, recipe.tp > arch.num_kv_heads
         if max(recipe.tp, kv) % min(recipe.tp, kv):
@@ -108,39 +110,38 @@ def ranks_must_divide_the_model(case: Case) -> str | None:
     return f"pp {recipe.pp} is more than the model's {arch.num_layers} layers"
 
 
-@CHECKS.rule("S3", WARN)
-def long_prompts_need_chunked_context(case: Case) -> str | None:
+def _longest_prompt(case: Case) -> int | None:
+    """Tokens of a step, where a prompt must fit one and not every prompt does."""
     recipe = case.recipe
-    if recipe.kind != TRTLLM or recipe.max_seq_len is None or commands.max_num_tokens(recipe) >= recipe.max_seq_len:
+    if recipe.max_seq_len is None or (recipe.chunked_context and commands.paged_context_fmha(recipe)):
         return None
-    if recipe.chunked_context and commands.paged_context_fmha(recipe):
-        return None
-    return (
-        f"without chunked context a prompt must fit one step, so prompts over max_num_tokens "
-        f"{commands.max_num_tokens(recipe)} are refused although max_seq_len is {recipe.max_seq_len}"
-    )
+    tokens = commands.max_num_tokens(recipe)
+    return tokens if tokens < recipe.max_seq_len else None
+
+
+warn(
+    lambda case: case.is_trtllm and _longest_prompt(case),
+    "S3: without chunked context a prompt must fit one step, so prompts over max_num_tokens {found} are refused "
+    "although max_seq_len is {recipe.max_seq_len}",
+)
 
 
 @CHECKS.rule("S4", REFUSE)
 def lookahead_has_limits(case: Case) -> str | None:
-    spec = case.recipe.speculative_decoding
-    if spec is None or spec.mode != "lookahead_decoding":
+    if case.mode != "lookahead_decoding":
         return None
     if case.recipe.max_beam_width > 1:
         return f"lookahead decoding needs max_beam_width 1, not {case.recipe.max_beam_width}"
-    if spec.ngram_size == 1:
-        return "lookahead decoding with ngram_size 1 drafts nothing"
-    return None
+    alone = case.spec is not None and case.spec.ngram_size == 1
+    return "lookahead decoding with ngram_size 1 drafts nothing" if alone else None
 
 
-@CHECKS.rule("S5", REFUSE)
-def the_network_must_have_a_place_for_every_bias(case: Case) -> str | None:
-    return bias_problem(case.shape.architecture) if case.recipe.kind == TRTLLM else None
+refuse(lambda case: case.is_trtllm and bias_problem(case.arch), "S5: {found}")
 
 
 @CHECKS.rule("B1", REFUSE)
 def requests_must_batch_in_flight(case: Case) -> str | None:
-    if case.recipe.kind != TRTLLM:
+    if not case.is_trtllm:
         return None
     given = {key: str(value).lower() for key, value in case.recipe.build.items()}
     wrong = [f"{key} {given[key]}" for key, needed in IN_FLIGHT.items() if given.get(key, needed) != needed]
@@ -154,19 +155,16 @@ def requests_must_batch_in_flight(case: Case) -> str | None:
     )
 
 
-@CHECKS.rule("B2", REFUSE)
-def a_kv_block_must_be_found(case: Case) -> str | None:
-    if case.recipe.kind != TRTLLM or commands.tokens_per_block(case.recipe).bit_count() == 1:
-        return None
-    return f"tokens_per_block {commands.tokens_per_block(case.recipe)} is not a power of two, as the KV cache's must be"
+refuse(
+    lambda case: case.is_trtllm and commands.tokens_per_block(case.recipe).bit_count() != 1,
+    "B2: tokens_per_block {recipe.build[tokens_per_block]} is not a power of two, as the KV cache's must be",
+)
 
 
 @CHECKS.rule("B3", WARN)
 def what_the_recipe_asks_for_must_not_be_switched_off(case: Case) -> str | None:
-    recipe = case.recipe
-    off = [option for option in PAGED_CONTEXT if recipe.build.get(option) == "disable"]
-    features = [("prefix reuse", recipe.prefix_reuse), ("chunked context", recipe.chunked_context)]
-    enabled = [word for word, is_on in features if is_on]
+    off = [option for option in PAGED_CONTEXT if case.recipe.build.get(option) == "disable"]
+    enabled = case.recipe.reuse_features()
     if not off or not enabled:
         return None
     return f"{' and '.join(off)} disable leaves no {' and no '.join(enabled)}, which this recipe enables"
@@ -174,30 +172,27 @@ def what_the_recipe_asks_for_must_not_be_switched_off(case: Case) -> str | None:
 
 @CHECKS.rule("B4", REFUSE)
 def the_image_must_hold_the_pinned_version(case: Case) -> str | None:
-    found = NVIDIAS_IMAGE.fullmatch(case.recipe.image)
-    if case.recipe.kind != TRTLLM or found is None or found[1] in PINNED_IMAGES:
+    image = NVIDIAS_IMAGE.fullmatch(case.recipe.image)
+    if not case.is_trtllm or image is None or image[1] in PINNED_IMAGES:
         return None
-    holds = "is of an older TensorRT-LLM" if found[1] < PINNED_IMAGES[0] else "may have no engine builder any more"
+    holds = "is of an older TensorRT-LLM" if image[1] < PINNED_IMAGES[0] else "may have no engine builder any more"
     return (
-        f"the image of {found[1]} {holds}; options and engines are of TensorRT-LLM {TRTLLM_VERSION}, which is in those "
+        f"the image of {image[1]} {holds}; options and engines are of TensorRT-LLM {TRTLLM_VERSION}, which is in those "
         f"of {PINNED_IMAGES[0]} to {PINNED_IMAGES[-1]}"
     )
 
 
-@CHECKS.rule("Q1", REFUSE)
-def our_own_stage_must_make_the_checkpoint(case: Case) -> str | None:
-    if case.recipe.kind != LLMAPI:
-        return None  # R21 speaks where a trtllm recipe is calibrated by it
-    problem = commands.problem_on_cpu(case.recipe)
-    return f"the LLM API's checkpoint is made by build.quantise.quantize, which {problem}" if problem else None
+refuse(
+    lambda case: case.recipe.kind == LLMAPI and commands.problem_on_cpu(case.recipe),  # R21 speaks of engines
+    "Q1: the LLM API's checkpoint is made by build.quantise.quantize, which {found}",
+)
 
 
 @CHECKS.rule("Q2", REFUSE)
 def its_calibration_texts_must_be_there(case: Case) -> str | None:
-    recipe = case.recipe
-    if recipe.kind != LLMAPI or recipe.precision == "bf16":
+    if case.recipe.kind != LLMAPI or case.recipe.precision == "bf16":
         return None
-    name = recipe.texts.dataset
+    name = case.recipe.texts.dataset
     if name == CPYTHON or Path(name).name == CNN_DAILYMAIL or os.path.exists(layout.ROOT / Path(name).expanduser()):
         return None
     return f"calibration.dataset {name!r} is neither a local file or folder nor {CPYTHON} nor {CNN_DAILYMAIL}"
@@ -205,7 +200,7 @@ def its_calibration_texts_must_be_there(case: Case) -> str | None:
 
 @CHECKS.rule("Q3", REFUSE)
 def awq_blocks_must_divide_the_inputs(case: Case) -> str | None:
-    recipe, arch = case.recipe, case.shape.architecture
+    recipe, arch = case.recipe, case.arch
     if recipe.kind != LLMAPI or "awq" not in recipe.precision:
         return None  # R36 speaks of engines
     inputs = {
@@ -219,18 +214,17 @@ def awq_blocks_must_divide_the_inputs(case: Case) -> str | None:
     return None
 
 
-@CHECKS.rule("C1", REFUSE)
-def positions_must_be_computed_exactly(case: Case) -> str | None:
-    recipe, longest = case.recipe, case.shape.architecture.max_positions
-    if recipe.kind != CPU or recipe.max_seq_len is None or recipe.max_seq_len <= longest:
-        return None
-    return f"max_seq_len {recipe.max_seq_len} is more than the {longest} positions the CPU engine computes exactly"
+refuse(
+    lambda case: case.recipe.kind == CPU and (case.recipe.max_seq_len or 0) > case.arch.max_positions,
+    "C1: max_seq_len {recipe.max_seq_len} is more than the {arch.max_positions} positions the CPU engine computes "
+    "exactly",
+)
 
 
 @CHECKS.rule("C2", REFUSE)
 def a_step_must_hold_a_token_of_each(case: Case) -> str | None:
     recipe = case.recipe
-    tokens = commands.max_num_tokens(recipe) if recipe.kind == TRTLLM else recipe.max_num_tokens
+    tokens = commands.max_num_tokens(recipe) if case.is_trtllm else recipe.max_num_tokens
     if tokens >= recipe.max_batch_size * recipe.max_beam_width:
         return None
     running = f"{recipe.max_batch_size} sequences"
@@ -238,22 +232,18 @@ def a_step_must_hold_a_token_of_each(case: Case) -> str | None:
     return f"max_num_tokens {tokens} is less than one token for each of {running}, so they can never run at once"
 
 
-@CHECKS.rule("C3", REFUSE)
-def a_whole_prompt_must_fit_a_step(case: Case) -> str | None:
-    recipe = case.recipe
-    if recipe.kind != CPU or recipe.max_seq_len is None or recipe.chunked_context:
-        return None
-    if recipe.max_num_tokens >= recipe.max_seq_len:
-        return None
-    return f"without chunked_context a prompt of max_seq_len {recipe.max_seq_len} must fit max_num_tokens"
-
-
-@CHECKS.rule("C4", REFUSE)
-def only_four_bits_are_calibrated(case: Case) -> str | None:
-    recipe = case.recipe
-    if recipe.kind != CPU or recipe.calibration is None or recipe.precision == "int4":
-        return None
-    return f"[calibration] has no effect on {recipe.precision} weights of a CPU engine: only int4 is calibrated"
+refuse(
+    lambda case: (
+        case.recipe.kind == CPU
+        and not case.recipe.chunked_context
+        and case.recipe.max_num_tokens < (case.recipe.max_seq_len or 0)
+    ),
+    "C3: without chunked_context a prompt of max_seq_len {recipe.max_seq_len} must fit max_num_tokens",
+)
+refuse(
+    lambda case: case.recipe.kind == CPU and case.recipe.calibration is not None and case.recipe.precision != "int4",
+    "C4: [calibration] has no effect on {recipe.precision} weights of a CPU engine: only int4 is calibrated",
+)
 
 
 @CHECKS.rule("C5", REFUSE)
@@ -261,7 +251,7 @@ def a_cpu_engine_must_fit_this_machine(case: Case) -> str | None:
     """The engine process allocates its whole KV pool; the kernel kills a process that outgrows the memory there is."""
     if case.recipe.kind != CPU or case.memory_here is None:
         return None
-    foot, gib = memory.footprint(case.recipe, case.shape.architecture), memory.GIB
+    foot, gib = memory.footprint(case.recipe, case.arch), memory.GIB
     if foot.total_bytes <= case.memory_here:
         return None
     blocks = int((case.memory_here - foot.fixed_bytes) / foot.kv_bytes_per_token) // memory.BLOCK_TOKENS
@@ -274,33 +264,23 @@ def a_cpu_engine_must_fit_this_machine(case: Case) -> str | None:
 
 @CHECKS.rule("U1", REFUSE)
 def tables_must_have_an_effect(case: Case) -> str | None:
-    if case.recipe.kind != TRTLLM:
-        return None
     unused, program = ("convert", "quantize.py") if case.quantizes else ("quantize", "convert_checkpoint.py")
-    if not getattr(case.recipe, unused):
+    if not case.is_trtllm or not getattr(case.recipe, unused):
         return None
     return f"[{unused}] has no effect: {case.recipe.precision} checkpoints of this model are made by {program}"
 
 
-@CHECKS.rule("U2", WARN)
-def draft_heads_are_made_elsewhere(case: Case) -> str | None:
-    spec = case.recipe.speculative_decoding
-    if spec is None or spec.mode not in ("medusa", "eagle", "explicit_draft_tokens"):
-        return None
-    if spec.mode == "medusa" and case.recipe.kind == TRTLLM and case.quantizes:
-        return None
-    return (
-        f"the draft heads of {spec.mode} are written by the converter of the image's {spec.mode} example, not by the "
-        "command below: put its checkpoint in place and go on from compile"
-    )
-
-
-def _r4_speaks(case: Case) -> bool:
-    """One refusal for one fault: the builder's own rule goes before the support matrix."""
-    return case.recipe.kind == TRTLLM and integer_weights_fail_on_sm_100(case) is not None
+warn(
+    lambda case: (
+        case.mode in ("eagle", "explicit_draft_tokens")
+        or (case.mode == "medusa" and not (case.is_trtllm and case.quantizes))
+    ),
+    "U2: the draft heads of {spec.mode} are written by the converter of the image's {spec.mode} example, not by the "
+    "command below: put its checkpoint in place and go on from compile",
+)
 
 
 def _divides(case: Case) -> bool:
-    arch, recipe = case.shape.architecture, case.recipe
+    arch, recipe = case.arch, case.recipe
     sizes = (arch.num_heads, arch.hidden_size, arch.intermediate_size)
     return all(size % recipe.tp == 0 for size in sizes) and recipe.pp <= arch.num_layers

@@ -154,6 +154,10 @@ class Recipe:
         assert self.calibration is not None
         return self.calibration
 
+    def reuse_features(self) -> list[str]:
+        """What it asks for of what needs paged context attention."""
+        return ["prefix reuse"] * self.prefix_reuse + ["chunked context"] * self.chunked_context
+
     def changed(self, **changes: Any) -> Recipe:
         """The same recipe with other values."""
         return replace(self, **changes)

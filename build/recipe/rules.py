@@ -1,7 +1,7 @@
 """Rules R1 to R37: what TensorRT-LLM 1.2.1 refuses, drops silently or changes silently, checked before a build starts.
 
-Each rule is a function of a Case that returns its reason or None; ``RULES.check(case)`` asks them all. They speak of
-kind ``trtllm`` only. Where a rule and the command line meet, ``commands.py`` writes what will really happen.
+``RULES.check(case)`` gives every reason. They speak of kind ``trtllm`` only. Where a rule and the command line meet,
+``commands.py`` writes what will really happen.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from build.recipe.case import Case, RuleBook, Severity
 
 REFUSE, WARN, INFORM = Severity.REFUSE, Severity.WARN, Severity.INFORM
 RULES = RuleBook()
+refuse, warn, inform = RULES.rows(REFUSE), RULES.rows(WARN), RULES.rows(INFORM)
 
 FUSED_SWIGLU = ("gemm_swiglu_plugin", "low_latency_gemm_swiglu_plugin")
 NOT_ON_SM100 = (
@@ -37,8 +38,7 @@ def quantised_kv_cache_loses_paged_context(case: Case) -> str | None:
     kv = case.recipe.kv_cache_precision
     if kv == "auto" or (kv == "fp8" and case.algo in commands.PAGED_WITH_QUANTISED_KV):
         return None
-    features = [("prefix reuse", case.recipe.prefix_reuse), ("chunked context", case.recipe.chunked_context)]
-    enabled = [word for word, is_on in features if is_on]
+    enabled = case.recipe.reuse_features()
     lost = f", which this recipe enables: {' and '.join(enabled)}" if enabled else ""
     return (
         f"an {kv.upper()} KV cache with {case.algo or 'unquantised'} weights makes the builder switch off "
@@ -48,61 +48,52 @@ def quantised_kv_cache_loses_paged_context(case: Case) -> str | None:
 
 @RULES.rule("R2", INFORM)
 def fp8_context_fmha_follows_the_kv_cache(case: Case) -> str | None:
-    fp8_kv, paged = case.recipe.kv_cache_precision == "fp8", commands.paged_context_fmha(case.recipe)
-    if case.recipe.precision == "fp8" and not (fp8_kv and paged):
+    follows = commands.fp8_context_fmha(case.recipe)
+    if case.recipe.precision == "fp8" and not follows:
         return "FP8 weights without an FP8 KV cache and paged context attention: use_fp8_context_fmha is switched off"
-    if fp8_kv and paged and case.recipe.build.get("use_fp8_context_fmha") == "disable":
+    if follows and case.recipe.build.get("use_fp8_context_fmha") == "disable":
         return "an FP8 KV cache with paged context attention forces use_fp8_context_fmha on, whatever [build] says"
     return None
 
 
 @RULES.rule("R3", WARN)
 def fp8_attention_needs_sm_89(case: Case) -> str | None:
-    if case.recipe.sm >= 89:
+    recipe = case.recipe
+    if recipe.sm >= 89:
         return None
-    if case.recipe.kv_cache_precision == "fp8":
+    if recipe.kv_cache_precision == "fp8":
         return (
-            f"SM {case.recipe.sm} keeps an FP8 KV cache (NVIDIA's quantization hardware matrix lists it for "
-            f"{hardware.GENERATIONS[case.recipe.sm]}) and has no FP8 context attention, so the builder switches off "
+            f"SM {recipe.sm} keeps an FP8 KV cache (NVIDIA's quantization hardware matrix lists it for "
+            f"{hardware.GENERATIONS[recipe.sm]}) and has no FP8 context attention, so the builder switches off "
             "paged context attention too: no prefix reuse and no chunked context"
         )
-    asks = case.recipe.build.get("use_fp8_context_fmha") == "enable" or case.recipe.precision.startswith("fp8")
-    return (
-        f"SM {case.recipe.sm} has no FP8 context attention, so use_fp8_context_fmha is switched off" if asks else None
-    )
+    asks = recipe.build.get("use_fp8_context_fmha") == "enable" or recipe.precision.startswith("fp8")
+    return f"SM {recipe.sm} has no FP8 context attention, so use_fp8_context_fmha is switched off" if asks else None
 
 
-@RULES.rule("R4", REFUSE)
-def integer_weights_fail_on_sm_100(case: Case) -> str | None:
-    if not 100 <= case.recipe.sm < 120:
-        return None
-    precision, kv, convert = case.recipe.precision, case.recipe.kv_cache_precision, case.recipe.convert
+def _fails_on_sm_100(case: Case) -> str | None:
+    precision, convert = case.recipe.precision, case.recipe.convert
     if precision in ("int4_awq", "int8_wo", "int4_wo"):
-        what = f"INT8/INT4 weight-only engines, which {precision} is"
-    elif precision == "int8_sq":
-        what = "SmoothQuant engines"
-    elif precision == "fp8_pc_pt" or convert.get("per_channel") or convert.get("per_token"):
-        what = "per-channel or per-token scaling"
-    elif kv == "int8":
-        what = "an INT8 KV cache"
-    else:
-        return None
-    return f"the builder raises RuntimeError on SM {case.recipe.sm} for {what}; such engines exist up to Hopper only"
+        return f"INT8/INT4 weight-only engines, which {precision} is"
+    if precision == "int8_sq":
+        return "SmoothQuant engines"
+    if precision == "fp8_pc_pt" or convert.get("per_channel") or convert.get("per_token"):
+        return "per-channel or per-token scaling"
+    return "an INT8 KV cache" if case.recipe.kv_cache_precision == "int8" else None
 
 
-@RULES.rule("R5", REFUSE)
-def some_plugins_are_missing_on_sm_100(case: Case) -> str | None:
-    if not 100 <= case.recipe.sm < 120:
-        return None
-    used = [option for option in NOT_ON_SM100 if case.on(option)]
-    return f"{' and '.join(used)} raise NotImplementedError on SM {case.recipe.sm}" if used else None
-
-
-@RULES.rule("R6", INFORM)
-def fused_mlp_needs_plain_or_fp8_weights(case: Case) -> str | None:
-    if case.algo in commands.FUSED_MLP or case.recipe.build.get("use_fused_mlp") == "disable":
-        return None
-    return f"use_fused_mlp is forced off for {case.algo}: it works unquantised, with FP8 and with MIXED_PRECISION only"
+refuse(
+    lambda case: case.is_sm100 and _fails_on_sm_100(case),
+    "R4: the builder raises RuntimeError on SM {recipe.sm} for {found}; such engines exist up to Hopper only",
+)
+refuse(
+    lambda case: case.is_sm100 and [option for option in NOT_ON_SM100 if case.on(option)],
+    "R5: {found} raise NotImplementedError on SM {recipe.sm}",
+)
+inform(
+    lambda case: case.algo not in commands.FUSED_MLP and case.recipe.build.get("use_fused_mlp") != "disable",
+    "R6: use_fused_mlp is forced off for {case.algo}: it works unquantised, with FP8 and with MIXED_PRECISION only",
+)
 
 
 @RULES.rule("R7", REFUSE)
@@ -115,13 +106,9 @@ def swiglu_plugins_need_the_fused_mlp(case: Case) -> str | None:
 
 @RULES.rule("R8", WARN)
 def reduce_fusion_is_for_llama_on_several_gpus(case: Case) -> str | None:
-    if not case.on("reduce_fusion"):
+    if not case.on("reduce_fusion") or ((case.is_llama or case.mode == "medusa") and case.recipe.tp > 1):
         return None
-    spec = case.recipe.speculative_decoding
-    known = case.is_llama or (spec is not None and spec.mode == "medusa")
-    if known and case.recipe.tp > 1:
-        return None
-    why = "tp is 1" if case.recipe.tp == 1 else f"the model is {case.shape.architecture.name}"
+    why = "tp is 1" if case.recipe.tp == 1 else f"the model is {case.arch.name}"
     return f"reduce_fusion works for Llama, Gemma2 and Medusa with tp > 1 and is silently off otherwise ({why})"
 
 
@@ -129,35 +116,27 @@ def reduce_fusion_is_for_llama_on_several_gpus(case: Case) -> str | None:
 def user_buffer_needs_reduce_fusion_and_fp8_llama(case: Case) -> str | None:
     if not case.on("user_buffer"):
         return None
-    lacks = [
-        what
-        for what, there in (
-            ("reduce_fusion is off", case.on("reduce_fusion")),
-            (f"the model is {case.shape.architecture.name}", case.is_llama),
-            (f"precision is {case.recipe.precision}", case.recipe.precision == "fp8"),
-        )
-        if not there
-    ]
+    needs = {
+        "reduce_fusion is off": case.on("reduce_fusion"),
+        f"the model is {case.arch.name}": case.is_llama,
+        f"precision is {case.recipe.precision}": case.recipe.precision == "fp8",
+    }
+    lacks = [what for what, there in needs.items() if not there]
     return f"user_buffer needs reduce_fusion and an FP8 Llama ({', '.join(lacks)})" if lacks else None
 
 
-@RULES.rule("R10", REFUSE)
-def norm_quant_fusion_is_for_nvfp4_llama(case: Case) -> str | None:
-    if not case.on("norm_quant_fusion"):
-        return None
-    if case.is_llama and case.recipe.precision == "nvfp4" and not case.on("reduce_fusion"):
-        return None
-    return "norm_quant_fusion is for Llama with NVFP4 and without reduce_fusion only"
-
-
-@RULES.rule("R11", REFUSE)
-def max_seq_len_must_be_set(case: Case) -> str | None:
-    if case.recipe.max_seq_len is not None:
-        return None
-    return (
-        f"max_seq_len is not set, so the builder would take the model's {case.shape.positions} tokens and size the "
-        "KV cache and the profiles for them"
-    )
+refuse(
+    lambda case: (
+        case.on("norm_quant_fusion")
+        and not (case.is_llama and case.recipe.precision == "nvfp4" and not case.on("reduce_fusion"))
+    ),
+    "R10: norm_quant_fusion is for Llama with NVFP4 and without reduce_fusion only",
+)
+refuse(
+    lambda case: case.recipe.max_seq_len is None,
+    "R11: max_seq_len is not set, so the builder would take the model's {case.shape.positions} tokens and size the "
+    "KV cache and the profiles for them",
+)
 
 
 @RULES.rule("R12", WARN)
@@ -180,53 +159,43 @@ def token_limits_are_changed_silently(case: Case) -> str | None:
     return "; ".join(changes) or None
 
 
-@RULES.rule("R13", REFUSE)
-def opt_num_tokens_excludes_multiple_profiles(case: Case) -> str | None:
-    if case.recipe.build.get("opt_num_tokens") is None or not case.on("multiple_profiles"):
-        return None
-    return "opt_num_tokens together with multiple_profiles raises RuntimeError in the builder"
-
-
-@RULES.rule("R14", REFUSE)
-def context_logits_exclude_drafting(case: Case) -> str | None:
-    gathers = case.on("gather_context_logits") or case.on("gather_all_token_logits")
-    if not gathers or commands.draft_len(case.recipe) == 0:
-        return None
-    return (
-        f"gather_context_logits with max_draft_len {commands.draft_len(case.recipe)} raises RuntimeError in the builder"
-    )
+refuse(
+    lambda case: case.recipe.build.get("opt_num_tokens") is not None and case.on("multiple_profiles"),
+    "R13: opt_num_tokens together with multiple_profiles raises RuntimeError in the builder",
+)
+refuse(
+    lambda case: (
+        (case.on("gather_context_logits") or case.on("gather_all_token_logits")) and commands.draft_len(case.recipe)
+    ),
+    "R14: gather_context_logits with max_draft_len {found} raises RuntimeError in the builder",
+)
 
 
 @RULES.rule("R15", INFORM)
 def drafting_lengthens_sequences(case: Case) -> str | None:
-    spec, length = case.recipe.speculative_decoding, case.recipe.max_seq_len
-    if spec is None or spec.max_draft_len == 0 or length is None:
+    draft, length = commands.draft_len(case.recipe), case.recipe.max_seq_len
+    if draft == 0 or length is None:
         return None
-    total = f"{length} + {spec.max_draft_len} = {length + spec.max_draft_len}"
-    return f"{spec.mode} adds max_draft_len to max_seq_len: the engine is built for {total} tokens"
+    total = f"{length} + {draft} = {length + draft}"
+    return f"{case.mode} adds max_draft_len to max_seq_len: the engine is built for {total} tokens"
 
 
-@RULES.rule("R16", REFUSE)
-def eagle_has_limits(case: Case) -> str | None:
-    spec, batch = case.recipe.speculative_decoding, case.recipe.max_batch_size
-    if spec is None or spec.mode != "eagle" or (batch <= EAGLE_BATCH and spec.max_draft_len <= EAGLE_DRAFT):
-        return None
-    return (
-        f"EAGLE takes max_batch_size up to {EAGLE_BATCH} and max_draft_len up to {EAGLE_DRAFT}; "
-        f"this recipe has {batch} and {spec.max_draft_len}"
-    )
-
-
-@RULES.rule("R17", REFUSE)
-def streamingllm_is_gone(case: Case) -> str | None:
-    return "streamingllm is no longer supported: the builder asserts" if case.on("streamingllm") else None
-
-
-@RULES.rule("R18", INFORM)
-def max_input_len_is_ignored(case: Case) -> str | None:
-    if "max_input_len" not in case.recipe.build or not (case.on("remove_input_padding") and case.on("context_fmha")):
-        return None
-    return "max_input_len is ignored while remove_input_padding and context_fmha are on; max_seq_len is the limit"
+refuse(
+    lambda case: (
+        case.mode == "eagle"
+        and (case.recipe.max_batch_size > EAGLE_BATCH or commands.draft_len(case.recipe) > EAGLE_DRAFT)
+    ),
+    f"R16: EAGLE takes max_batch_size up to {EAGLE_BATCH} and max_draft_len up to {EAGLE_DRAFT}; "
+    "this recipe has {recipe.max_batch_size} and {spec.max_draft_len}",
+)
+refuse(
+    lambda case: case.on("streamingllm"),
+    "R17: streamingllm is no longer supported: the builder asserts",
+)
+inform(
+    lambda case: "max_input_len" in case.recipe.build and case.on("remove_input_padding") and case.on("context_fmha"),
+    "R18: max_input_len is ignored while remove_input_padding and context_fmha are on; max_seq_len is the limit",
+)
 
 
 @RULES.rule("R19", REFUSE)
@@ -254,35 +223,25 @@ def calibration_data_must_load(case: Case) -> str | None:
     if not case.quantizes:
         return None
     name = case.recipe.texts.dataset
+    field = f"calibration.dataset {name!r}"
     if commands.calibrates_here(case.recipe, case.shape):
         problem = commands.problem_on_cpu(case.recipe)
-        return (
-            f"calibration.dataset {name!r} is read by build.quantise.quantize only, which {problem}"
-            if problem
-            else None
-        )
+        return f"{field} is read by build.quantise.quantize only, which {problem}" if problem else None
     folder, column = local_folder(name), "article" if "cnn_dailymail" in name else "text"
     if folder is None:
-        if "cnn_dailymail" in name:
-            return None
-        return (
-            f"calibration.dataset {name!r} is neither a local folder nor cnn_dailymail, "
-            "so quantize.py raises NotImplementedError"
-        )
+        reason = f"{field} is neither a local folder nor cnn_dailymail, so quantize.py raises NotImplementedError"
+        return None if "cnn_dailymail" in name else reason
     files = [p for p in sorted(folder.rglob("*")) if p.suffix in DATA_SUFFIXES and p.is_file()]
     train = [p for p in files if "train" in p.name.lower()] or [
         p for p in files if not any(split in p.name.lower() for split in ("test", "valid", "dev"))
     ]
     if not train:
-        return (
-            "calibration.dataset must be a folder of json, csv, txt or parquet files with a split 'train', "
-            f"got {name!r}"
-        )
+        must_be = "a folder of json, csv, txt or parquet files with a split 'train'"
+        return f"calibration.dataset must be {must_be}, got {name!r}"
     columns = _columns(train[0])
     if columns is None or column in columns:
         return None
-    there = ", ".join(sorted(columns)) or "none"
-    return f"calibration.dataset {name!r} has no column {column!r} ({train[0].name} has {there})"
+    return f"{field} has no column {column!r} ({train[0].name} has {', '.join(sorted(columns)) or 'none'})"
 
 
 def _columns(path: Path) -> set[str] | None:
@@ -294,40 +253,33 @@ def _columns(path: Path) -> set[str] | None:
             return set(next(csv.reader(file), []))
         if path.suffix in (".json", ".jsonl"):
             try:
-                first = json.loads(next((row for row in file if row.strip()), "{}"))
+                first = json.loads(next((line for line in file if line.strip()), "{}"))
             except ValueError:  # one JSON document over several lines
                 return None
             return set(first) if isinstance(first, dict) else None
     return None
 
 
-@RULES.rule("R22", INFORM)
-def weight_only_formats_are_quantised_later(case: Case) -> str | None:
-    if not case.quantizes or case.recipe.precision not in ("int8_wo", "int4_wo"):
-        return None
-    return f"quantize.py writes unquantised weights and only sets {case.algo}: trtllm-build quantises them on loading"
+inform(
+    lambda case: case.quantizes and case.recipe.precision in ("int8_wo", "int4_wo"),
+    "R22: quantize.py writes unquantised weights and only sets {case.algo}: trtllm-build quantises them on loading",
+)
 
 
 @RULES.rule("R23", INFORM)
 def lm_head_stays_unquantised(case: Case) -> str | None:
-    if not case.quantizes or case.algo is None:
-        return None
     requested = case.recipe.quantize.get("quantize_lm_head") is True
-    if requested and case.recipe.precision == "fp8":
+    if not case.quantizes or case.algo is None or (requested and case.recipe.precision == "fp8"):
         return None
     also = "; quantize_lm_head is for fp8 only and left out" if requested else ""
     return f"lm_head stays in 16 bits (exclude_modules: lm_head){also}"
 
 
-@RULES.rule("R24", REFUSE)
-def logits_must_be_float32(case: Case) -> str | None:
-    dtype = case.options.get("logits_dtype")
-    if dtype == "float32":
-        return None
-    return (
-        f"logits_dtype {dtype} does not match the server's TYPE_FP32 outputs, so a request for logits would fail; "
-        "ModelOpt writes float16 unless the builder gets float32"
-    )
+refuse(
+    lambda case: case.options.get("logits_dtype") != "float32",
+    "R24: logits_dtype {case.options[logits_dtype]} does not match the server's TYPE_FP32 outputs, so a request for "
+    "logits would fail; ModelOpt writes float16 unless the builder gets float32",
+)
 
 
 @RULES.rule("R25", WARN)
@@ -342,13 +294,13 @@ def workers_are_cut_to_the_gpus(case: Case) -> str | None:
     return f"workers {workers} is more than the {ranks} ranks there are to build" if workers > ranks else None
 
 
-@RULES.rule("R26", WARN)
-def dtype_auto_makes_float16(case: Case) -> str | None:
-    given = case.recipe.quantize if case.quantizes else case.recipe.convert
-    if given.get("dtype") != "auto":
-        return None
-    source = case.shape.source_dtype or "of unknown dtype"
-    return f"dtype auto turns a float32 checkpoint into float16, not bfloat16 (this one is {source}): set bfloat16"
+warn(
+    lambda case: (
+        (case.recipe.quantize if case.quantizes else case.recipe.convert).get("dtype") == "auto"
+        and (case.shape.source_dtype or "of unknown dtype")
+    ),
+    "R26: dtype auto turns a float32 checkpoint into float16, not bfloat16 (this one is {found}): set bfloat16",
+)
 
 
 @RULES.rule("R27", WARN)
@@ -379,11 +331,11 @@ def _misspelt_plugin(file: str) -> str | None:
         given = json.loads((layout.ROOT / file).read_text(encoding="utf-8")).get("plugin_config", {})
     except (OSError, ValueError, AttributeError) as exc:
         return f"build_config {file!r} cannot be checked ({exc}), and PluginConfig drops misspelt keys silently"
-    wrong = [key for key in given if key not in plugins]
-    if not wrong:
+    wrong = next((key for key in given if key not in plugins), None)
+    if wrong is None:
         return None
     return (
-        f"build_config {file!r} has plugin key {wrong[0]!r} (nearest is {nearest(wrong[0], plugins)!r}), which "
+        f"build_config {file!r} has plugin key {wrong!r} (nearest is {nearest(wrong, plugins)!r}), which "
         "PluginConfig drops silently: pass it on the command line"
     )
 
@@ -397,29 +349,21 @@ def switches_take_a_value(case: Case) -> str | None:
     return None
 
 
-@RULES.rule("R30", REFUSE)
-def the_builder_needs_a_gpu(case: Case) -> str | None:
-    if case.recipe.build.get("dry_run") is not True and case.gpus_here != 0:
-        return None
-    return "trtllm-build needs a GPU even with --dry_run, because it queries the SM version"
-
-
-@RULES.rule("R31", INFORM)
-def fp8_alone_leaves_the_kv_cache(case: Case) -> str | None:
-    if not case.quantizes or case.recipe.precision not in ("fp8", "nvfp4") or case.recipe.kv_cache_precision != "auto":
-        return None
-    return (
-        f"kv_cache_precision auto with {case.recipe.precision}: kv_cache_quant_algo is reset to null in the "
-        "checkpoint, so keys and values stay in 16 bits"
-    )
-
-
-@RULES.rule("R32", INFORM)
-def autoq_needs_its_bits(case: Case) -> str | None:
-    given = case.recipe.quantize
-    if "autoq_format" not in given or "auto_quantize_bits" in given:
-        return None
-    return "autoq_format without auto_quantize_bits is clamped to 4 or 8 bits"
+refuse(
+    lambda case: case.recipe.build.get("dry_run") is True or case.gpus_here == 0,
+    "R30: trtllm-build needs a GPU even with --dry_run, because it queries the SM version",
+)
+inform(
+    lambda case: (
+        case.quantizes and case.recipe.precision in ("fp8", "nvfp4") and case.recipe.kv_cache_precision == "auto"
+    ),
+    "R31: kv_cache_precision auto with {recipe.precision}: kv_cache_quant_algo is reset to null in the checkpoint, so "
+    "keys and values stay in 16 bits",
+)
+inform(
+    lambda case: "autoq_format" in case.recipe.quantize and "auto_quantize_bits" not in case.recipe.quantize,
+    "R32: autoq_format without auto_quantize_bits is clamped to 4 or 8 bits",
+)
 
 
 @RULES.rule("R33", REFUSE)
@@ -447,24 +391,22 @@ def qwen_converts_less(case: Case) -> str | None:
     return None
 
 
-@RULES.rule("R35", REFUSE)
-def warnings_must_not_be_errors(case: Case) -> str | None:
-    if "error" not in case.recipe.environment.get("PYTHONWARNINGS", ""):
-        return None
-    return "PYTHONWARNINGS=error turns the FutureWarning every 1.2 build step prints into a failure"
+refuse(
+    lambda case: "error" in case.recipe.environment.get("PYTHONWARNINGS", ""),
+    "R35: PYTHONWARNINGS=error turns the FutureWarning every 1.2 build step prints into a failure",
+)
 
 
 @RULES.rule("R36", REFUSE)
 def awq_blocks_must_divide_each_shard(case: Case) -> str | None:
     if not case.quantizes or "awq" not in case.recipe.precision:
         return None
-    arch, block = case.shape.architecture, case.recipe.group_size
+    arch, block, ranks = case.arch, case.recipe.group_size, case.recipe.tp
     inputs = {
         "attention.dense": arch.num_heads * arch.head_dim,
         "mlp.proj": arch.intermediate_size,
         "attention.qkv and mlp.fc": arch.hidden_size,  # whole on every rank, and yet the exporter divides them
     }
-    ranks = case.recipe.tp
     for name, columns in inputs.items():
         if columns % ranks or columns // ranks % block:
             return (
@@ -474,13 +416,13 @@ def awq_blocks_must_divide_each_shard(case: Case) -> str | None:
     return None
 
 
-@RULES.rule("R37", WARN)
-def awq_pads_the_vocabulary(case: Case) -> str | None:
-    vocab = case.shape.architecture.vocab_size
-    if not case.quantizes or "awq" not in case.recipe.precision or vocab % 64 == 0:
-        return None
-    padded = -(-vocab // 64) * 64
-    return (
-        f"AWQ pads the vocabulary of {vocab} to {padded} and writes that as vocab_size: never sample or bias ids "
-        f"from {vocab} on"
-    )
+warn(
+    lambda case: (
+        case.quantizes
+        and "awq" in case.recipe.precision
+        and case.arch.vocab_size % 64
+        and -(-case.arch.vocab_size // 64) * 64
+    ),
+    "R37: AWQ pads the vocabulary of {arch.vocab_size} to {found} and writes that as vocab_size: never sample or bias "
+    "ids from {arch.vocab_size} on",
+)

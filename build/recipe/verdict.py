@@ -223,11 +223,11 @@ def _formats(case: Case) -> Iterator[_Edit]:
 def _without_effect(case: Case, changes: dict[str, Any]) -> Iterator[_Edit]:
     """What goes with another format: keys that have no effect on it."""
     changed = replace(case, recipe=replace(case.recipe, **changes))
-    if effects.group_size_is_for_grouped_weights(changed):
+    if effects.EFFECTS["U3"].reason(changed):
         yield _Edit(LIMIT, "without group_size", {"group_size": 128}, ("group_size",))
-    if effects.calibration_is_for_what_is_measured(changed):
+    if effects.EFFECTS["U4"].reason(changed):
         yield _Edit(OPTION, "without [calibration]", {"calibration": Calibration()}, ("calibration",))
-    if effects.latency_is_for_fp8_below_sm_100(changed):
+    if effects.EFFECTS["U5"].reason(changed):
         yield _Edit(OPTION, 'optimize_for = "balanced"', {"optimize_for": "balanced"})
 
 
