@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from opentelemetry.trace import Span
 
@@ -136,16 +137,24 @@ class Service:
             self.shadow = Shadow(policy.shadow, self.replicas, self.metrics.shadow, random.Random())
 
     def _table(self, policy: Policy) -> Mapping[str, ModelRules]:
-        """Return the table of models: of the file, else of the environment."""
-        named = self.settings.models.items()
-        table = policy.models or {name: ModelRules(pools=(name,), tokenizer=Path(path)) for name, path in named}
-        encoders = self.configuration.pools.encoders
-        return {
-            name: rules.model_copy(update={"capabilities": ENCODES})
-            if rules.capabilities is None and rules.pools and encoders.issuperset(rules.pools)
-            else rules
-            for name, rules in table.items()
-        }
+        """Return the table of models: of the file, else of the environment.
+
+        A model of the file that names no tokenizer has the one that the environment names for its pools.
+        """
+        named = {pool: Path(path) for pool, path in self.settings.models.items()}
+        sources = self.configuration.pools.sources
+        if self.settings.tokenizer and len(sources) == 1:
+            named = {pool: self.settings.tokenizer for pool in sources}
+        encoders, found = self.configuration.pools.encoders, {}
+        for name, rules in (policy.models or {one: ModelRules(pools=(one,)) for one in self.settings.models}).items():
+            update: dict[str, Any] = {}
+            if rules.capabilities is None and rules.pools and encoders.issuperset(rules.pools):
+                update["capabilities"] = ENCODES
+            tokenizers = {named.get(pool) for pool in rules.pools}
+            if rules.tokenizer is None and len(tokenizers) == 1:
+                update["tokenizer"] = tokenizers.pop()
+            found[name] = rules.model_copy(update=update)
+        return found
 
     def _prepare(self, policy: Policy) -> None:
         """Load the tokenizers of all models. Raises InvalidArgument."""

@@ -258,6 +258,7 @@ class ChatRequest(_Sampling):
     service_tier: Literal["auto", "default"] | None = None  # there is only one tier
     store: Annotated[StrictBool | None, _only(False)] = None
     safety_identifier: StrictStr | None = None  # the newer name of user
+    prompt_cache_key: StrictStr | None = None  # a hint: the prefix cache finds equal prompts without it
 
     def generations(self, settings: Settings, timeout_s: float) -> list[GenerationRequest]:
         """Return one request for each choice. Raises: InvalidArgument."""

@@ -34,7 +34,7 @@ from python_backends.grammar.shapes import (
 
 ANNOTATIONS = frozenset(
     "$schema $id $comment $defs definitions title description default examples example deprecated readOnly writeOnly"
-    " contentMediaType contentEncoding contentSchema then else minContains maxContains".split()
+    " discriminator contentMediaType contentEncoding contentSchema then else minContains maxContains".split()
 )
 _MOST_SHAPES = 256
 _FALSE = "false"

@@ -313,5 +313,8 @@ def test_the_environment_names_a_model_for_each_pool_and_its_tokenizer():
     service = Service(settings, Configuration(None, {}, pools_of(settings)))
     service.models.change(service._table(service.configuration.policy))
     assert [(one.name, one.pool) for one in service.models.of(ANYONE)] == [("a", "a"), ("b", "b")]
+    file = {"models": {"big": {"pools": ["a"]}, "both": {"pools": ["a", "b"]}, "own": {"router": ["big"]}}}
+    found = service._table(policy.read("f", file, {}))
+    assert [found[name].tokenizer for name in file["models"]] == [TOKENIZER, TOKENIZER, None]
     with pytest.raises(InvalidArgument, match="TRIDENT_GATEWAY_MODELS: must name pools of a, b, got 'c'"):
         Settings.from_environment({"TRIDENT_GATEWAY_REPLICAS": "a=x:1;b=x:2", "TRIDENT_GATEWAY_MODELS": "c=t.json"})

@@ -48,7 +48,7 @@ async def test_an_adapter_is_a_model_of_its_own():
         await until(lambda: len(running.service.replicas.adapters("")) == 2)
         assert await ids() == ["demo", "demo:lawyer", "demo:poet"]
         assert (await ask.models.retrieve("demo:poet")).id == "demo:poet"
-        answer = await ask.chat.completions.create(model="demo:poet", messages=HELLO)
+        answer = await ask.chat.completions.create(model="demo:poet", messages=HELLO, prompt_cache_key="x")
         assert answer.model == "demo:poet" and replica.seen[-1].value("lora_name") == "poet"
         await ask.completions.create(model="demo", prompt="hello")
         assert replica.seen[-1].value("lora_name") is None

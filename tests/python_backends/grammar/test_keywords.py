@@ -13,7 +13,7 @@ ROOT = frozenset([("#", True)])
 
 
 def test_annotations_allow_everything():
-    assert Keywords({"title": "x", "description": "y", "x-own": 1}).shapes(ROOT) == [ALL]
+    assert Keywords({"title": "x", "discriminator": {"propertyName": "y"}, "x-own": 1}).shapes(ROOT) == [ALL]
 
 
 def test_a_negation_is_the_other_types():
