@@ -7,6 +7,7 @@ killed, and a process that was killed from outside is started again.
 from __future__ import annotations
 
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -27,7 +28,8 @@ _POLL_S = 0.05
 _BUSY_FACTOR = 4
 _MOST_WAITING = 256
 _MOST_KEPT_BYTES = 32 * 1024 * 1024
-_ATTEMPTS = 2  # a process that was killed from outside only delays
+_CRASHES = 2  # of one grammar, until it is refused
+_ATTEMPTS = 4  # a process that was killed from outside only delays
 
 Result = Guide | TridentError
 OnResult = Callable[[Result], None]
@@ -105,33 +107,36 @@ class GrammarChecker:
             self._kept_bytes -= _size(*self._kept.popitem(last=False))
 
     def _check(self, guide: Guide) -> Result:
+        crashes = 0
         for _ in range(_ATTEMPTS):
             try:
                 connection = self._start()
                 connection.send(Check(guide, self._end_id, self._stall_s))
-                if not self._wait(connection):
+                if (late := self._wait(connection)) is not None:
                     self._end_process()
-                    problem = f"must compile within {self._timeout_s:g} s, got one that takes longer"
-                    return InvalidArgument("guided_decoding_guide", problem)
+                    return late
                 checked: Checked = connection.recv()
                 return checked.guide or InvalidArgument(checked.field, checked.problem)
-            except (EOFError, OSError):  # it was killed, or the grammar crashed it
-                self._end_process()
+            except (EOFError, OSError):
+                crashes += self._end_process() != -signal.SIGKILL
                 if self._closed:
                     return Unavailable("the server is shutting down")
-        return InvalidArgument(
-            "guided_decoding_guide", "must be a grammar that compiles, got one that ends the compiler"
-        )
+                if crashes == _CRASHES:
+                    problem = "must be a grammar that compiles, got one that ends the compiler"
+                    return InvalidArgument("guided_decoding_guide", problem)
+        return Unavailable(f"the process that compiles grammars was killed {_ATTEMPTS} times")
 
-    def _wait(self, connection: Connection) -> bool:
-        """Return whether a result came before the process had used its time; on a busy machine that takes longer."""
+    def _wait(self, connection: Connection) -> TridentError | None:
+        """Return None once there is a result, or an error once the time is up; on a busy machine that takes longer."""
         pid = self._process.pid if self._process else -1
-        begun_s, before_s = time.monotonic(), cpu_s(pid) or 0.0
+        end_s, before_s = time.monotonic() + _BUSY_FACTOR * self._timeout_s, cpu_s(pid) or 0.0
         while not connection.poll(_POLL_S):
-            used_s = max((cpu_s(pid) or 0.0) - before_s, (time.monotonic() - begun_s) / _BUSY_FACTOR)
-            if used_s > self._timeout_s:
-                return False
-        return True
+            if (cpu_s(pid) or 0.0) - before_s > self._timeout_s:
+                problem = f"must compile within {self._timeout_s:g} s, got one that takes longer"
+                return InvalidArgument("guided_decoding_guide", problem)
+            if time.monotonic() > end_s:
+                return Unavailable("this machine is too busy to compile a grammar")
+        return None
 
     def _start(self) -> Connection:
         """
@@ -154,7 +159,8 @@ class GrammarChecker:
         self._connection.recv()
         return self._connection
 
-    def _end_process(self) -> None:
+    def _end_process(self) -> int | None:
+        """Kill the process if it runs; return its exit status, None if there is no process."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -162,7 +168,8 @@ class GrammarChecker:
             process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait()
+            return process.wait()
+        return None
 
 
 def _size(guide: Guide, result: Result) -> int:

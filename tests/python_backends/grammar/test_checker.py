@@ -65,6 +65,13 @@ def test_one_that_would_hold_up_other_requests_is_refused(tiny_engine):
     assert isinstance(refused, InvalidArgument) and "must not hold up other requests" in refused.problem
 
 
+def test_a_process_without_a_share_of_the_cpu_is_no_fault_of_the_grammar(patient):
+    assert isinstance(result(patient, "ebnf_grammar", 'root ::= "a"'), Guide)
+    patient._timeout_s = 0.1
+    os.kill(patient._process.pid, signal.SIGSTOP)
+    assert isinstance(result(patient, "ebnf_grammar", 'root ::= "b"'), Unavailable)
+
+
 def test_one_that_takes_too_long_is_killed_and_refused(tiny_engine):
     checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=0.01, stall_s=10.0)
     refused = result(checker, "ebnf_grammar", "root ::= " + " | ".join(f"[^{n % 10}]{{0,2000}}" for n in range(20)))
@@ -76,6 +83,44 @@ def test_a_kill_only_delays(checker):
     assert isinstance(result(checker, "ebnf_grammar", 'root ::= "a"'), Guide)
     os.kill(checker._process.pid, signal.SIGKILL)
     assert isinstance(result(checker, "ebnf_grammar", 'root ::= "b"'), Guide)
+
+
+def kill_while_it_compiles(checker, number, times):
+    """Check a guide and send its process a signal that often; return the result."""
+    guide, came = Guide("ebnf_grammar", "root ::= " + " | ".join(f"[^{n}]{{0,2000}}" for n in range(9))), []
+    checker.check(guide, came.append)
+    killed = set()
+    while len(killed) < times:
+        process = checker._process
+        if process is not None and process.pid not in killed and process.poll() is None:
+            os.kill(process.pid, number)
+            killed.add(process.pid)
+        time.sleep(0.001)
+    while not came:
+        time.sleep(0.01)
+    return came[0]
+
+
+@pytest.fixture
+def patient(tiny_engine):
+    checker = GrammarChecker(tiny_engine / "grammar_checker", END, timeout_s=60.0, stall_s=60.0)
+    yield checker
+    checker.close()
+
+
+def test_a_grammar_is_not_refused_for_what_kills_the_process_from_outside(patient):
+    result = kill_while_it_compiles(patient, signal.SIGKILL, 3)
+    assert isinstance(result, Guide)
+
+
+def test_a_process_that_is_always_killed_is_no_fault_of_the_grammar_and_not_remembered(patient):
+    result = kill_while_it_compiles(patient, signal.SIGKILL, 4)
+    assert isinstance(result, Unavailable) and not patient._kept
+
+
+def test_a_grammar_that_crashes_the_process_twice_is_refused(patient):
+    result = kill_while_it_compiles(patient, signal.SIGSEGV, 2)
+    assert isinstance(result, InvalidArgument) and "ends the compiler" in result.problem and patient._kept
 
 
 def test_equal_guides_are_checked_once_and_all_get_the_result(checker):
