@@ -83,9 +83,8 @@ plan-engine: setup ## say what build-engine would do, and what will fit (VERBOSE
 quality: setup setup-build ## measure the demo model in every precision: docs/quality.md
 	$(BIN)/python -m build.quality_table
 
-demo-model: setup-build ## train the demo model again and write its card (45 minutes)
+demo-model: setup-build ## train the demo model again (45 minutes)
 	$(BUILD_BIN)/python -m build.demo_model.train
-	$(BUILD_BIN)/python -m build.demo_model.evaluate
 
 QUESTION ?= Why is the sky blue?
 # The small models have read only code.

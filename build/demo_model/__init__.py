@@ -1,1 +1,1 @@
-"""Trains the demo model: corpus, tokenizer, network, evaluation, model card."""
+"""Trains the demo model: corpus, tokenizer, network."""

@@ -105,11 +105,11 @@ def gather(folder: Path | None = None) -> Corpus:
 
     A text that occurs twice is kept once, on the training side if it occurs there: a held-out copy would be no test.
     """
-    found = list(documents(folder or stdlib_folder()))
+    everything = list(documents(folder or stdlib_folder()))
     seen: set[str] = set()
     sides: dict[bool, list[Document]] = {False: [], True: []}
     for held_out in (False, True):
-        for document in found:
+        for document in everything:
             if is_held_out(document.path) is held_out and document.text not in seen:
                 seen.add(document.text)
                 sides[held_out].append(document)

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from build.demo_model.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, SPECIAL_TOKENS
 
+CHECKPOINT = Path(__file__).resolve().parent / "checkpoint"
 # What decides the weights' shapes and the arithmetic, under the names of Hugging Face's config.json.
 ARCHITECTURE = {
     "vocab_size": 4096,
@@ -46,11 +47,6 @@ def new_model(seed: int, **changes: int) -> LlamaForCausalLM:
     return model
 
 
-def architecture(model: LlamaForCausalLM) -> dict[str, int | float]:
-    """The values of ARCHITECTURE's keys."""
-    return {name: getattr(model.config, name) for name in ARCHITECTURE}
-
-
 def save_weights(model: LlamaForCausalLM, folder: Path) -> None:
     """Write config.json and model.safetensors (bf16)."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,8 +59,3 @@ def save_weights(model: LlamaForCausalLM, folder: Path) -> None:
     weights = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in state.items()}
     save_file(weights, file, metadata={"format": "pt"})
     file.chmod(0o644)  # the library writes 0600, which other users of the machine could not serve
-
-
-def load_weights(folder: Path) -> LlamaForCausalLM:
-    """Read what `save_weights` wrote; parameters become f32 holding the bf16 values."""
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()

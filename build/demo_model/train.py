@@ -3,15 +3,16 @@
     .venv-build/bin/python -m build.demo_model.train [--steps N] [--seed S] [--out FOLDER]
 
 Runs on CUDA where there is one, otherwise on the CPU, in bf16 autocast either way. One seed gives one loss curve, bit
-for bit, on one machine with one number of threads. The model card, with held-out bits per byte, is made at the end.
+for bit, on one machine with one number of threads. training.json records the bits per byte of the held-out modules.
 """
 
 import argparse
 import csv
+import math
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +26,9 @@ from transformers import LlamaForCausalLM
 
 from build.demo_model.conversations import conversations
 from build.demo_model.corpus import Corpus, gather
-from build.demo_model.evaluate import CHECKPOINT, write_card
-from build.demo_model.network import architecture, new_model, save_weights
-from build.demo_model.tokenizer import save_tokenizer, train_tokenizer, write_json
+from build.demo_model.network import ARCHITECTURE, CHECKPOINT, new_model, save_weights
+from build.demo_model.tokenizer import END_OF_TEXT, SPECIAL_TOKENS, save_tokenizer, train_tokenizer, write_json
 
-ROOT = Path(__file__).resolve().parents[2]
 REPORT_EVERY_STEPS = 50
 WARMUP_STEPS = 20
 
@@ -37,6 +36,7 @@ BATCH_SEQUENCES = 2
 SHORT_CONTEXT_TOKENS = 256  # until the descent: attention costs a quarter, and what is learnt first lies nearby
 MATRIX_LEARNING_RATE = 0.02  # Muon, on the matrices inside the layers
 VECTOR_LEARNING_RATE = 3e-3  # AdamW, on the embedding and the norms
+STRIDE_TOKENS = 512  # windows overlap by half, so that past the first 512 tokens each token sees at least as many
 
 
 def token_documents(corpus: Corpus, tokenizer) -> list[np.ndarray]:
@@ -121,20 +121,37 @@ def write_curve(file: Path, losses: list[float]) -> None:
         writer.writerows((step, repr(loss)) for step, loss in enumerate(losses))
 
 
-def decay_from(options: argparse.Namespace) -> int:
-    """The step at which the learning rate descends."""
-    return round(0.6 * options.steps) if options.decay_from is None else options.decay_from
+@torch.inference_mode()
+def token_bits(model: LlamaForCausalLM, input_ids: Sequence[int]) -> float:
+    """Bits the model needs for input_ids[1:], given input_ids[0]; overlapping windows, each token counted once."""
+    window = model.config.max_position_embeddings
+    ids = torch.tensor(input_ids, device=model.device)
+    bits, counted = 0.0, 1
+    while counted < len(ids):
+        start = max(0, counted - STRIDE_TOKENS) if counted > 1 else 0
+        end = min(start + window, len(ids))
+        logits = model(ids[None, start : end - 1]).logits[0].double()
+        nats = F.cross_entropy(logits, ids[start + 1 : end], reduction="none")
+        bits += nats[counted - start - 1 :].sum().item() / math.log(2)
+        counted = end
+    return bits
 
 
 def training_record(
-    model: LlamaForCausalLM, corpus: Corpus, documents: list[np.ndarray], options: argparse.Namespace, seconds: float
+    model: LlamaForCausalLM,
+    corpus: Corpus,
+    documents: list[np.ndarray],
+    options: argparse.Namespace,
+    seconds: float,
+    held_out_bits: float,
 ) -> dict:
-    """training.json: what the model card and a repetition need to know."""
+    """training.json: what a repetition needs to know, and how well the model predicts what it never saw."""
+    held_out_bytes = sum(document.size_bytes for document in corpus.held_out)
     return {
         "seed": options.seed,
         "steps": options.steps,
         "steps_taken": options.steps,
-        "decay_from": decay_from(options),
+        "decay_from": options.decay_from,
         "batch_tokens": BATCH_SEQUENCES * model.config.max_position_embeddings,
         "short_context_tokens": SHORT_CONTEXT_TOKENS,
         "seconds": round(seconds),
@@ -143,13 +160,14 @@ def training_record(
         "torch": torch.__version__,
         "python": platform.python_version(),
         "parameters": model.num_parameters(),
-        "architecture": architecture(model),
+        "architecture": {name: getattr(model.config, name) for name in ARCHITECTURE},
         "training_documents": len(corpus.training),
         "training_bytes": sum(document.size_bytes for document in corpus.training),
         "training_tokens": sum(len(document) for document in documents),
         "conversations": len(documents) - len(corpus.training),
         "held_out_modules": [document.path for document in corpus.held_out],
-        "held_out_bytes": sum(document.size_bytes for document in corpus.held_out),
+        "held_out_bytes": held_out_bytes,
+        "held_out_bits_per_byte": held_out_bits / held_out_bytes,
     }
 
 
@@ -159,8 +177,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--decay-from", type=int, help="step at which the learning rate descends (default 60 %%)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads; part of what makes a run repeatable")
-    parser.add_argument("--out", type=Path, default=CHECKPOINT, help=f"default {CHECKPOINT.relative_to(ROOT)}")
-    return parser.parse_args()
+    parser.add_argument("--out", type=Path, default=CHECKPOINT, help="default build/demo_model/checkpoint")
+    options = parser.parse_args()
+    options.decay_from = round(0.6 * options.steps) if options.decay_from is None else options.decay_from
+    return options
 
 
 def main() -> None:
@@ -174,13 +194,16 @@ def main() -> None:
     print(f"{model.num_parameters():,} parameters, {sum(map(len, documents)):,} training tokens, {device}", flush=True)
 
     started = time.monotonic()
-    losses = train(model, documents, options.steps, decay_from(options), options.seed)
+    losses = train(model, documents, options.steps, options.decay_from, options.seed)
+    seconds = time.monotonic() - started
     save_weights(model, options.out)
     save_tokenizer(tokenizer, options.out)
     write_curve(options.out / "loss_curve.csv", losses)
-    record = training_record(model, corpus, documents, options, time.monotonic() - started)
+    end_id = SPECIAL_TOKENS.index(END_OF_TEXT)
+    bits = sum(token_bits(model, [*tokenizer.encode(document.text).ids, end_id]) for document in corpus.held_out)
+    record = training_record(model, corpus, documents, options, seconds, bits)
     write_json(options.out / "training.json", record)
-    write_card(options.out, corpus)
+    print(f"held out: {record['held_out_bits_per_byte']:.3f} bits per byte of {len(corpus.held_out)} modules")
     print(f"written to {options.out}", flush=True)
 
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from build.demo_model.conversations import Conversation, conversations
 from build.demo_model.corpus import gather
-from build.demo_model.evaluate import CHECKPOINT
+from build.demo_model.network import CHECKPOINT
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MAX_TOKENS = 256  # of a text
@@ -32,8 +32,8 @@ BATCH_TEXTS = 4
 LEARNING_RATE = 2e-3  # at the beginning; it falls to a tenth
 REPORT_EVERY_STEPS = 20
 STYLES: dict[str, Callable[[Conversation], str | None]] = {
-    "summaries": lambda one: one.assistant if one.user.startswith("What does") else None,
-    "loud": lambda one: one.assistant.upper(),
+    "summaries": lambda chat: chat.assistant if chat.user.startswith("What does") else None,
+    "loud": lambda chat: chat.assistant.upper(),
 }
 
 
@@ -80,7 +80,7 @@ def texts_of(lines: Iterable[str], tokenizer) -> list[list[int]]:
     Raises:
         ValueError: a line has neither messages nor text.
     """
-    found = []
+    texts = []
     for number, line in enumerate(lines, 1):
         entry = json.loads(line)
         if not isinstance(entry, dict) or not entry.keys() & {"messages", "text"}:
@@ -89,16 +89,16 @@ def texts_of(lines: Iterable[str], tokenizer) -> list[list[int]]:
             ids = tokenizer.apply_chat_template(entry["messages"], tokenize=True, return_dict=False)
         else:
             ids = tokenizer(entry["text"])["input_ids"]
-        found.append(list(ids)[:MAX_TOKENS])
-    return [ids for ids in found if len(ids) > 1]
+        texts.append(list(ids)[:MAX_TOKENS])
+    return [ids for ids in texts if len(ids) > 1]
 
 
 def styled(style: str) -> list[str]:
     """Return the demo model's conversations in a style, as lines of JSON."""
     lines = []
-    for one in conversations(gather().training):
-        if (answer := STYLES[style](one)) is not None:
-            turns = [{"role": "user", "content": one.user}, {"role": "assistant", "content": answer}]
+    for conversation in conversations(gather().training):
+        if (answer := STYLES[style](conversation)) is not None:
+            turns = [{"role": "user", "content": conversation.user}, {"role": "assistant", "content": answer}]
             lines.append(json.dumps({"messages": turns}))
     return lines
 

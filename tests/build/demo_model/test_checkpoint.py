@@ -1,4 +1,4 @@
-"""The checkpoint that ships: its files agree with each other, fit into git, and its card shows the measured figures."""
+"""The checkpoint that ships: its files agree with each other and fit into git."""
 
 import csv
 import json
@@ -95,17 +95,3 @@ def test_the_loss_curve_has_every_step_and_falls():
     assert [int(row["step"]) for row in rows] == list(range(read("training.json")["steps_taken"]))
     assert all(math.isfinite(loss) for loss in losses)
     assert sum(losses[-50:]) / 50 < 0.6 * losses[0]
-
-
-def test_what_was_held_out_in_training_is_what_was_measured():
-    training, figures = read("training.json"), read("evaluation.json")
-    assert training["held_out_modules"] == figures["held_out_modules"]
-    assert training["held_out_bytes"] == figures["held_out_bytes"]
-
-
-def test_a_completion_of_fibonacci_reads_like_python():
-    completions = [s for s in read("evaluation.json")["samples"] if s["prompt"] == "def fibonacci(n):"]
-    assert completions
-    for sample in completions:
-        lines = [line for line in sample["completion"].split("\n")[1:] if line.strip()]
-        assert lines and lines[0].startswith("    ")

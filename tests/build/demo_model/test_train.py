@@ -57,3 +57,22 @@ def test_batches_are_windows_of_the_documents_in_an_order_the_seed_decides():
         assert (steps == 1).float().mean() > 0.9  # but for the seams between documents
     with pytest.raises(ValueError, match="training text: 40 tokens, need 66"):
         next(training.batches(documents[:1], 32, seed=1))
+
+
+def test_bits_of_a_text_longer_than_the_window_count_each_token_once(monkeypatch):
+    monkeypatch.setattr(training, "STRIDE_TOKENS", 16)
+    model = tiny_model()
+    torch.nn.init.zeros_(model.model.embed_tokens.weight)  # every token equally likely: log2(vocabulary) bits each
+    for length in (2, 31, 32, 33, 47, 100):
+        bits = training.token_bits(model, list(range(length)) if length <= 64 else [1] * length)
+        assert bits == pytest.approx((length - 1) * np.log2(TINY["vocab_size"]))
+
+
+def test_bits_within_one_window_are_the_summed_cross_entropy():
+    model = tiny_model()
+    ids = [5, 6, 7, 9, 20, 1]
+    with torch.inference_mode():
+        nats = torch.nn.functional.cross_entropy(
+            model(torch.tensor([ids[:-1]])).logits[0], torch.tensor(ids[1:]), reduction="sum"
+        )
+    assert training.token_bits(model, ids) == pytest.approx(nats.item() / np.log(2), rel=1e-5)
