@@ -15,13 +15,7 @@ from build.quantise import environment, export
 from contract.errors import Unavailable
 from tests.fakes import checkpoints
 
-BASE = {
-    "vocab_size": 331,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+BASE = checkpoints.SIZES | {
     "max_position_embeddings": 256,
     "bos_token_id": checkpoints.BOS,
     "eos_token_id": checkpoints.EOS,
