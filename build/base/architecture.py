@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 from build.base import rope as rotary
 from build.base.json_fields import BadField, Fields, shown
@@ -129,13 +130,30 @@ def _exported(name: str, config: Fields) -> Architecture:
     )
 
 
+class Sizes(TypedDict):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+
+
+def sizes(config: Fields) -> Sizes:
+    """The fields of an architecture that every family's config.json has under the same name."""
+    return {
+        "vocab_size": config.integer("vocab_size", high=MOST_WIDE),
+        "hidden_size": config.integer("hidden_size", high=MOST_WIDE),
+        "intermediate_size": config.integer("intermediate_size", high=MOST_WIDE),
+        "num_layers": config.integer("num_hidden_layers", high=MOST_LAYERS),
+        "num_heads": config.integer("num_attention_heads", high=MOST_HEADS),
+    }
+
+
 def _read(config: Fields) -> Architecture:
     name = _name(config)
     _refuse_what_the_graph_lacks(config)
-    hidden, heads = (
-        config.integer("hidden_size", high=MOST_WIDE),
-        config.integer("num_attention_heads", high=MOST_HEADS),
-    )
+    common = sizes(config)
+    hidden, heads = common["hidden_size"], common["num_heads"]
     kv_heads = config.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise UnsupportedModel(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
@@ -152,11 +170,7 @@ def _read(config: Fields) -> Architecture:
     positions, window = config.integer("max_position_embeddings", 2048), _window(name, config)
     return Architecture(
         name=name,
-        vocab_size=config.integer("vocab_size", high=MOST_WIDE),
-        hidden_size=hidden,
-        intermediate_size=config.integer("intermediate_size", high=MOST_WIDE),
-        num_layers=config.integer("num_hidden_layers", high=MOST_LAYERS),
-        num_heads=heads,
+        **common,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0),

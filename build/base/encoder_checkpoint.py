@@ -15,7 +15,7 @@ from pathlib import Path
 
 from build.base import architecture as architectures
 from build.base import digest, shards
-from build.base.architecture import MOST_HEADS, MOST_LAYERS, MOST_WIDE, Architecture, UnsupportedModel
+from build.base.architecture import Architecture, UnsupportedModel
 from build.base.checkpoint import TOKENIZER_FILES, CheckpointError, check_tokenizer, read_json, read_tensors
 from build.base.json_fields import BadField, Fields, read_object, shown
 from build.base.shards import StoredTensor
@@ -185,21 +185,15 @@ def _bert(config: Fields, name: str, rerank: bool) -> BertArchitecture:
     labels = config.get("id2label")
     if rerank and config.integer("num_labels", len(labels) if isinstance(labels, dict) else 2) != 1:
         raise UnsupportedModel("config.json: id2label has several labels; a reranker has one, its score")
-    hidden, heads = (
-        config.integer("hidden_size", high=MOST_WIDE),
-        config.integer("num_attention_heads", high=MOST_HEADS),
-    )
+    common = architectures.sizes(config)
+    hidden, heads = common["hidden_size"], common["num_heads"]
     if hidden % heads:
         raise UnsupportedModel(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     roberta = "Roberta" in name
     first = config.integer("pad_token_id", 1, low=0) + 1 if roberta else 0
     return BertArchitecture(
         name=name,
-        vocab_size=config.integer("vocab_size", high=MOST_WIDE),
-        hidden_size=hidden,
-        intermediate_size=config.integer("intermediate_size", high=MOST_WIDE),
-        num_layers=config.integer("num_hidden_layers", high=MOST_LAYERS),
-        num_heads=heads,
+        **common,
         max_positions=config.integer("max_position_embeddings", 512, low=first + 1) - first,
         first_position=first,
         token_types=config.integer("type_vocab_size", 1 if roberta else 2),
