@@ -4,8 +4,8 @@
     tokenizer.json             as it is, with config.json and the tokenizer's other files
     manifest.json              with ``encoder``: pooling, dimensions, prompts
 
-Neither torch nor sentence-transformers is needed. The engine's vectors are compared with those of the checkpoint in f32
-numpy before it is published.
+Neither torch nor sentence-transformers is needed. Before the engine is published its vectors are compared with those of
+the checkpoint in f32, one text at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -23,9 +24,8 @@ import numpy as np
 
 from build.base import digest, layout, wheel
 from build.base.checkpoint import TOKENIZER_FILES, CheckpointError
-from build.base.encoder_checkpoint import BertArchitecture, EncoderCheckpoint, kind_of, open_encoder
+from build.base.encoder_checkpoint import EncoderCheckpoint, kind_of, open_encoder
 from build.base.fetch import fetch, local_path
-from build.model.encoder_reference import Reference
 from build.package import engine_folder
 from build.recipe import provenance
 from build.recipe import recipe as recipes
@@ -43,6 +43,7 @@ _BUILDER = (
     "model/weights.py",
     "package/encoder.py",
 )
+EXACT = "fp32"  # the precision that others are compared with
 LONGEST = 8192  # tokens of a text where neither recipe nor sentence-transformers' files set a limit
 PROCESS_BYTES = 350 * 1024**2  # resident size of the encoder's process before any weight (measured)
 LEAST_COSINE = {"fp32": 0.99999, "bf16": 0.999, "fp16": 0.999, "int8": 0.99}  # of any text with its reference
@@ -81,7 +82,7 @@ def recipe_for(
     if table.get("kind") not in KINDS:
         return None
     if precision is not None:
-        table = table | {"precision": precision if precision not in ("exact", "auto") else "fp32"}
+        table = table | {"precision": precision if precision not in ("exact", "auto") else EXACT}
     return recipes.encoder({key: value for key, value in table.items() if value not in (None, "")}, path)
 
 
@@ -105,10 +106,7 @@ def build(recipe: EncoderRecipe, into: Path, notify: Notify, accept: str | None 
         notify(f"building {layout.relative(folder)}: {size}, weights to {recipe.precision}, from {recipe.model}")
         engine_folder.require_room(into, 4 * arch.num_parameters())
         with engine_folder.replacement(folder) as partial:
-            tokens = _tokens(checkpoint)
-            answers = tokens.answers() if checkpoint.encoder.template else None
-            _compile(recipe, checkpoint, answers, partial)
-            scores = _compared(recipe, checkpoint, tokens, answers, partial)
+            scores = _write(recipe, checkpoint, _tokens(checkpoint), partial)
             _judge(recipe, scores, accept)
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
             files = hash_files(partial)
@@ -132,15 +130,12 @@ def _opened(recipe: EncoderRecipe) -> EncoderCheckpoint:
     checkpoint = open_encoder(folder, recipe.kind, recipe.instruction)
     if recipe.instruction is not None and not checkpoint.encoder.template:
         raise InvalidArgument("instruction", f"has no effect on {checkpoint.architecture.name}; leave it out")
-    encoder, given = checkpoint.encoder, ("pooling", "normalize", "matryoshka_dimensions")
-    if recipe.kind == RERANK and (wrong := [key for key in given if getattr(recipe, key) is not None]):
-        raise InvalidArgument(wrong[0], "has no effect on a reranker; leave it out")
-    if recipe.pooling is not None:
-        encoder = dataclasses.replace(encoder, pooling=recipe.pooling)
-    if recipe.normalize is not None:
-        encoder = dataclasses.replace(encoder, normalize=recipe.normalize)
-    if recipe.matryoshka_dimensions is not None:
-        encoder = dataclasses.replace(encoder, matryoshka_dimensions=tuple(recipe.matryoshka_dimensions))
+    given = recipe.model_dump(include={"pooling", "normalize", "matryoshka_dimensions"}, exclude_none=True)
+    if recipe.kind == RERANK and given:
+        raise InvalidArgument(next(iter(given)), "has no effect on a reranker; leave it out")
+    if "matryoshka_dimensions" in given:
+        given["matryoshka_dimensions"] = tuple(given["matryoshka_dimensions"])
+    encoder = dataclasses.replace(checkpoint.encoder, **given)
     if encoder.matryoshka_dimensions and max(encoder.matryoshka_dimensions) > encoder.dimensions:
         allowed = f"must be at most the model's dimensions, {encoder.dimensions}"
         raise InvalidArgument("matryoshka_dimensions", f"{allowed}, got {max(encoder.matryoshka_dimensions)}")
@@ -162,29 +157,13 @@ def _tokens(checkpoint: EncoderCheckpoint) -> Tokens:
 
 def _manifest(recipe: EncoderRecipe, checkpoint: EncoderCheckpoint) -> EngineManifest:
     """What recipe, checkpoint and code decide: without ``files``, ``evaluation`` and ``created``."""
-    content = recipe.model_dump()
-    return EngineManifest(
-        name=str(recipe.name),
-        kind=recipe.kind,
-        model=recipe.model,
-        architecture=checkpoint.architecture.name,
-        checkpoint_sha256=checkpoint.sha256(),
-        recipe=content,
-        recipe_sha256=digest.sha256_json(content),
-        precision=recipe.precision,
+    return provenance.common(
+        recipe,
+        checkpoint,
+        recipe.model_dump(),
+        provenance.versions(_BUILDER) | {"openvino": metadata.version("openvino")},
         kv_cache_precision="none",
-        max_batch_size=recipe.max_batch_size,
-        max_num_tokens=recipe.max_num_tokens,
         max_seq_len=checkpoint.max_seq_len,
-        kv_cache_tokens=None,
-        vocab_size=checkpoint.architecture.vocab_size,
-        eos_token_ids=(),
-        bos_token_id=None,
-        pad_token_id=None,
-        tokenizer_sha256=digest.sha256_file(checkpoint.folder / "tokenizer.json"),
-        versions=provenance.versions(_BUILDER) | {"openvino": metadata.version("openvino")},
-        created="",
-        files={},
         properties=_properties(recipe.precision),
         memory_bytes=_memory_bytes(recipe, checkpoint),
         encoder=dataclasses.asdict(checkpoint.encoder),
@@ -193,7 +172,7 @@ def _manifest(recipe: EncoderRecipe, checkpoint: EncoderCheckpoint) -> EngineMan
 
 def _properties(precision: str) -> dict[str, str]:
     """fp32 weights: f32 arithmetic, so that a text's vector hardly depends on its batch. Else the plugin's choice."""
-    return {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"} if precision == "fp32" else {}
+    return {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"} if precision == EXACT else {}
 
 
 def _memory_bytes(recipe: EncoderRecipe, checkpoint: EncoderCheckpoint) -> int:
@@ -213,28 +192,32 @@ def _is_there(folder: Path, requested: EngineManifest) -> bool:
     return digest.sha256_json(there) == digest.sha256_json(dataclasses.asdict(requested))  # a tuple is a list in JSON
 
 
-def _compile(
-    recipe: EncoderRecipe, checkpoint: EncoderCheckpoint, answers: tuple[int, int] | None, folder: Path
-) -> None:
+def _write(recipe: EncoderRecipe, checkpoint: EncoderCheckpoint, tokens: Tokens, folder: Path) -> dict[str, object]:
+    """Fills ``folder``, which is empty; how far the engine's vectors are from the checkpoint's."""
     from build.model import encoder_graph, openvino_engine  # OpenVINO is slow to import
     from build.model.weights import Weights
 
-    weights = Weights(checkpoint, recipe.precision, 128)
-    model = encoder_graph.encoder(checkpoint, weights, answers)
-    openvino_engine.save(model, folder)
+    answers = tokens.answers() if checkpoint.encoder.template else None
+
+    def save(precision: str, into: Path) -> None:
+        weights = Weights(checkpoint, precision, 128)  # whose arrays the graph shares until it is saved
+        openvino_engine.save(encoder_graph.encoder(checkpoint, weights, answers), into)
+
+    save(recipe.precision, folder)
     for name in ("config.json", *TOKENIZER_FILES):
         if (checkpoint.folder / name).is_file():
             shutil.copyfile(checkpoint.folder / name, folder / name)
+    if recipe.precision == EXACT:
+        return _compared(recipe, checkpoint, tokens, folder, folder)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".exact-") as exact:
+        save(EXACT, Path(exact))
+        return _compared(recipe, checkpoint, tokens, folder, Path(exact))
 
 
 def _compared(
-    recipe: EncoderRecipe,
-    checkpoint: EncoderCheckpoint,
-    tokens: Tokens,
-    answers: tuple[int, int] | None,
-    folder: Path,
+    recipe: EncoderRecipe, checkpoint: EncoderCheckpoint, tokens: Tokens, folder: Path, exact_folder: Path
 ) -> dict[str, object]:
-    """How far the engine's vectors, made in one batch, are from the reference's, made one at a time."""
+    """How far the engine's vectors, made in batches, are from those of the f32 graph, made one at a time."""
     from python_backends.encoder.forward import Forward  # which imports OpenVINO
 
     length = tokens.max_seq_len
@@ -247,31 +230,26 @@ def _compared(
     rows = [row for row in made_of if isinstance(row, Row)]
     if any(max(row.ids) >= checkpoint.architecture.vocab_size for row in rows):
         raise CheckpointError("tokenizer.json gives ids that are beyond the model's vocab_size")
-    reference = Reference(checkpoint, answers)
-    typed = isinstance(checkpoint.architecture, BertArchitecture) and checkpoint.encoder.token_types
-    exact = np.stack([reference.vector(row.ids, row.types if typed else [0] * len(row.ids)) for row in rows])
-    made = forward.run(rows).reshape(exact.shape)
+    exact = Forward(exact_folder, _properties(EXACT), 1, recipe.max_num_tokens, length).run(rows)
+    made = forward.run(rows)
     if not np.isfinite(made).all():
         raise EngineFailed("the engine's vectors hold NaN or infinity")
-    error = float(np.abs(exact - made).max())
-    if recipe.kind == RERANK:
-        return {"texts": len(rows), "largest_error": error}
-    lengths = np.linalg.norm(exact, axis=1) * np.linalg.norm(made, axis=1)
-    cosines = (exact * made).sum(axis=1) / np.maximum(lengths, 1e-12)
-    return {"texts": len(rows), "largest_error": error, "least_cosine": float(cosines.min())}
+    scores: dict[str, object] = {"texts": len(rows), "largest_error": float(np.abs(exact - made).max())}
+    if recipe.kind != RERANK:
+        lengths = np.linalg.norm(exact, axis=1) * np.linalg.norm(made, axis=1)
+        scores["least_cosine"] = float(((exact * made).sum(axis=1) / np.maximum(lengths, 1e-12)).min())
+    return scores
 
 
 def _judge(recipe: EncoderRecipe, scores: dict[str, object], accept: str | None) -> None:
     """Raises EngineFailed for an engine that is further from its checkpoint than its precision may be."""
-    if recipe.kind == RERANK:
-        bound = MOST_SCORE_ERROR[recipe.precision]
-        scores["bound"], passed = bound, float(str(scores["largest_error"])) <= bound
-    else:
-        bound = LEAST_COSINE[recipe.precision]
-        scores["bound"], passed = bound, float(str(scores["least_cosine"])) >= bound
-    scores["passed"] = passed
+    rerank = recipe.kind == RERANK
+    bound = (MOST_SCORE_ERROR if rerank else LEAST_COSINE)[recipe.precision]
+    measured = float(str(scores["largest_error" if rerank else "least_cosine"]))
+    passed = measured <= bound if rerank else measured >= bound
+    scores |= {"bound": bound, "passed": passed}
     if not passed and accept is None:
-        kind = "at most" if recipe.kind == RERANK else "at least"
+        kind = "at most" if rerank else "at least"
         raise EngineFailed(f"{recipe.name}: {_words(scores)}; must be {kind} {bound} with {recipe.precision} weights")
     if not passed:
         scores["accepted"] = accept

@@ -8,22 +8,49 @@ import platform
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from build.base import digest, layout
 from build.base.checkpoint import Checkpoint
+from build.base.encoder_checkpoint import EncoderCheckpoint
 from build.model import lora_adapter
 from build.recipe.recipe import Recipe
-from build.recipe.schema import CPU
+from build.recipe.schema import CPU, EncoderRecipe
 from contract.manifest import EngineManifest
 
 
 def manifest(recipe: Recipe, checkpoint: Checkpoint, versions: Mapping[str, str]) -> EngineManifest:
     """The engine's manifest without what comes last: ``files``, ``properties``, ``evaluation``, …"""
     declared = {key: value for key, value in dataclasses.asdict(recipe).items() if key != "given"}
-    content = json.loads(json.dumps(declared))  # as it is read back: a tuple is a list
     gpu = recipe.kind != CPU
+    return common(
+        recipe,
+        checkpoint,
+        json.loads(json.dumps(declared)),  # as it is read back: a tuple is a list
+        versions,
+        kv_cache_precision=recipe.kv_cache_precision,
+        max_seq_len=recipe.max_seq_len or checkpoint.architecture.max_positions,
+        kv_cache_tokens=recipe.kv_cache_tokens,
+        eos_token_ids=checkpoint.eos_token_ids,
+        bos_token_id=checkpoint.bos_token_id,
+        pad_token_id=checkpoint.pad_token_id,
+        sm=recipe.sm if gpu else None,
+        image=recipe.image if gpu else None,
+        adapters=tuple(lora_adapter.record(adapter.name, adapter.path) for adapter in recipe.adapters),
+    )
+
+
+def common(
+    recipe: Recipe | EncoderRecipe,
+    checkpoint: Checkpoint | EncoderCheckpoint,
+    content: dict[str, object],
+    versions: Mapping[str, str],
+    **others: Any,
+) -> EngineManifest:
+    """A manifest with the fields that engines of all kinds fill in alike, and ``others``. content: of the recipe."""
+    absent: dict[str, Any] = {"kv_cache_tokens": None, "eos_token_ids": (), "bos_token_id": None, "pad_token_id": None}
     return EngineManifest(
-        name=recipe.name,
+        name=str(recipe.name),
         kind=recipe.kind,
         model=recipe.model,
         architecture=checkpoint.architecture.name,
@@ -31,22 +58,14 @@ def manifest(recipe: Recipe, checkpoint: Checkpoint, versions: Mapping[str, str]
         recipe=content,
         recipe_sha256=digest.sha256_json(content),
         precision=recipe.precision,
-        kv_cache_precision=recipe.kv_cache_precision,
         max_batch_size=recipe.max_batch_size,
         max_num_tokens=recipe.max_num_tokens,
-        max_seq_len=recipe.max_seq_len or checkpoint.architecture.max_positions,
-        kv_cache_tokens=recipe.kv_cache_tokens,
         vocab_size=checkpoint.architecture.vocab_size,
-        eos_token_ids=checkpoint.eos_token_ids,
-        bos_token_id=checkpoint.bos_token_id,
-        pad_token_id=checkpoint.pad_token_id,
         tokenizer_sha256=digest.sha256_file(checkpoint.folder / "tokenizer.json"),
         versions=versions,
         created="",
         files={},
-        sm=recipe.sm if gpu else None,
-        image=recipe.image if gpu else None,
-        adapters=tuple(lora_adapter.record(adapter.name, adapter.path) for adapter in recipe.adapters),
+        **(absent | others),
     )
 
 
