@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from benchmarks import figures, machine, report, scrape
 from benchmarks.measurement import ServerUnderTest
@@ -34,25 +34,14 @@ class RunningStreams:
         self.running: dict[TokenStream, asyncio.Task] = {}
         self.done = 0
 
-    async def add(self) -> tuple[TokenStream, asyncio.Event]:
-        """Start one more; the event is set with its first token."""
-        stream = self._client.generate(
-            PROMPT, max_tokens=self._max_tokens, temperature=0.0, ignore_eos=True, timings=True
-        )
-        first = asyncio.Event()
-        self.running[stream] = asyncio.create_task(self._read(stream, first))
-        return stream, first
-
     async def fill(self, count: int) -> None:
         """Start ``count`` streams and wait until all of them generate."""
-        events = [(await self.add())[1] for _ in range(count)]
+        events = [asyncio.Event() for _ in range(count)]
+        for first in events:
+            options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "timings": True}
+            stream = self._client.generate(PROMPT, max_tokens=self._max_tokens, **options)
+            self.running[stream] = asyncio.create_task(self._read(stream, first))
         await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), TIMEOUT_S)
-
-    def cancel(self, stream: TokenStream) -> float:
-        """Cancel a stream; return the instant."""
-        at_s = time.monotonic()
-        stream.cancel()
-        return at_s
 
     async def cancel_all(self) -> None:
         for stream in list(self.running):
@@ -85,7 +74,8 @@ async def by_next_request(server: ServerUnderTest, slots: int, samples: int, max
                     await asyncio.gather(answer, return_exceptions=True)
                     continue  # another stream ended and freed the slot
                 done = streams.done
-                cancelled_s = streams.cancel(next(iter(streams.running)))
+                cancelled_s = time.monotonic()
+                next(iter(streams.running)).cancel()
                 completion = await asyncio.wait_for(answer, TIMEOUT_S)
                 # If another stream ended besides the cancelled one, the slot may have been its.
                 if completion.timings is None:
@@ -118,8 +108,4 @@ def run(server: ServerUnderTest, samples: int, max_tokens: int, out: Path) -> in
     cells = [(full, found.count, report.ms(found.p50), report.ms(found.p99), report.ms(found.max))]
     print(report.on(conditions))
     print(report.table(cells, ("cancel to the slot's next request, ms; streams", "samples", "p50", "p99", "max")))
-    out.mkdir(parents=True, exist_ok=True)
-    table = {"streams": full} | asdict(found)
-    (out / "cancel.json").write_text(json.dumps({"conditions": conditions, "figures": table}) + "\n")
-    print(f"  written: {out / 'cancel.json'}")
-    return 0
+    return report.write_json({"conditions": conditions, "figures": {"streams": full} | asdict(found)}, out, "cancel")

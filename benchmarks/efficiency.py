@@ -8,20 +8,19 @@ disturbs both sides. Tokens per second are a batch's tokens over its wall time, 
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from benchmarks import figures, machine, processes, random_model, report
-from benchmarks.driver import Extent, LoadResult, drive
+from benchmarks.driver import Extent, drive
 from benchmarks.engine_target import EngineTarget
 from benchmarks.lengths import Fixed
 from benchmarks.measurement import ServerUnderTest
-from benchmarks.processes import Use
 from benchmarks.prompts import Prompts
 from benchmarks.raw_engine import RawEngine
 from benchmarks.server_process import ENGINES, running_server
@@ -35,8 +34,10 @@ ALONE_REQUESTS = 4  # of a batch at concurrency 1, for a median TTFT
 INPUT_TOKENS = 128
 # (output tokens of a request, least ratio of tokens/s at concurrency 32), by engine
 ENGINES_MEASURED = {"demo": (128, 0.70), random_model.NAME: (48, 0.95)}
-TTFT_ADDED_GOAL_S = 0.004
-EVERY_TOKEN_GOAL_US, COALESCED_GOAL_US, COALESCING_GOAL_S = 200.0, 100.0, 0.020
+TTFT_ADDED_GOAL_MS, COALESCING_GOAL_MS = 4.0, 20.0
+EVERY_TOKEN_GOAL_US, COALESCED_GOAL_US = 200.0, 100.0
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -89,30 +90,20 @@ class ServingPath:
     async def batch(self, workload: Workload, requests: int, round_: int) -> Batch:
         cpu_before, before = machine.cpu_time(), processes.use(self._root)
         result = await drive(workload, self._target, self._prompts, Extent(None, 0.0, requests))
-        used = processes.difference(before, processes.use(self._root))
-        return self._batch(result, used, workload.concurrency or 0, round_, cpu_before)
-
-    async def close(self) -> None:
-        await self._target.close()
-
-    def _batch(
-        self, result: LoadResult, used: dict[str, Use], concurrency: int, round_: int, cpu_before: machine.CpuTime
-    ) -> Batch:
-        records = result.records
+        used, records = processes.difference(before, processes.use(self._root)), result.records
         if failed := [record.error for record in records if not record.ok]:
             raise EngineFailed(f"{self.name}: {len(failed)} requests failed, the first with {failed[0]}")
-        engine_s = sum(use.cpu_s for name, use in used.items() if name in processes.ENGINE_ROLES)
         client_s = sum(use.cpu_s for use in result.generators)
         ours_s = client_s + sum(use.cpu_s for use in used.values())
         return Batch(
             self.name,
-            concurrency,
+            workload.concurrency or 0,
             round_,
             tokens=sum(record.tokens for record in records),
             wall_s=max(record.ended_s for record in records) - min(record.sent_s for record in records),
             ttfts_s=[ttft_s for record in records if (ttft_s := record.ttft_from_send_s) is not None],
-            engine_cpu_s=engine_s,
-            serving_cpu_s={n: use.cpu_s for n, use in used.items() if n not in processes.ENGINE_ROLES},
+            engine_cpu_s=sum(use.cpu_s for name, use in used.items() if name in processes.ENGINE_ROLES),
+            serving_cpu_s={name: use.cpu_s for name, use in used.items() if name not in processes.ENGINE_ROLES},
             client_cpu_s=client_s,
             messages=sum(len(record.messages) for record in records),
             coalescing_p99_s=figures.coalescing(records).p99,
@@ -121,129 +112,108 @@ class ServingPath:
             | {"client": sum(use.waited_s for use in result.generators)},
         )
 
-
-def raw_batch(
-    raw: RawEngine, prompts: Prompts, concurrency: int, output_tokens: int, seed: int, requests: int, round_: int
-) -> Batch:
-    """Run the batch that ``load`` describes on the raw engine."""
-    workload, cpu_before = load(concurrency, output_tokens, seed), machine.cpu_time()
-    texts = [workload.request(number, prompts).prompt for number in range(requests)]
-    answer = raw.batch([prompts.ids(text) for text in texts], output_tokens, concurrency)
-    host_load = machine.host_load(cpu_before, machine.cpu_time(), answer["cpu_s"])
-    return Batch(
-        RAW,
-        concurrency,
-        round_,
-        answer["tokens"],
-        answer["wall_s"],
-        answer["ttfts_s"],
-        answer["cpu_s"],
-        others_share=host_load.others,
-    )
+    async def close(self) -> None:
+        await self._target.close()
 
 
-def load(concurrency: int, output_tokens: int, seed: int) -> Workload:
-    return Workload(concurrency, None, Fixed(INPUT_TOKENS), Fixed(output_tokens), seed=seed)
+def raw_batch(raw: RawEngine, prompts: Prompts, workload: Workload, output_tokens: int, requests: int, n: int) -> Batch:
+    """Run a batch on the raw engine. n: number of the round."""
+    concurrency, cpu_before = workload.concurrency or 0, machine.cpu_time()
+    ids = [prompts.ids(workload.request(number, prompts).prompt) for number in range(requests)]
+    answer = raw.batch(ids, output_tokens, concurrency)
+    others = machine.host_load(cpu_before, machine.cpu_time(), answer["cpu_s"]).others
+    tokens, wall_s, ttfts_s, cpu_s = (answer[name] for name in ("tokens", "wall_s", "ttfts_s", "cpu_s"))
+    return Batch(RAW, concurrency, n, tokens, wall_s, ttfts_s, cpu_s, others_share=others)
 
 
 def measure(engine: str, output_tokens: int, rounds: int, concurrencies: Sequence[int]) -> list[Batch]:
     """Return all batches of one engine."""
     prompts = Prompts.for_engine(ENGINES / engine)
-    loop = asyncio.new_event_loop()
-    batches: list[Batch] = []
     with ExitStack() as stack:
-        server = stack.enter_context(running_server(engine))
-        uncoalesced = stack.enter_context(running_server(engine, EVERY_TOKEN_ENV))
+        servers = [stack.enter_context(running_server(engine, env)) for env in ({}, EVERY_TOKEN_ENV)]
         raw = stack.enter_context(RawEngine(ENGINES / engine))
-        ensemble = ServingPath(ENSEMBLE, server, EnsembleTarget(server.url, timings=False), prompts)
-        paths = [ServingPath(ENGINE, server, EngineTarget(server.url, prompts), prompts), ensemble]
-        target = EnsembleTarget(uncoalesced.url, timings=False)
-        every_token = ServingPath(EVERY_TOKEN, uncoalesced, target, prompts)
-        try:
+        ensembles = [EnsembleTarget(server.url, timings=False) for server in servers]
+        paths = [
+            ServingPath(ENGINE, servers[0], EngineTarget(servers[0].url, prompts), prompts),
+            ServingPath(ENSEMBLE, servers[0], ensembles[0], prompts),
+            ServingPath(EVERY_TOKEN, servers[1], ensembles[1], prompts),
+        ]
+
+        async def batches() -> list[Batch]:
+            found: list[Batch] = []
             for n in range(-1, rounds):  # round -1 warms up and is discarded
                 for concurrency in concurrencies if n >= 0 else (min(8, max(concurrencies)),):
-                    server_paths = [*paths, every_token] if concurrency in (1, 32) or n < 0 else paths
                     requests = max(ALONE_REQUESTS, concurrency)
                     # Each path has its own prompts: the two models of a server share its prefix cache.
                     seed = (n + 2) * 100_000 + concurrency * 100
+                    lengths = Fixed(INPUT_TOKENS), Fixed(output_tokens)
+                    loads = [Workload(concurrency, None, *lengths, seed=seed + nth) for nth in range(len(paths) + 1)]
                     _progress(f"{engine}: round {n + 1} of {rounds}, concurrency {concurrency}")
-                    measured = [raw_batch(raw, prompts, concurrency, output_tokens, seed, requests, n)]
-                    for nth, path in enumerate(server_paths, 1):
-                        workload = load(concurrency, output_tokens, seed + nth)
-                        measured.append(loop.run_until_complete(path.batch(workload, requests, n)))
-                    batches += measured if n >= 0 else []
-        finally:
-            for path in (*paths, every_token):
-                loop.run_until_complete(path.close())
-            loop.close()
-            _progress("")
-    return batches
+                    measured = [raw_batch(raw, prompts, loads[0], output_tokens, requests, n)]
+                    for path, load in zip(paths, loads[1:], strict=True):
+                        if path.name != EVERY_TOKEN or concurrency in (1, 32) or n < 0:
+                            measured.append(await path.batch(load, requests, n))
+                    found += measured if n >= 0 else []
+            return found
+
+        return asyncio.run(closing(paths, batches()))
+
+
+async def closing(paths: Iterable[ServingPath], work: Coroutine[Any, Any, T]) -> T:
+    """Await ``work``, then close the paths."""
+    try:
+        return await work
+    finally:
+        for path in paths:
+            await path.close()
+        _progress("")
+
+
+def of(batches: Sequence[Batch], path: str, concurrency: int) -> list[Batch]:
+    """Return the batches of one path at one concurrency."""
+    return [batch for batch in batches if (batch.path, batch.concurrency) == (path, concurrency)]
 
 
 def ratios(batches: Sequence[Batch], path: str, concurrency: int) -> list[float]:
     """Return tokens per second over the raw engine's, round by round."""
-    raw = {batch.round: batch for batch in batches if batch.path == RAW and batch.concurrency == concurrency}
-    mine = [batch for batch in batches if batch.path == path and batch.concurrency == concurrency]
-    return [batch.tokens_per_s / raw[batch.round].tokens_per_s for batch in mine]
+    raw = {batch.round: batch for batch in of(batches, RAW, concurrency)}
+    return [batch.tokens_per_s / raw[batch.round].tokens_per_s for batch in of(batches, path, concurrency)]
 
 
 def cpu_bound_ratio(batches: Sequence[Batch], path: str, concurrency: int) -> float:
     """Return the engine's share if every core is busy: its CPU per token over that of all processes together."""
-    alone = _median(b.us_per_token(b.engine_cpu_s) for b in batches if b.path == RAW and b.concurrency == concurrency)
-    mine = [b for b in batches if b.path == path and b.concurrency == concurrency]
-    extra = _median(b.serving_us + b.us_per_token(b.client_cpu_s) for b in mine)
+    alone = _median(b.us_per_token(b.engine_cpu_s) for b in of(batches, RAW, concurrency))
+    extra = _median(b.serving_us + b.us_per_token(b.client_cpu_s) for b in of(batches, path, concurrency))
     return alone / (alone + extra)
 
 
 def ttft_added_s(batches: Sequence[Batch], path: str) -> float:
     """Return the median TTFT at concurrency 1 minus the raw engine's."""
-    medians = [
-        statistics.median(
-            ttft for batch in batches if batch.path == name and batch.concurrency == 1 for ttft in batch.ttfts_s
-        )
-        for name in (path, RAW)
-    ]
-    return medians[0] - medians[1]
+    added, raw = (_median(ttft for batch in of(batches, name, 1) for ttft in batch.ttfts_s) for name in (path, RAW))
+    return added - raw
 
 
 def described(engine: str, batches: Sequence[Batch]) -> str:
     rows = []
     for concurrency in sorted({batch.concurrency for batch in batches}):
         for path in (RAW, ENGINE, ENSEMBLE, EVERY_TOKEN):
-            mine = [batch for batch in batches if batch.path == path and batch.concurrency == concurrency]
-            if not mine:
+            if not (mine := of(batches, path, concurrency)):
                 continue
             found = ratios(batches, path, concurrency)
-            has_server = path != RAW
-            rows.append(
-                (
-                    path,
-                    concurrency,
-                    report.number(_median(batch.tokens_per_s for batch in mine), 0),
-                    f"{_median(found):.2f} ({min(found):.2f}–{max(found):.2f})" if has_server else "1",
-                    f"{cpu_bound_ratio(batches, path, concurrency):.2f}" if has_server else "",
-                    report.ms(_median(ttft for batch in mine for ttft in batch.ttfts_s)),
-                    report.number(_median(batch.us_per_token(batch.engine_cpu_s) for batch in mine), 0),
-                    report.number(_median(batch.serving_us for batch in mine), 0) if has_server else "",
-                    report.number(_median(batch.us_per_token(batch.client_cpu_s) for batch in mine), 0)
-                    if has_server
-                    else "",
-                    report.number(_median(b.tokens / b.messages for b in mine), 2) if has_server else "",
-                    report.ms(_median(b.coalescing_p99_s for b in mine)) if has_server else "",
-                )
-            )
-    header = (
-        "path",
-        "at",
-        "tok/s",
-        "of raw (range)",
-        "CPU-bound",
-        "TTFT p50 ms",
-        "engine µs",
-        "serving µs",
-        "client µs",
-    )
-    return f"{engine}\n" + report.table(rows, (*header, "tok/msg", "wait p99 ms"))
+            ratio, cpu_bound, serving = "1", "", [""] * 4
+            if path != RAW:
+                ratio = f"{_median(found):.2f} ({min(found):.2f}–{max(found):.2f})"
+                cpu_bound = f"{cpu_bound_ratio(batches, path, concurrency):.2f}"
+                spent = (_median(b.serving_us for b in mine), _median(b.us_per_token(b.client_cpu_s) for b in mine))
+                serving = [report.number(us, 0) for us in spent]
+                serving.append(report.number(_median(b.tokens / b.messages for b in mine), 2))
+                serving.append(report.ms(_median(b.coalescing_p99_s for b in mine)))
+            tokens_per_s = report.number(_median(batch.tokens_per_s for batch in mine), 0)
+            ttft = report.ms(_median(ttft for batch in mine for ttft in batch.ttfts_s))
+            engine_us = report.number(_median(batch.us_per_token(batch.engine_cpu_s) for batch in mine), 0)
+            rows.append((path, concurrency, tokens_per_s, ratio, cpu_bound, ttft, engine_us, *serving))
+    header = ("path", "at", "tok/s", "of raw (range)", "CPU-bound", "TTFT p50 ms", "engine µs", "serving µs")
+    return f"{engine}\n" + report.table(rows, (*header, "client µs", "tok/msg", "wait p99 ms"))
 
 
 def by_process(batches: Sequence[Batch]) -> str:
@@ -252,8 +222,7 @@ def by_process(batches: Sequence[Batch]) -> str:
     names = ("tritonserver", "tokenizer", "engine stub", "detokenizer", "engine worker", "client")
     for path in (ENSEMBLE, EVERY_TOKEN):
         for concurrency in sorted({batch.concurrency for batch in batches if batch.path == path}):
-            mine = [batch for batch in batches if batch.path == path and batch.concurrency == concurrency]
-            cells = []
+            mine, cells = of(batches, path, concurrency), []
             for name in names:
                 spent = _median(b.us_per_token(_cpu_s(b, name)) for b in mine)
                 waits = _median(b.waited_s.get(name, 0.0) / b.wall_s for b in mine)
@@ -263,38 +232,34 @@ def by_process(batches: Sequence[Batch]) -> str:
 
 
 def _cpu_s(batch: Batch, name: str) -> float:
-    return {"engine worker": batch.engine_cpu_s, "client": batch.client_cpu_s}.get(
-        name, batch.serving_cpu_s.get(name, 0.0)
-    )
+    own = {"engine worker": batch.engine_cpu_s, "client": batch.client_cpu_s}
+    return (own | batch.serving_cpu_s).get(name, 0.0)
 
 
-def goals(engine: str, batches: Sequence[Batch]) -> list[tuple[str, float, float, bool]]:
-    """Compare with the goals: (what, measured, goal, whether it is met)."""
-    out: list[tuple[str, float, float, bool]] = []
+def goals(engine: str, batches: Sequence[Batch]) -> list[report.Goal]:
+    """Compare with the goals."""
+    out: list[report.Goal] = []
     at = {batch.concurrency for batch in batches}
+
+    def at_most(what: str, value: float, bound: float) -> None:
+        out.append((f"{what}, at most", value, bound, value <= bound))
+
+    def serving_us(path: str, concurrency: int, how: str, bound: float) -> None:
+        spent = _median(batch.serving_us for batch in of(batches, path, concurrency))
+        at_most(f"serving CPU at {concurrency}, {how}, µs", spent, bound)
+
     if 32 in at:
         least = ENGINES_MEASURED.get(engine, (0, 0.95))[1]
         found = _median(ratios(batches, ENSEMBLE, 32))
         out.append(("tokens/s at 32 over the raw engine's, at least", found, least, found >= least))
     if 1 in at:
-        found = ttft_added_s(batches, ENSEMBLE)
-        out.append(("TTFT added at 1, ms, at most", found * 1e3, TTFT_ADDED_GOAL_S * 1e3, found <= TTFT_ADDED_GOAL_S))
-        found = _serving(batches, EVERY_TOKEN, 1)
-        out.append(
-            (
-                "serving CPU at 1, a message per token, µs, at most",
-                found,
-                EVERY_TOKEN_GOAL_US,
-                found <= EVERY_TOKEN_GOAL_US,
-            )
-        )
+        at_most("TTFT added at 1, ms", ttft_added_s(batches, ENSEMBLE) * 1e3, TTFT_ADDED_GOAL_MS)
+        serving_us(EVERY_TOKEN, 1, "a message per token", EVERY_TOKEN_GOAL_US)
     if 32 in at:
-        for path, limit in ((EVERY_TOKEN, EVERY_TOKEN_GOAL_US), (ENSEMBLE, COALESCED_GOAL_US)):
-            found = _serving(batches, path, 32)
-            how = "a message per token" if path == EVERY_TOKEN else "coalescing"
-            out.append((f"serving CPU at 32, {how}, µs, at most", found, limit, found <= limit))
-        found = _median(b.coalescing_p99_s for b in batches if b.path == ENSEMBLE and b.concurrency == 32)
-        out.append(("coalescing's added wait at 32, p99, ms, at most", found * 1e3, 20.0, found <= COALESCING_GOAL_S))
+        serving_us(EVERY_TOKEN, 32, "a message per token", EVERY_TOKEN_GOAL_US)
+        serving_us(ENSEMBLE, 32, "coalescing", COALESCED_GOAL_US)
+        wait_ms = _median(b.coalescing_p99_s for b in of(batches, ENSEMBLE, 32)) * 1e3
+        at_most("coalescing's added wait at 32, p99, ms", wait_ms, COALESCING_GOAL_MS)
     return out
 
 
@@ -309,18 +274,10 @@ def run(engines: Sequence[str], rounds: int, concurrencies: Sequence[int], out: 
         batches = found[engine] = measure(name, output_tokens, rounds, concurrencies)
         about = f"{INPUT_TOKENS} tokens in, {output_tokens} out, greedy, {rounds} rounds, medians"
         print(f"\n{described(f'{engine} ({about})', batches)}\n\n{by_process(batches)}\n")
-        for what, value, goal, met in goals(engine, batches):
-            print(f"  {'met   ' if met else 'MISSED'}  {what} {goal:g}: {value:.3g}")
+        print(report.verdicts(goals(engine, batches)))
         print(report.disturbance(statistics.mean(batch.others_share for batch in batches)), flush=True)
-    out.mkdir(parents=True, exist_ok=True)
     table = {engine: [asdict(batch) for batch in batches] for engine, batches in found.items()}
-    (out / "efficiency.json").write_text(json.dumps({"conditions": conditions, "batches": table}) + "\n")
-    print(f"\n  written: {out / 'efficiency.json'}")
-    return 0
-
-
-def _serving(batches: Sequence[Batch], path: str, concurrency: int) -> float:
-    return _median(batch.serving_us for batch in batches if batch.path == path and batch.concurrency == concurrency)
+    return report.write_json({"conditions": conditions, "batches": table}, out, "efficiency")
 
 
 def _median(values: Iterable[float]) -> float:

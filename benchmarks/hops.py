@@ -8,7 +8,6 @@ copying for it in tritonserver.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from benchmarks import machine, report, server_side
 from benchmarks.driver import Extent, drive
-from benchmarks.efficiency import EVERY_TOKEN_ENV, Batch, ServingPath
+from benchmarks.efficiency import EVERY_TOKEN_ENV, Batch, ServingPath, closing
 from benchmarks.engine_target import EngineTarget
 from benchmarks.lengths import Fixed
 from benchmarks.measurement import ServerUnderTest
@@ -40,24 +39,22 @@ def costs(
     servers: dict[str, ServerUnderTest], prompts: Prompts, concurrency: int, tokens: int, rounds: int
 ) -> dict[tuple[str, str], list[Batch]]:
     """Return the batches by (mode, model). The first round warms up."""
-    loop = asyncio.new_event_loop()
     paths: dict[tuple[str, str], ServingPath] = {}
     for mode, server in servers.items():
         paths[mode, "engine"] = ServingPath(f"engine, {mode}", server, EngineTarget(server.url, prompts), prompts)
         target = EnsembleTarget(server.url, timings=False)
         paths[mode, "ensemble"] = ServingPath(f"ensemble, {mode}", server, target, prompts)
     found: dict[tuple[str, str], list[Batch]] = {key: [] for key in paths}
-    try:
+
+    async def batches() -> None:
         for n in range(rounds + 1):
             for nth, (key, path) in enumerate(paths.items()):
                 seed = n * 1000 + concurrency * 10 + nth
                 load = Workload(concurrency, None, Fixed(INPUT_TOKENS), Fixed(tokens), seed=seed)
-                batch = loop.run_until_complete(path.batch(load, concurrency, n))
+                batch = await path.batch(load, concurrency, n)
                 found[key] += [batch] if n else []
-    finally:
-        for path in paths.values():
-            loop.run_until_complete(path.close())
-        loop.close()
+
+    asyncio.run(closing(paths.values(), batches()))
     return found
 
 
@@ -94,23 +91,24 @@ def _workload(concurrency: int, seed: int) -> Workload:
 
 
 def described(found: dict[tuple[str, str], list[Batch]], concurrency: int) -> str:
-    rows = []
+    rows: list[tuple] = []
     for mode in MODES:
         per = {model: _per_message(found[mode, model]) for model in MODELS}
-        for model in MODELS:
+        for model, spent in per.items():
             batches = found[mode, model]
-            cells = [report.number(per[model][part]) for part in PARTS]
             client = statistics.median(1e6 * batch.client_cpu_s / batch.messages for batch in batches)
-            together = sum(per[model].values())
             tokens_per_message = statistics.median(batch.tokens / batch.messages for batch in batches)
             per_token = report.number(statistics.median(batch.serving_us for batch in batches))
-            rows.append((f"{model}, {mode}", *cells, report.number(together), report.number(client)))
-            rows[-1] += (report.number(tokens_per_message, 2), per_token)
+            last = (report.number(client), report.number(tokens_per_message, 2), per_token)
+            rows.append((f"{model}, {mode}", *_cells(spent), *last))
         hop = {part: per["ensemble"][part] - per["engine"][part] for part in PARTS}
-        cells = [report.number(hop[part]) for part in PARTS]
-        rows.append(("  detokenizer's hop", *cells, report.number(sum(hop.values())), "", "", ""))
+        rows.append(("  detokenizer's hop", *_cells(hop), "", "", ""))
     header = (f"CPU µs per response at {concurrency}", *PARTS, "together", "client", "tok/msg", "µs per token")
     return report.table(rows, header)
+
+
+def _cells(spent: dict[str, float]) -> list[str]:
+    return [report.number(us) for us in (*spent.values(), sum(spent.values()))]
 
 
 def run(engine: str, concurrencies: Sequence[int], tokens: int, rounds: int, out: Path) -> int:
@@ -131,10 +129,7 @@ def run(engine: str, concurrencies: Sequence[int], tokens: int, rounds: int, out
                 f"{model}, {mode}": [asdict(batch) for batch in batches] for (mode, model), batches in found.items()
             }
             kept[str(concurrency)] = {"batches": batches, "first_token": phases}
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "hops.json").write_text(json.dumps(kept) + "\n")
-    print(f"\n  written: {out / 'hops.json'}")
-    return 0
+    return report.write_json(kept, out, "hops")
 
 
 def _per_message(batches: Sequence[Batch]) -> dict[str, float]:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import self_check
 from benchmarks.figures import Spread
 from benchmarks.measurement import Measurement
-from benchmarks.server_side import HistogramFigures, ServerSide
 
+Goal = tuple[str, float, float, bool]  # what, measured, the bound, whether it is met
 _MB = 1e6
 SPREADS = ("ttft_s", "itl_s", "gap_s", "latency_s")
+_COUNTS = (
+    *("requests", "ok", "failed", "cancelled", "window_s", "requests_per_s", "input_tokens_per_s"),
+    *("output_tokens_per_s", "tokens_per_message", "goodput_per_s", "good_fraction", "slo_met"),
+)
 _SPREAD_NAMES = {
     "ttft_s": "time to first token",
     "itl_s": "inter-token latency",
@@ -55,6 +61,22 @@ def on(conditions: Mapping[str, object]) -> str:
     return (
         f"{conditions['cpu']}, {conditions['cores']} cores, load average {conditions['load_average_1min']:.1f} before"
     )
+
+
+def verdicts(goals: Sequence[Goal]) -> str:
+    """Format figures beside their goals, a line each."""
+    return "\n".join(
+        f"  {'met   ' if met else 'MISSED'}  {what} {bound:g}: {value:.3g}" for what, value, bound, met in goals
+    )
+
+
+def write_json(table: object, folder: Path, kind: str) -> int:
+    """Write ``folder``/``kind``.json and print where it is; return 0."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{kind}.json"
+    path.write_text(json.dumps(table) + "\n")
+    print(f"\n  written: {path}")
+    return 0
 
 
 def disturbance(others: float) -> str:
@@ -103,21 +125,15 @@ def _server(run: Measurement) -> list[str]:
     if run.server is None:
         return ["", "  no metrics of the server (set --metrics-url)"]
     server = run.server
-    rows = [
-        (name, one.count, ms(one.mean_s), ms(one.p50_s), ms(one.p95_s), ms(one.p99_s))
-        for name, one in [("TTFT", server.latencies["ttft"]), *((f"  {k}", v) for k, v in server.phases.items())]
-    ]
-    rows += [(n, o.count, ms(o.mean_s), ms(o.p50_s), ms(o.p95_s), ms(o.p99_s)) for n, o in _rest(server)]
+    found = {"TTFT": server.latencies["ttft"]} | {f"  {phase}": one for phase, one in server.phases.items()}
+    found |= {name: server.latencies[name] for name in ("itl", "latency")}
+    rows = [(name, one.count, *map(ms, (one.mean_s, one.p50_s, one.p95_s, one.p99_s))) for name, one in found.items()]
     out = ["", table(rows, ("server's metrics, ms", "count", "mean", "p50", "p95", "p99"))]
     if server.bottleneck:
         out.append(f"  largest part of the time to first token: {server.bottleneck}")
     if server.cached_tokens:
         out.append(f"  {server.cached_tokens:,} of {server.input_tokens:,} prompt tokens came from the prefix cache")
     return out
-
-
-def _rest(server: ServerSide) -> list[tuple[str, HistogramFigures]]:
-    return [(name, server.latencies[name]) for name in ("itl", "latency")]
 
 
 def _processes(run: Measurement) -> list[str]:
@@ -171,34 +187,28 @@ def of_sweep(runs: Sequence[Measurement]) -> str:
 def write_csv(runs: Sequence[Measurement], folder: Path, kind: str) -> list[Path]:
     """Write ``kind``.csv, a row per run, and ``kind``-requests.csv, a row per request. Times in seconds."""
     folder.mkdir(parents=True, exist_ok=True)
-    per_run, per_request = folder / f"{kind}.csv", folder / f"{kind}-requests.csv"
-    with per_run.open("w", newline="") as file:
-        writer = csv.writer(file)
-        names = ["requests", "ok", "failed", "cancelled", "window_s", "requests_per_s", "input_tokens_per_s"]
-        names += ["output_tokens_per_s", "tokens_per_message", "goodput_per_s", "good_fraction", "slo_met"]
-        fields = Spread.__dataclass_fields__
-        spreads = [f"{name.removesuffix('_s')}_{field}_s" for name in SPREADS for field in fields if field != "count"]
-        writer.writerow(["name", *names, *spreads, "serving_cpu_us_per_token", "verdict"])
-        for run in runs:
-            values = [getattr(run.figures, name) for name in names]
-            for name in SPREADS:
-                values += [getattr(getattr(run.figures, name), field) for field in fields if field != "count"]
-            writer.writerow([run.name, *values, run.serving_us_per_token, self_check.verdict(run.checks)])
-    with per_request.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            ["name", "index", "intended_s", "sent_s", "ttft_s", "latency_s", "input_tokens", "output_tokens"]
-            + ["messages", "finish_reason", "cancelled", "error"]
-        )
-        for run in runs:
-            for r in run.records:
-                instants = [f"{at_s - run.started_s:.6f}" for at_s in (r.intended_s, r.sent_s)]
-                ttft = "" if r.ttft_s is None else f"{r.ttft_s:.6f}"
-                writer.writerow(
-                    [run.name, r.index, *instants, ttft, f"{r.latency_s:.6f}", r.input_tokens, r.tokens]
-                    + [len(r.messages), r.finish_reason, int(r.cancelled), r.error]
-                )
-    return [per_run, per_request]
+    per_run, per_request = [], []
+    for run in runs:
+        row: dict[str, object] = {"name": run.name} | {name: getattr(run.figures, name) for name in _COUNTS}
+        for name in SPREADS:
+            spread = asdict(getattr(run.figures, name))
+            row |= {f"{name.removesuffix('_s')}_{key}_s": value for key, value in spread.items() if key != "count"}
+        verdict = self_check.verdict(run.checks)
+        per_run.append(row | {"serving_cpu_us_per_token": run.serving_us_per_token, "verdict": verdict})
+        for r in run.records:
+            instants = {"intended_s": r.intended_s - run.started_s, "sent_s": r.sent_s - run.started_s}
+            times = instants | {"ttft_s": r.ttft_s, "latency_s": r.latency_s}
+            written = {name: "" if at_s is None else f"{at_s:.6f}" for name, at_s in times.items()}
+            counts = {"input_tokens": r.input_tokens, "output_tokens": r.tokens, "messages": len(r.messages)}
+            ended = {"finish_reason": r.finish_reason, "cancelled": int(r.cancelled), "error": r.error}
+            per_request.append({"name": run.name, "index": r.index} | written | counts | ended)
+    paths = [folder / f"{kind}.csv", folder / f"{kind}-requests.csv"]
+    for path, rows in zip(paths, (per_run, per_request), strict=True):
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0] if rows else ())
+            writer.writeheader()
+            writer.writerows(rows)
+    return paths
 
 
 def _cells(spread: Spread) -> list[str]:

@@ -66,11 +66,6 @@ def verdict(found: Sequence[Check]) -> str:
     return "sound" + (f" as far as it was checked (not checked: {', '.join(unchecked)})" if unchecked else "")
 
 
-def ttft_tolerance_s(server_ttft_s: float) -> float:
-    """Return by how much the client's TTFT may exceed the server's."""
-    return max(TTFT_MORE_S, TTFT_MORE_SHARE * server_ttft_s)
-
-
 def answers(records: Sequence[Record]) -> Check:
     """Check that at least one request was answered; single failures are part of the figures."""
     failed = sum(bool(record.error) for record in records)
@@ -84,67 +79,62 @@ def ttft_per_request(records: Sequence[Record]) -> Check:
 
     The only message of an answer that is not streamed leaves the engine with its last token.
     """
-    name = "TTFT, request by request"
-
-    pairs = []
+    name, pairs = "TTFT, request by request", []
     for record in records:
         timings, ttft_s = record.timings, record.ttft_from_send_s
         if timings is not None and ttft_s is not None:
-            whole = len(record.messages) == 1
-            first_ns = timings.last_token_ns if whole else timings.first_token_ns
+            first_ns = timings.last_token_ns if len(record.messages) == 1 else timings.first_token_ns
             pairs.append((ttft_s, (first_ns - timings.arrival_ns) / 1e9))
     if not pairs:
         return Check(name, None, "the server sent no timings")
     clients, servers = np.array(pairs).T
-    return _ttft(
-        name, float(np.median(clients - servers)), float(np.median(servers)), f"median over {len(pairs)} requests"
-    )
+    how = f"median over {len(pairs)} requests"
+    return _ttft(name, float(np.median(clients - servers)), float(np.median(servers)), how)
 
 
 def ttft_on_average(records: Sequence[Record], server: ServerSide | None) -> Check:
     """Compare the mean of the server's histogram with the client's mean, over all requests with a first token."""
     name = "TTFT, server's histogram"
-    if server is None or not server.latencies["ttft"].count:
+    if server is None or not (found := server.latencies["ttft"]).count:
         return Check(name, None, "the server's metrics have no TTFT")
     ours = [ttft_s for record in records if (ttft_s := record.ttft_from_send_s) is not None]
     if not ours:
         return Check(name, None, "no request had a first token")
-    found = server.latencies["ttft"]
-    return _ttft(
-        name, float(np.mean(ours)) - found.mean_s, found.mean_s, f"mean, {found.count} and {len(ours)} requests"
-    )
+    how = f"mean, {found.count} and {len(ours)} requests"
+    return _ttft(name, float(np.mean(ours)) - found.mean_s, found.mean_s, how)
 
 
 def _ttft(name: str, more_s: float, server_s: float, how: str) -> Check:
-    allowed_s = ttft_tolerance_s(server_s)
-    ok = -TTFT_LESS_S <= more_s <= allowed_s
+    allowed_s = max(TTFT_MORE_S, TTFT_MORE_SHARE * server_s)
     between = f"allowed {-TTFT_LESS_S * 1e3:g} … {allowed_s * 1e3:.1f} ms"
-    return Check(
-        name, ok, f"client's is {more_s * 1e3:+.1f} ms beside the server's {server_s * 1e3:.1f} ms ({how}; {between})"
-    )
+    detail = f"client's is {more_s * 1e3:+.1f} ms beside the server's {server_s * 1e3:.1f} ms ({how}; {between})"
+    return Check(name, -TTFT_LESS_S <= more_s <= allowed_s, detail)
 
 
 def output_tokens(records: Sequence[Record], server: ServerSide | None) -> Check:
     """Check that every token the server counted arrived, cancelled and failed requests excepted."""
-    name = "output tokens"
-    if server is None or not server.requests:
-        return Check(name, None, "the server's metrics do not count them")
-    ours, theirs = sum(record.tokens for record in records), server.output_tokens
-    incomplete = any(record.cancelled or record.error for record in records)
-    ok = ours <= theirs and (incomplete or theirs - ours <= _probe_tokens(records))
-    note = "; more are possible for cancelled or failed requests" if incomplete else ""
-    return Check(name, ok, f"{ours} arrived, the server generated {theirs}{note}")
+    more = any(record.cancelled or record.error for record in records)
+    note = "; more are possible for cancelled or failed requests" if more else ""
+    ours, theirs = sum(record.tokens for record in records), server.output_tokens if server else 0
+    detail = f"{ours} arrived, the server generated {theirs}{note}"
+    return _counted("output tokens", records, server, ours, theirs, more, detail)
 
 
 def input_tokens(records: Sequence[Record], server: ServerSide | None) -> Check:
-    name = "input tokens"
+    more = any(not record.input_tokens for record in records)
+    note = "; unknown for cancelled or failed requests" if more else ""
+    ours, theirs = sum(record.input_tokens for record in records), server.input_tokens if server else 0
+    detail = f"{ours} by usage, {theirs} by the server's counter{note}"
+    return _counted("input tokens", records, server, ours, theirs, more, detail)
+
+
+def _counted(
+    name: str, records: Sequence[Record], server: ServerSide | None, ours: int, theirs: int, more: bool, detail: str
+) -> Check:
+    """more: the server may have counted any number that we have not."""
     if server is None or not server.requests:
         return Check(name, None, "the server's metrics do not count them")
-    unknown = any(not record.input_tokens for record in records)
-    ours, theirs = sum(record.input_tokens for record in records), server.input_tokens
-    ok = ours <= theirs and (unknown or theirs - ours <= _probe_tokens(records))
-    note = "; unknown for cancelled or failed requests" if unknown else ""
-    return Check(name, ok, f"{ours} by usage, {theirs} by the server's counter{note}")
+    return Check(name, ours <= theirs and (more or theirs - ours <= _probe_tokens(records)), detail)
 
 
 def usage_tokens(records: Sequence[Record]) -> Check:
@@ -164,23 +154,22 @@ def cpu(generators: Sequence[GeneratorUse]) -> Check:
 
 
 def event_loop(generators: Sequence[GeneratorUse]) -> Check:
-    name = "load generator: event loop"
     lags = [lag for use in generators for lag in use.lags_s]
-    if not lags:
-        return Check(name, None, "the run was too short")
-    p99_s = float(np.percentile(lags, 99))
-    detail = f"late by {np.median(lags) * 1e3:.1f} ms at p50, {p99_s * 1e3:.1f} ms at p99, allowed {LAG_P99_S * 1e3:g}"
-    return Check(name, p99_s <= LAG_P99_S, detail)
+    return _late("load generator: event loop", lags, "the run was too short", "its timers are")
 
 
 def punctuality(records: Sequence[Record]) -> Check:
     """Check that requests were sent when they were due. Latencies count from the intended instant in any case."""
     late = [record.sent_s - record.intended_s for record in records if record.sent_s]
-    if not late:
-        return Check("load generator: punctuality", None, "nothing was sent")
-    p99_s = float(np.percentile(late, 99))
-    detail = f"sent {p99_s * 1e3:.1f} ms late at p99, allowed {LAG_P99_S * 1e3:g}"
-    return Check("load generator: punctuality", p99_s <= LAG_P99_S, detail)
+    return _late("load generator: punctuality", late, "nothing was sent", "requests were sent")
+
+
+def _late(name: str, late_s: Sequence[float], without: str, what: str) -> Check:
+    if not late_s:
+        return Check(name, None, without)
+    p50_s, p99_s = np.percentile(late_s, (50, 99))
+    detail = f"{what} late by {p50_s * 1e3:.1f} ms at p50, {p99_s * 1e3:.1f} at p99, allowed {LAG_P99_S * 1e3:g}"
+    return Check(name, bool(p99_s <= LAG_P99_S), detail)
 
 
 def machine_load(host_load: HostLoad) -> Check:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,6 @@ CPU_US = 100.0
 STREAMS, STREAMS_MIB = 10_000, 2048.0
 BURST_MIB = 256.0
 RECOVERY_S = 5.0
-Goal = tuple[str, float, float, bool]  # what, measured, the bound, whether it is met
 
 
 def run(
@@ -67,8 +65,7 @@ def run(
     for name, reason in skipped.items():
         print(f"  skipped: {name}: {reason}")
     verdicts = goals(relayed, results, bursts)
-    for what, value, goal, met in verdicts:
-        print(f"  {'met   ' if met else 'MISSED'}  {what} {goal:g}: {value:.3g}")
+    print(report.verdicts(verdicts))
     others = machine.host_load(cpu_before, machine.cpu_time(), _children_s() - ours_before_s).others
     print(report.disturbance(others), flush=True)
     written = {
@@ -79,10 +76,7 @@ def run(
         "skipped": skipped,
         "goals": [dict(zip(("what", "measured", "goal", "met"), verdict, strict=True)) for verdict in verdicts],
     }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "gateway.json").write_text(json.dumps(written) + "\n")
-    print(f"\n  written: {out / 'gateway.json'}")
-    return 0
+    return report.write_json(written, out, "gateway")
 
 
 @contextmanager
@@ -110,9 +104,9 @@ def relay_paths(peers: bool, logs: Path, skipped: dict[str, str]) -> Iterator[li
         yield found
 
 
-def goals(relayed: Sequence[Relayed], results: Sequence[Connections], bursts: Sequence[Burst]) -> list[Goal]:
+def goals(relayed: Sequence[Relayed], results: Sequence[Connections], bursts: Sequence[Burst]) -> list[report.Goal]:
     """Compare the gateway's figures with its goals; peers have none."""
-    out: list[Goal] = []
+    out: list[report.Goal] = []
 
     def at_most(what: str, value: float, bound: float) -> None:
         out.append((f"{what}, at most", value, bound, value <= bound))
