@@ -30,6 +30,16 @@ def command(executable: str | None = None, directory: str | None = None, path: s
     return shlex.quote(str(inside.relative_to(here) if inside.is_relative_to(here) else inside))
 
 
+def end_quietly() -> None:
+    """Let Ctrl-C end ``python -m`` without a traceback wherever it comes, also while modules are imported.
+
+    "-m" is what sys.argv[0] holds while ``python -m`` imports the package; other programs keep their hook.
+    """
+    if sys.argv[:1] == ["-m"]:
+        before = sys.excepthook
+        sys.excepthook = lambda kind, *rest: None if kind is KeyboardInterrupt else before(kind, *rest)
+
+
 def require(package: str, module: str) -> None:
     """Exit with a message if ``python -m module`` runs under an interpreter without our dependencies.
 
@@ -37,7 +47,7 @@ def require(package: str, module: str) -> None:
 
     package: a dependency, by the name it is imported by.
     """
-    # "-m" is what sys.argv[0] holds while ``python -m`` imports the package.
+    end_quietly()
     if sys.argv[:1] == ["-m"] and importlib.util.find_spec(package) is None:
         sys.exit(
             f"{module}: the package {package!r} is not installed for {sys.executable}; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +56,13 @@ def test_a_python_without_our_packages_gets_a_sentence_and_no_traceback(module):
     assert ran.returncode == 1
     assert "Traceback" not in ran.stderr
     assert f".venv/bin/python -m {module}" in ran.stderr and "make setup" in ran.stderr
+
+
+@pytest.mark.parametrize("module", ["benchmarks", "build.engine", "clients", "gateway", "server"])
+def test_ctrl_c_during_the_imports_ends_a_command_without_a_traceback(module, tmp_path):
+    for name in ("grpc", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise KeyboardInterrupt")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", module]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (-signal.SIGINT, "", "")
