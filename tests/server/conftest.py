@@ -65,7 +65,7 @@ class Stream:
         self.ended, self.started = threading.Event(), threading.Event()
         self._closing = threading.Event()
         self._channel = grpc.insecure_channel(url, options=[("grpc.use_local_subchannel_pool", 1)])
-        request = service_pb2.ModelInferRequest.FromString(liveness_probe.request())
+        request = service_pb2.ModelInferRequest.FromString(liveness_probe.request("a-stream"))
         request.raw_input_contents[1] = struct.pack("<i", max_tokens)
         request.parameters["step_ms"].int64_param = step_ms
         self._call = service_pb2_grpc.GRPCInferenceServiceStub(self._channel).ModelStreamInfer(self._send(request))
@@ -93,7 +93,7 @@ class Stream:
 
     def _take(self, response: service_pb2.ModelStreamInferResponse):
         self.failure = response.error_message
-        outputs = liveness_probe.text_outputs(response.infer_response)
+        outputs = text_outputs(response.infer_response)
         if outputs:
             self.texts.append(outputs["text_output"])
             self.finish_reason, self.error_message = outputs.get("finish_reason", ""), outputs.get("error_message", "")
@@ -102,6 +102,15 @@ class Stream:
     def _end(self):
         if not self.ended.is_set():
             self.ended.set()
+
+
+def text_outputs(response: service_pb2.ModelInferResponse):
+    """The first element of every non-empty BYTES output, by name."""
+    texts = {}
+    for output, content in zip(response.outputs, response.raw_output_contents, strict=False):
+        if output.datatype == "BYTES" and len(content) >= 4:
+            texts[output.name] = content[4 : 4 + struct.unpack_from("<I", content)[0]].decode()
+    return texts
 
 
 def build_engine(folder):

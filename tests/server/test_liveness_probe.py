@@ -1,14 +1,20 @@
 """The liveness probe's request and how its responses are judged."""
 
+import asyncio
 import struct
 from dataclasses import replace
 
 import pytest
 from tritonclient.grpc import service_pb2
 
+from clients.wire import failures
+from contract.errors import DeadlineExceeded, EngineFailed, Overloaded
+from contract.generation import FinishReason
 from server import liveness_probe
 from server.liveness_probe import Outcome, ProbeResult, passes
 from server.server_metrics import ServerMetrics
+from server.settings import Settings
+from tests.fakes.replica import Script, replica_in_thread
 
 BEFORE = ServerMetrics(responses=100, in_engine=4, steps=50)
 AFTER = ServerMetrics(responses=102, in_engine=4, steps=52)
@@ -16,8 +22,8 @@ INCONCLUSIVE = (Outcome.BUSY, Outcome.TIMED_OUT)
 
 
 def test_the_request_is_for_one_token_of_the_ensemble():
-    request = service_pb2.ModelInferRequest.FromString(liveness_probe.request())
-    assert request.model_name == "ensemble"
+    request = service_pb2.ModelInferRequest.FromString(liveness_probe.request("probe-1"))
+    assert (request.model_name, request.id) == ("ensemble", "probe-1")
     assert [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in request.inputs] == [
         ("text_input", "BYTES", [1, 1]),
         ("max_tokens", "INT32", [1, 1]),
@@ -25,33 +31,41 @@ def test_the_request_is_for_one_token_of_the_ensemble():
     assert request.raw_input_contents[1] == struct.pack("<i", 1)
 
 
-def test_an_encoder_is_asked_for_the_score_of_a_pair_which_both_kinds_compute():
-    request = service_pb2.ModelInferRequest.FromString(liveness_probe.encoder_request("encoder"))
-    assert request.model_name == "encoder"
-    assert [(tensor.name, list(tensor.shape)) for tensor in request.inputs] == [
-        ("text_input", [1, 1]),
-        ("text_pair", [1, 1]),
-    ]
-
-
-def test_each_request_has_its_own_id():
-    ids = {service_pb2.ModelInferRequest.FromString(liveness_probe.request()).id for _ in range(3)}
-    assert len(ids) == 3
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "outcome"),
+    [
+        (Script(("a",), FinishReason.LENGTH), Outcome.PASSED),
+        (Script(refuse=Overloaded("full")), Outcome.BUSY),
+        (Script(("a",), stall_after=0), Outcome.TIMED_OUT),
+        (Script(("a",), fail_after=0, error=EngineFailed("gone")), Outcome.FAILED),
+        (Script(("a",), status_after=0), Outcome.FAILED),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_each_probe_has_its_own_id_and_is_judged_by_its_answer(script, outcome):
+    with replica_in_thread(lambda seen: script) as server:
+        port = int(server.url.rpartition(":")[2])
+        for _ in range(2):
+            assert asyncio.run(liveness_probe.probe(Settings(grpc_port=port), 0.5)).outcome is outcome
+        assert len({seen.id for seen in server.seen}) == 2
 
 
 def test_a_stream_that_stops_or_reaches_its_length_passes():
-    for finish_reason in ("length", "stop"):
+    for finish_reason in (FinishReason.LENGTH, FinishReason.STOP):
         assert liveness_probe.result_of_finish(finish_reason) == ProbeResult(Outcome.PASSED)
-    for finish_reason in ("cancelled", None):
+    for finish_reason in (FinishReason.CANCELLED, None):
         assert liveness_probe.result_of_finish(finish_reason).outcome is Outcome.FAILED
 
 
 def test_a_full_queue_is_busy_and_any_other_error_is_a_failure():
     for message in ("Overloaded: 1024 requests wait", "in ensemble 'ensemble', Exceeds maximum queue size"):
-        assert liveness_probe.result_of_error(message).outcome is Outcome.BUSY
+        assert liveness_probe.result_of_error(failures.from_error_message(message), 5).outcome is Outcome.BUSY
     for message in ("EngineFailed: the engine is gone", "Stub process 'tokenizer_0_0' is not healthy.", ""):
-        result = liveness_probe.result_of_error(message)
+        result = liveness_probe.result_of_error(failures.from_error_message(message), 5)
         assert result.outcome is Outcome.FAILED and result.reason
+    late = liveness_probe.result_of_error(DeadlineExceeded("late"), 5)
+    assert late == ProbeResult(Outcome.TIMED_OUT, "no token within 5 s")
 
 
 def test_without_a_full_server_the_result_alone_decides():
@@ -71,15 +85,3 @@ def test_a_full_or_slow_server_is_live_only_while_it_answers_other_requests(outc
 @pytest.mark.parametrize("steps", [50, 51, None])
 def test_responses_without_engine_steps_do_not_prove_liveness(outcome, steps):
     assert not passes(ProbeResult(outcome), BEFORE, replace(AFTER, responses=900, steps=steps))
-
-
-def test_text_outputs_are_the_first_elements_of_the_byte_outputs():
-    response = service_pb2.ModelInferResponse()
-    for name, datatype, content in (
-        ("text_output", "BYTES", b"\x02\x00\x00\x00hi\x01\x00\x00\x00x"),
-        ("num_output_tokens", "INT32", struct.pack("<i", 1)),
-        ("stop_reason", "BYTES", b""),
-    ):
-        response.outputs.add(name=name, datatype=datatype, shape=[1, 1])
-        response.raw_output_contents.append(content)
-    assert liveness_probe.text_outputs(response) == {"text_output": "hi"}
