@@ -7,7 +7,7 @@ import asyncio
 import io
 import os
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from clients import chat, demo, exits, terminal
@@ -40,106 +40,95 @@ The server is --url, or $TRIDENT_URL, or {DEFAULT_URL} (what `make serve` opens)
 _EXIT_CODES = f"exit codes:\n{exits.table()}\n"
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 86_400:
+        raise argparse.ArgumentTypeError(f"got {text}; allowed is more than 0, at most 86400")
+    return value
+
+
+# Metavar, type and help of every option that has a value.
+_VALUES: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "stop": ("TEXT", str, "end before this text; may be repeated"),
+    "cancel-after": ("N", int, "cancel the request after N tokens, exit 0"),
+    "request-id": ("ID", str, "name the request, so that `stop ID` can end it"),
+    "system": ("TEXT", str, "the system message it begins with"),
+    "ask": ("QUESTION", str, "answered through the model's chat template, in place of code"),
+    "url": ("URL", str, f"HOST:PORT of the gRPC endpoint (default: $TRIDENT_URL or {DEFAULT_URL})"),
+    "model": ("MODEL", str, "the model to ask (default: %(default)s)"),
+    "timeout": ("SECONDS", _seconds, "give up, and cancel the server's work, after so long"),
+    "retries": ("N", int, "tries again before the first token (default: %(default)s)"),
+    "api-key": ("KEY", str, "sent as a bearer token (default: $TRIDENT_API_KEY)"),
+    "header": ("NAME=VALUE", str, "metadata for every call"),
+    "tls-root": ("FILE", str, "encrypt, trusting this PEM file"),
+    "tls-cert": ("FILE", str, "our certificate, for mutual TLS"),
+    "tls-key": ("FILE", str, "the key of --tls-cert"),
+    "tls-name": ("NAME", str, "the name in the server's certificate"),
+    "max-tokens": ("N", int, "at most so many new tokens (default: %(default)s)"),
+    "temperature": ("T", float, "0 always takes the likeliest token (default: 1)"),
+    "top-k": ("K", int, "choose among the K likeliest tokens (default: all)"),
+    "top-p": ("P", float, "choose among the likeliest tokens that sum to P (default: 1)"),
+    "min-p": ("P", float, "drop tokens below P times the likeliest (default: 0)"),
+    "repetition-penalty": ("X", float, "above 1 repeats less (default: 1)"),
+    "seed": ("N", int, "the same seed gives the same text"),
+    "min-tokens": ("N", int, "no end before so many tokens"),
+}
+_FLAGS = {
+    "echo": "print the prompt in front of the answer",
+    "no-stream": "wait for the whole answer, then print it",
+    "json": "one JSON object per response (with --no-stream: one in all)",
+    "stats": "latencies and token counts to standard error at the end",
+    "tls": "encrypt, trusting the system's certificates",
+    "ignore-eos": "continue to --max-tokens past the model's end tokens",
+}
+_DEFAULTS: dict[str, object] = {"model": DEFAULT_MODEL, "retries": 3, "max-tokens": 128, "ignore-eos": None}
+_DEFAULTS |= {"stop": [], "header": [], "request-id": "", "system": "", "tls-name": ""}
+_TLS = ("tls", "tls-root", "tls-cert", "tls-key", "tls-name")
+_CONNECTION = ("url", "model", "timeout", "retries", "api-key", "header", *_TLS)
+_SAMPLING = ("temperature", "top-k", "top-p", "min-p", "repetition-penalty", "seed", "min-tokens", "ignore-eos")
+
+
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the whole command line."""
-    top = argparse.ArgumentParser(
-        prog=_COMMAND,
-        description=_OVERVIEW,
-        epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    top = argparse.ArgumentParser(prog=_COMMAND, description=_OVERVIEW, epilog=_EXIT_CODES, formatter_class=form)
     verbs = top.add_subparsers(dest="verb", metavar="VERB", title="verbs")
-    connection = _connection_options()
 
-    def verb(
-        name: str, run: Callable, summary: str, parents: Sequence[argparse.ArgumentParser] = ()
-    ) -> argparse.ArgumentParser:
-        made = verbs.add_parser(
-            name,
-            help=summary,
-            description=summary[0].upper() + summary[1:] + ".",
-            epilog=_EXIT_CODES,
-            parents=[*parents, connection],
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+    def verb(name: str, run: Callable, summary: str, options: Sequence[str] = (), samples: bool = False) -> None:
+        about = summary[0].upper() + summary[1:] + "."
+        made = verbs.add_parser(name, help=summary, description=about, epilog=_EXIT_CODES, formatter_class=form)
+        if samples:
+            _add(made.add_argument_group("generation"), ("max-tokens", *_SAMPLING))
+        _add(made.add_argument_group("connection"), _CONNECTION)
+        if name == "generate":
+            made.add_argument("prompt", nargs="?", help="the text to continue; '-' or nothing reads standard input")
+        if name == "stop":
+            shown = "as shown by --stats, or given with --request-id"
+            made.add_argument("request_id", metavar="REQUEST_ID", help=shown)
+        _add(made, options)
         made.set_defaults(run=run)
-        return made
 
-    sampling = _sampling_options()
-    generate = verb("generate", _generate, "stream a completion of a prompt (the default verb)", [sampling])
-    generate.add_argument("prompt", nargs="?", help="the text to continue; '-' or nothing reads standard input")
-    generate.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
-    )
-    generate.add_argument("--echo", action="store_true", help="print the prompt in front of the answer")
-    generate.add_argument("--no-stream", action="store_true", help="wait for the whole answer, then print it")
-    generate.add_argument(
-        "--json", action="store_true", help="one JSON object per response (with --no-stream: one in all)"
-    )
-    generate.add_argument(
-        "--stats", action="store_true", help="latencies and token counts to standard error at the end"
-    )
-    generate.add_argument("--cancel-after", type=int, metavar="N", help="cancel the request after N tokens, exit 0")
-    generate.add_argument(
-        "--request-id", default="", metavar="ID", help="name the request, so that `stop ID` can end it"
-    )
-    talk = verb("chat", _chat, "a conversation, with the model's own chat template", [sampling])
-    talk.add_argument("--system", default="", metavar="TEXT", help="the system message it begins with")
-    talk.add_argument("--stats", action="store_true", help="latencies and token counts after every answer")
-    show = verb("demo", _demo, "stream one completion, then show in-flight batching on a ready server")
-    show.add_argument("--ask", metavar="QUESTION", help="answered through the model's chat template, in place of code")
+    options = ("stop", "echo", "no-stream", "json", "stats", "cancel-after", "request-id")
+    verb("generate", _generate, "stream a completion of a prompt (the default verb)", options, samples=True)
+    verb("chat", _chat, "a conversation, with the model's own chat template", ("system", "stats"), samples=True)
+    verb("demo", _demo, "stream one completion, then show in-flight batching on a ready server", ("ask",))
     verb("models", _models, "list the server's models and their state")
     verb("health", _health, "say whether the server is live and ready")
-    ending = verb("stop", _stop, "end a running request, by its id")
-    ending.add_argument("request_id", metavar="REQUEST_ID", help="as shown by --stats, or given with --request-id")
+    verb("stop", _stop, "end a running request, by its id")
     return top
 
 
-def _connection_options() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(add_help=False)
-    group = made.add_argument_group("connection")
-    group.add_argument("--url", help=f"HOST:PORT of the gRPC endpoint (default: $TRIDENT_URL or {DEFAULT_URL})")
-    group.add_argument("--model", default=DEFAULT_MODEL, help="the model to ask (default: %(default)s)")
-    group.add_argument(
-        "--timeout", type=_seconds, metavar="SECONDS", help="give up, and cancel the server's work, after so long"
-    )
-    group.add_argument(
-        "--retries", type=int, default=3, metavar="N", help="tries again before the first token (default: %(default)s)"
-    )
-    group.add_argument(
-        "--api-key", default=None, metavar="KEY", help="sent as a bearer token (default: $TRIDENT_API_KEY)"
-    )
-    group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="metadata for every call")
-    group.add_argument("--tls", action="store_true", help="encrypt, trusting the system's certificates")
-    group.add_argument("--tls-root", metavar="FILE", help="encrypt, trusting this PEM file")
-    group.add_argument("--tls-cert", metavar="FILE", help="our certificate, for mutual TLS")
-    group.add_argument("--tls-key", metavar="FILE", help="the key of --tls-cert")
-    group.add_argument("--tls-name", default="", metavar="NAME", help="the name in the server's certificate")
-    return made
-
-
-def _sampling_options() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(add_help=False)
-    group = made.add_argument_group("generation")
-    group.add_argument(
-        "--max-tokens", type=int, default=128, metavar="N", help="at most so many new tokens (default: %(default)s)"
-    )
-    group.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest token (default: 1)")
-    group.add_argument("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens (default: all)")
-    group.add_argument(
-        "--top-p", type=float, metavar="P", help="choose among the likeliest tokens that sum to P (default: 1)"
-    )
-    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the likeliest (default: 0)")
-    group.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1 repeats less (default: 1)")
-    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
-    group.add_argument("--min-tokens", type=int, metavar="N", help="no end before so many tokens")
-    group.add_argument(
-        "--ignore-eos", action="store_true", default=None, help="continue to --max-tokens past the model's end tokens"
-    )
-    return made
-
-
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "min_tokens", "ignore_eos")
+def _add(group: argparse._ActionsContainer, names: Iterable[str]) -> None:
+    for name in names:
+        default = _DEFAULTS.get(name)
+        if name in _FLAGS:
+            group.add_argument(f"--{name}", action="store_true", default=_DEFAULTS.get(name, False), help=_FLAGS[name])
+            continue
+        metavar, kind, about = _VALUES[name]
+        if isinstance(default, list):
+            group.add_argument(f"--{name}", action="append", default=default, metavar=metavar, help=about)
+        else:
+            group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=about)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -173,9 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def with_verb(argv: list[str]) -> list[str]:
     """Move the verb to the front of ``argv``; the default verb is generate."""
-    takes_value = {
-        option for action in _connection_options()._actions if action.nargs is None for option in action.option_strings
-    }
+    takes_value = {f"--{name}" for name in _CONNECTION if name != "tls"}
     at = 0
     while at < len(argv) and argv[at].startswith("--") and argv[at].partition("=")[0] in takes_value | {"--tls"}:
         at += 2 if argv[at] in takes_value else 1
@@ -184,13 +171,6 @@ def with_verb(argv: list[str]) -> list[str]:
     if argv and argv[0] in ("-h", "--help"):
         return argv
     return ["generate", *argv] if argv else []
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 86_400:
-        raise argparse.ArgumentTypeError(f"got {text}; allowed is more than 0, at most 86400")
-    return value
 
 
 def client_for(args: argparse.Namespace) -> AsyncClient:
@@ -214,8 +194,9 @@ def client_for(args: argparse.Namespace) -> AsyncClient:
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of ``generate`` that the options set."""
-    given = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
-    return {"max_tokens": args.max_tokens, "timeout_s": args.timeout, **given}
+    given = {name: getattr(args, name) for name in (option.replace("-", "_") for option in _SAMPLING)}
+    set_ = {name: value for name, value in given.items() if value is not None}
+    return {"max_tokens": args.max_tokens, "timeout_s": args.timeout, **set_}
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -237,12 +218,11 @@ def _generate(args: argparse.Namespace) -> int:
         **sampling_of(args),
     }
 
-    async def run() -> int:
-        async with client_for(args) as client:
-            stream = client.generate(prompt, timings=args.stats or args.json, **arguments)
-            return await terminal.show(stream, as_json=args.json, stats=args.stats, cancel_after=args.cancel_after)
+    async def show(client: AsyncClient) -> int:
+        stream = client.generate(prompt, timings=args.stats or args.json, **arguments)
+        return await terminal.show(stream, as_json=args.json, stats=args.stats, cancel_after=args.cancel_after)
 
-    return _run(run())
+    return _run(args, show)
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -250,54 +230,52 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    async def run() -> int:
-        async with client_for(args) as client:
-            return await demo.tour(client, args.ask)
-
-    return _run(run())
+    return _run(args, lambda client: demo.tour(client, args.ask))
 
 
 def _models(args: argparse.Namespace) -> int:
-    async def run() -> int:
-        async with client_for(args) as client:
-            try:
-                models = await client.models(args.timeout or 5.0)
-            except PermissionDenied:
-                print("the server does not show its index; checking the known models", file=sys.stderr)
-                ready = [(name, await client.model_ready(name)) for name in status.KNOWN_MODELS]
-                models = [status.Model(name, state="READY" if is_ready else "UNAVAILABLE") for name, is_ready in ready]
-            for model in models:
-                print(f"{model.name:<24} {model.version or '-':<8} {model.state or '-':<12} {model.reason}".rstrip())
-            return exits.OK
+    async def show(client: AsyncClient) -> int:
+        try:
+            models = await client.models(args.timeout or 5.0)
+        except PermissionDenied:
+            print("the server does not show its index; checking the known models", file=sys.stderr)
+            ready = [(name, await client.model_ready(name)) for name in status.KNOWN_MODELS]
+            models = [status.Model(name, state="READY" if is_ready else "UNAVAILABLE") for name, is_ready in ready]
+        for model in models:
+            print(f"{model.name:<24} {model.version or '-':<8} {model.state or '-':<12} {model.reason}".rstrip())
+        return exits.OK
 
-    return _run(run())
+    return _run(args, show)
 
 
 def _health(args: argparse.Namespace) -> int:
-    async def run() -> int:
-        async with client_for(args) as client:
-            health = await client.health(args.timeout or 5.0)
-            words = {True: "yes", False: "no"}
-            print(f"{health.url}  live: {words[health.live]}  ready: {words[health.ready]}  {health.model}: ", end="")
-            print("ready" if health.model_ready else "not ready")
-            return exits.OK if health.ok else 6
+    async def show(client: AsyncClient) -> int:
+        health = await client.health(args.timeout or 5.0)
+        words = {True: "yes", False: "no"}
+        print(f"{health.url}  live: {words[health.live]}  ready: {words[health.ready]}  {health.model}: ", end="")
+        print("ready" if health.model_ready else "not ready")
+        return exits.OK if health.ok else 6
 
-    return _run(run())
+    return _run(args, show)
 
 
 def _stop(args: argparse.Namespace) -> int:
-    async def run() -> int:
-        async with client_for(args) as client:
-            await client.stop(args.request_id, args.timeout or 5.0)
-            print(f"stop sent for request {args.request_id}", file=sys.stderr)
-            return exits.OK
+    async def stop(client: AsyncClient) -> int:
+        await client.stop(args.request_id, args.timeout or 5.0)
+        print(f"stop sent for request {args.request_id}", file=sys.stderr)
+        return exits.OK
 
-    return _run(run())
+    return _run(args, stop)
 
 
-def _run(work: Coroutine[Any, Any, int]) -> int:
+def _run(args: argparse.Namespace, work: Callable[[AsyncClient], Awaitable[int]]) -> int:
     """Run to the end, or to Ctrl-C, which cancels the request first."""
+
+    async def connected() -> int:
+        async with client_for(args) as client:
+            return await work(client)
+
     try:
-        return asyncio.run(work)
+        return asyncio.run(connected())
     except asyncio.CancelledError:
         return exits.INTERRUPTED

@@ -36,24 +36,10 @@ def generation(request: GenerationRequest, model: str, timeout_s: float | None =
         inputs.append(("text_input", [request.text_input]))
     if request.messages is not None:
         inputs.append(("messages", [json.dumps(list(request.messages), ensure_ascii=False)]))
-    if request.tools is not None:
-        inputs.append(("tools", [request.tools]))
-    if request.chat_template_kwargs is not None:
-        inputs.append(("chat_template_kwargs", [request.chat_template_kwargs]))
-    if request.input_ids is not None:
-        inputs.append(("input_ids", list(request.input_ids)))
-    if request.truncate_prompt_tokens is not None:
-        inputs.append(("truncate_prompt_tokens", [request.truncate_prompt_tokens]))
-    if request.adapter:
-        inputs.append(("lora_name", [request.adapter]))
-    if request.continue_ids:
-        inputs.append(("continue_ids", list(request.continue_ids)))
-    if request.stop:
-        inputs.append(("stop_words", list(request.stop)))
-    if request.stop_token_ids:
-        inputs.append(("stop_token_ids", list(request.stop_token_ids)))
-    if request.bad_words:
-        inputs.append(("bad_words", list(request.bad_words)))
+    for name, tensor, default in _OPTIONAL:
+        value = getattr(request, name)
+        if value != default:
+            inputs.append((tensor, list(value) if isinstance(value, tuple) else [value]))
     if request.echo:
         inputs.append(("exclude_input_in_output", [False]))
     if not request.skip_special_tokens:
@@ -78,6 +64,12 @@ def generation(request: GenerationRequest, model: str, timeout_s: float | None =
     return infer_request(model, request.request_id, typed, parameters)
 
 
+# Fields that are sent unless they have their default: name, tensor, default.
+_OPTIONAL = tuple(
+    (name, {"adapter": "lora_name", "stop": "stop_words"}.get(name, name), getattr(GenerationRequest, name))
+    for name in ("tools", "chat_template_kwargs", "input_ids", "truncate_prompt_tokens", "adapter")
+    + ("continue_ids", "stop", "stop_token_ids", "bad_words")
+)
 _RENAMED = {
     "log_probs": "return_log_probs",
     "top_log_probs": "num_top_log_probs",

@@ -10,7 +10,7 @@ remembered, and then the raw contents alone are read. The tests hold it to trito
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -126,16 +126,13 @@ class ResponseDecoder:
         if error:
             return None, True, error
         outputs: list[_Output] = []
-        inline: list[bytes | None] = []
         raws: list[bytes] = []
         final = False
         for number, value in fields(body):
             if number == 4:
                 final = final or _is_final_flag(value)
             elif number == 5:
-                output, contents = _read_output(value)
-                outputs.append(output)
-                inline.append(contents)
+                outputs.append(_read_output(value))
             elif number == 6:
                 raws.append(value)
         if not outputs:
@@ -146,12 +143,10 @@ class ResponseDecoder:
             behind = slots[slots.index(_REASON) + 1 :] if _REASON in slots else [0]
             stops = all(slot < 0 or slot > _REASON for slot in behind)
             _HEADERS.remember(_Header(header, tuple(outputs), final, stops))
-        left = iter(raws)
+        if len(raws) < len(outputs):  # Triton never puts contents into the tensor itself
+            raise WireError(f"{len(outputs)} outputs, and contents for {len(raws)} of them")
         values = list(_NOTHING)
-        for output, contents in zip(outputs, inline, strict=True):
-            raw = contents if contents is not None else next(left, None)
-            if raw is None:
-                raise WireError(f"{len(outputs)} outputs, and contents for {len(raws)} of them")
+        for output, raw in zip(outputs, raws, strict=False):
             if output.slot >= 0:
                 values[output.slot] = _value(output.code, output.size, raw, 0, len(raw))
         return _delta(values), final, ""
@@ -240,60 +235,15 @@ def _is_final_flag(entry: bytes) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _read_output(data: bytes) -> tuple[_Output, bytes | None]:
-    """Read an InferOutputTensor, and its inline contents as raw bytes if it has any. They are the same from one
-    stream to the next."""
-    name = datatype = ""
-    contents = None
-    for number, value in fields(data):
-        if number == 1:
-            name = value.decode()
-        elif number == 2:
-            datatype = value.decode()
-        elif number == 5:
-            contents = _inline(value, datatype)
+def _read_output(data: bytes) -> _Output:
+    """Read an InferOutputTensor; they are the same from one stream to the next."""
+    parts = dict(fields(data))
+    name, datatype = (parts.get(number, b"").decode() for number in (1, 2))
     slot = _SLOTS.get(name, -1)
-    if slot < 0:
-        return _SKIP, contents
-    if datatype == "BYTES" and isinstance(_NOTHING[slot], str):
-        return _Output(slot, "", 4, None), contents
+    if slot < 0 or (datatype == "BYTES" and isinstance(_NOTHING[slot], str)):
+        return _Output(slot, "", 4, None)
     kinds = ("FP32", "FP64") if name in _FRACTIONS else ("INT32", "INT64", "UINT32", "UINT64")
     if datatype not in kinds or isinstance(_NOTHING[slot], str):
         raise WireError(f"{name}: the server sends it as {datatype}, not as the ensemble's contract has it")
     form = struct.Struct("<" + STRUCT_CODES[datatype])
-    return _Output(slot, STRUCT_CODES[datatype], form.size, form.unpack_from), contents
-
-
-_SKIP = _Output(-1, "", 4, None)
-
-# InferTensorContents' field for a datatype, which Triton never uses but other KServe servers may.
-_INLINE_FIELDS = {"BOOL": 1, "INT32": 2, "INT64": 3, "UINT32": 4, "UINT64": 5, "FP32": 6, "FP64": 7, "BYTES": 8}
-
-
-def _inline(data: bytes, datatype: str) -> bytes:
-    raw = b""
-    for number, value in fields(data):
-        if number != _INLINE_FIELDS.get(datatype):
-            continue
-        if datatype == "BYTES":
-            raw += struct.pack("<I", len(value)) + value
-        elif datatype in ("FP32", "FP64"):
-            raw += value
-        else:
-            raw += b"".join(_integer_raw(datatype, one) for one in _packed(value))
-    return raw
-
-
-def _packed(value: int | bytes) -> Iterator[int]:
-    if isinstance(value, int):
-        yield value
-        return
-    at = 0
-    while at < len(value):
-        one, at = read_varint(value, at)
-        yield one
-
-
-def _integer_raw(datatype: str, value: int) -> bytes:
-    signed = datatype.startswith("INT") and value >= 1 << 63
-    return struct.pack("<" + STRUCT_CODES[datatype], value - (1 << 64) if signed else value)
+    return _Output(slot, STRUCT_CODES[datatype], form.size, form.unpack_from)

@@ -44,14 +44,8 @@ def build(prompt: str | None = None, **given: Unpack[GenerateArguments]) -> Gene
             raise InvalidArgument(name, f"got {arguments[name]!r}; allowed is True or False")
     fields: dict[str, Any] = {name: value for name, value in arguments.items() if name not in _SAMPLING}
     stop = fields.get("stop", ())
-    fields["stop"] = (stop,) if isinstance(stop, str) else _tuple("stop", stop)
-    if not all(isinstance(text, str) and text for text in fields["stop"]):
-        raise InvalidArgument("stop", f"got {fields['stop']!r}; allowed are strings of at least one character")
-    fields["bad_words"] = _tuple("bad_words", fields.get("bad_words", ()))
-    if not all(isinstance(text, str) and text for text in fields["bad_words"]):
-        raise InvalidArgument(
-            "bad_words", f"got {fields['bad_words']!r}; allowed are strings of at least one character"
-        )
+    fields["stop"] = _texts("stop", (stop,) if isinstance(stop, str) else stop)
+    fields["bad_words"] = _texts("bad_words", fields.get("bad_words", ()))
     fields["stop_token_ids"] = _ids("stop_token_ids", fields.get("stop_token_ids", ()))
     fields["continue_ids"] = _ids("continue_ids", fields.get("continue_ids", ()))
     if fields.get("input_ids") is not None:
@@ -90,17 +84,20 @@ def _tuple(name: str, values: Iterable[Any]) -> tuple:
     return tuple(values)
 
 
+def _texts(name: str, values: Iterable[Any]) -> tuple[str, ...]:
+    texts = _tuple(name, values)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise InvalidArgument(name, f"got {texts!r}; allowed are strings of at least one character")
+    return texts
+
+
 def _ids(name: str, values: Iterable[Any]) -> tuple[int, ...]:
     ids = _tuple(name, values)
     for token in ids:
-        if not (_is_integer(token) and 0 <= token <= INT32_MAX):
+        # NumPy's integers are Integral too.
+        if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= int(token) <= INT32_MAX:
             raise InvalidArgument(name, f"got {token!r}; allowed are integers from 0 to {INT32_MAX}")
     return tuple(map(int, ids))
-
-
-def _is_integer(number: Any) -> bool:
-    """Return whether it is an integer, NumPy's included."""
-    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 def _chat(messages: Iterable[Mapping[str, Any]]) -> tuple[dict, ...]:

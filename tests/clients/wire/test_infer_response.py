@@ -141,18 +141,6 @@ def test_the_empty_final_response_and_a_refusal_carry_no_delta() -> None:
     assert decoder.decode(refusal("no such thing", "id")) == (None, True, "no such thing")
 
 
-def test_contents_inside_the_tensor_are_read_as_well() -> None:
-    answer = service_pb2.ModelStreamInferResponse()
-    text = answer.infer_response.outputs.add(name="text_output", datatype="BYTES", shape=[1, 1])
-    text.contents.bytes_contents.append("héllo".encode())
-    ids = answer.infer_response.outputs.add(name="output_ids", datatype="INT32", shape=[1, 2])
-    ids.contents.int_contents.extend([5, -6])
-    probs = answer.infer_response.outputs.add(name="output_log_probs", datatype="FP32", shape=[1, 1, 2])
-    probs.contents.fp32_contents.extend([-0.5, -0.25])
-    delta, _, _ = infer_response.ResponseDecoder().decode(answer.SerializeToString())
-    assert delta == TokenDelta("héllo", (5, -6), (-0.5, -0.25))
-
-
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_as_such_and_nothing_else(data: bytes) -> None:
     try:
