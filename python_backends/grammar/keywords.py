@@ -9,13 +9,12 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
-from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from contract.errors import InvalidArgument
 from python_backends.grammar import numbers, patterns
-from python_backends.grammar.languages import ANY_CHARACTER, Language, both, complement, either, repeat, word
+from python_backends.grammar.languages import ANY_CHARACTER, ANYTHING, Language, both, complement, either, repeat, word
 from python_backends.grammar.shapes import (
     ALL,
     ANY,
@@ -23,6 +22,7 @@ from python_backends.grammar.shapes import (
     NONE,
     Arrays,
     Formula,
+    Literal,
     Numbers,
     Objects,
     Others,
@@ -37,7 +37,7 @@ ANNOTATIONS = frozenset(
     " discriminator contentMediaType contentEncoding contentSchema then else minContains maxContains".split()
 )
 _MOST_SHAPES = 256
-_FALSE = "false"
+_Kind = TypeVar("_Kind", Strings, Arrays, Objects)
 _MONTH_DAY = r"((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
 _TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
 _OCTET = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
@@ -69,9 +69,10 @@ class Keywords:
 
     def __init__(self, schema: Any) -> None:
         self._root = schema
-        self._schemas: dict[str, Any] = {"#": schema, _FALSE: False}
-        self._shapes: dict[tuple[str, bool], list[Shape]] = {}
-        self._open: set[tuple[str, bool]] = set()
+        self._schemas: dict[str, Any] = {"#": schema}
+        self._shapes: dict[Literal, list[Shape]] = {}
+        self._open: set[Literal] = set()
+        self._narrow: set[Literal] = set()  # whose shapes leave out values: they can be neither negated nor excluded
         self._impossible: dict[Formula, bool] = {}
 
     def shapes(self, formula: Formula) -> list[Shape]:
@@ -82,37 +83,24 @@ class Keywords:
         """
         result = [ALL]
         for literal in sorted(formula):
-            result = self._together(result, self._literal(*literal), literal[0])
+            result = self._together(result, self._literal(literal), literal[0])
         return result
 
-    def language(self, formula: Formula) -> Language | None:
-        """Return the strings that satisfy a formula, None for all."""
-        shapes = [shape for shape in self.shapes(formula) if shape.strings is not None]
-        found: list[Language] = []
-        for strings in (shape.strings for shape in shapes if shape.strings is not None):
-            if strings == Strings():
-                return None
-            found.append(text_language(strings))
-        return either(*found)
-
-    def impossible(self, formula: Formula) -> bool:
+    def _impossible_together(self, formula: Formula) -> bool:
         """Return whether it is certain that no value satisfies a formula."""
         if formula not in self._impossible:
             self._impossible[formula] = False  # what refers to itself is not certain
             opened, self._open = self._open, set()
-            self._impossible[formula] = all(self._dead(shape) for shape in self.shapes(formula))
+            dead = all(self._dead(shape) for shape in self.shapes(formula))
+            self._impossible[formula] = dead and self._narrow.isdisjoint(formula)
             self._open = opened
         return self._impossible[formula]
 
     def _dead(self, shape: Shape) -> bool:
-        if shape.null or shape.booleans or shape.numbers is not None or shape.strings is not None:
+        if shape.objects is None or replace(shape, objects=None) != NONE:
             return False
-        if shape.arrays is not None:
-            return False
-        if shape.objects is None:
-            return True
         members = dict(shape.objects.members)
-        return any(self.impossible(members.get(name, ANY)) for name in shape.objects.required)
+        return any(self._impossible_together(members.get(name, ANY)) for name in shape.objects.required)
 
     # --- formulas -------------------------------------------------------------------------------------------------
 
@@ -125,13 +113,8 @@ class Keywords:
         self._schemas[at] = schema
         return at
 
-    def _must(self, at: str, *steps: object, hold: bool = True) -> Formula:
-        return frozenset([(self._at(at, *steps), hold)])
-
-    def _given(self, at: str, name: str, schema: Any, hold: bool = True) -> Formula:
-        """Return the formula of a schema that is not written in the document."""
-        self._schemas[f"{at}/{name}"] = schema
-        return frozenset([(f"{at}/{name}", hold)])
+    def _must(self, at: str, *steps: object) -> Formula:
+        return frozenset([(self._at(at, *steps), True)])
 
     def _together(self, a: list[Shape], b: list[Shape], at: str) -> list[Shape]:
         met = dict.fromkeys(meet(x, y) for x in a for y in b)
@@ -143,97 +126,125 @@ class Keywords:
             raise refuse(at, "", f"has more than {_MOST_SHAPES} combinations of alternatives")
         return shapes
 
-    def _literal(self, at: str, hold: bool) -> list[Shape]:
-        literal = (at, hold)
-        if literal in self._shapes:
-            return self._shapes[literal]
-        if literal in self._open:
-            raise refuse(at, "", "refers to itself without a value in between")
+    def _literal(self, literal: Literal) -> list[Shape]:
+        if literal not in self._shapes:
+            if literal in self._open:
+                raise refuse(literal[0], "", "refers to itself without a value in between")
+            self._open.add(literal)
+            self._shapes[literal] = self._schema(literal[0]) if literal[1] else self._negated(literal[0])
+            self._open.discard(literal)
+        if literal in self._narrow:
+            self._narrow |= self._open
+        return self._shapes[literal]
+
+    def _schema(self, at: str) -> list[Shape]:
         schema = self._schemas[at]
         if isinstance(schema, bool):
-            return [ALL] if schema == hold else []
+            return [ALL] if schema else []
         if not isinstance(schema, dict):
             raise refuse(at, "", f"must be an object or a boolean, got {json.dumps(schema, default=str)[:50]}")
-        self._open.add(literal)
-        result = [ALL] if hold else []
+        result = [ALL]
         for keywords, shapes_of in _KEYWORDS:
             if any(keyword in schema for keyword in keywords):
-                found = shapes_of(self, schema, at, hold)
-                result = self._together(result, found, at) if hold else self._bounded(result + found, at)
+                result = self._together(result, shapes_of(self, schema, at), at)
         for keyword in schema:
             if keyword not in _KNOWN and keyword not in ANNOTATIONS and not keyword.startswith("x-"):
                 raise refuse(at, keyword, "is not supported")
             if keyword == "$id" and at != "#":
                 raise refuse(at, keyword, "is not supported below the root")
-        self._open.discard(literal)
-        self._shapes[literal] = result
         return result
+
+    # --- what violates a schema -----------------------------------------------------------------------------------
+
+    def _negated(self, at: str) -> list[Shape]:
+        """Return the shapes of all values that do not satisfy a subschema."""
+        result, shapes = [ALL], self._literal((at, True))
+        if (at, True) in self._narrow:
+            raise refuse(at, "format", "cannot be negated")
+        for shape in shapes:
+            rest = Shape(
+                not shape.null,
+                ALL.booleans - shape.booleans,
+                _other_numbers(shape.numbers),
+                _other_strings(shape.strings),
+                Arrays() if shape.arrays is None else None,
+                Objects() if shape.objects is None else None,
+            )
+            arrays = [] if shape.arrays is None else self._other_arrays(shape.arrays, at)
+            objects = [] if shape.objects is None else self._other_objects(shape.objects, at)
+            others = [rest, *(Shape(arrays=other) for other in arrays), *(Shape(objects=other) for other in objects)]
+            result = self._together(result, others, at)
+        return result
+
+    @staticmethod
+    def _other_arrays(arrays: Arrays, at: str) -> list[Arrays]:
+        if arrays.unique:
+            raise refuse(at, "uniqueItems", "cannot be negated")
+        if arrays.rest and arrays.prefix:
+            raise refuse(at, "items", "cannot be negated beside prefixItems")
+        others = [Arrays(most=arrays.least - 1)] if arrays.least else []
+        if arrays.most is not None:
+            others.append(Arrays(least=arrays.most + 1))
+        for place, formula in enumerate(arrays.prefix):
+            others += [Arrays((*[ANY] * place, other), least=place + 1) for other in negations(formula)]
+        others += [Arrays(contains=((other, 1, None),)) for other in negations(arrays.rest)]
+        for formula, least, most in arrays.contains:
+            others += [Arrays(contains=((formula, 0, least - 1),))] if least else []
+            others += [Arrays(contains=((formula, most + 1, None),))] if most is not None else []
+        return others
+
+    @staticmethod
+    def _other_objects(objects: Objects, at: str) -> list[Objects]:
+        for keyword, given in (
+            ("patternProperties", any(formula for _, formula in objects.patterns)),
+            ("additionalProperties", any(others.formula for others in objects.others)),
+            ("propertyNames", objects.names),
+        ):
+            if given:
+                raise refuse(at, keyword, "cannot be negated")
+        others = [Objects(most=objects.least - 1)] if objects.least > len(objects.required) else []
+        if objects.most is not None:
+            others.append(Objects(least=objects.most + 1))
+        others += [Objects(absent=frozenset([name])) for name in objects.required]
+        others += [Objects(required=(name,), least=1) for name in objects.absent]
+        for name, formula in objects.members:
+            others += [Objects(((name, other),), (name,), least=1) for other in negations(formula)]
+        return others
 
     # --- any type -------------------------------------------------------------------------------------------------
 
-    def _type(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
+    def _type(self, schema: dict[str, Any], at: str) -> list[Shape]:
         names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        allowed = NONE
         for name in names:
-            if name == "integer":
-                if "number" not in names:
-                    allowed = replace(allowed, numbers=Numbers((numbers.WHOLE_VALUE,)))
-            elif isinstance(name, str) and name in BY_TYPE:
-                allowed = join([allowed, BY_TYPE[name]])
-            else:
-                raise refuse(at, "type", f"must hold {', '.join([*BY_TYPE, 'integer'])}, got {name!r:.50}")
-        if hold:
-            return [allowed]
-        rest = join(shape for name, shape in BY_TYPE.items() if name not in names)
-        if "integer" in names and "number" not in names:
-            rest = replace(rest, numbers=Numbers((complement(numbers.WHOLE_VALUE),)))
-        return [rest]
+            if not isinstance(name, str) or name not in BY_TYPE:
+                raise refuse(at, "type", f"must hold {', '.join(BY_TYPE)}, got {name!r:.50}")
+        return [join(shape for name, shape in BY_TYPE.items() if name in names)]
 
-    def _values(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
-        result = [ALL] if hold else []
-        for keyword in ("enum", "const"):
-            if keyword not in schema:
-                continue
-            values = schema[keyword] if keyword == "enum" else [schema[keyword]]
-            if not isinstance(values, list):
-                raise refuse(at, keyword, "must be a list")
-            found = self._one_of_values(values, at, keyword) if hold else self._other_values(values, at, keyword)
-            result = self._together(result, found, at) if hold else result + found
-        return result
+    def _enum(self, schema: dict[str, Any], at: str) -> list[Shape]:
+        if not isinstance(schema["enum"], list):
+            raise refuse(at, "enum", "must be a list")
+        return self._one_of_values(schema["enum"], at, "enum")
+
+    def _const(self, schema: dict[str, Any], at: str) -> list[Shape]:
+        return self._one_of_values([schema["const"]], at, "const")
 
     def _one_of_values(self, values: list[Any], at: str, keyword: str) -> list[Shape]:
+        words = tuple(dict.fromkeys(value for value in values if isinstance(value, str)))
         plain = Shape(
             null=any(value is None for value in values),
             booleans=frozenset(value for value in values if isinstance(value, bool)),
             numbers=Numbers(values=found) if (found := _decimals(values)) else None,
-            strings=Strings(words=words)
-            if (words := tuple(dict.fromkeys(value for value in values if isinstance(value, str))))
-            else None,
+            strings=Strings(words=words) if words else None,
         )
-        shapes = [plain] if plain != NONE else []
+        shapes = [plain]
         for place, value in enumerate(values):
             if isinstance(value, list | dict):
-                shapes += self.shapes(self._given(at, f"{keyword}/{place}", _exactly(value)))
+                own = f"{at}/{keyword}/{place}"
+                self._schemas[own] = _exactly(value)
+                shapes += self._literal((own, True))
         return self._bounded(shapes, at)
 
-    def _other_values(self, values: list[Any], at: str, keyword: str) -> list[Shape]:
-        result = ALL
-        for value in values:
-            if value is None:
-                result = replace(result, null=False)
-            elif isinstance(value, bool):
-                result = replace(result, booleans=result.booleans - {value})
-        words = tuple(complement(word(value)) for value in values if isinstance(value, str))
-        different = tuple(complement(numbers.equal(value)) for value in _decimals(values))
-        result = replace(result, strings=Strings(words), numbers=Numbers(different))
-        shapes = [result]
-        for place, value in enumerate(values):
-            if isinstance(value, list | dict):
-                others = self.shapes(self._given(at, f"{keyword}/{place}", _exactly(value), hold=False))
-                shapes = self._together(shapes, others, at)
-        return shapes
-
-    def _ref(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
+    def _ref(self, schema: dict[str, Any], at: str) -> list[Shape]:
         ref = schema["$ref"]
         base = self._root.get("$id", "") if isinstance(self._root, dict) else ""
         if isinstance(ref, str) and isinstance(base, str) and base and ref.startswith(base.rstrip("#") + "#"):
@@ -250,61 +261,43 @@ class Keywords:
                 raise refuse(at, "$ref", f"points to nothing: {ref[:100]}") from None
             target += "/" + name.replace("~", "~0").replace("/", "~1")
         self._schemas[target] = found
-        return self._literal(target, hold)
+        return self._literal((target, True))
 
-    def _parts(self, schema: dict[str, Any], at: str, keyword: str) -> list[str]:
+    def _parts(self, schema: dict[str, Any], at: str, keyword: str) -> list[Literal]:
         parts = schema[keyword]
         if not isinstance(parts, list) or not parts:
             raise refuse(at, keyword, "must be a list of at least one schema")
-        return [self._at(at, keyword, place) for place in range(len(parts))]
+        return [(self._at(at, keyword, place), True) for place in range(len(parts))]
 
-    def _all_of(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
-        parts = self._parts(schema, at, "allOf")
-        if hold:
-            return self.shapes(frozenset((part, True) for part in parts))
-        return [shape for part in parts for shape in self._literal(part, False)]
+    def _all_of(self, schema: dict[str, Any], at: str) -> list[Shape]:
+        return self.shapes(frozenset(self._parts(schema, at, "allOf")))
 
-    def _any_of(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
-        parts = self._parts(schema, at, "anyOf")
-        if hold:
-            return self._bounded([shape for part in parts for shape in self._literal(part, True)], at)
-        return self.shapes(frozenset((part, False) for part in parts))
+    def _any_of(self, schema: dict[str, Any], at: str) -> list[Shape]:
+        return self._bounded([s for part in self._parts(schema, at, "anyOf") for s in self._literal(part)], at)
 
-    def _one_of(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
-        parts = self._parts(schema, at, "oneOf")
-        if hold:
-            shapes = []
-            for part in parts:
-                # What excludes this part anyway need not be negated.
-                overlapping = [
-                    p for p in parts if p != part and not self.impossible(frozenset([(part, True), (p, True)]))
-                ]
-                shapes += self.shapes(frozenset([(part, True), *((other, False) for other in overlapping)]))
-            return self._bounded(shapes, at)
-        none = self.shapes(frozenset((part, False) for part in parts))
-        pairs = [self.shapes(frozenset([(a, True), (b, True)])) for a, b in combinations(parts, 2)]
-        return self._bounded([*none, *(shape for pair in pairs for shape in pair)], at)
+    def _one_of(self, schema: dict[str, Any], at: str) -> list[Shape]:
+        parts, shapes = self._parts(schema, at, "oneOf"), []
+        for part in parts:
+            # What excludes this part anyway need not be negated.
+            overlapping = [p for p in parts if p != part and not self._impossible_together(frozenset([part, p]))]
+            shapes += self.shapes(frozenset([part, *((place, False) for place, _ in overlapping)]))
+        return self._bounded(shapes, at)
 
-    def _not(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
-        return self._literal(self._at(at, "not"), not hold)
+    def _not(self, schema: dict[str, Any], at: str) -> list[Shape]:
+        return self._literal((self._at(at, "not"), False))
 
-    def _if(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
+    def _if(self, schema: dict[str, Any], at: str) -> list[Shape]:
         if "then" not in schema and "else" not in schema:
-            return [ALL] if hold else []
-        condition = self._at(at, "if")
-        shapes = []
+            return [ALL]
+        condition, shapes = self._at(at, "if"), []
         for keyword, met in (("then", True), ("else", False)):
-            formula: Formula = frozenset([(condition, met)])
-            if keyword in schema:
-                formula |= self._must(at, keyword, hold=hold)
-            elif not hold:
-                continue
-            shapes += self.shapes(formula)
+            consequence = self._must(at, keyword) if keyword in schema else ANY
+            shapes += self.shapes(consequence | {(condition, met)})
         return self._bounded(shapes, at)
 
     # --- numbers and strings --------------------------------------------------------------------------------------
 
-    def _number(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
+    def _number(self, schema: dict[str, Any], at: str) -> list[Shape]:
         found: list[Language] = []
         for keyword, language_of in _BOUNDS.items():
             if keyword not in schema:
@@ -315,18 +308,13 @@ class Keywords:
             if keyword == "multipleOf" and not 0 < bound:
                 raise refuse(at, keyword, f"must be above 0, got {bound}")
             found.append(language_of(Decimal(bound)))
-        if hold:
-            return [replace(ALL, numbers=Numbers(tuple(found)))]
-        return [Shape(numbers=Numbers((complement(language),))) for language in found]
+        return [replace(ALL, numbers=Numbers(tuple(found)))]
 
-    def _length(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
-        return _counted(schema, at, hold, "Length", lambda least, most: Shape(strings=Strings((), least, most)))
+    def _length(self, schema: dict[str, Any], at: str) -> list[Shape]:
+        return [replace(ALL, strings=_limited(Strings, schema, at, "Length"))]
 
-    def _pattern(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
-        language = self._search(schema["pattern"], at, "pattern")
-        if hold:
-            return [replace(ALL, strings=Strings((language,)))]
-        return [Shape(strings=Strings((complement(language),)))]
+    def _pattern(self, schema: dict[str, Any], at: str) -> list[Shape]:
+        return [replace(ALL, strings=Strings((self._search(schema["pattern"], at, "pattern"),)))]
 
     def _search(self, pattern: object, at: str, keyword: str) -> Language:
         if not isinstance(pattern, str):
@@ -336,125 +324,85 @@ class Keywords:
         except patterns.BadPattern as exc:
             raise refuse(at, keyword, str(exc)) from exc
 
-    def _format(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
+    def _format(self, schema: dict[str, Any], at: str) -> list[Shape]:
         name = schema["format"]
         if not isinstance(name, str) or name not in FORMATS:
             raise refuse(at, "format", f"must be one of {', '.join(FORMATS)}, got {name!r:.50}")
-        if not hold:
-            raise refuse(at, "format", "cannot be negated")
+        self._narrow |= self._open
         return [replace(ALL, strings=Strings((patterns.whole(FORMATS[name]),)))]
 
     # --- arrays ---------------------------------------------------------------------------------------------------
 
-    def _items(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
-        count = len(self._parts(schema, at, "prefixItems")) if "prefixItems" in schema else 0
-        prefix = [self._must(at, "prefixItems", place, hold=hold) for place in range(count)]
+    def _items(self, schema: dict[str, Any], at: str) -> list[Shape]:
         if isinstance(schema.get("items"), list):
             raise refuse(at, "items", "must be a schema; the first items' own are prefixItems")
-        if hold:
-            rest = self._must(at, "items") if "items" in schema else ANY
-            return [replace(ALL, arrays=Arrays(tuple(prefix), rest))]
-        shapes = [
-            Shape(arrays=Arrays((*[ANY] * place, formula), least=place + 1)) for place, formula in enumerate(prefix)
-        ]
-        if schema.get("items") is False:
-            shapes.append(Shape(arrays=Arrays(least=count + 1)))
-        elif schema.get("items", True) not in (True, {}):
-            if count:
-                raise refuse(at, "items", "cannot be negated beside prefixItems")
-            shapes.append(Shape(arrays=Arrays(contains=((self._must(at, "items", hold=False), 1, None),))))
-        return shapes
+        prefix = self._parts(schema, at, "prefixItems") if "prefixItems" in schema else []
+        rest = ANY if schema.get("items", True) is True else self._must(at, "items")
+        return [replace(ALL, arrays=Arrays(tuple(frozenset([part]) for part in prefix), rest))]
 
-    def _array_length(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
-        return _counted(schema, at, hold, "Items", lambda least, most: Shape(arrays=Arrays(least=least, most=most)))
+    def _array_length(self, schema: dict[str, Any], at: str) -> list[Shape]:
+        return [replace(ALL, arrays=_limited(Arrays, schema, at, "Items"))]
 
-    def _contains(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
+    def _contains(self, schema: dict[str, Any], at: str) -> list[Shape]:
         least = _count(schema, at, "minContains") if "minContains" in schema else 1
         most = _count(schema, at, "maxContains") if "maxContains" in schema else None
-        formula = self._must(at, "contains")
+        if most is not None and most < least:
+            return [replace(ALL, arrays=None)]
+        wanted = ((self._must(at, "contains"), least, most),) if least or most is not None else ()
+        return [replace(ALL, arrays=Arrays(contains=wanted))]
 
-        def arrays(low: int, high: int | None) -> Arrays:
-            return Arrays(contains=((formula, low, high),) if low or high is not None else ())
-
-        if hold:
-            return (
-                [replace(ALL, arrays=arrays(least, most))]
-                if most is None or least <= most
-                else [replace(ALL, arrays=None)]
-            )
-        fewer = [Shape(arrays=arrays(0, least - 1))] if least else []
-        return fewer if most is None else [*fewer, Shape(arrays=arrays(most + 1, None))]
-
-    def _unique(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
-        if schema["uniqueItems"] is not True:
-            return [ALL] if hold else []
-        if not hold:
-            raise refuse(at, "uniqueItems", "cannot be negated")
-        return [replace(ALL, arrays=Arrays(unique=True))]
+    def _unique(self, schema: dict[str, Any], at: str) -> list[Shape]:
+        return [replace(ALL, arrays=Arrays(unique=schema["uniqueItems"] is True))]
 
     # --- objects --------------------------------------------------------------------------------------------------
 
-    def _properties(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
+    def _properties(self, schema: dict[str, Any], at: str) -> list[Shape]:
         for keyword in ("properties", "patternProperties"):
             if not isinstance(schema.get(keyword, {}), dict):
                 raise refuse(at, keyword, "must be an object of schemas")
-        members = [(name, self._must(at, "properties", name, hold=hold)) for name in schema.get("properties", {})]
-        matching = [
+        members = tuple((name, self._must(at, "properties", name)) for name in schema.get("properties", {}))
+        matching = tuple(
             (self._search(pattern, at, "patternProperties"), self._must(at, "patternProperties", pattern))
             for pattern in schema.get("patternProperties", {})
-        ]
+        )
         rest = schema.get("additionalProperties", True)
-        if not hold:
-            if any(formula for _, formula in matching):
-                raise refuse(at, "patternProperties", "cannot be negated")
-            if rest not in (True, {}):
-                raise refuse(at, "additionalProperties", "cannot be negated")
-            return [Shape(objects=Objects((member,), (member[0],), least=1)) for member in members]
         others: tuple[Others, ...] = ()
         if rest is not True:
             names = frozenset(name for name, _ in members)
             others = (Others(names, tuple(found for found, _ in matching), self._must(at, "additionalProperties")),)
         extra = ("additionalProperties" in schema and rest is not False) or bool(matching)
-        return [replace(ALL, objects=Objects(tuple(members), (), frozenset(), tuple(matching), others, extra=extra))]
+        return [replace(ALL, objects=Objects(members, patterns=matching, others=others, extra=extra))]
 
-    def _required(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
-        names = _names(schema["required"], at, "required")
-        if hold:
-            return [replace(ALL, objects=Objects(required=names, least=len(names)))]
-        return [Shape(objects=Objects(absent=frozenset([name]))) for name in names]
+    def _required(self, schema: dict[str, Any], at: str) -> list[Shape]:
+        return [replace(ALL, objects=_requiring(_names(schema["required"], at, "required")))]
 
-    def _object_size(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
-        def shape(least: int, most: int | None) -> Shape:
-            return Shape(objects=Objects(least=least, most=most))
+    def _object_size(self, schema: dict[str, Any], at: str) -> list[Shape]:
+        return [replace(ALL, objects=_limited(Objects, schema, at, "Properties"))]
 
-        return _counted(schema, at, hold, "Properties", shape)
+    def _property_names(self, schema: dict[str, Any], at: str) -> list[Shape]:
+        shapes = self.shapes(self._must(at, "propertyNames"))
+        language = either(*(text_language(shape.strings) for shape in shapes if shape.strings is not None))
+        return [ALL if language == ANYTHING else replace(ALL, objects=Objects(names=(language,)))]
 
-    def _property_names(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
-        if not hold:
-            raise refuse(at, "propertyNames", "cannot be negated")
-        language = self.language(self._must(at, "propertyNames"))
-        return [ALL if language is None else replace(ALL, objects=Objects(names=(language,)))]
-
-    def _dependent(self, schema: dict[str, Any], at: str, hold: bool) -> list[Shape]:
-        result = [ALL] if hold else []
+    def _dependent(self, schema: dict[str, Any], at: str) -> list[Shape]:
+        result = [ALL]
         for keyword in ("dependentRequired", "dependentSchemas"):
             if not isinstance(schema.get(keyword, {}), dict):
                 raise refuse(at, keyword, "must be an object")
             for name, needed in schema.get(keyword, {}).items():
-                present = Shape(objects=Objects(required=(name,), least=1))
                 if keyword == "dependentRequired":
-                    formula = self._given(
-                        at, f"{keyword}/{name}", {"required": list(_names(needed, at, keyword))}, hold
-                    )
+                    present = [Shape(objects=_requiring((name, *_names(needed, at, keyword))))]
                 else:
-                    formula = self._must(at, keyword, name, hold=hold)
-                consequence = self._together([present], self.shapes(formula), at)
-                if hold:
-                    without = replace(ALL, objects=Objects(absent=frozenset([name])))
-                    result = self._together(result, [without, *consequence], at)
-                else:
-                    result += consequence
+                    consequence = self.shapes(self._must(at, keyword, name))
+                    present = self._together([Shape(objects=_requiring((name,)))], consequence, at)
+                without = replace(ALL, objects=Objects(absent=frozenset([name])))
+                result = self._together(result, [without, *present], at)
         return result
+
+
+def negations(formula: Formula) -> list[Formula]:
+    """Return formulas of which a value satisfies one if it does not satisfy ``formula``."""
+    return [frozenset([(place, not hold)]) for place, hold in sorted(formula)]
 
 
 def text_language(strings: Strings) -> Language:
@@ -465,19 +413,30 @@ def text_language(strings: Strings) -> Language:
     return both(*strings.languages, *lengths)
 
 
-def _counted(
-    schema: dict[str, Any], at: str, hold: bool, what: str, shape: Callable[[int, int | None], Shape]
-) -> list[Shape]:
-    """Return the shapes of a pair of keywords min… and max…; ``shape`` makes the one of a range, of one type."""
+def _other_strings(strings: Strings | None) -> Strings | None:
+    if strings is None:
+        return Strings()
+    return None if strings == Strings() else Strings((complement(text_language(strings)),))
+
+
+def _other_numbers(given: Numbers | None) -> Numbers | None:
+    if given is None:
+        return Numbers()
+    if given.values is not None:
+        return Numbers(tuple(complement(numbers.equal(value)) for value in given.values))
+    return Numbers((complement(both(*given.languages)),)) if given.languages else None
+
+
+def _requiring(names: tuple[str, ...]) -> Objects:
+    names = tuple(dict.fromkeys(names))
+    return Objects(required=names, least=len(names))
+
+
+def _limited(kind: type[_Kind], schema: dict[str, Any], at: str, what: str) -> _Kind | None:
+    """Return the values of one type within a pair of keywords min… and max…; None if there are none."""
     least = _count(schema, at, f"min{what}") if f"min{what}" in schema else 0
     most = _count(schema, at, f"max{what}") if f"max{what}" in schema else None
-    if not hold:
-        return [shape(0, least - 1)] * bool(least) + ([] if most is None else [shape(most + 1, None)])
-    limited = shape(least, most)
-    if most is not None and most < least:
-        limited = NONE
-    rest = join(kind for kind in BY_TYPE.values() if meet(kind, shape(0, None)) == NONE)
-    return [join([rest, limited])]
+    return None if most is not None and most < least else kind(least=least, most=most)
 
 
 def _count(schema: dict[str, Any], at: str, keyword: str) -> int:
@@ -492,7 +451,7 @@ def _count(schema: dict[str, Any], at: str, keyword: str) -> int:
 def _names(names: object, at: str, keyword: str) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise refuse(at, keyword, "must be a list of names")
-    return tuple(dict.fromkeys(names))
+    return tuple(names)
 
 
 def _decimals(values: list[Any]) -> tuple[Decimal, ...]:
@@ -504,9 +463,9 @@ def _exactly(value: list[Any] | dict[str, Any]) -> dict[str, Any]:
     """Return the schema of one array or object."""
     if isinstance(value, list):
         prefix = {"prefixItems": [{"const": item} for item in value]} if value else {}
-        return {"type": "array", "items": False, "minItems": len(value), **prefix}
+        return {"type": "array", "minItems": len(value), "maxItems": len(value), **prefix}
     members = {name: {"const": item} for name, item in value.items()}
-    return {"type": "object", "properties": members, "required": list(value), "additionalProperties": False}
+    return {"type": "object", "properties": members, "required": list(value), "maxProperties": len(value)}
 
 
 _BOUNDS: dict[str, Callable[[Decimal], Language]] = {
@@ -516,10 +475,11 @@ _BOUNDS: dict[str, Callable[[Decimal], Language]] = {
     "exclusiveMaximum": lambda bound: numbers.at_most(bound, below=True),
     "multipleOf": numbers.multiples,
 }
-_Handler = Callable[[Keywords, dict[str, Any], str, bool], list[Shape]]
+_Handler = Callable[[Keywords, dict[str, Any], str], list[Shape]]
 _KEYWORDS: tuple[tuple[tuple[str, ...], _Handler], ...] = (
     (("type",), Keywords._type),
-    (("enum", "const"), Keywords._values),
+    (("enum",), Keywords._enum),
+    (("const",), Keywords._const),
     (("$ref",), Keywords._ref),
     (("properties", "patternProperties", "additionalProperties"), Keywords._properties),
     (("required",), Keywords._required),

@@ -113,22 +113,6 @@ class Either(Language):
 
 
 @dataclass(frozen=True)
-class Both(Language):
-    """Texts of all of ``parts``."""
-
-    parts: frozenset[Language]
-
-    def nullable(self) -> bool:
-        return all(part.nullable() for part in self.parts)
-
-    def after(self, point: int) -> Language:
-        return both(*(part.after(point) for part in self.parts))
-
-    def cuts(self) -> frozenset[int]:
-        return frozenset().union(*(part.cuts() for part in self.parts))
-
-
-@dataclass(frozen=True)
 class Complement(Language):
     """Texts that are not of ``part``."""
 
@@ -232,13 +216,7 @@ def either(*parts: Language) -> Language:
 
 def both(*parts: Language) -> Language:
     """Return texts of all parts."""
-    flat: set[Language] = set()
-    for part in parts:
-        flat |= part.parts if isinstance(part, Both) else {part}
-    flat.discard(ANYTHING)
-    if NOTHING in flat or any(complement(part) in flat for part in flat):
-        return NOTHING
-    return next(iter(flat), ANYTHING) if len(flat) < 2 else Both(frozenset(flat))
+    return complement(either(*map(complement, parts)))
 
 
 def complement(part: Language) -> Language:

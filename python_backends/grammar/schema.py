@@ -13,7 +13,7 @@ from decimal import Decimal
 from contract.errors import InvalidArgument
 from python_backends.grammar import numbers
 from python_backends.grammar.ebnf import END, NEVER, Grammar, Node, Rule, Text, TooManyRules, choice, row
-from python_backends.grammar.keywords import Keywords, refuse, text_language
+from python_backends.grammar.keywords import Keywords, negations, refuse, text_language
 from python_backends.grammar.languages import (
     ANYTHING,
     Language,
@@ -184,7 +184,7 @@ class _SchemaGrammar:
             raise refuse(at, "maxContains", "is not supported here")
         found = self._value(shape.rest | formula)
         # Beyond the least number it does not matter what an item is, unless there is a most.
-        other = self._value(shape.rest if most is None else shape.rest | frozenset((p, not h) for p, h in formula))
+        other = self._value(shape.rest if most is None else shape.rest | negations(formula)[0])
         last_length = max(shape.least, 1) if shape.most is None else shape.most  # longer ones are all alike
         last_found = least if most is None else most + 1
         if (last_length + 1) * (last_found + 1) > _MOST_COUNTED:

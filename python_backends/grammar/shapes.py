@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 
 from python_backends.grammar.languages import Language
+from python_backends.grammar.numbers import WHOLE_VALUE
 
-Formula = frozenset[tuple[str, bool]]
+Literal = tuple[str, bool]
+Formula = frozenset[Literal]
 ANY: Formula = frozenset()
 
 
@@ -88,6 +90,7 @@ ALL = Shape(True, frozenset([False, True]), Numbers(), Strings(), Arrays(), Obje
 BY_TYPE = {
     "null": Shape(null=True),
     "boolean": Shape(booleans=frozenset([False, True])),
+    "integer": Shape(numbers=Numbers((WHOLE_VALUE,))),
     "number": Shape(numbers=Numbers()),
     "string": Shape(strings=Strings()),
     "array": Shape(arrays=Arrays()),
