@@ -18,7 +18,14 @@ from python_backends.ensemble.worker_messages import StepReport
 from python_backends.limits import BLOCK_TOKENS
 from python_backends.metrics import DURATION_BUCKETS, PHASES, PHASES_HELP, TPOT_BUCKETS, TTFT_BUCKETS, Metrics
 
-_TOKEN_LENGTH_BUCKETS = (10, 50, 100, 500, 1000)
+_LENGTHS = (10, 50, 100, 500, 1000)  # tokens
+# Description and label of each family of gauges.
+_GAUGES = {
+    "nv_trt_llm_request_metrics": ("Requests by state", "request_type"),
+    "nv_trt_llm_kv_cache_block_metrics": ("KV cache blocks", "kv_cache_block_type"),
+    "nv_trt_llm_inflight_batcher_metrics": ("The last engine step", "inflight_batcher_specific_metric"),
+    "nv_trt_llm_general_metrics": ("Engine steps", "general_type"),
+}
 
 CANCEL_REASONS = ("client", "stop_request", "deadline", "shutdown")
 
@@ -54,137 +61,64 @@ class EngineMetrics:
         self._metrics = metrics
         names = {"model": model, "version": version}
 
-        def gauges(family: str, description: str, label: str, *values: str) -> dict[str, Callable[[float], None]]:
-            return {value: metrics.gauge(family, description, **names, **{label: value}) for value in values}
+        def histogram(name: str, what: str, buckets: Sequence[float], **labels: str) -> Callable[[float], None]:
+            return metrics.histogram(name, what, buckets, **names, **labels)
 
-        self._requests = gauges(
-            "nv_trt_llm_request_metrics",
-            "Requests by state",
-            "request_type",
-            "active",
-            "max",
-            "scheduled",
-            "context",
-            "waiting",
-        )
-        self._blocks = gauges(
-            "nv_trt_llm_kv_cache_block_metrics",
-            "KV cache blocks",
-            "kv_cache_block_type",
-            *("max", "free", "used", "tokens_per", "fraction"),
-        )
-        self._batcher = gauges(
-            "nv_trt_llm_inflight_batcher_metrics",
-            "The last engine step",
-            "inflight_batcher_specific_metric",
-            *("total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests"),
-        )
-        self._general = gauges(
-            "nv_trt_llm_general_metrics", "Engine steps", "general_type", "timestamp", "iteration_counter"
-        )
-        self._input_length = metrics.histogram(
-            "nv_llm_input_token_len",
-            "Prompt tokens per request",
-            _TOKEN_LENGTH_BUCKETS,
-            **names,
-            response_metric_type="total_input_tokens",
-        )
-        self._output_length = metrics.histogram(
-            "nv_llm_output_token_len",
-            "Generated tokens per request",
-            _TOKEN_LENGTH_BUCKETS,
-            **names,
-            response_metric_type="total_output_tokens",
-        )
-        self._ttft = metrics.histogram(
-            "gen_ai_server_time_to_first_token_seconds",
-            "From arrival to the first token's response",
-            TTFT_BUCKETS,
-            **names,
-        )
-        self._tpot = metrics.histogram(
-            "gen_ai_server_time_per_output_token_seconds",
-            "Mean time per token after the first, per request",
-            TPOT_BUCKETS,
-            **names,
-        )
-        self._duration = metrics.histogram(
-            "gen_ai_server_request_duration_seconds",
-            "From arrival to the last token's response",
-            DURATION_BUCKETS,
-            **names,
-        )
-        self._itl = metrics.histogram(
-            "trident_inter_token_latency_seconds",
-            "Time between responses over tokens in the later one",
-            TPOT_BUCKETS,
-            **names,
-        )
+        def counter(name: str, what: str, **labels: str) -> Callable[..., None]:
+            return metrics.counter(name, what, **names, **labels)
+
+        self._gauges = {
+            (family, value): metrics.gauge(family, description, **names, **{label: value})
+            for family, (description, label) in _GAUGES.items()
+            for value in _figures(EngineLoad(0, 0, 0, 0, StepReport(0, 0), 0))[family]
+        }
+        name, what = "nv_llm_input_token_len", "Prompt tokens per request"
+        self._input_length = histogram(name, what, _LENGTHS, response_metric_type="total_input_tokens")
+        name, what = "nv_llm_output_token_len", "Generated tokens per request"
+        self._output_length = histogram(name, what, _LENGTHS, response_metric_type="total_output_tokens")
+        name, what = "gen_ai_server_time_to_first_token_seconds", "From arrival to the first token's response"
+        self._ttft = histogram(name, what, TTFT_BUCKETS)
+        name, what = "gen_ai_server_time_per_output_token_seconds", "Mean time per token after the first, per request"
+        self._tpot = histogram(name, what, TPOT_BUCKETS)
+        name, what = "gen_ai_server_request_duration_seconds", "From arrival to the last token's response"
+        self._duration = histogram(name, what, DURATION_BUCKETS)
+        name, what = "trident_inter_token_latency_seconds", "Time between responses over tokens in the later one"
+        self._itl = histogram(name, what, TPOT_BUCKETS)
         self._phases = {
             phase: metrics.histogram(PHASES, PHASES_HELP, TTFT_BUCKETS, model=model, phase=phase)
             for phase in ("tokenize", "queue", "prefill", "first_decode")
         }
-        self._input_tokens = metrics.counter("trident_input_tokens_total", "Tokens of accepted prompts", **names)
-        self._output_tokens = metrics.counter("trident_output_tokens_total", "Generated tokens", **names)
-        self._cached_tokens = metrics.counter(
-            "trident_cached_prompt_tokens_total", "Prompt tokens found in the prefix cache", **names
-        )
+        self._input_tokens = counter("trident_input_tokens_total", "Tokens of accepted prompts")
+        self._output_tokens = counter("trident_output_tokens_total", "Generated tokens")
+        name, what = "trident_cached_prompt_tokens_total", "Prompt tokens found in the prefix cache"
+        self._cached_tokens = counter(name, what)
+        name, what = "trident_requests_total", "Finished requests by finish_reason"
         self._finished = {
-            event: metrics.counter(
-                "trident_requests_total",
-                "Finished requests by finish_reason",
-                **names,
-                finish_reason=event.name.lower(),
-            )
-            for event in StreamEvent
-            if event.last
+            event: counter(name, what, finish_reason=event.name.lower()) for event in StreamEvent if event.last
         }
-        self._cancellations = {
-            reason: metrics.counter(
-                "trident_cancellations_total", "Requests ended early, by reason", **names, reason=reason
-            )
-            for reason in CANCEL_REASONS
-        }
-        self._errors = {
-            name: metrics.counter(
-                "trident_errors_total", "Requests refused or failed, by error", **names, error_type=name
-            )
-            for name in BY_NAME
-        }
-
-        self._drafting = None
+        name, what = "trident_cancellations_total", "Requests ended early, by reason"
+        self._cancellations = {reason: counter(name, what, reason=reason) for reason in CANCEL_REASONS}
+        name, what = "trident_errors_total", "Requests refused or failed, by error"
+        self._errors = {error: counter(name, what, error_type=error) for error in BY_NAME}
+        self._drafting: list[Callable[..., None]] = []
         if drafts:
-            self._drafting = (
-                metrics.counter(
-                    "trident_speculative_steps_total", "Steps of sequences that could verify drafts", **names
-                ),
-                metrics.counter(
-                    "trident_speculative_accepted_tokens_total",
-                    "Draft tokens accepted; over trident_speculative_steps_total: the tokens gained per step",
-                    **names,
-                ),
-            )
-        self._adapter_totals = {
-            adapter: metrics.counter(
-                "trident_adapter_requests_total", "Accepted requests by LoRA adapter", **names, adapter=adapter
-            )
-            for adapter in adapters
-        }
+            gained = "Draft tokens accepted; over trident_speculative_steps_total: the tokens gained per step"
+            self._drafting = [
+                counter("trident_speculative_steps_total", "Steps of sequences that could verify drafts"),
+                counter("trident_speculative_accepted_tokens_total", gained),
+            ]
+        name, what = "trident_adapter_requests_total", "Accepted requests by LoRA adapter"
+        self._adapter_totals = {adapter: counter(name, what, adapter=adapter) for adapter in adapters}
+        name, what = "trident_adapter_requests", "Requests by LoRA adapter and state"
         self._adapter_requests = {
-            (adapter, state): metrics.gauge(
-                "trident_adapter_requests", "Requests by LoRA adapter and state", **names, adapter=adapter, state=state
-            )
+            (adapter, state): metrics.gauge(name, what, **names, adapter=adapter, state=state)
             for adapter in adapters
             for state in ("running", "waiting")
         }
         if adapters:  # in the form that endpoint pickers of the Gateway API inference extension read
+            what = "LoRA adapters that are loaded, always all of them; the value is the time since when"
             every = {"running_lora_adapters": ",".join(adapters), "waiting_lora_adapters": ""}
-            metrics.gauge(
-                "vllm:lora_requests_info",
-                "LoRA adapters that are loaded, always all of them; the value is the time since when",
-                max_lora=str(len(adapters)),
-                **every,
-            )(time.time())
+            metrics.gauge("vllm:lora_requests_info", what, max_lora=str(len(adapters)), **every)(time.time())
 
     def accepted(self, stream: Stream) -> None:
         """Count an accepted request."""
@@ -199,9 +133,8 @@ class EngineMetrics:
 
     def drafted(self, steps: int, accepted: int) -> None:
         """Count what speculative decoding gained in one engine step."""
-        if self._drafting is not None:
-            for count, value in zip(self._drafting, (steps, accepted), strict=True):
-                count(value)
+        for count, value in zip(self._drafting, (steps, accepted), strict=False):
+            count(value)
 
     def cancelled(self, reason: str) -> None:
         """Count a request that ended early; ``reason`` is one of CANCEL_REASONS."""
@@ -233,24 +166,38 @@ class EngineMetrics:
 
     def show(self, load: EngineLoad) -> None:
         """Set the gauges and send everything pending to Triton; called by the ticker only."""
-        step = load.last_step
-        used = round(step.cache_usage * load.blocks)
-        self._requests["active"](load.running + load.waiting)
-        self._requests["max"](load.slots)
-        self._requests["scheduled"](load.running)
-        self._requests["context"](step.context)
-        self._requests["waiting"](load.waiting)
-        self._blocks["max"](load.blocks)
-        self._blocks["used"](used)
-        self._blocks["free"](load.blocks - used)
-        self._blocks["tokens_per"](BLOCK_TOKENS)
-        self._blocks["fraction"](step.cache_usage)
-        self._batcher["total_context_tokens"](step.context_tokens)
-        self._batcher["generation_requests"](sum(1 for output in step.outputs if output.token_ids))
-        self._batcher["micro_batch_id"](0)
-        self._batcher["paused_requests"](0)
-        self._general["timestamp"](step.end_ns // 1000)
-        self._general["iteration_counter"](load.steps)
+        for family, figures in _figures(load).items():
+            for value, figure in figures.items():
+                self._gauges[family, value](figure)
         for (adapter, state), show in self._adapter_requests.items():
             show((load.running_adapters if state == "running" else load.waiting_adapters).get(adapter, 0))
         self._metrics.flush()
+
+
+def _figures(load: EngineLoad) -> dict[str, dict[str, float]]:
+    """Return the values of the gauges by family and by the value of the family's label."""
+    step = load.last_step
+    used = round(step.cache_usage * load.blocks)
+    return {
+        "nv_trt_llm_request_metrics": {
+            "active": load.running + load.waiting,
+            "max": load.slots,
+            "scheduled": load.running,
+            "context": step.context,
+            "waiting": load.waiting,
+        },
+        "nv_trt_llm_kv_cache_block_metrics": {
+            "max": load.blocks,
+            "free": load.blocks - used,
+            "used": used,
+            "tokens_per": BLOCK_TOKENS,
+            "fraction": step.cache_usage,
+        },
+        "nv_trt_llm_inflight_batcher_metrics": {
+            "total_context_tokens": step.context_tokens,
+            "generation_requests": sum(1 for output in step.outputs if output.token_ids),
+            "micro_batch_id": 0,
+            "paused_requests": 0,
+        },
+        "nv_trt_llm_general_metrics": {"timestamp": step.end_ns // 1000, "iteration_counter": load.steps},
+    }
