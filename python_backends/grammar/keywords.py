@@ -348,8 +348,8 @@ class Keywords:
         most = _count(schema, at, "maxContains") if "maxContains" in schema else None
         if most is not None and most < least:
             return [replace(ALL, arrays=None)]
-        wanted = ((self._must(at, "contains"), least, most),) if least or most is not None else ()
-        return [replace(ALL, arrays=Arrays(contains=wanted))]
+        counted = ((self._must(at, "contains"), least, most),) if least or most is not None else ()
+        return [replace(ALL, arrays=Arrays(contains=counted))]
 
     def _unique(self, schema: dict[str, Any], at: str) -> list[Shape]:
         return [replace(ALL, arrays=Arrays(unique=schema["uniqueItems"] is True))]
