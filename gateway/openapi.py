@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -28,8 +29,17 @@ _ERRORS = {
 }
 
 _ECHO = {"required": ["echo"], "properties": {"echo": {"const": True}}}
-_POSITIVE = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}
-_ONE_LIST_OF_IDS = {"properties": {"prompt": {"type": "array", "items": {"type": "integer"}}}}
+_NULL = {"type": "null"}
+_POSITIVE: list[dict[str, Any]] = [{"type": "integer", "minimum": 1, "maximum": 2**31 - 1}, _NULL]
+_NONE = {"anyOf": [_NULL, {"type": "array", "maxItems": 0}]}
+# The fields of a message by role: roles, fields that are required, fields that are allowed.
+_ROLES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
+    (("system", "developer", "user"), ("content",), ()),
+    (("assistant",), ("content",), ("tool_calls", "reasoning_content")),
+    (("assistant",), ("tool_calls",), ("content", "reasoning_content")),
+    (("tool",), ("content", "tool_call_id"), ("name",)),
+)
+_NOT_EMPTY = {"tool_calls": {"minItems": 1}, "tool_call_id": {"minLength": 1}}
 
 
 def document(settings: Settings) -> dict[str, Any]:
@@ -90,6 +100,7 @@ def _drop_abuse_limits(schema: Any) -> None:
 def _add_rules(schemas: dict[str, Any], settings: Settings) -> None:
     """Add the rules between fields and the limits that the settings define."""
     max_choices = settings.max_choices
+    schemas["Message"] = {"anyOf": [_message(schemas["Message"]["properties"], *case) for case in _ROLES]}
     chat, completion = schemas["ChatRequest"], schemas["CompletionRequest"]
     # Two names of one limit: equal values are accepted, which a schema cannot express.
     both = {name: {"type": "integer"} for name in ("max_tokens", "max_completion_tokens")}
@@ -97,19 +108,52 @@ def _add_rules(schemas: dict[str, Any], settings: Settings) -> None:
         {"not": {"required": list(both), "properties": both}},
         _only_with("top_logprobs", "integer", "logprobs"),
     ]
-    choices = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": max_choices}, {"type": "null"}]}
-    # The maximum number of prompts for each number of choices per prompt.
-    fitting = [
-        _several(prompts, max_choices // prompts)
-        for prompts in sorted({max_choices // n for n in range(1, max_choices + 1)})
-    ]
+    forms = completion["properties"]["prompt"]["anyOf"]
+    one, no_ids = {"enum": [1, None]}, {"continue_ids": _NONE}
+    chat["allOf"].append(_any_of(no_ids, {"n": one, "response_format": _NULL, "tools": _NONE}))
+    # Which values of prompt, n, best_of and continue_ids go together. The cases replace the schema of the field prompt.
+    # From a case for every number of prompts schemathesis generates nothing: with n above 1 a square is published.
+    single, lists = {"anyOf": forms[:2]}, forms[2:]
+    few = math.isqrt(max_choices)
     completion["allOf"] = [
-        {"anyOf": [{"properties": {"max_tokens": _POSITIVE}}, _ECHO]},
-        {"anyOf": [{"properties": {"prompt": {"type": "string"}}}, _ONE_LIST_OF_IDS, *fitting]},
+        {"anyOf": [{"properties": {"max_tokens": {"anyOf": _POSITIVE}}}, _ECHO]},
+        _any_of(
+            {"prompt": single, "n": one, "response_format": _NULL},
+            {"prompt": single, "n": one, **no_ids},
+            {"prompt": single, "best_of": _NULL, **no_ids},
+            {"prompt": {"anyOf": [{**form, "maxItems": max_choices} for form in lists]}, "n": one, **no_ids},
+            {"prompt": {"anyOf": [{**form, "maxItems": few} for form in lists]}, "n": _up_to(few)}
+            | {"best_of": _NULL, **no_ids},
+        ),
     ]
+    completion["properties"]["prompt"] = {"title": "Prompt"}
+    # It equals n. Of all equal values one pair is published.
+    completion["properties"]["best_of"] = {"enum": [1, None], "default": None}
     for schema in (chat, completion):
-        schema["properties"]["n"] = choices
+        schema["properties"]["n"] = _up_to(max_choices)
+        schema["properties"]["truncate_prompt_tokens"] = {"anyOf": [{"const": -1}, *_POSITIVE]}
         schema["allOf"].append(_only_with("stream_options", "object", "stream"))
+
+
+def _any_of(*cases: dict[str, Any]) -> dict[str, Any]:
+    """Return the rule that the fields match one of ``cases``."""
+    return {"anyOf": [{"properties": case} for case in cases]}
+
+
+def _up_to(maximum: int) -> dict[str, Any]:
+    return {"anyOf": [{"type": "integer", "minimum": 1, "maximum": maximum}, _NULL]}
+
+
+def _message(
+    fields: dict[str, Any], roles: tuple[str, ...], required: tuple[str, ...], allowed: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return the schema of the messages of these roles. fields: the schema of each field of a message."""
+    shown = {name: schema if name in allowed or "enum" in schema else _NULL for name, schema in fields.items()}
+    for name in required:
+        cases = [{**case, **_NOT_EMPTY.get(name, {})} for case in fields[name]["anyOf"] if case != _NULL]
+        shown[name] = {"anyOf": cases}
+    shown["role"] = {"enum": list(roles)}
+    return {"type": "object", "properties": shown, "required": ["role", *required], "additionalProperties": False}
 
 
 def _only_with(field: str, kind: str, switch: str) -> dict[str, Any]:
@@ -118,11 +162,6 @@ def _only_with(field: str, kind: str, switch: str) -> dict[str, Any]:
         "if": {"required": [field], "properties": {field: {"type": kind}}},
         "then": {"required": [switch], "properties": {switch: {"const": True}}},
     }
-
-
-def _several(prompts: int, choices: int) -> dict[str, Any]:
-    few = {"anyOf": [{"type": "integer", "maximum": choices}, {"type": "null"}]}
-    return {"properties": {"prompt": {"type": "array", "maxItems": prompts}, "n": few}}
 
 
 def _response(description: str, media_type: str, schema: dict[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, W
 
 from clients.wire.encoder_call import Rows
 from contract.errors import InvalidArgument
-from gateway.api.schemas import WHOLE
-from gateway.api.strict_model import StrictModel
+from gateway.api.strict_model import WHOLE, StrictModel
 
 MAX_INPUTS = 2048  # OpenAI's limit
 MAX_QUERY = 65_536  # characters of a text that is paired with many

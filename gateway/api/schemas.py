@@ -27,7 +27,7 @@ from contract.chat import check_tool_turns
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest, Guide, SamplingParams
 from gateway.api.guides import GuidedBody
-from gateway.api.strict_model import StrictModel
+from gateway.api.strict_model import WHOLE, StrictModel
 from gateway.api.tool_schemas import NamedTool, Tool, ToolCall, ToolChoice, Tools, plain_tools
 from gateway.config.settings import Settings
 from gateway.tools import chat_format, guide
@@ -38,15 +38,13 @@ MAX_STOPS = 100  # the tokenizer model's limit
 MAX_ENTRIES = 10_000  # of a list or an object without a limit of its own
 MAX_NAME_SHOWN = 100  # characters of a field's name that an error message repeats
 _Number = StrictFloat  # accepts integers too
-# 3.0 is an integer to JSON Schema.
-WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 _Integer = Annotated[StrictInt, WHOLE]
 TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31), WHOLE]
 _Positive = Annotated[StrictInt, Field(ge=1, lt=2**31), WHOLE]
 _TEXT = {"type": "string", "minLength": 1}
 _ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
-_LISTS = [{"type": "array", "items": kind, "minItems": 1} for kind in (_TEXT, _ID)]
-_PROMPT = {"anyOf": [_TEXT, *_LISTS, {"type": "array", "items": _LISTS[1], "minItems": 1}]}
+_TEXTS, _IDS = ({"type": "array", "items": kind, "minItems": 1} for kind in (_TEXT, _ID))
+_PROMPT = {"anyOf": [_TEXT, _IDS, _TEXTS, {"type": "array", "items": _IDS, "minItems": 1}]}
 _Stop = Annotated[StrictStr, Field(min_length=1)]
 
 

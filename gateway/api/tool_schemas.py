@@ -9,7 +9,7 @@ import orjson
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from contract.errors import InvalidArgument
-from gateway.api.strict_model import StrictModel
+from gateway.api.strict_model import WHOLE, StrictModel
 
 MAX_TOOLS = 128
 
@@ -48,7 +48,7 @@ class ToolCall(StrictModel):
     id: Annotated[StrictStr, Field(min_length=1)]
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: StrictInt | None = None
+    index: Annotated[StrictInt, WHOLE] | None = None
 
     def plain(self, path: str) -> dict[str, Any]:
         """Return the call without its index. path: names it in an error."""
