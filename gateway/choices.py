@@ -14,7 +14,7 @@ from clients.wire import completion
 from clients.wire.completion import Completion
 from contract.errors import TridentError
 from contract.generation import TokenDelta, Usage
-from gateway.admission.permit import Permit
+from gateway.admission.fair_admission import Permit
 from gateway.admission.prompt_tokens import PromptTokens, prompt_of
 from gateway.generation import Generation, GenerationRuntime
 from gateway.request_context import RequestContext

@@ -17,7 +17,7 @@ from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, Overloade
 from contract.generation import FinishReason, GenerationRequest, TokenDelta, Usage
 from gateway.admission.degradation import overflow_note
 from gateway.admission.engine_priority import engine_priority
-from gateway.admission.permit import Permit, Turn
+from gateway.admission.fair_admission import Permit, Turn
 from gateway.admission.prompt_tokens import PromptCount
 from gateway.config.settings import Settings
 from gateway.live_generations import LiveGenerations

@@ -21,14 +21,14 @@ from contract.generation import GenerationRequest
 from gateway.admission.body_budget import BodyBudget
 from gateway.admission.budget_store import BudgetStore, MemoryStore, RedisStore, connect
 from gateway.admission.concurrency import Concurrency
-from gateway.admission.fair_admission import FairAdmission
-from gateway.admission.permit import Keys, Permit
+from gateway.admission.fair_admission import FairAdmission, Permit
 from gateway.admission.prompt_tokens import PromptTokens, load_tokenizer
 from gateway.choices import Choices
 from gateway.config.configuration import Configuration
 from gateway.config.policy import Capability, ModelRules, Policy
 from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
+from gateway.config.tenants import Keys
 from gateway.encoding import Encoding
 from gateway.generation import GenerationRuntime
 from gateway.live_generations import LiveGenerations

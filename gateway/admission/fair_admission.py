@@ -1,4 +1,12 @@
-"""Admission: caps, budgets and each pool's fair queue in one place, behind the protocol of permit.py.
+"""Admission: caps, budgets and each pool's fair queue in one place; it gives permits to generate.
+
+    tenant = keys.tenant(api_key)                        # Unauthenticated
+    permit = await admission.admit(requests, tenant)     # Overloaded, DeadlineExceeded, InvalidArgument, Unavailable
+    try: serve permit.requests, perhaps with fewer max_tokens than ``requests``, each when its turn has begun
+    finally: permit.settle(usage)                        # once, at the end
+
+``admit`` may wait; cancelling it releases everything. The choices of one request (``n``, several prompts) are admitted
+together or not at all, but each gets its slot by itself and releases it when it ends.
 
 The order: choose the pool → shorten under pressure → cap → room in the pool's queue → reserve the budget → wait for a
 slot of the pool → Permit. Every pool has its own slots, queue and pressure; a busy pool does not delay another one.
@@ -25,7 +33,7 @@ from gateway.admission.degradation import Stage, degrade, stage_at
 from gateway.admission.fair_queue import Entry, FairQueue
 from gateway.admission.pool_slots import Claim, PoolSlots
 from gateway.admission.prompt_tokens import PromptCount, PromptTokens
-from gateway.admission.sharing import UNKNOWN, Capacity
+from gateway.admission.sharing import Capacity
 from gateway.config.policy import AdmissionRules, DegradationRules
 from gateway.config.tenant import Level, Tenant
 
@@ -47,19 +55,6 @@ class Pools(Protocol):
         """What its replicas can run now."""
 
 
-class OnePool:
-    """A single pool without a name, that can run ``capacity``."""
-
-    def __init__(self, capacity: Callable[[], Capacity] = lambda: UNKNOWN) -> None:
-        self._capacity = capacity
-
-    def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
-        return pinned
-
-    def capacity(self, pool: str) -> Capacity:
-        return self._capacity()
-
-
 class FairAdmission:
     """Admission for one gateway process: ``await admit(requests, tenant)``.
 
@@ -75,7 +70,7 @@ class FairAdmission:
         concurrency: Concurrency,
         clock: Callable[[], float],
         *,
-        pools: Pools | None = None,
+        pools: Pools,
         target_pool: Callable[[str], str] = lambda target: "",
         rules: AdmissionRules | None = None,
         degradation: DegradationRules | None = None,
@@ -83,7 +78,7 @@ class FairAdmission:
         rng: random.Random | None = None,
     ) -> None:
         self._budgets, self._concurrency, self._clock = budgets, concurrency, clock
-        self.pools: Pools = pools or OnePool()
+        self.pools = pools
         self.target_pool = target_pool
         self._rules, self._degradation = rules or AdmissionRules(), degradation
         self.prompt_tokens = prompt_tokens or PromptTokens()
@@ -150,8 +145,8 @@ class FairAdmission:
         session: str = "",
         targets: Sequence[str] | None = None,
         prompt_tokens: PromptTokens | None = None,
-    ) -> QueuedPermit:
-        """Return the permit when the first of ``requests`` has a slot; see permit.py.
+    ) -> Permit:
+        """Return the permit when the first of ``requests`` has a slot.
 
         accepts: whether an overflow target accepts requests; if none does, ``max_tokens`` is capped instead.
         down: the tenant's pool has no ready replica; an overflow target serves the requests at any pressure.
@@ -186,9 +181,9 @@ class FairAdmission:
         except BaseException:
             ticket.close(0)
             raise
-        return QueuedPermit(ticket.requests, headers, target, ticket.turns, ticket, need.counts)
+        return Permit(ticket.requests, headers, target, ticket.turns, ticket, need.counts)
 
-    async def admit_input(self, tokens: int, least: int, tenant: Tenant, pool: str, timeout_s: float) -> QueuedPermit:
+    async def admit_input(self, tokens: int, least: int, tenant: Tenant, pool: str, timeout_s: float) -> Permit:
         """Return the permit for an input that is only read, by an encoder of ``pool``, when it has a slot.
 
         tokens, least: of the input, as estimated and in any case.
@@ -209,9 +204,9 @@ class FairAdmission:
         except BaseException:
             ticket.close(0)
             raise
-        return QueuedPermit(ticket.requests, dict(ticket.reservation.headers), "", ticket.turns, ticket)
+        return Permit(ticket.requests, dict(ticket.reservation.headers), "", ticket.turns, ticket)
 
-    async def admit_reader(self, tenant: Tenant) -> QueuedPermit:
+    async def admit_reader(self, tenant: Tenant) -> Permit:
         """Admit a reader of a reused response: charge one request and hold the caps, but no tokens and no slot.
 
         Raises: as ``admit``.
@@ -224,7 +219,7 @@ class FairAdmission:
         except BaseException:
             ticket.close(0)
             raise
-        return QueuedPermit((), dict(ticket.reservation.headers), "", (), ticket)
+        return Permit((), dict(ticket.reservation.headers), "", (), ticket)
 
     def _degraded(
         self,
@@ -355,9 +350,9 @@ class _Ticket:
 
 @dataclass(eq=False)
 class Turn:
-    """The slot of one choice; see permit.Turn.
+    """The slot of one choice.
 
-    claim: None at an upstream, which needs no slot.
+    pool: where the slot is. claim: None at an upstream, which needs no slot.
     may_move: its pool was drawn by weight, so that another pool may serve it.
     """
 
@@ -368,6 +363,8 @@ class Turn:
     may_move: bool = False
 
     def begin(self) -> asyncio.Future[None]:
+        """Return a future that is done when the choice has its slot; it fails with DeadlineExceeded. The first choice
+        of a permit has its slot already."""
         if self.claim is not None:
             return self.claim.turn(self.number)
         begun = asyncio.get_running_loop().create_future()
@@ -375,11 +372,20 @@ class Turn:
         return begun
 
     async def move(self) -> str:
+        """Wait for a slot in another public pool, because the replicas of its own are down, and return that pool.
+
+        Raises: Overloaded, DeadlineExceeded.
+        """
         ticket = self.ticket
         await self._wait_in(ticket.admission.pools.draw(ticket.tenant.pool, ticket.session, self.pool))
         return self.pool
 
     async def go(self, target: str, remaining_s: float) -> None:
+        """Release the slot and wait for one at an overflow target, or at the replicas if ``target`` is "".
+
+        remaining_s: longest wait. Nothing is charged again.
+        Raises: Overloaded, DeadlineExceeded.
+        """
         ticket, admission = self.ticket, self.ticket.admission
         self.release()
         pool = admission.target_pool(target) if target else admission.pools.draw(ticket.tenant.pool, ticket.session)
@@ -398,19 +404,27 @@ class Turn:
         await self.claim.turn(0)
 
     def fail(self, error: TridentError) -> None:
+        """End its wait for a slot with ``error``; nothing if it does not wait."""
         if self.claim is not None:
             turn = self.claim.turn(self.number)
             if not turn.done():
                 turn.set_exception(error)
 
     def release(self) -> None:
+        """Release the slot. Safe to call twice."""
         if self.claim is not None:
             self.claim.release(self.number)
 
 
 @dataclass(eq=False)
-class QueuedPermit:
-    """See permit.Permit."""
+class Permit:
+    """An admitted request.
+
+    requests: as requested, in order, perhaps with fewer ``max_tokens``.
+    headers: of the response, in lower case: ``x-ratelimit-*``, and ``x-trident-degraded`` if it is degraded.
+    target: the overflow target that serves it; "" for replicas.
+    turns: one for each request. counts: tokens of each request's prompt.
+    """
 
     requests: tuple[GenerationRequest, ...]
     headers: dict[str, str]
@@ -420,4 +434,8 @@ class QueuedPermit:
     counts: tuple[PromptCount, ...] = ()
 
     def settle(self, usage: Usage | None) -> None:
+        """Charge ``usage`` and return the rest of the reservation, without blocking. A second call does nothing.
+
+        usage: of all choices, also of a stream that was cut; None if nothing was generated.
+        """
         self.ticket.close(0 if usage is None else usage.input_tokens + usage.output_tokens)

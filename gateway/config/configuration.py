@@ -103,7 +103,7 @@ class Configuration:
         return self._reading.keys.pools()
 
     def named(self, tenant: str, key: str) -> Tenant | None:
-        """See permit.Keys."""
+        """See tenants.Keys."""
         found = Tenant() if self.keyless and not key else self._reading.keys.named(key)
         return found if found is not None and found.name == tenant else None
 

@@ -29,6 +29,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from typing import Protocol
 
 from contract.errors import InvalidArgument, Unauthenticated
 from gateway.config.policy import SECTIONS
@@ -40,6 +41,19 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _LIMITS = tuple(declared.name for declared in fields(Limits))
 _TENANT = ("models", "pool", "priority", "weight")
+
+
+class Keys(Protocol):
+    """A table of API keys."""
+
+    def tenant(self, api_key: str) -> Tenant:
+        """Return the tenant of a key; "" is no key. Raises Unauthenticated."""
+
+    def named(self, tenant: str, key: str) -> Tenant | None:
+        """Return a tenant as its key sees it now, for work that outlives its request.
+
+        key: name of the key's level; "" without keys. None if the key does not exist any more.
+        """
 
 
 def digest(salt: bytes, api_key: str) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 from contract.generation import GenerationRequest
 from gateway.admission.budget_store import MemoryStore
 from gateway.admission.concurrency import Concurrency
-from gateway.admission.fair_admission import FairAdmission, QueuedPermit
+from gateway.admission.fair_admission import FairAdmission, Permit
 from gateway.choices import Choices
 from gateway.config.policy import OverflowTarget
 from gateway.config.settings import Settings
@@ -44,7 +44,7 @@ class Runtime:
     admission: FairAdmission
     degraded: Counter[str]
 
-    async def permit(self, admitted: Sequence[GenerationRequest]) -> QueuedPermit:
+    async def permit(self, admitted: Sequence[GenerationRequest]) -> Permit:
         return await self.admission.admit(admitted, CONTEXT.tenant)
 
     async def choices(self, admitted: Sequence[GenerationRequest], context: RequestContext = CONTEXT) -> Choices:

@@ -14,11 +14,11 @@ from typing import Any
 import aiohttp
 
 from gateway.__main__ import HttpServer, http_server, monitoring_server
-from gateway.admission.permit import Keys
 from gateway.api.kserve import KServeEndpoint
 from gateway.config import pools
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings
+from gateway.config.tenants import Keys
 from gateway.service import Service
 from gateway.telemetry.tracing import Tracing
 from tests.fakes.replica import FakeReplica

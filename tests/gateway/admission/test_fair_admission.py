@@ -13,11 +13,12 @@ from contract.errors import DeadlineExceeded, InvalidArgument, Overloaded
 from contract.generation import GenerationRequest, Usage
 from gateway.admission.budget_store import MemoryStore
 from gateway.admission.concurrency import Concurrency
-from gateway.admission.fair_admission import FairAdmission, OnePool
+from gateway.admission.fair_admission import FairAdmission
 from gateway.admission.prompt_tokens import PromptTokens
 from gateway.admission.sharing import Capacity
 from gateway.config.policy import AdmissionRules, DegradationRules
 from gateway.config.tenant import Level, Limits, Tenant
+from tests.gateway.admission.one_pool import OnePool
 
 REQUEST = GenerationRequest("Hello there", max_tokens=100)
 COST = PromptTokens().estimate(REQUEST).tokens + 100
@@ -35,7 +36,11 @@ class AdmissionFixture:
         self.budgets = MemoryStore(clock)
         self.concurrency = Concurrency(limit)
         self.admission = FairAdmission(
-            self.budgets, self.concurrency, clock, rng=random.Random(1), **{"rules": rules(), **options}
+            self.budgets,
+            self.concurrency,
+            clock,
+            rng=random.Random(1),
+            **{"rules": rules(), "pools": OnePool(), **options},
         )
 
     async def left(self, tenant: Tenant) -> dict[str, float]:

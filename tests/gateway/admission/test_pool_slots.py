@@ -15,7 +15,7 @@ from contract.errors import DeadlineExceeded, Overloaded
 from contract.generation import GenerationRequest, Usage
 from gateway.admission.budget_store import MemoryStore
 from gateway.admission.concurrency import Concurrency
-from gateway.admission.fair_admission import FairAdmission, QueuedPermit
+from gateway.admission.fair_admission import FairAdmission, Permit
 from gateway.admission.fair_queue import Entry, FairQueue
 from gateway.admission.pool_slots import SHORT, Claim, PoolSlots
 from gateway.admission.sharing import Capacity
@@ -59,7 +59,7 @@ async def leave(*tasks: asyncio.Future) -> None:
     for task in tasks:
         task.cancel()
     for end in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(end, QueuedPermit):
+        if isinstance(end, Permit):
             end.settle(None)
 
 

@@ -22,6 +22,7 @@ from gateway.admission.concurrency import Concurrency
 from gateway.admission.fair_admission import FairAdmission
 from gateway.admission.prompt_tokens import TEMPLATE_TOKENS, PromptTokens, load_tokenizer
 from gateway.config.tenant import Level, Limits, Tenant
+from tests.gateway.admission.one_pool import OnePool
 
 TOKENIZER = Path(__file__).resolve().parents[3] / "build" / "demo_model" / "checkpoint" / "tokenizer.json"
 ENGLISH = "the quick brown fox jumps over the lazy dog while nobody watches from afar "
@@ -36,7 +37,7 @@ def generation_request(text: str, max_tokens: int = 100) -> GenerationRequest:
 def new_admission(clock, tokenizer: tokenizers.Tokenizer | None = None) -> tuple[FairAdmission, MemoryStore]:
     budgets = MemoryStore(clock)
     parts = (budgets, Concurrency(1000), clock)
-    return FairAdmission(*parts, prompt_tokens=PromptTokens(tokenizer), rng=random.Random(1)), budgets
+    return FairAdmission(*parts, pools=OnePool(), prompt_tokens=PromptTokens(tokenizer), rng=random.Random(1)), budgets
 
 
 async def left(budgets: MemoryStore) -> float:
