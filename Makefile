@@ -106,6 +106,8 @@ chat: export TRIDENT_URL ?= $(REACHABLE):$(GRPC_PORT)
 chat: setup ## talk to a running server, or say one thing with PROMPT="..."
 	$(BIN)/python -m clients $(if $(value PROMPT),generate -- $(call quoted,PROMPT),chat)
 
+# Where the environment forbids to store bytecode, every process that the tests start would compile the project anew.
+test test-fast search: export PYTHONDONTWRITEBYTECODE :=
 test: test-fast ## every test but those of test-build; the files with a real tritonserver two at a time
 	$(BIN)/python -m pytest -m "end_to_end or slow" -n 2 --dist loadfile
 

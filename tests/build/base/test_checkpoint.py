@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from build.base import shape
@@ -286,7 +286,6 @@ def pristine(tmp_path_factory):
 
 
 @given(changes=_changes())
-@settings(max_examples=300, deadline=None)
 def test_whatever_the_fields_hold_it_is_opened_or_refused_in_one_sentence(pristine, changes):
     before = {name: (pristine / name).read_bytes() for name in _FIELDS}
     try:

@@ -149,7 +149,6 @@ def spelled(decoder: decoders.Decoder, parts: list[str]) -> tuple[str, str | Non
     return "".join(pieces), decoded(tokenizer, ids, True)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     decoder=ON_TEXT,
     parts=st.sampled_from([" a", "a b", "aba", "▁a", "\ufffda"]).flatmap(

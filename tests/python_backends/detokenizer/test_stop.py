@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument
@@ -47,7 +47,6 @@ TEXTS_AND_STOPS = ALPHABETS.flatmap(
 CUTS = st.lists(st.integers(0, 20), max_size=8)
 
 
-@settings(max_examples=300, deadline=None)
 @given(text_and_stops=TEXTS_AND_STOPS, cuts=CUTS, include_stop=st.booleans())
 def test_the_text_goes_up_to_the_first_match_however_it_is_cut(
     text_and_stops: tuple[str, list[str]], cuts: list[int], include_stop: bool
@@ -63,7 +62,6 @@ def test_the_text_goes_up_to_the_first_match_however_it_is_cut(
         assert (given_out, matcher.stop) == (text[: end if include_stop else start], text[start:end])
 
 
-@settings(max_examples=300, deadline=None)
 @given(text_and_stops=TEXTS_AND_STOPS, cuts=CUTS, include_stop=st.booleans())
 def test_exactly_the_text_that_may_become_part_of_a_match_is_held_back(
     text_and_stops: tuple[str, list[str]], cuts: list[int], include_stop: bool
@@ -80,7 +78,6 @@ def test_exactly_the_text_that_may_become_part_of_a_match_is_held_back(
         assert given_out == seen[: len(seen) - held]
 
 
-@settings(max_examples=100, deadline=None)
 @given(text_and_stops=TEXTS_AND_STOPS, cuts=CUTS, before=st.text(alphabet="ab\n€</s>", max_size=8))
 def test_text_from_before_arming_is_never_part_of_a_match(
     text_and_stops: tuple[str, list[str]], cuts: list[int], before: str
