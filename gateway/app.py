@@ -108,7 +108,7 @@ def build(service: Service) -> ASGIApp:
         lifespan=lifespan,
     )
     application.router.redirect_slashes = False  # a redirect would go to the host that the client's Host header names
-    endpoints = {one.path: one.endpoint for one in application.routes if isinstance(one, Route)}
+    endpoints = {route.path: route.endpoint for route in application.routes if isinstance(route, Route)}
     streaming = {path: endpoint for path, endpoint in endpoints.items() if isinstance(endpoint, OpenAIEndpoint)}
 
     async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:

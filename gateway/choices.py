@@ -89,12 +89,15 @@ class Choices:
         self._live -= 1
         if self._live:
             return
-        usage = total([one.usage for one in self.generations], [id(prompt_of(one.request)) for one in self.generations])
+        usage = total(
+            [generation.usage for generation in self.generations],
+            [id(prompt_of(generation.request)) for generation in self.generations],
+        )
         self._permit.settle(usage)
         if usage is not None:
             self._metrics.used(self._tenant, usage, model=self._model.name, cost=self._model.cost(usage))
-        ends = [one.finish_reason or error_type(one.error) for one in self.generations]
-        error = next((one.error for one in self.generations if one.error is not None), None)
+        ends = [generation.finish_reason or error_type(generation.error) for generation in self.generations]
+        error = next((generation.error for generation in self.generations if generation.error is not None), None)
         end_span(self._span, error, **generation_attributes(usage, ends))
 
 
@@ -112,7 +115,7 @@ def total(usages: Sequence[Usage | None], prompts: Iterable[object]) -> Usage | 
             largest[prompt] = usage
     output_tokens = sum(usage.output_tokens for _, usage in known)
     each = largest.values()
-    return Usage(sum(one.input_tokens for one in each), output_tokens, sum(one.cached_tokens for one in each))
+    return Usage(sum(usage.input_tokens for usage in each), output_tokens, sum(usage.cached_tokens for usage in each))
 
 
 async def together(deltas: AsyncIterable[ChoiceDelta], request_id: str) -> list[Completion]:
@@ -153,7 +156,7 @@ async def _merged(generations: list[Generation]) -> AsyncGenerator[ChoiceDelta, 
             generation.close(error)
             await arrived.put((choice, error))
 
-    tasks = [asyncio.ensure_future(read(*one)) for one in enumerate(generations)]
+    tasks = [asyncio.ensure_future(read(*pair)) for pair in enumerate(generations)]
     try:
         live = len(tasks)
         while live:

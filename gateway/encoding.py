@@ -88,7 +88,7 @@ class Encoding:
                     try:
                         await self._encode(rows, pool, left_s, parent, done.append)
                     finally:
-                        tokens = sum(one.tokens for one in done)
+                        tokens = sum(part.tokens for part in done)
                         end_span(call_span)
                 finally:
                     usage = Usage(tokens, 0) if tokens else None
@@ -130,7 +130,7 @@ class Encoding:
         if query is None:
             return count
         times, first = len(rows.texts), await self._estimated((query,), key)
-        summed = [one + times * other for one, other in zip(count[:4], first[:4], strict=True)]
+        summed = [each + times * other for each, other in zip(count[:4], first[:4], strict=True)]
         return PromptCount(int(summed[0]), int(summed[1]), int(summed[2]), summed[3], False)
 
     async def _estimated(self, texts: Sequence[str], key: str) -> PromptCount:

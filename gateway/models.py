@@ -118,7 +118,7 @@ class Models:
         """The pools of each ``ServedModel.pool``; of a router those of its models."""
         pools = {name: model.rules.pools for name, model in self._models.items()}
         pools |= {
-            name: tuple(pool for one in model.rules.router for pool in pools[one])
+            name: tuple(pool for listed_name in model.rules.router for pool in pools[listed_name])
             for name, model in self._models.items()
             if model.rules.router
         }
@@ -139,7 +139,7 @@ class Models:
         elif name != base:
             model = None
         if model is None or not self._may_use(model, tenant):
-            there = ", ".join(one.name for one in self.of(tenant)) or "none for this key"
+            there = ", ".join(candidate.name for candidate in self.of(tenant)) or "none for this key"
             raise NotFound(f"the model {name!r:.100} does not exist; there is {there}")
         return model
 
@@ -161,16 +161,16 @@ class Models:
         if not model.rules.router:
             self._check(model, [model], needs, tenant)
             return model
-        listed = [self._models[one] for one in model.rules.router]
-        listed = [one for one in listed if self._may_use(one, tenant)]
+        listed = [self._models[listed_name] for listed_name in model.rules.router]
+        listed = [candidate for candidate in listed if self._may_use(candidate, tenant)]
         able = self._check(model, listed, needs, tenant)
-        fitting = [one for one in able if await _fits(one, requests, tenant)]
+        fitting = [candidate for candidate in able if await _fits(candidate, requests, tenant)]
         if not fitting:
-            most = max(one.rules.context_length or 0 for one in able)
+            most = max(candidate.rules.context_length or 0 for candidate in able)
             problem = f"must have room for the prompt and max_tokens, got {name} with at most {most} tokens"
             raise InvalidArgument("model", problem)
         larger = fitting[min(_escalation(headers), len(fitting) - 1) :]
-        return next((one for one in larger if ready(one)), larger[0])
+        return next((candidate for candidate in larger if ready(candidate)), larger[0])
 
     def _check(
         self, named: ServedModel, candidates: list[ServedModel], needs: frozenset[str], tenant: Tenant

@@ -109,8 +109,8 @@ def _add_rules(schemas: dict[str, Any], settings: Settings) -> None:
         _only_with("top_logprobs", "integer", "logprobs"),
     ]
     forms = completion["properties"]["prompt"]["anyOf"]
-    one, no_ids = {"enum": [1, None]}, {"continue_ids": _NONE}
-    chat["allOf"].append(_any_of(no_ids, {"n": one, "response_format": _NULL, "tools": _NONE}))
+    single_choice, no_ids = {"enum": [1, None]}, {"continue_ids": _NONE}
+    chat["allOf"].append(_any_of(no_ids, {"n": single_choice, "response_format": _NULL, "tools": _NONE}))
     # Which values of prompt, n, best_of and continue_ids go together. The cases replace the schema of the field prompt.
     # From a case for every number of prompts schemathesis generates nothing: with n above 1 a square is published.
     single, lists = {"anyOf": forms[:2]}, forms[2:]
@@ -118,10 +118,10 @@ def _add_rules(schemas: dict[str, Any], settings: Settings) -> None:
     completion["allOf"] = [
         {"anyOf": [{"properties": {"max_tokens": {"anyOf": _POSITIVE}}}, _ECHO]},
         _any_of(
-            {"prompt": single, "n": one, "response_format": _NULL},
-            {"prompt": single, "n": one, **no_ids},
+            {"prompt": single, "n": single_choice, "response_format": _NULL},
+            {"prompt": single, "n": single_choice, **no_ids},
             {"prompt": single, "best_of": _NULL, **no_ids},
-            {"prompt": {"anyOf": [{**form, "maxItems": max_choices} for form in lists]}, "n": one, **no_ids},
+            {"prompt": {"anyOf": [{**form, "maxItems": max_choices} for form in lists]}, "n": single_choice, **no_ids},
             {"prompt": {"anyOf": [{**form, "maxItems": few} for form in lists]}, "n": _up_to(few)}
             | {"best_of": _NULL, **no_ids},
         ),

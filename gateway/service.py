@@ -214,8 +214,10 @@ class Service:
         if not self.models.configured:
             return replace(context, model=self.models.find(model, tenant))
 
-        def ready(one: ServedModel) -> bool:
-            return self.replicas.serves(one.pool) or any(accepts(target, requests) for target in one.rules.fallbacks)
+        def ready(candidate: ServedModel) -> bool:
+            return self.replicas.serves(candidate.pool) or any(
+                accepts(target, requests) for target in candidate.rules.fallbacks
+            )
 
         served = await self.models.serving(model, requests, tenant, context.carrier, ready)
         if served.rules.pools:  # a tenant's own pool is kept where it serves the model
@@ -234,12 +236,14 @@ class Service:
         """Return the models that a tenant may use; an encoder that no model names is one of its pool's name."""
         named = {pool for pools in self.models.pools.values() for pool in pools}
         own = sorted(pool for pool in self.replicas.encoders - named if not tenant.models or pool in tenant.models)
-        table = [one for one in self.models.of(tenant) if one.rules.pools or one.name not in own]
-        return [*table, *(ServedModel(one, one, "", ModelRules(pools=(one,), capabilities=ENCODES)) for one in own)]
+        table = [
+            candidate for candidate in self.models.of(tenant) if candidate.rules.pools or candidate.name not in own
+        ]
+        return [*table, *(ServedModel(pool, pool, "", ModelRules(pools=(pool,), capabilities=ENCODES)) for pool in own)]
 
     def model_of(self, name: str, tenant: Tenant) -> ServedModel:
         """Return the model of a name or alias. Raises NotFound, also for one that the tenant may not use."""
-        found = next((one for one in self.models_of(tenant) if one.name == name), None)
+        found = next((candidate for candidate in self.models_of(tenant) if candidate.name == name), None)
         return found or self.models.find(name, tenant)
 
     def encoder_pool(self, model: str, capability: str, tenant: Tenant) -> str:
@@ -247,9 +251,10 @@ class Service:
         served, encoders = self.model_of(model, tenant), self.replicas.encoders
         pools = [pool for pool in served.rules.pools if pool in encoders]
         if not pools or not served.can(frozenset({capability})):
-            able = [one for one in self.models_of(tenant) if encoders.intersection(one.rules.pools)]
+            able = [candidate for candidate in self.models_of(tenant) if encoders.intersection(candidate.rules.pools)]
             there = (
-                ", ".join(one.name for one in able if one.can(frozenset({capability}))) or "no model of this gateway"
+                ", ".join(candidate.name for candidate in able if candidate.can(frozenset({capability})))
+                or "no model of this gateway"
             )
             raise InvalidArgument("model", f"must be one with {capability}: {there}; got {model}")
         return next((pool for pool in pools if self.replicas.ready_in(pool)), pools[0])

@@ -39,5 +39,5 @@ class Watchdog:
             await asyncio.sleep(self.period_s)
             now_s = time.monotonic()
             self._on_lag(max(0.0, now_s - due_s))
-            for one in tuple(self._watched):
-                one.check(now_s)
+            for watched in tuple(self._watched):
+                watched.check(now_s)

@@ -214,7 +214,9 @@ class FairAdmission:
         ticket = _Ticket(self, tenant, "", self._clock())
         ticket.slot = self._acquire(tenant, 1, tenant.pool)
         try:
-            requests_only = [replace(one, limits=replace(one.limits, tokens_per_minute=None)) for one in tenant.levels]
+            requests_only = [
+                replace(level, limits=replace(level.limits, tokens_per_minute=None)) for level in tenant.levels
+            ]
             ticket.reservation = await self._reserve(tuple(requests_only), 0, 0, tenant.pool)
         except BaseException:
             ticket.close(0)
@@ -244,12 +246,12 @@ class FairAdmission:
             names = (name for name in rules.overflow if accepts(name, requests))
             target = next((name for name in names if down or self._has_room(name, requests, tenant)), "")
             stage = Stage.OVERFLOW if target else Stage.SHORTER if stage is Stage.OVERFLOW else stage
-        degraded = [degrade(one, stage, rules, target) for one in requests]
-        note = next((one.note for one in degraded if one.note), "")
+        degraded = [degrade(request, stage, rules, target) for request in requests]
+        note = next((served.note for served in degraded if served.note), "")
         if not note:
             return requests, "", {}
         self.degraded[stage.value] += 1
-        return tuple(one.request for one in degraded), degraded[0].target, {"x-trident-degraded": note}
+        return tuple(served.request for served in degraded), degraded[0].target, {"x-trident-degraded": note}
 
     def _has_room(self, target: str, requests: tuple[GenerationRequest, ...], tenant: Tenant) -> bool:
         """Return whether the target would serve the requests soon."""
@@ -299,7 +301,7 @@ class FairAdmission:
 
 def _longest(requests: Sequence[GenerationRequest]) -> int:
     """Return the largest ``max_tokens``."""
-    return max(one.max_tokens for one in requests)
+    return max(request.max_tokens for request in requests)
 
 
 @dataclass(eq=False)
@@ -321,7 +323,7 @@ class _Ticket:
     @property
     def ends_s(self) -> float:
         """The request's own deadline."""
-        return self.began_s + min((one.timeout_s or math.inf for one in self.requests), default=math.inf)
+        return self.began_s + min((request.timeout_s or math.inf for request in self.requests), default=math.inf)
 
     def claim(self, pool: str, tokens: int, count: int, remaining_s: float = math.inf) -> Claim:
         """Queue for ``count`` slots of a pool. remaining_s: of the request's time. Raises Overloaded."""

@@ -136,8 +136,8 @@ class PromptTokens:
         most = sum(request.max_tokens for request in requests)
         each = counts.values()
         return Need(
-            sum(one.tokens for one in each) + most,
-            sum(one.least for one in each) + most,
+            sum(count.tokens for count in each) + most,
+            sum(count.least for count in each) + most,
             tuple(counts[id(prompt_of(request))] for request in requests),
         )
 
@@ -194,7 +194,7 @@ class PromptTokens:
         if length <= COUNTED_AT_ONCE:
             size = self._tokens(texts)
         else:
-            self._late = [one for one in self._late if not one.done()]
+            self._late = [counting for counting in self._late if not counting.done()]
             if len(self._late) >= _THREADS:
                 return self.estimate(request, tenant)
             counting = self._threads.submit(self._tokens, texts)

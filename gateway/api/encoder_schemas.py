@@ -92,7 +92,7 @@ class RerankRequest(_EncoderRequest):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        return tuple(one if isinstance(one, str) else one.text for one in self.documents)
+        return tuple(document if isinstance(document, str) else document.text for document in self.documents)
 
     def rows(self) -> Rows:
         """Return a pair of the query and each document."""
@@ -112,7 +112,7 @@ class ScoreRequest(_EncoderRequest):
 
     def rows(self) -> Rows:
         """Return the pairs. Raises InvalidArgument."""
-        first, second = ([one] if isinstance(one, str) else one for one in (self.text_1, self.text_2))
+        first, second = ([text] if isinstance(text, str) else text for text in (self.text_1, self.text_2))
         if len(first) == 1:
             if len(second) > 1 and len(first[0]) > MAX_QUERY:
                 raise InvalidArgument("text_1", f"must have at most {MAX_QUERY} characters with several text_2")

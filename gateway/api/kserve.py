@@ -159,7 +159,9 @@ class KServeEndpoint:
                 if not method.endswith("ServerMetadata"):
                     model = self._service.models.find(_name(request), tenant)
                     if model.pool:
-                        replicas = [one for one in replicas if one.pool in self._service.models.pools[model.pool]]
+                        replicas = [
+                            replica for replica in replicas if replica.pool in self._service.models.pools[model.pool]
+                        ]
                     version = protobuf.text(2, _field(request, 2))
                     request = protobuf.text(1, self._service.settings.triton_model) + version
                 error: TridentError = Unavailable("no replica is ready", 1.0)

@@ -209,7 +209,7 @@ async def _routed(
         body.model = context.model.name
     form = chat_format.configured(service.settings, context.model.rules)
     requests, rules = body.held(requests, form, service.settings)
-    return [replace(one, adapter=context.model.adapter) for one in requests], context, rules
+    return [replace(request, adapter=context.model.adapter) for request in requests], context, rules
 
 
 def _vocabulary(service: Service, context: RequestContext, default: Vocabulary) -> Vocabulary:

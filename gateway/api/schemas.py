@@ -327,7 +327,7 @@ class ChatRequest(_Sampling):
         )
         if held is not requests[0].guide or rules.drops_special:
             shown = requests[0].skip_special_tokens and not rules.drops_special
-            requests = [dataclasses.replace(one, guide=held, skip_special_tokens=shown) for one in requests]
+            requests = [dataclasses.replace(request, guide=held, skip_special_tokens=shown) for request in requests]
         return requests, rules if rules.names or rules.reasoning else None
 
     def _tool_guide(self, form: ChatFormat, answer: Guide | None) -> Guide:

@@ -96,7 +96,7 @@ class ResponseReuse:
             raise InvalidArgument(RESUME_HEADER, "must be sent with stream=true; a complete response has no events")
         tenant, start = context.tenant.name, _first_event(last_event)
         kind = f"{context.operation} {context.model.name}"
-        digest = hashlib.sha256("".join(request_key(one, tenant, kind) for one in requests).encode())
+        digest = hashlib.sha256("".join(request_key(request, tenant, kind) for request in requests).encode())
         generation = SharedGeneration(
             lambda: self._cached_or_generated(self._with_longest_timeout(requests), context, control)
         )

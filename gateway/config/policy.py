@@ -1,62 +1,6 @@
 """The rules of the configuration file, beside its tenants: a section each, all optional, checked by name.
 
-    [admission]                        # who may run, and who waits
-    max_running = 0                    # requests at a pool's replicas; 0: as many as their metrics say they can run
-    tenant_share = 0.8                 # of which one tenant may have
-    short_reserve = 0.1                # of a pool's slots, one at least: only for requests whose max_tokens is at most
-                                       # a quarter of the running ones' mean; 0: none, as without keys
-    max_wait_s = 30.0                  # in the queue
-    max_waiting_per_class = 1000       # at each pool; then the next is refused at once
-    max_waiting_per_tenant = 100
-    max_in_flight_of_class = { 2 = 200 }   # by priority, at each pool; waiting ones included
-    quantum_tokens = 128               # a tenant's turn, times its weight
-    aging_s = 10.0                     # a class whose oldest request waits so long moves one class up
-    [degradation]                      # at which pressure requests are degraded; never without the section
-    shorter_at = 0.7
-    max_tokens = 128                   # of every answer, first
-    overflow_at = 0.85
-    overflow = "small"                 # then another target; or several in order: ["small", "elsewhere"]. They also
-                                       # serve while no replica is healthy
-    refuse_at = 1.0                    # then the request
-    [overflow.small]                   # a pool of replicas, whose weight may be 0 ...
-    pool = "draft"
-    [overflow.elsewhere]               # ... or any server that speaks OpenAI's protocol
-    url = "https://llm.example/v1"
-    model = "small-1"
-    api_key = "$UPSTREAM_KEY"          # a value that begins with $ is that environment variable's
-    [budgets]
-    redis = "redis://127.0.0.1:6379/0" # shared by many gateways; without it each counts for itself
-    [reuse]                            # answers that need no engine
-    coalesce = true                    # identical deterministic requests that are under way share one stream
-    cache_bytes = 67108864             # of finished ones; 0 keeps none
-    cache_ttl_s = 3600.0
-    engine = ""                        # the engine's hash, for replicas whose metrics do not say it
-    idempotency_ttl_s = 600.0          # how long a finished stream can be asked for again by its Idempotency-Key
-    idempotency_linger_s = 30.0        # how long a stream without a reader continues
-    idempotency_bytes = 268435456      # 0 takes no Idempotency-Key
-    [shadow]                           # copies of requests, whose responses are only compared
-    pool = "next"
-    fraction = 0.01
-    max_running = 8
-    [pools]                            # shares of the replicas' pools; see TRIDENT_GATEWAY_REPLICAS, _POOL_WEIGHTS
-    stable = 95.0
-    canary = { weight = 5.0, replicas = "10.0.0.7:8001" }   # replicas: in field of the variable's, or a new pool's
-    minilm = { kind = "encoder", replicas = "10.0.0.8:8001" }   # embeds and scores under the pool's name
-    [models.small]                     # a model by its public name; without any there is one, TRIDENT_GATEWAY_MODEL
-    pools = ["small"]                  # of its replicas ...
-    fallbacks = ["elsewhere"]          # ... and overflow targets, in order, or these alone
-    aliases = ["gpt-4o-mini"]
-    capabilities = ["chat", "completions", "tools"]
-    context_length = 2048
-    tokenizer = "engines/small/tokenizer.json"
-    price = { input = 0.1, cached = 0.05, output = 0.4 }     # per 1,000 tokens
-    [models.auto]
-    router = ["small", "large"]        # to the first that can serve a request: docs/gateway.md
-    [prices]
-    replica_hour = 2.5                 # what a replica costs, for the cost of 1,000 tokens
-    currency = "USD"
-
-Read again when the file changes, except [budgets] and [reuse], which hold until the next start.
+docs/gateway-configuration.md shows a file with every field.
 """
 
 from __future__ import annotations
@@ -293,7 +237,9 @@ def read(path: str, table: Mapping[str, Any], environ: Mapping[str, str]) -> Pol
         raise _named(path, exc) from None
     degradation = policy.degradation
     used = [("degradation.overflow", target) for target in (degradation.overflow if degradation else ())]
-    used += [(f"models.{name}.fallbacks", target) for name, one in policy.models.items() for target in one.fallbacks]
+    used += [
+        (f"models.{name}.fallbacks", target) for name, rules in policy.models.items() for target in rules.fallbacks
+    ]
     for field, target in used:
         if target not in policy.overflow:
             allowed = ", ".join(policy.overflow) or "none, there is no [overflow.NAME]"
@@ -304,13 +250,13 @@ def read(path: str, table: Mapping[str, Any], environ: Mapping[str, str]) -> Pol
 
 def _check_models(path: str, models: Mapping[str, ModelRules]) -> None:
     """Raises InvalidArgument for a name that two models have, or a router to what is no model."""
-    direct, names = [name for name, one in models.items() if not one.router], list(models)
-    for name, one in models.items():
-        for alias in one.aliases:
+    direct, names = [name for name, rules in models.items() if not rules.router], list(models)
+    for name, rules in models.items():
+        for alias in rules.aliases:
             if alias in names:
                 raise InvalidArgument(f"{path}: models.{name}.aliases", f"{alias!r} is the name of another model too")
             names.append(alias)
-        for listed in one.router:
+        for listed in rules.router:
             if listed not in direct:
                 problem = f"there is no model {listed!r} with replicas or upstreams; allowed is {', '.join(direct)}"
                 raise InvalidArgument(f"{path}: models.{name}.router", problem)

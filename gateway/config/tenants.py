@@ -1,23 +1,10 @@
 """API keys and their tenants: organisation → team → key, from the configuration file and the environment.
 
-A team is a tenant: its keys share its name, its queue and its caches, and can be rotated without effect
-on them. Limits are allowed on every level, and all apply:
+A team is a tenant: its keys share its name, its queue and its caches, and can be rotated without effect on them. Limits
+are allowed on every level, and all apply. docs/gateway-configuration.md shows a file.
 
-    salt = "9f3c…"                            # of this file; hexadecimal, 16 bytes or more
-    [orgs.acme]
-    tokens_per_minute = 200_000
-    [orgs.acme.teams.research]
-    weight = 2.0                              # also: priority (0 is the most urgent), models, pool
-    requests_per_minute = 600                 # also: burst_tokens, burst_requests, max_in_flight
-    [orgs.acme.teams.research.keys.alice]
-    hash = "…"                                # HMAC-SHA256 of the key under the salt, hexadecimal
-    max_in_flight = 8
-
-``python -m gateway new-key`` prints a new key and its hash. Keys are random and long, so a slow hash would protect
-nothing that is not safe already and would let anybody keep the gateway busy with wrong ones.
-
-From the environment: ``TRIDENT_GATEWAY_API_KEYS=acme/research/bob=<key>,…``; a team that the file does not know
-has no limits.
+Keys are random and long, so a slow hash would protect nothing that is not safe already and would let anybody keep the
+gateway busy with wrong ones.
 """
 
 from __future__ import annotations
@@ -138,7 +125,7 @@ def _from_environment(file: _File, text: str, salt: bytes) -> dict[bytes, Tenant
     for number, part in enumerate(filter(None, (part.strip() for part in text.split(","))), 1):
         name, _, api_key = part.partition("=")
         names = name.strip().split("/")
-        if len(names) != 3 or not all(_NAME.fullmatch(one) for one in names):
+        if len(names) != 3 or not all(_NAME.fullmatch(word) for word in names):
             raise InvalidArgument(API_KEYS, f"entry {number}: allowed is ORG/TEAM/KEY=<the API key>")
         if len(api_key) < LEAST_KEY_LENGTH:
             raise InvalidArgument(API_KEYS, f"{name}: the API key is shorter than {LEAST_KEY_LENGTH} characters")

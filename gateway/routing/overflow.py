@@ -50,7 +50,7 @@ class Overflow:
     def wait_s(self, targets: Sequence[str], request: GenerationRequest) -> float | None:
         """Return the seconds until an upstream of ``targets`` can serve ``request``; None without one."""
         named = [self._upstreams[name] for name in targets if name in self._upstreams]
-        return min((max(0.0, one.wait_s()) for one in named if one.understands(request)), default=None)
+        return min((max(0.0, upstream.wait_s()) for upstream in named if upstream.understands(request)), default=None)
 
     def has_pool(self, target: str, requests: Sequence[GenerationRequest]) -> bool:
         """Return whether the target is a pool with a ready replica."""

@@ -329,7 +329,8 @@ class Replicas:
         untried = self.has_untried(pinned, request.tried)
         available = {
             name: any(
-                one.ready(now_s) and (one.url not in request.tried or not untried) for one in pool.replicas.values()
+                replica.ready(now_s) and (replica.url not in request.tried or not untried)
+                for replica in pool.replicas.values()
             )
             for name, pool in self._sets.items()
         }
@@ -337,7 +338,7 @@ class Replicas:
 
     def has_untried(self, pinned: str, tried: frozenset[str]) -> bool:
         pools = self._shares(pinned)
-        return any(one.url not in tried for one in self.ready() if one.pool in pools)
+        return any(replica.url not in tried for replica in self.ready() if replica.pool in pools)
 
     def serves(self, pinned: str) -> bool:
         """Whether a healthy replica could take a request of the pool or group ``pinned``, or of any with a weight."""

@@ -54,7 +54,8 @@ class Explanation:
         named = {
             "loads": self.loads,
             "scores": {
-                name: " ".join(f"{key}={value:g}" for key, value in one.items()) for name, one in self.scores.items()
+                name: " ".join(f"{key}={value:g}" for key, value in by_name.items())
+                for name, by_name in self.scores.items()
             },
             "passed_over": self.passed_over,
         }
@@ -87,7 +88,7 @@ class Router:
         """Return the load of the chosen replica; fill in ``explanation``. Raises Unavailable if none is ready."""
         if not candidates:
             raise Unavailable("no replica is known", 1.0)
-        left = [one for one in candidates if one.load.healthy and not one.open_breaker]
+        left = [candidate for candidate in candidates if candidate.load.healthy and not candidate.open_breaker]
         if not left:
             raise Unavailable(f"no replica is ready: {len(candidates)} are unhealthy or have an open breaker", 1.0)
         if explanation is not None:
@@ -96,12 +97,12 @@ class Router:
             before, left = left, keep(left, request, self.slow_start_s, rng) or left
             if explanation is not None:
                 _note(explanation, keep.__name__, before, left)
-        loads = [one.load for one in left]
+        loads = [candidate.load for candidate in left]
         chosen = self._best(loads, request, rng, explanation) if len(loads) > 1 else loads[0]
         if explanation is not None:
             explanation.policy = "scored" if self.pick is None else self.pick.__name__
             explanation.chosen = chosen.name
-            explanation.loads = {one.load.name: _described(one.load) for one in candidates}
+            explanation.loads = {candidate.load.name: _described(candidate.load) for candidate in candidates}
         return chosen
 
     def _best(
@@ -123,8 +124,8 @@ class Router:
 
 
 def _note(explanation: Explanation, name: str, before: Sequence[Candidate], left: Sequence[Candidate]) -> None:
-    kept = {one.load.name for one in left}
-    explanation.passed_over |= {one.load.name: name for one in before if one.load.name not in kept}
+    kept = {candidate.load.name for candidate in left}
+    explanation.passed_over |= {candidate.load.name: name for candidate in before if candidate.load.name not in kept}
 
 
 def _described(load: ReplicaLoad) -> str:
@@ -136,7 +137,7 @@ def untried(
     candidates: list[Candidate], request: RoutingRequest, slow_start_s: float, rng: random.Random
 ) -> list[Candidate]:
     """Keep replicas that have not failed this request."""
-    return [one for one in candidates if one.load.name not in request.tried]
+    return [candidate for candidate in candidates if candidate.load.name not in request.tried]
 
 
 def slow_start(
@@ -146,30 +147,34 @@ def slow_start(
 
     If all are young, keep all.
     """
-    if slow_start_s <= 0 or all(one.age_s < slow_start_s for one in candidates):
+    if slow_start_s <= 0 or all(candidate.age_s < slow_start_s for candidate in candidates):
         return candidates
-    return [one for one in candidates if one.age_s >= slow_start_s or rng.random() < max(0.1, one.age_s / slow_start_s)]
+    return [
+        candidate
+        for candidate in candidates
+        if candidate.age_s >= slow_start_s or rng.random() < max(0.1, candidate.age_s / slow_start_s)
+    ]
 
 
 def kv_cache_room(
     candidates: list[Candidate], request: RoutingRequest, slow_start_s: float, rng: random.Random
 ) -> list[Candidate]:
     """Keep replicas whose KV cache is not nearly full."""
-    return [one for one in candidates if one.load.kv_usage < NEARLY_FULL]
+    return [candidate for candidate in candidates if candidate.load.kv_usage < NEARLY_FULL]
 
 
 def no_queue(
     candidates: list[Candidate], request: RoutingRequest, slow_start_s: float, rng: random.Random
 ) -> list[Candidate]:
     """Keep replicas where no request waits."""
-    return [one for one in candidates if one.load.waiting == 0]
+    return [candidate for candidate in candidates if candidate.load.waiting == 0]
 
 
 def free_slot(
     candidates: list[Candidate], request: RoutingRequest, slow_start_s: float, rng: random.Random
 ) -> list[Candidate]:
     """Keep replicas with a free slot."""
-    return [one for one in candidates if picks.has_room(one.load)]
+    return [candidate for candidate in candidates if picks.has_room(candidate.load)]
 
 
 # Applied in this order. A filter that would remove every replica is skipped.

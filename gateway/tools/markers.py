@@ -81,11 +81,11 @@ class MarkerFinder:
         """Return texts and markers in turn, and the end of the text that may begin a marker."""
         pieces: list[str | Marker] = []
         at = 0
-        for found in self._pattern.finditer(text):
-            if found.start() > at:
-                pieces.append(text[at : found.start()])
-            pieces.append(Marker(found[0], None))
-            at = found.end()
+        for match in self._pattern.finditer(text):
+            if match.start() > at:
+                pieces.append(text[at : match.start()])
+            pieces.append(Marker(match[0], None))
+            at = match.end()
         held = self._may_begin(text[at:])
         if len(text) - held > at:
             pieces.append(text[at : len(text) - held])
@@ -95,4 +95,4 @@ class MarkerFinder:
         """Return how many characters at the end of the text may be the beginning of a marker."""
         longest = min(len(text), len(self._markers[0]) - 1)
         sizes: Sequence[int] = range(longest, 0, -1)
-        return next((size for size in sizes if any(one.startswith(text[-size:]) for one in self._markers)), 0)
+        return next((size for size in sizes if any(marker.startswith(text[-size:]) for marker in self._markers)), 0)

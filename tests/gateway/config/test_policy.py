@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from contract.errors import InvalidArgument
-from gateway.config import policy
+from gateway.config import policy, tenants
 from gateway.config.policy import AdmissionRules, DegradationRules, OverflowTarget, Policy, PoolRules
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 
 def read(environ: dict[str, str] | None = None, **table: Any) -> Policy:
@@ -77,3 +84,19 @@ def test_pools_that_rules_name_must_exist():
 def test_rules_that_fall_are_refused_in_code_too():
     with pytest.raises(ValueError, match="rise"):
         DegradationRules(shorter_at=0.9, overflow_at=0.8)
+
+
+def test_the_documented_file_is_valid_and_shows_every_field():
+    page = (Path(policy.__file__).parents[2] / "docs/gateway-configuration.md").read_text()
+    keys, rules = (block.partition("```")[0] for block in page.split("```toml\n")[1:])
+    table = tomllib.loads(keys) | tomllib.loads(rules)
+    found = policy.read("file.toml", table, {"UPSTREAM_KEY": "secret"})
+    assert len(tenants.read("file.toml", table, {})) == 1 and len(found.models) == 3
+    assert found.reuse == policy.ReuseRules() and found.degradation == DegradationRules(overflow=("small",))
+    missing = [
+        name
+        for section in Policy.model_fields
+        for name in getattr(getattr(policy, f"{section.title().rstrip('s')}Rules", None), "model_fields", ())
+        if f"{name} = " not in rules
+    ]
+    assert not missing
