@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +41,7 @@ def _section(folder: Path) -> str:
     )
 
 
+@cache
 def summary(path: Path) -> str:
     """Return the first paragraph of a module's docstring up to its first full stop, on one line."""
     docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""

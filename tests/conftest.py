@@ -26,7 +26,7 @@ from tests.fakes import checkpoints
 ROOT = Path(__file__).resolve().parents[1]
 
 # Machines that run several things at once are slow now and then; how slow says nothing about the code. The examples are
-# few and the same at every run: what holds here holds elsewhere. `make search`, which .ci/run ends with, draws others and
+# few and the same at every run: what holds here holds elsewhere. `make search`, a part of .ci/run, draws others and
 # more of them (--hypothesis-profile=search).
 _ANY_PACE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None}
 settings.register_profile("search", max_examples=200, **_ANY_PACE)
@@ -43,7 +43,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 
 def pytest_collection_finish() -> None:
-    """Keeps modules and tests, which live until the end, out of the garbage collections of the tests: 5 % of the CPU."""
+    """Keeps modules and tests, which live until the end, out of the garbage collections of the tests."""
     gc.collect()
     gc.freeze()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ PACKAGES = ("contract", "python_backends", "server", "clients", "gateway", "buil
 PAGES = sorted([*DOCS.glob("*.md"), *(DOCS / "decisions").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 
 
+@cache
 def _module_map():
     spec = importlib.util.spec_from_file_location("module_map", DOCS / "module_map.py")
     module = importlib.util.module_from_spec(spec)

@@ -50,6 +50,11 @@ def parsed(path):
     return ast.parse(path.read_text("utf-8"))
 
 
+@cache
+def nodes_of(path):
+    return tuple(ast.walk(parsed(path)))
+
+
 def name_of(path):
     """The name a module is imported by."""
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -59,14 +64,18 @@ def name_of(path):
 MODULES = {name_of(path): path for path in SOURCES}
 
 
+@cache
 def imports(path, *, only_at_import=False):
     """Modules that a file imports, by name; ``from a import b`` counts as a.b where that is a module."""
-    nodes = _top_level(parsed(path)) if only_at_import else ast.walk(parsed(path))
+    return tuple(_imports(_top_level(parsed(path)) if only_at_import else nodes_of(path)))
+
+
+def _imports(nodes):
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
+            assert node.level == 0, f"imports are absolute, unlike {ast.unparse(node)}"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 yield inner if inner in MODULES else node.module
@@ -164,7 +173,7 @@ def test_imports_inside_the_gateway_point_down():
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT.keys() - {"build"}))
 def test_no_import_of_our_own_hides_behind_type_checking(package):
     for path in (ROOT / package).rglob("*.py"):
-        for node in ast.walk(parsed(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
                 for inner in ast.walk(node):
                     if isinstance(inner, ast.ImportFrom):
@@ -188,7 +197,7 @@ def _broad_handlers(path):
     """(line, whether it raises on, whether a comment on its line or the log says why) of each handler that catches
     everything."""
     lines = path.read_text("utf-8").splitlines()
-    for node in ast.walk(parsed(path)):
+    for node in nodes_of(path):
         if not isinstance(node, ast.ExceptHandler):
             continue
         caught = ast.dump(node.type) if node.type else "Exception"
@@ -269,7 +278,7 @@ def test_the_readmes_verbs_are_the_makefiles():
 def test_every_module_with_code_has_a_test_file_of_its_name():
     without = set()
     for path in SOURCES:
-        has_code = any(isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) for node in ast.walk(parsed(path)))
+        has_code = any(isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) for node in nodes_of(path))
         source = path.relative_to(ROOT)
         mirrored = ROOT / "tests" / source.parent / f"test_{source.name}"
         if has_code and not source.name.startswith("__") and not mirrored.exists():
