@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from opentelemetry.trace import Span, SpanKind
 
 from clients.wire.connection import new_request_id
 from clients.wire.token_stream import NO_OUTPUTS, TokenStream
-from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, Overloaded, TridentError, Unavailable
+from contract.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidArgument,
+    Overloaded,
+    TridentError,
+    Unavailable,
+)
 from contract.generation import FinishReason, GenerationRequest, TokenDelta, Usage
+from gateway import continuation
 from gateway.admission.degradation import overflow_note
 from gateway.admission.engine_priority import engine_priority
 from gateway.admission.fair_admission import Permit, Turn
 from gateway.admission.prompt_tokens import PromptCount
 from gateway.config.settings import Settings
+from gateway.continuation import Continuation, SuspectPrompts
 from gateway.live_generations import LiveGenerations
 from gateway.request_context import RequestContext
 from gateway.routing.backend_errors import from_backend
@@ -45,6 +56,7 @@ class GenerationRuntime:
     fallback: where a failed request goes next.
     live: the registry of generations in flight.
     shadow: begins the shadow copy of a request; returns None for most.
+    suspects: prompts that are not continued.
     reports_cached_tokens: whether callers may see prefix cache hits. All tenants share the replicas' prefix cache, so
         the number would tell one tenant about the prompts of another.
     """
@@ -57,6 +69,7 @@ class GenerationRuntime:
     tracing: Tracing
     shadow: Callable[[GenerationRequest], Copy | None] = lambda request: None
     reports_cached_tokens: Callable[[], bool] = lambda: True
+    suspects: SuspectPrompts = field(default_factory=SuspectPrompts)
 
 
 class Generation:
@@ -66,7 +79,8 @@ class Generation:
     ``message`` holds its bytes.
 
     Before its first token a request may move: to another replica when its own makes no progress or becomes unhealthy,
-    at most ``hang_retries`` times, and to the next target when one fails, each target once (docs/decisions/0015).
+    at most ``hang_retries`` times, and to the next target when one fails, each target once (docs/decisions/0015). When
+    its replica is lost it goes on at another one of its pool, from the ids so far (docs/decisions/0023).
 
     request: what is served, perhaps with fewer ``max_tokens`` than requested.
     target: the overflow target that serves it; "" for replicas of its own pool.
@@ -110,6 +124,11 @@ class Generation:
         self._route: Route | None = None
         self._stream: TokenStream | UpstreamStream | None = None
         self._payload = b""  # a serialised ModelInferRequest to send as it is
+        self._continued_payload: Callable[[tuple[int, ...]], bytes] | None = None
+        self._continuation = Continuation(runtime.settings.continuations)
+        self._engine = ""  # hash of the engine that made the first token
+        self._opened_s = 0.0  # when the current attempt began
+        self._silence: TridentError | None = None  # why a continuable attempt was cancelled
         self._shadow = runtime.shadow(request)
         self._closed = False
         runtime.live.add(self)
@@ -131,11 +150,17 @@ class Generation:
                 raise self._cut_error or from_backend(ended) from None
             except TridentError as exc:
                 error = self._shown(exc)
-                if not await self._retry_elsewhere(error):
-                    raise error from exc.__cause__
+                if not (await self._retry_elsewhere(error) or await self._continue(error)):
+                    raise self._first_loss(error) from exc.__cause__
                 self._stream = None
                 continue
             if delta is not NO_OUTPUTS:
+                # Text in front of an error is what the replica had held back; it is generated again.
+                deferred = stream.deferred_error
+                if deferred is not None and await self._continue(from_backend(deferred)):
+                    stream.cancel()
+                    self._stream = None
+                    continue
                 self._observe(delta)
             if self._payload:
                 if stream.finished and not self.finish_reason:
@@ -150,6 +175,7 @@ class Generation:
         await self._turn.begin()
         if self._cut_error is not None:
             raise self._cut_error
+        self._opened_s = time.monotonic()
         self._stream = self._opened()
         return self._stream
 
@@ -157,6 +183,8 @@ class Generation:
         """Return the error that the caller sees for ``error``."""
         if self._cut_error is not None and (error is self._cut_error or isinstance(error, Cancelled)):
             return self._cut_error
+        if self._silence is not None:
+            return self._silence
         if self._stream is None or isinstance(error, Cancelled):
             return error
         return self._backend_error(error, self._stream.attempts)
@@ -214,6 +242,53 @@ class Generation:
             del self._permit.headers["x-trident-degraded"]
         return True
 
+    async def _continue(self, error: TridentError) -> bool:
+        """Wait until another replica of the pool can go on after ``error``; False if the request cannot go on."""
+        state, route, replicas = self._continuation, self._route, self._runtime.replicas
+        silence, self._silence = self._silence, None
+        if self._closed or self.finish_reason or self._cut_error is not None or self.upstream is not None:
+            return False
+        begun = self._started or state.count > 0
+        lost = silence is not None or isinstance(error, EngineFailed) or (begun and isinstance(error, Unavailable))
+        if route is None or not lost:
+            return False
+        in_band = self._stream is not None and bool(self._stream.message)
+        began = self._stream is not None and self._started and not state.lost_s
+        ran_s = time.monotonic() - self._opened_s
+        state.lose(error, route.replica, silence is not None or continuation.is_loss(error, in_band, ran_s, began))
+        metrics, suspects = self._runtime.metrics, self._runtime.suspects
+        if state.exhausted:
+            suspects.add(self.request, self._context.request_id, error)
+        if not state.allows(self.request) or (self._payload and self._continued_payload is None):
+            metrics.continuations.labels("refused").inc()
+            return False
+        if self.request in suspects:
+            metrics.continuations.labels("suspect").inc()
+            return False
+        self._waiting_since_s = 0.0
+        until_s = min(self._deadline_s, state.lost_s + continuation.WAIT_S)
+        if not route.has_alternative():
+            await asyncio.sleep(continuation.PAUSE_S)
+        while not replicas.ready_with(self._turn.pool, self._engine):
+            if time.monotonic() >= until_s:
+                metrics.continuations.labels("no_replica").inc()
+                return False
+            await asyncio.sleep(continuation.POLL_S)
+            if self._closed or self._cut_error is not None:
+                raise self._cut_error or Cancelled(LEFT)
+        self._earlier_attempts = error.attempts
+        self._permit.headers[continuation.HEADER] = str(state.count)
+        metrics.continuations.labels("continued").inc()
+        request_log.continued(self._context, self.id, route.replica, self.tokens, error)
+        end_span(self._replica_span, error)
+        self._replica_span = None
+        return True
+
+    def _first_loss(self, error: TridentError) -> TridentError:
+        """Return the error of the first lost replica where ``error`` only says why the request could not go on."""
+        loss = self._continuation.error
+        return loss if loss is not None and isinstance(error, InvalidArgument | Unavailable | EngineFailed) else error
+
     @property
     def upstream(self) -> Upstream | None:
         """The upstream that serves the request; None if replicas do."""
@@ -236,7 +311,11 @@ class Generation:
         route_span = tracing.child(self._span, "route")
         self._replica_span = tracing.child(self._span, "replica", SpanKind.CLIENT)
         parent = traceparent(self._replica_span, context.carrier)
-        route = self._runtime.replicas.route(self.request, self._turn.pool, context.session, parent, self._payload)
+        replicas, state, payload = self._runtime.replicas, self._continuation, self._payload
+        if state.count and self._continued_payload is not None:
+            payload = self._continued_payload(state.ids(self.request))
+        tried = state.tried | replicas.with_other_engine(self._turn.pool, self._engine)
+        route = replicas.route(self.request, self._turn.pool, context.session, parent, payload, tried)
         route.priority = engine_priority(context.tenant.priority, context.own_priority)
         if self._turn.may_move:
             route.move, route.group = self._change_pool, context.tenant.pool
@@ -269,6 +348,8 @@ class Generation:
         self._started = True
         if self._route is not None:
             self._route.made_tokens()
+            self._engine = self._engine or self._route.engine
+        self._continuation.observe(delta)
         # Upstreams send no token ids; a chunk of theirs is about one token.
         tokens = len(delta.token_ids) or bool(delta.text)
         self.tokens += tokens
@@ -283,9 +364,12 @@ class Generation:
         if self._shadow is not None:
             self._shadow.observe(delta)
 
-    def relay(self, payload: bytes) -> None:
-        """Send this serialised ModelInferRequest in place of one made from ``request``, and keep each message."""
-        self._payload = payload
+    def relay(self, payload: bytes, continued: Callable[[tuple[int, ...]], bytes] | None) -> None:
+        """Send this serialised ModelInferRequest in place of one made from ``request``, and keep each message.
+
+        continued: returns the payload that goes on behind these ids; None if the request cannot go on.
+        """
+        self._payload, self._continued_payload = payload, continued
 
     @property
     def message(self) -> bytes:
@@ -339,6 +423,10 @@ class Generation:
         attempts = self._earlier_attempts + (self._stream.attempts if self._stream is not None else 0)
         tried = f"; it was tried {attempts} times" if attempts > 1 else ""
         error = DeadlineExceeded(f"the engine was silent for {timeout_s:g} s{tried}")
+        if self._started and self.upstream is None and self._continuation.allows(self.request) and self._stream:
+            self._silence = error
+            self._stream.cancel()
+            return
         if isinstance(self._stream, UpstreamStream):
             self._cut_error = error
             self._stream.abandon(error)
@@ -432,6 +520,7 @@ class Generation:
         request_id = self.id if upstream is None and not relayed else self.request.request_id
         request = dataclasses.replace(self.request, request_id=request_id, timeout_s=self.remaining_s)
         if upstream is None:
+            request = self._continuation.request(request)
             return TokenStream(self._open_route(), request, runtime.replicas.schedule(), relayed)
         self._replica_span = runtime.tracing.child(self._span, "upstream", SpanKind.CLIENT)
         return upstream.stream(request, traceparent(self._replica_span, self._context.carrier))

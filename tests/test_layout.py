@@ -140,7 +140,7 @@ GATEWAY_LAYERS = (
     ("request_context",),
     ("routing",),
     ("telemetry",),
-    ("live_generations",),
+    ("continuation", "live_generations"),
     ("encoding",),
     ("generation",),
     ("choices",),

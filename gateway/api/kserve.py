@@ -278,8 +278,9 @@ class KServeEndpoint:
                 hidden |= request_timings(request)
             request.model_name = service.settings.triton_model
             set_adapter(request, request_context.model.adapter)
-            generation.relay(request.SerializeToString())
+            generation.relay(request.SerializeToString(), partial(continued, request) if not echoes(request) else None)
             error = await self._relay(generation, hidden, writer, request_context)
+            writer.set_trailers(choices.headers)
             return error
         except asyncio.CancelledError as exc:
             error = exc
@@ -340,11 +341,15 @@ class _Writer:
 
     async def send_metadata(self, headers: Mapping[str, str]) -> None:
         """Send response headers: those of the first request as initial metadata, those of the latest as trailers."""
+        self.set_trailers(headers)
+        if headers and not self._began:
+            self._began = True
+            await self._context.send_initial_metadata(tuple(headers.items()))
+
+    def set_trailers(self, headers: Mapping[str, str]) -> None:
+        """Replace the trailing metadata, with what became known during the response."""
         if headers:
             self._context.set_trailing_metadata(tuple(headers.items()))
-            if not self._began:
-                self._began = True
-                await self._context.send_initial_metadata(tuple(headers.items()))
 
     async def write(self, data: bytes) -> None:
         """Send one serialised response, after those before it."""
@@ -428,6 +433,30 @@ def set_max_tokens(request: service_pb2.ModelInferRequest, max_tokens: int) -> N
         request.raw_input_contents[index] = struct.pack("<i", max_tokens)
 
 
+def continued(request: service_pb2.ModelInferRequest, ids: tuple[int, ...]) -> bytes:
+    """Return the serialised request that goes on behind ``ids``."""
+    request = service_pb2.ModelInferRequest.FromString(request.SerializeToString())
+    found = _find(request, "continue_ids")
+    if found is not None:
+        del request.inputs[found[0]]
+        if found[1] is not None:
+            del request.raw_input_contents[found[0]]
+    if ids:
+        contents = _added(request, "continue_ids", "INT32", struct.pack(f"<{len(ids)}i", *ids), len(ids))
+        if contents is not None:
+            contents.int_contents.extend(ids)
+    return request.SerializeToString()
+
+
+def echoes(request: service_pb2.ModelInferRequest) -> bool:
+    """Return whether the response begins with the prompt."""
+    found = _find(request, "exclude_input_in_output")
+    if found is None:
+        return False
+    index, raw = found
+    return not (any(raw) if raw is not None else any(request.inputs[index].contents.bool_contents))
+
+
 def set_adapter(request: service_pb2.ModelInferRequest, adapter: str) -> None:
     """Add the adapter of the model's name as ``lora_name``.
 
@@ -468,10 +497,10 @@ def _also(request: service_pb2.ModelInferRequest, names: frozenset[str]) -> froz
 
 
 def _added(
-    request: service_pb2.ModelInferRequest, name: str, datatype: str, raw: bytes
+    request: service_pb2.ModelInferRequest, name: str, datatype: str, raw: bytes, size: int = 1
 ) -> service_pb2.InferTensorContents | None:
-    """Add an input of shape [1, 1]. Return where to put its value if the request has inline contents, else None."""
-    tensor = request.inputs.add(name=name, datatype=datatype, shape=[1, 1])
+    """Add an input of shape [1, size]. Return where to put its value if the request has inline contents, else None."""
+    tensor = request.inputs.add(name=name, datatype=datatype, shape=[1, size])
     if request.raw_input_contents or len(request.inputs) == 1:
         request.raw_input_contents.append(raw)
         return None

@@ -108,16 +108,17 @@ class ResponseStream:
         """Send an event stream of ``items`` and close them, whatever happens.
 
         The status is sent with the first item, so that an error before it can still be a status, or after
-        ``heartbeat_s`` without one. headers: called when the status is sent.
+        ``heartbeat_s`` without one. headers: called when the status is sent, and at the end: headers that are new
+        then are sent as comments.
         """
         first = asyncio.ensure_future(_next(items))
         try:
             done, _ = await asyncio.wait((first,), timeout=self._settings.heartbeat_s)
             if done:
                 item = first.result()
-                await self._start_events(headers())
-            else:
-                await self._start_events(headers())
+            sent = headers()
+            await self._start_events(sent)
+            if not done:
                 await self._write(WAITING)
                 item = await first
             if item is not None:
@@ -126,7 +127,8 @@ class ResponseStream:
                 async for item in items:
                     if data := encoder.encode(item):
                         await self._write(data)
-            await self.end(encoder.end())
+            late = (b": %s: %s\n\n" % header for header in headers() if header not in sent)
+            await self.end(b"".join(late) + encoder.end())
         finally:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)

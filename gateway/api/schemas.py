@@ -209,8 +209,6 @@ class _Sampling(GuidedBody):
         if self.continue_ids and self.choices > 1:
             raise InvalidArgument("continue_ids", "must be left out with several prompts or n above 1")
         guide = self.guide()
-        if self.continue_ids and guide is not None:
-            raise InvalidArgument("continue_ids", "must be left out with a format or grammar of the output")
         seeds = [None if self.seed is None else (self.seed + choice) % 2**64 for choice in range(self.choices)]
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         try:

@@ -196,6 +196,9 @@ class Settings(EnvironmentSettings):
     hang_retries: Annotated[int, Field(ge=0, le=10)] = Field(
         1, description="retries of a request whose replica makes no progress, so that a bad prompt hangs few engines"
     )
+    continuations: Annotated[int, Field(ge=0, le=10)] = Field(
+        2, description="replicas that a generation may lose and go on at another one; 0 ends it with an error"
+    )
     stall_timeout_s: Seconds = Field(30.0, description="seconds after which a client that reads nothing is cut off")
     heartbeat_s: Seconds = Field(15.0, description="seconds of silence after which a stream sends `: keep-alive`")
     header_timeout_s: Seconds = Field(10.0, description="longest time in seconds for a client to send its headers")

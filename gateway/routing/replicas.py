@@ -293,14 +293,16 @@ class Replicas:
         session: str = "",
         traceparent: str = "",
         payload: bytes = b"",
+        tried: frozenset[str] = frozenset(),
     ) -> Route:
         """Return the route of one request.
 
         payload: the ModelInferRequest to send in place of one made from ``request``.
+        tried: URLs of replicas that are picked only where no other is ready.
         """
         self._turn += 1
         prefix = costs.prefix(request)
-        routing = RoutingRequest(self._turn, session, prefix if len(prefix) >= SHORTEST_PREFIX else "")
+        routing = RoutingRequest(self._turn, session, prefix if len(prefix) >= SHORTEST_PREFIX else "", tried)
         return Route(self, routing, pinned, traceparent, payload)
 
     def schedule(self) -> RetrySchedule:
@@ -343,6 +345,15 @@ class Replicas:
     def serves(self, pinned: str) -> bool:
         """Whether a healthy replica could take a request of the pool or group ``pinned``, or of any with a weight."""
         return any(self.ready_in(pool) for pool in self._shares(pinned))
+
+    def ready_with(self, pool: str, engine: str) -> list[RoutedReplica]:
+        """Return the fit replicas of one pool that serve ``engine``, or do not say which; "" for any engine."""
+        return [fit for fit in self.ready_in(pool) if not engine or fit.metrics.engine in ("", engine)]
+
+    def with_other_engine(self, pool: str, engine: str) -> frozenset[str]:
+        """Return the URLs of the replicas of one pool that say that they serve another engine than ``engine``."""
+        found = self._replicas_of(pool).values() if engine else ()
+        return frozenset(other.url for other in found if other.metrics.engine not in ("", engine))
 
     def adapters(self, pinned: str) -> tuple[str, ...]:
         """The LoRA adapters that fit replicas of the pool or group ``pinned`` report, or of any pool with a weight."""
@@ -489,6 +500,11 @@ class Route:
         if self.move is None or replicas.has_untried(self._pinned, self._request.tried):
             return False
         return replicas.has_other(self._pinned, self.group)
+
+    @property
+    def engine(self) -> str:
+        """The hash of the latest replica's engine; "" if unknown."""
+        return self._latest.metrics.engine if self._latest is not None else ""
 
     @property
     def progress_s(self) -> float:

@@ -115,6 +115,12 @@ class Metrics:
             registry=registry,
         )
         self.retries = Counter("trident_gateway_retries", "Attempts after the first of a generation", registry=registry)
+        self.continuations = Counter(
+            "trident_gateway_continuations",
+            "Generations that lost their replica: continued, refused, suspect, no_replica",
+            ("result",),
+            registry=registry,
+        )
         self.reuse = Counter(
             "trident_gateway_reuse",
             "Requests by reuse result: hit, semantic, coalesced, replayed, miss, bypass",

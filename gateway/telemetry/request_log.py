@@ -37,3 +37,9 @@ def moved(context: RequestContext, generation_id: str, before: str, after: str, 
     """Log that a request continues at another target before its first token."""
     fields = {"request_id": context.request_id, "generation_id": generation_id, "from": before, "to": after}
     _LOG.warning("request moved to another target", extra={"fields": {**fields, "error": str(error)}})
+
+
+def continued(context: RequestContext, generation_id: str, replica: str, tokens: int, error: TridentError) -> None:
+    """Log that a generation lost its replica after so many tokens and goes on at another one."""
+    fields = {"request_id": context.request_id, "generation_id": generation_id, "from": replica, "tokens": tokens}
+    _LOG.warning("generation continues at another replica", extra={"fields": {**fields, "error": str(error)}})

@@ -169,8 +169,8 @@ def _continuation(
 ) -> tuple[bool, int]:
     """Return whether the ids that were generated already must be generated again, and the end id at their end or -1.
 
-    OpenVINO GenAI counts a presence and a frequency penalty over the ids that it generated itself; for all else it
-    makes no difference whether an id was generated or is part of the prompt.
+    OpenVINO GenAI counts a presence and a frequency penalty, and follows a guide, over the ids that it generated
+    itself; for all else it makes no difference whether an id was generated or is part of the prompt.
 
     Raises:
         InvalidArgument: the sequence could not go on as if it had never been cut.
@@ -178,12 +178,14 @@ def _continuation(
     ends = np.flatnonzero(np.isin(ids, list(stop_ids)))
     if ends.size and ends[0] < ids.size - 1:
         raise InvalidArgument("continue_ids", f"must hold an id that ends the output only last, got {ids[ends[0]]}")
-    if guide is not None:
-        raise InvalidArgument("continue_ids", "must be left out with a guide, whose state cannot be restored")
     if sampling.prompt_log_probs:
         raise InvalidArgument("return_prompt_log_probs", "must be false with continue_ids, got true")
-    replay = not ends.size and ids.size < max_tokens and bool(sampling.presence_penalty or sampling.frequency_penalty)
+    penalised = bool(sampling.presence_penalty or sampling.frequency_penalty)
+    replay = not ends.size and ids.size < max_tokens and (penalised or guide is not None)
     if replay and not sampling.greedy and sampling.seed is None:
+        if guide is not None:
+            problem = "must be left out with continue_ids, unless the request is greedy or has a seed"
+            raise InvalidArgument("guided_decoding_guide", problem)
         name = "presence_penalty" if sampling.presence_penalty else "frequency_penalty"
         raise InvalidArgument(name, "must be 0 with continue_ids, unless the request is greedy or has a seed")
     return replay, int(ids[-1]) if ends.size else -1

@@ -242,8 +242,10 @@ class FakeReplica:
         self._random.shuffle(order)
         end = len(script.tokens) if script.fail_after is None else script.fail_after
         whole = seen.value("stream") is False
-        groups = list(_groups(script.tokens[:end], max(1, len(script.tokens)) if whole else script.tokens_per_response))
-        sent, last_is_content = 0, script.fail_after is None
+        skipped = len(seen.inputs.get("continue_ids", ()))
+        size = max(1, len(script.tokens)) if whole else script.tokens_per_response
+        groups = list(_groups(script.tokens[skipped:end], size))
+        sent, last_is_content = skipped, script.fail_after is None
         prompt_tokens = len(str(seen.value("text_input") or seen.value("messages") or "").split())
 
         def response(texts, reason, final):

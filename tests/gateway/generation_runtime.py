@@ -70,6 +70,7 @@ async def runtime(
     """pools: as the setting ``replicas``. targets: overflow targets, in order of preference."""
     settings = Settings(
         **{"replicas": pools, "metrics_port": 0, "deep_probes": False, "probe_timeout_s": 60.0, "slow_start_s": 0.0}
+        | {"continuations": 0}
         | options
     )
     replicas, metrics = Replicas(settings), Metrics()

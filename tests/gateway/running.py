@@ -83,6 +83,7 @@ async def gateway(
         "deep_probes": False,
         "probe_timeout_s": 60.0,  # a replica that is not there refuses at once; one that is there may be slow
         "slow_start_s": 0.0,
+        "continuations": 0,
     }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "gateway.toml"

@@ -178,6 +178,7 @@ def test_penalties_that_count_generated_ids_have_them_generated_again(ask, name)
         assert (request.max_tokens, request.sampling.min_tokens) == (10, 6)
         assert request.sampling.seed == more.get("seed")
     assert not ask(**CONTINUED, repetition_penalty=1.5).replay
+    assert ask(**CONTINUED, guided_decoding_guide_type="json").replay
     with pytest.raises(InvalidArgument, match=f"{name}: must be 0 with continue_ids, unless"):
         ask(**CONTINUED, **{name: 0.5}, temperature=1.0)
 
@@ -192,7 +193,10 @@ def test_penalties_that_count_generated_ids_have_them_generated_again(ask, name)
         ({"num_continued_tokens": 5}, "num_continued_tokens: must be 0 to request_output_len"),
         ({"request_output_len": 1}, "num_continued_tokens: must be 0 to request_output_len"),
         ({"end_id": 4}, "continue_ids: must hold an id that ends the output only last, got 4"),
-        ({"guided_decoding_guide_type": "json"}, "continue_ids: must be left out with a guide"),
+        (
+            {"guided_decoding_guide_type": "json", "temperature": 1.0},
+            "guided_decoding_guide: must be left out with continue_ids, unless the request is greedy or has a seed",
+        ),
         (
             {"exclude_input_in_output": False, "return_log_probs": True, "return_prompt_log_probs": True},
             "return_prompt_log_probs: must be false with continue_ids",
