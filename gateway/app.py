@@ -32,6 +32,7 @@ from gateway.api.vocabulary import Vocabulary
 from gateway.batch.batch import Batches
 from gateway.cache import semantic_cache
 from gateway.cache.reuse import ResponseReuse
+from gateway.config.tenant import Tenant
 from gateway.models import ServedModel
 from gateway.service import Service
 
@@ -40,7 +41,13 @@ def build(service: Service) -> ASGIApp:
     """Return the application; its lifespan starts and closes the service."""
     settings = service.settings
     vocabulary = Vocabulary(settings.tokenizer)
-    semantic = semantic_cache.configured(settings, time.monotonic, service.metrics.registry, service.encoding)
+    semantic = semantic_cache.configured(
+        settings,
+        time.monotonic,
+        service.metrics.registry,
+        service.encoding,
+        lambda model: service.encoder_pool(model, "embeddings", Tenant()),
+    )
     reuse = ResponseReuse(service, service.configuration.policy.reuse, time.monotonic, semantic)
     batches = Batches(service, vocabulary) if settings.batch_db else None
 

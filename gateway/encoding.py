@@ -61,11 +61,6 @@ class Encoding:
         self._prompt_tokens = PromptTokens()  # an encoder has a tokenizer of its own: its tokens are estimated
         self._turns = itertools.count()
 
-    @property
-    def pools(self) -> frozenset[str]:
-        """The pools of encoders."""
-        return self._replicas.encoders
-
     async def admitted(self, rows: Rows, pool: str, context: RequestContext, timeout_s: float) -> EncodedRows:
         """Encode the rows of one caller, charged with their tokens.
 

@@ -91,6 +91,7 @@ class Service:
         )
         self.models = Models(settings.model, settings.triton_model, settings.tokenizer, self.replicas.adapters)
         self._prepare(policy)
+        self.models.change(self._table(policy))
         self.fallback = Fallback(self.overflow, self.replicas, self._overflow_targets, self.admission.degraded)
         self.replica_seconds = ReplicaSeconds(lambda: len(self.replicas.ready()))
         self.shadow: Shadow | None = None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import aiohttp
 import numpy as np
 import orjson
 
+from contract.errors import TridentError
 from gateway.encoding import Encoding
 from gateway.routing.circuit_breaker import Breaker, BreakerPolicy
 
@@ -28,9 +30,12 @@ class Embeddings(Protocol):
 
 
 class OwnEmbeddings:
-    """Embed texts at an encoder's pool of this gateway. It costs no tenant anything."""
+    """Embed texts with an encoder of this gateway. It costs no tenant anything.
 
-    def __init__(self, encoding: Encoding, pool: str, timeout_s: float) -> None:
+    pool: return the pool of the encoder's model; it raises TridentError while the configuration has no such model.
+    """
+
+    def __init__(self, encoding: Encoding, pool: Callable[[], str], timeout_s: float) -> None:
         self._encoding, self._pool, self._timeout_s = encoding, pool, timeout_s
         self._outstanding = 0
 
@@ -39,7 +44,9 @@ class OwnEmbeddings:
             return None
         self._outstanding += 1
         try:
-            return await self._encoding.embedding(text, self._pool, self._timeout_s)
+            return await self._encoding.embedding(text, self._pool(), self._timeout_s)
+        except TridentError:
+            return None
         finally:
             self._outstanding -= 1
 

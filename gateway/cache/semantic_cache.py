@@ -7,6 +7,7 @@ equal. A high cosine does not prove that two prompts ask the same: see docs/deci
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy as np
 from cachetools import LRUCache
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from contract.errors import InvalidArgument
+from contract.errors import InvalidArgument, TridentError
 from contract.generation import GenerationRequest
 from gateway.cache.cache_control import HEADER, CacheControl
 from gateway.cache.embeddings import Embeddings, EmbeddingsClient, OwnEmbeddings
@@ -211,11 +212,15 @@ class SemanticCache:
 
 
 def configured(
-    settings: Settings, clock: Callable[[], float], registry: CollectorRegistry, encoding: Encoding | None = None
+    settings: Settings,
+    clock: Callable[[], float],
+    registry: CollectorRegistry,
+    encoding: Encoding | None = None,
+    pool: Callable[[str], str] | None = None,
 ) -> SemanticCache | None:
     """Return the cache that the settings describe, None without a model.
 
-    encoding: serves the model where no URL is set: a pool of this gateway.
+    encoding, pool: serve the model where no URL is set; return the pool of a model of this gateway, or raise.
     Raises: InvalidArgument that names the variable.
     """
     if not settings.semantic_model:
@@ -225,12 +230,14 @@ def configured(
     if settings.semantic_url:
         embeddings = EmbeddingsClient(settings.semantic_url, model, settings.semantic_api_key, timeout_s)
     else:
-        assert encoding is not None
-        if model not in encoding.pools:
-            there = ", ".join(sorted(encoding.pools)) or "none"
-            problem = f"must be a pool of kind encoder where SEMANTIC_URL is unset ({there}), got {model!r}"
-            raise InvalidArgument(variable("semantic_model"), problem)
-        embeddings = OwnEmbeddings(encoding, model, timeout_s)
+        assert encoding is not None and pool is not None
+        found = functools.partial(pool, model)
+        try:
+            found()
+        except TridentError as error:
+            problem = f"must be a model with embeddings where SEMANTIC_URL is unset, got {model!r}: {error}"
+            raise InvalidArgument(variable("semantic_model"), problem) from error
+        embeddings = OwnEmbeddings(encoding, found, timeout_s)
     return SemanticCache(
         embeddings,
         threshold=settings.semantic_threshold,

@@ -167,11 +167,11 @@ class Settings(EnvironmentSettings):
     )
     semantic_url: Url = Field(
         "",
-        description="OpenAI-style embeddings API up to and with /v1; unset: SEMANTIC_MODEL is a pool of this gateway",
+        description="OpenAI-style embeddings API up to and with /v1; unset: SEMANTIC_MODEL is of this gateway",
     )
     semantic_model: str = Field(
         "",
-        description="model of the semantic cache: a pool of kind encoder, or a model at SEMANTIC_URL; unset: no cache",
+        description="model of the semantic cache: an encoder of this gateway, or one at SEMANTIC_URL; unset: no cache",
     )
     semantic_api_key: str = Field("", repr=False, description="API key for SEMANTIC_URL, sent as a bearer token")
     semantic_timeout_s: Seconds = Field(0.25, description="timeout of an embeddings request; a slower one is a miss")

@@ -7,10 +7,9 @@ import asyncio
 import grpc
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
 from contract.errors import InvalidArgument, Overloaded
-from gateway.cache import semantic_cache
+from gateway import app
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings
 from gateway.service import Service
@@ -205,10 +204,10 @@ async def test_pressure_refuses_an_encoders_request_and_never_shortens_it():
         assert (await task)[0] == 200
 
 
-def test_the_semantic_caches_model_is_a_pool_of_the_file():
+def test_the_semantic_caches_model_is_one_that_there_is():
     settings = Settings(semantic_model="small")
     service = Service(settings, Configuration(None, {}, settings.pools))
     with pytest.raises(
-        InvalidArgument, match=r"SEMANTIC_MODEL: must be a pool of kind encoder .*\(none\), got 'small'"
+        InvalidArgument, match=r"SEMANTIC_MODEL: must be a model with embeddings .*, got 'small': .* does not exist"
     ):
-        semantic_cache.configured(settings, lambda: 0.0, CollectorRegistry(), service.encoding)
+        app.build(service)

@@ -15,6 +15,13 @@ from tests.gateway.running import Running, gateway, until
 from tests.gateway.test_encoding import config
 
 CHAT, ENGINE = "/v1/chat/completions", "e" * 64
+TABLE = """
+[models.demo]
+pools = [""]
+[models.vectors]
+pools = ["small"]
+aliases = ["alias"]
+"""
 PROMPT, AGAIN = "How is a list sorted", "How is a long list sorted"
 
 
@@ -70,10 +77,12 @@ async def test_a_similar_prompt_is_answered_without_the_engine_and_says_so(on: d
         assert page['trident_gateway_semantic_cache_lookups_total{result="hit"}'] == 1
 
 
-async def test_an_encoder_of_this_gateway_serves_it_without_any_url() -> None:
-    settings: dict[str, Any] = {"semantic_model": "small", "semantic_threshold": 0.7, "semantic_timeout_s": 60.0}
+@pytest.mark.parametrize("name", ["small", "alias"])
+async def test_an_encoder_of_this_gateway_serves_it_without_any_url(name: str) -> None:
+    settings: dict[str, Any] = {"semantic_model": name, "semantic_threshold": 0.7, "semantic_timeout_s": 60.0}
     async with EncoderReplica() as encoder, FakeReplica(numbered(), engine=ENGINE) as replica:
-        async with gateway(replica, config=config(encoder), **settings) as running:
+        file = config(encoder, more=TABLE if name == "alias" else "")
+        async with gateway(replica, config=file, **settings) as running:
             await until(lambda: bool(running.service.replicas.ready_in("small")))
             _, first = await complete_chat(running, PROMPT)
             await kept(running, 1)

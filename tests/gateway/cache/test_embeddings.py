@@ -36,7 +36,7 @@ class Encoder:
 
 async def test_an_own_encoder_embeds_so_many_texts_at_once_and_no_more() -> None:
     encoder: Any = Encoder()
-    own = embeddings.OwnEmbeddings(encoder, "small", 30.0)
+    own = embeddings.OwnEmbeddings(encoder, lambda: "small", 30.0)
     tasks = [asyncio.create_task(own.embed("a")) for _ in range(embeddings.MAX_CONCURRENT)]
     while encoder.asked < embeddings.MAX_CONCURRENT:
         await asyncio.sleep(0)
