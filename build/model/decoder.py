@@ -1,14 +1,13 @@
 """A dense Llama-family decoder computed in f32 numpy, layer by layer, with a quantised engine's rounding put in.
 
-It is the reference of the quality gate (a Hugging Face checkpoint in bf16, a GGUF file's
-dequantised weights) and, fed by ``trtllm_checkpoint``, the
-simulation of the engine that TensorRT-LLM would compile from a quantised checkpoint. A layer is made when its turn
-comes and dropped after it, so that a model larger than memory can be measured.
+It is the reference of the quality gate (a Hugging Face checkpoint in bf16, a GGUF file's dequantised weights) and, fed
+by ``trtllm_checkpoint``, the simulation of the engine that TensorRT-LLM would compile from a quantised checkpoint. A
+layer is made when its turn comes and dropped after it, so that a model larger than memory can be measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,9 +16,9 @@ import numpy as np
 from build.base import rope as rotary
 from build.base.architecture import Architecture
 from build.base.checkpoint import Checkpoint
+from build.base.encoder_checkpoint import EncoderCheckpoint
 from build.base.gguf_file import GgufTensor
 from build.base.numerics import round_to_bf16
-from build.base.shards import StoredTensor
 
 Round = Callable[[np.ndarray], np.ndarray]
 
@@ -156,49 +155,57 @@ def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
-def from_checkpoint(opened: Checkpoint) -> Decoder:
-    """The reference: weights rounded to bf16, or as a GGUF file's are dequantised; all arithmetic in f32."""
-
-    def value(stored: StoredTensor) -> np.ndarray:
-        values = stored.f32()
-        return values if isinstance(stored, GgufTensor) else round_to_bf16(values)
-
-    return from_tensors(opened.architecture, opened.tensors, value)
-
-
-def from_tensors(
-    arch: Architecture, stored: Mapping[str, StoredTensor], value: Callable[[StoredTensor], np.ndarray]
+def assembled(
+    arch: Architecture,
+    f32: Callable[[str], np.ndarray],
+    linear: Callable[..., Linear],
+    round_kv: Callable[[str], Round | None] = lambda at: None,
 ) -> Decoder:
-    """A decoder of stored weights, each taken as its ``value``; all arithmetic in f32."""
+    """A decoder of tensors by their Hugging Face names.
 
-    def tensor(name: str) -> np.ndarray:
-        return value(stored[name])
-
-    def linear(*names: str) -> Linear:
-        weight = np.concatenate([tensor(f"{name}.weight") for name in names])
-        has_bias = f"{names[0]}.bias" in stored
-        return Linear(weight, np.concatenate([tensor(f"{name}.bias") for name in names]) if has_bias else None)
+    f32: a tensor. linear: of one module, or of the rows of several. round_kv: of the layer of a name.
+    """
 
     def layer(index: int) -> Layer:
         at = f"model.layers.{index}"
         attention, mlp = f"{at}.self_attn", f"{at}.mlp"
         return Layer(
-            input_norm=tensor(f"{at}.input_layernorm.weight"),
+            input_norm=f32(f"{at}.input_layernorm.weight"),
             qkv=linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
             dense=linear(f"{attention}.o_proj"),
-            post_norm=tensor(f"{at}.post_attention_layernorm.weight"),
+            post_norm=f32(f"{at}.post_attention_layernorm.weight"),
             fc=linear(f"{mlp}.gate_proj"),
             gate=linear(f"{mlp}.up_proj"),
             proj=linear(f"{mlp}.down_proj"),
-            q_norm=tensor(f"{attention}.q_norm.weight") if arch.qk_norm else None,
-            k_norm=tensor(f"{attention}.k_norm.weight") if arch.qk_norm else None,
+            q_norm=f32(f"{attention}.q_norm.weight") if arch.qk_norm else None,
+            k_norm=f32(f"{attention}.k_norm.weight") if arch.qk_norm else None,
+            round_kv=round_kv(at),
         )
 
-    embedding = tensor("model.embed_tokens.weight")
+    embedding = f32("model.embed_tokens.weight")
     return Decoder(
         architecture=arch,
         embedding=embedding,
         layers=[partial(layer, index) for index in range(arch.num_layers)],
-        final_norm=tensor("model.norm.weight"),
-        head=Linear(embedding if arch.tied else tensor("lm_head.weight")),
+        final_norm=f32("model.norm.weight"),
+        head=Linear(embedding if arch.tied else f32("lm_head.weight")),
     )
+
+
+def from_checkpoint(opened: Checkpoint | EncoderCheckpoint) -> Decoder:
+    """The reference: weights rounded to bf16, or as a GGUF file's are dequantised; all arithmetic in f32."""
+    stored = opened.tensors
+
+    def f32(name: str) -> np.ndarray:
+        values = stored[name].f32()
+        return values if isinstance(stored[name], GgufTensor) else round_to_bf16(values)
+
+    def linear(*modules: str) -> Linear:
+        has_bias = f"{modules[0]}.bias" in stored
+        return Linear(
+            np.concatenate([f32(f"{module}.weight") for module in modules]),
+            np.concatenate([f32(f"{module}.bias") for module in modules]) if has_bias else None,
+        )
+
+    assert isinstance(opened.architecture, Architecture)
+    return assembled(opened.architecture, f32, linear)

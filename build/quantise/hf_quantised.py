@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +17,21 @@ from build.base import architecture as architectures
 from build.base import shards
 from build.base.architecture import Architecture
 from build.base.shards import StoredTensor
-from build.model.decoder import Decoder, Layer, Linear
+from build.model.decoder import Decoder, Linear, Round, assembled
 from build.quantise import quantised_linear
 from build.quantise.quantised_linear import (
     AWQ,
     KV_CACHE_QUANT_ALGOS,
     QUANT_ALGOS,
     WEIGHT_ONLY_BITS,
+    BadCheckpoint,
     Stored,
+    Tensors,
+    as_f32,
+    check_tensors,
     kv_cache_rounding,
+    stored_array,
 )
-from build.quantise.trtllm_checkpoint import ARRAY_DTYPES, BadCheckpoint, as_f32, stored_array
 
 QUANT_CONFIG = "hf_quant_config.json"
 _LINEARS = ("_proj.weight",)
@@ -56,32 +59,25 @@ class QuantisedCheckpoint:
 
     def decoder(self) -> Decoder:
         """The engine's numerics, as in ``trtllm_checkpoint``."""
-        head = "model.embed_tokens.weight" if self.architecture.tied else "lm_head.weight"
-        return Decoder(
-            architecture=self.architecture,
-            embedding=self.f32("model.embed_tokens.weight"),
-            layers=[partial(self._layer, index) for index in range(self.architecture.num_layers)],
-            final_norm=self.f32("model.norm.weight"),
-            head=Linear(self.f32(head)),
+        return assembled(self.architecture, self.f32, self.linear, self._round_kv)
+
+    def linear(self, *modules: str) -> Linear:
+        """A module, or query, key and value above each other, which see one input and must round it alike."""
+        parts = [self._linear(module) for module in modules]
+        for kind in ("input_scale", "pre_quant_scale") if len(parts) > 1 else ():
+            names = [f"{module}.{kind}" for module in modules]
+            there = [self.f32(name) for name in names if name in self.tensors]
+            if there and not (len(there) == len(names) and all(np.array_equal(scale, there[0]) for scale in there)):
+                raise BadCheckpoint(str(self.folder), f"{', '.join(names)} are not equal")
+        biases = [part.bias for part in parts if part.bias is not None]
+        return Linear(
+            weight=np.concatenate([part.weight for part in parts]) if len(parts) > 1 else parts[0].weight,
+            bias=np.concatenate(biases) if biases else None,
+            prequant=parts[0].prequant,
+            round_input=parts[0].round_input,
         )
 
-    def _layer(self, index: int) -> Layer:
-        at = f"model.layers.{index}"
-        qk_norm = self.architecture.qk_norm
-        return Layer(
-            input_norm=self.f32(f"{at}.input_layernorm.weight"),
-            qkv=self._qkv(f"{at}.self_attn"),
-            dense=self.linear(f"{at}.self_attn.o_proj"),
-            post_norm=self.f32(f"{at}.post_attention_layernorm.weight"),
-            fc=self.linear(f"{at}.mlp.gate_proj"),
-            gate=self.linear(f"{at}.mlp.up_proj"),
-            proj=self.linear(f"{at}.mlp.down_proj"),
-            q_norm=self.f32(f"{at}.self_attn.q_norm.weight") if qk_norm else None,
-            k_norm=self.f32(f"{at}.self_attn.k_norm.weight") if qk_norm else None,
-            round_kv=kv_cache_rounding(self.kv_cache_quant_algo, lambda: self._kv_scale(f"{at}.self_attn")),
-        )
-
-    def linear(self, module: str) -> Linear:
+    def _linear(self, module: str) -> Linear:
         def optional(kind: str) -> np.ndarray | None:
             name = f"{module}.{kind}"
             return np.atleast_1d(self.f32(name)) if name in self.tensors else None
@@ -99,24 +95,12 @@ class QuantisedCheckpoint:
             ),
         )
 
-    def _qkv(self, attention: str) -> Linear:
-        """q, k and v see one input, so they must round it alike; ModelOpt gives them one input_scale."""
-        parts = {side: self.linear(f"{attention}.{side}_proj") for side in "qkv"}
-        for kind in ("input_scale", "pre_quant_scale"):
-            names = [f"{attention}.{side}_proj.{kind}" for side in "qkv"]
-            there = [self.f32(name) for name in names if name in self.tensors]
-            if there and not (len(there) == 3 and all(np.array_equal(scale, there[0]) for scale in there)):
-                raise BadCheckpoint(str(self.folder), f"{', '.join(names)} are not equal")
-        biases = [part.bias for part in parts.values() if part.bias is not None]
-        return Linear(
-            weight=np.concatenate([part.weight for part in parts.values()]),
-            bias=np.concatenate(biases) if biases else None,
-            prequant=parts["q"].prequant,
-            round_input=parts["q"].round_input,
-        )
+    def _round_kv(self, at: str) -> Round | None:
+        def scale() -> np.ndarray:
+            sides = ("k_proj.k_scale", "v_proj.v_scale")
+            return np.maximum(*(self.f32(f"{at}.self_attn.{side}") for side in sides))
 
-    def _kv_scale(self, attention: str) -> np.ndarray:
-        return np.maximum(self.f32(f"{attention}.k_proj.k_scale"), self.f32(f"{attention}.v_proj.v_scale"))
+        return kv_cache_rounding(self.kv_cache_quant_algo, scale)
 
 
 def read(folder: Path | str) -> QuantisedCheckpoint:
@@ -151,8 +135,8 @@ def _json(path: Path) -> dict:
 
 
 def _check(folder: Path, stored: Mapping, arch: Architecture, algo: str, kv: str | None, block: int) -> None:
-    needed: dict[str, tuple[str | None, tuple[int, ...]]] = {}
-    optional: dict[str, tuple[str | None, tuple[int, ...]]] = {}
+    needed: Tensors = {}
+    optional: Tensors = {}
     if algo in AWQ and block < 1:
         raise BadCheckpoint(str(folder / QUANT_CONFIG), "group_size is missing; AWQ scales cannot be read without it")
     for name, shape in arch.expected_tensors().items():
@@ -163,32 +147,18 @@ def _check(folder: Path, stored: Mapping, arch: Architecture, algo: str, kv: str
         needed |= {f"{module}.{kind}": entry for kind, entry in _scales(algo, rows, columns, block).items()}
         if algo in AWQ or algo == "W8A8_SQ_PER_CHANNEL":
             optional[f"{module}.pre_quant_scale"] = (None, (columns,))
-    if kv is not None:
-        for layer in range(arch.num_layers):
-            for side in "kv":
-                needed[f"model.layers.{layer}.self_attn.{side}_proj.{side}_scale"] = ("F32", ())
-    for name, (dtype, shape) in (needed | optional).items():
-        if name not in stored and name in optional:
-            continue
-        if name not in stored:
-            raise BadCheckpoint(str(folder), f"no *.safetensors file holds {name}")
-        tensor = stored[name]
-        if tensor.shape != shape or tensor.dtype not in ((dtype,) if dtype else ("BF16", "F16", "F32")):
-            expected = f"{dtype or 'a float'} {list(shape)}"
-            raise BadCheckpoint(str(tensor.path), f"{name} is {tensor.dtype} {list(tensor.shape)}, not {expected}")
-        item = np.dtype(ARRAY_DTYPES[tensor.dtype]).itemsize
-        if tensor.offset + int(np.prod(tensor.shape)) * item > tensor.path.stat().st_size:
-            raise BadCheckpoint(str(tensor.path), f"is truncated inside {name}")
-    if extra := sorted(stored.keys() - needed.keys() - optional.keys()):
-        raise BadCheckpoint(str(folder), f"holds {extra[0]}, for which config.json leaves no place")
+    for layer in range(arch.num_layers if kv is not None else 0):
+        for side in "kv":
+            needed[f"model.layers.{layer}.self_attn.{side}_proj.{side}_scale"] = ("F32", ())
+    check_tensors(str(folder), stored, needed, optional)
 
 
-def _scales(algo: str, rows: int, columns: int, block: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _scales(algo: str, rows: int, columns: int, block: int) -> Tensors:
     if algo == "FP8":
         return {"weight": ("F8_E4M3", (rows, columns)), "weight_scale": ("F32", ()), "input_scale": ("F32", ())}
     if algo == "FP8_PER_CHANNEL_PER_TOKEN":
         return {"weight": ("F8_E4M3", (rows, columns)), "weight_scale": ("F32", (rows,))}
     if algo == "W8A8_SQ_PER_CHANNEL":
         return {"weight": ("I8", (rows, columns)), "weight_scale": ("F32", (rows,)), "input_scale": ("F32", ())}
-    awq = {"weight": ("U8", (rows // 2, columns)), "weight_scale": ("F32", (rows, columns // block))}
+    awq: Tensors = {"weight": ("U8", (rows // 2, columns)), "weight_scale": ("F32", (rows, columns // block))}
     return awq | ({"weight_scale_2": ("F32", ()), "input_scale": ("F32", ())} if algo == "W4A8_AWQ" else {})

@@ -1,24 +1,40 @@
-"""One quantised linear layer as a numpy callable: weights dequantised, inputs rounded as the engine's kernel does.
+"""What both formats of quantised checkpoints share: their stored tensors, and a linear layer in the engine's numerics.
 
-The stored tensors mean the same in both checkpoint formats; only their names differ (``trtllm_checkpoint.py``,
-``hf_quantised.py``).
+The stored tensors mean the same in both; only their names differ (``trtllm_checkpoint.py``, ``hf_quantised.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from build.base.numerics import E4M3_MAX, dequantise_blocks, e4m3_to_f32, round_to_e4m3, round_to_int8, unpack_int4
+from build.base.numerics import (
+    E4M3_MAX,
+    bf16_to_f32,
+    dequantise_blocks,
+    e4m3_to_f32,
+    round_to_e4m3,
+    round_to_int8,
+    unpack_int4,
+)
+from build.base.shards import StoredTensor
 from build.model.decoder import Linear, Round
+from contract.errors import InvalidArgument
 
 AWQ = ("W4A16_AWQ", "W4A8_AWQ")
 WEIGHT_ONLY_BITS = {"W8A16": 8, "W4A16": 4}
 QUANT_ALGOS = (None, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W8A8_SQ_PER_CHANNEL", *AWQ, *WEIGHT_ONLY_BITS)
 KV_CACHE_QUANT_ALGOS = (None, "FP8", "INT8")
+ARRAY_DTYPES = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "F8_E4M3": "u1", "I8": "i1", "U8": "u1"}
+FLOATS = ("BF16", "F16", "F32")
+Tensors = dict[str, tuple[str | None, tuple[int, ...]]]  # (safetensors dtype, None for any of FLOATS; shape) by name
+
+
+class BadCheckpoint(InvalidArgument):
+    """A quantised checkpoint is incomplete or contradicts itself. ``field`` is the file at fault."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +91,44 @@ def kv_cache_rounding(algo: str | None, scale: Callable[[], np.ndarray]) -> Roun
     if algo is None:
         return None
     return partial(round_scaled, round_to_e4m3 if algo == "FP8" else round_to_int8, scale())
+
+
+def stored_array(tensor: StoredTensor) -> np.ndarray:
+    """A read-only view of the mapped file: bf16 as u16 bits, FP8 as u8 bits, the rest by value."""
+    dtype = np.dtype(ARRAY_DTYPES[tensor.dtype])
+    return np.asarray(np.memmap(tensor.path, dtype=dtype, mode="r", offset=tensor.offset, shape=tensor.shape))
+
+
+def as_f32(array: np.ndarray, dtype: str) -> np.ndarray:
+    """The values of a :func:`stored_array` of safetensors' ``dtype``."""
+    if dtype == "BF16":
+        return bf16_to_f32(array)
+    return e4m3_to_f32(array) if dtype == "F8_E4M3" else array.astype(np.float32)
+
+
+def check_tensors(where: str, stored: Mapping[str, StoredTensor], needed: Tensors, optional: Tensors) -> None:
+    """Raises BadCheckpoint where one is missing, unexpected, cut off, or of another dtype or shape.
+
+    where: the file or folder of ``stored``.
+    """
+    if missing := sorted(needed.keys() - stored.keys()):
+        raise BadCheckpoint(where, f"lacks {shortened(missing)}")
+    if extra := sorted(stored.keys() - needed.keys() - optional.keys()):
+        raise BadCheckpoint(where, f"holds {shortened(extra)}, for which config.json leaves no place")
+    for name, tensor in stored.items():
+        dtype, shape = (needed | optional)[name]
+        if tensor.shape != shape or tensor.dtype not in ((dtype,) if dtype else FLOATS):
+            given, expected = f"{tensor.dtype} {list(tensor.shape)}", f"{dtype or 'a float'} {list(shape)}"
+            raise BadCheckpoint(str(tensor.path), f"{name} is {given}; config.json asks for {expected}")
+        item = np.dtype(ARRAY_DTYPES[tensor.dtype]).itemsize
+        if tensor.offset + int(np.prod(tensor.shape)) * item > tensor.path.stat().st_size:
+            raise BadCheckpoint(str(tensor.path), f"is truncated inside {name}")
+
+
+def shortened(names: set[str] | list[str], limit: int = 4) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(names[:limit]) or "none") + more
 
 
 def round_scaled(rounding: Round, scale: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -9,40 +9,48 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from build.base import rope as rotary
-from build.base import (
-    shards,
-)
+from build.base import shards
 from build.base.architecture import Architecture
-from build.base.numerics import bf16_to_f32, e4m3_to_f32
 from build.base.shards import StoredTensor
-from build.model.decoder import Decoder, Layer, Linear
+from build.model.decoder import Decoder, Linear, assembled
 from build.quantise import quantised_linear
 from build.quantise.quantised_linear import (
     AWQ,
     KV_CACHE_QUANT_ALGOS,
     QUANT_ALGOS,
     WEIGHT_ONLY_BITS,
+    BadCheckpoint,
     Stored,
+    Tensors,
+    as_f32,
+    check_tensors,
     kv_cache_rounding,
+    shortened,
+    stored_array,
 )
-from contract.errors import InvalidArgument
 
-ARRAY_DTYPES = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "F8_E4M3": "u1", "I8": "i1", "U8": "u1"}
 FLOAT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 COLUMN = ("attention.qkv", "mlp.fc", "mlp.gate")  # split along out; the others along in
-Tensors = dict[str, tuple[str, tuple[int, ...]]]  # (safetensors dtype, shape) by name
-QK_NORM_TYPES = ("qwen3",)
-
-
-class BadCheckpoint(InvalidArgument):
-    """A TensorRT-LLM checkpoint is incomplete or contradicts itself. ``field`` is the file at fault."""
+# What a Hugging Face name becomes, part by part; query, key and value are one module, attention.qkv.
+RENAMED = {
+    "model.embed_tokens": "transformer.vocab_embedding",
+    "model.norm": "transformer.ln_f",
+    "model.layers": "transformer.layers",
+    "self_attn.o_proj": "attention.dense",
+    "self_attn.q_proj": "attention.qkv",
+    "self_attn": "attention",
+    "_norm": "_layernorm",
+    "post_attention_layernorm": "post_layernorm",
+    "mlp.gate_proj": "mlp.fc",
+    "mlp.up_proj": "mlp.gate",
+    "mlp.down_proj": "mlp.proj",
+}
 
 
 @dataclass(frozen=True)
@@ -94,30 +102,13 @@ class Checkpoint:
 
     def decoder(self) -> Decoder:
         """The engine's numerics: dequantised weights, inputs and KV cache rounded as its kernels round them."""
-        head = "lm_head.weight" if "lm_head.weight" in self.ranks[0] else "transformer.vocab_embedding.weight"
-        return Decoder(
-            architecture=architecture(self.config),
-            embedding=self.f32("transformer.vocab_embedding.weight"),
-            layers=[partial(self._layer, index) for index in range(self.config["num_hidden_layers"])],
-            final_norm=self.f32("transformer.ln_f.weight"),
-            head=Linear(self.f32(head)),
-        )
-
-    def _layer(self, index: int) -> Layer:
-        at = f"transformer.layers.{index}"
-        qk_norm = f"{at}.attention.q_layernorm.weight" in self.ranks[0]
-        return Layer(
-            input_norm=self.f32(f"{at}.input_layernorm.weight"),
-            qkv=self.linear(f"{at}.attention.qkv"),
-            dense=self.linear(f"{at}.attention.dense"),
-            post_norm=self.f32(f"{at}.post_layernorm.weight"),
-            fc=self.linear(f"{at}.mlp.fc"),
-            gate=self.linear(f"{at}.mlp.gate"),
-            proj=self.linear(f"{at}.mlp.proj"),
-            q_norm=self.f32(f"{at}.attention.q_layernorm.weight") if qk_norm else None,
-            k_norm=self.f32(f"{at}.attention.k_layernorm.weight") if qk_norm else None,
-            round_kv=kv_cache_rounding(
-                self.kv_cache_quant_algo, lambda: self.f32(f"{at}.attention.kv_cache_scaling_factor")
+        arch = replace(architecture(self.config), tied="lm_head.weight" not in self.ranks[0])
+        return assembled(
+            arch,
+            lambda name: self.f32(renamed(name)),
+            lambda *modules: self.linear(renamed(modules[0])),
+            lambda at: kv_cache_rounding(
+                self.kv_cache_quant_algo, lambda: self.f32(f"{renamed(at)}.attention.kv_cache_scaling_factor")
             ),
         )
 
@@ -165,17 +156,11 @@ class Checkpoint:
         return parts[0]
 
 
-def stored_array(tensor: StoredTensor) -> np.ndarray:
-    """A read-only view of the mapped file: bf16 as u16 bits, FP8 as u8 bits, the rest by value."""
-    dtype = np.dtype(ARRAY_DTYPES[tensor.dtype])
-    return np.asarray(np.memmap(tensor.path, dtype=dtype, mode="r", offset=tensor.offset, shape=tensor.shape))
-
-
-def as_f32(array: np.ndarray, dtype: str) -> np.ndarray:
-    """The values of a :func:`stored_array` of safetensors' ``dtype``."""
-    if dtype == "BF16":
-        return bf16_to_f32(array)
-    return e4m3_to_f32(array) if dtype == "F8_E4M3" else array.astype(np.float32)
+def renamed(name: str) -> str:
+    """A Hugging Face name as TensorRT-LLM has it."""
+    for part, ours in RENAMED.items():
+        name = name.replace(part, ours)
+    return name
 
 
 def architecture(config: Mapping) -> Architecture:
@@ -198,7 +183,7 @@ def architecture(config: Mapping) -> Architecture:
         qkv_bias=has_bias,
         output_bias=has_bias and not is_qwen,
         mlp_bias=bool(config.get("mlp_bias")),
-        qk_norm=config.get("qwen_type") in QK_NORM_TYPES,
+        qk_norm=config.get("qwen_type") == "qwen3",
     )
 
 
@@ -218,7 +203,7 @@ def expected_tensors(config: Mapping) -> Tensors:
     q_rows = arch.num_heads // tp * arch.head_dim
     qkv_rows = q_rows + 2 * max(1, arch.num_kv_heads // tp) * arch.head_dim
     vocab = -(-arch.vocab_size // tp)
-    tensors = {
+    tensors: Tensors = {
         "transformer.vocab_embedding.weight": (dtype, (vocab, hidden)),
         "transformer.ln_f.weight": (dtype, (hidden,)),
         "lm_head.weight": (dtype, (vocab, hidden)),
@@ -251,8 +236,11 @@ def _linear_tensors(config: Mapping, rows: int, columns: int) -> Tensors:
     dtype, algo = FLOAT_DTYPES[config["dtype"]], config["quantization"].get("quant_algo")
     scalar = ("F32", (1,))
     if algo == "FP8":
-        weight = {"weight": ("F8_E4M3", (rows, columns))}
-        return weight | {"weights_scaling_factor": scalar, "activation_scaling_factor": scalar}
+        return {
+            "weight": ("F8_E4M3", (rows, columns)),
+            "weights_scaling_factor": scalar,
+            "activation_scaling_factor": scalar,
+        }
     if algo == "FP8_PER_CHANNEL_PER_TOKEN":
         return {"weight": ("F8_E4M3", (rows, columns)), "per_channel_scale": ("F32", (rows,))}
     if algo == "W8A8_SQ_PER_CHANNEL":
@@ -263,7 +251,7 @@ def _linear_tensors(config: Mapping, rows: int, columns: int) -> Tensors:
             "prequant_scaling_factor": (dtype, (columns,)),
         }
     if algo in AWQ:
-        tensors = {
+        tensors: Tensors = {
             "weight": ("I8", (rows // 2, columns)),
             "weights_scaling_factor": ("F32", (rows, columns // config["quantization"]["group_size"])),
             "prequant_scaling_factor": (dtype, (columns,)),
@@ -289,15 +277,21 @@ def read(folder: Path | str) -> Checkpoint:
     config = _read_config(folder / "config.json")
     tp = config["mapping"]["tp_size"]
     files = {f"rank{rank}.safetensors" for rank in range(tp)}
-    found = {path.name for path in folder.glob("rank*.safetensors")}
-    if found != files:
+    there = {path.name for path in folder.glob("rank*.safetensors")}
+    if there != files:
         raise BadCheckpoint(
-            str(folder), f"config.json says tp_size {tp}, so {_words(files)} belong here; found {_words(found)}"
+            str(folder), f"config.json says tp_size {tp}, so {shortened(files)} belong here; found {shortened(there)}"
         )
-    expected = expected_tensors(config)
-    optional = {"lm_head.weight"} if config.get("share_embedding_table") else set()
-    ranks = tuple(_read_rank(folder / f"rank{rank}.safetensors", expected, optional) for rank in range(tp))
-    return Checkpoint(folder, config, ranks)
+    needed = expected_tensors(config)
+    optional = {"lm_head.weight": needed.pop("lm_head.weight")} if config.get("share_embedding_table") else {}
+    ranks = []
+    for path in (folder / f"rank{rank}.safetensors" for rank in range(tp)):
+        try:
+            ranks.append(shards.read_header(path))
+        except shards.BadShard as exc:
+            raise BadCheckpoint(str(path), str(exc)) from exc
+        check_tensors(str(path), ranks[-1], needed, optional)
+    return Checkpoint(folder, config, tuple(ranks))
 
 
 def _read_config(path: Path) -> dict:
@@ -328,27 +322,6 @@ def _read_config(path: Path) -> dict:
     return config
 
 
-def _read_rank(path: Path, expected: Tensors, optional: set[str]) -> dict[str, StoredTensor]:
-    try:
-        tensors = shards.read_header(path)
-    except shards.BadShard as exc:
-        raise BadCheckpoint(str(path), str(exc)) from exc
-    if missing := sorted(expected.keys() - tensors.keys() - optional):
-        raise BadCheckpoint(str(path), f"lacks {_words(missing)}")
-    if extra := sorted(tensors.keys() - expected.keys()):
-        raise BadCheckpoint(str(path), f"holds {_words(extra)}, for which config.json leaves no place")
-    for name, tensor in tensors.items():
-        if (tensor.dtype, tensor.shape) != expected[name]:
-            dtype, shape = expected[name]
-            raise BadCheckpoint(
-                str(path), f"{name} is {tensor.dtype} {list(tensor.shape)}; config.json asks for {dtype} {list(shape)}"
-            )
-        item = np.dtype(ARRAY_DTYPES[tensor.dtype]).itemsize
-        if tensor.offset + int(np.prod(tensor.shape)) * item > path.stat().st_size:
-            raise BadCheckpoint(str(path), f"is truncated inside {name}")
-    return tensors
-
-
 def check_values(tensors: Iterable[StoredTensor]) -> None:
     """Raises BadCheckpoint where a value is not finite or a scale is not positive. Looks at every value."""
     for tensor in tensors:
@@ -366,9 +339,3 @@ def check_values(tensors: Iterable[StoredTensor]) -> None:
             raise BadCheckpoint(str(tensor.path), f"{tensor.name} has {int(is_bad.sum())} values that are not finite")
         if "scal" in tensor.name and not (as_f32(array, tensor.dtype) > 0).all():
             raise BadCheckpoint(str(tensor.path), f"{tensor.name} has a scale that is not positive")
-
-
-def _words(names: set[str] | list[str], limit: int = 4) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return (", ".join(names[:limit]) or "none") + more

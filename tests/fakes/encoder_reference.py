@@ -21,7 +21,7 @@ class Reference:
         if isinstance(arch, BertArchitecture):
             self._weights = {name: tensor.f32() for name, tensor in checkpoint.tensors.items()}
         else:
-            self._decoder = decoder.from_tensors(arch, checkpoint.tensors, lambda stored: stored.f32())
+            self._decoder = decoder.from_checkpoint(checkpoint)
 
     def vector(self, ids: Sequence[int], types: Sequence[int]) -> np.ndarray:
         """f32[d], the embedding of a text, or f32[1], the score of a pair. ids, types: of its tokens."""

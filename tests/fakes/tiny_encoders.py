@@ -94,9 +94,9 @@ def write_sentence_files(folder: Path, pooling: str = "mean_tokens", *, normaliz
 
 def write_qwen3(folder: Path, *, bare: bool = False) -> Path:
     """A tiny Qwen3 with words for answers. bare: tensors without ``model.``, as Qwen3-Embedding has them."""
-    weights = checkpoints.write(folder, QWEN3, dtype="F32")
+    weights = checkpoints.write(folder, QWEN3)
     if bare:
-        checkpoints.write_weights(folder, {n.removeprefix("model."): w for n, w in weights.items()}, dtype="F32")
+        checkpoints.write_weights(folder, {n.removeprefix("model."): w for n, w in weights.items()})
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens(["no", "yes"])
     tokenizer.save(str(folder / "tokenizer.json"))

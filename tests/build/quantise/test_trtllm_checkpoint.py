@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from build.base import layout, numerics
 from build.quantise import trtllm_checkpoint
-from build.quantise.trtllm_checkpoint import ARRAY_DTYPES, BadCheckpoint, expected_tensors, read
+from build.quantise.quantised_linear import ARRAY_DTYPES, BadCheckpoint
+from build.quantise.trtllm_checkpoint import expected_tensors, read
 from tests.fakes import numpy_llama
 
 OBSERVED = json.loads((layout.OPTION_TABLES / "checkpoint_tensors_observed.json").read_text())
