@@ -24,14 +24,14 @@ from build.base.checkpoint import Checkpoint, CheckpointError
 from build.model import detokenizer, exported_graph, graph, lora_adapter, lora_graph, openvino_engine
 from build.model.calibration import open_tokenizer, read_texts, token_blocks
 from build.model.lora_graph import LoraGraph
-from build.model.weights import PRECISIONS, Int4, Weights
+from build.model.weights import Int4, Weights
 from build.package import side_files
 from build.recipe.recipe import Recipe
 from contract.errors import InvalidArgument
 
 
 def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, notify: Callable[[str], None]) -> None:
-    """Fills ``folder``, which exists and is empty. ``say`` gets a line before each long step.
+    """Fills ``folder``, which exists and is empty. ``notify`` gets a line before each long step.
 
     Raises CheckpointError or InvalidArgument with one sentence.
     """
@@ -42,7 +42,7 @@ def compile_cpu(checkpoint: Checkpoint, recipe: Recipe, folder: Path, notify: Ca
     opened = [lora_adapter.open_adapter(entry.name, entry.path, checkpoint) for entry in recipe.adapters]
     stored = checkpoint
     if opened:
-        notify(f"LoRA adapters {', '.join(f'{one.record.name} (rank {one.record.rank})' for one in opened)}")
+        notify(f"LoRA adapters {', '.join(f'{a.record.name} (rank {a.record.rank})' for a in opened)}")
         stored = lora_graph.widened(checkpoint, len(opened), adapter_first_token_id(checkpoint, recipe) or 0)
     if checkpoint.graph is not None:
         stored, exported = exported_graph.matrices(checkpoint)
@@ -132,36 +132,18 @@ def _announced(matrix: graph.Weight, checkpoint: Checkpoint, notify: Callable[[s
 
 
 def check(checkpoint: Checkpoint, recipe: Recipe) -> None:
-    """Refuses, before anything long starts, what recipe and checkpoint cannot do together."""
+    """Refuses, before anything long starts, what recipe and checkpoint cannot do together and no rule refuses."""
     if not checkpoint.eos_token_ids:
         problem = "neither generation_config.json nor config.json has an eos_token_id"
         raise CheckpointError(f"{checkpoint.folder}: {problem}")
     if recipe.adapters and checkpoint.architecture.exported:
         problem = f"must be left out for {checkpoint.architecture.name}, whose graph optimum-intel writes; got"
         raise InvalidArgument("adapters", f"{problem} {', '.join(adapter.name for adapter in recipe.adapters)}")
-    longest = checkpoint.architecture.max_positions
-    if recipe.max_seq_len is None or recipe.max_seq_len > longest:
-        raise InvalidArgument("max_seq_len", f"must be 2 to {longest} for this model, got {recipe.max_seq_len}")
-    if recipe.precision not in PRECISIONS:
-        raise InvalidArgument("precision", f"must be one of {', '.join(PRECISIONS)}, got {recipe.precision!r}")
-    for key in ("adapters", "calibration"):
-        if checkpoint.architecture.exported and getattr(recipe, key):
-            problem = f"needs a family the torch-free builder has; {checkpoint.architecture.name} is none"
-            raise InvalidArgument(key, problem)
-    if recipe.calibration is not None and recipe.precision != "int4":
-        problem = f"must be left out, or precision be int4: it has no effect on {recipe.precision} weights"
+    if recipe.calibration and checkpoint.architecture.exported:
+        problem = f"needs a family the torch-free builder has; {checkpoint.architecture.name} is none"
         raise InvalidArgument("calibration", problem)
     if recipe.kv_cache_precision == "bf16" and _computes_in_f32(recipe):
         raise InvalidArgument("kv_cache_precision", "must be f32, f16 or u8 with fp32 weights, got 'bf16'")
-    if recipe.kv_cache_tokens is None or recipe.kv_cache_tokens < recipe.max_seq_len:
-        problem = f"must hold one sequence of max_seq_len {recipe.max_seq_len}, got {recipe.kv_cache_tokens}"
-        raise InvalidArgument("kv_cache_tokens", problem)
-    if recipe.max_num_tokens < recipe.max_batch_size:
-        need = f"must be one for each of max_batch_size {recipe.max_batch_size} sequences a step"
-        raise InvalidArgument("max_num_tokens", f"{need}, got {recipe.max_num_tokens}")
-    if not recipe.chunked_context and recipe.max_num_tokens < recipe.max_seq_len:
-        need = f"must hold a prompt of max_seq_len {recipe.max_seq_len} without chunked_context"
-        raise InvalidArgument("max_num_tokens", f"{need}, got {recipe.max_num_tokens}")
 
 
 def properties(recipe: Recipe) -> dict[str, str]:
