@@ -9,28 +9,19 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from build.base import layout, option_table
 from build.base.shape import Shape, is_hub_id, local_folder
 from build.model.calibration import CPYTHON
-from build.recipe.quantization import HF, HF_QFORMATS, QFORMATS, Quantization
+from build.recipe.quantization import AWQ_CALIB_SIZE, HF, HF_QFORMATS, QFORMATS, Quantization
 from build.recipe.recipe import Recipe
 from build.recipe.schema import CPU, LLMAPI, TRTLLM
 
 QUANTIZE, CONVERT = "quantize", "convert"
-QUANT_ALGO = {
-    "bf16": None,
-    "fp8": "FP8",
-    "fp8_pc_pt": "FP8_PER_CHANNEL_PER_TOKEN",
-    "int8_sq": "W8A8_SQ_PER_CHANNEL",
-    "int4_awq": "W4A16_AWQ",
-    "w4a8_awq": "W4A8_AWQ",
-    "nvfp4": "NVFP4",
-    "int8_wo": "W8A16",
-    "int4_wo": "W4A16",
-}
+QUANT_ALGO = {"bf16" if qformat == "full_prec" else qformat: algo for qformat, (_, algo) in QFORMATS.items()}
+QUANT_ALGO["nvfp4"] = "NVFP4"
 PAGED_WITH_QUANTISED_KV = {"FP8", "W4A8_AWQ", "NVFP4"}  # rule R1
 FUSED_MLP = {None, "FP8", "MIXED_PRECISION"}  # rule R6
 # An option of [convert] that turns a precision quantize.py would make into one convert_checkpoint.py makes.
@@ -40,7 +31,6 @@ CONVERT_SWITCH = {
     "fp8": "use_fp8",
     "int4_awq": "use_weight_only",
 }
-CALIB_SIZE_AWQ = 32  # rule R20
 MOUNT = "/trident"
 # From the repository root: serving has one environment, torch and ModelOpt another (build/quantise/environment.py).
 PYTHON, BUILD_PYTHON = ".venv/bin/python", ".venv-build/bin/python"
@@ -71,7 +61,7 @@ def calibrates(recipe: Recipe, shape: Shape) -> bool:
 
 def calibration_size(recipe: Recipe) -> int:
     """Texts really used: any AWQ format clamps to 32."""
-    return min(recipe.texts.size, CALIB_SIZE_AWQ) if "awq" in recipe.precision else recipe.texts.size
+    return min(recipe.texts.size, AWQ_CALIB_SIZE) if "awq" in recipe.precision else recipe.texts.size
 
 
 def paged_context_fmha(recipe: Recipe) -> bool:
@@ -153,21 +143,8 @@ def build_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
 
 def quantize_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
     """Options of quantize.py; the recipe's [quantize] wins."""
-    awq = "awq" in recipe.precision
-    options: dict[str, object] = {
-        "model_dir": model_dir(recipe.model),
-        "dtype": "bfloat16",
-        "qformat": recipe.precision,
-    }
-    if recipe.kv_cache_precision != "auto":
-        options["kv_cache_dtype"] = recipe.kv_cache_precision
-    if awq:
-        options["awq_block_size"] = recipe.group_size
+    options = _format_options(recipe, recipe.precision) | _calibration_options(recipe)
     options |= {
-        "calib_dataset": recipe.texts.dataset,
-        "calib_size": calibration_size(recipe),
-        "batch_size": recipe.texts.batch_size,
-        "calib_max_seq_length": recipe.texts.max_seq_length,
         "tokenizer_max_seq_length": 2 * recipe.texts.max_seq_length,
         "tp_size": recipe.tp,
         "pp_size": recipe.pp,
@@ -182,6 +159,24 @@ def quantize_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
     if recipe.precision != "fp8":
         given.pop("quantize_lm_head", None)  # R23: only fp8 can
     return options | given
+
+
+def _format_options(recipe: Recipe, qformat: str) -> dict[str, object]:
+    options: dict[str, object] = {"model_dir": model_dir(recipe.model), "dtype": "bfloat16", "qformat": qformat}
+    if recipe.kv_cache_precision != "auto":
+        options["kv_cache_dtype"] = recipe.kv_cache_precision
+    if "awq" in qformat:
+        options["awq_block_size"] = recipe.group_size
+    return options
+
+
+def _calibration_options(recipe: Recipe) -> dict[str, object]:
+    return {
+        "calib_dataset": recipe.texts.dataset,
+        "calib_size": calibration_size(recipe),
+        "batch_size": recipe.texts.batch_size,
+        "calib_max_seq_length": recipe.texts.max_seq_length,
+    }
 
 
 def convert_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
@@ -201,11 +196,6 @@ def convert_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
     return options | dict(recipe.convert)
 
 
-def converter(shape: Shape) -> str:
-    """The option table of the family's convert_checkpoint.py."""
-    return f"convert_checkpoint_{shape.family}"
-
-
 def fetch(recipe: Recipe) -> list[str] | None:
     """Downloads a hub model's weights and tokenizer, nothing else; None for a local folder.
 
@@ -213,13 +203,8 @@ def fetch(recipe: Recipe) -> list[str] | None:
     """
     if not is_hub_id(recipe.model):
         return None
-    argv = [
-        PYTHON,
-        "-m",
-        "build.base.fetch",
-        recipe.model,
-        *(["--revision", recipe.revision] if recipe.revision else []),
-    ]
+    argv = [PYTHON, "-m", "build.base.fetch", recipe.model]
+    argv += ["--revision", recipe.revision] if recipe.revision else []
     return argv if recipe.kind == CPU else [*argv, "--into", model_dir(recipe.model)]
 
 
@@ -230,7 +215,7 @@ def checkpoint(recipe: Recipe, shape: Shape) -> list[str]:
     if checkpoint_route(recipe, shape) == QUANTIZE:
         table, options = option_table.read("quantize"), quantize_options(recipe, shape)
     else:
-        table, options = option_table.read(converter(shape)), convert_options(recipe, shape)
+        table, options = option_table.read(f"convert_checkpoint_{shape.family}"), convert_options(recipe, shape)
     return ["python3", table.path_in_image, *table.arguments(options)]
 
 
@@ -268,26 +253,13 @@ def qformat_here(recipe: Recipe) -> str:
 def checkpoint_on_cpu(recipe: Recipe) -> list[str]:
     """Makes the same checkpoint in the build environment that holds ModelOpt, with a GPU or without."""
     qformat = qformat_here(recipe)
-    options: dict[str, object] = {"model_dir": model_dir(recipe.model), "dtype": "bfloat16", "qformat": qformat}
-    if recipe.kv_cache_precision != "auto":
-        options["kv_cache_dtype"] = recipe.kv_cache_precision
-    if "awq" in qformat:
-        options["awq_block_size"] = recipe.group_size
+    options = _format_options(recipe, qformat)
     if qformat not in QFORMATS or QFORMATS[qformat][0] is not None:
-        options |= {
-            "calib_dataset": recipe.texts.dataset,
-            "calib_size": calibration_size(recipe),
-            "batch_size": recipe.texts.batch_size,
-            "calib_max_seq_length": recipe.texts.max_seq_length,
-        }
+        options |= _calibration_options(recipe)
     options |= {"checkpoint_format": HF} if recipe.kind == LLMAPI else {"tp_size": recipe.tp}
     options |= {"output_dir": _path(layout.checkpoint(recipe.name))} | _own_options(recipe)
-    return [
-        BUILD_PYTHON,
-        "-m",
-        "build.quantise.quantize",
-        *(part for key, value in options.items() for part in (f"--{key}", str(value))),
-    ]
+    given = (part for key, value in options.items() for part in (f"--{key}", str(value)))
+    return [BUILD_PYTHON, "-m", "build.quantise.quantize", *given]
 
 
 def compile_engine(recipe: Recipe, shape: Shape) -> list[str]:
@@ -308,25 +280,9 @@ def build_engine(recipe: Recipe) -> list[str]:
 
 def in_docker(argv: Sequence[str], recipe: Recipe, root: str | Path = layout.ROOT) -> list[str]:
     """``argv`` inside the recipe's image, with the repository mounted as the working folder."""
-    mounts = [
-        "-v",
-        f"{root}:{MOUNT}",
-        *(part for folder in _outside(recipe) for part in ("-v", f"{folder}:{folder}:ro")),
-    ]
-    env = [part for key, value in _environment(recipe).items() for part in ("-e", f"{key}={value}" if value else key)]
-    run = [
-        "docker",
-        "run",
-        "--rm",
-        "--gpus",
-        "all",
-        "--ipc=host",
-        "--ulimit",
-        "memlock=-1",
-        "--ulimit",
-        "stack=67108864",
-    ]
-    return [*run, *mounts, "-w", MOUNT, *env, recipe.image, *_entered(argv)]
+    mounts = _each("-v", [f"{root}:{MOUNT}", *(f"{folder}:{folder}:ro" for folder in _outside(recipe))])
+    run = "docker run --rm --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864".split()
+    return [*run, *mounts, "-w", MOUNT, *_each("-e", _environment(recipe)), recipe.image, *_entered(argv)]
 
 
 def enroot_import(recipe: Recipe) -> list[str]:
@@ -341,15 +297,9 @@ def enroot_image(recipe: Recipe) -> Path:
 
 def in_enroot(argv: Sequence[str], recipe: Recipe, root: str | Path = layout.ROOT) -> list[str]:
     """``argv`` inside the imported image; enroot starts in its own folder, so the shell changes to ours first."""
-    mounts = [
-        "--mount",
-        f"{root}:{MOUNT}",
-        *(p for folder in _outside(recipe) for p in ("--mount", f"{folder}:{folder}")),
-    ]
-    env = [
-        part for key, value in _environment(recipe).items() for part in ("--env", f"{key}={value}" if value else key)
-    ]
-    return ["enroot", "start", "--rw", *mounts, *env, _path(enroot_image(recipe)), *_entered(argv, f"cd {MOUNT}; ")]
+    mounts = _each("--mount", [f"{root}:{MOUNT}", *(f"{folder}:{folder}" for folder in _outside(recipe))])
+    run = ["enroot", "start", "--rw", *mounts, *_each("--env", _environment(recipe)), _path(enroot_image(recipe))]
+    return [*run, *_entered(argv, f"cd {MOUNT}; ")]
 
 
 def line(argv: Sequence[str]) -> str:
@@ -369,9 +319,14 @@ def _entered(argv: Sequence[str], first: str = "") -> list[str]:
     return ["bash", "-c", f'{first}export PATH={IMAGE_PATH}:$PATH; exec "$@"', "bash", *argv]
 
 
-def _environment(recipe: Recipe) -> Mapping[str, str]:
+def _environment(recipe: Recipe) -> list[str]:
     """HF_TOKEN is passed on by name, so its value never stands in a printed line."""
-    return {"HF_TOKEN": ""} | dict(recipe.environment)
+    values = {"HF_TOKEN": ""} | dict(recipe.environment)
+    return [f"{key}={value}" if value else key for key, value in values.items()]
+
+
+def _each(flag: str, values: Sequence[str]) -> list[str]:
+    return [part for value in values for part in (flag, value)]
 
 
 def _outside(recipe: Recipe) -> list[Path]:

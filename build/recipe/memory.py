@@ -26,21 +26,9 @@ SEQUENCE_BYTES = 650_000  # per running sequence, whatever the vocabulary
 SEQUENCE_VOCAB_BYTES = 24.8  # per running sequence and vocabulary entry: logits, their copies, the decoder's scratch
 CPU_PROCESS_BYTES = 170 * 1024**2  # resident size of the engine process before any weight
 
-WEIGHT_BYTES = {
-    "fp32": 4.0,
-    "fp16": 2.0,
-    "bf16": 2.0,
-    "fp8": 1.0,
-    "fp8_pc_pt": 1.0,
-    "int8": 1.0,
-    "int8_sq": 1.0,
-    "int8_wo": 1.0,
-    "int4": 0.5,
-    "int4_wo": 0.5,
-    "int4_awq": 0.5,
-    "w4a8_awq": 0.5,
-    "nvfp4": 0.5,
-}
+WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0}
+WEIGHT_BYTES |= dict.fromkeys(("fp8", "fp8_pc_pt", "int8", "int8_sq", "int8_wo"), 1.0)
+WEIGHT_BYTES |= dict.fromkeys(("int4", "int4_wo", "int4_awq", "w4a8_awq", "nvfp4"), 0.5)
 KV_BYTES = {"auto": 2.0, "fp8": 1.0, "int8": 1.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "u8": 1.0}
 
 FORMULAS = {
