@@ -384,18 +384,19 @@ class Generation:
     def check(self, now_s: float) -> None:
         """Retry or cuts a request whose target is silent for too long.
 
-        A request without a token that waits at a replica which makes progress for others is queued, not silent: only
-        its own deadline ends it.
+        A request without a token from its replica, which makes progress for others, is queued, not silent: only its
+        own deadline ends it.
         """
         if not self._waiting_since_s:
             return
         settings, route = self._runtime.settings, self._route
         progress_s = route.progress_s if route is not None else 0.0
-        silent_s = now_s - (self._waiting_since_s if self._started else max(self._waiting_since_s, progress_s))
+        started = self._started and not self._continuation.lost_s  # at this replica
+        silent_s = now_s - (self._waiting_since_s if started else max(self._waiting_since_s, progress_s))
         first_s, idle_s = settings.first_token_timeout_s, settings.idle_timeout_s
         if silent_s <= min(UNHEALTHY_S, first_s, idle_s):
             return
-        may_retry = not self._started and self._hang_retries < settings.hang_retries and self._has_alternative()
+        may_retry = not started and self._hang_retries < settings.hang_retries and self._has_alternative()
         timeout_s = min(first_s, idle_s) if may_retry else idle_s
         if silent_s > timeout_s:
             if route is not None and now_s - progress_s > timeout_s:

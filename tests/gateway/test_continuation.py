@@ -23,7 +23,7 @@ from gateway.continuation import Continuation, SuspectPrompts, is_loss
 from tests.fakes import replica as fake_replica
 from tests.fakes.replica import FakeReplica, Script, SeenRequest
 from tests.gateway.generation_runtime import grpc_context, requests, runtime
-from tests.gateway.running import gateway
+from tests.gateway.running import gateway, until
 
 TEXT = tuple(f" {n}" for n in range(12))
 WHOLE = Script(TEXT, FinishReason.LENGTH)
@@ -91,6 +91,27 @@ async def test_a_hung_replica_is_left_after_its_silence():
             assert text == "".join(TEXT)
             generation.close()
             assert here.idle
+
+
+async def test_a_request_that_queues_where_it_goes_on_is_not_silent():
+    async with (
+        FakeReplica(first_then(GONE, SILENT)) as one,
+        runtime(one.url, continuations=1, idle_timeout_s=5) as here,
+    ):
+        generation = await here.generation(requests(max_tokens=12)[0])
+        for _ in range(5):
+            await anext(generation)
+        rest = asyncio.ensure_future(anext(generation))
+        await until(lambda: one.counts.started == 2)
+        now_s = time.monotonic()
+        here.generations.replicas.all()[0].progress_s = now_s + 6  # it makes tokens of others
+        generation.check(now_s + 7)
+        await asyncio.sleep(0.05)
+        assert not rest.done()
+        generation.check(now_s + 60)
+        with pytest.raises(DeadlineExceeded, match="silent for 5 s"):
+            await rest
+        generation.close(generation.error)
 
 
 async def test_without_another_replica_it_waits_for_its_own_to_return():
