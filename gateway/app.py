@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import orjson
@@ -55,30 +55,28 @@ def build(service: Service) -> ASGIApp:
         prices = service.configuration.policy.prices
         return model.describe(prices.currency if prices else "USD")
 
-    async def models(request: Request) -> Response:
-        try:
-            tenant = service.tenant(bearer_token(request.headers.get("authorization", "")))
-        except TridentError as error:
-            return _error_response(error_responses.http(error))
-        table = {"object": "list", "data": [described(model) for model in service.models_of(tenant)]}
-        return Response(orjson.dumps(table), media_type="application/json")
+    def answered(handle: Callable[[Request, Tenant], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+        """Return the endpoint that sends what ``handle`` returns for a request and its tenant as JSON, or its error."""
 
-    async def get_model(request: Request) -> Response:
-        try:
-            tenant = service.tenant(bearer_token(request.headers.get("authorization", "")))
-            model = service.model_of(request.path_params["name"], tenant)
-        except TridentError as error:
-            return _error_response(error_responses.http(error))
-        return Response(orjson.dumps(described(model)), media_type="application/json")
+        async def endpoint(request: Request) -> Response:
+            try:
+                tenant = service.tenant(bearer_token(request.headers.get("authorization", "")))
+                fields = await handle(request, tenant)
+            except TridentError as error:
+                return _error_response(error_responses.http(error))
+            return Response(orjson.dumps(fields), media_type="application/json")
 
-    async def tokenizer_info(request: Request) -> Response:
-        try:
-            tenant = service.tenant(bearer_token(request.headers.get("authorization", "")))
-            model = service.model_of(request.query_params.get("model", settings.model), tenant)
-            fields = (await asyncio.to_thread(model_tokenizer, model.rules.tokenizer)).info()
-        except TridentError as error:
-            return _error_response(error_responses.http(error))
-        return Response(orjson.dumps(fields), media_type="application/json")
+        return endpoint
+
+    async def models(request: Request, tenant: Tenant) -> Any:
+        return {"object": "list", "data": [described(model) for model in service.models_of(tenant)]}
+
+    async def get_model(request: Request, tenant: Tenant) -> Any:
+        return described(service.model_of(request.path_params["name"], tenant))
+
+    async def tokenizer_info(request: Request, tenant: Tenant) -> Any:
+        model = service.model_of(request.query_params.get("model", settings.model), tenant)
+        return (await asyncio.to_thread(model_tokenizer, model.rules.tokenizer)).info()
 
     async def schema(request: Request) -> Response:
         # orjson has no integers beyond 64 bits, and the schema's limits exceed them.
@@ -97,8 +95,8 @@ def build(service: Service) -> ASGIApp:
 
     application = Starlette(
         routes=[
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", get_model),
+            Route("/v1/models", answered(models)),
+            Route("/v1/models/{name:path}", answered(get_model)),
             Route("/v1/chat/completions", OpenAIEndpoint(service, reuse, ChatFormatter, vocabulary), methods=["POST"]),
             Route("/v1/completions", OpenAIEndpoint(service, reuse, CompletionFormatter, vocabulary), methods=["POST"]),
             *(Route(path, EncoderEndpoint(service, body), methods=["POST"]) for path, body in ENCODER_BODIES.items()),
@@ -106,7 +104,7 @@ def build(service: Service) -> ASGIApp:
                 Route(path, TokenizationEndpoint(service, body), methods=["POST"])
                 for path, body in TOKENIZATION_BODIES.items()
             ),
-            Route("/tokenizer_info", tokenizer_info),
+            Route("/tokenizer_info", answered(tokenizer_info)),
             *monitoring.health_routes(service, public=True),
             Route("/openapi.json", schema),
             *(batches.routes() if batches is not None else ()),

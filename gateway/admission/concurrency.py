@@ -44,8 +44,6 @@ class Concurrency:
     pools: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        if self.limit < 1 or any(limit < 1 for limit in self.class_limits.values()):
-            raise InvalidArgument("limit", f"got {self.limit} and {dict(self.class_limits)}; allowed is 1 or more")
         self._counts: Counter[str] = Counter()
         self._of_pool: Counter[str] = Counter()
         self._total = 0

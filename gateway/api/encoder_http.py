@@ -23,16 +23,6 @@ from gateway.service import Service
 
 EncoderBody = EmbeddingsRequest | RerankRequest | ScoreRequest
 _ROW = re.compile(r"(text_input|text_pair|input_ids)\[(\d+)\]")
-_OPERATIONS: dict[type[EncoderBody], str] = {
-    EmbeddingsRequest: "embeddings",
-    RerankRequest: "rerank",
-    ScoreRequest: "score",
-}
-_CAPABILITIES: dict[type[EncoderBody], str] = {
-    EmbeddingsRequest: "embeddings",
-    RerankRequest: "rerank",
-    ScoreRequest: "rerank",
-}
 
 
 class EncoderEndpoint(OpenAIEndpoint):
@@ -40,14 +30,14 @@ class EncoderEndpoint(OpenAIEndpoint):
 
     def __init__(self, service: Service, schema: type[EncoderBody]) -> None:
         self._service, self._schema = service, schema
-        self.operation = _OPERATIONS[schema]
+        self.operation = schema.operation
 
     async def _handle(
         self, response: ResponseStream, request: Request, tenant: Tenant, data: bytes, request_id: str
     ) -> None:
         openai_http.check_request_id(request_id)
         body: EncoderBody = schemas.validated(self._schema, data)
-        pool = self._service.encoder_pool(body.model, _CAPABILITIES[self._schema], tenant)
+        pool = self._service.encoder_pool(body.model, self._schema.capability, tenant)
         limit_s = self._service.settings.request_timeout_s
         timeout_s = openai_http.requested_timeout_s(request.headers.get("x-trident-timeout-s"), limit_s)
         headers = openai_http.joined_headers(request)
@@ -87,12 +77,11 @@ def answer(body: EncoderBody, encoded: EncodedRows, request_id: str) -> dict[str
 
 
 def _for_body(error: InvalidArgument, body: EncoderBody) -> InvalidArgument:
-    """The error of an encoder or of admission, about the field of this body."""
+    """Return the error of an encoder or of admission, about the field of this body."""
     match = _ROW.fullmatch(error.field)
     if match is not None:
         return type(error)(body.field(match[1], int(match[2])), error.problem)
     if error.field == "text_pair" and isinstance(body, EmbeddingsRequest):
         return InvalidArgument("model", "scores pairs of texts and makes no embeddings; use /v1/rerank or /v1/score")
-    first = {EmbeddingsRequest: "input", RerankRequest: "documents", ScoreRequest: "text_1"}[type(body)]
-    named = {"max_tokens": first, "text_input": first, "text_pair": first, "input_ids": first}
-    return type(error)(named.get(error.field, error.field), error.problem)
+    inputs = ("max_tokens", "text_input", "text_pair", "input_ids")
+    return type(error)(body.main_field if error.field in inputs else error.field, error.problem)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
 
@@ -33,8 +33,14 @@ _Truncate = Annotated[StrictInt, Field(ge=-1, lt=2**31), WHOLE]
 
 
 class _EncoderRequest(StrictModel):
-    """The fields that all share. truncate_prompt_tokens: as vLLM has it; -1 for the model's limit."""
+    """The fields that all share. truncate_prompt_tokens: as vLLM has it; -1 for the model's limit.
 
+    operation: in metrics. capability: that the model needs. main_field: named by errors about the whole input.
+    """
+
+    operation: ClassVar[str]
+    capability: ClassVar[str]
+    main_field: ClassVar[str]
     model: StrictStr
     user: StrictStr | None = None  # accepted and not stored
     truncate_prompt_tokens: _Truncate | None = None
@@ -43,6 +49,7 @@ class _EncoderRequest(StrictModel):
 class EmbeddingsRequest(_EncoderRequest):
     """The body of POST /v1/embeddings. prompt_name: one of the model's own prompts, put before each text."""
 
+    operation, capability, main_field = "embeddings", "embeddings", "input"
     input: Annotated[
         _Text
         | Annotated[list[_Text], Field(min_length=1, fail_fast=True)]
@@ -85,6 +92,7 @@ class Document(StrictModel):
 class RerankRequest(_EncoderRequest):
     """The body of POST /v1/rerank, in Cohere's and Jina's form."""
 
+    operation, capability, main_field = "rerank", "rerank", "documents"
     query: Annotated[StrictStr, Field(min_length=1, max_length=MAX_QUERY)]
     documents: Annotated[list[_Text | Document], Field(min_length=1, fail_fast=True), _COUNT]
     top_n: Annotated[StrictInt, Field(ge=1, lt=2**31), WHOLE] | None = None
@@ -107,6 +115,7 @@ class RerankRequest(_EncoderRequest):
 class ScoreRequest(_EncoderRequest):
     """The body of POST /v1/score, in vLLM's form: pairs, or one text with each of several."""
 
+    operation, capability, main_field = "score", "rerank", "text_1"
     text_1: _TextOrTexts
     text_2: _TextOrTexts
 

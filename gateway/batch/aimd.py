@@ -2,7 +2,7 @@
 
 Additive increase, multiplicative decrease (Chiu and Jain, 1989): one more line per tick while interactive requests meet
 their objective, half as many when they do not, none while the gateway degrades or rejects requests. In between the pace
-stays: above ``headroom`` the rest of the replicas' capacity is kept for interactive requests to come.
+stays: above ``HEADROOM`` the rest of the replicas' capacity is kept for interactive requests to come.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from contract.errors import InvalidArgument
+HEADROOM = 0.8  # fullness of the replicas above which nothing is added
+LATE_SHARE = 0.05  # share of first tokens that may be late: holds a P95
 
 
 @dataclass(frozen=True)
@@ -50,21 +51,10 @@ class PacePolicy:
 
     max_running: lines at once.
     step: lines added per tick.
-    headroom: fullness of the replicas above which nothing is added, 0 to 1.
-    late_share: share of first tokens that may be late; 0.05 holds a P95.
     """
 
     max_running: int = 64
     step: float = 1.0
-    headroom: float = 0.8
-    late_share: float = 0.05
-
-    def __post_init__(self) -> None:
-        if self.max_running < 1 or not 0 < self.step <= self.max_running:
-            raise InvalidArgument("step", f"must be above 0 and at most {self.max_running}, got {self.step}")
-        if not 0 < self.headroom <= 1 or not 0 <= self.late_share < 1:
-            shares = f"{self.headroom} and {self.late_share}"
-            raise InvalidArgument("headroom", f"must be, like late_share, a share between 0 and 1, got {shares}")
 
 
 @dataclass(frozen=True)
@@ -90,9 +80,9 @@ class Pace:
             return replace(self, rate=0.0, reason=Reason.DEGRADED)
         if signals.waiting > 0:
             return replace(self, rate=self._half(), reason=Reason.QUEUE)
-        if signals.late > policy.late_share * signals.first_tokens:
+        if signals.late > LATE_SHARE * signals.first_tokens:
             return replace(self, rate=self._half(), reason=Reason.LATE)
-        if signals.fullness >= policy.headroom:
+        if signals.fullness >= HEADROOM:
             return replace(self, reason=Reason.FULL)
         if running is not None and running < self.allowed:
             return replace(self, reason=Reason.GROWS)

@@ -24,6 +24,7 @@ from contract.errors import InvalidArgument, NotFound, Overloaded, Unavailable
 _LOG = logging.getLogger(__name__)
 PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
+_IS_UNFINISHED = f"status IN {UNFINISHED}"  # in SQL the names are written as in Python
 _VERSION = 1
 _PAGE_ROWS = 256  # lines read at once
 _SCHEMA = """
@@ -312,9 +313,8 @@ class BatchStore:
         with self._transaction() as db:
             if self._file(db, tenant, input_file_id).purpose != PURPOSE:
                 raise InvalidArgument("input_file_id", f"must be a file with purpose {PURPOSE}")
-            marks = ", ".join("?" * len(UNFINISHED))
             (open_batches,) = db.execute(
-                f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN ({marks})", (tenant, *UNFINISHED)
+                f"SELECT count(*) FROM batches WHERE tenant = ? AND {_IS_UNFINISHED}", (tenant,)
             ).fetchone()
             if open_batches >= self.limits.max_batches:
                 raise Overloaded(f"{open_batches}/{self.limits.max_batches} batches are unfinished", 60.0)
@@ -352,10 +352,7 @@ class BatchStore:
             if batch.status not in UNFINISHED:
                 raise InvalidArgument("batch_id", f"must be an unfinished batch; it is {batch.status}")
             if batch.status in ("validating", "in_progress"):
-                db.execute(
-                    "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE id = ?",
-                    (int(self._clock()), batch_id),
-                )
+                self._advance(db, batch_id, batch.status, "cancelling")
             return self._batch(db, tenant, batch_id)
 
     # Batches: steps of the worker.
@@ -363,8 +360,7 @@ class BatchStore:
     def unfinished(self) -> list[Batch]:
         """Return unfinished batches, oldest first."""
         with self._transaction() as db:
-            marks = ", ".join("?" * len(UNFINISHED))
-            rows = db.execute(f"SELECT {_BATCH} FROM batches WHERE status IN ({marks}) ORDER BY sequence", UNFINISHED)
+            rows = db.execute(f"SELECT {_BATCH} FROM batches WHERE {_IS_UNFINISHED} ORDER BY sequence")
             return [_as_batch(row) for row in rows]
 
     def forget_lines(self, batch_id: str) -> None:
@@ -382,22 +378,16 @@ class BatchStore:
     def begin(self, batch_id: str) -> None:
         """Start a validated batch, unless it was cancelled meanwhile."""
         with self._transaction() as db:
-            db.execute(
-                "UPDATE batches SET status = 'in_progress', in_progress_at = ?, total ="
-                " (SELECT count(*) FROM lines WHERE batch_id = id) WHERE id = ? AND status = 'validating'",
-                (int(self._clock()), batch_id),
-            )
+            total = ", total = (SELECT count(*) FROM lines WHERE batch_id = id)"
+            self._advance(db, batch_id, "validating", "in_progress", total)
 
     def fail(self, batch_id: str, errors: Sequence[Mapping]) -> None:
         """End a batch whose input is invalid; none of its lines runs."""
         with self._transaction() as db:
             now_s = self._clock()
             db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
-            db.execute(
-                "UPDATE batches SET status = 'failed', failed_at = ?, errors = ?, webhook_due_s = ?"
-                " WHERE id = ? AND status = 'validating'",
-                (int(now_s), json.dumps(list(errors)), now_s, batch_id),
-            )
+            more = ", errors = ?, webhook_due_s = ?"
+            self._advance(db, batch_id, "validating", "failed", more, json.dumps(list(errors)), now_s)
 
     def pending(self, batch_id: str, after: int, limit: int) -> list[Line]:
         """Return at most ``limit`` lines without a result whose number is above ``after``, in order."""
@@ -430,10 +420,7 @@ class BatchStore:
     def finalize(self, batch_id: str) -> None:
         """Mark a batch whose lines have all ended and whose result files are not made yet."""
         with self._transaction() as db:
-            db.execute(
-                "UPDATE batches SET status = 'finalizing', finalizing_at = ? WHERE id = ? AND status = 'in_progress'",
-                (int(self._clock()), batch_id),
-            )
+            self._advance(db, batch_id, "in_progress", "finalizing")
 
     def end(self, batch_id: str, status: str, unserved: Callable[[Line], bytes]) -> None:
         """End a batch and make its result files, each if it has lines.
@@ -488,11 +475,10 @@ class BatchStore:
             ).fetchall()
             for (file_id,) in gone:
                 self._drop_file(db, file_id)
-            marks = ", ".join("?" * len(UNFINISHED))
             old = db.execute(
-                f"SELECT id FROM batches WHERE created_at <= ? AND status NOT IN ({marks}) AND webhook_due_s IS NULL"
+                f"SELECT id FROM batches WHERE created_at <= ? AND NOT {_IS_UNFINISHED} AND webhook_due_s IS NULL"
                 " AND id NOT IN (SELECT batch_id FROM files WHERE batch_id IS NOT NULL) LIMIT 100",
-                (now_s - self.limits.keep_s, *UNFINISHED),
+                (now_s - self.limits.keep_s,),
             ).fetchall()
             for (batch_id,) in old:
                 db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
@@ -501,11 +487,9 @@ class BatchStore:
     def backlog(self) -> tuple[dict[str, int], int]:
         """Return the number of batches in each unfinished status, and of their lines without a result."""
         with self._transaction() as db:
-            marks = ", ".join("?" * len(UNFINISHED))
             rows = db.execute(
-                f"SELECT status, count(*), total(total - completed - failed) FROM batches WHERE status IN ({marks})"
-                " GROUP BY status",
-                UNFINISHED,
+                f"SELECT status, count(*), total(total - completed - failed) FROM batches WHERE {_IS_UNFINISHED}"
+                " GROUP BY status"
             ).fetchall()
         return {status: count for status, count, _ in rows}, int(sum(left for *_, left in rows))
 
@@ -550,6 +534,15 @@ class BatchStore:
             db.execute("DELETE FROM lines WHERE batch_id = ? AND ok = ?", shown)
         db.execute("DELETE FROM parts WHERE file_id = ?", (file_id,))
         db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+    def _advance(
+        self, db: sqlite3.Connection, batch_id: str, before: str, status: str, also: str = "", *values: object
+    ) -> None:
+        """Change the status of a batch that still has the status ``before``. also: further assignments, in SQL."""
+        db.execute(
+            f"UPDATE batches SET status = ?, {status}_at = ?{also} WHERE id = ? AND status = ?",
+            (status, int(self._clock()), *values, batch_id, before),
+        )
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

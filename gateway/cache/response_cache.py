@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from cachetools import TLRUCache
 
-from contract.errors import InvalidArgument
 from contract.generation import FinishReason, TokenDelta
 from gateway.cache.coalescing import size_bytes
 
@@ -31,9 +30,6 @@ class ResponseCache:
     """
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float]) -> None:
-        for name, value in (("max_bytes", max_bytes), ("ttl_s", ttl_s)):
-            if not value > 0:
-                raise InvalidArgument(name, f"must be above 0, got {value!r}")
         self._clock = clock
         self._answers: TLRUCache[str, _Stored] = TLRUCache(
             max_bytes,

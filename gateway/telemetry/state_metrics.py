@@ -87,45 +87,41 @@ class StateMetrics:
             yield from _cost(prices, replica_seconds, self.tokens())
 
     def _backends(self) -> Iterator[Metric]:
-        labels = ("replica", "pool")
-        healthy = GaugeMetricFamily("trident_gateway_replica_healthy", "1 if health probes succeed", labels=labels)
-        breaker = GaugeMetricFamily("trident_gateway_breaker_state", "0 closed, 1 half open, 2 open", labels=labels)
-        outstanding = GaugeMetricFamily(
-            "trident_gateway_replica_outstanding", "Requests of this gateway at the replica", labels=labels
-        )
-        waiting = GaugeMetricFamily(
-            "trident_gateway_replica_waiting", "Requests waiting at the replica, by its metrics", labels=labels
-        )
-        kv_usage = GaugeMetricFamily(
-            "trident_gateway_replica_kv_usage_ratio", "KV cache blocks in use, by the replica's metrics", labels=labels
+        families = _gauges(
+            ("replica", "pool"),
+            replica_healthy="1 if health probes succeed",
+            breaker_state="0 closed, 1 half open, 2 open",
+            replica_outstanding="Requests of this gateway at the replica",
+            replica_waiting="Requests waiting at the replica, by its metrics",
+            replica_kv_usage_ratio="KV cache blocks in use, by the replica's metrics",
         )
         now_s = time.monotonic()
         for replica in self.replicas():
-            values = (replica.url, replica.pool)
-            healthy.add_metric(values, float(bool(replica.health.healthy)))
-            breaker.add_metric(values, replica.breaker.state_at(now_s).value)
-            outstanding.add_metric(values, replica.work.outstanding)
-            waiting.add_metric(values, replica.metrics.waiting)
-            kv_usage.add_metric(values, replica.metrics.kv_usage)
+            values = {
+                "replica_healthy": bool(replica.health.healthy),
+                "breaker_state": replica.breaker.state_at(now_s).value,
+                "replica_outstanding": replica.work.outstanding,
+                "replica_waiting": replica.metrics.waiting,
+                "replica_kv_usage_ratio": replica.metrics.kv_usage,
+            }
+            _add(families, (replica.url, replica.pool), values)
         for upstream in self.upstreams():
-            breaker.add_metric((upstream.url, upstream.name), upstream.breaker.state_at(now_s).value)
-            outstanding.add_metric((upstream.url, upstream.name), upstream.outstanding)
-        yield from (healthy, breaker, outstanding, waiting, kv_usage)
+            breaker = upstream.breaker.state_at(now_s).value
+            values = {"breaker_state": breaker, "replica_outstanding": upstream.outstanding}
+            _add(families, (upstream.url, upstream.name), values)
+        yield from families.values()
 
     def _pools(self) -> Iterator[Metric]:
-        help_texts = {
-            "ready": "1 if the pool has a healthy replica",
-            "slots": "Requests that its healthy replicas can run, less those of other gateways",
-            "limit": "Requests that this gateway may have there",
-            "running": "Requests that hold a slot",
-            "waiting": "Requests that wait for a slot",
-            "queued_tokens": "Tokens that waiting requests may use",
-            "others": "Requests of other gateways there, by the replicas' metrics",
-        }
-        families = {
-            name: GaugeMetricFamily(f"trident_gateway_pool_{name}", text, labels=("pool",))
-            for name, text in help_texts.items()
-        }
+        families = _gauges(
+            ("pool",),
+            pool_ready="1 if the pool has a healthy replica",
+            pool_slots="Requests that its healthy replicas can run, less those of other gateways",
+            pool_limit="Requests that this gateway may have there",
+            pool_running="Requests that hold a slot",
+            pool_waiting="Requests that wait for a slot",
+            pool_queued_tokens="Tokens that waiting requests may use",
+            pool_others="Requests of other gateways there, by the replicas' metrics",
+        )
         depth = GaugeMetricFamily(
             "trident_gateway_queue_depth",
             "Requests that wait for a slot, by priority class",
@@ -135,19 +131,30 @@ class StateMetrics:
             slots, healthy = pool.slots, pool.healthy
             capacity = slots.capacity
             values = {
-                "ready": bool(healthy),
-                "slots": capacity.slots if healthy else 0,
-                "limit": capacity.limit if healthy else 0,
-                "running": slots.running,
-                "waiting": slots.waiting,
-                "queued_tokens": slots.queue.backlog_tokens,
-                "others": sum(replica.others.requests for replica in healthy),
+                "pool_ready": bool(healthy),
+                "pool_slots": capacity.slots if healthy else 0,
+                "pool_limit": capacity.limit if healthy else 0,
+                "pool_running": slots.running,
+                "pool_waiting": slots.waiting,
+                "pool_queued_tokens": slots.queue.backlog_tokens,
+                "pool_others": sum(replica.others.requests for replica in healthy),
             }
-            for name, value in values.items():
-                families[name].add_metric((pool.name,), float(value))
+            _add(families, (pool.name,), values)
             for priority, count in sorted(slots.queue.depths().items()):
                 depth.add_metric((pool.name, str(priority)), count)
         yield from (*families.values(), depth)
+
+
+def _gauges(labels: tuple[str, ...], **help_texts: str) -> dict[str, GaugeMetricFamily]:
+    """Return a gauge for each name, which the prefix precedes."""
+    return {
+        name: GaugeMetricFamily(f"trident_gateway_{name}", text, labels=labels) for name, text in help_texts.items()
+    }
+
+
+def _add(families: Mapping[str, GaugeMetricFamily], labels: tuple[str, ...], values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        families[name].add_metric(labels, float(value))
 
 
 def _cost(prices: Prices, replica_seconds: float, tokens: int) -> Iterator[Metric]:

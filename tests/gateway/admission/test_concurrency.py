@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.errors import InvalidArgument, Overloaded
+from contract.errors import Overloaded
 from gateway.admission.concurrency import Concurrency, Slot
 from gateway.config.tenant import Level, Limits
 
@@ -30,11 +30,6 @@ def test_a_cap_of_a_level_or_class_is_named(levels: tuple[Level, ...], priority:
     with pytest.raises(Overloaded, match=problem):
         for _ in range(3):
             caps.try_acquire(levels, priority)
-
-
-def test_no_cap_below_one() -> None:
-    with pytest.raises(InvalidArgument, match="allowed is 1 or more"):
-        Concurrency(0)
 
 
 @given(st.lists(st.tuples(st.sampled_from([0, 1]), st.sampled_from([1, 2, 3]), st.integers(0, 9), st.booleans())))

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.errors import InvalidArgument
-from gateway.batch.aimd import Pace, PacePolicy, Reason, Signals
+from gateway.batch.aimd import HEADROOM, LATE_SHARE, Pace, PacePolicy, Reason, Signals
 
 POLICY = PacePolicy(max_running=32)
 signals = st.builds(
@@ -25,7 +24,7 @@ signals = st.builds(
 
 
 def troubled(seen: Signals) -> bool:
-    return seen.degraded or not seen.healthy or seen.waiting > 0 or seen.late > POLICY.late_share * seen.first_tokens
+    return seen.degraded or not seen.healthy or seen.waiting > 0 or seen.late > LATE_SHARE * seen.first_tokens
 
 
 @pytest.mark.slow
@@ -39,7 +38,7 @@ def test_the_pace_stays_in_its_bounds_and_grows_by_one_step_at_most(ticks):
             assert pace.cut and pace.rate <= before.rate / 2
         if seen.degraded or not seen.healthy:
             assert pace.allowed == 0
-        if seen.fullness >= POLICY.headroom:
+        if seen.fullness >= HEADROOM:
             assert pace.rate <= before.rate
 
 
@@ -77,12 +76,6 @@ def test_each_reason_is_said():
 def test_a_pace_that_is_not_used_does_not_grow():
     assert Pace(8.0).after(Signals(), POLICY, running=2).rate == 8.0
     assert Pace(8.0).after(Signals(), POLICY, running=8).rate == 9.0
-
-
-def test_what_makes_no_sense_is_refused():
-    for wrong in ({"max_running": 0}, {"step": 0.0}, {"step": 65.0}, {"headroom": 0.0}, {"late_share": 1.0}):
-        with pytest.raises(InvalidArgument):
-            PacePolicy(**wrong)
 
 
 def simulate(seed: int, interactive_per_s: float, paced: bool) -> tuple[float, int]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from contract.errors import InvalidArgument
 from contract.generation import FinishReason
 from gateway.cache.response_cache import ResponseCache, answer_bytes
 from tests.gateway.scripted_source import words
@@ -45,8 +44,3 @@ def test_a_caller_may_ask_for_one_that_is_not_old(clock: Any) -> None:
     cache.put("k", ANSWER)
     clock.advance(10)
     assert cache.get("k", 9.0) is None and cache.get("k", 10.0) == ANSWER
-
-
-def test_sizes_and_times_are_positive(clock: Any) -> None:
-    with pytest.raises(InvalidArgument, match="^ttl_s: must be above 0, got 0"):
-        ResponseCache(1, 0, clock)
