@@ -27,8 +27,26 @@ def logits(folder) -> np.ndarray:
     return next(OpenVinoEngine(folder, EXACT, 331).logits(IDS))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
-@pytest.mark.parametrize("name", ["llama_gqa", "llama_mha_tied", "qwen2"])
+# Each checkpoint and each precision once; the other combinations are slow tests.
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("llama_gqa", "int4"),
+        ("llama_mha_tied", "int8"),
+        ("qwen2", "bf16"),
+        *(
+            pytest.param(*both, marks=pytest.mark.slow)
+            for both in (
+                ("llama_gqa", "bf16"),
+                ("llama_gqa", "int8"),
+                ("llama_mha_tied", "bf16"),
+                ("llama_mha_tied", "int4"),
+                ("qwen2", "int8"),
+                ("qwen2", "int4"),
+            )
+        ),
+    ],
+)
 def test_it_computes_what_our_own_builder_makes_of_the_same_weights(name, precision, tmp_path):
     config = checkpoints.CONFIGS[name]
     checkpoints.write(tmp_path / "own", config, dtype="F32")

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import DeadlineExceeded, Overloaded
@@ -236,7 +236,6 @@ async def test_a_pool_that_can_run_more_is_noticed(clock: Any) -> None:
 POOLS = ("one", "two", "three")
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_whatever_happens_no_slot_is_lost_and_none_is_idle_while_a_request_may_have_it(data: st.DataObject) -> None:
     asyncio.run(_anything(data))

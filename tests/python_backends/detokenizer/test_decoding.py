@@ -70,7 +70,6 @@ def id_chunks(draw: st.DrawFn, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 @EVERY_FAMILY
-@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_the_pieces_joined_are_the_library_s_text_however_the_ids_are_cut(family: str, data: st.DataObject) -> None:
     tokenizer = FAMILIES[family]()
