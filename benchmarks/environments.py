@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.server_process import ROOT
+from benchmarks.child_process import ROOT
 from contract.errors import EngineFailed, NotFound
 
 FOLDER = ROOT / ".cache" / "peers"

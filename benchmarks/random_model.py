@@ -11,7 +11,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from benchmarks.server_process import ENGINES, ROOT
+from benchmarks.child_process import ROOT
+from benchmarks.server_process import ENGINES
 
 NAME = "bench-160m"
 CHECKPOINT = ROOT / ".cache" / "bench" / NAME

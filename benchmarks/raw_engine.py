@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.server_process import ROOT
+from benchmarks.child_process import ROOT
 from contract.errors import EngineFailed
 
 

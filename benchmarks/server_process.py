@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
+from benchmarks.child_process import ROOT, process
 from benchmarks.measurement import ServerUnderTest
 from contract.errors import EngineFailed
 
-ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ROOT / "engines"
 # The server's child command: prints where the server is, and ends when its standard input closes.
 _CHILD = (
@@ -28,29 +26,8 @@ def running_server(engine: str, env: Mapping[str, str] | None = None) -> Iterato
     """Start a server for ``engines/<engine>`` with ``env`` besides our environment. Raises EngineFailed."""
     command = [sys.executable, "-m", "server", "--engine", engine, "--free-ports", "--", sys.executable, "-c", _CHILD]
     # The liveness probe's requests would count among ours.
-    environ = {**os.environ, "TRIDENT_CANARY_INTERVAL_S": "86400", **(env or {})}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environ,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        yield _address(process, engine)
-    finally:
-        if process.stdin is not None:
-            process.stdin.close()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait(30)
-        if process.stdout is not None:
-            process.stdout.close()
+    with process(command, None, {"TRIDENT_CANARY_INTERVAL_S": "86400", **(env or {})}) as child:
+        yield _address(child, engine)
 
 
 def _address(process: subprocess.Popen[str], engine: str) -> ServerUnderTest:

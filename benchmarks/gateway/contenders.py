@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks import processes, scrape
+from benchmarks.child_process import ROOT, first_line, process
 from benchmarks.environments import Environment
-from benchmarks.gateway.child_process import ROOT, first_line, process
 from benchmarks.processes import Use
 from contract.errors import EngineFailed, Unavailable
 

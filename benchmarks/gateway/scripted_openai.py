@@ -15,8 +15,8 @@ import re
 import time
 from typing import cast
 
+from benchmarks.child_process import run, serve_until_input_closes
 from benchmarks.gateway import script
-from benchmarks.gateway.child_process import run, serve_until_input_closes
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -19,8 +19,8 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2
 
+from benchmarks.child_process import run, serve_until_input_closes
 from benchmarks.gateway import script
-from benchmarks.gateway.child_process import run, serve_until_input_closes
 from clients.wire.protobuf import text, varint
 from contract import tensors
 

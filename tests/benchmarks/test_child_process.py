@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from benchmarks.gateway import child_process
+from benchmarks import child_process
 from contract.errors import EngineFailed
 
 

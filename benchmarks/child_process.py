@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from contract.errors import EngineFailed
 
-ROOT = Path(__file__).resolve().parents[2]
-STOP_S = 15.0
+ROOT = Path(__file__).resolve().parents[1]
+STOP_S = 20.0
 
 
 async def serve_until_input_closes(port: int) -> None:
@@ -42,48 +43,52 @@ def run(serve: Callable[[int], Coroutine[Any, Any, None]], description: str | No
         uvloop.run(serve(parser.parse_args().port))
 
 
-@contextmanager
-def process(
-    command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None, pipe_output: bool = True
-) -> Iterator[subprocess.Popen[str]]:
-    """Start a process; leaving the block closes its input, then sends SIGTERM, then SIGKILL.
+def spawn(
+    command: Sequence[str], log: Path | None, environ: Mapping[str, str] | None = None, pipe_output: bool = True
+) -> subprocess.Popen[str]:
+    """Start a process in a session of its own. Raises OSError.
 
-    log: file for its standard error, and for its output unless ``pipe_output``.
+    log: file for its standard error, and for its output unless ``pipe_output``; None for both into the pipe.
     """
     env = {**os.environ, **(environ or {})}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
-        child = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE if pipe_output else file,
-            stderr=file,
-            text=True,
-            start_new_session=True,
+    with ExitStack() as stack:
+        errors: IO[str] | int = subprocess.STDOUT
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            errors = stack.enter_context(log.open("w"))
+        pipe, output = subprocess.PIPE, subprocess.PIPE if pipe_output else errors
+        return subprocess.Popen(
+            command, cwd=ROOT, env=env, stdin=pipe, stdout=output, stderr=errors, text=True, start_new_session=True
         )
-        try:
-            yield child
-        finally:
-            _stop(child)
 
 
-def _stop(child: subprocess.Popen[str]) -> None:
+def stop(child: subprocess.Popen[str]) -> None:
+    """Close its input, send SIGTERM, then SIGKILL to its group: some servers leave children behind."""
     if child.stdin is not None:
         child.stdin.close()
-    try:
-        child.wait(1)
-    except subprocess.TimeoutExpired:
-        child.terminate()
+    for grace_s, end in ((1.0, child.terminate), (STOP_S, child.kill)):
         try:
-            child.wait(STOP_S)
+            child.wait(grace_s)
         except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+            end()
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
     if child.stdout is not None:
         child.stdout.close()
+
+
+@contextmanager
+def process(
+    command: Sequence[str], log: Path | None, environ: Mapping[str, str] | None = None, pipe_output: bool = True
+) -> Iterator[subprocess.Popen[str]]:
+    """Do as ``spawn``; the process is stopped at the end of the block."""
+    child = spawn(command, log, environ, pipe_output)
+    try:
+        yield child
+    finally:
+        stop(child)
 
 
 def first_line(child: subprocess.Popen[str], log: Path) -> str:
