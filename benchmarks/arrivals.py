@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from benchmarks.lengths import read_text
 from contract.errors import InvalidArgument
 
 FORMS = "poisson:RATE, bursty:RATE,BURST_SIZE, ramp:FROM,TO (requests per second) or trace:FILE[,SPEED]"
@@ -176,13 +177,7 @@ def read_trace(path: Path, speed: float = 1.0) -> Trace:
 
     Raises InvalidArgument for ``arrivals``.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as exc:
-        raise InvalidArgument("arrivals", f"cannot read {path}: {exc.strerror}") from exc
-    except UnicodeDecodeError as exc:
-        raise InvalidArgument("arrivals", f"{path} is not text: {exc}") from exc
-    rows = []
+    text, rows = read_text(path, "arrivals"), []
     try:
         if path.suffix == ".csv":
             tables = list(csv.DictReader(text.splitlines()))

@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,11 +182,18 @@ def parser() -> argparse.ArgumentParser:
     either = many.add_mutually_exclusive_group()
     _add(either, "concurrency", "1,2,4,8,16,32")
     _add(either, "rates", None)
-    about = "the ensemble beside the engine over gRPC and the engine in process"
-    engines = ",".join(efficiency.ENGINES_MEASURED)
-    command("efficiency", run_efficiency, about, engines=engines, rounds=3, concurrency="1,8,32,64", out=None)
-    about = "CPU per response by process, and the phases of the time to first token"
-    command("hops", run_hops, about, engine="demo", concurrency="1,32", tokens=128, rounds=3, out=None)
+    command(
+        "efficiency",
+        lambda a: efficiency.run(a.engines.split(","), a.rounds, a.concurrency, _folder(a, "efficiency")),
+        "the ensemble beside the engine over gRPC and the engine in process",
+        **{"engines": ",".join(efficiency.ENGINES_MEASURED), "rounds": 3, "concurrency": "1,8,32,64", "out": None},
+    )
+    command(
+        "hops",
+        lambda a: hops.run(a.engine, a.concurrency, a.tokens, a.rounds, _folder(a, "hops")),
+        "CPU per response by process, and the phases of the time to first token",
+        **{"engine": "demo", "concurrency": "1,32", "tokens": 128, "rounds": 3, "out": None},
+    )
     about = "how soon a cancelled request's slot is free, under load"
     command("cancel", run_cancel, about, **_SERVER, samples=50, max_tokens=480, out=None)
     about = "NVIDIA's perf_analyzer, streaming and unary"
@@ -202,10 +210,14 @@ def parser() -> argparse.ArgumentParser:
     slow = gateway_run.STREAMS
     relay.add_argument("--streams", type=_count, default=slow, metavar="N", help="slow streams (default %(default)s)")
     relay.add_argument("--without-peers", action="store_true", help="the gateway alone")
-    command("plot", plot, "plots of what run or sweep wrote", out=None).add_argument(
-        "result", type=Path, metavar="RESULT.json"
-    )
+    drawn = command("plot", plot, "plots of what run or sweep wrote", out=None)
+    drawn.add_argument("result", type=Path, metavar="RESULT.json")
     return whole
+
+
+def run_cancel(arguments: argparse.Namespace) -> int:
+    with _server(arguments) as server:
+        return cancel.run(server, arguments.samples, arguments.max_tokens, _folder(arguments, "cancel"))
 
 
 def run_perf_analyzer(arguments: argparse.Namespace) -> int:
@@ -214,19 +226,19 @@ def run_perf_analyzer(arguments: argparse.Namespace) -> int:
         return perf_analyzer.run(server, *loads, _folder(arguments, "perf-analyzer"))
 
 
+def run_aiperf(arguments: argparse.Namespace) -> int:
+    loads = arguments.concurrency, arguments.rates, arguments.requests, _folder(arguments, "aiperf").absolute()
+    with ExitStack() as stack:
+        if not (url := arguments.url):
+            aiperf.ENVIRONMENT.ensure()
+            url = stack.enter_context(peer_servers.gateway(arguments.engine))
+        return aiperf.run(url, arguments.engine, ENGINES / arguments.engine, *loads)
+
+
 def run_peers(arguments: argparse.Namespace) -> int:
     load = arguments.rounds, arguments.duration, arguments.input, arguments.output
     plan = peers.Plan(peer_servers.subject(arguments.model), tuple(arguments.concurrency), *load)
     return peers.run(arguments.only.split(","), plan, _folder(arguments, "peers"))
-
-
-def run_aiperf(arguments: argparse.Namespace) -> int:
-    loads = arguments.concurrency, arguments.rates, arguments.requests, _folder(arguments, "aiperf").absolute()
-    if arguments.url:
-        return aiperf.run(arguments.url, arguments.engine, ENGINES / arguments.engine, *loads)
-    aiperf.ENVIRONMENT.ensure()
-    with peer_servers.gateway(arguments.engine) as url:
-        return aiperf.run(url, arguments.engine, ENGINES / arguments.engine, *loads)
 
 
 def run_gateway(arguments: argparse.Namespace) -> int:
@@ -242,25 +254,8 @@ def plot(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_hops(arguments: argparse.Namespace) -> int:
-    load = arguments.concurrency, arguments.tokens, arguments.rounds
-    return hops.run(arguments.engine, *load, _folder(arguments, "hops"))
-
-
-def run_cancel(arguments: argparse.Namespace) -> int:
-    with _server(arguments) as server:
-        return cancel.run(server, arguments.samples, arguments.max_tokens, _folder(arguments, "cancel"))
-
-
-def run_efficiency(arguments: argparse.Namespace) -> int:
-    engines = arguments.engines.split(",")
-    return efficiency.run(engines, arguments.rounds, arguments.concurrency, _folder(arguments, "efficiency"))
-
-
 def run(arguments: argparse.Namespace) -> int:
-    workload = _workload(arguments, arguments.concurrency, arguments.arrivals)
-    with _server(arguments) as server:
-        measured = _measure("run", workload, server, arguments)
+    [measured] = _measured([("run", arguments.concurrency, arguments.arrivals)], arguments)
     return _keep([measured], "run", arguments, report.of_run(measured))
 
 
@@ -270,22 +265,22 @@ def sweep(arguments: argparse.Namespace) -> int:
         loads = [(f"{rate:g}/s", None, f"poisson:{rate}") for rate in arguments.rates]
     else:
         loads = [(str(level), level, None) for level in arguments.concurrency]
-    runs: list[Measurement] = []
-    with _server(arguments) as server:
-        for n, (name, level, rate) in enumerate(loads):
-            workload = _workload(arguments, level, rate).with_seed(arguments.seed + n)
-            runs.append(_measure(name, workload, server, arguments))
+    runs = _measured(loads, arguments)
     text = f"ms unless a column has another unit; {_described(runs[0])}\n{report.of_sweep(runs)}"
     return _keep(runs, "sweep", arguments, text)
 
 
-def _measure(name: str, workload: Workload, server: ServerUnderTest, arguments: argparse.Namespace) -> Measurement:
-    extent = _extent(arguments, workload)
+def _measured(loads: Sequence[tuple[str, int | None, str | None]], arguments: argparse.Namespace) -> list[Measurement]:
+    """Measure each load: name, concurrency, arrivals."""
     options: dict[str, Any] = {"slo": Slo(arguments.slo_ttft_ms / 1e3, arguments.slo_latency_s)}
     options["conditions"] = {"engine": arguments.engine or "unknown", "command": " ".join(sys.argv[1:])}
+    measure = measurement.measure_unsaturated
     if arguments.generators:
-        return measurement.measure(name, workload, server, extent, generators=arguments.generators, **options)
-    return measurement.measure_unsaturated(name, workload, server, extent, **options)
+        measure = partial(measurement.measure, generators=arguments.generators)
+    workloads = [_workload(arguments, level, rate, arguments.seed + n) for n, (_, level, rate) in enumerate(loads)]
+    with _server(arguments) as server:
+        named = [(name, workload) for (name, _, _), workload in zip(loads, workloads, strict=True)]
+        return [measure(name, load, server, _extent(arguments, load), **options) for name, load in named]
 
 
 def _extent(arguments: argparse.Namespace, workload: Workload) -> Extent:
@@ -329,18 +324,16 @@ def _folder(arguments: argparse.Namespace, kind: str) -> Path:
     return arguments.out or RESULTS / f"{kind}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
 
 
-def _workload(arguments: argparse.Namespace, concurrency: int | None, rate: str | None) -> Workload:
+def _workload(arguments: argparse.Namespace, concurrency: int | None, rate: str | None, seed: int) -> Workload:
     return Workload(
         concurrency=concurrency if rate is None else None,
         arrivals=None if rate is None else arrivals.parse(rate),
         input_tokens=lengths.parse(arguments.input, "input"),
         output_tokens=lengths.parse(arguments.output, "output"),
-        prefix_groups=arguments.prefix_groups,
-        prefix_tokens=arguments.prefix_tokens,
-        cancel_fraction=arguments.cancel_fraction,
+        **{name: getattr(arguments, name) for name in ("prefix_groups", "prefix_tokens", "cancel_fraction")},
         ignore_eos=not arguments.stop_at_end,
         stream=not arguments.unary,
-        seed=arguments.seed,
+        seed=seed,
     )
 
 

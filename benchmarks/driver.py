@@ -12,7 +12,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from benchmarks.arrivals import Arrival
@@ -24,7 +24,6 @@ from benchmarks.workload import PlannedRequest, Workload
 from contract.errors import TridentError
 
 LAG_SAMPLE_S = 0.01
-PROGRESS_S = 0.5
 PREPARED = 128  # requests made before the load begins
 LONGEST_S = 86_400.0
 
@@ -71,17 +70,6 @@ class GeneratorUse:
 
 
 @dataclass
-class Progress:
-    """Seconds since the start; counts so far."""
-
-    elapsed_s: float
-    running: int
-    done: int
-    failed: int
-    tokens: int
-
-
-@dataclass
 class LoadResult:
     """Every request's record, in the order of the workload; started_s: instant zero on the monotonic clock."""
 
@@ -98,24 +86,20 @@ async def drive(
     *,
     share: Share = Share(),  # noqa: B008 - frozen
     started_s: float | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
 ) -> LoadResult:
     """Send the load and wait for its last answer. ``started_s``: instant zero on time.monotonic's clock."""
     run = _Run(workload, target, prompts, extent, share)
     run.prepare()
     run.started_s = time.monotonic() if started_s is None else started_s
-    watchers = [asyncio.create_task(run.watch_lag())]
-    if on_progress is not None:
-        watchers.append(asyncio.create_task(run.report(on_progress)))
+    watcher = asyncio.create_task(run.watch_lag())
     cpu_s, wall_s, waited_before_s = time.process_time(), time.monotonic(), waited_s()
     try:
         await (run.closed_loop(workload.concurrency) if workload.concurrency else run.open_loop())
     finally:
         run.use.cpu_s, run.use.wall_s = time.process_time() - cpu_s, time.monotonic() - wall_s
         run.use.waited_s = max(0.0, waited_s() - waited_before_s)
-        for watcher in watchers:
-            watcher.cancel()
-        await asyncio.gather(*watchers, return_exceptions=True)
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
     return LoadResult(sorted(run.records, key=lambda record: record.index), run.started_s, [run.use])
 
 
@@ -126,7 +110,6 @@ class _Run:
         self.started_s = 0.0
         self.records: list[Record] = []
         self.use = GeneratorUse()
-        self._running: set[int] = set()
         self._prepared: dict[int, PlannedRequest] = {}
 
     def prepare(self) -> None:
@@ -185,7 +168,6 @@ class _Run:
 
     async def _send(self, request: PlannedRequest, intended_s: float) -> None:
         record = Record(request.index, intended_s)
-        self._running.add(request.index)
         self.records.append(record)
         try:
             record.sent_s = time.monotonic()
@@ -197,23 +179,9 @@ class _Run:
             record.retry_after = getattr(error, "retry_after_s", None) is not None
         finally:
             record.ended_s = record.ended_s or time.monotonic()
-            self._running.discard(request.index)
 
     async def watch_lag(self) -> None:
         while True:
             due_s = time.monotonic() + LAG_SAMPLE_S
             await asyncio.sleep(LAG_SAMPLE_S)
             self.use.lags_s.append(max(0.0, time.monotonic() - due_s))
-
-    async def report(self, on_progress: Callable[[Progress], None]) -> None:
-        counted, tokens = 0, 0  # records whose tokens are final, from the first one on
-        while True:
-            await asyncio.sleep(PROGRESS_S)
-            while counted < len(self.records) and self.records[counted].ended_s:
-                tokens += self.records[counted].tokens
-                counted += 1
-            open_tokens = sum(record.tokens for record in self.records[counted:])
-            failed = sum(bool(record.error) for record in self.records)
-            done = len(self.records) - failed - len(self._running)
-            elapsed_s = time.monotonic() - self.started_s
-            on_progress(Progress(elapsed_s, len(self._running), done, failed, tokens + open_tokens))

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import sys
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks import figures, machine, processes, random_model, report
+from benchmarks import figures, machine, processes, progress, random_model, report
 from benchmarks.driver import Extent, drive
 from benchmarks.engine_target import EngineTarget
 from benchmarks.lengths import Fixed
@@ -148,7 +147,7 @@ def measure(engine: str, output_tokens: int, rounds: int, concurrencies: Sequenc
                     seed = (n + 2) * 100_000 + concurrency * 100
                     lengths = Fixed(INPUT_TOKENS), Fixed(output_tokens)
                     loads = [Workload(concurrency, None, *lengths, seed=seed + nth) for nth in range(len(paths) + 1)]
-                    _progress(f"{engine}: round {n + 1} of {rounds}, concurrency {concurrency}")
+                    progress.show(f"{engine}: round {n + 1} of {rounds}, concurrency {concurrency}")
                     measured = [raw_batch(raw, prompts, loads[0], output_tokens, requests, n)]
                     for path, load in zip(paths, loads[1:], strict=True):
                         if path.name != EVERY_TOKEN or concurrency in (1, 32) or n < 0:
@@ -166,7 +165,6 @@ async def closing(paths: Iterable[ServingPath], work: Coroutine[Any, Any, T]) ->
     finally:
         for path in paths:
             await path.close()
-        _progress("")
 
 
 def of(batches: Sequence[Batch], path: str, concurrency: int) -> list[Batch]:
@@ -282,8 +280,3 @@ def run(engines: Sequence[str], rounds: int, concurrencies: Sequence[int], out: 
 
 def _median(values: Iterable[float]) -> float:
     return statistics.median(list(values))
-
-
-def _progress(line: str) -> None:
-    if sys.stderr.isatty():
-        print("\r" + line.ljust(70), end="" if line else "\r", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ is the time between two responses, one value per response.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -144,7 +145,7 @@ def compute(records: Sequence[Record], window: tuple[float, float], slo: Slo = S
         good_fraction=len(good) / len(awaited) if awaited else float("nan"),
         slo=slo,
         slo_met=_met_at_p95(awaited, slo),
-        errors=count(record.error_type for record in mine if record.error),
+        errors=dict(Counter(record.error_type for record in mine if record.error)),
     )
 
 
@@ -166,11 +167,3 @@ def _met_at_p95(awaited: Sequence[Record], slo: Slo) -> bool:
     # "higher": with a failure above the 95th percentile, interpolation would yield infinity or nan.
     reached = [np.percentile(values, 95, method="higher") for values in (ttfts, latencies)]
     return bool(reached[0] < slo.ttft_s and reached[1] < slo.latency_s)
-
-
-def count(names: Iterable[str]) -> dict[str, int]:
-    """Count how often each name occurs."""
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return counts

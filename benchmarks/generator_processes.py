@@ -14,7 +14,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.driver import Extent, LoadResult, Progress, Share, drive
+from benchmarks.driver import Extent, LoadResult, Share, drive
 from benchmarks.prompts import PromptSource
 from benchmarks.target import Target
 from benchmarks.workload import Workload
@@ -40,11 +40,11 @@ class Load:
     uvloop: bool = False
 
 
-def run(load: Load, processes: int = 1, on_progress: Callable[[Progress], None] | None = None) -> LoadResult:
+def run(load: Load, processes: int = 1) -> LoadResult:
     """Drive the load and return all records. One process means this one."""
     if processes == 1:
-        return _run_loop(load, Share(), None, on_progress)
-    parts = run_apart([(load, Share(nth, processes)) for nth in range(processes)], on_progress=on_progress)
+        return _run_loop(load, Share())
+    parts = run_apart([(load, Share(nth, processes)) for nth in range(processes)])
     records = sorted((record for part in parts for record in part.records), key=lambda record: record.index)
     return LoadResult(records, parts[0].started_s, [use for part in parts for use in part.generators])
 
@@ -52,7 +52,6 @@ def run(load: Load, processes: int = 1, on_progress: Callable[[Progress], None] 
 def run_apart(
     loads: Sequence[tuple[Load, Share]],
     *,
-    on_progress: Callable[[Progress], None] | None = None,
     while_running: AbstractContextManager[object] | None = None,
     timeout_s: float | None = None,
 ) -> list[LoadResult]:
@@ -77,17 +76,11 @@ def run_apart(
         with while_running or nullcontext():
             start.value = time.monotonic() + LEAD_S
             go.set()
-            latest: dict[int, Progress] = {}
             results: dict[int, LoadResult] = {}
             deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
             while len(results) < len(loads):
-                remaining_s = None if deadline_s is None else deadline_s - time.monotonic()
-                nth, message = _next(messages, children, remaining_s)
-                if isinstance(message, LoadResult):
-                    results[nth] = message
-                elif on_progress is not None:
-                    latest[nth] = message
-                    on_progress(_sum(list(latest.values())))
+                nth, result = _next(messages, children, deadline_s and deadline_s - time.monotonic())
+                results[nth] = result
     finally:
         for child in children:
             child.join(1)
@@ -96,22 +89,15 @@ def run_apart(
     return [results[nth] for nth in range(len(loads))]
 
 
-def _run_loop(
-    load: Load, share: Share, started_s: float | None, on_progress: Callable[[Progress], None] | None
-) -> LoadResult:
-    return (uvloop.run if load.uvloop else asyncio.run)(_drive(load, share, started_s, on_progress))
+def _run_loop(load: Load, share: Share, started_s: float | None = None) -> LoadResult:
+    async def send() -> LoadResult:
+        target, prompts = load.target(), load.prompts()
+        try:
+            return await drive(load.workload, target, prompts, load.extent, share=share, started_s=started_s)
+        finally:
+            await target.close()
 
-
-async def _drive(
-    load: Load, share: Share, started_s: float | None, on_progress: Callable[[Progress], None] | None
-) -> LoadResult:
-    target, prompts = load.target(), load.prompts()
-    try:
-        return await drive(
-            load.workload, target, prompts, load.extent, share=share, started_s=started_s, on_progress=on_progress
-        )
-    finally:
-        await target.close()
+    return (uvloop.run if load.uvloop else asyncio.run)(send())
 
 
 def _child(nth: int, load: Load, share: Share, messages: Any, go: Any, start: Any) -> None:
@@ -120,7 +106,7 @@ def _child(nth: int, load: Load, share: Share, messages: Any, go: Any, start: An
     messages.put((nth, "ready"))
     if not go.wait(START_TIMEOUT_S):
         return
-    messages.put((nth, _run_loop(load, share, start.value, lambda progress: messages.put((nth, progress)))))
+    messages.put((nth, _run_loop(load, share, start.value)))
 
 
 def _next(messages: Any, children: Sequence[Any], timeout_s: float | None) -> tuple[int, Any]:
@@ -134,8 +120,3 @@ def _next(messages: Any, children: Sequence[Any], timeout_s: float | None) -> tu
                 raise EngineFailed(f"a load generator process ended with code {dead[0]}") from None
             if deadline_s is not None and time.monotonic() > deadline_s:
                 raise EngineFailed(f"a load generator process did not report within {timeout_s:.0f} s") from None
-
-
-def _sum(parts: list[Progress]) -> Progress:
-    counts = [sum(getattr(part, name) for part in parts) for name in ("running", "done", "failed", "tokens")]
-    return Progress(max(part.elapsed_s for part in parts), *counts)

@@ -81,12 +81,7 @@ def read_histogram(path: Path, field: str) -> Histogram:
 
     Raises InvalidArgument for ``field``.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as exc:
-        raise InvalidArgument(field, f"cannot read {path}: {exc.strerror}") from exc
-    except UnicodeDecodeError as exc:
-        raise InvalidArgument(field, f"{path} is not text: {exc}") from exc
+    text = read_text(path, field)
     try:
         if path.suffix == ".json":
             table = json.loads(text)
@@ -100,6 +95,16 @@ def read_histogram(path: Path, field: str) -> Histogram:
     except (ValueError, KeyError, TypeError, IndexError) as exc:
         form = 'JSON {"lengths": [...], "counts": [...]} or CSV lines tokens,count'
         raise InvalidArgument(field, f"{path} must have {form}: {exc}") from exc
+
+
+def read_text(path: Path, field: str) -> str:
+    """Read a file. Raises InvalidArgument for ``field``."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as exc:
+        raise InvalidArgument(field, f"cannot read {path}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise InvalidArgument(field, f"{path} is not text: {exc}") from exc
 
 
 def checked_histogram(lengths: Sequence[int], counts: Sequence[float]) -> Histogram:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import figures, generator_processes, machine, processes, scrape, self_check, server_side
+from benchmarks import figures, generator_processes, machine, processes, progress, scrape, self_check, server_side
 from benchmarks.driver import Extent, GeneratorUse
 from benchmarks.figures import Figures, Slo
 from benchmarks.generator_processes import Load
 from benchmarks.machine import HostLoad
 from benchmarks.processes import Use
-from benchmarks.progress import ProgressLine
 from benchmarks.prompts import Prompts
 from benchmarks.record import Record
 from benchmarks.self_check import Check
@@ -114,13 +113,11 @@ def measure(
     root = processes.listener(_port(server.url)) if _is_local(server.url) else None
     before = _scrape(server.metrics_url, settled=False)
     watch = GaugeWatch(server.metrics_url) if server.metrics_url and before is not None else None
-    with ExitStack() as stack:
-        progress = stack.enter_context(ProgressLine(name))
-        if watch is not None:
-            stack.enter_context(watch)
+    progress.show(name)
+    with watch or nullcontext():
         before_cpu = machine.cpu_time()
         before_use = processes.use(root) if root else {}
-        result = generator_processes.run(load, generators, progress)
+        result = generator_processes.run(load, generators)
         used = processes.difference(before_use, processes.use(root)) if root else {}
         ours_s = sum(use.cpu_s for use in used.values()) + sum(use.cpu_s for use in result.generators)
         host_load = machine.host_load(before_cpu, machine.cpu_time(), ours_s)

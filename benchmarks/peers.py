@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks import figures, machine, peer_servers, report
+from benchmarks import figures, machine, peer_servers, progress, report
 from benchmarks.driver import Extent, drive
 from benchmarks.lengths import parse as lengths_of
 from benchmarks.machine import HostLoad
 from benchmarks.peer_servers import PEERS, Running, Subject
-from benchmarks.progress import ProgressLine
 from benchmarks.prompts import Prompts
 from benchmarks.record import Record
 from benchmarks.self_check import OTHERS_SHARE
@@ -202,8 +201,8 @@ async def _round(server: Running, level: int, n: int, plan: Plan, prompts: Promp
     extent, target = Extent(plan.duration_s, WARMUP_S), server.target()
     machine_before, used_before = machine.cpu_time(), server.use().cpu_s
     try:
-        with ProgressLine(f"{server.name}, concurrency {level}, round {n + 1}") as progress:
-            result = await drive(workload, target, prompts, extent, on_progress=progress)
+        progress.show(f"{server.name}, concurrency {level}, round {n + 1}")
+        result = await drive(workload, target, prompts, extent)
     finally:
         await target.close()
     server_cpu_s, client_cpu_s = server.use().cpu_s - used_before, sum(use.cpu_s for use in result.generators)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import urllib.request
 from dataclasses import dataclass
 
@@ -52,6 +53,29 @@ def histogram(metrics: Metrics, name: str, **labels: str) -> Histogram:
         reached[bound] = reached.get(bound, 0.0) + value
     bounds = tuple(sorted(reached))
     return Histogram(bounds, tuple(reached[bound] for bound in bounds), metrics.value(f"{name}_sum", **labels))
+
+
+class Sampler:
+    """A context manager that calls ``sample`` again and again from a thread of its own."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s, self._stop = every_s, threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="sampler", daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._stop.set()
+        self._thread.join(5)
+
+    def sample(self) -> None:
+        raise NotImplementedError
+
+    def _repeat(self) -> None:
+        while not self._stop.wait(self._every_s):
+            self.sample()
 
 
 def fetch(url: str, timeout_s: float = 5.0) -> Metrics:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from benchmarks import scrape
-from benchmarks.scrape import Histogram
+from benchmarks.scrape import Histogram, Sampler
 from contract.errors import Unavailable
 from contract.prometheus import Metrics
 
@@ -114,28 +114,16 @@ def _active(metrics: Metrics) -> float:
     return metrics.value("nv_trt_llm_request_metrics", request_type="active")
 
 
-class GaugeWatch:
-    """Samples the gauges from a thread of its own into ``samples``."""
+class GaugeWatch(Sampler):
+    """Samples the gauges into ``samples``."""
 
     def __init__(self, url: str, every_s: float = WATCH_EVERY_S) -> None:
+        super().__init__(every_s)
         self.samples: list[tuple[float, dict[str, float]]] = []
-        self._url, self._every_s = url, every_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="gauges", daemon=True)
+        self._url = url
 
-    def __enter__(self) -> GaugeWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self._stop.set()
-        self._thread.join(5)
-
-    def _watch(self) -> None:
-        while not self._stop.wait(self._every_s):
-            try:
-                metrics = scrape.fetch(self._url)
-            except Unavailable:
-                continue
+    def sample(self) -> None:
+        with suppress(Unavailable):
+            metrics = scrape.fetch(self._url)
             now = {name: metrics.value(family, **labels) for name, (family, labels) in GAUGES.items()}
             self.samples.append((time.monotonic(), now))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-
-import numpy as np
 
 from benchmarks import figures
 from benchmarks.driver import Extent, LoadResult, Share
@@ -17,6 +15,7 @@ from benchmarks.gateway.http_target import HttpTarget
 from benchmarks.gateway.script import Pace, PacedPrompts
 from benchmarks.generator_processes import Load, run_apart
 from benchmarks.record import Record
+from benchmarks.scrape import Sampler
 from benchmarks.target import Target
 from benchmarks.workload import Workload
 
@@ -99,63 +98,45 @@ class LoadTest:
     @property
     def errors(self) -> dict[str, int]:
         """Failures by error type, refusals (Overloaded) not counted."""
-        return figures.count(r.error_type for r in self.records if r.error and r.error_type != "Overloaded")
+        return dict(Counter(r.error_type for r in self.records if r.error and r.error_type != "Overloaded"))
 
 
 def run(one: Load, contender: Contender | None, gauges: Sequence[str] = ()) -> LoadTest:
     """Run one load in a process of its own to its end. Without a contender only the load's own view is returned."""
-    [found] = run_together([one], contender, gauges)
+    watch = _Watch(contender, gauges) if contender else None
+    [result] = run_apart([(one, Share())], while_running=watch, timeout_s=TIMEOUT_S)
+    found = LoadTest(result, one.extent.warmup_s)
+    if contender and watch:
+        found.cpu_s, found.rss_before_bytes, found.peak_rss_bytes = (
+            watch.cpu_s,
+            watch.before.rss_bytes,
+            watch.peak_bytes,
+        )
+        found.highest, found.alive = watch.highest, contender.alive()
     return found
 
 
-def run_together(loads: Sequence[Load], contender: Contender | None, gauges: Sequence[str] = ()) -> list[LoadTest]:
-    """Run several loads at once, a process each; the contender's use is that of all of them, in each result."""
-    shares = [(load, Share()) for load in loads]
-    if contender is None:
-        results = run_apart(shares, timeout_s=TIMEOUT_S)
-        return [LoadTest(result, one.extent.warmup_s) for one, result in zip(loads, results, strict=True)]
-    sampler = _Sampler(contender, gauges)
-    results = run_apart(shares, while_running=sampler, timeout_s=TIMEOUT_S)
-    return [
-        LoadTest(
-            result,
-            one.extent.warmup_s,
-            sampler.cpu_s,
-            sampler.rss_before_bytes,
-            sampler.peak_rss_bytes,
-            dict(sampler.highest),
-            contender.alive(),
-        )
-        for one, result in zip(loads, results, strict=True)
-    ]
-
-
-class _Sampler:
-    """Samples a contender's memory and gauges from a thread of its own."""
+class _Watch(Sampler):
+    """A contender's memory and gauges while a load runs, and the CPU it used."""
 
     def __init__(self, contender: Contender, gauges: Sequence[str]) -> None:
-        self._contender, self.cpu_s = contender, float("nan")
-        self.rss_before_bytes = self.peak_rss_bytes = 0
+        super().__init__(SAMPLE_S)
+        self._contender, self.cpu_s, self.peak_bytes = contender, float("nan"), 0
         self.highest = dict.fromkeys(gauges, 0.0)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
 
-    def __enter__(self) -> None:
-        use = self._contender.use()
-        self._cpu_before_s, self.rss_before_bytes = use.cpu_s, use.rss_bytes
-        self._thread.start()
+    def __enter__(self) -> Sampler:
+        self.before = self._contender.use()
+        return super().__enter__()
 
-    def __exit__(self, *_exc: object) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._contender.alive():
-            self.cpu_s = self._contender.use().cpu_s - self._cpu_before_s
-        self._stop.set()
-        self._thread.join(5)
+            self.cpu_s = self._contender.use().cpu_s - self.before.cpu_s
+        super().__exit__(*exc)
 
-    def _sample(self) -> None:
-        while not self._stop.wait(SAMPLE_S) and self._contender.alive():
-            self.peak_rss_bytes = max(self.peak_rss_bytes, self._contender.use().rss_bytes)
-            for name in self.highest:
-                self.highest[name] = max(self.highest[name], self._contender.gauge(name))
+    def sample(self) -> None:
+        if self._contender.alive():
+            self.peak_bytes = max(self.peak_bytes, self._contender.use().rss_bytes)
+            self.highest = {name: max(most, self._contender.gauge(name)) for name, most in self.highest.items()}
 
 
 def ttft_ms(records: Sequence[Record]) -> list[float]:
@@ -163,9 +144,7 @@ def ttft_ms(records: Sequence[Record]) -> list[float]:
     return [seconds * 1e3 for record in records if (seconds := record.ttft_from_send_s) is not None]
 
 
-def spread(values: Sequence[float]) -> Mapping[str, float]:
+def spread(values: Sequence[float]) -> dict[str, float]:
     """Return p50, p99 and max; nan without values."""
-    if not values:
-        return {"p50": float("nan"), "p99": float("nan"), "max": float("nan")}
-    p50, p99, most = np.percentile(np.asarray(values), (50, 99, 100))
-    return {"p50": float(p50), "p99": float(p99), "max": float(most)}
+    found = figures.spread(values)
+    return {"p50": found.p50, "p99": found.p99, "max": found.max}

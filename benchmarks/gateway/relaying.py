@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -70,9 +71,7 @@ class Relayed:
         self.ttft_ms += [ms - 1e3 * FIRST_S * self.paced for ms in found.ttft_ms]
         self.transit_ms += found.transit_ms
         self.gaps_ms += found.gaps_ms
-        for error, count in {**found.errors, "Overloaded": len(found.refused)}.items():
-            if count:
-                self.errors[error] = self.errors.get(error, 0) + count
+        self.errors = dict(Counter(self.errors) + Counter(found.errors) + Counter(Overloaded=len(found.refused)))
 
     def to_json(self) -> dict[str, object]:
         names = ("path", "direct", "streams", "paced", "tokens", "wall_s", "cpu_s", "us_per_token", "errors")
