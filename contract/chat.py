@@ -12,9 +12,7 @@ def check_tool_turns(messages: Sequence[Mapping[str, Any]]) -> None:
     """Check that each call of an assistant's message is answered by one tool message before the next turn.
 
     messages: well-formed; a call has an ``id``.
-
-    Raises:
-        InvalidArgument: a call has no answer, or a tool message answers no call; names the message.
+    Raises InvalidArgument: a call has no answer, or a tool message answers no call; names the message.
     """
     waiting: list[str] = []  # ids of calls without an answer yet
     for index, message in enumerate(messages):

@@ -42,9 +42,7 @@ class EnvironmentSettings(BaseSettings):
     """A valid, frozen configuration. A subclass sets ``model_config = environment_config(PREFIX)`` and its fields.
 
     Construction reads no environment; :meth:`from_environment` does.
-
-    Raises:
-        InvalidArgument: a value is not allowed; ``field`` is the environment variable.
+    Raises InvalidArgument: a value is not allowed; ``field`` is the environment variable.
     """
 
     def __init__(self, **values: Any) -> None:

@@ -45,6 +45,10 @@ class TridentError(Exception):
     reason: str = ""
     headers: Mapping[str, str] = MappingProxyType({})
 
+    def __init__(self, message: str = "", retry_after_s: float | None = None) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
     @property
     def message(self) -> str:
         return str(self)
@@ -90,19 +94,11 @@ class Overloaded(TridentError):
 
     grpc_status, http_status, retryable = "RESOURCE_EXHAUSTED", 429, True
 
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        self.retry_after_s = retry_after_s
-        super().__init__(message)
-
 
 class Unavailable(TridentError):
     """No healthy replica can serve the request now."""
 
     grpc_status, http_status, retryable = "UNAVAILABLE", 503, True
-
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        self.retry_after_s = retry_after_s
-        super().__init__(message)
 
 
 class DeadlineExceeded(TridentError):

@@ -63,9 +63,7 @@ class SamplingParams:
 
     def validate(self) -> SamplingParams:
         """Return self.
-
-        Raises:
-            InvalidArgument: a field holds a value that is not allowed.
+        Raises InvalidArgument: a field holds a value that is not allowed.
         """
         _number("temperature", self.temperature, 0.0, 100.0)
         _integer("top_k", self.top_k, 0, INT32_MAX)
@@ -99,9 +97,7 @@ class Guide:
 
     def validate(self) -> Guide:
         """Return self.
-
-        Raises:
-            InvalidArgument: the kind is unknown, or the text is missing or too long.
+        Raises InvalidArgument: the kind is unknown, or the text is missing or too long.
         """
         if self.kind not in GUIDE_KINDS:
             problem = f"must be one of {', '.join(GUIDE_KINDS)}, got {self.kind!r:.100}"
@@ -164,9 +160,7 @@ class GenerationRequest:
 
     def validate(self) -> GenerationRequest:
         """Return self.
-
-        Raises:
-            InvalidArgument: a field holds a value that is not allowed.
+        Raises InvalidArgument: a field holds a value that is not allowed.
         """
         if sum(prompt is not None for prompt in (self.text_input, self.messages, self.input_ids)) != 1:
             raise InvalidArgument("text_input", "must be set if neither messages nor input_ids is, else left out")

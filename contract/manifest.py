@@ -113,10 +113,8 @@ class EngineManifest:
 
 def load(folder: Path) -> EngineManifest:
     """Read and check manifest.json, without the other files.
-
-    Raises:
-        NotFound: there is no such engine.
-        EngineFailed: the folder is half-built, or its manifest is damaged or of another format.
+    Raises NotFound: there is no such engine.
+    Raises EngineFailed: the folder is half-built, or its manifest is damaged or of another format.
     """
     if not folder.is_dir():
         raise NotFound(f"there is no engine at {folder}; {_how_to_build(folder)}{_others(folder)}")
@@ -139,10 +137,8 @@ def verify(folder: Path, digest: Callable[[Path], str] | None = None) -> EngineM
     """Return the manifest of a folder after checking every listed file.
 
     digest: return the sha256 of a file; for callers that keep digests of large files.
-
-    Raises:
-        NotFound, EngineFailed: see ``load``.
-        EngineFailed: a file is missing or differs; names the first.
+    Raises NotFound, EngineFailed: see ``load``.
+    Raises EngineFailed: a file is missing or differs; names the first.
     """
     manifest = load(folder)
     for name, expected in sorted(manifest.files.items()):

@@ -82,10 +82,8 @@ def fetch(
     body: bytes | None = None,
 ) -> bytes:
     """Send an HTTP request and return the body of a 200 response.
-
-    Raises:
-        Unavailable: no response.
-        EngineFailed, or the TridentError that the body contains: another status.
+    Raises Unavailable: no response.
+    Raises EngineFailed, or the TridentError that the body contains: another status.
     """
     parts = urlsplit(url)
     if parts.hostname is None:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from server import process
+
 # Sets PR_SET_PDEATHSIG to SIGTERM, then executes the command in its place.
 PDEATHSIG_WRAPPER = (
     "import ctypes, os, sys\n"
@@ -39,11 +41,9 @@ class ChildCommand:
     ) -> None:
         self._drain_s = drain_s
         self._process = subprocess.Popen(with_parent_death_signal(command), env={**os.environ, **variables})
-        self._loop = asyncio.get_running_loop()
         self._on_exit = on_exit
-        self._exited: asyncio.Future[int] = self._loop.create_future()
-        self._pidfd = os.pidfd_open(self._process.pid)
-        self._loop.add_reader(self._pidfd, self._reap)
+        self._exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        process.on_exit(self._process.pid, self._reap)
 
     async def terminate(self) -> int:
         """Wait for the command, send SIGTERM and then SIGKILL if it does not exit; return its exit code."""
@@ -62,8 +62,6 @@ class ChildCommand:
             self._process.kill()
 
     def _reap(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
         code = self._process.wait()
         self._exited.set_result(code if code >= 0 else 128 - code)
         self._on_exit()

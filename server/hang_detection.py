@@ -53,9 +53,7 @@ class HeartbeatListener:
     control_socket: name of the engine's control socket.
     stall_s, limit_s: see contract.watchdog.
     on_engine_hung: called with (pid of the stub, reason) when an engine stub had to kill its worker.
-
-    Raises:
-        OSError: the socket's name is taken.
+    Raises OSError: the socket's name is taken.
     """
 
     def __init__(

@@ -8,7 +8,6 @@ that the wheel lacks, so an image's server takes precedence.
 from __future__ import annotations
 
 import ctypes.util
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contract.errors import InvalidArgument, Unavailable
+from server.machine import package
 
 PYTHONS = ((3, 10), (3, 11), (3, 12))
 GLIBC = (2, 35)
@@ -56,10 +56,8 @@ def find(folder: Path | None = None) -> Installation:
     """Find the installation in ``folder``, else in NVIDIA's image, else in the wheel.
 
     folder: contains bin/tritonserver.
-
-    Raises:
-        InvalidArgument: ``folder`` contains no server.
-        Unavailable: a file or package is missing; the message tells how to install it.
+    Raises InvalidArgument: ``folder`` contains no server.
+    Raises Unavailable: a file or package is missing; the message tells how to install it.
     """
     if folder is not None and not (folder / "bin" / "tritonserver").is_file():
         raise InvalidArgument("TRIDENT_TRITONSERVER", f"must be a folder with bin/tritonserver, got {folder}")
@@ -82,7 +80,7 @@ def _in_image(root: Path) -> Installation:
             f"the server in {root} runs Python {embedded} models, and this is Python {here}: make the environment with "
             f"`make setup PYTHON=python{embedded}`"
         )
-    if _version("numpy") is None:
+    if package("numpy") is None:
         raise Unavailable(f"numpy is not installed for {sys.executable}: `make setup` installs it")
     return found
 
@@ -96,7 +94,7 @@ def embedded_python(stub: Path) -> str | None:
 def _in_wheel() -> Installation:
     check_python(sys.version_info[:2])
     check_glibc(_glibc())
-    check_numpy(_version("numpy"))
+    check_numpy(package("numpy"))
     spec = importlib.util.find_spec("pytriton")
     if spec is None or not spec.submodule_search_locations:
         raise Unavailable(f"tritonserver is not installed for {sys.executable}: `make setup` installs nvidia-pytriton")
@@ -169,13 +167,6 @@ def _glibc() -> tuple[int, int] | None:
         return None
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _link(source: Path, link: Path) -> None:

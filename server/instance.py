@@ -116,9 +116,7 @@ class ServerInstance:
 
     async def metrics(self) -> ServerMetrics:
         """Scrape tritonserver's metrics.
-
-        Raises:
-            TridentError: it does not answer.
+        Raises TridentError: it does not answer.
         """
         text = await asyncio.to_thread(fetch, self._settings.metrics_url, timeout_s=self._settings.canary_timeout_s)
         return server_metrics.parse(text.decode(), self._pipeline.last.name)
@@ -155,9 +153,7 @@ class ServerInstance:
 
     async def reload(self, model: str) -> None:
         """Reload ``model`` after its stub exited or hung; other models keep running.
-
-        Raises:
-            TridentError: the model does not load, or the liveness probe fails afterwards.
+        Raises TridentError: the model does not load, or the liveness probe fails afterwards.
         """
         self._exits.remove([stub for stub in self._exits.watched if stub.model == model])
         for stub in stubs.find(self.pid):

@@ -21,10 +21,8 @@ def check(host: str, ports: dict[str, int]) -> None:
     """Check that every port can be bound.
 
     ports: by environment variable.
-
-    Raises:
-        Unavailable: a port is in use.
-        InvalidArgument: two ports are equal, or a port cannot be bound.
+    Raises Unavailable: a port is in use.
+    Raises InvalidArgument: two ports are equal, or a port cannot be bound.
     """
     seen: dict[int, str] = {}
     for variable, port in ports.items():
@@ -47,9 +45,7 @@ def claim(grpc_port: int) -> socket.socket:
     """Claim ``grpc_port`` for this supervisor for as long as the returned socket is open.
 
     A supervisor that restarts its server holds no port; the claim keeps a second supervisor away meanwhile.
-
-    Raises:
-        Unavailable: another supervisor has the port.
+    Raises Unavailable: another supervisor has the port.
     """
     claimed = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:

@@ -38,10 +38,8 @@ def check(
     inspect: returns the machine's GPUs and libraries; not called for a CPU engine.
     package: returns the version of an installed package.
     available_bytes: returns the memory available without swapping.
-
-    Raises:
-        EngineFailed: the tokenizer is not the one the model was built with.
-        Unavailable: the machine cannot serve the engine.
+    Raises EngineFailed: the tokenizer is not the one the model was built with.
+    Raises Unavailable: the machine cannot serve the engine.
     """
     _check_tokenizer(manifest, folder)
     problem = (

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -55,6 +55,25 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def on_exit(pid: int, callback: Callable[[], object]) -> Callable[[], None]:
+    """Call ``callback`` once in the event loop when ``pid`` has exited; the function returned prevents that.
+
+    It may be a zombie then, which no process has waited for. Raises ProcessLookupError: there is no such process.
+    """
+    loop, pidfd = asyncio.get_running_loop(), os.pidfd_open(pid)
+
+    def forget() -> None:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+    def exited() -> None:
+        forget()
+        callback()
+
+    loop.add_reader(pidfd, exited)
+    return forget
+
+
 class TritonProcess:
     """One run of tritonserver.
 
@@ -65,10 +84,8 @@ class TritonProcess:
     def __init__(self, reaper: subprocess.Popen[bytes], pid: int) -> None:
         self.pid = pid
         self._reaper = reaper
-        self._loop = asyncio.get_running_loop()
-        self.exited: asyncio.Future[int] = self._loop.create_future()
-        self._pidfd = os.pidfd_open(reaper.pid)
-        self._loop.add_reader(self._pidfd, self._on_reaper_exit)
+        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        on_exit(reaper.pid, self._on_reaper_exit)
 
     @classmethod
     def start(cls, command: Sequence[str], environ: Mapping[str, str], log: Path, shm_prefix: str) -> TritonProcess:
@@ -76,9 +93,7 @@ class TritonProcess:
 
         log: file that its output is appended to.
         shm_prefix: start of the names of its files in /dev/shm.
-
-        Raises:
-            EngineFailed: the reaper exited before it started the command.
+        Raises EngineFailed: the reaper exited before it started the command.
         """
         with log.open("ab") as output:
             reaper = subprocess.Popen(
@@ -112,8 +127,6 @@ class TritonProcess:
         return await asyncio.shield(self.exited)
 
     def _on_reaper_exit(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
         code = self._reaper.wait()
         self._close_reaper_stdin()
         assert self._reaper.stdout is not None

@@ -68,9 +68,7 @@ class Replica:
     @property
     def status(self) -> Status:
         """Content of the status file.
-
-        Raises:
-            EngineFailed: there is none, because the supervisor has stopped.
+        Raises EngineFailed: there is none, because the supervisor has stopped.
         """
         found = status_file.read(status_file.path(self.settings.state_dir, self.settings.grpc_port))
         if found is None:
@@ -92,9 +90,7 @@ class Replica:
 
     def wait_until_ready(self, restarts: int = 0, reloads: int = 0, timeout_s: float = 120.0) -> Status:
         """Wait until the server is ready after at least that many restarts and model reloads.
-
-        Raises:
-            EngineFailed: it is not ready within ``timeout_s``, or the supervisor exited.
+        Raises EngineFailed: it is not ready within ``timeout_s``, or the supervisor exited.
         """
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
@@ -131,9 +127,7 @@ def running(
     listen: gRPC, HTTP and metrics port; default: free ports.
     env: variables for supervisor, server and models, added to this process's environment.
     overrides: any other field of :class:`~server.settings.Settings`, e.g. ``model_repository``.
-
-    Raises:
-        EngineFailed: it does not become ready; the message has the supervisor's output.
+    Raises EngineFailed: it does not become ready; the message has the supervisor's output.
     """
     environ = {**os.environ, **(env or {})}
     for name, port in zip(PORT_FIELDS, listen or ports.free(3), strict=True):

@@ -54,9 +54,7 @@ def read_pipeline(repository: Path, config_name: str, name: str = ENSEMBLE) -> P
     """Read the model ``name`` of ``repository``, with its steps.
 
     config_name: selects ``configs/<name>.pbtxt`` of a model that has it.
-
-    Raises:
-        NotFound: a model is missing or its config cannot be read.
+    Raises NotFound: a model is missing or its config cannot be read.
     """
     steps = [step.model_name for step in _read_config(repository, name, config_name).ensemble_scheduling.step]
     if not steps and name == ENSEMBLE:

@@ -47,9 +47,7 @@ def clean(prefix: str, folder: Path = FOLDER) -> list[str]:
 
 def region_bytes(stubs: int, free_bytes: int) -> int:
     """Return the size of each stub's file: all together leave an eighth of ``free_bytes`` for growth.
-
-    Raises:
-        Unavailable: ``free_bytes`` is too little for ``stubs`` stubs.
+    Raises Unavailable: ``free_bytes`` is too little for ``stubs`` stubs.
     """
     each = min(MAX_BYTES, free_bytes * 7 // 8 // max(1, stubs)) // MIB * MIB
     if each >= MIN_BYTES:

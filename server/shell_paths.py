@@ -25,9 +25,7 @@ def shell_safe(path: Path, name: str, shm_prefix: str, folder: Path = shared_mem
 
     name: of the link, after the prefix.
     folder: of the link.
-
-    Raises:
-        Unavailable: the link cannot be made.
+    Raises Unavailable: the link cannot be made.
     """
     if is_shell_safe(path):
         return path

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass, replace
@@ -77,12 +76,6 @@ def read_all(state_dir: Path) -> list[Status]:
     """Read the status of every supervisor that keeps its state in ``state_dir``, sorted by file name."""
     found = (read(file) for file in sorted(state_dir.glob("status-*.json")))
     return [status for status in found if status is not None]
-
-
-def remove(file: Path) -> None:
-    """Remove ``file`` if it exists."""
-    with contextlib.suppress(FileNotFoundError):
-        file.unlink()
 
 
 def describe(status: Status) -> str:

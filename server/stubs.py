@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -57,38 +57,31 @@ class ExitWatcher:
 
     def __init__(self, on_exit: Callable[[Stub], None]) -> None:
         self._on_exit = on_exit
-        self._pidfds: dict[Stub, int] = {}
-        self._loop = asyncio.get_running_loop()
+        self._forget: dict[Stub, Callable[[], None]] = {}
 
     @property
     def watched(self) -> list[Stub]:
-        return list(self._pidfds)
+        return list(self._forget)
 
     def add(self, stubs: Iterable[Stub]) -> None:
         """Watch those of ``stubs`` that are not watched yet."""
         for stub in stubs:
-            if stub in self._pidfds:
+            if stub in self._forget:
                 continue
             try:
-                pidfd = os.pidfd_open(stub.pid)
+                self._forget[stub] = process.on_exit(stub.pid, partial(self._report, stub))
             except ProcessLookupError:
-                self._loop.call_soon(self._on_exit, stub)
-                continue
-            # Readable as soon as the process exits, also while it is a zombie that no process has waited for.
-            self._pidfds[stub] = pidfd
-            self._loop.add_reader(pidfd, self._report, stub)
+                asyncio.get_running_loop().call_soon(self._on_exit, stub)
 
     def remove(self, stubs: Iterable[Stub]) -> None:
         """Stop watching ``stubs``."""
         for stub in stubs:
-            pidfd = self._pidfds.pop(stub, None)
-            if pidfd is not None:
-                self._loop.remove_reader(pidfd)
-                os.close(pidfd)
+            if forget := self._forget.pop(stub, None):
+                forget()
 
     def close(self) -> None:
         self.remove(self.watched)
 
     def _report(self, stub: Stub) -> None:
-        self.remove([stub])
+        del self._forget[stub]
         self._on_exit(stub)

@@ -76,9 +76,7 @@ class Supervisor:
         command: started once the server is ready.
 
         Returns ``command``'s exit code, 0 after a signal, 130 after a second one, 1 if the server keeps failing.
-
-        Raises:
-            TridentError: the server cannot be started: no engine, no installation, no port.
+        Raises TridentError: the server cannot be started: no engine, no installation, no port.
         """
         with self._prepare():
             self._handle_signals()
@@ -94,7 +92,7 @@ class Supervisor:
                 shared_memory.clean(self._shm_prefix)
                 self._settings.drain_file.unlink(missing_ok=True)
                 if self._record.state is not State.FAILED:
-                    status.remove(self._status_file)
+                    self._status_file.unlink(missing_ok=True)
 
     def _prepare(self) -> socket.socket:
         """Check all that can be checked before a process starts; return the claim of the port, held while open."""

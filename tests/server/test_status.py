@@ -30,8 +30,7 @@ def test_a_written_status_is_read_and_listed(tmp_path):
     status.write(file, STATUS)
     assert status.read(file) == STATUS and status.read_all(tmp_path) == [STATUS]
     assert [path.name for path in tmp_path.iterdir()] == ["status-8001.json"]
-    status.remove(file)
-    status.remove(file)
+    file.unlink()
     assert status.read_all(tmp_path) == []
 
 
