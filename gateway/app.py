@@ -63,7 +63,7 @@ def build(service: Service) -> ASGIApp:
                 tenant = service.tenant(bearer_token(request.headers.get("authorization", "")))
                 fields = await handle(request, tenant)
             except TridentError as error:
-                return _error_response(error_responses.http(error))
+                return error_responses.response(*error_responses.http(error))
             return Response(orjson.dumps(fields), media_type="application/json")
 
         return endpoint
@@ -132,9 +132,4 @@ async def _http_exception(request: Request, exc: Exception) -> Response:
         exc.status_code, f"{request.method} {request.url.path}: {exc.detail}", code
     )
     allowed = [(key.lower().encode(), value.encode()) for key, value in (exc.headers or {}).items()]
-    return _error_response((status, [*headers, *allowed], body))
-
-
-def _error_response(parts: tuple[int, list[tuple[bytes, bytes]], bytes]) -> Response:
-    status, headers, body = parts
-    return Response(body, status, {key.decode(): value.decode() for key, value in headers})
+    return error_responses.response(status, [*headers, *allowed], body)

@@ -39,7 +39,7 @@ from gateway.routing.replicas import Replicas, Route
 from gateway.routing.shadow import Copy
 from gateway.routing.upstream import Upstream, UpstreamStream
 from gateway.telemetry import replica_spans, request_log
-from gateway.telemetry.metrics import GenerationRecord, Metrics, error_type
+from gateway.telemetry.metrics import Metrics, error_type
 from gateway.telemetry.tracing import Tracing, end_span, traceparent
 
 # A request without a token leaves a replica that is unhealthy and has made no progress for this long.
@@ -471,18 +471,15 @@ class Generation:
         pool, replica = self._location()
         usage = self.usage
         self._runtime.metrics.ended(
-            GenerationRecord(
-                operation=self._context.operation,
-                model=self._context.model.name,
-                pool=pool,
-                began_s=self.began_s,
-                ended_s=time.monotonic(),
-                first_s=self.first_s,
-                finish_reason=self.finish_reason,
-                error_type=error_type(error),
-                output_tokens=usage.output_tokens if usage else 0,
-                attempts=attempts,
-            )
+            self._context.operation,
+            self._context.model.name,
+            pool=pool,
+            began_s=self.began_s,
+            first_s=self.first_s,
+            finish_reason=self.finish_reason,
+            error_type=error_type(error),
+            output_tokens=usage.output_tokens if usage else 0,
+            attempts=attempts,
         )
         if self._shadow is not None:
             self._shadow.ended(error)

@@ -12,6 +12,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
+from starlette.responses import Response
 
 from contract.errors import (
     InvalidArgument,
@@ -60,6 +61,11 @@ def plain(status: int, message: str, code: str) -> tuple[int, list[tuple[bytes, 
     """Return status, headers and body of an error that only HTTP has, such as an unknown path."""
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
     return status, [_JSON], orjson.dumps(body)
+
+
+def response(status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> Response:
+    """Return what ``http`` or ``plain`` returned as a response of Starlette."""
+    return Response(body, status, {key.decode(): value.decode() for key, value in headers})
 
 
 def hints(error: TridentError) -> dict[str, str]:

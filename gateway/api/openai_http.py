@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
 
 from clients.wire.connection import new_request_id
 from clients.wire.request import MAX_REQUEST_ID, can_travel
@@ -24,7 +25,7 @@ from gateway.api.caller_errors import for_caller
 from gateway.api.chat import ChatFormatter
 from gateway.api.completions import CompletionFormatter
 from gateway.api.request_body import BodyTooLarge, bearer_token
-from gateway.api.response_stream import Headers, Receive, ResponseStream, Scope, Send
+from gateway.api.response_stream import Headers, ResponseStream
 from gateway.api.schemas import ChatRequest, CompletionRequest
 from gateway.api.sections import ChoiceCutters, CutDeltas
 from gateway.api.sse import EventEncoder, Formatter, encode_event, usage_fields

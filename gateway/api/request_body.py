@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from contract.errors import Overloaded
 from gateway.admission.body_budget import Lease
-from gateway.api.response_stream import Receive
 
 LINGER_S = 2.0  # how long the rest of a rejected body is discarded
 

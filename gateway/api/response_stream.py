@@ -8,18 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
+
+from starlette.types import Message, Receive, Scope, Send
 
 from gateway.config.settings import Settings
 from gateway.watchdog import Watchdog
 
 Headers = list[tuple[bytes, bytes]]
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 HEARTBEAT = b": keep-alive\n\n"
 WAITING = b": waiting\n\n"

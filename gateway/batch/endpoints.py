@@ -325,5 +325,4 @@ def _error_response(error: TridentError, close: bool) -> Response:
         status, headers, body = error_responses.plain(413, error.message, "request_too_large")
     else:
         status, headers, body = error_responses.http(error)
-    decoded = {key.decode(): value.decode() for key, value in headers}
-    return Response(body, status, decoded | ({"connection": "close"} if close else {}))
+    return error_responses.response(status, headers + [(b"connection", b"close")] * close, body)

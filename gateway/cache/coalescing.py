@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import AsyncIterable, Callable
+from typing import Generic, TypeVar
 
 from contract.errors import Cancelled, Overloaded
 from contract.generation import TokenDelta
@@ -20,13 +20,6 @@ from contract.generation import TokenDelta
 MAX_BYTES = 4 * 1024 * 1024
 JOIN_BYTES = 64 * 1024  # of a stream's beginning that is kept for joining readers: some hundred tokens
 T = TypeVar("T")
-_Out = TypeVar("_Out", covariant=True)
-
-
-class Source(Protocol[_Out]):
-    """A stream to share. An ``aclose`` method is called at its end, if it has one."""
-
-    def __aiter__(self) -> AsyncIterator[_Out]: ...
 
 
 def size_bytes(delta: TokenDelta) -> int:
@@ -44,6 +37,7 @@ class SharedStream(Generic[T]):
     """A source that is read once and followed by many readers, each from any item still in the log.
 
     Made inside a running event loop.
+    source: its ``aclose`` method is called at the end, if it has one.
     size: estimates the bytes of an item.
     max_bytes: bound of the log; the source then waits, or the oldest items are dropped.
     keep_bytes: bytes of items that every reader has read which are kept for readers that join.
@@ -53,7 +47,7 @@ class SharedStream(Generic[T]):
 
     def __init__(
         self,
-        source: Source[T],
+        source: AsyncIterable[T],
         *,
         size: Callable[[T], int],
         max_bytes: int = MAX_BYTES,
@@ -251,7 +245,7 @@ class Coalescer(Generic[T]):
     def __len__(self) -> int:
         return len(self._streams)
 
-    def follow(self, key: str, open_source: Callable[[], Source[T]]) -> SharedReader[T]:
+    def follow(self, key: str, open_source: Callable[[], AsyncIterable[T]]) -> SharedReader[T]:
         """Read the stream of ``key`` from its start: the one that runs, or a new one of ``open_source``."""
         stream = self._streams.get(key)
         if stream is not None and stream.joinable and not stream.done and stream.readers:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import AsyncIterable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from contract.errors import InvalidArgument, Overloaded
-from gateway.cache.coalescing import MAX_BYTES, SharedReader, SharedStream, Source
+from gateway.cache.coalescing import MAX_BYTES, SharedReader, SharedStream
 
 HEADER, RESUME_HEADER = "Idempotency-Key", "Last-Event-ID"
 MAX_KEY_LENGTH = 255
@@ -67,7 +67,7 @@ class Idempotency(Generic[T]):
         return len(self._running) + len(self._finished)
 
     def follow(
-        self, tenant: str, key: str, request: str, open_source: Callable[[], Source[T]], start: int = 0
+        self, tenant: str, key: str, request: str, open_source: Callable[[], AsyncIterable[T]], start: int = 0
     ) -> SharedReader[T]:
         """Read the stream of ``key`` from item ``start`` on: the existing one, or a new one of ``open_source``.
 

@@ -12,7 +12,7 @@ from gateway.choices import ChoiceDelta, ChoiceDeltas, total
 from gateway.request_context import RequestContext
 from gateway.service import Service
 from gateway.telemetry import request_log
-from gateway.telemetry.metrics import GenerationRecord, error_type
+from gateway.telemetry.metrics import error_type
 from gateway.telemetry.tracing import end_span, generation_attributes
 
 # The metrics' label ``source``, by the value of x-trident-cache.
@@ -91,17 +91,14 @@ class ReusedResponse:
         ends = [self._ends[choice] for choice in sorted(self._ends)]
         end = error_type(seen) or next(iter(ends), "")
         service.metrics.ended(
-            GenerationRecord(
-                operation=context.operation,
-                model=context.model.name,
-                pool="",
-                began_s=self._began_s,
-                ended_s=time.monotonic(),
-                first_s=self._first_s,
-                finish_reason=end if seen is None else "",
-                error_type=error_type(seen),
-                source=self._source,
-            )
+            context.operation,
+            context.model.name,
+            pool="",
+            began_s=self._began_s,
+            first_s=self._first_s,
+            finish_reason=end if seen is None else "",
+            error_type=error_type(seen),
+            source=self._source,
         )
         if usage is not None:
             service.metrics.used(context.tenant.name, usage, self._source)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -19,125 +20,47 @@ REUSE = ("hit", "semantic", "coalesced", "replayed", "miss", "bypass")
 MAX_TENANTS = 100  # with labels of their own; further tenants share the label "other"
 
 
-@dataclass(frozen=True)
-class GenerationRecord:
-    """Describes a generation, or a reused answer, that has ended. Times are ``time.monotonic()``.
-
-    operation: ``chat``, ``text_completion`` or ``batch``.
-    model: that served it, by the name of the configuration.
-    pool: of the replicas, or the overflow target; "" where neither is known.
-    began_s: arrival of the request.
-    ended_s: when it ended.
-    first_s: first token; 0 for none.
-    finish_reason: "" if it did not finish.
-    error_type: class of its error; "" for none.
-    output_tokens: as the engine counted them; 0 if unknown.
-    attempts: calls to replicas and upstreams.
-    source: ENGINE, or where a reused answer came from.
-    """
-
-    operation: str
-    model: str
-    pool: str
-    began_s: float
-    ended_s: float
-    first_s: float = 0.0
-    finish_reason: str = ""
-    error_type: str = ""
-    output_tokens: int = 0
-    attempts: int = 0
-    source: str = ENGINE
-
-
 class Metrics:
     """Holds the metrics of one gateway in a registry of its own."""
 
     def __init__(self) -> None:
         self.engine_tokens = 0
         registry = self.registry = CollectorRegistry()
-        # source and pool: see GenerationRecord
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        # source and pool: see ``ended``
         generation = ("operation", "model", "source", "pool")
-        self.duration = Histogram(
-            "gen_ai_server_request_duration_seconds",
-            "Arrival to the last token, with queueing",
-            (*generation, "error_type"),
-            buckets=DURATION_S,
-            registry=registry,
+        text = "Arrival to the last token, with queueing"
+        labels: tuple[str, ...] = (*generation, "error_type")
+        self.duration = histogram("gen_ai_server_request_duration_seconds", text, labels, buckets=DURATION_S)
+        text = "Arrival to the first token, with queueing"
+        self.first_token = histogram(
+            "gen_ai_server_time_to_first_token_seconds", text, generation, buckets=FIRST_TOKEN_S
         )
-        self.first_token = Histogram(
-            "gen_ai_server_time_to_first_token_seconds",
-            "Arrival to the first token, with queueing",
-            generation,
-            buckets=FIRST_TOKEN_S,
-            registry=registry,
-        )
-        self.per_token = Histogram(
-            "gen_ai_server_time_per_output_token_seconds",
-            "Mean time per token after the first, per engine generation",
-            generation,
-            buckets=PER_TOKEN_S,
-            registry=registry,
-        )
-        self.queue = Histogram(
-            "trident_gateway_admission_seconds",
-            "Time in admission, to the permit or the refusal",
-            buckets=FIRST_TOKEN_S,
-            registry=registry,
-        )
-        self.requests = Counter(
-            "trident_gateway_requests",
-            "Answered requests by protocol and status",
-            ("protocol", "operation", "code"),
-            registry=registry,
-        )
-        self.rejections = Counter(
-            "trident_gateway_rejections",
-            "Requests refused before generation, by reason",
-            ("reason",),
-            registry=registry,
-        )
-        self.ends = Counter(
-            "trident_gateway_generations",
-            "Ended generations by finish reason or error, pool or overflow target, and source",
-            ("end", "pool", "source"),
-            registry=registry,
-        )
-        self.tokens = Counter(
-            "trident_gateway_tokens",
-            "Tokens by tenant, direction and source of the answer",
-            ("tenant", "direction", "source"),
-            registry=registry,
-        )
-        self.charges = Counter(
-            "trident_gateway_charges",
-            "What engine answers cost the tenant by the model's price, in the currency of [prices]",
-            ("tenant", "model"),
-            registry=registry,
-        )
-        self.retries = Counter("trident_gateway_retries", "Attempts after the first of a generation", registry=registry)
-        self.continuations = Counter(
-            "trident_gateway_continuations",
-            "Generations that lost their replica: continued, refused, suspect, no_replica",
-            ("result",),
-            registry=registry,
-        )
-        self.reuse = Counter(
-            "trident_gateway_reuse",
-            "Requests by reuse result: hit, semantic, coalesced, replayed, miss, bypass",
-            ("result",),
-            registry=registry,
-        )
-        self.shadow = Counter(
-            "trident_gateway_shadow", "Shadow copies of requests, by result", ("result",), registry=registry
-        )
-        self.in_flight = Gauge("trident_gateway_in_flight", "Admitted requests in flight", registry=registry)
-        self.waiting = Gauge("trident_gateway_waiting", "Requests in admission", registry=registry)
-        self.lag = Histogram(
-            "trident_gateway_event_loop_lag_seconds",
-            "Event loop lag: how late timers fire",
-            buckets=LAG_S,
-            registry=registry,
-        )
+        text = "Mean time per token after the first, per engine generation"
+        self.per_token = histogram("gen_ai_server_time_per_output_token_seconds", text, generation, buckets=PER_TOKEN_S)
+        text = "Time in admission, to the permit or the refusal"
+        self.queue = histogram("trident_gateway_admission_seconds", text, buckets=FIRST_TOKEN_S)
+        labels = ("protocol", "operation", "code")
+        self.requests = counter("trident_gateway_requests", "Answered requests by protocol and status", labels)
+        text = "Requests refused before generation, by reason"
+        self.rejections = counter("trident_gateway_rejections", text, ("reason",))
+        text = "Ended generations by finish reason or error, pool or overflow target, and source"
+        self.ends = counter("trident_gateway_generations", text, ("end", "pool", "source"))
+        text = "Tokens by tenant, direction and source of the answer"
+        self.tokens = counter("trident_gateway_tokens", text, ("tenant", "direction", "source"))
+        text = "What engine answers cost the tenant by the model's price, in the currency of [prices]"
+        self.charges = counter("trident_gateway_charges", text, ("tenant", "model"))
+        self.retries = counter("trident_gateway_retries", "Attempts after the first of a generation")
+        text = "Generations that lost their replica: continued, refused, suspect, no_replica"
+        self.continuations = counter("trident_gateway_continuations", text, ("result",))
+        text = "Requests by reuse result: hit, semantic, coalesced, replayed, miss, bypass"
+        self.reuse = counter("trident_gateway_reuse", text, ("result",))
+        self.shadow = counter("trident_gateway_shadow", "Shadow copies of requests, by result", ("result",))
+        self.in_flight = gauge("trident_gateway_in_flight", "Admitted requests in flight")
+        self.waiting = gauge("trident_gateway_waiting", "Requests in admission")
+        text = "Event loop lag: how late timers fire"
+        self.lag = histogram("trident_gateway_event_loop_lag_seconds", text, buckets=LAG_S)
         self._tenants: set[str] = set()
         for result in REUSE:  # rates need the series before its first increment
             self.reuse.labels(result)
@@ -151,18 +74,42 @@ class Metrics:
         self._tenants.add(name)
         return name
 
-    def ended(self, record: GenerationRecord) -> None:
-        """Count a generation, or a reused answer, that has ended."""
-        labels = (record.operation, record.model, record.source, record.pool)
-        self.duration.labels(*labels, record.error_type).observe(record.ended_s - record.began_s)
-        self.ends.labels(record.finish_reason or record.error_type, record.pool, record.source).inc()
-        self.retries.inc(max(0, record.attempts - 1))
-        if not record.first_s:
+    def ended(
+        self,
+        operation: str,
+        model: str,
+        *,
+        pool: str,
+        began_s: float,
+        first_s: float,
+        finish_reason: str,
+        error_type: str,
+        output_tokens: int = 0,
+        attempts: int = 0,
+        source: str = ENGINE,
+    ) -> None:
+        """Count a generation, or a reused answer, that ends now. Times are ``time.monotonic()``.
+
+        operation: ``chat``, ``text_completion`` or ``batch``.
+        model: that served it, by the name of the configuration.
+        pool: of the replicas, or the overflow target; "" where neither is known.
+        began_s: arrival of the request.
+        first_s: first token; 0 for none.
+        finish_reason: "" if it did not finish.
+        error_type: class of its error; "" for none.
+        output_tokens: as the engine counted them; 0 if unknown.
+        attempts: calls to replicas and upstreams.
+        source: ENGINE, or where a reused answer came from.
+        """
+        labels, ended_s = (operation, model, source, pool), time.monotonic()
+        self.duration.labels(*labels, error_type).observe(ended_s - began_s)
+        self.ends.labels(finish_reason or error_type, pool, source).inc()
+        self.retries.inc(max(0, attempts - 1))
+        if not first_s:
             return
-        self.first_token.labels(*labels).observe(record.first_s - record.began_s)
-        if record.source == ENGINE and record.output_tokens > 1:
-            per_token_s = (record.ended_s - record.first_s) / (record.output_tokens - 1)
-            self.per_token.labels(*labels).observe(per_token_s)
+        self.first_token.labels(*labels).observe(first_s - began_s)
+        if source == ENGINE and output_tokens > 1:
+            self.per_token.labels(*labels).observe((ended_s - first_s) / (output_tokens - 1))
 
     def used(self, tenant: str, usage: Usage, source: str = ENGINE, model: str = "", cost: float = 0.0) -> None:
         """Count the tokens and the cost of one request; a prompt counts once for all its choices."""
