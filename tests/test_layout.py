@@ -134,7 +134,7 @@ def test_no_module_imports_itself_in_a_circle():
 
 # The gateway's packages and modules from the lowest layer to the highest. One may import its own and lower layers.
 GATEWAY_LAYERS = (
-    ("config", "request_key", "watchdog"),
+    ("config", "database", "request_key", "watchdog"),
     ("admission",),
     ("models",),
     ("request_context",),

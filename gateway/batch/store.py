@@ -8,20 +8,17 @@ Every method is one transaction, blocks, and may be called from any thread. SQLi
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import secrets
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from contract.errors import InvalidArgument, NotFound, Overloaded, Unavailable
+from contract.errors import InvalidArgument, NotFound, Overloaded
+from gateway.database import Database
 
-_LOG = logging.getLogger(__name__)
 PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 _IS_UNFINISHED = f"status IN {UNFINISHED}"  # in SQL the names are written as in Python
@@ -152,7 +149,7 @@ _FILE = ", ".join(declared.name for declared in fields(File))
 _BATCH = ", ".join(declared.name for declared in fields(Batch))
 
 
-class BatchStore:
+class BatchStore(Database):
     """Open the database; create it if there is none.
 
     clock: Unix seconds.
@@ -160,27 +157,8 @@ class BatchStore:
     """
 
     def __init__(self, path: Path, limits: BatchLimits = BatchLimits(), clock: Callable[[], float] = time.time) -> None:
-        self.path, self.limits, self._clock = path, limits, clock
-        self._lock = threading.Lock()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
-            with self._transaction():
-                version = self._db.execute("PRAGMA user_version").fetchone()[0]
-                if version == 0:
-                    for statement in filter(str.strip, _SCHEMA.split(";")):
-                        self._db.execute(statement)
-                    self._db.execute(f"PRAGMA user_version = {_VERSION}")
-        except (sqlite3.Error, OSError, Unavailable) as exc:
-            raise InvalidArgument(str(path), f"must be usable as the batch database: {exc}") from exc
-        if version not in (0, _VERSION):
-            raise InvalidArgument(str(path), f"must be a database of version {_VERSION}, got version {version}")
-
-    def close(self) -> None:
-        with self._lock:
-            self._db.close()
+        super().__init__(path, "batch database", _SCHEMA, _VERSION)
+        self.limits, self._clock = limits, clock
 
     # Files.
 
@@ -543,30 +521,6 @@ class BatchStore:
             f"UPDATE batches SET status = ?, {status}_at = ?{also} WHERE id = ? AND status = ?",
             (status, int(self._clock()), *values, batch_id, before),
         )
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Commit all or nothing. IMMEDIATE: two processes that read and then write cannot deadlock."""
-        with self._lock:
-            try:
-                self._db.execute("BEGIN IMMEDIATE")
-                try:
-                    yield self._db
-                except BaseException:
-                    self._db.execute("ROLLBACK")
-                    raise
-                self._db.execute("COMMIT")
-            except sqlite3.Error as exc:
-                if self._in_transaction():
-                    self._db.execute("ROLLBACK")
-                _LOG.warning("batch database failed: %s", exc)  # its path is not for clients
-                raise Unavailable("the batch database failed", 5.0) from exc
-
-    def _in_transaction(self) -> bool:
-        try:
-            return self._db.in_transaction
-        except sqlite3.ProgrammingError:  # the connection is closed
-            return False
 
 
 def _as_batch(row: Sequence) -> Batch:

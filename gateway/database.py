@@ -1,0 +1,72 @@
+"""One SQLite database in WAL mode, which survives restarts and kill -9."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from contract.errors import InvalidArgument, Unavailable
+
+_LOG = logging.getLogger(__name__)
+
+
+class Database:
+    """Open the database; create it if there is none. May be used from any thread; SQLite's errors become Unavailable.
+
+    path: None: in memory.
+    name: what errors call it.
+    schema: its statements, separated by semicolons. version: of the schema.
+    Raises: InvalidArgument if the path cannot be used.
+    """
+
+    def __init__(self, path: Path | None, name: str, schema: str, version: int) -> None:
+        self.path, self._name = path, name
+        self._lock = threading.Lock()
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path or ":memory:", timeout=30.0, isolation_level=None, check_same_thread=False)
+            for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+                self._db.execute(f"PRAGMA {pragma}")
+            with self._transaction():
+                found = self._db.execute("PRAGMA user_version").fetchone()[0]
+                if found == 0:
+                    for statement in filter(str.strip, schema.split(";")):
+                        self._db.execute(statement)
+                    self._db.execute(f"PRAGMA user_version = {version}")
+        except (sqlite3.Error, OSError, Unavailable) as exc:
+            raise InvalidArgument(str(path), f"must be usable as the {name}: {exc}") from exc
+        if found not in (0, version):
+            raise InvalidArgument(str(path), f"must be a database of version {version}, got version {found}")
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Commit all or nothing. IMMEDIATE: two processes that read and then write cannot deadlock."""
+        with self._lock:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                try:
+                    yield self._db
+                except BaseException:
+                    self._db.execute("ROLLBACK")
+                    raise
+                self._db.execute("COMMIT")
+            except sqlite3.Error as exc:
+                if self._in_transaction():
+                    self._db.execute("ROLLBACK")
+                _LOG.warning("%s failed: %s", self._name, exc)  # its path is not for clients
+                raise Unavailable(f"the {self._name} failed", 5.0) from exc
+
+    def _in_transaction(self) -> bool:
+        try:
+            return self._db.in_transaction
+        except sqlite3.ProgrammingError:  # the connection is closed
+            return False
