@@ -243,10 +243,13 @@ class Sections(NamedTuple):
 
     reasoning: text of reasoning sections.
     tool_calls: in order.
+    parts: all that a delta adds as it was generated, its plain text too: kind (text, reasoning or call) and part.
+        Empty where the order is not known.
     """
 
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    parts: tuple[tuple[str, str | ToolCallDelta], ...] = ()
 
 
 # Not frozen: one is made for every token, and the assignments of a frozen class take five times as long.

@@ -65,9 +65,7 @@ class Cutter:
         self._scanner = CallScanner()
         self._named = False  # the call's first delta was sent
         self._calls_begun = 0
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCallDelta] = []
+        self._parts: list[tuple[str, str | ToolCallDelta]] = []
 
     def feed(self, delta: TokenDelta) -> TokenDelta:
         """Return the delta with what is certain of its parts, and the rest in later ones."""
@@ -88,9 +86,11 @@ class Cutter:
                 self._reasoning_tokens = self._ids * self._reasoning_characters // max(1, self._characters)
             if usage is not None and self._reasoning_tokens:
                 usage = dataclasses.replace(usage, reasoning_tokens=self._reasoning_tokens)
-        text, reasoning, calls = "".join(self._content), "".join(self._reasoning), tuple(self._calls)
-        self._content, self._reasoning, self._calls = [], [], []
-        sections = Sections(reasoning, calls) if reasoning or calls else None
+        parts, self._parts = self._parts, []
+        text = "".join(part for kind, part in parts if kind == _TEXT and isinstance(part, str))
+        reasoning = "".join(part for kind, part in parts if kind == _REASONING and isinstance(part, str))
+        calls = tuple(part for _, part in parts if isinstance(part, ToolCallDelta))
+        sections = Sections(reasoning, calls, tuple(parts)) if reasoning or calls else None
         return dataclasses.replace(delta, text=text, usage=usage, sections=sections)
 
     def _fed(self, delta: TokenDelta) -> bool:
@@ -157,14 +157,14 @@ class Cutter:
             self._enter(_TEXT)
         if raw is not None:
             self._trims = False
-            self._write(self._content, raw)
+            self._write(_TEXT, raw)
 
     def _read_text(self, text: str) -> None:
         at = 0
         while at < len(text):
             if self._state == _REASONING:
                 self._reasoning_characters += len(text) - at
-                return self._write(self._reasoning, text[at:])
+                return self._write(_REASONING, text[at:])
             if self._state == _CALL:
                 at = self._read_call(text, at)
             elif self._state == _BETWEEN:
@@ -174,7 +174,7 @@ class Cutter:
                 self._enter(_BETWEEN)
                 self._raw, self._bare = raw, True
             else:
-                return self._write(self._content, text[at:])
+                return self._write(_TEXT, text[at:])
 
     def _is_bare_call(self, text: str) -> bool:
         family = self._family
@@ -213,13 +213,13 @@ class Cutter:
         return end
 
     def _add(self, call_id: str = "", name: str = "", arguments: str = "") -> None:
-        index, last = self._calls_begun, self._calls[-1] if self._calls else None
-        if last is not None and last.index == index:
-            self._calls[-1] = dataclasses.replace(last, arguments=last.arguments + arguments)
+        index, last = self._calls_begun, self._parts[-1][1] if self._parts else None
+        if isinstance(last, ToolCallDelta) and last.index == index:
+            self._parts[-1] = _CALL, dataclasses.replace(last, arguments=last.arguments + arguments)
         elif not index or self._rules.parallel:
-            self._calls.append(ToolCallDelta(index, call_id, name, arguments))
+            self._parts.append((_CALL, ToolCallDelta(index, call_id, name, arguments)))
 
-    def _write(self, parts: list[str], text: str) -> None:
+    def _write(self, kind: str, text: str) -> None:
         """Add text to the content or the reasoning; blanks at its end wait for what follows."""
         text = self._blank + text
         if self._trims:
@@ -227,7 +227,7 @@ class Cutter:
         shown = text.rstrip()
         self._blank = text[len(shown) :]
         if shown:
-            parts.append(shown)
+            self._parts.append((kind, shown))
             self._trims, self._began = False, True
 
     def _finish(self) -> None:
@@ -237,4 +237,4 @@ class Cutter:
             self._read_text(rest)
         self._leave_call()
         if self._state == _TEXT:
-            self._content.append(self._blank)
+            self._parts.append((_TEXT, self._blank))
