@@ -26,6 +26,8 @@ from gateway.api.encoder_http import EncoderEndpoint
 from gateway.api.encoder_schemas import BODIES as ENCODER_BODIES
 from gateway.api.openai_http import OpenAIEndpoint
 from gateway.api.request_body import bearer_token
+from gateway.api.responses.endpoint import ResponsesEndpoint
+from gateway.api.responses.store import ResponseLimits, ResponseStore
 from gateway.api.tokenization import BODIES as TOKENIZATION_BODIES
 from gateway.api.tokenization import TokenizationEndpoint, model_tokenizer
 from gateway.api.vocabulary import Vocabulary
@@ -50,6 +52,10 @@ def build(service: Service) -> ASGIApp:
     )
     reuse = ResponseReuse(service, service.configuration.policy.reuse, time.monotonic, semantic)
     batches = Batches(service, vocabulary) if settings.batch_db else None
+    limits = ResponseLimits(
+        settings.response_keep_s, settings.response_max, settings.response_max_bytes, settings.max_body_bytes
+    )
+    responses = ResponseStore(settings.response_db, limits)
 
     def described(model: ServedModel) -> dict[str, Any]:
         prices = service.configuration.policy.prices
@@ -92,6 +98,7 @@ def build(service: Service) -> ASGIApp:
             await batches.close()
         await service.close()
         await reuse.aclose()
+        responses.close()
 
     application = Starlette(
         routes=[
@@ -99,6 +106,7 @@ def build(service: Service) -> ASGIApp:
             Route("/v1/models/{name:path}", answered(get_model)),
             Route("/v1/chat/completions", OpenAIEndpoint(service, reuse, ChatFormatter, vocabulary), methods=["POST"]),
             Route("/v1/completions", OpenAIEndpoint(service, reuse, CompletionFormatter, vocabulary), methods=["POST"]),
+            *ResponsesEndpoint(service, reuse, vocabulary, responses).routes(),
             *(Route(path, EncoderEndpoint(service, body), methods=["POST"]) for path, body in ENCODER_BODIES.items()),
             *(
                 Route(path, TokenizationEndpoint(service, body), methods=["POST"])

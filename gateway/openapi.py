@@ -9,6 +9,7 @@ from pydantic.json_schema import models_json_schema
 
 from gateway.api import tokenization
 from gateway.api.encoder_schemas import BODIES
+from gateway.api.responses.schemas import ResponsesRequest
 from gateway.api.schemas import MAX_STOPS, ChatRequest, CompletionRequest
 from gateway.batch import openapi
 from gateway.config.settings import Settings
@@ -28,6 +29,11 @@ _ERRORS = {
     "504": "The deadline passed",
 }
 
+_PAGE = (
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100}},
+    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
+    {"name": "after", "in": "query", "schema": {"type": "string"}},
+)
 _ECHO = {"required": ["echo"], "properties": {"echo": {"const": True}}}
 _NULL = {"type": "null"}
 _POSITIVE: list[dict[str, Any]] = [{"type": "integer", "minimum": 1, "maximum": 2**31 - 1}, _NULL]
@@ -45,7 +51,7 @@ _NOT_EMPTY = {"tool_calls": {"minItems": 1}, "tool_call_id": {"minLength": 1}}
 def document(settings: Settings) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document."""
     plain = {**BODIES, **tokenization.BODIES}
-    kinds = (ChatRequest, CompletionRequest, *plain.values())
+    kinds = (ChatRequest, CompletionRequest, ResponsesRequest, *plain.values())
     names, definitions = models_json_schema(
         [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
     )
@@ -67,6 +73,10 @@ def document(settings: Settings) -> dict[str, Any]:
         failures = {code: _response(_ERRORS[code], media_type, {}) for code in codes}
         return {"get": {"responses": {"200": _response("OK", media_type, schema or {"type": "string"}), **failures}}}
 
+    def stored(*parameters: dict[str, Any]) -> dict[str, Any]:
+        place = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+        return {"parameters": [place, *parameters], "responses": {"200": encoded, **errors}}
+
     model = get("application/json", "401", "403", "404", schema=any_object)
     model["get"]["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     return {
@@ -75,6 +85,9 @@ def document(settings: Settings) -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": post(ChatRequest),
             "/v1/completions": post(CompletionRequest),
+            "/v1/responses": post(ResponsesRequest),
+            "/v1/responses/{id}": {"get": stored(), "delete": stored()},
+            "/v1/responses/{id}/input_items": {"get": stored(*_PAGE)},
             **{path: post(kind, encoded) for path, kind in plain.items()},
             "/tokenizer_info": get("application/json", "401", "403", "404", schema=any_object),
             "/v1/models": get("application/json", "401", schema=any_object),

@@ -34,7 +34,7 @@ class ChatFormatter:
             added |= self._parts(delta.sections)
         if not added and not reason and not delta.log_probs:
             return None
-        return self._chunk(choice, added, self._logprobs(delta), reason)
+        return self._chunk(choice, added, self.logprobs(delta), reason)
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
@@ -44,7 +44,7 @@ class ChatFormatter:
             {
                 "index": choice,
                 "message": self._message(completion),
-                "logprobs": self._logprobs(completion),
+                "logprobs": self.logprobs(completion),
                 "finish_reason": self._reason(choice, completion),
             }
             for choice, completion in enumerate(completions)
@@ -81,7 +81,8 @@ class ChatFormatter:
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": choices}
         return {**chunk, "usage": None} if self._request.include_usage else chunk
 
-    def _logprobs(self, output: TokenDelta | Completion) -> dict[str, Any] | None:
+    def logprobs(self, output: TokenDelta | Completion) -> dict[str, Any] | None:
+        """Return the log probabilities of an output, None if they are not requested."""
         if not self._request.logprobs:
             return None
         content = []

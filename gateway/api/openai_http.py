@@ -28,9 +28,9 @@ from gateway.api.request_body import BodyTooLarge, bearer_token
 from gateway.api.response_stream import Headers, ResponseStream
 from gateway.api.schemas import ChatRequest, CompletionRequest
 from gateway.api.sections import ChoiceCutters, CutDeltas
-from gateway.api.sse import EventEncoder, Formatter, encode_event, usage_fields
+from gateway.api.sse import EventEncoder, Formatter, usage_fields
 from gateway.api.vocabulary import Vocabulary, vocabulary_of
-from gateway.cache.reuse import ResponseReuse
+from gateway.cache.reuse import ResponseDeltas, ResponseReuse
 from gateway.choices import ChoiceDelta, together
 from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
@@ -115,39 +115,55 @@ class OpenAIEndpoint:
     ) -> None:
         settings = self._service.settings
         check_request_id(request_id)
-        body = _parse(self._formatter, data, settings)
+        body = await self._read(data, tenant)
         timeout_s = requested_timeout_s(request.headers.get("x-trident-timeout-s"), settings.request_timeout_s)
         session = request.headers.get("x-session-id", "")[:MAX_REQUEST_ID]
         context = RequestContext(tenant, "http", self.operation, request_id, joined_headers(request), session)
         requests, context, rules = await _routed(self._service, body, context, timeout_s)
         async with _admitted(body, requests, context, self._reuse.open) as stream:
             vocabulary = _vocabulary(self._service, context, self._vocabulary)
-            formatter = _formatter(self._formatter, body, stream.request_id, stream.created_s, vocabulary)
-            deltas, replayed = stream.deltas, stream.replayed
+            # Called when the status is sent: until then a stream may go elsewhere, which changes its headers.
+            headers = partial(response_headers, request_id, stream.headers)
             if rules is not None:
                 cutters = ChoiceCutters(rules, vocabulary, stream.request_id)
-                replayed = tuple(map(cutters.cut, replayed))
-                deltas = CutDeltas(deltas, cutters)
-            if body.stream:
-                encoder = EventEncoder(
-                    formatter,
-                    body.choices,
-                    include_usage=body.include_usage,
-                    first_event=stream.first_event,
-                    replayed=replayed,
-                )
-                # Called when the status is sent: until then a stream may go elsewhere, which changes its headers.
-                headers = partial(response_headers, request_id, stream.headers)
-                await response.send_events(headers, deltas, encoder)
-            else:
-                fields = await _collect(formatter, deltas, body, request_id)
-                await response.respond(200, [*response_headers(request_id, stream.headers), JSON], orjson.dumps(fields))
+                replayed = tuple(map(cutters.cut, stream.replayed))
+                stream = replace(stream, deltas=CutDeltas(stream.deltas, cutters), replayed=replayed)
+            await self._respond(response, body, stream, vocabulary, headers, context)
+
+    async def _read(self, data: bytes, tenant: Tenant) -> Body:
+        """Return the body in ``data``. Raises: InvalidArgument."""
+        return _parse(self._formatter, data, self._service.settings)
+
+    async def _respond(
+        self,
+        response: ResponseStream,
+        body: Any,
+        stream: ResponseDeltas,
+        vocabulary: Vocabulary,
+        headers: Callable[[], Headers],
+        context: RequestContext,
+    ) -> None:
+        """Send the whole response, or its events. body: of ``_read``."""
+        formatter = _formatter(self._formatter, body, stream.request_id, stream.created_s, vocabulary)
+        if body.stream:
+            encoder = EventEncoder(
+                formatter,
+                body.choices,
+                include_usage=body.include_usage,
+                first_event=stream.first_event,
+                replayed=stream.replayed,
+            )
+            await response.send_events(headers, stream.deltas, encoder)
+        else:
+            fields = await _collect(formatter, stream.deltas, body, context.request_id)
+            await response.respond(200, [*headers(), JSON], orjson.dumps(fields))
 
     async def _send_error(self, response: ResponseStream, error: TridentError, request_id: str) -> None:
         """Send the error as a status or, if the status was sent already, as the stream's last event."""
         error = for_caller(error, _printable(request_id))
         if response.started:
-            await response.end(encode_event(error_responses.error_object(error)))
+            assert response.encoder is not None, "only an event stream starts before its end"
+            await response.end(response.encoder.failed(error))
             return
         status, headers, body = error_responses.http(error)
         await response.respond(status, [*headers, *response_headers(_printable(request_id), {})], body)

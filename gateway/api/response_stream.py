@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from starlette.types import Message, Receive, Scope, Send
 
+from contract.errors import TridentError
 from gateway.config.settings import Settings
 from gateway.watchdog import Watchdog
 
@@ -48,6 +49,9 @@ class Encoder(Protocol[_Encoded]):
     def end(self) -> bytes:
         """Return the events that end the stream."""
 
+    def failed(self, error: TridentError) -> bytes:
+        """Return the events that end the stream with an error."""
+
 
 class ResponseStream:
     """Write one HTTP response. Used as ``async with ResponseStream(...) as response`` by the task that handles it.
@@ -57,6 +61,7 @@ class ResponseStream:
 
     started: whether the status was sent.
     aborted: why the task was cancelled: ``disconnected`` or ``stalled``; empty if it was not.
+    encoder: of the event stream, if it is one.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings, watchdog: Watchdog) -> None:
@@ -68,6 +73,7 @@ class ResponseStream:
         self._heartbeats: set[asyncio.Task[None]] = set()
         self.started = False
         self.aborted = ""
+        self.encoder: Encoder[Any] | None = None
 
     async def __aenter__(self) -> ResponseStream:
         self._task = cast("asyncio.Task[Any]", asyncio.current_task())
@@ -109,6 +115,7 @@ class ResponseStream:
         ``heartbeat_s`` without one. headers: called when the status is sent, and at the end: headers that are new
         then are sent as comments.
         """
+        self.encoder = encoder
         first = asyncio.ensure_future(_next(items))
         try:
             done, _ = await asyncio.wait((first,), timeout=self._settings.heartbeat_s)

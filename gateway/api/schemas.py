@@ -417,7 +417,11 @@ def fields_of(data: bytes) -> dict[str, Any]:
 
 def validated(kind: type[Any], data: bytes) -> Any:
     """Return ``data`` as a body of ``kind``. Raises: InvalidArgument that names the first wrong field."""
-    fields = fields_of(data)
+    return checked(kind, fields_of(data))
+
+
+def checked(kind: type[Any], fields: dict[str, Any]) -> Any:
+    """Return ``fields`` as a body of ``kind``. Raises: InvalidArgument that names the first wrong field."""
     for name in fields:
         if name not in kind.model_fields:
             raise InvalidArgument(_shown(name), "is not supported; leave it out")
@@ -461,4 +465,8 @@ def _shown(name: str) -> str:
 def _path(error: Any) -> tuple[int | str, ...]:
     """Return an error's path in the body, without pydantic's names of union members."""
     parts = (part for part in error["loc"] if isinstance(part, int) or part.isidentifier())
-    return tuple(part for part in parts if part not in ("str", "int", "float", "TextPart", "NamedTool", "Document"))
+    return tuple(
+        part
+        for part in parts
+        if part not in ("str", "int", "float", "TextPart", "NamedTool", "NamedFunction", "Document")
+    )

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import orjson
 
 from clients.wire.completion import Completion
+from contract.errors import TridentError
 from contract.generation import TokenDelta, Usage
+from gateway.api.error_responses import error_object
 from gateway.choices import ChoiceDelta
 
 DONE = b"data: [DONE]\n\n"
@@ -82,6 +84,9 @@ class EventEncoder:
             return DONE
         usages = [self._usages[choice] for choice in sorted(self._usages)]
         return encode_event(self._formatter.usage_chunk(usage_fields(usages, self._choices_per_prompt))) + DONE
+
+    def failed(self, error: TridentError) -> bytes:
+        return encode_event(error_object(error))
 
     def _first_event(self, choice: int) -> bytes:
         first, pattern = self._formatter.first_chunk(choice), self._formatter.chunk(choice, TokenDelta(_MARK))

@@ -220,6 +220,16 @@ class Settings(EnvironmentSettings):
         "", description="`https://HOST,https://HOST:PORT`: the only origins that webhooks may call"
     )
     batch_webhook_secret: str = Field("", repr=False, description="`whsec_…`, which signs webhook calls")
+    response_db: AbsolutePath | None = Field(
+        None, description="SQLite file of stored /v1/responses, created if missing; unset: in memory"
+    )
+    response_keep_s: Annotated[float, Field(ge=1, le=3650 * DAY_S, allow_inf_nan=False)] = Field(
+        30.0 * DAY_S, description="seconds that a response is stored after it, or one that continues it, was made"
+    )
+    response_max: BatchCount = Field(
+        10_000, description="stored responses of a tenant; those used longest ago go first"
+    )
+    response_max_bytes: BatchBytes = Field(64 * 1024 * 1024, description="bytes of all stored responses of a tenant")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
     log_format: Literal["auto", "json", "text"] = Field(
         "auto", description="auto: text if standard error is a terminal, else json"

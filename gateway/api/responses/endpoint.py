@@ -1,0 +1,157 @@
+"""Serve /v1/responses: responses are generated as chats are, and stored unless the request says otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from contract.errors import InvalidArgument, NotFound, TridentError
+from gateway.api import error_responses
+from gateway.api.chat import ChatFormatter
+from gateway.api.openai_http import JSON, OpenAIEndpoint
+from gateway.api.request_body import bearer_token
+from gateway.api.response_stream import Headers, ResponseStream
+from gateway.api.responses.events import ResponseEvents, ResponseFold
+from gateway.api.responses.items import plain_items
+from gateway.api.responses.schemas import ResponsesChat, parse, renamed
+from gateway.api.responses.store import ResponseStore
+from gateway.api.vocabulary import Vocabulary
+from gateway.cache.idempotency import HEADER as IDEMPOTENCY
+from gateway.cache.reuse import ResponseDeltas, ResponseReuse
+from gateway.config.tenant import Tenant
+from gateway.request_context import RequestContext
+from gateway.service import Service
+
+OPERATION = "responses"
+MAX_LISTED, LISTED = 100, 20
+
+
+class ResponsesEndpoint(OpenAIEndpoint):
+    """Serve POST /v1/responses, as an ASGI application; ``routes`` serve what is stored."""
+
+    def __init__(self, service: Service, reuse: ResponseReuse, vocabulary: Vocabulary, store: ResponseStore) -> None:
+        super().__init__(service, reuse, ChatFormatter, vocabulary)
+        self.operation, self._store = OPERATION, store
+
+    async def _handle(
+        self, response: ResponseStream, request: Request, tenant: Tenant, data: bytes, request_id: str
+    ) -> None:
+        try:
+            await super()._handle(response, request, tenant, data, request_id)
+        except InvalidArgument as exc:
+            raise renamed(exc) from exc
+
+    async def _read(self, data: bytes, tenant: Tenant) -> ResponsesChat:
+        original = parse(data)
+        inputs = plain_items(original.input, secrets.token_hex(12))
+        if any(item["type"] == "item_reference" for item in inputs):
+            inputs = await asyncio.to_thread(self._store.resolved, tenant.name, inputs)
+        before: list[dict[str, Any]] = []
+        if original.previous_response_id is not None:
+            before = await asyncio.to_thread(self._store.conversation, tenant.name, original.previous_response_id)
+        return original.chat([*before, *inputs], len(inputs))
+
+    async def _respond(
+        self,
+        response: ResponseStream,
+        body: ResponsesChat,
+        stream: ResponseDeltas,
+        vocabulary: Vocabulary,
+        headers: Callable[[], Headers],
+        context: RequestContext,
+    ) -> None:
+        chat = ChatFormatter(body, stream.request_id, stream.created_s, vocabulary)
+        head = {"id": _response_id(stream, context), "object": "response", "created_at": stream.created_s}
+        head |= {"model": body.model, **body.original.returned()}
+        fold = ResponseFold(head, lambda delta: (chat.logprobs(delta) or {}).get("content", ()))
+        store = partial(self._put, context.tenant.name, body) if body.original.store else None
+        events = ResponseEvents(stream, fold, store)
+        if body.stream:
+            await response.send_events(headers, events, events)
+            return
+        async for _ in events:
+            pass
+        await response.respond(200, [*headers(), JSON], orjson.dumps(fold.response))
+
+    async def _put(self, tenant: str, body: ResponsesChat, response: Mapping[str, Any]) -> None:
+        await asyncio.to_thread(self._store.put, tenant, response, body.inputs)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/responses", self, methods=["POST"]),
+            self._route("/v1/responses/{id}", GET=self._get, DELETE=self._delete),
+            self._route("/v1/responses/{id}/input_items", GET=self._input_items),
+        ]
+
+    async def _get(self, request: Request, tenant: str) -> bytes:
+        _check_query(request)
+        return await asyncio.to_thread(self._store.get, tenant, request.path_params["id"])
+
+    async def _delete(self, request: Request, tenant: str) -> bytes:
+        _check_query(request)
+        response_id = request.path_params["id"]
+        await asyncio.to_thread(self._store.delete, tenant, response_id)
+        return orjson.dumps({"id": response_id, "object": "response", "deleted": True})
+
+    async def _input_items(self, request: Request, tenant: str) -> bytes:
+        _check_query(request, "limit", "order", "after")
+        query = request.query_params
+        order, limit, after = query.get("order", "desc"), query.get("limit", str(LISTED)), query.get("after")
+        if order not in ("asc", "desc"):
+            raise InvalidArgument("order", f"must be asc or desc, got {order!r:.50}")
+        if not re.fullmatch(r"[0-9]{1,3}", limit) or not 1 <= int(limit) <= MAX_LISTED:
+            raise InvalidArgument("limit", f"must be an integer from 1 to {MAX_LISTED}, got {limit!r:.50}")
+        items = await asyncio.to_thread(self._store.inputs, tenant, request.path_params["id"])
+        if order == "desc":
+            items.reverse()
+        if after is not None:
+            places = [place for place, item in enumerate(items) if item["id"] == after]
+            if not places:
+                raise InvalidArgument("after", f"must be the id of an item of the response, got {after!r:.100}")
+            items = items[places[-1] + 1 :]
+        page = items[: int(limit)]
+        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+        return orjson.dumps({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
+
+    def _route(self, path: str, **handlers: Callable[[Request, str], Awaitable[bytes]]) -> Route:
+        """Return the route of a path. handlers: by HTTP method."""
+
+        async def endpoint(request: Request) -> Response:
+            handler = handlers["GET" if request.method == "HEAD" else request.method]
+            status, headers = 200, [JSON]
+            try:
+                tenant = self._service.tenant(bearer_token(request.headers.get("authorization", "")))
+                body = await handler(request, tenant.name)
+            except NotFound as error:
+                status, headers, body = error_responses.plain(404, error.message, "not_found")
+            except TridentError as error:
+                status, headers, body = error_responses.http(error)
+            self._service.metrics.requests.labels("http", OPERATION, status).inc()
+            return Response(body, status, {key.decode(): value.decode() for key, value in headers})
+
+        return Route(path, endpoint, methods=list(handlers))
+
+
+def _response_id(stream: ResponseDeltas, context: RequestContext) -> str:
+    """Return an id, the same for a retry with an idempotency key."""
+    key = context.carrier.get(IDEMPOTENCY.lower())
+    if key is None:
+        return f"resp_{secrets.token_hex(24)}"
+    first = f"{context.tenant.name}/{key}/{stream.request_id}/{stream.created_s}"
+    return f"resp_{hashlib.sha256(first.encode()).hexdigest()[:48]}"
+
+
+def _check_query(request: Request, *allowed: str) -> None:
+    for name in request.query_params:
+        if name not in allowed:
+            raise InvalidArgument(f"{name:.100}", "is not supported; leave it out")
