@@ -47,7 +47,7 @@ class EngineTarget(DeltaTarget):
                 elif ids:
                     yield TokenDelta("", ids)
         except grpc.aio.AioRpcError as exc:
-            raise failures.from_rpc(exc.code(), exc.details() or "", self._url) from exc
+            raise failures.from_call(exc, self._url) from exc
         finally:
             call.cancel()
 

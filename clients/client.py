@@ -20,7 +20,6 @@ from clients.wire.blocking_stream import BlockingStream
 from clients.wire.completion import Completion
 from clients.wire.connection import Connection, trace_context
 from clients.wire.status import UnaryCall
-from contract.errors import TridentError
 from contract.generation import GenerationRequest
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class Client(BaseClient[BlockingStream]):
             for data in call:
                 response_reader.read_message(decode, data)
         except grpc.RpcError as exc:
-            raise self._translated(exc) from exc
+            raise failures.from_call(exc, self.url) from exc
 
     def health(self, timeout_s: float = 5.0) -> status.Health:
         """Return whether the server is live, is ready, and has loaded the model. Raises Unavailable."""
@@ -113,7 +112,7 @@ class Client(BaseClient[BlockingStream]):
             method = self._opened().unary_unary(call.method)
             return method(call.payload, timeout=timeout_s, metadata=self.connection.call_metadata())
         except grpc.RpcError as exc:
-            raise self._translated(exc) from exc
+            raise failures.from_call(exc, self.url) from exc
 
     def _opened(self) -> grpc.Channel:
         with self._opening:
@@ -126,7 +125,3 @@ class Client(BaseClient[BlockingStream]):
                     else grpc.insecure_channel(url, options)
                 )
             return self._channel
-
-    def _translated(self, exc: grpc.RpcError) -> TridentError:
-        hint = failures.retry_hint(exc.trailing_metadata())
-        return failures.from_rpc(exc.code(), exc.details() or "", self.url, hint)

@@ -38,8 +38,7 @@ class GrpcTarget:
                     failed = data
                 script.record_tokens(data, record)
         except grpc.aio.AioRpcError as exc:
-            hint = failures.retry_hint(exc.trailing_metadata())
-            raise failures.from_rpc(exc.code(), exc.details() or "", self._url, hint) from exc
+            raise failures.from_call(exc, self._url) from exc
         if failed:
             raise EngineFailed(f"error in the stream: {failed[:200].decode(errors='replace')}")
         if (tokens := record.tokens) != request.max_tokens:

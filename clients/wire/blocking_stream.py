@@ -13,9 +13,8 @@ from typing import Any
 
 import grpc
 
-from clients.wire import completion
+from clients.wire.completion import Collector, Completion
 from clients.wire.failures import RetryHint
-from clients.wire.latency import Stopwatch
 from clients.wire.response_reader import ResponseReader
 from clients.wire.retries import RetrySchedule
 from clients.wire.token_stream import STATUS_TIMEOUT_S
@@ -93,16 +92,12 @@ class BlockingStream:
                 if delta is not None:
                     return delta
 
-    def complete(self) -> completion.Completion:
+    def complete(self) -> Completion:
         """Read to the end. Raises what the iteration raises, and Cancelled if the stream was closed before."""
-        watch, deltas = Stopwatch(), []
+        collected = Collector(self.request)
         for delta in self:
-            watch.observe(delta)
-            deltas.append(delta)
-        if not self._response.complete:  # closed between two deltas, which ends an iteration without an error
-            raise Cancelled(f"request {self.request.request_id} was closed while it was being read")
-        ttft_s = watch.ttft_s if self.request.stream else None
-        return completion.join(deltas, self.request_id, ttft_s, watch.total_s)
+            collected.add(delta)
+        return collected.completion(self._response.complete)
 
     def _advance(self) -> None:
         """Open the next attempt. Raises StopIteration, or the error of a stream that has ended."""

@@ -11,7 +11,6 @@ from clients.wire import failures, infer_request, infer_response, response_reade
 from clients.wire.connection import Connection
 from clients.wire.request import sendable_id
 from clients.wire.status import UnaryCall
-from contract.errors import TridentError
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -50,7 +49,7 @@ class AsyncChannel:
             own = self.connection.call_metadata() if metadata is None else metadata
             return await method(call.payload, timeout=timeout_s, metadata=own)
         except grpc.aio.AioRpcError as exc:
-            raise self._translated(exc) from exc
+            raise failures.from_call(exc, self.url) from exc
 
     async def model_ready(self, model: str, timeout_s: float) -> bool:
         """Return whether one model is loaded and ready. Raises TridentError."""
@@ -64,7 +63,7 @@ class AsyncChannel:
             async for data in self.generate(payload, timeout_s, self.connection.call_metadata(request_id)):
                 response_reader.read_message(decode, data)
         except grpc.aio.AioRpcError as exc:
-            raise self._translated(exc) from exc
+            raise failures.from_call(exc, self.url) from exc
 
     async def close(self) -> None:
         channel, self._channel, self._generate = self._channel, None, None
@@ -82,7 +81,3 @@ class AsyncChannel:
                 else grpc.aio.insecure_channel(url, options)
             )
         return self._channel
-
-    def _translated(self, exc: grpc.aio.AioRpcError) -> TridentError:
-        hint = failures.retry_hint(exc.trailing_metadata())
-        return failures.from_rpc(exc.code(), exc.details() or "", self.url, hint)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from contract.generation import FinishReason, Sections, Timings, TokenDelta, ToolCallDelta, Usage
+from clients.wire.latency import Stopwatch
+from contract.errors import Cancelled
+from contract.generation import FinishReason, GenerationRequest, Sections, Timings, TokenDelta, ToolCallDelta, Usage
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,25 @@ def join(deltas: list[TokenDelta], request_id: str, ttft_s: float | None = None,
         tuple(likeliest for delta in deltas for likeliest in delta.top_log_probs),
         _sections([delta.sections for delta in deltas if delta.sections is not None]),
     )
+
+
+class Collector:
+    """Collects the deltas of one stream and times them."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._request, self._watch, self._deltas = request, Stopwatch(), list[TokenDelta]()
+
+    def add(self, delta: TokenDelta) -> None:
+        self._watch.observe(delta)
+        self._deltas.append(delta)
+
+    def completion(self, complete: bool) -> Completion:
+        """complete: the last delta came. A stream that is closed between two deltas ends without an error."""
+        request_id = self._request.request_id
+        if not complete:
+            raise Cancelled(f"request {request_id} was closed while it was being read")
+        ttft_s = self._watch.ttft_s if self._request.stream else None
+        return join(self._deltas, request_id, ttft_s, self._watch.total_s)
 
 
 def _sections(parts: list[Sections]) -> Sections | None:

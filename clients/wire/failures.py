@@ -84,6 +84,11 @@ def from_error_message(text: str) -> TridentError:
     return errors.from_text(words) or _from_words(words, EngineFailed)
 
 
+def from_call(exc: grpc.RpcError, url: str) -> TridentError:
+    """The error of a call that ended with a bad status."""
+    return from_rpc(exc.code(), exc.details() or "", url, retry_hint(exc.trailing_metadata()))
+
+
 def from_rpc(code: grpc.StatusCode, details: str, url: str = "", hint: RetryHint | None = None) -> TridentError:
     """The error a gRPC status means. ``url`` is named where the server could not be reached."""
     ours = errors.from_text(details)

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from clients.wire import completion
+from clients.wire.completion import Collector, Completion
 from clients.wire.failures import RetryHint
-from clients.wire.latency import Stopwatch
 from clients.wire.protobuf import WireError
 from clients.wire.response_reader import ResponseReader
 from clients.wire.retries import RetrySchedule
@@ -181,16 +180,12 @@ class TokenStream:
                 if self._raw:
                     return NO_OUTPUTS
 
-    async def complete(self) -> completion.Completion:
+    async def complete(self) -> Completion:
         """Read to the end. Raises what the iteration raises, and Cancelled if the stream was closed before."""
-        watch, deltas = Stopwatch(), []
+        collected = Collector(self.request)
         async for delta in self:
-            watch.observe(delta)
-            deltas.append(delta)
-        if not self._response.complete:  # closed between two deltas, which ends an iteration without an error
-            raise Cancelled(f"request {self.request.request_id} was closed while it was being read")
-        ttft_s = watch.ttft_s if self.request.stream else None
-        return completion.join(deltas, self.request_id, ttft_s, watch.total_s)
+            collected.add(delta)
+        return collected.completion(self._response.complete)
 
     async def _advance(self) -> None:
         """Open the next attempt. Raises StopAsyncIteration, or the error of a stream that has ended."""

@@ -55,10 +55,10 @@ async def test_a_first_run_that_no_sample_of_the_metrics_fell_into_is_repeated(q
     async with FakeReplica(paced) as replica, AsyncClient(replica.url) as client:
         sampled, runs = demo._most_sequences, []
 
-        async def starved() -> demo._Sequences:
+        async def starved() -> tuple[float, str]:
             runs.append(None)
             seen = await sampled()
-            return demo._Sequences(seen.url, most=1.0) if len(runs) == 1 else seen
+            return (1.0, "") if len(runs) == 1 else seen
 
         monkeypatch.setattr(demo, "_most_sequences", starved)
         monkeypatch.setenv("TRIDENT_METRICS_URL", replica.metrics_url)
