@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.environments import Environment, measure, report_of
+from benchmarks.environments import Environment, loads, measure, report_of
 
 ENVIRONMENT = Environment("aiperf", (("aiperf==0.13.0",),))
 RESULT = "profile_export_aiperf.json"
@@ -56,10 +56,8 @@ def run(
 ) -> int:
     """Run every load; print a table, leave AIPerf's own files in ``out``. Raises NotFound if it cannot be installed."""
     ENVIRONMENT.ensure()
-    loads = [(f"concurrency {n}", ["--concurrency", str(n)], n) for n in concurrencies]
-    loads += [(f"rate {r:g}", ["--request-rate", f"{r:g}", "--arrival-pattern", "poisson"], 1) for r in rates]
-    runs = []
-    for name, load, least in loads:
+    runs, poisson = [], ("--arrival-pattern", "poisson")
+    for name, load, least in loads(concurrencies, rates, "--concurrency", "--request-rate", *poisson):
         folder = out / name.replace(" ", "-")
         folder.mkdir(parents=True, exist_ok=True)
         count = ["--request-count", str(max(requests, 2 * least))]

@@ -63,6 +63,17 @@ class Environment:
         (self.folder / _STAMP).write_text(self.specification)
 
 
+def loads(
+    concurrencies: Sequence[int], rates: Sequence[float], concurrency: str, rate: str, *poisson: str
+) -> list[tuple[str, list[str], int]]:
+    """Return every load of a tool: name, options, requests in flight.
+
+    concurrency, rate, poisson: the tool's options.
+    """
+    closed = [(f"concurrency {n}", [concurrency, str(n)], n) for n in concurrencies]
+    return [*closed, *((f"rate {r:g}", [rate, f"{r:g}", *poisson], 1) for r in rates)]
+
+
 def measure(tool: str, runs: Iterable[tuple[str, Sequence[str], Path]], environ: Mapping[str, str]) -> list[str]:
     """Run a tool's loads one after the other, each echoed first; return a line for each that failed.
 

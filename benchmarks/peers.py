@@ -9,10 +9,9 @@ has seen before.
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from benchmarks import figures, machine, peer_servers, progress, report
 from benchmarks.driver import Extent, drive
 from benchmarks.lengths import parse as lengths_of
 from benchmarks.machine import HostLoad
-from benchmarks.peer_servers import PEERS, Running, Subject
+from benchmarks.peer_servers import PEERS, Peer, Running, Subject
 from benchmarks.prompts import Prompts
 from benchmarks.record import Record
 from benchmarks.self_check import OTHERS_SHARE
@@ -88,15 +87,16 @@ class Plan:
 
 def run(names: Sequence[str], plan: Plan, out: Path) -> int:
     """Measure, print the tables, write peers.json. Returns 1 if no server could be started."""
-    unknown = [name for name in names if name not in PEERS]
-    if unknown:
+    if unknown := [name for name in names if name not in PEERS]:
         raise InvalidArgument("only", f"must be of {', '.join(PEERS)}, got {unknown[0]!r}")
     comparison = Comparison(plan)
     running: list[Running] = []
     try:
         # Install everything before starting anything: it takes minutes, and servers would idle.
-        for name in [name for name in names if _installed(name, comparison)]:
-            _start(name, plan.subject, out / "logs", running, comparison)
+        installed = [PEERS[name] for name in names if comparison.tried(PEERS[name], _install)]
+        for peer in installed:
+            print(f"starting {peer.name}", file=sys.stderr, flush=True)
+            comparison.tried(peer, lambda peer: _start(peer, plan.subject, out / "logs", running, comparison))
         if not running:
             print("no server could be started:\n" + "\n".join(comparison.skipped.values()), file=sys.stderr)
             return 1
@@ -105,17 +105,10 @@ def run(names: Sequence[str], plan: Plan, out: Path) -> int:
         for server in running:
             server.stop()
         if comparison.rounds:  # also after an interruption
-            _keep(comparison, out)
+            print(text := _report(comparison))
+            report.write_json(comparison.to_json(), out, "peers")
+            (out / "peers.txt").write_text(text + "\n")
     return 0
-
-
-def _keep(comparison: Comparison, out: Path) -> None:
-    text = _report(comparison)
-    print(text)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "peers.json").write_text(json.dumps(comparison.to_json(), indent=1) + "\n")
-    (out / "peers.txt").write_text(text + "\n")
-    print(f"\n  written: {out / 'peers.json'}, {out / 'peers.txt'}; their logs: {out / 'logs'}")
 
 
 @dataclass
@@ -127,40 +120,36 @@ class Comparison:
     settings: dict[str, str] = field(default_factory=dict)
     conditions: dict[str, object] = field(default_factory=machine.described)
 
+    def tried(self, peer: Peer, step: Callable[[Peer], None]) -> bool:
+        """Do a step; if it fails, note and print why the server is skipped, and return False."""
+        try:
+            step(peer)
+        except (NotFound, EngineFailed) as error:
+            self.skipped[peer.name] = str(error)
+            print(f"skipped, {peer.name}: {error}", file=sys.stderr, flush=True)
+            return False
+        return True
+
     def to_json(self) -> dict[str, object]:
         table = asdict(self)
         table["plan"]["subject"]["checkpoint"] = str(self.plan.subject.checkpoint)
         return table
 
 
-def _installed(name: str, comparison: Comparison) -> bool:
-    peer = PEERS[name]
-    try:
-        if peer.environment is not None:
-            peer.environment.ensure()
-    except NotFound as error:
-        comparison.skipped[peer.name] = str(error)
-        print(f"skipped, {peer.name}: {error}", file=sys.stderr, flush=True)
-        return False
-    return True
+def _install(peer: Peer) -> None:
+    if peer.environment is not None:
+        peer.environment.ensure()
 
 
-def _start(name: str, subject: Subject, logs: Path, running: list[Running], comparison: Comparison) -> None:
-    """Start a server; add it to ``running`` once it has answered, else the reason to ``comparison.skipped``."""
-    peer = PEERS[name]
-    print(f"starting {peer.name}", file=sys.stderr, flush=True)
+def _start(peer: Peer, subject: Subject, logs: Path, running: list[Running], comparison: Comparison) -> None:
+    """Start a server; add it to ``running`` once it has answered. Raises EngineFailed."""
+    running.append(server := peer_servers.start(peer, subject, logs))
     try:
-        running.append(server := peer_servers.start(peer, subject, logs))
-        try:
-            server.load_s = asyncio.run(peer_servers.answered(server))
-        except EngineFailed:
-            running.remove(server)
-            server.stop()
-            raise
-    except EngineFailed as error:
-        comparison.skipped[peer.name] = str(error)
-        print(f"  skipped: {error}", file=sys.stderr, flush=True)
-        return
+        server.load_s = asyncio.run(peer_servers.answered(server))
+    except EngineFailed:
+        running.remove(server)
+        server.stop()
+        raise
     comparison.results[peer.name] = Result(server.load_s)
     comparison.settings[peer.name] = peer.settings
 
@@ -206,22 +195,20 @@ async def _round(server: Running, level: int, n: int, plan: Plan, prompts: Promp
     finally:
         await target.close()
     server_cpu_s, client_cpu_s = server.use().cpu_s - used_before, sum(use.cpu_s for use in result.generators)
-    host_load = machine.host_load(machine_before, machine.cpu_time(), server_cpu_s + client_cpu_s)
     window = figures.window_of(result.records, result.started_s, WARMUP_S, plan.duration_s)
-    summary = figures.compute(result.records, window)
     mine = [record for record in result.records if window[0] <= record.intended_s <= window[1]]
     return Round(
         server.name,
         level,
         n,
-        summary.output_tokens_per_s,
-        sum(record.tokens for record in result.records),
-        [record.ttft_s for record in mine if record.ttft_s is not None],
-        sum(_wrong(record) for record in result.records),
-        sorted({record.input_tokens for record in result.records if record.ok}),
-        server_cpu_s,
-        client_cpu_s,
-        host_load,
+        tokens_per_s=figures.compute(result.records, window).output_tokens_per_s,
+        tokens=sum(record.tokens for record in result.records),
+        ttfts_s=[record.ttft_s for record in mine if record.ttft_s is not None],
+        failed=sum(_wrong(record) for record in result.records),
+        input_tokens=sorted({record.input_tokens for record in result.records if record.ok}),
+        server_cpu_s=server_cpu_s,
+        client_cpu_s=client_cpu_s,
+        host_load=machine.host_load(machine_before, machine.cpu_time(), server_cpu_s + client_cpu_s),
     )
 
 
@@ -240,16 +227,7 @@ def _report(comparison: Comparison) -> str:
             ("server", "at", "tok/s", "range", "of best peer", "TTFT p50 ms", "p95", "CPU µs/tok", "client", "wrong"),
         ),
         report.table(
-            [
-                (
-                    name,
-                    f"{result.load_s:.1f}",
-                    f"{result.peak_rss_bytes / 1e6:,.0f}",
-                    f"{result.idle_share:.0%}",
-                    *_same(comparison, name),
-                )
-                for name, result in comparison.results.items()
-            ],
+            [_of_server(comparison, name, result) for name, result in comparison.results.items()],
             ("server", "load s", "peak RSS MB", "idle CPU", "text as reference", "text among 8 as alone"),
         ),
         f"  reference for text: {_reference(comparison)}; {COMPARED_PROMPTS} prompts, {COMPARED_TOKENS} tokens each",
@@ -286,11 +264,12 @@ def _reference(comparison: Comparison) -> str:
     return transformers if transformers in comparison.results else next(iter(comparison.results))
 
 
-def _same(comparison: Comparison, name: str) -> tuple[str, str]:
-    result, reference = comparison.results[name], comparison.results[_reference(comparison)]
+def _of_server(comparison: Comparison, name: str, result: Result) -> tuple[str, ...]:
+    reference = comparison.results[_reference(comparison)]
     as_reference = sum(a == b for a, b in zip(result.alone, reference.alone, strict=True))
     as_alone = sum(a == b for a, b in zip(result.batched, result.alone, strict=False))
-    return f"{as_reference} of {len(result.alone)}", f"{as_alone} of {len(result.batched)}"
+    used = (f"{result.load_s:.1f}", f"{result.peak_rss_bytes / 1e6:,.0f}", f"{result.idle_share:.0%}")
+    return (name, *used, f"{as_reference} of {len(result.alone)}", f"{as_alone} of {len(result.batched)}")
 
 
 def _doubts(comparison: Comparison) -> list[str]:

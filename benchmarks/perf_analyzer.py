@@ -18,7 +18,7 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.environments import Environment, measure, report_of
+from benchmarks.environments import Environment, loads, measure, report_of
 from benchmarks.measurement import ServerUnderTest
 from contract.errors import NotFound
 
@@ -98,11 +98,9 @@ def run(server: ServerUnderTest, concurrencies: Sequence[int], rates: Sequence[f
     made = environment()
     environ = variables(made)
     out.mkdir(parents=True, exist_ok=True)
-    poisson = ("--request-distribution", "poisson")
-    loads = [(f"concurrency {n}", ["--concurrency-range", str(n)]) for n in concurrencies]
-    loads += [(f"rate {rate:g}", ["--request-rate-range", f"{rate:g}", *poisson]) for rate in rates]
+    options = ("--concurrency-range", "--request-rate-range", "--request-distribution", "poisson")
     runs = []
-    for kind, (name, load) in itertools.product(KINDS, loads):
+    for kind, (name, load, _) in itertools.product(KINDS, loads(concurrencies, rates, *options)):
         path = out / f"{kind}-{name.replace(' ', '-')}"
         path.with_suffix(".csv").unlink(missing_ok=True)
         argv = command(made.program("perf_analyzer"), server.url, kind, load, path, requests)
