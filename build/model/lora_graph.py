@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import openvino as ov
@@ -26,11 +27,13 @@ from build.base.checkpoint import Checkpoint
 from build.base.numerics import f32_to_bf16
 from build.base.shards import StoredTensor
 from build.model.lora_adapter import LoraAdapter
-from build.model.weights import Weights
+from build.model.weights import Weights, quantize_int8
 
 _READ_OUT = ("model.embed_tokens.weight", "lm_head.weight")
 _HEAD_SIZE = 64  # one entry for "no adapter", so up to 63 adapters
-_MULTIPLE = 32  # of columns: the CPU's blocks
+_MULTIPLE = 16  # of columns: the CPU's blocks
+_MOST_ZEROS = 65536  # of B, beside rows of another matrix: more of them cost more than one product more
+_FEW_RANKS = 64  # a product with fewer takes as long in int8 as in bf16
 _FAR = 40.0  # exp(-80) is nothing beside any number of tokens, and u8 keys hold 40 and -40 well
 _NEVER = -1e9  # logit of an id that is no token, whatever penalties make of it
 
@@ -122,28 +125,34 @@ class LoraGraph:
         adapted = [index for index, part in enumerate(parts) if part.owners]
         low = self._low(x, np.concatenate([part.a for part in parts]), [o for part in parts for o in part.owners])
         ranks = [len(parts[index].owners) for index in adapted]
-        lows = ops.variadic_split(low, _i64(-1), _i64(ranks)).outputs() if len(adapted) > 1 else [low]
-        for index, own in zip(adapted, lows, strict=True):
+        for index, own in zip(adapted, _split(low, ranks), strict=True):
             lift = ops.matmul(own, self._constant(parts[index].b), False, True)
             products[index] = ops.add(products[index], lift)
         return products
 
     def _folded(self, x: Node, names: Sequence[str], parts: Sequence[_Part]) -> list[Node]:
-        """One product [x, g * A x] [W, B]^T for all matrices: a small product costs about as much as a large one."""
-        rows = [len(part.b) for part in parts]
-        ranks = sum(len(part.owners) for part in parts)
-        columns = np.zeros((sum(rows), -(-ranks // _MULTIPLE) * _MULTIPLE), np.float32)
-        a = np.zeros((columns.shape[1], parts[0].a.shape[1]), np.float32)
-        row = rank = 0
-        for part in parts:
-            columns[row : row + len(part.b), rank : rank + len(part.owners)] = part.b
-            a[rank : rank + len(part.owners)] = part.a
-            row, rank = row + len(part.b), rank + len(part.owners)
-        owners = [owner for part in parts for owner in part.owners]
-        weight, divisors = self._weights.folded(names, columns)
-        low = self._low(x, a * divisors[:, None], owners + [0] * (len(a) - ranks))
-        product = ops.matmul(ops.concat([x, low], -1), weight, False, True)
-        return ops.variadic_split(product, _i64(-1), _i64(rows)).outputs() if len(rows) > 1 else [product]
+        """Products [x, g * A x] [W, B]^T of whole groups: a small product costs about as much as a large one."""
+        groups, weights, a, owners = _groups(parts), [], [], []
+        for group in groups:
+            own = parts[group]
+            columns = np.zeros((sum(len(part.b) for part in own), _padded(_ranks(own))), np.float32)
+            row = rank = 0
+            for part in own:
+                columns[row : row + len(part.b), rank : rank + len(part.owners)] = part.b
+                row, rank = row + len(part.b), rank + len(part.owners)
+            weight, divisors = self._weights.folded(names[group], columns)
+            stacked = np.zeros((columns.shape[1], parts[0].a.shape[1]), np.float32)
+            stacked[:rank] = np.concatenate([part.a for part in own])
+            weights.append(weight)
+            a.append(stacked * divisors[:, None])
+            owners += [owner for part in own for owner in part.owners] + [0] * (len(stacked) - rank)
+        low = self._low(x, np.concatenate(a), owners)
+        lows = iter(_split(low, [len(stacked) for stacked in a if len(stacked)]))
+        products = []
+        for group, weight, stacked in zip(groups, weights, a, strict=True):
+            both = ops.concat([x, next(lows)], -1) if len(stacked) else x
+            products += _split(ops.matmul(both, weight, False, True), [len(part.b) for part in parts[group]])
+        return products
 
     def _part(self, name: str) -> _Part:
         """What the adapters add to one matrix."""
@@ -175,10 +184,36 @@ class LoraGraph:
     def _constant(self, values: np.ndarray) -> Node:
         if self._exact:
             return _f32(values)
+        if len(values) >= _FEW_RANKS and self._weights.precision == "int8":
+            return self._weights.int8(quantize_int8(values))
         bits = f32_to_bf16(values)
         tensor = ov.Tensor(bits, ov.Shape(bits.shape), ov.Type.bf16)  # shares the array without holding it
         self._shared += [bits, tensor]
         return ops.convert(ops.constant(tensor, shared_memory=True), ov.Type.f32)
+
+
+def _ranks(parts: Sequence[_Part]) -> int:
+    return sum(len(part.owners) for part in parts)
+
+
+def _padded(ranks: int) -> int:
+    return -(-ranks // _MULTIPLE) * _MULTIPLE
+
+
+def _groups(parts: Sequence[_Part]) -> list[slice]:
+    """Neighbours that share a product: as many as leave it few zeros."""
+    ends = [0]
+    for end in range(1, len(parts) + 1):
+        own = parts[ends[-1] : end]
+        rows = sum(len(part.b) for part in own)
+        if rows * _ranks(own) - sum(part.b.size for part in own) > _MOST_ZEROS:
+            ends.append(end - 1)
+    return [slice(start, end) for start, end in pairwise([*ends, len(parts)])]
+
+
+def _split(x: Node, sizes: list[int]) -> list[Node]:
+    """Along the last axis."""
+    return list(ops.variadic_split(x, _i64(-1), _i64(sizes)).outputs()) if len(sizes) > 1 else [x]
 
 
 def _i64(value: int | list[int]) -> Node:

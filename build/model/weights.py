@@ -116,7 +116,7 @@ class Weights:
         head_precision: int8 or bf16, of embedding and lm_head where precision is int8 or int4."""
         self._checkpoint = checkpoint
         self._calibrated = calibrated or {}
-        self._precision = precision
+        self.precision = precision
         self._head = head_precision if precision in ("int8", "int4") else precision
         self._group_size = group_size
         self._shared: list[object] = []
@@ -134,7 +134,7 @@ class Weights:
 
     def can_fold(self) -> bool:
         """Whether ``folded`` has a form for linear layers of this precision."""
-        return self._precision in ("bf16", "int8")
+        return self.precision in ("bf16", "int8")
 
     def folded(self, names: Sequence[str], columns: np.ndarray) -> tuple[Node, np.ndarray]:
         """f32[N, K + R] node of linear layers above each other with further columns at their right, and f32[R], what
@@ -143,7 +143,7 @@ class Weights:
         columns: f32[N, R]. The layers' own values are those of ``matrix``: in int8 the further columns take each row's
         scale as it is, and the division makes the most of it.
         """
-        if self._precision == "bf16":
+        if self.precision == "bf16":
             bits = [f32_to_bf16(self._values(name)) for name in names]
             stacked = np.concatenate([np.concatenate(bits), f32_to_bf16(columns)], axis=1)
             wide = self._constant(stacked, ov.Type.bf16, stacked.shape)
@@ -153,8 +153,7 @@ class Weights:
         divisors = np.maximum(np.abs(in_rows).max(axis=0) / 127, np.finfo(np.float32).tiny)
         further = np.clip(np.rint(in_rows / divisors), -127, 127).astype(np.int8)
         stacked = np.concatenate([quantized.values, further], axis=1)
-        wide = ops.convert(self._constant(stacked, ov.Type.i8, stacked.shape), ov.Type.f32)
-        return ops.multiply(wide, ops.constant(quantized.scales)), divisors
+        return self.int8(Int8(stacked, quantized.scales)), divisors
 
     def vector(self, name: str) -> Node:
         """f32[N] node of a norm or bias."""
@@ -163,14 +162,17 @@ class Weights:
     def _compressed(self, name: str) -> Node:
         if name in self._calibrated:
             return self._int4(self._calibrated[name], self._checkpoint.tensors[name].shape)
-        stored = self._head if name in _READ_OUT else self._precision
+        stored = self._head if name in _READ_OUT else self.precision
         if stored in ("bf16", "fp16", "fp32"):
             return self._float(name, stored)
         weight = self._values(name)
         group = fitting_group(weight.shape[-1], self._group_size) if weight.ndim == 2 else None  # experts are [E, N, K]
-        if self._precision == "int4" and name not in _READ_OUT and group is not None:
+        if self.precision == "int4" and name not in _READ_OUT and group is not None:
             return self._int4(quantize_int4(weight, group), weight.shape)
-        quantized = quantize_int8(weight)
+        return self.int8(quantize_int8(weight))
+
+    def int8(self, quantized: Int8) -> Node:
+        """f32[N, K] node."""
         wide = ops.convert(self._constant(quantized.values, ov.Type.i8, quantized.values.shape), ov.Type.f32)
         return ops.multiply(wide, ops.constant(quantized.scales))
 

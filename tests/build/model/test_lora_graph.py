@@ -6,8 +6,11 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from build.base.checkpoint import open_checkpoint
+from build.model import lora_graph
 from build.model.weights import quantize_int4, quantize_int8
 from build.package import compile_cpu
 from build.recipe import recipe as recipes
@@ -95,13 +98,49 @@ def test_texts_in_a_mixed_batch_equal_those_of_fused_models(tmp_path, name, prec
         assert generate(pipeline, marked) == expected
 
 
+parts = st.lists(st.tuples(st.integers(1, 2000), st.integers(0, 200)), min_size=1, max_size=3)
+
+
+@given(parts)
+def test_matrices_share_a_product_where_that_leaves_few_zeros(sizes):
+    found = [lora_graph._Part(np.empty((ranks, 1)), np.empty((rows, ranks)), [0] * ranks) for rows, ranks in sizes]
+    groups = lora_graph._groups(found)
+    assert [part for group in groups for part in found[group]] == found  # each once, in order
+
+    def zeros(own: list[tuple[int, int]]) -> int:
+        rows, ranks = (sum(values) for values in zip(*own, strict=True))
+        return rows * ranks - sum(rows * ranks for rows, ranks in own)
+
+    for group in groups:
+        assert group.stop > group.start and zeros(sizes[group]) <= lora_graph._MOST_ZEROS
+    for group in groups[1:]:  # none was parted without need
+        assert zeros(sizes[groups[groups.index(group) - 1].start : group.start + 1]) > lora_graph._MOST_ZEROS
+
+
 EXACT = {"KV_CACHE_PRECISION": "f32", "INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
-def test_the_fast_form_is_the_same_function_but_for_the_rounding_of_the_adapters(tmp_path, precision):
+VALUES_ONLY = [{"rank": 7, "targets": ("v_proj",), "size": 1.5} for _ in ODD]
+
+
+@pytest.mark.parametrize(
+    ("precision", "most_zeros", "few_ranks", "specs"),
+    [
+        ("bf16", 65536, 64, ODD),
+        ("int8", 65536, 64, ODD),
+        ("bf16", 0, 64, ODD),
+        ("int8", 0, 0, ODD),
+        ("int8", 0, 0, VALUES_ONLY),
+        ("int8", 200, 0, VALUES_ONLY),
+    ],
+)
+def test_the_fast_form_is_the_same_function_but_for_the_rounding_of_the_adapters(
+    tmp_path, monkeypatch, precision, most_zeros, few_ranks, specs
+):
+    monkeypatch.setattr(lora_graph, "_MOST_ZEROS", most_zeros)
+    monkeypatch.setattr(lora_graph, "_FEW_RANKS", few_ranks)
     config = checkpoints.CONFIGS["llama_bias_llama3_rope"]
-    engine, _, ids, fused = build(tmp_path, config, precision, ODD, kv="u8")
+    engine, _, ids, fused = build(tmp_path, config, precision, specs, kv="u8")
     request = ov.Core().compile_model(str(engine / "openvino_model.xml"), "CPU", EXACT).create_infer_request()
     for adapter, prompt in ((0, TEXTS[1]), (1, CHATS[2]), (2, TEXTS[1]), (3, CHATS[2])):
         request.reset_state()
