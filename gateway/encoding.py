@@ -116,7 +116,7 @@ class Encoding:
         return vector / length if len(vector) > 1 and 0.0 < length < float("inf") else None
 
     async def _count(self, rows: Rows, key: str) -> PromptCount:
-        """What the rows cost, estimated from their bytes; given ids are counted."""
+        """Return the tokens of the rows, estimated from their bytes; ids are counted."""
         if rows.ids:
             tokens = sum(map(len, rows.ids))
             return PromptCount(tokens, tokens, tokens, 0.0, True)
@@ -189,12 +189,12 @@ class Encoding:
 
 
 def _array(parts: list[Encoded]) -> np.ndarray:
-    """f32[n, d]."""
+    """Return the values of all parts: f32[n, d]."""
     return np.concatenate([np.frombuffer(part.values, "<f4").reshape(-1, part.dimensions) for part in parts])
 
 
 def _of_row(error: InvalidArgument, first: int) -> InvalidArgument:
-    """The error of a row of a batch, as one of the whole request. first: the batch's first row."""
+    """Return the error of a row of a batch as one of the whole request. first: the batch's first row."""
     match = _ROW.fullmatch(error.field)
     if match is None:
         return error

@@ -60,17 +60,17 @@ class Lease:
         self._size = 0
 
     def take(self, size: int) -> None:
-        """Takes so many bytes more. Raises Overloaded; what was taken before stays until the lease ends."""
+        """Take ``size`` more bytes. Raises Overloaded; what was taken before stays until the lease ends."""
         self._budget.take(self._tenant, size, self._most_of_tenant)
         self._size += size
 
     def grow_to(self, size: int) -> None:
-        """Takes what is missing to ``size`` bytes. Raises Overloaded as ``take`` does."""
+        """Take what is missing to ``size`` bytes. Raises Overloaded as ``take`` does."""
         if size > self._size:
             self.take(size - self._size)
 
     def release(self) -> None:
-        """Gives back all that is held. Safe to call twice."""
+        """Return all bytes that are held. Safe to call twice."""
         size, self._size = self._size, 0
         self._budget.give_back(self._tenant, size)
 

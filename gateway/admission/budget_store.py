@@ -31,14 +31,14 @@ class BudgetStore(Protocol):
     """Reserve, then settle."""
 
     async def reserve(self, levels: Sequence[Level], tokens: int, least: int | None = None) -> Reservation:
-        """Granted on every level, or on none. least: of what ``tokens`` estimates, as in ``budgets.demands``. Raises
+        """Reserve on every level, or on none. least: of what ``tokens`` estimates, as in ``budgets.demands``. Raises
         InvalidArgument if that could never fit."""
 
     def settle(self, reservation: Reservation, used: int) -> None:
-        """``used`` tokens are charged and the rest comes back."""
+        """Charge ``used`` tokens and return the rest of the reservation."""
 
     async def aclose(self) -> None:
-        """Everything that was settled is written."""
+        """Write all settlements."""
 
 
 class MemoryStore:
@@ -90,7 +90,7 @@ class MemoryStore:
                 del self._buckets[name], self._rates[name]
 
 
-# The bucket of budgets.py once more. KEYS: for each bucket a hash (balance, held, at) and a sorted set of its leases
+# The bucket of budgets.py in Lua. KEYS: for each bucket a hash (balance, held, at) and a sorted set of its leases
 # ("id:amount" by expiry). ARGV: now ("" for the server's own clock, which all gateways share), lease in seconds, id,
 # tokens used ("" to reserve), then rate, capacity, amount and held (1 or 0) of each bucket.
 _SCRIPT = """
@@ -111,17 +111,17 @@ for i = 1, #KEYS / 2 do
   b.balance = tonumber(stored[1]) or b.capacity
   b.held = tonumber(stored[2]) or 0
   b.at = tonumber(stored[3]) or now
-  local function flow_in(till)
+  local function refill(till)
     b.balance = math.min(b.capacity - b.held, b.balance + b.rate * math.max(0, till - b.at))
     b.at = math.max(b.at, till)
   end
   local over = redis.call('ZRANGEBYSCORE', b.leases, '-inf', text(now), 'WITHSCORES')
   for j = 1, #over, 2 do
-    flow_in(tonumber(over[j + 1]))
+    refill(tonumber(over[j + 1]))
     b.held = b.held - tonumber(string.match(over[j], ':(.*)$'))
     redis.call('ZREM', b.leases, over[j])
   end
-  flow_in(now)
+  refill(now)
   if not used and b.balance < b.amount then granted = 0 end
   buckets[i] = b
 end
@@ -141,7 +141,7 @@ for i, b in ipairs(buckets) do
     end
   end
   redis.call('HSET', b.hash, 'balance', text(b.balance), 'held', text(b.held), 'at', text(b.at))
-  -- A bucket that is gone is a full one, so it may go when it would be full and no lease is left.
+  -- A missing bucket counts as full: it may expire when it would be full and no lease is left.
   local life = math.ceil(math.max(lease, (b.capacity - b.balance) / b.rate)) + 60
   redis.call('EXPIRE', b.hash, life)
   redis.call('EXPIRE', b.leases, life)
@@ -152,7 +152,7 @@ return answer
 
 
 def connect(url: str, connections: int = 32) -> Redis:
-    """A client for RedisStore: ``redis://HOST:PORT/0``, ``rediss://…`` or ``unix:///PATH``. Callers beyond so many
+    """Return a client for RedisStore: ``redis://HOST:PORT/0``, ``rediss://…`` or ``unix:///PATH``. Callers beyond
     ``connections`` wait for one instead of opening their own."""
     from redis.asyncio import BlockingConnectionPool, Redis
 
@@ -165,8 +165,8 @@ def connect(url: str, connections: int = 32) -> Redis:
 class RedisStore:
     """Buckets that many gateways share. One script call, so that Redis runs it as a whole.
 
-    ``clock`` None: the server's own, the only one that all gateways agree on. Settlements are written behind; one
-    that cannot be written is tried again, and at last its lease runs out and all of it counts as used.
+    ``clock`` None: the server's own, the only one that all gateways agree on. Settlements are written in background
+    tasks; one that cannot be written is tried again, and in the end its lease expires and all of it counts as used.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class RedisStore:
         self._unsettled: set[str] = set()  # two settlements of one reservation might overtake each other on the way
 
     async def reserve(self, levels: Sequence[Level], tokens: int, least: int | None = None) -> Reservation:
-        """As the protocol says; raises Unavailable if the store cannot be reached."""
+        """Reserve as BudgetStore does; raises Unavailable if the store cannot be reached."""
         from redis.exceptions import RedisError
 
         required = demands(levels, tokens, least)
@@ -197,7 +197,7 @@ class RedisStore:
             # Shielded: on cancellation it is unknown whether the reservation was made.
             granted, *balances = await asyncio.shield(call)
         except asyncio.CancelledError:
-            self._behind(self._undo(call, pending))
+            self._in_background(self._undo(call, pending))
             raise
         except RedisError as exc:
             _log.warning("the budget store does not answer: %s", exc)  # callers need not know where it is
@@ -210,13 +210,13 @@ class RedisStore:
     def settle(self, reservation: Reservation, used: int) -> None:
         if reservation.id in self._unsettled:
             self._unsettled.remove(reservation.id)
-            self._behind(self._settle(reservation, used))
+            self._in_background(self._settle(reservation, used))
 
     async def aclose(self) -> None:
         while self._writing:
             await asyncio.gather(*self._writing, return_exceptions=True)
 
-    def _behind(self, work) -> None:
+    def _in_background(self, work) -> None:
         task = asyncio.ensure_future(work)
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)

@@ -5,7 +5,7 @@ bucket's account until then: ``balance + held <= capacity``, refilling included.
 a token is counted when it was reserved, generated or settled, no more than ``capacity + rate * span`` are spent, and
 what prompts that run had in tokens beyond their estimate: that is charged when they are settled, below 0 if need be. A
 bucket that forgot its reservations would refill while they run and then take their refund on top, which doubles it.
-The price: large reservations that are hardly used slow the refilling; a larger burst makes up for it.
+The cost: large reservations that are hardly used slow the refilling; a larger burst compensates for it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Demand:
 
 
 def demands(levels: Sequence[Level], tokens: int, least: int | None = None) -> tuple[Demand, ...]:
-    """What a request that may use ``tokens`` wants from each bucket of ``levels``; of a smaller bucket it wants all.
+    """Return what a request that may use ``tokens`` needs of each bucket of ``levels``; of a smaller bucket, all.
 
-    The request itself is spent at once and stays spent: one that is cancelled was one all the same. Raises
+    The request itself is spent at once and stays spent, also if it is cancelled. Raises
     InvalidArgument if it could never fit, as it may use no less than ``least``: ``tokens`` if left out, where they are
     no estimate.
     """
@@ -130,21 +130,21 @@ class Bucket:
     leases: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def refill(self, demand: Demand, now_s: float) -> None:
-        """Brings the bucket to ``now_s``, lease by lease; a clock that went back changes nothing."""
+        """Refill the bucket up to ``now_s``, lease by lease; a clock that went back changes nothing."""
         self.capacity = demand.capacity
         while self.leases:
             oldest = next(iter(self.leases))
             amount, until_s = self.leases[oldest]
             if until_s > now_s:
                 break
-            self._flow_in(demand, until_s)
+            self._add_refill(demand, until_s)
             del self.leases[oldest]
             self.held -= amount
-        self._flow_in(demand, now_s)
+        self._add_refill(demand, now_s)
 
-    def _flow_in(self, demand: Demand, now_s: float) -> None:
-        flown_in = demand.rate_per_s * max(0.0, now_s - self.at_s)
-        self.balance = min(self.capacity - self.held, self.balance + flown_in)
+    def _add_refill(self, demand: Demand, now_s: float) -> None:
+        refilled = demand.rate_per_s * max(0.0, now_s - self.at_s)
+        self.balance = min(self.capacity - self.held, self.balance + refilled)
         self.at_s = max(self.at_s, now_s)
 
     def take(self, reservation_id: str, demand: Demand, until_s: float) -> None:
@@ -154,7 +154,7 @@ class Bucket:
             self.held += demand.amount
 
     def settle(self, reservation_id: str, used: float) -> None:
-        """``used`` may be more than was reserved: then the bucket owes, and refuses until it has flown in."""
+        """Charge ``used``; if it is more than was reserved, the balance may fall below 0."""
         amount, _ = self.leases.pop(reservation_id, (None, None))
         if amount is not None:
             self.held -= amount
@@ -162,5 +162,5 @@ class Bucket:
 
 
 def is_idle(bucket: Bucket, rate_per_s: float, now_s: float) -> bool:
-    """Full again and nothing held: as good as a new one."""
+    """Return whether the bucket is full and holds nothing, so that a new one can replace it."""
     return not bucket.leases and bucket.balance + rate_per_s * (now_s - bucket.at_s) >= bucket.capacity

@@ -1,7 +1,7 @@
 """How many requests may be under way: one hard cap, caps by class, caps of every level. Taken at once or refused.
 
-A request over a cap is refused at once and never waits. A part of the hard cap is kept for every pool, so that a flood
-at one pool does not block the others; caps of classes apply to each pool.
+A request over a cap is refused at once and never waits. A part of the hard cap is kept for every pool, so that many
+requests at one pool do not block the others; caps of classes apply to each pool.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Concurrency:
         return self._total
 
     def fullness(self, pool: str) -> float:
-        """The part that is taken of what the pool may have now: 0 is empty, 1 is full."""
+        """Return the part that is taken of what the pool may have now: 0 is empty, 1 is full."""
         return self._of_pool[pool] / max(1, self._most(pool))
 
     def try_acquire(self, levels: Sequence[Level], priority: int, requests: int = 1, pool: str = "") -> Slot:
@@ -80,11 +80,11 @@ class Concurrency:
 
     @property
     def _kept(self) -> int:
-        """What is kept for each pool: a tenth, and less if there are more than five, so that half is everybody's."""
+        """What is kept for each pool: a tenth, less with more than five pools, so that half of the limit is shared."""
         return self.limit // max(10, 2 * len(self.pools)) if len(self.pools) > 1 else 0
 
     def _most(self, pool: str) -> int:
-        """What the pool may have while the others have what they have."""
+        """Return how many requests the pool may have with those that the other pools have now."""
         kept, of_others = self._kept, self._total - self._of_pool[pool]
         unused = sum(max(0, kept - self._of_pool[other]) for other in self.pools if other != pool) if kept else 0
         return self.limit - of_others - unused

@@ -48,11 +48,11 @@ class Pools(Protocol):
     """The pools of replicas, as admission needs them."""
 
     def draw(self, pinned: str, session: str = "", without: str | None = None) -> str:
-        """The pool of a request: ``pinned``, or one drawn by weight among those that can serve, ``without`` that one
+        """Return the pool of a request: ``pinned``, or one drawn by weight among those that can serve; not ``without``,
         if there is another."""
 
     def capacity(self, pool: str) -> Capacity:
-        """What its replicas can run now."""
+        """Return what its replicas can run now."""
 
 
 class FairAdmission:
@@ -98,7 +98,7 @@ class FairAdmission:
         return sum(slots.waiting for slots in self._slots.values())
 
     def slots(self, pool: str = "") -> PoolSlots:
-        """The slots of a pool and the queue for them."""
+        """Return the slots of a pool and the queue for them."""
         found = self._slots.get(pool)
         if found is None:
             found = self._slots[pool] = PoolSlots(

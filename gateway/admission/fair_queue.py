@@ -43,7 +43,7 @@ class Entry:
     waiting: bool = False
 
     def part(self, number: int) -> float:
-        """Tokens of one of its slots: an equal part of the whole; the last one has what is left over."""
+        """Return the tokens of one of its slots: an equal part of the whole; the last one has what is left over."""
         each = self.cost_tokens // self.slots
         return each if number < self.slots - 1 else self.cost_tokens - each * (self.slots - 1)
 
@@ -68,7 +68,7 @@ class _Flow:
     heap: list[tuple[float, int, Entry]] = field(default_factory=list)
 
     def head(self) -> Entry | None:
-        """The next entry; those that left the queue meanwhile are dropped from the heap on the way."""
+        """Return the next entry; drop those before it that have left the queue."""
         while self.heap and not self.heap[0][2].waiting:
             heapq.heappop(self.heap)
         return self.heap[0][2] if self.heap else None
@@ -95,7 +95,7 @@ class FairQueue:
         return self._count
 
     def depth(self, priority: int) -> int:
-        """Entries that came in this class and wait."""
+        """Return the number of entries of this class that wait."""
         return self._by_class[priority]
 
     def depths(self) -> dict[int, int]:
@@ -137,13 +137,13 @@ class FairQueue:
             heapq.heappush(self._deadlines, (deadline_s, entry.sequence, entry))
 
     def shortest_tokens(self) -> float:
-        """The smallest ``longest_tokens`` of all that wait; infinity if nothing does."""
+        """Return the smallest ``longest_tokens`` of all that wait; infinity if nothing does."""
         while self._shortest and not self._shortest[0][2].waiting:
             heapq.heappop(self._shortest)
         return self._shortest[0][0] if self._shortest else math.inf
 
     def remove(self, entry: Entry) -> bool:
-        """Takes an entry out before its turn; False if it does not wait any more."""
+        """Remove an entry before its turn; return False if it does not wait any more."""
         if not entry.waiting:
             return False
         entry.waiting = False
@@ -160,11 +160,11 @@ class FairQueue:
                 self._flows.pop((priority, entry.tenant), None)
         self._left += 1
         if self._left > 64 + self._count:
-            self._forget_those_that_left()
+            self._remove_left_entries()
         return True
 
     def expire(self, now_s: float) -> list[Entry]:
-        """Those whose deadline has passed since the last call, out of the queue now."""
+        """Remove the entries whose deadline has passed, and return those removed since the last call."""
         while self._deadlines and self._deadlines[0][0] <= now_s:
             deadline_s, _, entry = heapq.heappop(self._deadlines)
             if deadline_s == entry.deadline_s and self.remove(entry):
@@ -173,13 +173,13 @@ class FairQueue:
         return expired
 
     def next_deadline_s(self) -> float:
-        """When ``expire`` has something to do next; infinity if never."""
+        """Return when ``expire`` has something to remove next; infinity if never."""
         while self._deadlines and not _holds(self._deadlines[0]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def pop(self, now_s: float, may_run: Callable[[Entry], bool] = lambda entry: True) -> Entry | None:
-        """The entry whose turn it is to get one slot, or None. It stays in the queue until it was given all it needs.
+        """Return the entry that gets the next slot, or None. It stays in the queue until it was given all its slots.
 
         A tenant whose next entry may not run is passed over. The expired stay for ``expire``.
         """
@@ -197,8 +197,8 @@ class FairQueue:
         return None
 
     def give_back(self, entry: Entry, unused_tokens: float) -> None:
-        """What a request was charged and did not use is its tenant's again, as long as the tenant has others waiting.
-        Negative: it used more."""
+        """Credit a tenant that has more waiting with what a request was charged and did not use; negative: it used
+        more."""
         flow = self._flows.get((entry.priority, entry.tenant))
         if flow is not None:
             flow.deficit += unused_tokens
@@ -246,8 +246,8 @@ class FairQueue:
                 flows[key].deficit += (rounds - 1) * quantum * flows[key].weight
         return None
 
-    def _forget_those_that_left(self) -> None:
-        """Heaps drop entries only at their top; callers that come and leave behind one that stays would fill them."""
+    def _remove_left_entries(self) -> None:
+        """Remove entries that have left from the heaps, which drop them only at their top and would grow otherwise."""
         self._left = 0
         self._deadlines = [item for item in self._deadlines if _holds(item)]
         heapq.heapify(self._deadlines)

@@ -84,7 +84,7 @@ class PoolSlots:
         return not any(left) and not self._running_of and not self.waiting
 
     def retry_after_s(self, rng: random.Random) -> float:
-        """When a refused request may come back, from the pace at which this pool's backlog shrinks."""
+        """Return when a refused request may be sent again, from the pace at which this pool's backlog shrinks."""
         self._update_saturated_time()
         backlog = self.queue.backlog_tokens + self._running_tokens
         return retry_after.retry_after_s(backlog, self._drain.tokens_per_s(self._saturated_s), rng)
@@ -98,7 +98,7 @@ class PoolSlots:
         return self.waiting < self.capacity.slots and not self.queue.waiting_of(tenant)
 
     def claim(self, entry: Entry, lasts_until_s: float) -> Claim:
-        """Lets a request wait for its slots: until ``entry.deadline_s`` for the first, until ``lasts_until_s`` for the
+        """Queue a request for its slots: until ``entry.deadline_s`` for the first, until ``lasts_until_s`` for the
         others. Raises Overloaded if the queue is full."""
         claim = entry.work = Claim(self, entry, lasts_until_s)
         self.queue.push(entry, self._clock())
@@ -138,7 +138,7 @@ class PoolSlots:
         return _Limits(capacity.limit, capacity.slots - reserved if reserved else capacity.limit, share)
 
     def _shared_limits(self, capacity: Capacity) -> _Limits:
-        """The limits while other gateways have requests at the same replicas.
+        """Return the limits while other gateways have requests at the same replicas.
 
         The reserve is one of the pool: the parts of all gateways are parts of the other slots, so that their long
         requests together leave it free. Of the reserve every gateway may use its part, and at least one slot.
@@ -152,18 +152,18 @@ class PoolSlots:
         return _Limits(limit + own_reserved, limit, share)
 
     def _share(self, slots: float) -> int:
-        """The slots of which one tenant may have a choice running, at least 1."""
+        """Return the slots of which one tenant may have a choice running, at least 1."""
         rounding = 0.0 if isinstance(slots, int) else self._rounding
         return max(1, math.floor(slots * self.rules.tenant_share + rounding))
 
     def _reserve(self, slots: int) -> int:
-        """The slots, of ``slots``, that are kept for short requests."""
+        """Return the slots, of ``slots``, that are kept for short requests."""
         if not self.rules.short_reserve or slots < 2:
             return 0
         return min(max(1, math.floor(slots * self.rules.short_reserve)), slots - 1)
 
     def _length_allowed(self, limits: _Limits) -> float:
-        """The most tokens that a request may generate to get a slot now."""
+        """Return the most tokens that a request may generate to get a slot now."""
         if self.running < limits.limit and self.running - self._reserved < limits.open:
             return math.inf
         # Not by the sum of what runs: where the limits have just shrunk, the reserve may still be free.

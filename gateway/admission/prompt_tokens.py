@@ -2,7 +2,7 @@
 
 With the served model's tokenizer prompts are counted. Without it, and for prompts beyond ``MOST_COUNTED`` bytes, tokens
 are estimated from the bytes by their kind, times a factor that is learned for each tenant from settled requests: it
-follows a prompt that tokenises worse at once, and better ones slowly.
+rises at once with a prompt that has more tokens than estimated, and falls slowly.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class Need(NamedTuple):
 
 
 def prompt_of(request: GenerationRequest) -> object:
-    """What all choices of one prompt have in common: the very same object."""
+    """Return the object that all choices of one prompt share: identity tells prompts apart."""
     if request.input_ids is not None:
         return request.input_ids
     return request.text_input if request.messages is None else request.messages
 
 
 def texts_of(request: GenerationRequest) -> list[str]:
-    """The prompt without what a chat template adds."""
+    """Return the texts of a prompt, without what a chat template adds."""
     if request.messages is None:
         return [request.text_input or ""]
     # Templates trim what stands around a message.
@@ -82,7 +82,7 @@ def texts_of(request: GenerationRequest) -> list[str]:
 
 
 def size_by_bytes(texts: Sequence[str]) -> tuple[float, int]:
-    """(tokens by the kinds of bytes, bytes)."""
+    """Return (tokens by the kinds of bytes, bytes)."""
     size, length = 0.0, 0
     # In parts, so that another thread gets its turn in between.
     for part in (text[start : start + _PART] for text in texts for start in range(0, len(text), _PART)):
@@ -128,7 +128,7 @@ class PromptTokens:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def need(self, requests: Sequence[GenerationRequest], tenant: str) -> Need:
-        """What ``requests`` may use: prompts once, however many choices are made of them, and all ``max_tokens``."""
+        """Return what ``requests`` may use: each prompt once, and ``max_tokens`` of every choice."""
         counts: dict[int, PromptCount] = {}
         for request in requests:
             if id(prompt_of(request)) not in counts:
@@ -142,7 +142,7 @@ class PromptTokens:
         )
 
     def estimate(self, request: GenerationRequest, tenant: str = "") -> PromptCount:
-        """Without the tokenizer."""
+        """Estimate a prompt without the tokenizer."""
         if request.input_ids is not None:
             count = len(request.input_ids)
             return _truncated(request, count, count, count, count, True)
@@ -155,7 +155,7 @@ class PromptTokens:
         return _truncated(request, tokens, min(1, length), likely, size, False)
 
     def learn(self, tenant: str, count: PromptCount, input_tokens: int) -> None:
-        """The engine counted ``input_tokens`` where ``count`` was expected."""
+        """Correct later estimates: the engine counted ``input_tokens`` where ``count`` was expected."""
         if count.exact:
             self._compare(count, input_tokens)
             return
@@ -170,7 +170,7 @@ class PromptTokens:
         self._mean += (pace if self._mean else 1.0) * (ratio - self._mean)
 
     def _compare(self, count: PromptCount, input_tokens: int) -> None:
-        """Learns what the template adds, and whether the tokenizer is the engine's at all."""
+        """Learn what the template adds, and whether the tokenizer is the engine's at all."""
         if count.size >= 256 and not 0.7 * count.size <= input_tokens <= 1.3 * count.size + 1024:
             self._mismatches += 1
             if self._mismatches == _MISMATCHES:
@@ -209,7 +209,7 @@ class PromptTokens:
 
     def _tokens(self, texts: Sequence[str]) -> int:
         assert self._tokenizer is not None
-        # Half a character, as JSON can hold one, is none to a tokenizer; the replica refuses it.
+        # JSON can hold lone surrogates, which a tokenizer does not take; the replica refuses them.
         whole = (text.encode(errors="replace").decode() for text in texts)
         # Of all its methods only those for batches let other threads run meanwhile.
         return sum(len(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]) for text in whole)
@@ -221,7 +221,7 @@ class PromptTokens:
 def _truncated(
     request: GenerationRequest, tokens: int, least: int, likely: int, size: float, exact: bool
 ) -> PromptCount:
-    """The count of a prompt of which the replica keeps ``truncate_prompt_tokens``; -1 is a limit that it knows."""
+    """Return the count of a prompt of which the replica keeps ``truncate_prompt_tokens``; -1: as many as fit."""
     most = request.truncate_prompt_tokens
     if most is None or most < 1:
         return PromptCount(tokens, least if most is None else min(1, least), likely, size, exact)

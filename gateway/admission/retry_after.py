@@ -1,4 +1,4 @@
-"""When to come back: what waits, divided by the pace at which it is worked off. No clock inside."""
+"""When to send a refused request again: the waiting tokens divided by the rate at which they are processed. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class DrainRate:
-    """The pace of the last ``memory_s`` seconds or so, in tokens settled per second (an exponential average that
-    knows how long it has been watching, so that it is right from the start)."""
+    """The pace of the last ``memory_s`` seconds or so, in tokens settled per second (an exponential average,
+    corrected for the short time at the start)."""
 
     memory_s: float = 10.0
     _sum: float = 0.0
@@ -18,14 +18,14 @@ class DrainRate:
     _at_s: float = 0.0
 
     def observe(self, tokens: float, now_s: float) -> None:
-        """``tokens`` were done with just now."""
+        """Count ``tokens`` as processed at ``now_s``."""
         if self._began_s is None:
             self._began_s = self._at_s = now_s
         self._decay(now_s)
         self._sum += tokens
 
     def tokens_per_s(self, now_s: float) -> float:
-        """0 if nothing was ever observed."""
+        """Return the rate; 0 if nothing was observed yet."""
         if self._began_s is None:
             return 0.0
         self._decay(now_s)
@@ -48,12 +48,12 @@ def retry_after_s(
     most_s: float = 60.0,
     jitter: float = 0.25,
 ) -> float:
-    """Seconds until the backlog is worked off, within [least_s, most_s], and up to ``jitter`` of it more, so that
-    those who were refused together do not come back together. ``unknown_s`` while nothing was measured."""
+    """Return the seconds until the backlog is processed, within [least_s, most_s], and up to ``jitter`` of it more,
+    so that callers that were refused together do not retry together. ``unknown_s`` while nothing was measured."""
     wait_s = backlog_tokens / tokens_per_s if tokens_per_s > 0 else unknown_s
     return min(max(wait_s, least_s), most_s) * (1.0 + jitter * rng.random())
 
 
 def headers(wait_s: float) -> dict[str, str]:
-    """``retry-after`` in whole seconds, never 0 and never early, and ``retry-after-ms``."""
+    """Return ``retry-after`` in whole seconds, at least 1 and rounded up, and ``retry-after-ms``."""
     return {"retry-after": str(max(1, math.ceil(wait_s))), "retry-after-ms": str(max(1, math.ceil(wait_s * 1000)))}

@@ -71,5 +71,5 @@ class CompletionFormatter:
         }
 
     def _candidates(self, top: Sequence[tuple[int, float]]) -> dict[str, float] | None:
-        """None for the prompt's first token, whose ids are -1."""
+        """Return the alternatives of a token; None for the prompt's first one, whose ids are -1."""
         return {self._vocabulary.token(other)[0]: log_prob for other, log_prob in top if other >= 0} or None

@@ -21,7 +21,7 @@ class BodyTooLarge(Exception):
 async def read(request: Request, lease: Lease, max_bytes: int, timeout_s: float) -> bytes:
     """Return the body, its bytes counted in ``lease``: all at once where the length is announced, else as they arrive.
 
-    An upload that the budget has no room for gives back what it holds at once, so that others that race it can end.
+    An upload that the budget has no room for returns what it holds at once, so that concurrent uploads can complete.
 
     Raises: BodyTooLarge, asyncio.TimeoutError, ClientDisconnect, and Overloaded if ``lease`` cannot hold it.
     """

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import orjson
 from prometheus_client import Counter
-from pydantic import Field, StrictStr, ValidationError
+from pydantic import Field, StrictStr
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -241,14 +241,8 @@ async def _body(request: Request, timeout_s: float) -> BatchRequest:
         raise DeadlineExceeded(f"no bytes of the body arrived for {timeout_s:g} s") from exc
     if len(data) > MAX_BODY_BYTES:
         raise InvalidArgument("", f"the body must be at most {MAX_BODY_BYTES} bytes")
-    table = schemas.fields_of(data)
-    try:
-        return BatchRequest.model_validate(table)
-    except ValidationError as exc:
-        first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
-        known = {"extra_forbidden": "is not supported; leave it out", "missing": "must be sent, got nothing"}
-        problem = known.get(first["type"], first["msg"][:1].lower() + first["msg"][1:])
-        raise InvalidArgument(".".join(map(str, first["loc"])), problem) from exc
+    body: BatchRequest = schemas.validated(BatchRequest, data)
+    return body
 
 
 def _limit(request: Request, default: int, maximum: int) -> int:

@@ -202,7 +202,8 @@ class SemanticCache:
         return None
 
     async def _embedding(self, scope: str, text: str) -> np.ndarray | None:
-        """Remembered by scope, which differs by tenant: how fast a lookup is tells nothing about another tenant."""
+        """Return a text's embedding. It is remembered by scope, which differs by tenant: the time of a lookup tells
+        nothing about another tenant."""
         vector = self._remembered.get((scope, text))
         if vector is None:
             vector = await self._embeddings.embed(text)

@@ -50,7 +50,7 @@ def read(path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[s
 
 
 def table(path: Path) -> dict[str, Any]:
-    """The file as TOML has it. Raises InvalidArgument."""
+    """Return the file's TOML table. Raises InvalidArgument."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
@@ -95,11 +95,11 @@ class Configuration:
         return not self._reading.keys
 
     def tenant(self, api_key: str) -> Tenant:
-        """The tenant of the key, "" if none was sent. Raises Unauthenticated."""
+        """Return the tenant of the key, "" if none was sent. Raises Unauthenticated."""
         return Tenant() if self.keyless else self._reading.keys.tenant(api_key)
 
     def pinned_pools(self) -> set[str]:
-        """The pools that tenants have of their own."""
+        """Return the pools that tenants are pinned to."""
         return self._reading.keys.pools()
 
     def named(self, tenant: str, key: str) -> Tenant | None:
@@ -108,7 +108,7 @@ class Configuration:
         return found if found is not None and found.name == tenant else None
 
     async def watch(self) -> None:
-        """Until it is cancelled."""
+        """Read the file whenever it changes, until cancelled."""
         while self._path is not None:
             await asyncio.sleep(POLL_S)
             await self.poll()

@@ -31,7 +31,7 @@ _Priority = Annotated[int, BeforeValidator(lambda key: int(key) if key.isdecimal
 
 
 def _names(value: Any) -> Any:
-    """One name or several as a tuple."""
+    """Return one name or several as a tuple."""
     if isinstance(value, str):
         return (value,) if value else ()
     return tuple(value) if isinstance(value, list) else value
@@ -149,7 +149,7 @@ class PoolRules(BaseModel):
 
 
 def _pool(value: object) -> object:
-    """A number alone is the weight."""
+    """Return a pool's table; a number alone is its weight."""
     return {"weight": value} if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
@@ -271,7 +271,7 @@ def check_pools(path: str, policy: Policy, pools: Mapping[str, Any]) -> None:
 
 
 def _from_environment(path: str, value: Any, environ: Mapping[str, str], field: str = "") -> Any:
-    """``value`` with what begins with $ looked up."""
+    """Return ``value`` with each text that begins with $ replaced by that environment variable."""
     if isinstance(value, Mapping):
         return {
             key: _from_environment(path, inner, environ, f"{field}.{key}" if field else key)
@@ -298,7 +298,7 @@ def _named(path: str, failed: ValidationError) -> InvalidArgument:
 
 
 def _fields(model: type[BaseModel], parts: list[str]) -> list[str]:
-    """The names allowed in the section at ``parts``."""
+    """Return the names allowed in the section at ``parts``."""
     by_section: dict[str, type[BaseModel]] = {
         "admission": AdmissionRules,
         "degradation": DegradationRules,

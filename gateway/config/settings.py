@@ -34,7 +34,7 @@ def _existing(path: Path) -> Path:
 
 
 def _pairs(value: Any) -> Any:
-    """``a=1,b=2`` → ``{"a": "1", "b": "2"}``."""
+    """Parse ``a=1,b=2`` as ``{"a": "1", "b": "2"}``."""
     if not isinstance(value, str):
         return value
     pairs = [part.strip().partition("=") for part in value.split(",") if part.strip()]
@@ -44,7 +44,7 @@ def _pairs(value: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """``a,b`` → ``("a", "b")``."""
+    """Parse ``a,b`` as ``("a", "b")``."""
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
@@ -266,18 +266,11 @@ class Settings(EnvironmentSettings):
             except InvalidArgument as exc:
                 raise InvalidArgument(variable("replicas"), exc.problem) from exc
         self._check_pem()
-        for pool in self.pool_weights:
-            if pool not in self.pools:
-                names = ", ".join(name or "''" for name in self.pools)
-                raise InvalidArgument(variable("pool_weights"), f"must name pools of {names}, got {pool!r}")
-        for pool in self.models:
-            if pool not in self.pools:
-                names = ", ".join(name or "''" for name in self.pools)
-                raise InvalidArgument(variable("models"), f"must name pools of {names}, got {pool!r}")
-        for pool in self.encoders:
-            if pool not in self.pools:
-                names = ", ".join(name or "''" for name in self.pools)
-                raise InvalidArgument(variable("encoders"), f"must name pools of {names}, got {pool!r}")
+        names = ", ".join(name or "''" for name in self.pools)
+        for setting in ("pool_weights", "models", "encoders"):
+            for pool in getattr(self, setting):
+                if pool not in self.pools:
+                    raise InvalidArgument(variable(setting), f"must name pools of {names}, got {pool!r}")
         if sum(self.weights.values()) <= 0 and len(self.encoders) < len(self.pools):
             raise InvalidArgument(variable("pool_weights"), "must have one weight above 0, got none")
         return self
@@ -399,5 +392,5 @@ def unknown(environ: Mapping[str, str], also: Iterable[str] = ()) -> list[str]:
 
 
 def variable(name: str) -> str:
-    """``http_port`` → ``TRIDENT_GATEWAY_HTTP_PORT``."""
+    """Return the variable of a setting: ``TRIDENT_GATEWAY_HTTP_PORT`` of ``http_port``."""
     return PREFIX + name.upper()

@@ -44,7 +44,7 @@ class Keys(Protocol):
 
 
 def digest(salt: bytes, api_key: str) -> bytes:
-    """What is kept of a key: HMAC-SHA256, 32 bytes."""
+    """Return the hash of a key that is stored: HMAC-SHA256, 32 bytes."""
     return hmac.new(salt, api_key.encode(errors="surrogatepass"), hashlib.sha256).digest()
 
 
@@ -60,7 +60,7 @@ class KeyTable:
     salted: tuple[tuple[bytes, Mapping[bytes, tuple[bytes, Tenant]]], ...] = ()
 
     def __len__(self) -> int:
-        """Keys."""
+        """Return the number of keys."""
         return sum(len(tenants) for _, tenants in self.salted)
 
     def tenant(self, api_key: str) -> Tenant:
@@ -73,11 +73,11 @@ class KeyTable:
         return found
 
     def pools(self) -> set[str]:
-        """The pools that tenants are pinned to."""
+        """Return the pools that tenants are pinned to."""
         return {tenant.pool for _, tenants in self.salted for _, tenant in tenants.values() if tenant.pool}
 
     def _find(self, api_key: str) -> Tenant | None:
-        """The tenant of a key. What is looked up is a salted hash, of which a caller can steer no byte; the rest is
+        """Return the tenant of a key. The look-up is by a salted hash, which a caller cannot choose; the whole hash is
         compared in constant time."""
         found = None
         for salt, tenants in self.salted:
@@ -88,7 +88,7 @@ class KeyTable:
         return found
 
     def named(self, key: str) -> Tenant | None:
-        """The tenant of the key whose whole name is ``key``, such as ``acme/research/alice``."""
+        """Return the tenant of the key whose whole name is ``key``, such as ``acme/research/alice``."""
         known = (tenant for _, tenants in self.salted for _, tenant in tenants.values())
         return next((tenant for tenant in known if tenant.levels[-1].name == key), None)
 
@@ -98,7 +98,7 @@ def _indexed(tenants: Mapping[bytes, Tenant]) -> dict[bytes, tuple[bytes, Tenant
 
 
 def read(path: str, table: Mapping, environ: Mapping[str, str]) -> KeyTable:
-    """The keys in a file's table and in the environment. Raises InvalidArgument that names the place."""
+    """Return the keys in a file's table and in the environment. Raises InvalidArgument that names the place."""
     file, from_environment = _File(path, table), environ.get(API_KEYS, "")
     salted = [(salt(path, table), _indexed(file.tenants()))] if file.orgs else []
     if from_environment:
@@ -108,7 +108,7 @@ def read(path: str, table: Mapping, environ: Mapping[str, str]) -> KeyTable:
 
 
 def salt(path: str, table: Mapping) -> bytes:
-    """The file's salt. Raises InvalidArgument if it has none that is one."""
+    """Return the file's salt. Raises InvalidArgument if it is missing or malformed."""
     text = table.get("salt")
     try:
         found = bytes.fromhex(text) if isinstance(text, str) else b""
@@ -138,7 +138,7 @@ def _from_environment(file: _File, text: str, salt: bytes) -> dict[bytes, Tenant
 
 @dataclass(frozen=True)
 class _File:
-    """The TOML table, looked at with names for complaints."""
+    """The file's TOML table; errors name the place in it."""
 
     path: str
     table: Mapping

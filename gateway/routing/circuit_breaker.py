@@ -1,8 +1,8 @@
 """The circuit breaker of a replica or upstream. Pure.
 
 Probes take a replica out after three failures and bring it back after two successes (``replica_set.health``). A deep
-probe generates one greedy token and compares its digest, so that a replica that answers nonsense is out too. The
-breaker observes real requests and reacts at once where probes need half a minute.
+probe generates one greedy token and compares its digest, so that a replica that generates wrong tokens is taken
+out too. The breaker observes real requests and reacts at once where probes need half a minute.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Breaker:
         return self.state is BreakerState.CLOSED or (self.state is BreakerState.OPEN and now_s >= self.until_s)
 
     def state_at(self, now_s: float) -> BreakerState:
-        """The state as of ``now_s``: an open breaker whose pause is over is half open, whether or not a trial came."""
+        """Return the state as of ``now_s``: an open breaker whose pause is over is half open."""
         if self.state is BreakerState.OPEN and now_s >= self.until_s:
             return BreakerState.HALF_OPEN
         return self.state
@@ -105,5 +105,5 @@ def blames_replica(error: TridentError | None, silent_s: float) -> bool | None:
 
 
 def token_digest(token_ids: Iterable[int]) -> str:
-    """sha256 of the ids in decimal, joined by commas."""
+    """Return the SHA-256 of the ids in decimal, joined by commas."""
     return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()

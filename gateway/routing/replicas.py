@@ -235,7 +235,7 @@ class Replicas:
         return self._sets[pool].replicas if pool in self._sets else {}
 
     def ready(self) -> list[RoutedReplica]:
-        """Those that may get requests now."""
+        """Return the replicas that may get requests now."""
         now_s = time.monotonic()
         return [replica for replica in self.all() if replica.ready(now_s)]
 
@@ -244,11 +244,11 @@ class Replicas:
         return tuple(self._sets)
 
     def public(self) -> list[str]:
-        """The pools that requests of tenants without one of their own are sent to."""
+        """Return the pools that requests of tenants without a pool of their own are sent to."""
         return list(self._public)
 
     def ready_in(self, pool: str) -> list[RoutedReplica]:
-        """Those of one pool that may get requests now."""
+        """Return the replicas of one pool that may get requests now."""
         now_s = time.monotonic()
         return [replica for replica in self._replicas_of(pool).values() if replica.ready(now_s)]
 
@@ -264,15 +264,15 @@ class Replicas:
         return scoring.choose_pool(shares, "", available, self._rng, session)
 
     def _shares(self, pinned: str) -> Mapping[str, float]:
-        """The pools of a request and their shares: of the group or the pool it is pinned to, else the public ones."""
+        """Return the pools that a request may go to, with their shares: its group's, its own, or the public ones."""
         if pinned not in self._groups:
             return {pinned: 1.0} if pinned else self._public
         shares = {pool: self._weights.get(pool, 0.0) for pool in self._groups[pinned]}
         return shares if any(shares.values()) else dict.fromkeys(shares, 1.0)
 
     def capacity(self, pool: str) -> Capacity:
-        """What this process may have at the replicas of a pool. One that does not report its slots counts as the mean
-        of the others. A pool without any fit replica takes everybody, so that routing tells them at once."""
+        """Return what this process may have at the replicas of a pool. One that does not report its slots counts as
+        the mean of the others. A pool without a ready replica admits all requests, which routing refuses at once."""
         fit = self.ready_in(pool)
         known = [replica for replica in fit if replica.slots]
         if not known:
@@ -281,7 +281,7 @@ class Replicas:
         return capacity(slots, sum(replica.others.requests for replica in known))
 
     def engine(self, pinned: str = "") -> str:
-        """The hash of the engine that answers, "" while replicas that might do not all say one and the same."""
+        """Return the hash of the engine that serves the pool; "" while its ready replicas report different ones."""
         pools = self._shares(pinned)
         hashes = {replica.metrics.engine for replica in self.ready() if replica.pool in pools}
         return hashes.pop() if len(hashes) == 1 else ""
@@ -306,7 +306,7 @@ class Replicas:
         return Route(self, routing, pinned, traceparent, payload)
 
     def schedule(self) -> RetrySchedule:
-        """The retries of one request, under the budget that all requests share."""
+        """Return the retry schedule of one request, under the budget that all requests share."""
         return Failover(FAILOVER, self._budget, self._rng)
 
     def choose(self, request: RoutingRequest, pinned: str, explanation: Explanation | None = None) -> RoutedReplica:
@@ -325,7 +325,7 @@ class Replicas:
         return chosen
 
     def _pool_of(self, request: RoutingRequest, pinned: str, now_s: float) -> str:
-        """The pool that serves the request: the pinned one, or a public one with a ready replica that is untried."""
+        """Return the pool of the request: the pinned one, or a public one with an untried ready replica."""
         if pinned in self._sets:
             return pinned
         untried = self.has_untried(pinned, request.tried)
@@ -356,7 +356,7 @@ class Replicas:
         return frozenset(other.url for other in found if other.metrics.engine not in ("", engine))
 
     def adapters(self, pinned: str) -> tuple[str, ...]:
-        """The LoRA adapters that fit replicas of the pool or group ``pinned`` report, or of any pool with a weight."""
+        """Return the LoRA adapters that ready replicas of a pool or group report; "": of the public pools."""
         fit = (replica for pool in self._shares(pinned) for replica in self.ready_in(pool))
         return tuple(sorted({name for replica in fit for name in replica.metrics.adapters}))
 
@@ -446,7 +446,7 @@ class Replicas:
 
 
 def _drawn(weights: Mapping[str, float]) -> dict[str, float]:
-    """The pools with a weight."""
+    """Return the pools with a weight above 0."""
     return {pool: weight for pool, weight in weights.items() if weight > 0}
 
 

@@ -1,4 +1,5 @@
-"""Which replica gets a request: Filter → Score → Pick. Pure functions of a snapshot; clock and chance are passed in.
+"""Which replica gets a request: Filter → Score → Pick. Pure functions of a snapshot: the time and the random generator
+are parameters.
 
 Filters remove replicas; one that would remove the last is skipped. Scores are in [0, 1], higher is better, and are
 added up by weight. The pick is the best; ties are drawn in proportion to capacity. A policy of

@@ -236,7 +236,7 @@ class UpstreamStream:
 
 
 def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A turn as OpenAI's protocol has it: without its reasoning, and with null for the text of one that only calls."""
+    """Return a turn for OpenAI's protocol: without reasoning, and with null for the text of one that only calls."""
     turn = {name: value for name, value in message.items() if name != "reasoning_content"}
     return {**turn, "content": turn.get("content") or None} if turn.get("tool_calls") else turn
 
@@ -265,7 +265,7 @@ def _body(request: GenerationRequest, model: str) -> dict[str, Any]:
 
 
 def _invalid(message: str, body: bytes) -> InvalidArgument:
-    """A refusal that names the request's parameter at fault, if that is one we sent."""
+    """Return the error of a refusal; it names the parameter at fault, if that is one that was sent."""
     error: Any = {}
     with contextlib.suppress(ValueError, KeyError, TypeError):
         error = orjson.loads(body)["error"]
@@ -277,7 +277,7 @@ def _invalid(message: str, body: bytes) -> InvalidArgument:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds that ``retry-after-ms`` or ``retry-after`` (seconds or a date) ask to wait, at most an hour."""
+    """Return the seconds that ``retry-after-ms`` or ``retry-after`` (seconds or a date) ask for, at most an hour."""
     for name, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
         text = headers.get(name, "")
         try:
@@ -301,7 +301,7 @@ def _usage(fields: Any) -> Usage | None:
 
 
 def _sections(added: Mapping[str, Any]) -> Sections | None:
-    """The tool calls and the reasoning of a chunk's delta."""
+    """Return the tool calls and the reasoning of a chunk's delta."""
     reasoning, calls = added.get("reasoning_content") or added.get("reasoning") or "", []
     for call in added.get("tool_calls") or ():
         function = call.get("function") or {}
@@ -311,7 +311,7 @@ def _sections(added: Mapping[str, Any]) -> Sections | None:
 
 
 def _message(body: bytes) -> str:
-    """The message of an error body, or its beginning."""
+    """Return the message of an error body, or the beginning of the body."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(orjson.loads(body)["error"]["message"])[:300]
     return body[:300].decode(errors="replace")

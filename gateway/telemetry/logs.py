@@ -61,7 +61,7 @@ def _value(value: object) -> str:
 
 
 def _one_line(text: str) -> str:
-    """What a caller sent must not be able to forge a line of its own, or move the terminal's cursor."""
+    """Escape what is not printable: a caller's text must not add log lines or move the terminal's cursor."""
     return (
         text
         if text.isprintable()

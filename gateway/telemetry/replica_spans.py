@@ -40,7 +40,7 @@ def record(tracing: Tracing, call: Span, timings: Timings | None, now_ns: int) -
         timings.last_token_ns,
         *((timings.received_ns, timings.detokenized_ns) if whole else ()),
     ):
-        at_ns = max(at_ns, min(now_ns, instant_ns + shift_ns))  # a clock that was set must not turn a span round
+        at_ns = max(at_ns, min(now_ns, instant_ns + shift_ns))  # no span ends before it starts, also if a clock was set
         instants.append(at_ns)
     arrival, tokenized, scheduled, first, last, *rest = instants
     if whole:
