@@ -57,7 +57,7 @@ class BalancedClient(AsyncBaseClient):
         **options: Unpack[ClientOptions],
     ) -> None:
         if isinstance(pick, str) and pick not in picks.BY_NAME:
-            raise InvalidArgument("pick", f"got {pick!r}; allowed is {', '.join(picks.BY_NAME)}")
+            raise InvalidArgument("pick", f"must be one of {', '.join(picks.BY_NAME)}, got {pick!r}")
         metadata = options.get("metadata", ())
         options["metadata"] = tuple(dict(metadata).items())  # an iterator can be read once
         # A replica that fails does so for all its requests.

@@ -43,7 +43,7 @@ _EXIT_CODES = f"exit codes:\n{exits.table()}\n"
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value <= 86_400:
-        raise argparse.ArgumentTypeError(f"got {text}; allowed is more than 0, at most 86400")
+        raise argparse.ArgumentTypeError(f"must be more than 0, at most 86400, got {text}")
     return value
 
 
@@ -182,10 +182,10 @@ def client_for(args: argparse.Namespace) -> AsyncClient:
     for header in args.header:
         name, sep, value = header.partition("=")
         if not (name and sep):
-            raise InvalidArgument("--header", f"got {header!r}; allowed is NAME=VALUE")
+            raise InvalidArgument("--header", f"must be NAME=VALUE, got {header!r}")
         headers.append((name.lower(), value))
     if args.retries < 0:
-        raise InvalidArgument("--retries", f"got {args.retries}; allowed is 0 or more")
+        raise InvalidArgument("--retries", f"must be 0 or more, got {args.retries}")
     key = os.environ.get("TRIDENT_API_KEY", "") if args.api_key is None else args.api_key
     return AsyncClient(
         args.url, model=args.model, tls=tls, api_key=key, metadata=headers, retry=RetryPolicy(attempts=args.retries + 1)
@@ -209,7 +209,7 @@ def _generate(args: argparse.Namespace) -> int:
         except UnicodeDecodeError as exc:
             raise InvalidArgument("prompt", f"standard input is not UTF-8 text: {exc}") from exc
     if args.cancel_after is not None and args.cancel_after < 1:
-        raise InvalidArgument("--cancel-after", f"got {args.cancel_after}; allowed is 1 or more")
+        raise InvalidArgument("--cancel-after", f"must be 1 or more, got {args.cancel_after}")
     arguments = {
         "stop": args.stop,
         "echo": args.echo,

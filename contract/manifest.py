@@ -191,7 +191,7 @@ def _problem(table: object) -> str:
         return f"{missing[0]} is missing"
     for name, is_right, allowed in _CHECKS:
         if not is_right(table[name]):
-            return f"{name} is {table[name]!r}; allowed is {allowed}"
+            return f"{name}: must be {allowed}, got {table[name]!r}"
     return ""
 
 

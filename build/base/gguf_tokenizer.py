@@ -162,7 +162,7 @@ def _bpe(metadata: Fields, vocabulary: dict[str, int], merges: list[tuple[str, s
 def _pair(metadata: Fields, merge: str) -> tuple[str, str]:
     left, _, right = merge[1:].partition(" ")  # the first character is part of the left piece whatever it is
     if not right:
-        raise GgufError(f"{metadata.where}: tokenizer.ggml.merges holds {shown(merge)}; allowed are two pieces")
+        raise GgufError(f"{metadata.where}: tokenizer.ggml.merges: must hold two pieces each, got {shown(merge)}")
     return merge[0] + left, right
 
 

@@ -88,12 +88,12 @@ def source(where: str | Iterable[str] | Discovery) -> Discovery:
             name, port = _split(where.removeprefix("dns://").lstrip("/"))
             return Dns(name, port)
         if "://" in where:
-            raise InvalidArgument("replicas", f"got {where!r}; allowed is {_FORMS}")
+            raise InvalidArgument("replicas", f"must be {_FORMS}, got {where!r}")
         return Static(where.split(","))
     if hasattr(where, "replicas"):
         return cast(Discovery, where)
     if not isinstance(where, Iterable):
-        raise InvalidArgument("replicas", f"got {where!r}; allowed is {_FORMS}, a list, or a Discovery")
+        raise InvalidArgument("replicas", f"must be {_FORMS}, a list, or a Discovery, got {where!r}")
     return Static(where)
 
 
@@ -116,7 +116,7 @@ def _split(url: str) -> tuple[str, int]:
         or not port.isdigit()
         or not 0 < int(port) < 65536
     ):
-        raise InvalidArgument("replicas", f"got {url!r}; allowed is HOST:PORT with a port from 1 to 65535")
+        raise InvalidArgument("replicas", f"must be HOST:PORT with a port from 1 to 65535, got {url!r}")
     return host, int(port)
 
 

@@ -23,10 +23,10 @@ class HealthPolicy:
     def __post_init__(self) -> None:
         for name in ("fail_after", "recover_after"):
             if getattr(self, name) < 1:
-                raise InvalidArgument(f"health.{name}", f"got {getattr(self, name)}; allowed is 1 or more")
+                raise InvalidArgument(f"health.{name}", f"must be 1 or more, got {getattr(self, name)}")
         for name in ("interval_s", "timeout_s"):
             if not getattr(self, name) > 0:
-                raise InvalidArgument(f"health.{name}", f"got {getattr(self, name)}; allowed is more than 0")
+                raise InvalidArgument(f"health.{name}", f"must be more than 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

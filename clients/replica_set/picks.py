@@ -90,7 +90,7 @@ def _affinity(key_of: Callable[[RoutingRequest], str], bound: float, otherwise: 
     slots, is passed over for the next rank, so that a popular key spreads instead of drowning one replica.
     """
     if not bound > 1.0:
-        raise InvalidArgument("bound", f"got {bound}; allowed is more than 1, as a multiple of the mean load")
+        raise InvalidArgument("bound", f"must be more than 1, as a multiple of the mean load, got {bound}")
 
     def pick(loads: Sequence[ReplicaLoad], request: RoutingRequest, rng: random.Random) -> ReplicaLoad:
         key = key_of(request)

@@ -77,7 +77,7 @@ class Connection:
 
     def __post_init__(self) -> None:
         if not self.url or "://" in self.url.removeprefix("dns://") or self.url.isdigit():
-            problem = f"got {self.url!r}; allowed is HOST:PORT of the server's gRPC endpoint, such as {DEFAULT_URL}"
+            problem = f"must be HOST:PORT of the server's gRPC endpoint, such as {DEFAULT_URL}, got {self.url!r}"
             raise InvalidArgument("url", problem)
         for key, value in self.metadata:
             if not re.fullmatch(r"[0-9a-z_.-]+", key):
@@ -129,7 +129,7 @@ def sendable(value: str) -> bool:
 def trace_context(traceparent: str) -> str:
     """``traceparent`` if there is one, else a fresh one. Raises InvalidArgument for one that is not W3C's."""
     if traceparent and not _TRACEPARENT.fullmatch(traceparent):
-        problem = f"got {traceparent!r}; allowed is W3C's form 00-<32 hex>-<16 hex>-<2 hex>, neither id all zeros"
+        problem = f"must be W3C's form 00-<32 hex>-<16 hex>-<2 hex>, neither id all zeros, got {traceparent!r}"
         raise InvalidArgument("traceparent", problem)
     return traceparent or new_traceparent()
 

@@ -209,12 +209,12 @@ def _delta(values: list) -> TokenDelta:
     reason = _REASONS.get(reason_text)
     if reason is None:
         allowed = ", ".join(_REASONS)
-        raise WireError(f"finish_reason: got {reason_text!r}; allowed is {allowed} or empty")
+        raise WireError(f"finish_reason: must be one of {allowed} or empty, got {reason_text!r}")
     stop_reason, error, inputs, outputs, cached, arrival, scheduled, first, last, stages = values[_REASON + 1 :]
     usage = timings = None
     if inputs and outputs:
         if min(inputs[0], outputs[0], *cached[:1]) < 0:
-            raise WireError(f"usage: got {inputs[0]} and {outputs[0]} tokens; allowed is 0 or more")
+            raise WireError(f"usage: must be 0 or more, got {inputs[0]} and {outputs[0]} tokens")
         usage = Usage(inputs[0], outputs[0], cached[0] if cached else 0)
     if arrival and scheduled and first and last and first[0]:
         timings = Timings(arrival[0], scheduled[0], first[0], last[0], *(stages if len(stages) == 3 else ()))

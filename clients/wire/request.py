@@ -38,10 +38,10 @@ def build(prompt: str | None = None, **given: Unpack[GenerateArguments]) -> Gene
             hint = f"; did you mean {near[0]}" if near else ""
             raise InvalidArgument(name, f"no such argument{hint}; allowed are {', '.join(_ARGUMENTS)}")
     if not isinstance(prompt, str | None):
-        raise InvalidArgument("text_input", f"got {prompt!r}; allowed is text")
+        raise InvalidArgument("text_input", f"must be text, got {prompt!r}")
     for name in _SWITCHES & arguments.keys():
         if not isinstance(arguments[name], bool):
-            raise InvalidArgument(name, f"got {arguments[name]!r}; allowed is True or False")
+            raise InvalidArgument(name, f"must be True or False, got {arguments[name]!r}")
     fields: dict[str, Any] = {name: value for name, value in arguments.items() if name not in _SAMPLING}
     stop = fields.get("stop", ())
     fields["stop"] = _texts("stop", (stop,) if isinstance(stop, str) else stop)
@@ -68,7 +68,7 @@ def can_travel(request_id: str) -> bool:
 def sendable_id(request_id: str) -> str:
     """Return the id. Raises InvalidArgument for one that cannot be sent."""
     if not can_travel(request_id):
-        problem = f"got {request_id!r}; allowed are at most {MAX_REQUEST_ID} printable ASCII characters"
+        problem = f"must be at most {MAX_REQUEST_ID} printable ASCII characters, got {request_id!r}"
         raise InvalidArgument("request_id", problem)
     return request_id
 
@@ -80,14 +80,14 @@ def with_id(request: GenerationRequest) -> GenerationRequest:
 
 def _tuple(name: str, values: Iterable[Any]) -> tuple:
     if not isinstance(values, Iterable) or isinstance(values, str | bytes):
-        raise InvalidArgument(name, f"got {values!r}; allowed is a list")
+        raise InvalidArgument(name, f"must be a list, got {values!r}")
     return tuple(values)
 
 
 def _texts(name: str, values: Iterable[Any]) -> tuple[str, ...]:
     texts = _tuple(name, values)
     if not all(isinstance(text, str) and text for text in texts):
-        raise InvalidArgument(name, f"got {texts!r}; allowed are strings of at least one character")
+        raise InvalidArgument(name, f"must hold strings of at least one character, got {texts!r}")
     return texts
 
 
@@ -96,7 +96,7 @@ def _ids(name: str, values: Iterable[Any]) -> tuple[int, ...]:
     for token in ids:
         # NumPy's integers are Integral too.
         if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= int(token) <= INT32_MAX:
-            raise InvalidArgument(name, f"got {token!r}; allowed are integers from 0 to {INT32_MAX}")
+            raise InvalidArgument(name, f"must hold integers from 0 to {INT32_MAX}, got {token!r}")
     return tuple(map(int, ids))
 
 

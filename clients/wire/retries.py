@@ -27,11 +27,9 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         if self.attempts < 1:
-            raise InvalidArgument("retry.attempts", f"got {self.attempts}; allowed is 1 (no retry) or more")
+            raise InvalidArgument("retry.attempts", f"must be 1 (no retry) or more, got {self.attempts}")
         if not 0 <= self.base_s <= self.cap_s:
-            raise InvalidArgument(
-                "retry.base_s", f"got {self.base_s} and cap_s {self.cap_s}; allowed is 0 <= base_s <= cap_s"
-            )
+            raise InvalidArgument("retry.base_s", f"must be from 0 to cap_s, {self.cap_s}, got {self.base_s}")
 
     def wait_s(self, failures: int, hint: RetryHint, rng: random.Random) -> float:
         """Return how long to wait after ``failures`` (1, 2, …) failed attempts."""

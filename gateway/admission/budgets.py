@@ -55,7 +55,7 @@ def demands(levels: Sequence[Level], tokens: int, least: int | None = None) -> t
             capacity = limits.burst_tokens or limits.tokens_per_minute
             if least > capacity:
                 problem = f"prompt and answer may need {least} tokens, more than {level.name} may ever use at once"
-                raise InvalidArgument("max_tokens", f"{problem}; allowed are {capacity} together")
+                raise InvalidArgument("max_tokens", f"{problem}: must be at most {capacity} together")
             rate_per_s = limits.tokens_per_minute / 60
             required.append(Demand(f"tokens:{level.name}", rate_per_s, capacity, min(tokens, capacity), held=True))
         if limits.requests_per_minute is not None:

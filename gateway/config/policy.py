@@ -87,7 +87,7 @@ class DegradationRules(BaseModel):
     @model_validator(mode="after")
     def _rising(self) -> DegradationRules:
         if not self.shorter_at <= self.overflow_at <= self.refuse_at:
-            raise ValueError("allowed are steps that rise from shorter_at over overflow_at to refuse_at")
+            raise ValueError("must rise from shorter_at over overflow_at to refuse_at")
         return self
 
 
@@ -103,7 +103,7 @@ class OverflowTarget(BaseModel):
     @model_validator(mode="after")
     def _one(self) -> OverflowTarget:
         if bool(self.pool) == bool(self.url) or bool(self.url) != bool(self.model):
-            raise ValueError("allowed is either pool, or url and model together")
+            raise ValueError("must have either pool, or url and model together")
         return self
 
 
@@ -192,7 +192,7 @@ class ModelRules(BaseModel):
     @model_validator(mode="after")
     def _one(self) -> ModelRules:
         if bool(self.router) == bool(self.pools or self.fallbacks):
-            raise ValueError("allowed is either router, or pools or fallbacks")
+            raise ValueError("must have either router, or pools or fallbacks")
         return self
 
 
@@ -243,7 +243,7 @@ def read(path: str, table: Mapping[str, Any], environ: Mapping[str, str]) -> Pol
     for field, target in used:
         if target not in policy.overflow:
             allowed = ", ".join(policy.overflow) or "none, there is no [overflow.NAME]"
-            raise InvalidArgument(f"{path}: {field}", f"there is no target {target!r}; allowed is {allowed}")
+            raise InvalidArgument(f"{path}: {field}", f"must be one of the targets {allowed}, got {target!r}")
     _check_models(path, policy.models)
     return policy
 
@@ -258,7 +258,7 @@ def _check_models(path: str, models: Mapping[str, ModelRules]) -> None:
             names.append(alias)
         for listed in rules.router:
             if listed not in direct:
-                problem = f"there is no model {listed!r} with replicas or upstreams; allowed is {', '.join(direct)}"
+                problem = f"must be one of the models with replicas or upstreams, {', '.join(direct)}, got {listed!r}"
                 raise InvalidArgument(f"{path}: models.{name}.router", problem)
 
 
@@ -267,7 +267,7 @@ def check_pools(path: str, policy: Policy, pools: Mapping[str, Any]) -> None:
     for field, pool in policy.pools_used:
         if pool not in pools:
             allowed = ", ".join(name or "''" for name in pools)
-            raise InvalidArgument(f"{path}: {field}", f"there is no pool {pool!r}; allowed is {allowed}")
+            raise InvalidArgument(f"{path}: {field}", f"must be one of the pools {allowed}, got {pool!r}")
 
 
 def _from_environment(path: str, value: Any, environ: Mapping[str, str], field: str = "") -> Any:
@@ -290,7 +290,7 @@ def _named(path: str, failed: ValidationError) -> InvalidArgument:
     field, problem = f"{path}: {'.'.join(parts)}", error["msg"]
     if error["type"] == "extra_forbidden":
         allowed = _fields(Policy, parts[:-1])
-        return InvalidArgument(field, f"is not known; allowed are {', '.join(allowed)}")
+        return InvalidArgument(field, f"is not known: must be one of {', '.join(allowed)}")
     if error["type"] == "missing":
         return InvalidArgument(field, "is missing")
     problem = problem.removeprefix("Value error, ")

@@ -52,16 +52,15 @@ class Pools:
         sources = {**kept, **listed}
         for pool in rules:
             if pool not in sources:
-                allowed = (
-                    f"allowed is {', '.join(name or repr('') for name in sources)}, or a pool with replicas of its own"
-                )
-                raise InvalidArgument(f"{path}: pools.{pool}", f"there is no pool {pool!r}; {allowed}")
+                known = ", ".join(name or repr("") for name in sources)
+                problem = f"must have replicas, or be one of {known}"
+                raise InvalidArgument(f"{path}: pools.{pool}", problem)
         weighted = {pool: rule.weight for pool, rule in rules.items() if rule.weight is not None}
         if not weighted:
             return Pools(sources, self.weights, encoders)
         for pool in sources.keys() - encoders:
             if pool not in weighted and self.weights is None:
-                problem = f"has no weight while {', '.join(weighted)} has one; allowed is a number from 0 to 1e9"
+                problem = f"has no weight while {', '.join(weighted)} has one: must be a number from 0 to 1e9"
                 raise InvalidArgument(f"{path}: pools.{pool}", problem)
         weights = {**(self.weights or {}), **weighted}
         if sum(weights.get(pool, 0.0) for pool in sources) <= 0:

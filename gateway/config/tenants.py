@@ -115,7 +115,7 @@ def salt(path: str, table: Mapping) -> bytes:
     except ValueError:
         found = b""
     if len(found) < 16:
-        problem = "allowed are 16 bytes or more in hexadecimal, made once and at random"
+        problem = "must be 16 bytes or more in hexadecimal, made once and at random"
         raise InvalidArgument(f"{path}: salt", problem)
     return found
 
@@ -126,7 +126,7 @@ def _from_environment(file: _File, text: str, salt: bytes) -> dict[bytes, Tenant
         name, _, api_key = part.partition("=")
         names = name.strip().split("/")
         if len(names) != 3 or not all(_NAME.fullmatch(word) for word in names):
-            raise InvalidArgument(API_KEYS, f"entry {number}: allowed is ORG/TEAM/KEY=<the API key>")
+            raise InvalidArgument(API_KEYS, f"entry {number}: must be ORG/TEAM/KEY=<the API key>")
         if len(api_key) < LEAST_KEY_LENGTH:
             raise InvalidArgument(API_KEYS, f"{name}: the API key is shorter than {LEAST_KEY_LENGTH} characters")
         hashed = digest(salt, api_key)
@@ -154,7 +154,7 @@ class _File:
             hashed = place.get("hash")
             where = f"orgs.{org}.teams.{team}.keys.{key}"
             if not isinstance(hashed, str) or not _HASH.fullmatch(hashed):
-                raise self._wrong(f"{where}.hash", "allowed is an HMAC-SHA256, 64 lower-case hexadecimal digits")
+                raise self._wrong(f"{where}.hash", "must be an HMAC-SHA256, 64 lower-case hexadecimal digits")
             if bytes.fromhex(hashed) in tenants:
                 other = tenants[bytes.fromhex(hashed)].levels[-1].name
                 raise self._wrong(f"{where}.hash", f"is that of {other} too; every key belongs to one")
@@ -192,7 +192,7 @@ class _File:
         for name in _LIMITS:
             value = table.get(name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise self._wrong(f"{where}.{name}", f"got {value!r}; allowed is an integer from 1")
+                raise self._wrong(f"{where}.{name}", f"must be an integer from 1, got {value!r}")
         for burst, rate in (("burst_tokens", "tokens_per_minute"), ("burst_requests", "requests_per_minute")):
             if burst in table and rate not in table:
                 raise self._wrong(f"{where}.{burst}", f"is allowed only together with {rate}")
@@ -202,16 +202,14 @@ class _File:
         models, pool = table.get("models", []), table.get("pool", "")
         priority, weight = table.get("priority", 1), table.get("weight", 1.0)
         if not isinstance(models, list) or not all(isinstance(model, str) and model for model in models):
-            raise self._wrong(f"{where}.models", f"got {models!r}; allowed is a list of model names")
+            raise self._wrong(f"{where}.models", f"must be a list of model names, got {models!r}")
         if not isinstance(pool, str):
-            raise self._wrong(f"{where}.pool", f"got {pool!r}; allowed is the name of a pool")
+            raise self._wrong(f"{where}.pool", f"must be the name of a pool, got {pool!r}")
         if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= LOWEST_PRIORITY:
-            raise self._wrong(
-                f"{where}.priority", f"got {priority!r}; allowed is an integer from 0 to {LOWEST_PRIORITY}"
-            )
+            raise self._wrong(f"{where}.priority", f"must be an integer from 0 to {LOWEST_PRIORITY}, got {priority!r}")
         number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
         if not number or not 0.001 <= weight <= 1000:
-            raise self._wrong(f"{where}.weight", f"got {weight!r}; allowed is a number from 0.001 to 1000")
+            raise self._wrong(f"{where}.weight", f"must be a number from 0.001 to 1000, got {weight!r}")
         return {"models": tuple(models), "pool": pool, "priority": priority, "weight": float(weight)}
 
     def _child(self, table: Mapping, where: str, name: str) -> Mapping:
@@ -227,7 +225,7 @@ class _File:
         for name in table:
             if name not in allowed:
                 raise self._wrong(
-                    f"{where}.{name}" if where else name, f"is not known; allowed are {', '.join(allowed)}"
+                    f"{where}.{name}" if where else name, f"is not known: must be one of {', '.join(allowed)}"
                 )
 
     def _wrong(self, where: str, problem: str) -> InvalidArgument:

@@ -252,5 +252,5 @@ async def test_an_engine_that_fails_is_not_called_unhealthy_for_it() -> None:
 
 
 def test_an_unknown_pick_is_refused_with_those_there_are() -> None:
-    with pytest.raises(InvalidArgument, match="pick: got 'best'; allowed is round_robin, least_outstanding"):
+    with pytest.raises(InvalidArgument, match="pick: must be one of round_robin, least_outstanding.*, got 'best'"):
         BalancedClient("a:1", pick="best")

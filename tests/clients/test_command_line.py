@@ -201,14 +201,14 @@ def test_every_error_has_a_code_and_help_shows_it() -> None:
     ("arguments", "message"),
     [
         (["x", "--top-p", "2"], "top_p: must be a finite number"),
-        (["x", "--cancel-after", "0"], "--cancel-after: got 0; allowed is 1 or more"),
-        (["x", "--header", "novalue"], "--header: got 'novalue'; allowed is NAME=VALUE"),
-        (["x", "--retries", "-1"], "--retries: got -1"),
-        (["x", "--url", "http://a:1"], "url: got 'http://a:1'"),
-        (["x", "--url", ""], "url: got ''"),
+        (["x", "--cancel-after", "0"], "--cancel-after: must be 1 or more, got 0"),
+        (["x", "--header", "novalue"], "--header: must be NAME=VALUE, got 'novalue'"),
+        (["x", "--retries", "-1"], "--retries: must be 0 or more, got -1"),
+        (["x", "--url", "http://a:1"], "url: must be HOST:PORT"),
+        (["x", "--url", ""], "url: must be HOST:PORT"),
         (["x", "--header", "x-bin=1"], "metadata: got the key 'x-bin'"),
         (["x", "--tls-root", __file__], "tls.root: there is no certificate in"),
-        (["stop", "\u00fc"], "request_id: got '\u00fc'; allowed are at most 256 printable ASCII characters"),
+        (["stop", "\u00fc"], "request_id: must be at most 256 printable ASCII characters, got '\u00fc'"),
     ],
 )
 def test_bad_options_are_named(arguments: list[str], message: str, capsys) -> None:

@@ -52,9 +52,9 @@ def test_one_kind_speaks_for_each_status():
 
 
 def test_a_refusal_names_its_field():
-    error = InvalidArgument("max_tokens", "got 0; allowed are 1 to 8")
-    assert (error.field, error.problem, error.message) == ("max_tokens", "got 0; allowed are 1 to 8", str(error))
-    assert str(error) == "max_tokens: got 0; allowed are 1 to 8"
+    error = InvalidArgument("max_tokens", "must be 1 to 8, got 0")
+    assert (error.field, error.problem, error.message) == ("max_tokens", "must be 1 to 8, got 0", str(error))
+    assert str(error) == "max_tokens: must be 1 to 8, got 0"
     assert str(InvalidArgument("", "the request is empty")) == "the request is empty"
 
 

@@ -73,7 +73,7 @@ def test_parameters_are_a_table_also_when_there_are_none(triton):
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_every_error_is_a_triton_error_that_clients_read_back(triton, name):
-    error = make(BY_NAME[name], "max_tokens: got 0; allowed is 1")
+    error = make(BY_NAME[name], "max_tokens: must be 1, got 0")
     answer = triton_io.error_response(error)
     assert answer.has_error() and not answer.output_tensors()
     read = from_text(f"in ensemble 'ensemble', {answer.error().message()}")

@@ -14,13 +14,13 @@ async def test_a_static_list_is_cleaned_and_sorted() -> None:
 
 @pytest.mark.parametrize("url", ["a:0", "a:70000", "a:x", ":1", "http://a:1", "::1:8001", "a b:1"])
 def test_a_bad_replica_is_named(url: str) -> None:
-    with pytest.raises(InvalidArgument, match="replicas: got .*; allowed is"):
+    with pytest.raises(InvalidArgument, match="replicas: must be .*, got"):
         Static([url])
 
 
 def test_what_names_no_source_is_refused_with_those_there_are() -> None:
     for nothing in (None, 5):
-        with pytest.raises(InvalidArgument, match=f"replicas: got {nothing}; allowed is 'HOST:PORT,HOST:PORT'"):
+        with pytest.raises(InvalidArgument, match=f"replicas: must be 'HOST:PORT,HOST:PORT'.*, got {nothing}"):
             discovery.source(nothing)
 
 
@@ -65,7 +65,10 @@ async def test_a_file_is_read_anew_each_time(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("a:x\n", "is not a list of replicas: replicas: got 'a:x'"), ("# none\n", "names no replica")],
+    [
+        ("a:x\n", "is not a list of replicas: replicas: must be HOST:PORT with a port from 1 to 65535, got 'a:x'"),
+        ("# none\n", "names no replica"),
+    ],
 )
 async def test_a_file_that_makes_no_sense_is_unavailable(tmp_path, content: str, message: str) -> None:
     path = tmp_path / "replicas"
@@ -84,5 +87,5 @@ async def test_a_source_is_told_by_its_form(tmp_path) -> None:
     assert await discovery.source(f"file://{path}").replicas() == ("a:1",)
     assert isinstance(discovery.source("dns:///trident:9001"), Dns)
     assert discovery.source(one := Static(["a:1"])) is one
-    with pytest.raises(InvalidArgument, match="allowed is 'HOST:PORT,HOST:PORT', 'dns:///NAME:PORT' or 'file:///PATH'"):
+    with pytest.raises(InvalidArgument, match="must be 'HOST:PORT,HOST:PORT', 'dns:///NAME:PORT' or 'file:///PATH'"):
         discovery.source("etcd://x")

@@ -46,5 +46,5 @@ def test_health_changes_only_after_its_threshold_of_equal_observations(observed:
 
 @pytest.mark.parametrize("field", ["fail_after", "recover_after", "interval_s", "timeout_s"])
 def test_a_threshold_of_nothing_is_refused(field: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"health.{field}: got 0"):
+    with pytest.raises(InvalidArgument, match=f"health.{field}: must be .*, got 0"):
         HealthPolicy(**{field: 0})

@@ -11,7 +11,7 @@ from contract import errors
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("in ensemble 'ensemble', InvalidArgument: max_tokens: got 0; allowed is 1", errors.InvalidArgument),
+        ("in ensemble 'ensemble', InvalidArgument: max_tokens: must be 1, got 0", errors.InvalidArgument),
         ("in ensemble 'ensemble', PromptTooLong: text_input: 5000 tokens", errors.PromptTooLong),
         ("Overloaded: the engine's queue is full", errors.Overloaded),
         ("[request id: n7] Exceeds maximum queue size", errors.Overloaded),
@@ -101,8 +101,8 @@ def test_a_name_that_does_not_resolve_is_a_server_that_was_not_reached() -> None
 
 
 def test_a_field_survives_the_wire() -> None:
-    error = failures.from_rpc(grpc.StatusCode.INVALID_ARGUMENT, "max_tokens: got 0; allowed is 1")
-    assert (error.field, error.problem) == ("max_tokens", "got 0; allowed is 1")
+    error = failures.from_rpc(grpc.StatusCode.INVALID_ARGUMENT, "max_tokens: must be 1, got 0")
+    assert (error.field, error.problem) == ("max_tokens", "must be 1, got 0")
 
 
 def test_the_longest_wait_of_all_hints_is_taken() -> None:

@@ -62,7 +62,7 @@ def test_every_level_with_a_limit_is_asked_and_the_burst_is_a_minute_if_not_give
 
 
 def test_a_request_that_can_never_fit_is_refused_by_name() -> None:
-    with pytest.raises(InvalidArgument, match=r"max_tokens: .* 601 tokens, more than acme may .* allowed are 600"):
+    with pytest.raises(InvalidArgument, match=r"max_tokens: .* 601 tokens, more than acme may .* at most 600"):
         demands((Level("acme", Limits(tokens_per_minute=600)),), 601)
 
 

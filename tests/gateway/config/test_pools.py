@@ -58,17 +58,17 @@ def test_the_file_wins_over_the_environment_and_says_only_what_it_says(tmp_path:
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("[pools]\nold = 5\nstable = 1\ncanary = 1", "pools.old: there is no pool 'old'; allowed is stable, canary"),
+    ("[pools]\nold = 5\nstable = 1\ncanary = 1", "pools.old: must have replicas, or be one of stable, canary"),
     ("[pools]\ncanary = 5", "pools.stable: has no weight while canary has one"),
     ("[pools]\nstable = 0\ncanary = 0", "pools: all weights are 0"),
     ("[pools]\nstable = -1\ncanary = 1", "pools.stable.weight: input should be greater than or equal to 0"),
     ("[pools]\nstable = inf\ncanary = 1", "pools.stable.weight: input should be"),
     ("[pools]\nstable = '9'\ncanary = 1", "pools.stable"),
     ("[pools]\nstable = true\ncanary = 1", "pools.stable"),
-    ("[pools]\nstable = { weigth = 3 }", "pools.stable.weigth: is not known; allowed are weight, replicas, kind"),
+    ("[pools]\nstable = { weigth = 3 }", "pools.stable.weigth: is not known: must be one of weight, replicas, kind"),
     ("[pools]\nstable = { replicas = 'a:b:c' }", "pools.stable.replicas"),
     ("[pools]\nstable = { replicas = '' }", "pools.stable.replicas"),
-    ("[shadow]\npool = 'next'\nfraction = 0.1", "shadow.pool: there is no pool 'next'"),
+    ("[shadow]\npool = 'next'\nfraction = 0.1", "shadow.pool: must be one of the pools"),
 ])  # fmt: skip
 def test_what_cannot_be_is_named_with_what_is_allowed(tmp_path: Path, text: str, message: str):
     with pytest.raises(InvalidArgument) as caught:
@@ -147,5 +147,5 @@ async def test_pools_come_and_go_with_the_file_and_what_runs_there_ends_well():
             # A file that names a pool does not exist changes nothing.
             running.service.configuration.path.write_text("[pools]\nred = 1\n")
             await running.service.configuration.reload()
-            assert "there is no pool 'red'" in running.service.configuration.problem
+            assert "pools.red: must have replicas" in running.service.configuration.problem
             assert (await running.post("/v1/completions", {**REQUEST, "stream": False}))[0] == 200
