@@ -15,7 +15,7 @@ import logging
 import math
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn
@@ -63,6 +63,7 @@ MAX_PENDING = 20_000  # calls that have arrived and are not handled yet, as in a
 MAX_REQUESTS_PER_STREAM = 256  # in flight at once; the stream is not read further until one ends
 COUNTS = frozenset({"output_ids", "finish_reason", "error_message", "num_input_tokens", "num_output_tokens"})
 TIMINGS = frozenset({"arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns"})
+_CONTENTS = {"INT32": "int_contents", "BOOL": "bool_contents", "BYTES": "bytes_contents"}
 _REJECTIONS = (Overloaded, Unavailable, Unauthenticated, PermissionDenied, DeadlineExceeded)
 
 
@@ -420,31 +421,13 @@ def take_priority(request: service_pb2.ModelInferRequest) -> float:
 
 def set_max_tokens(request: service_pb2.ModelInferRequest, max_tokens: int) -> None:
     """Overwrite the request's ``max_tokens``."""
-    found = _find(request, "max_tokens")
-    if found is None:
-        contents = _added(request, "max_tokens", "INT32", struct.pack("<i", max_tokens))
-        if contents is not None:
-            contents.int_contents.append(max_tokens)
-        return
-    index, raw = found
-    if raw is None:
-        request.inputs[index].contents.int_contents[:] = [max_tokens]
-    else:
-        request.raw_input_contents[index] = struct.pack("<i", max_tokens)
+    _put(request, "max_tokens", "INT32", (max_tokens,))
 
 
 def continued(request: service_pb2.ModelInferRequest, ids: tuple[int, ...]) -> bytes:
     """Return the serialised request that goes on behind ``ids``."""
     request = service_pb2.ModelInferRequest.FromString(request.SerializeToString())
-    found = _find(request, "continue_ids")
-    if found is not None:
-        del request.inputs[found[0]]
-        if found[1] is not None:
-            del request.raw_input_contents[found[0]]
-    if ids:
-        contents = _added(request, "continue_ids", "INT32", struct.pack(f"<{len(ids)}i", *ids), len(ids))
-        if contents is not None:
-            contents.int_contents.extend(ids)
+    _put(request, "continue_ids", "INT32", ids)
     return request.SerializeToString()
 
 
@@ -467,9 +450,7 @@ def set_adapter(request: service_pb2.ModelInferRequest, adapter: str) -> None:
     for name in ("lora_name", "lora_task_id"):
         if _find(request, name) is not None:
             raise InvalidArgument(name, "must be left out beside a model with an adapter in its name")
-    contents = _added(request, "lora_name", "BYTES", struct.pack("<I", len(adapter)) + adapter.encode())
-    if contents is not None:
-        contents.bytes_contents.append(adapter.encode())
+    _put(request, "lora_name", "BYTES", (adapter.encode(),))
 
 
 def request_counts(request: service_pb2.ModelInferRequest) -> frozenset[str]:
@@ -480,9 +461,7 @@ def request_counts(request: service_pb2.ModelInferRequest) -> frozenset[str]:
 def request_timings(request: service_pb2.ModelInferRequest) -> frozenset[str]:
     """Request the engine's timings, for the spans. Returns the outputs that the client did not request."""
     if _find(request, "return_perf_metrics") is None:
-        contents = _added(request, "return_perf_metrics", "BOOL", b"\1")
-        if contents is not None:
-            contents.bool_contents.append(True)
+        _put(request, "return_perf_metrics", "BOOL", (True,))
     return _also(request, TIMINGS)
 
 
@@ -496,15 +475,28 @@ def _also(request: service_pb2.ModelInferRequest, names: frozenset[str]) -> froz
     return added
 
 
-def _added(
-    request: service_pb2.ModelInferRequest, name: str, datatype: str, raw: bytes, size: int = 1
-) -> service_pb2.InferTensorContents | None:
-    """Add an input of shape [1, size]. Return where to put its value if the request has inline contents, else None."""
-    tensor = request.inputs.add(name=name, datatype=datatype, shape=[1, size])
-    if request.raw_input_contents or len(request.inputs) == 1:
-        request.raw_input_contents.append(raw)
-        return None
-    return tensor.contents
+def _put(request: service_pb2.ModelInferRequest, name: str, datatype: str, values: Sequence[int | bytes]) -> None:
+    """Set an input of shape [1, n], as raw or inline content like the others; without values, remove it."""
+    found = _find(request, name)
+    if found is not None:
+        del request.inputs[found[0]]
+        if found[1] is not None:
+            del request.raw_input_contents[found[0]]
+    if not values:
+        return
+    inline = bool(request.inputs) and not request.raw_input_contents
+    tensor = request.inputs.add(name=name, datatype=datatype, shape=[1, len(values)])
+    if inline:
+        getattr(tensor.contents, _CONTENTS[datatype]).extend(values)
+    else:
+        request.raw_input_contents.append(b"".join(_raw(datatype, value) for value in values))
+
+
+def _raw(datatype: str, value: int | bytes) -> bytes:
+    """Return the raw content of one element."""
+    if isinstance(value, bytes):
+        return struct.pack("<I", len(value)) + value
+    return struct.pack("<?" if datatype == "BOOL" else "<i", value)
 
 
 def without_outputs(data: bytes, names: Collection[str]) -> bytes:
@@ -527,7 +519,7 @@ def with_error(data: bytes, error: TridentError) -> bytes:
         message.error_message = text
     for index, tensor in enumerate(response.outputs):
         if tensor.name == "error_message":
-            response.raw_output_contents[index] = struct.pack("<I", len(text.encode())) + text.encode()
+            response.raw_output_contents[index] = _raw("BYTES", text.encode())
     return message.SerializeToString()
 
 
