@@ -1,4 +1,4 @@
-"""Arrival processes of an open loop: Poisson, bursty, ramp, phases, evenly spaced, or a recorded trace.
+"""Arrival processes of an open loop: Poisson, bursty, ramp, phases, or a recorded trace.
 
 Instants are seconds after the start, in order, below ``duration_s``; equal seeds give equal instants.
 """
@@ -114,22 +114,6 @@ class Phases:
             for arrival in Poisson(rate).instants(rng, min(seconds, duration_s - begin_s)):
                 yield Arrival(begin_s + arrival.at_s)
             begin_s += seconds
-
-
-@dataclass(frozen=True)
-class Evenly:
-    """Requests at equal intervals, the first at once."""
-
-    rate_per_s: float
-
-    def __str__(self) -> str:
-        return f"evenly spaced, {self.rate_per_s:g} requests/s"
-
-    def instants(self, rng: random.Random, duration_s: float) -> Iterator[Arrival]:
-        for n in itertools.count():
-            if (at_s := n / self.rate_per_s) >= duration_s:
-                return
-            yield Arrival(at_s)
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,8 @@ def measure(tool: str, runs: Iterable[tuple[str, Sequence[str], Path]], environ:
         done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
         log.write_text(done.stdout + done.stderr)
         if done.returncode:
-            lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-            failures.append(f"{name}: {' | '.join(lines[-2:]) or f'{tool} ended with code {done.returncode}'}")
+            text = " | ".join(_lines(done)[-2:])
+            failures.append(f"{name}: {text or f'{tool} ended with code {done.returncode}'}")
     return failures
 
 
@@ -103,12 +103,15 @@ def report_of(
     return 0
 
 
+def _lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+
+
 def _run(command: Sequence[str], folder: Path) -> None:
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as exc:
         raise NotFound(f"`{' '.join(command)[:120]}` failed: {exc}") from exc
     if done.returncode:
-        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        relevant = [line for line in lines if "error" in line.lower()] or lines[-3:]
+        relevant = [line for line in _lines(done) if "error" in line.lower()] or _lines(done)[-3:]
         raise NotFound(f"`{' '.join(command)[:120]}` failed: {' | '.join(relevant)[-400:]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.arrivals import Evenly
+from benchmarks.arrivals import Arrival, Trace
 from benchmarks.driver import Extent
 from benchmarks.gateway import load_test
 from benchmarks.gateway.contenders import Contender
@@ -50,7 +50,8 @@ def measure(
     """Open ``rate_per_s`` streams per second; each has TOKENS tokens, ``gap_s`` before each of them."""
     options = {"keep_alive": False} if protocol == "http" else {"connections": 16}
     target = load_test.target(protocol, contender.urls[protocol], **options)
-    workload = Workload(arrivals=Evenly(rate_per_s), output_tokens=Fixed(TOKENS))
+    evenly = Trace(tuple(Arrival(n / rate_per_s) for n in range(streams)))
+    workload = Workload(arrivals=evenly, output_tokens=Fixed(TOKENS))
     load = load_test.load(target, Pace(gap_s, gap_s), workload, Extent(None, 0.0, streams))
     found = load_test.run(load, contender, (IN_FLIGHT,))
     transit = spread(found.transit_ms)

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import arrivals
-from benchmarks.arrivals import Arrival, Bursty, Evenly, Phases, Poisson, Ramp, Trace
+from benchmarks.arrivals import Arrival, Bursty, Phases, Poisson, Ramp, Trace
 from contract.errors import InvalidArgument
 
-PROCESSES = [Poisson(50), Bursty(50, 5), Ramp(20, 80), Phases(((25, 100), (75, 100))), Evenly(50)]
+PROCESSES = [Poisson(50), Bursty(50, 5), Ramp(20, 80), Phases(((25, 100), (75, 100)))]
 
 
 def instants(process, seed=0, duration_s=200.0):
@@ -30,7 +30,7 @@ def test_instants_are_in_order_within_the_duration_and_the_same_for_the_same_see
 def test_the_mean_rate_is_the_one_asked_for(process):
     # 10,000 expected; bursts of 5 have nine times Poisson's variance: a deviation of 300.
     assert abs(len(instants(process)) - 10_000) < 1_500
-    assert (instants(process) != instants(process, seed=1)) is not isinstance(process, Evenly)
+    assert instants(process) != instants(process, seed=1)
 
 
 def test_poisson_gaps_have_the_deviation_of_an_exponential():
@@ -61,10 +61,6 @@ def test_the_requests_of_a_burst_come_at_the_same_instant():
 def test_phases_have_their_own_rates_one_after_the_other():
     counts = counts_per_second(Phases(((10, 100), (500, 100))))
     assert 8 < statistics.mean(counts[:100]) < 12 and 480 < statistics.mean(counts[100:]) < 520
-
-
-def test_evenly_spaced_requests_begin_at_once():
-    assert instants(Evenly(4), duration_s=1.0) == [0.0, 0.25, 0.5, 0.75]
 
 
 def test_a_ramp_climbs():
