@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -74,17 +74,14 @@ class ResponsesEndpoint(OpenAIEndpoint):
         head = {"id": _response_id(stream, context), "object": "response", "created_at": stream.created_s}
         head |= {"model": body.model, **body.original.returned()}
         fold = ResponseFold(head, lambda delta: (chat.logprobs(delta) or {}).get("content", ()))
-        store = partial(self._put, context.tenant.name, body) if body.original.store else None
-        events = ResponseEvents(stream, fold, store)
+        put = partial(self._store.put, context.tenant.name, body.inputs)
+        events = ResponseEvents(stream, fold, put if body.original.store else None)
         if body.stream:
             await response.send_events(headers, events, events)
             return
         async for _ in events:
             pass
         await response.respond(200, [*headers(), JSON], orjson.dumps(fold.response))
-
-    async def _put(self, tenant: str, body: ResponsesChat, response: Mapping[str, Any]) -> None:
-        await asyncio.to_thread(self._store.put, tenant, response, body.inputs)
 
     def routes(self) -> list[Route]:
         return [
@@ -128,16 +125,16 @@ class ResponsesEndpoint(OpenAIEndpoint):
 
         async def endpoint(request: Request) -> Response:
             handler = handlers["GET" if request.method == "HEAD" else request.method]
-            status, headers = 200, [JSON]
             try:
                 tenant = self._service.tenant(bearer_token(request.headers.get("authorization", "")))
-                body = await handler(request, tenant.name)
-            except NotFound as error:
-                status, headers, body = error_responses.plain(404, error.message, "not_found")
+                response = Response(await handler(request, tenant.name), media_type="application/json")
             except TridentError as error:
-                status, headers, body = error_responses.http(error)
-            self._service.metrics.requests.labels("http", OPERATION, status).inc()
-            return Response(body, status, {key.decode(): value.decode() for key, value in headers})
+                parts = error_responses.http(error)
+                if isinstance(error, NotFound):
+                    parts = error_responses.plain(404, error.message, "not_found")
+                response = error_responses.response(*parts)
+            self._service.metrics.requests.labels("http", OPERATION, response.status_code).inc()
+            return response
 
         return Route(path, endpoint, methods=list(handlers))
 

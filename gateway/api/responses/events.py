@@ -5,24 +5,22 @@ The response is the same for every division of the output into deltas: that of a
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from contract.errors import EngineFailed, InvalidArgument, Overloaded, TridentError
 from contract.generation import FinishReason, TokenDelta, ToolCallDelta, Usage
 from gateway.api.responses.items import PREFIXES
-from gateway.api.sse import encode_event, usage_fields
+from gateway.api.sse import encode_event
 from gateway.cache.reuse import ResponseDeltas
 
 Event = dict[str, Any]
-_KINDS = {"text": "message", "reasoning": "reasoning", "call": "function_call"}  # by kind of Sections.parts
-_EVENTS = {
-    "message": "response.output_text",
-    "reasoning": "response.reasoning_text",
-    "function_call": "response.function_call_arguments",
+# By the kind of Sections.parts: an item's type, the type of its part, and its fields beside the part.
+_KINDS: dict[str, tuple[str, str, Event]] = {
+    "text": ("message", "output_text", {"role": "assistant", "content": []}),
+    "reasoning": ("reasoning", "reasoning_text", {"summary": [], "content": []}),
 }
-
-_EMPTY: dict[str, dict[str, Any]] = {"message": {"role": "assistant"}, "reasoning": {"summary": []}}
 
 
 class ResponseFold:
@@ -37,13 +35,14 @@ class ResponseFold:
         self, head: Mapping[str, Any], log_probs: Callable[[TokenDelta], Iterable[Any]] = lambda delta: ()
     ) -> None:
         more: Event = {"status": "in_progress", "error": None, "incomplete_details": None, "output": [], "usage": None}
-        self.response: dict[str, Any] = {**head, **more}
+        self.response: Event = {**head, **more}
         self.done = False
         self._log_probs = log_probs
         self._waiting: list[Any] = []  # of tokens whose text has not come
         self._listed: list[Any] = []  # of the item that is being written
-        self._item: dict[str, Any] = {}  # that is being written; empty: none is
+        self._item: Event = {}  # that is being written; empty: none is
         self._call = -1  # index of the call that is being written
+        self._part: Event = {}  # its part, without text
         self._texts: list[str] = []
         self._events: list[Event] = []
         self._number = 0
@@ -58,7 +57,7 @@ class ResponseFold:
             if isinstance(part, ToolCallDelta):
                 self._write_call(part)
             elif part:
-                self._write(_KINDS[kind], part)
+                self._write(kind, part)
         if delta.finish_reason:
             self._finish(delta.finish_reason is FinishReason.LENGTH, delta.usage or Usage(0, 0))
         return self._take()
@@ -98,15 +97,15 @@ class ResponseFold:
 
     def _write(self, kind: str, text: str) -> None:
         """Write text of a message or of reasoning."""
-        if self._item.get("type") != kind:
-            self._begin(kind, content=[], **_EMPTY[kind])
-            self._add_here("response.content_part.added", content_index=0, part=self._part("", []))
+        item, part, fields = _KINDS[kind]
+        if self._item.get("type") != item:
+            self._begin(item, **fields)
+            self._part = {"type": part, "text": ""} | ({"annotations": [], "logprobs": []} if kind == "text" else {})
+            self._add_here("response.content_part.added", content_index=0, part=self._part)
         self._texts.append(text)
-        more: dict[str, Any] = {}
-        if kind == "message":
-            more, self._waiting = {"logprobs": self._waiting}, []
-            self._listed += more["logprobs"]
-        self._add_here(f"{_EVENTS[kind]}.delta", content_index=0, delta=text, **more)
+        more: Event = {"logprobs": self._waiting} if kind == "text" else {}
+        self._listed, self._waiting = [*self._listed, *self._waiting], []
+        self._add_here(f"response.{part}.delta", content_index=0, delta=text, **more)
 
     def _begin(self, kind: str, **fields: Any) -> None:
         self._end("completed")
@@ -116,24 +115,18 @@ class ResponseFold:
         self._texts, self._listed = [], []
         self._add("response.output_item.added", output_index=index, item=self._item)
 
-    def _part(self, text: str, log_probs: Sequence[Any]) -> dict[str, Any]:
-        if self._item["type"] == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": log_probs}
-
     def _end(self, status: str) -> None:
         """End the item that is being written, if there is one."""
         if not self._item:
             return
-        kind, text = self._item["type"], "".join(self._texts)
-        item = {**self._item, "status": status}
-        if kind == "function_call":
+        text, item = "".join(self._texts), {**self._item, "status": status}
+        if item["type"] == "function_call":
             item["arguments"] = text
-            self._add_here(f"{_EVENTS[kind]}.done", name=item["name"], arguments=text)
+            self._add_here("response.function_call_arguments.done", name=item["name"], arguments=text)
         else:
-            part = self._part(text, self._listed)
-            more = {"logprobs": self._listed} if kind == "message" else {}
-            self._add_here(f"{_EVENTS[kind]}.done", content_index=0, text=text, **more)
+            more = {"logprobs": self._listed} if item["type"] == "message" else {}
+            part = {**self._part, "text": text, **more}
+            self._add_here(f"response.{part['type']}.done", content_index=0, text=text, **more)
             self._add_here("response.content_part.done", content_index=0, part=part)
             item["content"] = [part]
         output = self.response["output"]
@@ -144,7 +137,7 @@ class ResponseFold:
     def _finish(self, cut: bool, usage: Usage) -> None:
         """cut: whether max_output_tokens ended the output."""
         if self._waiting or not (self._item or self.response["output"]):
-            self._write("message", "")
+            self._write("text", "")
         status = "incomplete" if cut else "completed"
         self._end(status)
         details = {"reason": "max_output_tokens"} if cut else None
@@ -156,15 +149,10 @@ class ResponseFold:
 class ResponseEvents:
     """The events of a response, delta by delta, and their encoder. Closing it closes the deltas.
 
-    on_end: called with the whole response before its last events are returned.
+    on_end: called in a thread, with the whole response, before its last events are returned.
     """
 
-    def __init__(
-        self,
-        stream: ResponseDeltas,
-        fold: ResponseFold,
-        on_end: Callable[[Mapping[str, Any]], Awaitable[None]] | None,
-    ) -> None:
+    def __init__(self, stream: ResponseDeltas, fold: ResponseFold, on_end: Callable[[Event], None] | None) -> None:
         self._deltas, self._fold, self._on_end = stream.deltas, fold, on_end
         for item in stream.replayed:
             fold.feed(item.delta)
@@ -176,7 +164,7 @@ class ResponseEvents:
     async def __anext__(self) -> list[Event]:
         events = self._fold.feed((await anext(self._deltas)).delta)
         if self._fold.done and self._on_end is not None:
-            await self._on_end(self._fold.response)
+            await asyncio.to_thread(self._on_end, self._fold.response)
         return events
 
     async def aclose(self) -> None:
@@ -209,13 +197,12 @@ def _parts(delta: TokenDelta) -> Sequence[tuple[str, str | ToolCallDelta]]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    chat = usage_fields([usage], 1)
     return {
-        "input_tokens": chat["prompt_tokens"],
-        "input_tokens_details": {**chat["prompt_tokens_details"], "cache_write_tokens": 0},
-        "output_tokens": chat["completion_tokens"],
-        "output_tokens_details": chat["completion_tokens_details"],
-        "total_tokens": chat["total_tokens"],
+        "input_tokens": usage.input_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.input_tokens + usage.output_tokens,
     }
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, StrictStr, Tag
+from pydantic import BeforeValidator, Field, StrictStr
 
 from contract.chat import check_tool_turns
 from contract.errors import InvalidArgument
@@ -14,69 +14,64 @@ from gateway.api.schemas import EntryLimit
 from gateway.api.strict_model import StrictModel
 from gateway.api.tool_schemas import CalledFunction, ToolCall
 
-KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # of ids
+_TEXTS, _THOUGHTS = ("input_text", "output_text"), ("reasoning_text", "summary_text")
+# The fields that an item of each type must have, and may have beside its id and status.
+_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "message": (("role", "content"), ()),
+    "function_call": (("call_id", "name", "arguments"), ()),
+    "function_call_output": (("call_id", "output"), ()),
+    "reasoning": ((), ("content", "summary")),
+    "item_reference": (("id",), ()),
+}
 _Id = Annotated[StrictStr, Field(min_length=1, max_length=256)]
-_Status = Literal["in_progress", "completed", "incomplete"]
-_First = Field(fail_fast=True)
 
 
-class _Text(StrictModel):
-    """Text of a message or of a function's output. annotations, logprobs: of an earlier response; not used."""
+class Part(StrictModel):
+    """A text. annotations, logprobs: of an earlier response; not used."""
 
-    type: Literal["input_text", "output_text"]
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: StrictStr
     annotations: Annotated[list[Any], EntryLimit] | None = None
     logprobs: Annotated[list[Any], EntryLimit] | None = None
 
 
-class _Thought(StrictModel):
-    type: Literal["summary_text", "reasoning_text"]
-    text: StrictStr
+_Parts = Annotated[list[Part], Field(fail_fast=True), EntryLimit]
 
 
-_Content = StrictStr | Annotated[list[_Text], _First, EntryLimit]
+class Item(StrictModel):
+    """An item of any type. Chat templates decide whether the model sees the content of earlier reasoning."""
 
-
-class _Item(StrictModel):
-    """id, status: of an item that was returned earlier."""
-
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
     id: _Id | None = None
-    status: _Status | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: StrictStr | _Parts | None = None
+    summary: _Parts | None = None
+    call_id: _Id | None = None
+    name: StrictStr | None = None
+    arguments: StrictStr | None = None
+    output: StrictStr | _Parts | None = None
 
-
-class _Message(_Item):
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: _Content
-
-
-class _FunctionCall(_Item):
-    type: Literal["function_call"]
-    call_id: _Id
-    name: StrictStr
-    arguments: StrictStr
-
-
-class _FunctionCallOutput(_Item):
-    type: Literal["function_call_output"]
-    call_id: _Id
-    output: _Content
-
-
-class _Reasoning(_Item):
-    """Templates decide whether the model sees the content again; the summary is not used."""
-
-    type: Literal["reasoning"]
-    summary: Annotated[list[_Thought], _First, EntryLimit] = []
-    content: Annotated[list[_Thought], _First, EntryLimit] = []
-
-
-class _ItemReference(StrictModel):
-    """An item of a stored response, by its id."""
-
-    type: Literal["item_reference"]
-    id: _Id
+    def plain(self, path: str) -> dict[str, Any]:
+        """Return the fields that are set. path: names the item in an error. Raises: InvalidArgument."""
+        fields = self.model_dump(exclude_none=True)
+        needed, more = _FIELDS[self.type]
+        for name in needed:
+            if name not in fields:
+                raise InvalidArgument(f"{path}.{name}", "is missing")
+        for name in fields.keys() - {"type", "id", "status", *needed, *more}:
+            raise InvalidArgument(f"{path}.{name}", f"must be left out of an item of type {self.type}")
+        if self.type == "reasoning":
+            fields = {"summary": [], "content": [], **fields}
+            if isinstance(self.content, str):
+                raise InvalidArgument(f"{path}.content", "must be a list of parts")
+        allowed = _THOUGHTS if self.type == "reasoning" else _TEXTS
+        for name in ("content", "summary", "output"):
+            for number, part in enumerate(fields.get(name, ())):
+                if isinstance(part, dict) and part["type"] not in allowed:
+                    raise InvalidArgument(f"{path}.{name}.{number}.type", f"must be {' or '.join(allowed)}")
+        return fields
 
 
 def _without_nulls(item: Any) -> Any:
@@ -84,50 +79,31 @@ def _without_nulls(item: Any) -> Any:
     return {key: value for key, value in item.items() if value is not None} if isinstance(item, dict) else item
 
 
-def _kind(item: Any) -> str | None:
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return f"item-{kind}" if isinstance(kind, str) else None  # no name of a field: errors leave it out of their paths
+Items = Annotated[list[Annotated[Item, BeforeValidator(_without_nulls)]], Field(fail_fast=True), EntryLimit]
 
 
-Item = Annotated[
-    Annotated[_Message, Tag("item-message")]
-    | Annotated[_FunctionCall, Tag("item-function_call")]
-    | Annotated[_FunctionCallOutput, Tag("item-function_call_output")]
-    | Annotated[_Reasoning, Tag("item-reasoning")]
-    | Annotated[_ItemReference, Tag("item-item_reference")],
-    Discriminator(
-        _kind,
-        custom_error_type="item_type",
-        custom_error_message=f"must be an object whose type is one of {', '.join(KINDS)}",
-    ),
-    BeforeValidator(_without_nulls),
-]
-Items = Annotated[list[Item], _First, EntryLimit]
-
-
-def plain_items(given: str | Sequence[Any], suffix: str) -> list[dict[str, Any]]:
+def plain_items(given: str | Sequence[Item], suffix: str) -> list[dict[str, Any]]:
     """Return the items as they are stored and listed: each with an id, a status and its content in parts.
 
-    given: a text of the user, or validated items. suffix: makes new ids unique.
+    given: a text of the user, or items. suffix: makes new ids unique.
+    Raises: InvalidArgument.
     """
     if isinstance(given, str):
-        given = [_Message(role="user", content=given)]
+        given = [Item(role="user", content=given)]
     found = []
     for number, one in enumerate(given):
-        item = one.model_dump(exclude_none=True)
+        item = one.plain(f"input.{number}")
         if one.type != "item_reference":
-            new_id = f"{PREFIXES[one.type]}_{suffix}i{number:04x}"
-            item = {"id": new_id, "status": "completed", **item}
+            item = {"id": f"{PREFIXES[one.type]}_{suffix}i{number:04x}", "status": "completed", **item}
         if one.type == "message":
-            item["content"] = _parts(item["content"], "output_text" if one.role == "assistant" else "input_text")
+            content = item["content"]
+            texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+            more: dict[str, Any] = {"type": "input_text"}
+            if one.role == "assistant":
+                more = {"type": "output_text", "annotations": []}
+            item["content"] = [{**more, "text": text} for text in texts]
         found.append(item)
     return found
-
-
-def _parts(content: str | Sequence[Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
-    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
-    more: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
-    return [{"type": kind, "text": text, **more} for text in texts]
 
 
 def messages_of(items: Sequence[Mapping[str, Any]], given: int) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt,
 
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest
-from gateway.api.guides import ResponseFormat
 from gateway.api.responses.items import Items, messages_of
 from gateway.api.schemas import WHOLE, ChatRequest, EntryLimit, checked, fields_of
 from gateway.api.strict_model import StrictModel
@@ -57,17 +56,6 @@ class TextFormat(StrictModel):
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: StrictBool | None = None
     description: StrictStr | None = None
-
-    def response_format(self) -> ResponseFormat:
-        """Return the chat's form. Raises: InvalidArgument."""
-        given = self.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
-        if self.type == "json_schema":
-            for name in ("name", "schema"):
-                if name not in given:
-                    raise InvalidArgument(f"text.format.{name}", "is missing")
-        elif given:
-            raise InvalidArgument(f"text.format.{next(iter(given))}", "must be left out without the type json_schema")
-        return ResponseFormat.model_validate({"type": self.type, "json_schema": given or None})
 
 
 class TextOptions(StrictModel):
@@ -133,12 +121,14 @@ class ResponsesRequest(StrictModel):
         choice, variables = self.tool_choice, self.chat_template_kwargs
         if self.reasoning.effort == "none":
             variables = {"enable_thinking": False, **variables}
+        form = self.text.format.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
         named = isinstance(choice, NamedFunction) and {"type": "function", "function": {"name": choice.name}}
         fields: dict[str, Any] = {
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
             "tools": [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools],
             "tool_choice": named or choice,
+            "response_format": {"type": self.text.format.type, "json_schema": form or None},
             "logprobs": bool(self.include),
             "top_logprobs": self.top_logprobs if self.include else None,
             "chat_template_kwargs": variables,
@@ -147,7 +137,6 @@ class ResponsesRequest(StrictModel):
         }
         same = ("model", "stream", "temperature", "top_p", "parallel_tool_calls")
         chat: ResponsesChat = checked(ResponsesChat, fields | {name: getattr(self, name) for name in same})
-        chat.response_format = self.text.format.response_format()
         return chat
 
 
@@ -176,6 +165,8 @@ def parse(data: bytes) -> ResponsesRequest:
         raise InvalidArgument("stream_options", "must be left out without stream=true")
     if body.top_logprobs and not body.include:
         raise InvalidArgument("top_logprobs", "must be left out without message.output_text.logprobs in include")
+    if body.text.format.type == "json_schema" and body.text.format.schema_ is None:
+        raise InvalidArgument("text.format.schema", "is missing")
     if body.input == [] and body.previous_response_id is None:
         raise InvalidArgument("input", "is missing")
     return body

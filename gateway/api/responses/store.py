@@ -57,7 +57,7 @@ class ResponseStore(Database):
         super().__init__(path, "response database", _SCHEMA, _VERSION)
         self._limits, self._clock = limits, clock
 
-    def put(self, tenant: str, response: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]]) -> None:
+    def put(self, tenant: str, inputs: Sequence[Mapping[str, Any]], response: Mapping[str, Any]) -> None:
         """Store a response that has ended, once. inputs: its request's own items, without those before."""
         body = orjson.dumps(response)
         items = [(one["id"], 0, orjson.dumps(one)) for one in inputs]
@@ -78,10 +78,8 @@ class ResponseStore(Database):
                 return
             rows = ((added.lastrowid, number, *item) for number, item in enumerate(items))
             db.executemany("INSERT INTO items (response, number, id, output, body) VALUES (?, ?, ?, ?, ?)", rows)
-            db.execute(
-                f"{_CHAIN} UPDATE responses SET expires_s = :expires WHERE sequence IN (SELECT sequence FROM chain)",
-                named,
-            )
+            renewed = "UPDATE responses SET expires_s = :expires WHERE sequence IN (SELECT sequence FROM chain)"
+            db.execute(f"{_CHAIN} {renewed}", named)
             db.execute("DELETE FROM responses WHERE expires_s <= ?", (now_s,))
             count, used = db.execute(
                 "SELECT count(*), total(bytes) FROM responses WHERE tenant = ?", (tenant,)

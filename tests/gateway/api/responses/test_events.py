@@ -180,7 +180,7 @@ async def test_a_retry_gets_the_events_after_the_last_that_it_has() -> None:
         stream = ResponseDeltas(rest(start), {}, lambda error: None, "r", 7, start, tuple(found[:start]))
         ended: list[str] = []
 
-        async def on_end(response: Any) -> None:
+        def on_end(response: Any) -> None:
             ended.append(response["status"])
 
         events = ResponseEvents(stream, ResponseFold(HEAD), on_end)

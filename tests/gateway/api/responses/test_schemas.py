@@ -16,6 +16,7 @@ from tests.gateway.api.responses.contract import check_response
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+_PART = {"role": "user", "content": [{"type": "reasoning_text", "text": "x"}]}
 FORMAT = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
 
 
@@ -96,21 +97,29 @@ def test_a_response_repeats_its_request() -> None:
         ({"stream_options": {}}, "stream_options", "must be left out without stream=true"),
         ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options.include_usage", "not supported"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", "is missing"),
-        ({"text": {"format": {"type": "text", "name": "n"}}}, "text.format.name", "must be left out without"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "is missing"),
+        ({"text": {"format": {"type": "text", "name": "n"}}}, "text.format", "must be left out without"),
         ({"metadata": {"a": "b" * 513}}, "metadata.a", "at most 512 characters"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
         ({"input": []}, "input", "is missing"),
-        ({"input": [7]}, "input.0", "must be an object whose type is one of message, function_call"),
-        ({"input": [{"type": "image"}]}, "input.0", "must be an object whose type is one of message, function_call"),
+        ({"input": [7]}, "input.0", "should be a valid dictionary"),
+        (
+            {"input": [{"type": "image"}]},
+            "input.0.type",
+            "should be 'message', 'function_call', 'function_call_output'",
+        ),
+        ({"input": [{"role": "user", "content": "x", "output": "y"}]}, "input.0.output", "of an item of type message"),
+        ({"input": [{"type": "reasoning", "content": "x"}]}, "input.0.content", "must be a list of parts"),
         ({"input": [{"role": "user"}]}, "input.0.content", "is missing"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type", "'input_text'"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.0.encrypted_content", "not supported"),
+        ({"input": [_PART]}, "input.0.content.0.type", "must be input_text or output_text"),
         ({"input": [{"role": "assistant", "content": ""}]}, "input", "at least 1 item"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], field: str, problem: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        chat(**fields)
+        chat(**fields).generations(Settings(), 1.0)
     error = renamed(caught.value)
     assert (error.field, problem in error.problem) == (field, True), error
 

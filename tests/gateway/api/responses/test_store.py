@@ -21,7 +21,7 @@ def opened(path: Path | None = None, **limits: Any) -> ResponseStore:
 
 def put(store: ResponseStore, name: str, previous: str | None = None, tenant: str = "a", text: str = "") -> None:
     response = {"id": name, "previous_response_id": previous, "output": [{"id": f"{name}-out", "text": text}]}
-    store.put(tenant, response, [{"id": f"{name}-in"}])
+    store.put(tenant, [{"id": f"{name}-in"}], response)
 
 
 def ids(items: list[dict[str, Any]]) -> list[str]:
