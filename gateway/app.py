@@ -27,7 +27,7 @@ from gateway.api.encoder_schemas import BODIES as ENCODER_BODIES
 from gateway.api.openai_http import OpenAIEndpoint
 from gateway.api.request_body import bearer_token
 from gateway.api.responses.endpoint import ResponsesEndpoint
-from gateway.api.responses.store import ResponseLimits, ResponseStore
+from gateway.api.responses.store import ResponseStore
 from gateway.api.tokenization import BODIES as TOKENIZATION_BODIES
 from gateway.api.tokenization import TokenizationEndpoint, model_tokenizer
 from gateway.api.vocabulary import Vocabulary
@@ -52,10 +52,7 @@ def build(service: Service) -> ASGIApp:
     )
     reuse = ResponseReuse(service, service.configuration.policy.reuse, time.monotonic, semantic)
     batches = Batches(service, vocabulary) if settings.batch_db else None
-    limits = ResponseLimits(
-        settings.response_keep_s, settings.response_max, settings.response_max_bytes, settings.max_body_bytes
-    )
-    responses = ResponseStore(settings.response_db, limits)
+    responses = ResponseStore(settings)
 
     def described(model: ServedModel) -> dict[str, Any]:
         prices = service.configuration.policy.prices

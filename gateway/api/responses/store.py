@@ -1,20 +1,19 @@
 """Stored responses, their items and the conversations they make, in one SQLite database or in memory.
 
-A tenant sees its own responses only. A response expires ``keep_s`` after it, or the last one that continues it, was
-stored; beyond the bounds of a tenant those used longest ago go first.
+A tenant sees its own responses only. A response expires ``response_keep_s`` after it, or the last one that continues
+it, was stored; beyond the bounds of a tenant those used longest ago go first.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import orjson
 
 from contract.errors import InvalidArgument, NotFound
+from gateway.config.settings import Settings
 from gateway.database import Database
 
 _VERSION = 1
@@ -38,24 +37,14 @@ WITH RECURSIVE chain (sequence, previous, bytes, depth) AS (
 """
 
 
-@dataclass(frozen=True)
-class ResponseLimits:
-    """Bounds of one tenant. conversation_bytes: of the items and responses that one request may continue."""
-
-    keep_s: float = 30 * 86_400.0
-    max_responses: int = 10_000
-    max_bytes: int = 64 * 1024**2
-    conversation_bytes: int = 4 * 1024**2
-
-
 class ResponseStore(Database):
-    """Every method is one transaction and blocks. clock: Unix seconds."""
+    """Every method is one transaction and blocks. settings: file and bounds; what one request continues has at most
+    the bytes of a body. clock: Unix seconds.
+    """
 
-    def __init__(
-        self, path: Path | None, limits: ResponseLimits = ResponseLimits(), clock: Callable[[], float] = time.time
-    ) -> None:
-        super().__init__(path, "response database", _SCHEMA, _VERSION)
-        self._limits, self._clock = limits, clock
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(settings.response_db, "response database", _SCHEMA, _VERSION)
+        self._settings, self._clock = settings, clock
 
     def put(self, tenant: str, inputs: Sequence[Mapping[str, Any]], response: Mapping[str, Any]) -> None:
         """Store a response that has ended, once. inputs: its request's own items, without those before."""
@@ -63,7 +52,7 @@ class ResponseStore(Database):
         items = [(one["id"], 0, orjson.dumps(one)) for one in inputs]
         items += [(one["id"], 1, orjson.dumps(one)) for one in response["output"]]
         size, now_s = len(body) + sum(len(data) for *_, data in items), self._clock()
-        expires_s = now_s + self._limits.keep_s
+        expires_s = now_s + self._settings.response_keep_s
         named = {"tenant": tenant, "id": response["previous_response_id"], "now": now_s, "expires": expires_s}
         with self._transaction() as db:
             found = db.execute(f"{_CHAIN} SELECT sequence FROM chain WHERE depth = 0", named).fetchone()
@@ -89,7 +78,7 @@ class ResponseStore(Database):
                 (tenant, added.lastrowid),
             )
             gone = []
-            while count > self._limits.max_responses or used > self._limits.max_bytes:
+            while count > self._settings.response_max or used > self._settings.response_max_bytes:
                 row = oldest.fetchone()
                 if row is None:  # the new one alone is larger: it stays until the next
                     break
@@ -123,7 +112,7 @@ class ResponseStore(Database):
 
         Raises: InvalidArgument if the response or one before it is not stored, or they are too large.
         """
-        most, problem = self._limits.conversation_bytes, ""
+        most, problem = self._settings.max_body_bytes, ""
         chain, items = self._read(tenant, response_id, f"WHERE (SELECT sum(bytes) FROM chain) <= {most}")
         if not chain:
             problem = f"must be the id of a stored response, got {response_id!r:.100}"
@@ -144,7 +133,7 @@ class ResponseStore(Database):
 
     def resolved(self, tenant: str, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the items, with stored ones in place of references to them. Raises: InvalidArgument."""
-        found, size, most = [], 0, self._limits.conversation_bytes
+        found, size, most = [], 0, self._settings.max_body_bytes
         with self._transaction() as db:
             for number, item in enumerate(items):
                 if item["type"] == "item_reference":

@@ -9,14 +9,15 @@ import orjson
 import pytest
 
 from contract.errors import InvalidArgument, NotFound
-from gateway.api.responses.store import ResponseLimits, ResponseStore
+from gateway.api.responses.store import ResponseStore
+from gateway.config.settings import Settings
 
 NOW_S = [1000.0]
 
 
 def opened(path: Path | None = None, **limits: Any) -> ResponseStore:
     NOW_S[0] = 1000.0
-    return ResponseStore(path, ResponseLimits(**limits), lambda: NOW_S[0])
+    return ResponseStore(Settings(response_db=path, **limits), lambda: NOW_S[0])
 
 
 def put(store: ResponseStore, name: str, previous: str | None = None, tenant: str = "a", text: str = "") -> None:
@@ -87,7 +88,7 @@ def test_a_deleted_response_is_gone_with_its_items_and_ends_what_continues_it() 
 
 
 def test_a_response_expires_after_the_last_that_continues_it() -> None:
-    store = opened(keep_s=100.0)
+    store = opened(response_keep_s=100.0)
     put(store, "r1")
     put(store, "r0")
     NOW_S[0] += 60
@@ -103,7 +104,7 @@ def test_a_response_expires_after_the_last_that_continues_it() -> None:
 
 
 def test_those_used_longest_ago_go_first() -> None:
-    store = opened(max_responses=3)
+    store = opened(response_max=3)
     for name in ("r1", "r2", "r3"):
         put(store, name)
         NOW_S[0] += 1
@@ -117,7 +118,7 @@ def test_those_used_longest_ago_go_first() -> None:
 
 
 def test_bytes_are_bounded_and_the_newest_stays() -> None:
-    store = opened(max_bytes=2000)
+    store = opened(response_max_bytes=2000)
     for number in range(4):
         put(store, f"r{number}", text="x" * 400)
         NOW_S[0] += 1
@@ -130,12 +131,12 @@ def test_bytes_are_bounded_and_the_newest_stays() -> None:
 
 
 def test_a_conversation_that_is_too_large_is_refused() -> None:
-    store = opened(conversation_bytes=1000)
+    store = opened(max_body_bytes=1024)
     put(store, "r1", text="x" * 300)
     assert store.conversation("a", "r1")
     put(store, "r2", "r1", text="x" * 300)
-    with pytest.raises(InvalidArgument, match="must be of a conversation of at most 1000 bytes"):
+    with pytest.raises(InvalidArgument, match="must be of a conversation of at most 1024 bytes"):
         store.conversation("a", "r2")
-    with pytest.raises(InvalidArgument, match="input.3.id: must be of a stored item, of at most 1000 bytes together"):
+    with pytest.raises(InvalidArgument, match="input.3.id: must be of a stored item, of at most 1024 bytes together"):
         store.resolved("a", [reference("r1-out")] * 9)
     store.close()
