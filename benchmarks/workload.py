@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -90,9 +89,6 @@ class Workload:
         prefix = self._prefix(rng.randrange(self.prefix_groups), prompts) if self.prefix_groups else ""
         prompt = prompts.text(rng, input_tokens, prefix)
         return PlannedRequest(index, prompt, output_tokens, cancel_after, self.ignore_eos, self.stream)
-
-    def with_seed(self, seed: int) -> Workload:
-        return dataclasses.replace(self, seed=seed)
 
     def _prefix(self, group: int, prompts: PromptSource) -> str:
         return prompts.text(random.Random(f"{self.seed} prefix {group}"), self.prefix_tokens)

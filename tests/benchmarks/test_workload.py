@@ -1,3 +1,4 @@
+import dataclasses
 import random
 
 import pytest
@@ -25,7 +26,7 @@ def test_a_request_depends_on_seed_and_index_alone(seed, index):
 
 def test_other_seeds_and_other_numbers_are_other_requests():
     load = Workload(4)
-    prompts = {load.with_seed(seed).request(n, PROMPTS).prompt for seed in range(3) for n in range(20)}
+    prompts = {dataclasses.replace(load, seed=seed).request(n, PROMPTS).prompt for seed in range(3) for n in range(20)}
     assert len(prompts) == 60
 
 
