@@ -19,8 +19,8 @@ include-path = "/v1/responses"
 checks.positive_data_acceptance.enabled = false
 """
 # A schema cannot express that a call's arguments are JSON in a string, nor that a tool's turn answers a call of the
-# turn before it: well-formed calls and such turns are left out of generated chats. All else that the schema allows
-# must be accepted.
+# turn before it, nor that a choice of tool needs the tool: well-formed calls, such turns and such choices are left out
+# of generated chats. All else that the schema allows must be accepted.
 _HOOKS = """
 import schemathesis
 
@@ -38,6 +38,9 @@ def plain(turn):
 def map_body(context, body):
     if isinstance(body, dict) and isinstance(body.get("messages"), list):
         body["messages"] = [plain(turn) for turn in body["messages"]]
+        choice = body.get("tool_choice")
+        if choice == "required" and not body.get("tools") or isinstance(choice, dict):
+            body["tool_choice"] = "auto"
     return body
 """
 
