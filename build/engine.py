@@ -31,7 +31,7 @@ from build.package import encoder, engine_folder, side_files
 from build.recipe import choice, commands, memory, provenance, schema
 from build.recipe import recipe as recipes
 from build.recipe.recipe import Recipe
-from contract.errors import EngineFailed, InvalidArgument, TridentError
+from contract.errors import InvalidArgument, TridentError
 from contract.manifest import hash_files, load, verify
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ CALIBRATED_PARAMETERS = (
     700_000_000  # beyond this calibrating takes a laptop more than five minutes: a recipe asks for it
 )
 GRAPH_LAYER_BYTES = 80_000  # openvino_model.xml, per layer (measured)
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LARGE_BYTES = 1_000_000_000  # takes longer than two seconds to hash
 STATUS = {"Refused": 2, "WrongMachine": 3, "Unavailable": 3, "NoWheel": 3}  # by error; any other is 1
 _BUILDER = (
@@ -80,7 +79,7 @@ def build(recipe: Recipe, into: Path, notify: Notify, accept: str | None = None)
         raise InvalidArgument("engine", f"{recipe.name} is of kind {recipe.kind!r}; this builds kind 'cpu'")
     checkpoint = open_checkpoint(fetch(recipe.model, recipe.revision, notify=notify), any_family=True)
     folder = into / recipe.name
-    _make_folder(into)
+    engine_folder.make(into)
     size = sum(path.stat().st_size for path in checkpoint.files())
     if size > _LARGE_BYTES:
         notify(f"checking {size / 1e9:.1f} GB of {recipe.model} (read once, then remembered)")
@@ -99,19 +98,12 @@ def build(recipe: Recipe, into: Path, notify: Notify, accept: str | None = None)
     return folder
 
 
-def _make_folder(into: Path) -> None:
-    try:
-        into.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise EngineFailed(f"{into}: must be a folder that can be made, got: {exc.strerror}") from exc
-
-
 def _is_there(folder: Path, recipe: Recipe, checkpoint: Checkpoint, notify: Notify) -> bool:
-    found = _up_to_date(folder, recipe, checkpoint)
-    if found is not None:
-        how = f"{choice.words(found)}, chosen by measuring," if found.automatic else found.precision
-        notify(f"{_shown(folder)} is up to date ({how} from {recipe.model})")
-    return found is not None
+    there = _up_to_date(folder, recipe, checkpoint)
+    if there is not None:
+        how = f"{choice.words(there)}, chosen by measuring," if there.automatic else there.precision
+        notify(f"{layout.relative(folder)} is up to date ({how} from {recipe.model})")
+    return there is not None
 
 
 def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, notify: Notify, accept: str | None) -> None:
@@ -122,27 +114,26 @@ def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, notify: Notify,
 
     shape = shapes.from_config(recipe.model, checkpoint.config, str(checkpoint.folder), any_family=True)
     shape = dataclasses.replace(shape, architecture=checkpoint.architecture)
-    require(recipe, judge(Case(recipe, shape, memory_here=host.memory_bytes())))
+    here = host.memory_bytes()
+    require(recipe, judge(Case(recipe, shape, memory_here=here)))
     side_files.check(checkpoint.folder, notify)
     started_s = time.monotonic()
     candidates = choice.candidates(recipe)
-    here = host.memory_bytes()
-    fitting = [one for one in candidates if not refused(check(Case(one, shape, memory_here=here)))]
-    if left_out := [choice.words(one) for one in candidates if one not in fitting]:
+    fitting = [each for each in candidates if not refused(check(Case(each, shape, memory_here=here)))]
+    if left_out := [choice.words(each) for each in candidates if each not in fitting]:
         notify(f"not tried, because this machine has too little memory: {'; '.join(left_out)}")
     against = evaluation.ReferenceRun(checkpoint, notify, recipe.max_seq_len)
     tried: list[dict[str, str]] = []
     for candidate in fitting:
         settings, is_last = choice.words(candidate), candidate is fitting[-1]
-        notify(f"building {_shown(folder)}: {settings}, from {recipe.model}")
+        notify(f"building {layout.relative(folder)}: {settings}, from {recipe.model}")
         try:
-            _try(candidate, checkpoint, folder, notify, accept, against, tried, spare=not is_last)
+            _try(candidate, checkpoint, folder, accept, against, tried, spare=not is_last)
             break
         except BeyondBudget as error:
             if is_last and tried:
-                raise BeyondBudget(
-                    f"none of {len(fitting)} settings passed; the last: {error}", error.verdict
-                ) from error
+                problem = f"none of {len(fitting)} settings passed; the last: {error}"
+                raise BeyondBudget(problem, error.verdict) from error
             if is_last:
                 raise
             tried.append({"settings": settings, "refused": "; ".join(error.verdict.problems)})
@@ -150,14 +141,13 @@ def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, notify: Notify,
     if recipe.automatic:
         notify(f"chose {settings}: {_why(tried)}")
     megabytes = sum(p.stat().st_size for p in folder.iterdir()) / 1e6
-    notify(f"{_shown(folder)} is ready: {megabytes:,.1f} MB in {time.monotonic() - started_s:.1f} s")
+    notify(f"{layout.relative(folder)} is ready: {megabytes:,.1f} MB in {time.monotonic() - started_s:.1f} s")
 
 
 def _try(
     recipe: Recipe,
     checkpoint: Checkpoint,
     folder: Path,
-    notify: Notify,
     accept: str | None,
     against: evaluation.ReferenceRun,
     tried: list[dict[str, str]],
@@ -171,21 +161,12 @@ def _try(
 
     engine_folder.require_room(folder.parent, _engine_bytes(recipe, checkpoint))
     with engine_folder.replacement(folder) as partial:
-        compile_cpu.compile_cpu(checkpoint, recipe, partial, notify)
+        compile_cpu.compile_cpu(checkpoint, recipe, partial, against.notify)
         properties = compile_cpu.properties(recipe)
         if checkpoint.graph is not None:
             compile_cpu.require_servable(partial, properties)
-        scores = evaluation.evaluate(
-            recipe.name,
-            checkpoint,
-            OpenVinoEngine(partial, properties, checkpoint.architecture.vocab_size),
-            recipe.quality,
-            notify,
-            longest=recipe.max_seq_len,
-            accept=accept,
-            against=against,
-            spare=spare,
-        )
+        engine = OpenVinoEngine(partial, properties, checkpoint.architecture.vocab_size)
+        scores = evaluation.evaluate(recipe.name, engine, against, recipe.quality, accept=accept, spare=spare)
         if recipe.automatic:
             scores["choice"] = {"chosen": choice.words(recipe), "why": _why(tried), "tried_before": tried}
         finished = dataclasses.replace(
@@ -231,16 +212,16 @@ def _versions(recipe: Recipe, checkpoint: Checkpoint) -> dict[str, str]:
 def _up_to_date(folder: Path, recipe: Recipe, checkpoint: Checkpoint) -> Recipe | None:
     """The candidate of ``recipe`` that is there, built from all that it would be built from now; None if none is."""
     try:
-        found = verify(folder, digest.sha256_file)
+        built = verify(folder, digest.sha256_file)
     except TridentError:
         return None  # absent, half-built, damaged or older: build it
-    if found.evaluation is None:
+    if built.evaluation is None:
         return None
     there = dataclasses.replace(  # without what `provenance.manifest` leaves out
-        found, files={}, properties={}, evaluation=None, created="", memory_bytes=None, adapter_first_token_id=None
+        built, files={}, properties={}, evaluation=None, created="", memory_bytes=None, adapter_first_token_id=None
     )
     for candidate in choice.candidates(recipe):
-        same = (found.precision, found.kv_cache_precision) == (candidate.precision, candidate.kv_cache_precision)
+        same = (built.precision, built.kv_cache_precision) == (candidate.precision, candidate.kv_cache_precision)
         if same and there == provenance.manifest(candidate, checkpoint, _versions(candidate, checkpoint)):
             return candidate
     return None
@@ -259,10 +240,11 @@ def recipe_for(engine: str | None, model: str | None, precision: str | None, *, 
         if not path.exists() and (kept := _kept_recipe(path.stem)) is not None:
             return recipes.parse(_in_precision(kept, precision), path)
         if not path.exists() and (layout.ENGINES / path.stem).is_dir():
-            lost = f"{_shown(layout.ENGINES / path.stem)} has no recipe and no manifest that says what it was made from"
+            where = layout.relative(layout.ENGINES / path.stem)
+            lost = f"{where} has no recipe and no manifest that says what it was made from"
             raise InvalidArgument("model", f"{lost}; name its model again (MODEL=<hub id or folder>)")
-        loaded = recipes.load(path)
-        written = recipes.tomllib.loads(path.read_text("utf-8"))
+        written = recipes.read(path)
+        loaded = recipes.parse(written, path)
         if precision is not None and loaded.kind != schema.CPU:
             raise InvalidArgument("precision", f"{path.name} is of kind {loaded.kind!r}: set its precision in the file")
         return loaded if precision is None else recipes.parse(_in_precision(written, precision), path)
@@ -341,14 +323,10 @@ def _kept_recipe(name: str) -> dict[str, object] | None:
 
 
 def _checked(name: str) -> str:
-    if not _NAME.fullmatch(name) or ".partial-" in name or ".replaced-" in name:
+    if not recipes.NAME.fullmatch(name) or ".partial-" in name or ".replaced-" in name:
         allowed = "letters, digits, '.', '_' and '-', beginning with a letter or digit"
         raise InvalidArgument("engine", f"must be a name of {allowed}, got {name!r}")
     return name
-
-
-def _shown(folder: Path) -> str:
-    return str(layout.relative(folder))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -391,9 +369,7 @@ def main(arguments: list[str] | None = None) -> int:
         if recipe.kind == schema.CPU:
             _build_or(recipe, options)
         else:
-            from build.package import (
-                gpu_engine,  # a CPU engine that is up to date is found to be so without all the stages need
-            )
+            from build.package import gpu_engine  # which a CPU engine that is up to date does without
 
             if recipe.model.endswith(gguf_folder.SUFFIX) or recipe.model.startswith(wheel.PREFIX):
                 problem = f"must be a hub id or a checkpoint folder for kind {recipe.kind!r}, got {recipe.model!r}"
@@ -415,7 +391,7 @@ def _build_or(recipe: Recipe, options: argparse.Namespace) -> None:
         folder = layout.ENGINES / recipe.name
         if (folder / "manifest.json").exists():
             verify(folder, digest.sha256_file)
-            _notify(f"{error}; {_shown(folder)}, built before, is used as it is")
+            _notify(f"{error}; {layout.relative(folder)}, built before, is used as it is")
             return
         _notify(f"{error}; the small model that ships takes its place: engine {options.otherwise}")
         instead = recipe_for(options.otherwise, None, options.precision)

@@ -94,7 +94,7 @@ def build(recipe: EncoderRecipe, into: Path, notify: Notify, accept: str | None 
     """
     checkpoint = _opened(recipe)
     folder = into / str(recipe.name)
-    into.mkdir(parents=True, exist_ok=True)
+    engine_folder.make(into)
     with engine_folder.only_builder(folder, notify):
         requested = _manifest(recipe, checkpoint)
         if _is_there(folder, requested):
@@ -185,10 +185,10 @@ def _memory_bytes(recipe: EncoderRecipe, checkpoint: EncoderCheckpoint) -> int:
 
 def _is_there(folder: Path, requested: EngineManifest) -> bool:
     try:
-        found = verify(folder, digest.sha256_file)
+        built = verify(folder, digest.sha256_file)
     except TridentError:
         return False  # absent, half-built, damaged or older: build it
-    there = dataclasses.asdict(dataclasses.replace(found, files={}, evaluation=None, created=""))
+    there = dataclasses.asdict(dataclasses.replace(built, files={}, evaluation=None, created=""))
     return digest.sha256_json(there) == digest.sha256_json(dataclasses.asdict(requested))  # a tuple is a list in JSON
 
 

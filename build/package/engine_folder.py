@@ -18,6 +18,14 @@ from typing import TextIO
 from contract.errors import EngineFailed
 
 
+def make(folder: Path) -> None:
+    """Make the folder of all engines. Raises EngineFailed where that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise EngineFailed(f"{folder}: must be a folder that can be made, got: {exc.strerror}") from exc
+
+
 @contextlib.contextmanager
 def only_builder(folder: Path, notify: Callable[[str], None]) -> Iterator[None]:
     """Holds the engine's lock, waiting for another builder to finish; the kernel drops it with the process."""

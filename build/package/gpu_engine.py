@@ -56,10 +56,7 @@ def build(recipe: Recipe, notify: Notify, accept: str | None = None) -> Path:
     machine (what is finished stays finished), EngineFailed where a program failed: always one sentence.
     """
     folder = layout.ENGINES / recipe.name
-    try:
-        layout.ENGINES.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise EngineFailed(f"{layout.ENGINES}: must be a folder that can be made, got: {exc.strerror}") from exc
+    engine_folder.make(layout.ENGINES)
     with engine_folder.only_builder(folder, notify):
         return _Build(recipe, folder, notify, accept).run()
 
@@ -129,17 +126,17 @@ class _Build:
         return self._records.digest(stage.name)
 
     def _sources(self, stage: str) -> dict[str, str]:
-        found = {name: digest.sha256_file(layout.ROOT / "build" / name) for name in SOURCES[stage]}
+        sources = {name: digest.sha256_file(layout.ROOT / "build" / name) for name in SOURCES[stage]}
         recipe = self._recipe
         if stage in ("quantise", "convert") and (texts := provenance.texts_sha256(recipe.texts.dataset)):
-            found["texts"] = texts
+            sources["texts"] = texts
         if stage == "verify":
-            found["budget"] = repr(recipe.quality)
+            sources["budget"] = repr(recipe.quality)
         if stage in ("compile", "package"):
-            found["image"] = recipe.image
+            sources["image"] = recipe.image
         if stage == "package":
-            found["recipe"] = hashlib.sha256(repr(recipe).encode()).hexdigest()
-        return found
+            sources["recipe"] = hashlib.sha256(repr(recipe).encode()).hexdigest()
+        return sources
 
     def _quantise(self, stage: Stage) -> list[Path]:
         output = layout.checkpoint(self._recipe.name)

@@ -220,12 +220,12 @@ def package(recipe: Recipe, shape: Shape, model: Checkpoint, repository: Path | 
 
 def _versions(recipe: Recipe) -> dict[str, str]:
     """Of everything that shaped the files: this project, what quantised, what compiled and where."""
-    found = provenance.versions(SOURCES)
+    versions = provenance.versions(SOURCES)
     report = _json(layout.checkpoint(recipe.name) / "quantization_report.json")
-    found |= {str(name): str(version) for name, version in dict(report.get("versions", {})).items()}
+    versions |= {str(name): str(version) for name, version in dict(report.get("versions", {})).items()}
     machine = _json(layout.built_on(recipe.name)) if recipe.kind == TRTLLM else {}
-    found |= {name: machine[name] for name in ("driver", "tensorrt", "cuda") if machine.get(name)}
-    return found | {"tensorrt_llm": machine.get("tensorrt_llm") or TRTLLM_VERSION}
+    versions |= {name: machine[name] for name in ("driver", "tensorrt", "cuda") if machine.get(name)}
+    return versions | {"tensorrt_llm": machine.get("tensorrt_llm") or TRTLLM_VERSION}
 
 
 def _json(path: Path) -> dict:

@@ -130,8 +130,9 @@ class ReferenceRun:
     """
 
     def __init__(self, checkpoint: Checkpoint, notify: Notify, longest: int | None = None) -> None:
+        """longest: what the engines take at most, in tokens; None for what the model takes."""
         self.blocks = held_out(checkpoint, longest)
-        self._checkpoint, self._longest = checkpoint, longest
+        self.checkpoint, self.notify, self._longest = checkpoint, notify, longest
         self._speaker = reference(checkpoint, notify)
         self._kept: list[np.ndarray] = []
 
@@ -141,12 +142,12 @@ class ReferenceRun:
             yield from self._kept
             return
         self._kept = []
-        keeps = 4 * self.blocks.size * self._checkpoint.architecture.vocab_size <= KEPT_LOGITS_BYTES
+        keeps = 4 * self.blocks.size * self.checkpoint.architecture.vocab_size <= KEPT_LOGITS_BYTES
         with np.errstate(all="ignore"):  # a damaged model may overflow; its logits are then not finite
             for number, logits in enumerate(self._speaker.logits(self.blocks), 1):
                 if not np.isfinite(logits).all():
                     where = f"in sequence {number} of {len(self.blocks)} of the held-out text"
-                    problem = f"{self._checkpoint.folder}: its own logits are not finite {where}; it is damaged"
+                    problem = f"{self.checkpoint.folder}: its own logits are not finite {where}; it is damaged"
                     raise CheckpointError(problem)
                 if keeps:
                     self._kept.append(logits)
@@ -155,7 +156,16 @@ class ReferenceRun:
     @cached_property
     def reply(self) -> sanity.Reply:
         """What the checkpoint says to the sanity prompt."""
-        return _sanity_reply(self._checkpoint, self._speaker, self._longest)
+        return self.reply_of(self._speaker)
+
+    def reply_of(self, engine: LogitsSource) -> sanity.Reply:
+        """What ``engine`` says to the sanity prompt."""
+        encode, _, _ = open_tokenizer(self.checkpoint)
+        longest = self.checkpoint.architecture.max_positions
+        limit = min(longest, self._longest or longest)
+        prompt = encode(sanity.PROMPT)[: max(1, limit - 1)]
+        ends, most = self.checkpoint.eos_token_ids, min(32, limit - len(prompt))
+        return sanity.speak(engine.next_logits, prompt, max_tokens=most, eos_token_ids=ends)
 
 
 def held_out(checkpoint: Checkpoint, longest: int | None = None) -> np.ndarray:
@@ -177,27 +187,22 @@ def block_count(arch: Architecture) -> int:
 
 def evaluate(
     name: str,
-    checkpoint: Checkpoint,
     engine: LogitsSource,
+    against: ReferenceRun,
     budget: QualityBudget,
-    notify: Notify,
     *,
-    longest: int | None = None,
     accept: str | None = None,
-    against: ReferenceRun | None = None,
     spare: bool = False,
 ) -> dict:
     """The scores of ``engine``, for the manifest.
 
-    accept: why it is used even beyond its budget; recorded. against: the checkpoint's own numbers, where several
-    engines are measured against it. spare: as ``quality.judge`` has it, but for random weights. Raises
-    quality.BeyondBudget without ``accept``, InvalidArgument for an empty one, and CheckpointError for a checkpoint
-    whose own logits are not numbers.
+    accept: why it is used even beyond its budget; recorded. spare: as ``quality.judge`` has it, but for random weights.
+    Raises quality.BeyondBudget without ``accept``, InvalidArgument for an empty one, and CheckpointError for a
+    checkpoint whose own logits are not numbers.
     """
     started_s = time.monotonic()
-    theirs = against or ReferenceRun(checkpoint, notify, longest)
-    blocks = theirs.blocks
-    scores = comparison.compare(theirs.logits(), {name: engine.logits(blocks)}, blocks)[name]
+    checkpoint, blocks, notify = against.checkpoint, against.blocks, against.notify
+    scores = comparison.compare(against.logits(), {name: engine.logits(blocks)}, blocks)[name]
     notes = []
     noise = is_noise(scores.reference_perplexity, checkpoint.architecture)
     if noise and budget in DEFAULT_QUALITY.values():
@@ -205,7 +210,7 @@ def evaluate(
         why = "random weights, or a tokenizer of another model"
         notes.append(f"the model itself predicts the text hardly better than chance ({why}): only damage is looked for")
         notify(f"verify: {notes[0]}")
-    expected, reply = theirs.reply, _sanity_reply(checkpoint, engine, longest)
+    expected, reply = against.reply, against.reply_of(engine)
     # What noise says is chance too, so a reply that repeats itself tells nothing there.
     problem = reply.failure if noise else sanity.problem(reply, expected)
     verdict = comparison.gate(name, scores, budget, accept, problem, spare=spare and not noise)
@@ -238,14 +243,6 @@ def is_noise(perplexity: float, arch: Architecture) -> bool:
     return perplexity >= NOISE * arch.vocab_size
 
 
-def _sanity_reply(checkpoint: Checkpoint, engine: LogitsSource, longest: int | None) -> sanity.Reply:
-    encode, _, _ = open_tokenizer(checkpoint)
-    limit = min(checkpoint.architecture.max_positions, longest or checkpoint.architecture.max_positions)
-    prompt = encode(sanity.PROMPT)[: max(1, limit - 1)]
-    most = min(32, limit - len(prompt))
-    return sanity.speak(engine.next_logits, prompt, max_tokens=most, eos_token_ids=checkpoint.eos_token_ids)
-
-
 def evaluate_checkpoint(recipe: Recipe, notify: Notify, accept: str | None = None) -> Path:
     """Measures ``engines/<recipe.name>/checkpoint``; the path of evaluation.json. Raises what ``evaluate`` raises."""
     path = layout.evaluation(recipe.name)
@@ -254,7 +251,8 @@ def evaluate_checkpoint(recipe: Recipe, notify: Notify, accept: str | None = Non
     opened = open_checkpoint(model)
     quantised, _ = comparison.open_candidate(layout.checkpoint(recipe.name))
     engine = Simulated.of(quantised, opened.architecture.vocab_size, recipe.name, notify)
-    scores = evaluate(recipe.name, opened, engine, recipe.quality, notify, longest=recipe.max_seq_len, accept=accept)
+    against = ReferenceRun(opened, notify, recipe.max_seq_len)
+    scores = evaluate(recipe.name, engine, against, recipe.quality, accept=accept)
     scores |= scored(recipe)
     layout.write_whole(path, json.dumps(scores, indent=2) + "\n")
     return path

@@ -115,11 +115,12 @@ def test_an_engine_that_lost_all_that_nearly_uniform_random_weights_say_is_notic
         opened.append(open_checkpoint(folder))
     budget, said = recipes.DEFAULT_QUALITY["int4"], []
     model, damaged = (evaluation.reference(checkpoint, said.append) for checkpoint in opened)
-    found = evaluation.evaluate("good", opened[0], model, budget, said.append)
+    against = evaluation.ReferenceRun(opened[0], said.append)
+    found = evaluation.evaluate("good", model, against, budget)
     assert found["quality"]["kl"] == 0 and 0 < found["quality"]["conviction"] < 0.2
     assert any("hardly better than chance" in line for line in said)
     with pytest.raises(comparison.BeyondBudget, match="KL divergence is"):
-        evaluation.evaluate("damaged", opened[0], damaged, budget, said.append)
+        evaluation.evaluate("damaged", damaged, against, budget)
 
 
 def test_a_recipes_own_budget_holds_for_random_weights_too(tmp_path, random_checkpoint):
