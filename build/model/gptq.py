@@ -52,7 +52,7 @@ def calibrated(opened: Checkpoint, blocks: np.ndarray, group_size: int, notify: 
 
     blocks: i64[n, t] token ids. Raises CheckpointError where weights or activations are not finite.
     """
-    model, found = decoder.from_checkpoint(opened), {}
+    model, matrices = decoder.from_checkpoint(opened), {}
     hidden = model.embed(blocks)
     for index, make_layer in enumerate(model.layers):
         notify(f"calibrating layer {index + 1} of {len(model.layers)}")
@@ -69,8 +69,8 @@ def calibrated(opened: Checkpoint, blocks: np.ndarray, group_size: int, notify: 
                 name = f"model.layers.{index}.{module}.weight"
                 weight = opened.tensors[name].f32()
                 require_finite(name, bool(np.isfinite(weight).all()))
-                found[name] = quantize(weight, influence, group)
-    return found
+                matrices[name] = quantize(weight, influence, group)
+    return matrices
 
 
 def quantize(weight: np.ndarray, influence: np.ndarray, group_size: int) -> Int4:

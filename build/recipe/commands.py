@@ -343,5 +343,5 @@ def _path(path: Path) -> str:
 def exporter() -> str:
     """``optimum-intel==2.2.0``, as requirements/build.txt pins what exports graphs."""
     text = (layout.ROOT / "requirements" / "build.txt").read_text(encoding="utf-8")
-    found = re.search(r"optimum-intel==\S+", text)
-    return found.group() if found else "unknown"
+    pinned = re.search(r"optimum-intel==\S+", text)
+    return pinned.group() if pinned else "unknown"

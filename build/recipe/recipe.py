@@ -303,8 +303,8 @@ def _unknown(key: str, known: tuple[str, ...]) -> str:
 
 def _refusal(path: Path, table: Mapping[str, object], error: ValidationError) -> RecipeError:
     """The first problem that pydantic found, keys that do not belong before values, in our words."""
-    found = error.errors(include_url=False, include_context=False)
-    first = min(found, key=lambda entry: entry["type"] not in ("extra_forbidden", "unexpected_keyword_argument"))
+    problems = error.errors(include_url=False, include_context=False)
+    first = min(problems, key=lambda entry: entry["type"] not in ("extra_forbidden", "unexpected_keyword_argument"))
     keys = tuple(str(part) for part in first["loc"][1:])  # without the kind
     declared: type = schema.RECIPE_TABLES.get(str(table.get("kind")), schema.AnyRecipe)
     if keys[:1] == ("matryoshka_dimensions",):  # without the place in the list

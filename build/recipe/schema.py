@@ -362,8 +362,8 @@ FILE: TypeAdapter[CpuRecipe | TrtllmRecipe | LlmapiRecipe | EncoderRecipe] = Typ
 
 def fields_of(table: type) -> Mapping[str, FieldInfo]:
     """The declared keys of a table, by name."""
-    found: Mapping[str, FieldInfo] = table.__pydantic_fields__  # type: ignore[attr-defined]
-    return found
+    declared: Mapping[str, FieldInfo] = table.__pydantic_fields__  # type: ignore[attr-defined]
+    return declared
 
 
 def keys(tables: Iterable[type]) -> tuple[str, ...]:

@@ -41,13 +41,13 @@ OPTION, LIMIT, FORMAT, RANKS, FEATURE, CARD = 1, 1, 2, 3, 4, 6  # costs
 def judge(case: Case) -> tuple[Finding, ...]:
     """Every finding, refusals first, then warnings, then the rest; within one severity in the rules' order."""
     order, search = list(Severity), _Search(case)
-    found = sorted(check(case), key=lambda finding: order.index(finding.severity))
+    findings = sorted(check(case), key=lambda finding: order.index(finding.severity))
     # What this machine or a checkpoint on its disk earned, no other recipe answers.
     if case.gpus_here is not None or case.rank_files is not None:
-        return tuple(found)
+        return tuple(findings)
     return tuple(
         finding if finding.severity is Severity.INFORM else replace(finding, instead=search.nearest(finding.rule))
-        for finding in found
+        for finding in findings
     )
 
 
@@ -96,9 +96,9 @@ class _Faults:
 
 
 def _faults(case: Case) -> _Faults:
-    found = check(case)
+    findings = check(case)
     refused, warned = (
-        frozenset(f.rule for f in found if f.severity is severity) for severity in (Severity.REFUSE, Severity.WARN)
+        frozenset(f.rule for f in findings if f.severity is severity) for severity in (Severity.REFUSE, Severity.WARN)
     )
     return _Faults(refused, warned)
 
