@@ -35,10 +35,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def fetch(
-    model: str,
-    revision: str | None = None,
-    into: Path | None = None,
-    notify: Callable[[str], None] = lambda line: None,
+    model: str, revision: str | None = None, into: Path | None = None, notify: Callable[[str], None] = lambda line: None
 ) -> Path:
     """The folder of a checkpoint.
 

@@ -10,16 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from build.base.gguf_file import GgufError
 from build.base.json_fields import Fields, shown

@@ -83,10 +83,7 @@ def limits(recipe: Recipe) -> dict[str, object]:
         tokens, length = recipe.max_num_tokens, recipe.max_seq_len
     else:
         paged = commands.paged_context_fmha(recipe)
-        features = {
-            "prefix_reuse": recipe.prefix_reuse and paged,
-            "chunked_context": recipe.chunked_context and paged,
-        }
+        features = {"prefix_reuse": recipe.prefix_reuse and paged, "chunked_context": recipe.chunked_context and paged}
         tokens = commands.max_num_tokens(recipe)
         length = (recipe.max_seq_len or 0) + commands.draft_len(recipe)
     return {

@@ -144,11 +144,7 @@ def build_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
 def quantize_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
     """Options of quantize.py; the recipe's [quantize] wins."""
     options = _format_options(recipe, recipe.precision) | _calibration_options(recipe)
-    options |= {
-        "tokenizer_max_seq_length": 2 * recipe.texts.max_seq_length,
-        "tp_size": recipe.tp,
-        "pp_size": recipe.pp,
-    }
+    options |= {"tokenizer_max_seq_length": 2 * recipe.texts.max_seq_length, "tp_size": recipe.tp, "pp_size": recipe.pp}
     spec = recipe.speculative_decoding
     if spec is not None and spec.mode == "medusa":
         options |= {"max_draft_len": spec.max_draft_len}

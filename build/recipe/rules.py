@@ -188,10 +188,7 @@ refuse(
     f"R16: EAGLE takes max_batch_size up to {EAGLE_BATCH} and max_draft_len up to {EAGLE_DRAFT}; "
     "this recipe has {recipe.max_batch_size} and {spec.max_draft_len}",
 )
-refuse(
-    lambda case: case.on("streamingllm"),
-    "R17: streamingllm is no longer supported: the builder asserts",
-)
+refuse(lambda case: case.on("streamingllm"), "R17: streamingllm is no longer supported: the builder asserts")
 inform(
     lambda case: "max_input_len" in case.recipe.build and case.on("remove_input_padding") and case.on("context_fmha"),
     "R18: max_input_len is ignored while remove_input_padding and context_fmha are on; max_seq_len is the limit",

@@ -93,12 +93,7 @@ def _matching(pattern: str, must_be: str) -> Limit:
 _STRING = core_schema.str_schema(strict=True)
 _TEXT = Limit("a non-empty string on one line", _STRING, lambda value: bool(value.strip()) and value.isprintable())
 _SWITCH = Limit("true or false", core_schema.bool_schema(strict=True))
-_CARD = Limit(
-    f"one of {', '.join(hardware.CARDS)}",
-    _STRING,
-    hardware.known,
-    tuple(hardware.CARDS),
-)
+_CARD = Limit(f"one of {', '.join(hardware.CARDS)}", _STRING, hardware.known, tuple(hardware.CARDS))
 _DIMENSIONS = Limit(
     "a list of integers from 1 to 65536",
     core_schema.list_schema(core_schema.int_schema(strict=True, ge=1, le=65_536), strict=True, max_length=64),
