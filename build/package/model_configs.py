@@ -31,6 +31,8 @@ from contract import tensors
 from contract.errors import EngineFailed, InvalidArgument
 from contract.manifest import FILE_NAME
 from contract.tensors import Tensor
+from python_backends.grammar import vocabulary
+from python_backends.grammar.messages import TOKENIZER_INFO
 
 BARE_ENGINE_STEPS = ("ensemble", "detokenizer")  # their variants around an engine that sends bare ids
 SOURCES = ("package/model_configs.py", "package/compile_trtllm.py", "recipe/commands.py", "quantise/quantize.py")
@@ -97,10 +99,17 @@ def parameters(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     why = "Soon after a stop request the slot and its KV blocks are free; the default is 100."
     yield "cancellation_check_period_ms", "10", why
     yield from _drafting(recipe)
-    why = "These three must be there; empty means no grammar-guided decoding."
-    yield "tokenizer_dir", "", why
-    yield "guided_decoding_backend", "", ""
-    yield "xgrammar_tokenizer_info_path", "", ""
+    folder, guided = layout.relative(layout.ENGINES / recipe.name), follows_grammars(recipe)
+    why = "Guides: each is compiled by the tokenizer's checker first (docs/structured-output.md)."
+    lost = "These three must be there; empty, because guides go with neither drafts nor beams."
+    yield "tokenizer_dir", str(folder) if guided else "", why if guided else lost
+    yield "guided_decoding_backend", "xgrammar" if guided else "", ""
+    yield "xgrammar_tokenizer_info_path", str(folder / TOKENIZER_INFO) if guided else "", ""
+
+
+def follows_grammars(recipe: Recipe) -> bool:
+    """Whether requests of the engine may have guides: the backend masks one token of one beam a step."""
+    return recipe.kind == LLMAPI or (recipe.speculative_decoding is None and recipe.max_beam_width == 1)
 
 
 def _drafting(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
@@ -204,7 +213,11 @@ def package(recipe: Recipe, shape: Shape, model: Checkpoint, repository: Path | 
         write_steps(recipe, repository or layout.MODEL_REPOSITORY)
     model.copy_side_files(folder)
     built = layout.compiled(recipe.name) if recipe.kind == TRTLLM else layout.checkpoint(recipe.name)
-    beside = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+    if follows_grammars(recipe):
+        sizes = model.architecture.vocab_size, model.eos_token_ids
+        info = vocabulary.tokenizer_info(folder / "tokenizer.json", *sizes, marked=recipe.kind == TRTLLM)
+        layout.write_whole(folder / TOKENIZER_INFO, json.dumps(info))
+    beside = ("config.json", "generation_config.json", *TOKENIZER_FILES, TOKENIZER_INFO)
     files = [path for name in beside if (path := folder / name).is_file()]
     served = [*files, *(path for path in sorted(built.rglob("*")) if path.is_file())]
     manifest = dataclasses.replace(

@@ -13,7 +13,6 @@ import numpy as np
 from contract import manifest as manifests
 from contract.errors import EngineFailed, InvalidArgument, TridentError
 from contract.generation import Guide
-from contract.manifest import EngineManifest
 from contract.priority import read
 from contract.watchdog import Watchdog
 from python_backends.adapter_ids import AdapterIds
@@ -25,7 +24,7 @@ from python_backends.cpu_engine.request import EngineRequest, parse
 from python_backends.ensemble.control import ControlListener
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.token_increment import TokenIncrement
-from python_backends.grammar.checker import GrammarChecker
+from python_backends.grammar.checker import NO_VOCABULARY, GrammarChecker
 from python_backends.heartbeat import Heartbeat
 from python_backends.limits import EngineLimits
 from python_backends.metrics import Metrics
@@ -42,8 +41,6 @@ from python_backends.triton_io import (
     row,
     texts,
 )
-
-GRAMMAR_CHECKER = "grammar_checker"  # in a CPU engine's folder, see build/model/detokenizer.py
 
 
 class ResponseSink:
@@ -139,18 +136,8 @@ class TritonPythonModel:
             self._engine.close()
             self._heartbeat.close()
             raise EngineFailed(f"the engine process does not load {settings.engine_dir}; see the lines above")
-        self._grammars = self._open_checker(settings, manifest)
+        self._grammars = GrammarChecker.open(settings, manifest)
         self._control = ControlListener(settings.control_socket, self._engine.on_control)
-
-    def _open_checker(self, settings: Settings, manifest: EngineManifest) -> GrammarChecker | None:
-        folder = settings.engine_dir / GRAMMAR_CHECKER
-        if manifest.kind != "cpu":
-            self._no_guides = "this kind of engine is not held to grammars yet"
-            return None
-        if not folder.exists():
-            self._no_guides = "this engine was built without the vocabulary that a grammar needs; build it again"
-            return None
-        return GrammarChecker(folder, manifest.eos_token_ids[0], settings.grammar_timeout_s, settings.grammar_stall_s)
 
     def execute(self, requests: list[Request]) -> None:
         with self._heartbeat:
@@ -189,7 +176,7 @@ class TritonPythonModel:
         if parsed.guide is None:
             self._engine.submit(parsed, sink)
         elif self._grammars is None:
-            raise InvalidArgument("guided_decoding_guide_type", f"must be left out: {self._no_guides}")
+            raise InvalidArgument("guided_decoding_guide_type", NO_VOCABULARY)
         else:
             self._grammars.check(parsed.guide, partial(self._submit_guided, parsed, sink))
 

@@ -10,6 +10,7 @@ import numpy as np
 from contract.errors import InvalidArgument
 from contract.generation import UINT64_MAX, Guide, SamplingParams
 from python_backends.adapter_ids import NO_ADAPTERS, AdapterIds
+from python_backends.ensemble.guide import read_guide
 from python_backends.ensemble.priority import NORMAL
 from python_backends.ensemble.word_list import decode_word_list
 from python_backends.limits import EngineLimits, check_fits
@@ -128,7 +129,7 @@ def parse(
         raise InvalidArgument("num_continued_tokens", f"must be {allowed}, got {continued}")
     check_fits(input_ids.size - continued, max_tokens, limits, "input_ids", "request_output_len")
     stop_ids, stop_sequences = _stops(inputs, limits)
-    guide = _guide(inputs, sampling, bool(stop_ids))
+    guide = read_guide(inputs, sampling.min_tokens, bool(stop_ids))
     replay, ended_by = False, -1
     if continued:
         replay, ended_by = _continuation(input_ids[-continued:], max_tokens, sampling, stop_ids, guide)
@@ -233,23 +234,6 @@ def _refuse_unsupported(inputs: Inputs) -> None:
         array = inputs.array(name)
         if array is not None and array.size:
             raise InvalidArgument(name, f"must be left out; {what}: not supported by this engine yet")
-
-
-def _guide(inputs: Inputs, sampling: SamplingParams, ends: bool) -> Guide | None:
-    """ends: the request has ids that end it."""
-    kind, text = inputs.text("guided_decoding_guide_type"), inputs.text("guided_decoding_guide")
-    if not kind:
-        if text:
-            raise InvalidArgument("guided_decoding_guide_type", "must be sent with guided_decoding_guide, got none")
-        return None
-    guide = Guide(kind, text or "").validate()
-    # Beyond the grammar's end nothing is left to generate but the end.
-    if not ends:
-        raise InvalidArgument("ignore_eos", "must be false with a guide, got true, or an end_id of -1")
-    if sampling.min_tokens:
-        problem = f"must be 0 with a guide, which decides where the output ends, got {sampling.min_tokens}"
-        raise InvalidArgument("min_tokens", problem)
-    return guide
 
 
 def _sampling(inputs: Inputs) -> SamplingParams:

@@ -20,9 +20,12 @@ from socket import socketpair
 
 from contract.errors import InvalidArgument, Overloaded, TridentError, Unavailable
 from contract.generation import Guide
+from contract.manifest import EngineManifest
 from contract.watchdog import cpu_s
-from python_backends.grammar.messages import Check, Checked
+from python_backends.grammar.messages import GRAMMAR_CHECKER, TOKENIZER_INFO, Check, Checked
+from python_backends.settings import Settings
 
+NO_VOCABULARY = "must be left out: this engine was built without the vocabulary that a grammar needs; build it again"
 _START_S = 60.0
 _POLL_S = 0.05
 _BUSY_FACTOR = 4
@@ -40,7 +43,7 @@ class GrammarChecker:
 
     def __init__(self, folder: Path, end_id: int, timeout_s: float, stall_s: float) -> None:
         """
-        folder: the engine's grammar_checker/.
+        folder: the engine's GRAMMAR_CHECKER, or its file TOKENIZER_INFO.
         timeout_s: seconds of the CPU for one check.
         end_id, stall_s: see compiler.Check.
         """
@@ -55,6 +58,15 @@ class GrammarChecker:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="grammar-checker", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def open(cls, settings: Settings, manifest: EngineManifest) -> GrammarChecker | None:
+        """Return the checker of an engine, None for one without the vocabulary that a grammar needs."""
+        names = (GRAMMAR_CHECKER, TOKENIZER_INFO)
+        found = next((path for name in names if (path := settings.engine_dir / name).exists()), None)
+        if found is None:
+            return None
+        return cls(found, manifest.eos_token_ids[0], settings.grammar_timeout_s, settings.grammar_stall_s)
 
     def check(self, guide: Guide, on_result: OnResult) -> None:
         """Call ``on_result`` with the guide to generate with, or why there is none: now if it is known, else from the

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from python_backends.ensemble.worker_messages import Ready
-from python_backends.grammar.pipeline import GrammarPipeline
+from python_backends.grammar.measured_compiler import MeasuredCompiler
 
 _NICE = 5  # as the engine: what carries its tokens goes first
 
@@ -19,12 +19,23 @@ def main() -> None:
     os.nice(_NICE)
     connection = Connection(int(sys.argv[1]))
     try:
-        check = GrammarPipeline(Path(sys.argv[2])).check
+        check = _compiler(Path(sys.argv[2])).check
         connection.send(Ready())
         while True:
             connection.send(check(connection.recv()))
     except (EOFError, ConnectionError):
         return  # the engine model closed the connection
+
+
+def _compiler(vocabulary: Path) -> MeasuredCompiler:
+    """vocabulary: a folder GRAMMAR_CHECKER or a file TOKENIZER_INFO. A machine has only one of the two libraries."""
+    if vocabulary.is_dir():
+        from python_backends.grammar.pipeline import GrammarPipeline
+
+        return GrammarPipeline(vocabulary)
+    from python_backends.grammar.xgrammar_compiler import XGrammarCompiler
+
+    return XGrammarCompiler(vocabulary)
 
 
 if __name__ == "__main__":

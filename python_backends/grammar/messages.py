@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 from contract.generation import Guide
 
+# What grammars are compiled with, in an engine's folder: a model without weights of a CPU engine
+# (build/model/detokenizer.py), or the file that TensorRT-LLM loads (vocabulary.py).
+GRAMMAR_CHECKER = "grammar_checker"
+TOKENIZER_INFO = "xgrammar_tokenizer_info.json"
+
 
 @dataclass(frozen=True)
 class Check:

@@ -1,7 +1,7 @@
 """Requests and outputs of TensorRT-LLM's LLM API: the only importer of ``tensorrt_llm``.
 
-Ids in, ids out: no tokenizer is opened. Only the request's stop ids end a sequence, and they stay in its output, as
-with the CPU engine; so the LLM's own end id is switched off.
+Ids in, ids out: a tokenizer is opened for grammars only. Only the request's stop ids end a sequence, and they stay in
+its output, as with the CPU engine; so the LLM's own end id is switched off.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from contract.generation import SamplingParams
+from contract.generation import Guide, SamplingParams
 from contract.manifest import EngineManifest
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.token_increment import TopLogProbs
 from python_backends.ensemble.worker_messages import AddSequence, StepOutput
+from python_backends.grammar.messages import TOKENIZER_INFO
 
 NO_END_ID = -1
 EVENTS = {"stop": StreamEvent.STOP, "length": StreamEvent.LENGTH, "cancelled": StreamEvent.CANCELLED}
@@ -24,9 +25,11 @@ EVENTS = {"stop": StreamEvent.STOP, "length": StreamEvent.LENGTH, "cancelled": S
 def llm_arguments(engine_dir: Path, manifest: EngineManifest) -> dict[str, object]:
     """Return the arguments of ``tensorrt_llm.LLM``: only those that 1.3, which has no compiled engines, still has."""
     recipe: Mapping[str, Any] = manifest.recipe
-    return {
+    vocabulary: dict[str, object] = {"skip_tokenizer_init": True}
+    if (engine_dir / TOKENIZER_INFO).is_file():  # grammars need one; texts never reach it
+        vocabulary = {"tokenizer": str(engine_dir), "guided_decoding_backend": "xgrammar"}
+    return vocabulary | {
         "model": str(engine_dir / "checkpoint"),
-        "skip_tokenizer_init": True,
         "tensor_parallel_size": int(recipe["tp"]),
         "pipeline_parallel_size": int(recipe["pp"]),
         "max_batch_size": manifest.max_batch_size,
@@ -60,8 +63,12 @@ def open_llm(engine_dir: Path, manifest: EngineManifest) -> Any:
 def generate(llm: Any, command: AddSequence) -> Any:
     """Start the sequence. Iterating the result gives its outputs; ``abort()`` ends it."""
     from tensorrt_llm import SamplingParams as LlmSamplingParams
+    from tensorrt_llm.llmapi import GuidedDecodingParams
 
-    sampling = LlmSamplingParams(**sampling_arguments(command))
+    guided = (
+        {} if command.guide is None else {"guided_decoding": GuidedDecodingParams(**guide_arguments(command.guide))}
+    )
+    sampling = LlmSamplingParams(**sampling_arguments(command), **guided)
     # 1.2 has no priorities: there only the order in which the scheduler starts requests follows them.
     has_priority = "priority" in inspect.signature(llm.generate_async).parameters
     priority_argument = {"priority": command.priority} if has_priority else {}
@@ -89,6 +96,11 @@ def sampling_arguments(command: AddSequence) -> dict[str, object]:
     chosen = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
     chosen |= {"top_k": sampling.top_k} if sampling.top_k else {}
     return arguments | chosen | ({} if sampling.seed is None else {"seed": sampling.seed})
+
+
+def guide_arguments(guide: Guide) -> dict[str, object]:
+    """Return the arguments of ``GuidedDecodingParams``: checked guides are grammars or structural tags."""
+    return {"structural_tag" if guide.kind == "structural_tag" else "grammar": guide.text}
 
 
 class CompletionReader:

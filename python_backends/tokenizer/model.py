@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import numpy as np
 
 from contract import manifest as manifests
 from contract.errors import BY_NAME, EngineFailed, InvalidArgument, TridentError, Unavailable
+from contract.generation import GUIDE_KINDS, Guide
 from python_backends.adapter_ids import AdapterIds
 from python_backends.ensemble import priority
 from python_backends.ensemble.metadata_channel import MetadataSender, StreamMetadata
 from python_backends.ensemble.word_list import encode_word_list
+from python_backends.grammar.checker import NO_VOCABULARY, GrammarChecker
 from python_backends.heartbeat import Heartbeat
 from python_backends.limits import EngineLimits, check_fits
 from python_backends.metrics import Metrics
@@ -22,8 +26,18 @@ from python_backends.settings import Settings
 from python_backends.tokenizer.chat_template import ChatTemplate
 from python_backends.tokenizer.encoding import Encoding
 from python_backends.tokenizer.request import DEFAULT_MAX_TOKENS, PromptRequest, parse
-from python_backends.triton_io import Inputs, Request, error_response, metric_family, parameters, response, row, texts
+from python_backends.triton_io import (
+    Inputs,
+    Request,
+    error_response,
+    metric_family,
+    parameters,
+    response,
+    row,
+    texts,
+)
 
+_Checked = Future[Guide | TridentError]
 _Prompt = tuple[PromptRequest, str, bool]  # the text to encode, whether to add special tokens; "" for ids
 
 
@@ -42,6 +56,10 @@ class TritonPythonModel:
         self._cpp_backend = manifest.kind == "trtllm"
         # Only a Python engine passes options on; for the C++ backend they take the metadata channel.
         self._metadata_channel = MetadataSender(settings.metadata_socket) if self._cpp_backend else None
+        self._grammars = GrammarChecker.open(settings, manifest) if self._cpp_backend else None
+        self._longest_check_s = settings.grammar_stall_s
+        if self._grammars is not None:
+            self._begin_check(Guide("json"))  # starts its process, which takes long
         self._encoding = Encoding(settings.engine_dir / "tokenizer.json", self._limits.max_seq_len)
         self._chat_template = ChatTemplate(settings.engine_dir)
         self._metrics = Metrics(metric_family)
@@ -63,19 +81,53 @@ class TritonPythonModel:
             parsed: list[_Prompt | TridentError] = [Unavailable("the server is shutting down") for _ in requests]
         else:
             parsed = [self._parse(request) for request in requests]
+        guides = {item[0].guide for item in parsed if isinstance(item, tuple)}
+        checks = {guide: self._begin_check(guide) for guide in guides if guide is not None}
+        until_s = time.monotonic() + self._longest_check_s
         ids = iter(self._encode([item for item in parsed if isinstance(item, tuple)]))
         responses = []
         for request, item in zip(requests, parsed, strict=True):
             try:
                 if isinstance(item, TridentError):
                     raise item
-                responses.append(response(self._outputs(request.request_id(), item[0], next(ids), arrival_ns)))
+                prompt, token_ids = item[0], next(ids)
+                guided = self._checked(checks[prompt.guide], until_s) if prompt.guide is not None else {}
+                outputs = self._outputs(request.request_id(), prompt, token_ids, arrival_ns)
+                responses.append(response(outputs | guided))
             except Exception as exc:  # the outer edge: one request's defect must not fail its batch
-                error = exc if isinstance(exc, TridentError) else EngineFailed(f"the tokenizer failed: {exc!r}")
-                self._refused[type(error).__name__](1)
-                responses.append(error_response(error))
+                responses.append(self._refusal(exc))
         self._metrics.flush()
         return responses
+
+    def _refusal(self, exc: Exception) -> Any:
+        error = exc if isinstance(exc, TridentError) else EngineFailed(f"the tokenizer failed: {exc!r}")
+        self._refused[type(error).__name__](1)
+        return error_response(error)
+
+    def _begin_check(self, guide: Guide) -> _Checked:
+        """Return where the result of the guide's check will be."""
+        result: _Checked = Future()
+        try:
+            if self._grammars is None:
+                raise InvalidArgument("guided_decoding_guide_type", NO_VOCABULARY)
+            self._grammars.check(guide, result.set_result)
+        except TridentError as exc:
+            result.set_result(exc)
+        return result
+
+    def _checked(self, result: _Checked, until_s: float) -> dict[str, np.ndarray]:
+        """Return the engine's tensors for a guide.
+
+        Raises:
+            TridentError: the guide was refused, or is not checked yet: other requests may not wait longer for it.
+        """
+        try:
+            guide = result.result(timeout=max(0.0, until_s - time.monotonic()))
+        except FutureTimeout:
+            raise Unavailable("the grammar is being compiled; send the request again") from None
+        if isinstance(guide, TridentError):
+            raise guide
+        return {"guided_decoding_guide_type": texts(guide.kind), "guided_decoding_guide": texts(guide.text)}
 
     def _parse(self, request: Request) -> _Prompt | TridentError:
         """Return the request, the text to encode and whether to add special tokens; or the error."""
@@ -124,6 +176,10 @@ class TritonPythonModel:
     def _refuse_unsupported(self, prompt: PromptRequest) -> None:
         """Refuse inputs by their public names that the engine would refuse by another, or ignore."""
         if self._cpp_backend:
+            if prompt.guide is not None and prompt.guide.kind == "structural_tag":
+                allowed = ", ".join(kind for kind in GUIDE_KINDS if kind != "structural_tag")
+                problem = f"must be one of {allowed} with this engine, got 'structural_tag'"
+                raise InvalidArgument("guided_decoding_guide_type", problem)
             refused: list[tuple[str, object, str]] = [
                 ("min_p", prompt.min_p, "0"),
                 ("num_top_log_probs", prompt.num_top_log_probs, "0"),
@@ -238,4 +294,6 @@ class TritonPythonModel:
             )
 
     def finalize(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
         self._heartbeat.close()

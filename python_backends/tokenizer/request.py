@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from contract.errors import InvalidArgument, PromptTooLong
+from contract.generation import Guide
 from contract.tensors import ENSEMBLE_INPUTS
 from python_backends.adapter_ids import NO_ADAPTERS, AdapterIds
 from python_backends.ensemble import priority
+from python_backends.ensemble.guide import read_guide
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.limits import EngineLimits
 from python_backends.triton_io import Inputs
@@ -43,6 +45,7 @@ class PromptRequest:
     seed, min_tokens: None when not sent.
     lora_task_id: number of the LoRA adapter; None when neither it nor a name was sent.
     bad_words, bias_words, bias_weights: supported by the C++ backend only.
+    guide: what the output must match; other engines than the C++ backend get it without the tokenizer.
     """
 
     prompt: str | None
@@ -64,6 +67,7 @@ class PromptRequest:
     bad_words: tuple[str, ...]
     bias_words: tuple[str, ...]
     bias_weights: tuple[float, ...]
+    guide: Guide | None
     options: StreamOptions
 
     @property
@@ -129,6 +133,7 @@ def parse(
     stop_token_ids = tuple(dict.fromkeys(_ids(inputs, "stop_token_ids", limits.vocab_size)))
     if ended := set(stop_token_ids).intersection(continue_ids.tolist()):
         raise InvalidArgument("continue_ids", f"must hold none of stop_token_ids, got {min(ended)}")
+    end_id = _end_id(inputs, limits.vocab_size)
     return PromptRequest(
         prompt=prompt,
         messages=messages,
@@ -138,7 +143,7 @@ def parse(
         continue_ids=continue_ids,
         max_tokens=max_tokens,
         stop_token_ids=stop_token_ids,
-        end_id=_end_id(inputs, limits.vocab_size),
+        end_id=end_id,
         seed=_alias(inputs, "seed", "random_seed"),
         min_tokens=min_tokens,
         lora_task_id=_adapter(inputs, adapters),
@@ -148,6 +153,7 @@ def parse(
         bad_words=tuple(word for word in inputs.texts("bad_words") if word),
         bias_words=tuple(bias_words),
         bias_weights=tuple(bias_weights),
+        guide=read_guide(inputs, min_tokens or 0, end_id != -1),
         options=StreamOptions(
             stream=inputs.scalar("stream", False),
             echo=echo,

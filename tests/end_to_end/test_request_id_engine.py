@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -139,6 +140,45 @@ async def test_a_client_that_goes_away_stops_the_engine_by_request_id(client, re
     assert ends[0][0] == "stopped" and int(ends[0][1]) < 900
     answer = await ask(client, {**long, "max_tokens": 2}, request_id=f"gone-{n}")  # the id is free again
     assert answer.finish_reasons == ["length"]
+
+
+async def ask_guided(client, inputs, request_id):
+    """As a client does that is told to send the request again."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        answer = await ask(client, inputs, request_id=request_id)
+        if "send the request again" not in str(answer.error) or time.monotonic() > deadline_s:
+            return answer
+        await asyncio.sleep(0.05)
+
+
+async def test_a_guide_reaches_the_backend_as_a_grammar_that_compiled(client, replica):
+    base = {"text_input": PROMPT, "max_tokens": 3}
+    schema = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": '{"type": "integer", "minimum": 7}'}
+    free = [ask(client, {**base, "ignore_eos": True}, request_id=f"free-{n}") for n in range(4)]
+    guided = [ask_guided(client, {**base, **schema}, f"guided-{n}") for n in range(4)]
+    answers = await asyncio.gather(*guided, *free)
+    assert all(not answer.error and answer.finish_reasons for answer in answers)
+    grammars = re.findall(r"request id engine: guided-\d guide (\[.*\])", replica.log())
+    kind, grammar = json.loads(grammars[0])
+    assert len(grammars) == 4 and kind == "ebnf_grammar" and grammar.startswith("root ::= ")
+    assert "request id engine: free-0 guide" not in replica.log()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "problem"),
+    [
+        ("json_schema", '{"minLenght": 3}', "guided_decoding_guide: must be a schema that can be followed"),
+        ("ebnf_grammar", "root ::= (", "guided_decoding_guide: must be a grammar that compiles"),
+        ("structural_tag", "{}", "guided_decoding_guide_type: must be one of json, json_schema, regex, ebnf_grammar"),
+        ("yaml", "{}", "guided_decoding_guide_type: must be one of"),
+    ],
+)
+async def test_a_guide_that_the_backend_could_not_follow_never_reaches_it(client, replica, kind, text, problem):
+    inputs = {"text_input": PROMPT, "max_tokens": 3, "guided_decoding_guide_type": kind, "guided_decoding_guide": text}
+    for _n in range(2):  # a refused request does not take its id
+        assert problem in (await ask_guided(client, inputs, f"bad-{kind}")).error
+    assert f"bad-{kind} guide" not in replica.log()
 
 
 async def test_what_the_backend_cannot_do_is_refused_by_name(client):

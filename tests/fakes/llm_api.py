@@ -30,6 +30,16 @@ class SamplingParams:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logprobs: int | None = None
+    guided_decoding: GuidedDecodingParams | None = None
+
+
+@dataclass
+class GuidedDecodingParams:
+    json: str | dict | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    structural_tag: str | None = None
 
 
 @dataclass
@@ -107,7 +117,9 @@ class LLM:
         self,
         model: str,
         *,
+        tokenizer: str | None = None,
         skip_tokenizer_init: bool = False,
+        guided_decoding_backend: str | None = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         max_batch_size: int | None = None,
@@ -159,6 +171,7 @@ def install(monkeypatch) -> type[LLM]:
     root, llmapi = types.ModuleType("tensorrt_llm"), types.ModuleType("tensorrt_llm.llmapi")
     fresh = type("LLM", (LLM,), {"opened": []})
     monkeypatch.setattr(LLM, "opened", fresh.opened)
+    llmapi.GuidedDecodingParams = GuidedDecodingParams
     root.LLM, root.SamplingParams, llmapi.KvCacheConfig, root.llmapi = fresh, SamplingParams, KvCacheConfig, llmapi
     monkeypatch.setitem(sys.modules, "tensorrt_llm", root)
     monkeypatch.setitem(sys.modules, "tensorrt_llm.llmapi", llmapi)

@@ -150,6 +150,24 @@ def test_quotes_in_a_value_do_not_break_the_file():
     assert parameters(make(speculative_decoding=spec))["medusa_choices"] == 'a "quoted" \\ choice'
 
 
+def test_guides_need_a_vocabulary_and_go_with_neither_drafts_nor_beams():
+    keys = ("tokenizer_dir", "guided_decoding_backend", "xgrammar_tokenizer_info_path")
+    folder = f"{layout.relative(layout.ENGINES / make().name)}"
+    given = parameters(make())
+    assert [given[key] for key in keys] == [folder, "xgrammar", f"{folder}/xgrammar_tokenizer_info.json"]
+    table = json.loads(model_configs.CONTRACT.read_text())["tensorrt_llm"]
+    assert set(keys) <= {*table["parameters"]}
+    spec = {
+        "mode": "lookahead_decoding",
+        "window_size": 4,
+        "ngram_size": 4,
+        "verification_set_size": 4,
+    }
+    for recipe in (make(max_beam_width=2), make(speculative_decoding=spec)):
+        given = parameters(recipe)
+        assert [given[key] for key in keys] == ["", "", ""] and not model_configs.follows_grammars(recipe)
+
+
 @pytest.mark.parametrize("batch", [1, 64, 2048])
 def test_the_inflight_limit_is_above_what_the_engine_holds_and_queues(tmp_path, batch):
     recipe = make(max_batch_size=batch)

@@ -8,7 +8,7 @@ import llm_api
 import numpy as np
 import pytest
 
-from contract.generation import SamplingParams
+from contract.generation import Guide, SamplingParams
 from contract.manifest import EngineManifest
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence
@@ -167,3 +167,22 @@ def test_a_priority_is_passed_to_an_api_that_has_them(link, listener, api):
     for priority in (0.5, 0.9):
         generation.generate(newer, replace(add(2), priority=priority))
     assert newer.priorities == [0.5, 0.9]
+
+
+def test_an_engine_with_a_vocabulary_has_grammars(api, listener, tmp_path):
+    (tmp_path / "xgrammar_tokenizer_info.json").write_text("{}")
+    link = LlmLink(lambda: generation.open_llm(tmp_path, manifest()), listener)
+    listener.next()
+    tag = '{"type": "structural_tag"}'
+    for id, guide in enumerate([Guide("ebnf_grammar", "root ::= [0-9]"), Guide("structural_tag", tag), None], 1):
+        link.send(replace(add(id), guide=guide))
+    listener.until_end_of(1, 2, 3)
+    link.close()
+    arguments, asked = api.opened[0].arguments, [sampling.guided_decoding for sampling in api.opened[0].asked]
+    assert (arguments["tokenizer"], arguments["guided_decoding_backend"]) == (str(tmp_path), "xgrammar")
+    assert arguments["skip_tokenizer_init"] is False
+    grammar, tagged = (
+        llm_api.GuidedDecodingParams(grammar="root ::= [0-9]"),
+        llm_api.GuidedDecodingParams(structural_tag=tag),
+    )
+    assert asked == [grammar, tagged, None]

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import shutil
+import time
 import uuid
 
 import numpy as np
@@ -325,7 +326,7 @@ def test_a_fault_of_ours_is_one_requests_well_formed_error(triton, model, monkey
 def gpu_engine(tiny_engine, tmp_path, monkeypatch):
     """The same tokenizer in front of an engine that is not ours."""
     folder = tmp_path / "engine"
-    shutil.copytree(tiny_engine, folder)
+    shutil.copytree(tiny_engine, folder, ignore=shutil.ignore_patterns("grammar_checker"))
     dataclasses.replace(manifests.load(tiny_engine), kind="trtllm").save(folder)
     monkeypatch.setenv("TRIDENT_ENGINE_DIR", str(folder))
     monkeypatch.setenv("TRIDENT_CONTROL_SOCKET", f"trident-test-{uuid.uuid4()}")
@@ -416,3 +417,48 @@ def test_what_the_cpp_backend_cannot_do_is_refused_by_name(cpp):
     assert "max_tokens: must be 1 or more, got 0" in str(cpp(**echo, max_tokens=0))
     assert "continue_ids: must be left out, got 2 ids" in str(cpp(**echo, continue_ids=[1, 2]))
     assert not cpp.known
+
+
+def test_a_guide_for_an_engine_without_its_vocabulary_is_refused_by_name(cpp):
+    refused = cpp(request_id="r1", text_input="abc", guided_decoding_guide_type="json")
+    assert (refused.field, "build it again" in refused.problem) == ("guided_decoding_guide_type", True)
+    assert "r1" not in cpp.known
+
+
+@pytest.mark.slow
+def test_a_guide_reaches_the_cpp_backend_as_a_grammar_and_others_keep_their_places(
+    triton, tiny_engine, gpu_engine, answer_of, library
+):
+    shutil.copytree(tiny_engine / "grammar_checker", gpu_engine / "grammar_checker")
+    box = MetadataListener(Settings.from_env().metadata_socket, lambda found: True)
+    model = TritonPythonModel()
+    model.initialize({})
+
+    def execute(*kinds):
+        guides = [
+            {"guided_decoding_guide_type": kind} | ({"guided_decoding_guide": text} if text else {})
+            for kind, text in kinds
+        ]
+        asked = [{"text_input": f"abc{place}", **guide} for place, guide in enumerate(guides)]
+        return model.execute([request(triton, request_id=str(n), **inputs) for n, inputs in enumerate(asked)])
+
+    try:
+        batch = [("regex", "[0-9]+"), ("", ""), ("regex", "("), ("regex", "[0-9]+"), ("structural_tag", "{}")]
+        deadline_s = time.monotonic() + 60
+        while any("send the request again" in str(a.error().message()) for a in execute(*batch) if a.has_error()):
+            assert time.monotonic() < deadline_s
+        first, free, bad, twice, tag = execute(*batch)
+        for answer, place in ((first, 0), (free, 1), (twice, 3)):
+            assert answer_of("tokenizer", answer)["input_ids"].tolist() == [library.encode(f"abc{place}").ids]
+        assert answer_of("tokenizer", first)["guided_decoding_guide_type"].item() == b"ebnf_grammar"
+        assert (
+            answer_of("tokenizer", first)["guided_decoding_guide"]
+            == answer_of("tokenizer", twice)["guided_decoding_guide"]
+        )
+        assert "guided_decoding_guide" not in answer_of("tokenizer", free)
+        assert "guided_decoding_guide: must be a regular expression" in bad.error().message()
+        assert "guided_decoding_guide_type: must be one of json, json_schema, regex" in tag.error().message()
+    finally:
+        model.finalize()
+        model._metadata_channel.close()
+        box.close()

@@ -1,0 +1,54 @@
+"""A grammar is compiled before the engine does, and refused if that, or one of its tokens, takes too long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from contract.errors import InvalidArgument
+from contract.generation import Guide
+from python_backends.grammar.messages import Check, Checked
+from python_backends.grammar.translation import translated
+
+WALK_TOKENS = 48
+WALK_S = 0.5
+SEVERAL_CORES = 4  # that the library's compiler makes use of
+_STEPS_A_STALL = 4  # every token of a grammar may cost only a part of what compiling it once may
+
+
+class MeasuredCompiler:
+    """The library with the engine's vocabulary; ``walk`` is the library's own part."""
+
+    def __init__(self, special: Sequence[str]) -> None:
+        """special: the texts of the special tokens that are marked in the vocabulary (vocabulary.py)."""
+        self._special = special
+
+    def walk(self, guide: Guide, requested: Check) -> tuple[float, float]:
+        """Return the seconds of the CPU for compiling the guide and for a token of it, on a walk at random.
+
+        Raises:
+            RuntimeError: it does not compile.
+        """
+        raise NotImplementedError
+
+    def check(self, requested: Check) -> Checked:
+        """Translate and compile a guide, and walk through it."""
+        checked = translated(requested, self._special)
+        if checked.guide is None:
+            return checked
+        try:
+            compiling_s, token_s = self.walk(checked.guide, requested)
+            _refuse_cost("compiling it", compiling_s, requested.stall_s)
+            _refuse_cost("a token", token_s, requested.stall_s / _STEPS_A_STALL)
+        except InvalidArgument as exc:
+            return Checked(field=exc.field, problem=exc.problem)
+        except RuntimeError as exc:
+            reason = " ".join(str(exc).strip().splitlines()[-1].split("] ")[-1].split(": ", 1)[-1].split())
+            return Checked(field="guided_decoding_guide", problem=f"must be a grammar that compiles: {reason[:300]}")
+        return checked
+
+
+def _refuse_cost(what: str, held_s: float, most_s: float) -> None:
+    if held_s > most_s:
+        cost = f"must not hold up other requests: {what} takes {held_s:.2g} s, the limit is {most_s:.2g} s"
+        hint = "; what costs most is repetition with a large limit, many optional properties, and ambiguity"
+        raise InvalidArgument("guided_decoding_guide", cost + hint)

@@ -1,0 +1,39 @@
+"""What a grammar may cost; the libraries' own parts are in test_checker.py and test_xgrammar_compiler.py."""
+
+import pytest
+
+from contract.generation import Guide
+from python_backends.grammar.measured_compiler import MeasuredCompiler
+from python_backends.grammar.messages import Check, Checked
+
+
+class Measured(MeasuredCompiler):
+    def __init__(self, *seconds):
+        super().__init__(())
+        self.seconds = seconds
+
+    def walk(self, guide, requested):
+        if not self.seconds:
+            raise RuntimeError("[12:00:00] grammar.cc:7: no rule named root")
+        return self.seconds
+
+
+GUIDE = Guide("ebnf_grammar", 'root ::= "a"')
+
+
+@pytest.mark.parametrize(
+    ("seconds", "problem"),
+    [
+        ((0.2, 0.05), ""),
+        ((0.3, 0.0), "compiling it takes 0.3 s, the limit is 0.25 s"),
+        ((0.0, 0.07), "a token takes 0.07 s, the limit is 0.062 s"),
+        ((), "must be a grammar that compiles: no rule named root"),
+    ],
+)
+def test_a_grammar_that_would_hold_up_a_batch_is_refused_with_what_was_measured(seconds, problem):
+    checked = Measured(*seconds).check(Check(GUIDE, 2, 0.25))
+    assert (checked == Checked(GUIDE)) == (not problem) and problem in checked.problem
+
+
+def test_what_cannot_be_translated_is_not_compiled():
+    assert "must be a JSON list" in Measured(1.0, 1.0).check(Check(Guide("choice", "x"), 2, 0.25)).problem

@@ -1,0 +1,43 @@
+"""Grammars in the library that TensorRT-LLM has; skipped where it is not installed (it needs torch)."""
+
+import json
+
+import pytest
+
+from contract.generation import Guide
+from python_backends.grammar.messages import TOKENIZER_INFO, Check
+from python_backends.grammar.vocabulary import tokenizer_info
+from python_backends.grammar.xgrammar_compiler import XGrammarCompiler
+
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag",
+        "begin": "<f>",
+        "content": {"type": "json_schema", "json_schema": {"type": "null"}},
+        "end": "</f>",
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "text", "problem"),
+    [
+        ("json_schema", '{"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}}}', ""),
+        ("regex", "[0-9]{3}-x", ""),
+        ("structural_tag", json.dumps(TAG), ""),
+        ("ebnf_grammar", "root ::= (", "must be a grammar that compiles"),
+        ("structural_tag", '{"type": "structural_tag", "format": {"type": "none"}}', "must be a grammar that compiles"),
+        ("json_schema", '{"minLenght": 1}', "must be a schema that can be followed"),
+    ],
+)
+def test_a_guide_is_compiled_or_refused_in_the_words_of_an_error(tiny_engine, tmp_path, kind, text, problem):
+    pytest.importorskip("xgrammar")
+    (tmp_path / "tokenizer.json").write_bytes((tiny_engine / "tokenizer.json").read_bytes())
+    info = tmp_path / TOKENIZER_INFO
+    info.write_text(json.dumps(tokenizer_info(tmp_path / "tokenizer.json", 257, [256])))
+    compiler = XGrammarCompiler(info)
+    checked = compiler.check(Check(Guide(kind, text), 256, 0.25))
+    assert (checked.guide is not None) == (not problem) and problem in checked.problem
+    assert "must not hold up other requests" in compiler.check(Check(Guide("regex", "[0-9]{9}"), 256, 1e-6)).problem
