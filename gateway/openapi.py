@@ -38,6 +38,7 @@ _ECHO = {"required": ["echo"], "properties": {"echo": {"const": True}}}
 _NULL = {"type": "null"}
 _POSITIVE: list[dict[str, Any]] = [{"type": "integer", "minimum": 1, "maximum": 2**31 - 1}, _NULL]
 _NONE = {"anyOf": [_NULL, {"type": "array", "maxItems": 0}]}
+_SOME = {"properties": {"tools": {"type": "array", "minItems": 1}}}
 # The fields of a message by role: roles, fields that are required, fields that are allowed.
 _ROLES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (("system", "developer", "user"), ("content",), ()),
@@ -124,6 +125,9 @@ def _add_rules(schemas: dict[str, Any], settings: Settings) -> None:
     forms = completion["properties"]["prompt"]["anyOf"]
     single_choice, no_ids = {"enum": [1, None]}, {"continue_ids": _NONE}
     chat["allOf"].append(_any_of(no_ids, {"n": single_choice, "response_format": _NULL, "tools": _NONE}))
+    chat["allOf"].append(
+        {"anyOf": [{"properties": {"tool_choice": {"enum": [None, "none", "auto"]}}}, {"required": ["tools"], **_SOME}]}
+    )
     # Which values of prompt, n, best_of and continue_ids go together. The cases replace the schema of the field prompt.
     # From a case for every number of prompts schemathesis generates nothing: with n above 1 a square is published.
     single, lists = {"anyOf": forms[:2]}, forms[2:]

@@ -19,8 +19,8 @@ include-path = "/v1/responses"
 checks.positive_data_acceptance.enabled = false
 """
 # A schema cannot express that a call's arguments are JSON in a string, nor that a tool's turn answers a call of the
-# turn before it, nor that a choice of tool needs the tool: well-formed calls, such turns and such choices are left out
-# of generated chats. All else that the schema allows must be accepted.
+# turn before it, nor that tools differ in name and tool_choice names one of them: such turns, well-formed calls, names
+# of tools and equal tools are left out of generated chats. All else that the schema allows must be accepted.
 _HOOKS = """
 import schemathesis
 
@@ -34,13 +34,18 @@ def plain(turn):
         return {**turn, "tool_calls": None, "content": turn.get("content") or ""}
     return turn
 
+def name(tool):
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return str(function["name"] if isinstance(function, dict) and "name" in function else tool)
+
 @schemathesis.hook
 def map_body(context, body):
     if isinstance(body, dict) and isinstance(body.get("messages"), list):
         body["messages"] = [plain(turn) for turn in body["messages"]]
-        choice = body.get("tool_choice")
-        if choice == "required" and not body.get("tools") or isinstance(choice, dict):
-            body["tool_choice"] = "auto"
+        if isinstance(body.get("tool_choice"), dict) and isinstance(body["tool_choice"].get("function"), dict):
+            del body["tool_choice"]
+        if isinstance(body.get("tools"), list):
+            body["tools"] = list({name(tool): tool for tool in body["tools"]}.values())
     return body
 """
 
