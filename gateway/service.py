@@ -147,7 +147,9 @@ class Service:
         if self.settings.tokenizer and len(sources) == 1:
             named = {pool: self.settings.tokenizer for pool in sources}
         encoders, found = self.configuration.pools.encoders, {}
-        for name, rules in (policy.models or {one: ModelRules(pools=(one,)) for one in self.settings.models}).items():
+        for name, rules in (
+            policy.models or {pool: ModelRules(pools=(pool,)) for pool in self.settings.models}
+        ).items():
             update: dict[str, Any] = {}
             if rules.capabilities is None and rules.pools and encoders.issuperset(rules.pools):
                 update["capabilities"] = ENCODES
@@ -266,7 +268,13 @@ class Service:
         Nothing is sent to a replica before the choices are read. The caller must close them in any case.
         Raises what FairAdmission.admit raises, and Unavailable while the gateway drains.
         """
-        began_s, span = time.monotonic(), self._request_span(requests, context)
+        began_s = time.monotonic()
+        attributes = {
+            "gen_ai.request.max_tokens": requests[0].max_tokens,
+            "gen_ai.request.stream": requests[0].stream,
+            "gen_ai.request.choice.count": len(requests),
+        }
+        span = self.request_span(context, ENGINE, **attributes)
         queue_span = self.tracing.child(span, "queue")
         try:
             with self.metrics.waiting.track_inprogress(), self.metrics.queue.time(), self.live.admitting():
@@ -300,15 +308,14 @@ class Service:
     def _prompt_tokens(self, context: RequestContext) -> PromptTokens:
         return context.model.prompt_tokens or self.admission.prompt_tokens
 
-    def _request_span(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Span | None:
+    def request_span(self, context: RequestContext, source: str, **more: Any) -> Span | None:
+        """Start the span of a request. source: ENGINE, or where a reused answer comes from. more: its attributes."""
         attributes = {
             "gen_ai.operation.name": context.operation,
             "gen_ai.provider.name": "trident",
             "gen_ai.request.model": context.model.name,
-            "gen_ai.request.max_tokens": requests[0].max_tokens,
-            "gen_ai.request.stream": requests[0].stream,
-            "gen_ai.request.choice.count": len(requests),
-            "trident.source": ENGINE,
+            "trident.source": source,
+            **more,
         }
         return self.tracing.start(f"{context.operation} {context.model.name}", context.carrier, attributes)
 

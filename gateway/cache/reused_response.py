@@ -36,15 +36,7 @@ class ReusedResponse:
         self._usages: dict[int, Usage | None] = {}
         self._ends: dict[int, str] = {}
         self._complete = self._closed = False
-        attributes = {
-            "gen_ai.operation.name": context.operation,
-            "gen_ai.provider.name": "trident",
-            "gen_ai.request.model": context.model.name,
-            "trident.cache": result,
-            "trident.source": self._source,
-        }
-        name = f"{context.operation} {context.model.name}"
-        self._span = service.tracing.start(name, context.carrier, attributes)
+        self._span = service.request_span(context, self._source, **{"trident.cache": result})
 
     async def admit(self) -> Mapping[str, str]:
         """Charge one request; return the budget's response headers.
