@@ -27,8 +27,8 @@ LONG = {"text_input": "def fibonacci(n):\n", "max_tokens": 900, "ignore_eos": Tr
 
 @pytest.fixture(scope="module")
 def replica(engine_dir) -> Iterator[Replica]:
-    """With a liveness probe every 5 s, because an idle engine's hang shows at the next request only."""
-    with running("demo", canary_interval_s=5.0) as server:
+    """With a liveness probe every 2 s, because an idle engine's hang shows at the next request only."""
+    with running("demo", canary_interval_s=2.0, stall_s=4.0) as server:
         yield server
 
 
@@ -173,15 +173,15 @@ async def test_engine_and_detokenizer_hung_together_are_replaced(replica):
 
 
 async def test_a_pause_shorter_than_a_hang_is_not_noticed(replica):
-    """Of the worker and the server, for 3 s with requests running. (Triton 2.51 itself gives up on a stub that
-    does not take a request for a second.)"""
+    """Of the worker and the server, for half of that time, with requests running. (Triton 2.51 itself gives up
+    on a stub that does not take a request for a second.)"""
     before = replica.status
     async with triton.InferenceServerClient(replica.grpc_url) as client:
         for pid in (worker(replica), replica.server_pid):
-            tasks = [asyncio.create_task(ask_or_break(client, LONG)) for _ in range(2)]
+            tasks = [asyncio.create_task(ask_or_break(client, {**LONG, "max_tokens": 300})) for _ in range(2)]
             await until(replica, lambda page: requests(page, "active") > 0)
             with stopped(pid):
-                await asyncio.sleep(3)
+                await asyncio.sleep(replica.settings.stall_s / 2)
             answers = await asyncio.gather(*tasks)
             assert [answer.finish_reasons for answer in answers] == [["length"]] * 2
     after = replica.status
