@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,21 +27,20 @@ from build.quality.evaluation import LogitsSource, Simulated
 from build.quantise import environment
 from build.recipe import provenance
 from build.recipe import recipe as recipes
-from build.recipe.recipe import DEFAULT_QUALITY, Recipe
-from build.recipe.schema import Calibration
+from build.recipe.recipe import DEFAULT_QUALITY
 from contract.errors import EngineFailed, TridentError
 
 MODEL = layout.ROOT / "build" / "demo_model" / "checkpoint"
 CACHE = layout.ROOT / ".cache" / "quality"
 DOCUMENT = layout.ROOT / "docs" / "quality.md"
-CPU_ROWS = {  # name: (weights, KV cache)
+CPU_ROWS: dict[str, tuple[str, str | None]] = {  # name: (weights, KV cache)
     "bf16 (CPU)": ("bf16", "f32"),
     "int8 (CPU)": ("int8", "u8"),
     "int4 (CPU)": ("int4", "u8"),
     "int4 to nearest (CPU)": ("int4", "u8"),
 }
 TO_NEAREST = ("int4 to nearest (CPU)",)  # without calibration
-GPU_ROWS = {  # name: (qformat, KV cache)
+GPU_ROWS: dict[str, tuple[str, str | None]] = {  # name: (qformat, KV cache)
     "fp8": ("fp8", "fp8"),
     "int8_sq": ("int8_sq", None),
     "int4_awq": ("int4_awq", None),
@@ -58,20 +58,20 @@ SOURCES = (
 )
 
 
-def cpu_engine(name: str, precision: str, kv: str, model: Checkpoint) -> tuple[LogitsSource, int]:
+def cpu_engine(name: str, precision: str, kv: str | None, model: Checkpoint) -> tuple[LogitsSource, int]:
     """The engine and the bytes of its weights."""
-    calibration = recipes.CPU_CALIBRATION if precision == "int4" and name not in TO_NEAREST else None
-    made = cpu_recipe(precision, kv, calibration)
+    made = recipes.load(layout.RECIPES / "demo.toml").changed(
+        group_size=BLOCK,
+        precision=precision,
+        kv_cache_precision=str(kv),
+        calibration=recipes.CPU_CALIBRATION if precision == "int4" and name not in TO_NEAREST else None,
+    )
     folder = CACHE / name.replace(" ", "-")
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+    folder.mkdir(parents=True)
     compile_cpu.compile_cpu(model, made, folder, lambda line: None)
     size = (folder / "openvino_model.bin").stat().st_size
     return OpenVinoEngine(folder, compile_cpu.properties(made), model.architecture.vocab_size), size
-
-
-def cpu_recipe(precision: str, kv: str, calibration: Calibration | None) -> Recipe:
-    written = recipes.load(layout.RECIPES / "demo.toml")
-    return written.changed(group_size=BLOCK, precision=precision, kv_cache_precision=kv, calibration=calibration)
 
 
 def checkpoint(name: str, qformat: str, kv: str | None, model: Checkpoint) -> tuple[LogitsSource, int]:
@@ -96,28 +96,19 @@ def checkpoint(name: str, qformat: str, kv: str | None, model: Checkpoint) -> tu
 
 def measure(model: Checkpoint) -> tuple[str, dict[str, str], int]:
     """The table, what each row says after the prompt, and the number of predicted tokens."""
-    engines = {name: cpu_engine(name, *how, model) for name, how in CPU_ROWS.items()}
-    engines |= {name: checkpoint(name, *how, model) for name, how in GPU_ROWS.items()}
-    blocks, reference = evaluation.held_out(model), evaluation.reference(model, print)
-    scores = comparison.compare(
-        reference.logits(blocks), {name: engine.logits(blocks) for name, (engine, _) in engines.items()}, blocks
-    )
-    encode, decode, _ = open_tokenizer(model)
-
-    def speak(engine: LogitsSource) -> sanity.Reply:
-        return sanity.speak(engine.next_logits, encode(sanity.PROMPT), eos_token_ids=model.eos_token_ids)
-
-    expected, rows = speak(reference), []
-    replies = {"reference": decode(expected.ids)}
-    for name, (engine, size) in engines.items():
-        precision = CPU_ROWS[name][0] if name in CPU_ROWS else GPU_ROWS[name][0]
-        reply = speak(engine)
+    against = evaluation.ReferenceRun(model, print)
+    _, decode, _ = open_tokenizer(model)
+    rows, replies = [], {"reference": decode(against.reply.ids)}
+    for name, (precision, kv) in (CPU_ROWS | GPU_ROWS).items():
+        engine, size = (cpu_engine if name in CPU_ROWS else checkpoint)(name, precision, kv, model)
+        logits = {name: engine.logits(against.blocks)}
+        scores = comparison.compare(against.logits(), logits, against.blocks)[name]
+        reply = against.reply_of(engine)
         replies[name] = decode(reply.ids)
-        verdict = comparison.judge(
-            scores[name], DEFAULT_QUALITY[precision], sanity_problem=sanity.problem(reply, expected)
-        )
-        rows.append((name, scores[name], size / 1e6, verdict))
-    return comparison.table(rows), replies, next(iter(scores.values())).tokens
+        problem = sanity.problem(reply, against.reply)
+        verdict = comparison.judge(scores, DEFAULT_QUALITY[precision], sanity_problem=problem)
+        rows.append((name, scores, size / 1e6, verdict))
+    return comparison.table(rows), replies, rows[0][1].tokens
 
 
 def document(table: str, replies: dict[str, str], tokens: int) -> str:

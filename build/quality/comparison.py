@@ -69,12 +69,7 @@ class Comparison:
     """Collects the logits of reference and engine block by block; :meth:`quality` sums up what was seen so far."""
 
     def __init__(self) -> None:
-        self._reference_nll: list[np.ndarray] = []
-        self._nll: list[np.ndarray] = []
-        self._kl: list[np.ndarray] = []
-        self._same: list[np.ndarray] = []
-        self._finite: list[np.ndarray] = []
-        self._conviction: list[np.ndarray] = []
+        self._blocks: list[tuple[np.ndarray, ...]] = []  # what ``add`` measures, per position
 
     def add(self, reference: np.ndarray, engine: np.ndarray, ids: np.ndarray) -> None:
         """reference: f32[t, vocab], engine: f32[t, >= vocab], ids: i64[t], the tokens both were given.
@@ -97,29 +92,32 @@ class Comparison:
         if not np.isfinite(theirs).all():
             raise ValueError("the reference's logits are not finite; it cannot be measured against")
         kl = (np.exp(theirs) * (theirs - ours[:, :vocab])).sum(-1)
-        self._reference_nll.append(-np.take_along_axis(theirs, targets, -1)[:, 0])
-        self._nll.append(np.where(finite, -np.take_along_axis(ours, targets, -1)[:, 0], np.inf))
-        self._kl.append(np.where(finite, np.maximum(kl, 0), np.inf))  # rounding can make zero slightly negative
-        self._same.append(finite & (reference[:-1].argmax(-1) == engine[:-1].argmax(-1)))
-        self._finite.append(finite)
-        self._conviction.append((np.exp(theirs) * (theirs + math.log(vocab))).sum(-1))
+        self._blocks.append(
+            (
+                -np.take_along_axis(theirs, targets, -1)[:, 0],
+                np.where(finite, -np.take_along_axis(ours, targets, -1)[:, 0], np.inf),
+                np.where(finite, np.maximum(kl, 0), np.inf),  # rounding can make zero slightly negative
+                finite & (reference[:-1].argmax(-1) == engine[:-1].argmax(-1)),
+                finite,
+                (np.exp(theirs) * (theirs + math.log(vocab))).sum(-1),
+            )
+        )
 
     def quality(self) -> Quality:
         """Raises ValueError before the first predicted token."""
-        if not self._nll:
+        if not self._blocks:
             raise ValueError("no token was predicted; evaluation blocks need at least two tokens")
-        kl, finite = np.concatenate(self._kl), np.concatenate(self._finite)
-        reference, engine = np.concatenate(self._reference_nll), np.concatenate(self._nll)
+        reference, engine, kl, same, finite, conviction = map(np.concatenate, zip(*self._blocks, strict=True))
         return Quality(
             tokens=len(kl),
             reference_perplexity=_perplexity(reference),
             perplexity=_perplexity(engine),
             perplexity_ratio=_perplexity(engine - reference),  # of random weights both may be beyond all numbers
-            top1_agreement=float(np.concatenate(self._same).mean()),
+            top1_agreement=float(same.mean()),
             kl=float(kl.mean()),
             kl_p99=float(np.quantile(kl, 0.99, method="higher")),
             non_finite=int((~finite).sum()),
-            conviction=float(np.concatenate(self._conviction).mean()),
+            conviction=float(conviction.mean()),
         )
 
 
