@@ -9,8 +9,6 @@ from __future__ import annotations
 import numpy as np
 
 E4M3_MAX = 448.0
-INT8_MAX = 127.0
-INT4_MAX = 7.0
 
 
 def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
@@ -62,18 +60,8 @@ def round_to_int8(values: np.ndarray) -> np.ndarray:
     return np.clip(np.rint(values), -128, 127)
 
 
-def pack_int4(values: np.ndarray) -> np.ndarray:
-    """i8[out, in] of -8 to 7 -> i8[out / 2, in]: byte j holds row 2j in its low and row 2j+1 in its high nibble."""
-    if values.shape[0] % 2:
-        raise ValueError(f"INT4 packs pairs of rows; got {values.shape[0]} rows")
-    if values.size and (values.min() < -8 or values.max() > 7):
-        raise ValueError(f"INT4 holds -8 to 7; got {values.min()} to {values.max()}")
-    nibbles = values.astype(np.uint8) & 0xF
-    return (nibbles[0::2] | (nibbles[1::2] << 4)).view(np.int8)
-
-
 def unpack_int4(packed: np.ndarray) -> np.ndarray:
-    """i8[out / 2, in] -> i8[out, in] of -8 to 7. The inverse of :func:`pack_int4`."""
+    """i8[out / 2, in] -> i8[out, in] of -8 to 7: byte j holds row 2j in its low and row 2j+1 in its high nibble."""
     bits = packed.view(np.uint8)
     rows = np.stack([bits & 0xF, bits >> 4], axis=1).reshape(2 * bits.shape[0], *bits.shape[1:])
     return (rows.astype(np.int8) ^ 8) - 8  # two's complement of a nibble

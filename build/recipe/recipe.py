@@ -164,38 +164,31 @@ class Recipe:
 
 
 # Options the recipe has its own keys for: one value, one home.
+_OF_BOTH = {  # quantize.py and convert_checkpoint.py
+    "tp_size": "tp",
+    "pp_size": "pp",
+    "calib_dataset": "calibration.dataset",
+    "calib_size": "calibration.size",
+    "calib_max_seq_length": "calibration.max_seq_length",
+}
 _OWN_KEY = {
-    "build": {
-        "max_batch_size": "max_batch_size",
-        "max_num_tokens": "max_num_tokens",
-        "max_seq_len": "max_seq_len",
+    "build": {key: key for key in ("max_batch_size", "max_num_tokens", "max_seq_len", "max_beam_width")}
+    | {
         "max_decoder_seq_len": "max_seq_len",
-        "max_beam_width": "max_beam_width",
         "speculative_decoding_mode": "speculative_decoding.mode",
         "max_draft_len": "speculative_decoding.max_draft_len",
     },
-    "quantize": {
+    "quantize": _OF_BOTH
+    | {
         "qformat": "precision",
         "kv_cache_dtype": "kv_cache_precision",
-        "tp_size": "tp",
-        "pp_size": "pp",
-        "calib_dataset": "calibration.dataset",
-        "calib_size": "calibration.size",
         "batch_size": "calibration.batch_size",
-        "calib_max_seq_length": "calibration.max_seq_length",
         "awq_block_size": "group_size",
         "max_draft_len": "speculative_decoding.max_draft_len",
         "num_medusa_heads": "speculative_decoding.num_medusa_heads",
         "medusa_model_dir": "speculative_decoding.medusa_model",
     },
-    "convert": {
-        "tp_size": "tp",
-        "pp_size": "pp",
-        "calib_dataset": "calibration.dataset",
-        "calib_size": "calibration.size",
-        "calib_max_seq_length": "calibration.max_seq_length",
-        "group_size": "group_size",
-    },
+    "convert": _OF_BOTH | {"group_size": "group_size"},
 }
 _PROGRAMS = {
     "build": ("trtllm_build",),

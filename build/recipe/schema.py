@@ -21,7 +21,6 @@ from contract import encoder
 
 CPU, TRTLLM, LLMAPI = "cpu", "trtllm", "llmapi"
 KINDS = (CPU, TRTLLM, LLMAPI)
-GPU_KINDS = (TRTLLM, LLMAPI)
 ENCODER_PRECISIONS = ("fp32", "bf16", "fp16", "int8")
 
 TRTLLM_VERSION = "1.2.1"

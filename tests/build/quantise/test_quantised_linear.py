@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from build.base import numerics
 from build.quantise import quantised_linear
 from build.quantise.quantised_linear import Stored, linear
+from tests.fakes.packed_int4 import pack_int4
 
 INPUT = np.array([[1.0, -0.3, 0.02, 700.0], [0.0, 0.0, 0.0, 0.0]], dtype=np.float32)
 ONE = 0x38  # 1.0 in E4M3
@@ -45,7 +45,7 @@ def test_fp8_per_token_scales_each_token_by_its_own_largest_input():
 
 
 def test_int4_multiplies_each_block_of_columns_by_its_scale_and_rounds_no_input():
-    packed = numerics.pack_int4(np.array([[1, 2, 3, 4], [-8, 7, 0, 1]], dtype=np.int8))
+    packed = pack_int4(np.array([[1, 2, 3, 4], [-8, 7, 0, 1]], dtype=np.int8))
     stored = Stored(packed, scale=f32([10, 1], [1, 2]), prequant=f32(1, 1, 0.5, 1))
     layer = linear("W4A16_AWQ", stored)
     assert layer.weight.tolist() == [[10, 20, 3, 4], [-8, 7, 0, 2]]
@@ -53,7 +53,7 @@ def test_int4_multiplies_each_block_of_columns_by_its_scale_and_rounds_no_input(
 
 
 def test_w4a8_weights_pass_through_fp8_in_units_of_their_second_scale():
-    packed = numerics.pack_int4(np.full((4, 4), 7, np.int8))
+    packed = pack_int4(np.full((4, 4), 7, np.int8))
     stored = Stored(packed, scale=np.full((4, 1), 0.31, np.float32), scale_2=f32(0.01), input_scale=f32(1))
     layer = linear("W4A8_AWQ", stored)
     np.testing.assert_allclose(layer.weight, 2.24, rtol=1e-6)  # 7 * 0.31 / 0.01 = 217 is nearest to E4M3's 224
