@@ -56,23 +56,21 @@ def concurrency(plan: Plan) -> list[dict[str, int]]:
     recipe, foot = plan.recipe, plan.footprint
     assert foot is not None and recipe.max_seq_len is not None
     tokens = commands.max_num_tokens(recipe) if recipe.kind == TRTLLM else recipe.max_num_tokens
-    per_step = tokens // (
-        recipe.max_beam_width
-        * (1 + (1 if recipe.kind == CPU and recipe.speculative_decoding else commands.draft_len(recipe)))
-    )
+    draft = commands.draft_len(recipe)
+    per_step = tokens // (recipe.max_beam_width * (1 + (1 if recipe.kind == CPU and draft else draft)))
     most = max(1, min(recipe.max_batch_size, per_step))
     pairs = [pair for pair in TYPICAL if sum(pair) < recipe.max_seq_len]
-    rows = [(prompt, output, prompt + output) for prompt, output in pairs]
-    rows.append((recipe.max_seq_len // 2, recipe.max_seq_len - recipe.max_seq_len // 2, recipe.max_seq_len))
+    pairs.append((recipe.max_seq_len // 2, recipe.max_seq_len - recipe.max_seq_len // 2))
+    fits = [foot.sequences(prompt + output + draft) for prompt, output in pairs]
     return [
         {
             "prompt_tokens": prompt,
             "output_tokens": output,
-            "total_tokens": total,
-            "fit_in_kv_pool": foot.sequences(total + commands.draft_len(recipe)),
-            "run_at_once": min(foot.sequences(total + commands.draft_len(recipe)), most),
+            "total_tokens": prompt + output,
+            "fit_in_kv_pool": fit,
+            "run_at_once": min(fit, most),
         }
-        for prompt, output, total in rows
+        for (prompt, output), fit in zip(pairs, fits, strict=True)
     ]
 
 
@@ -158,10 +156,8 @@ def _findings(plan: Plan) -> str:
 
 def _limits(plan: Plan) -> str:
     words = {True: "yes", False: "no"}
-    rows = [
-        f"  {name:<16} {words.get(value, value) if isinstance(value, bool) else value}"
-        for name, value in limits(plan.recipe).items()
-    ]
+    limited = limits(plan.recipe).items()
+    rows = [f"  {name:<16} {words[value] if isinstance(value, bool) else value}" for name, value in limited]
     return "\n".join(["What the engine will have", *rows])
 
 
@@ -221,13 +217,9 @@ def _binary(count: float) -> str:
 
 
 def _size(count: float) -> str:
-    return (
-        f"{count / 1e9:.1f} GB"
-        if count >= 1e8
-        else f"{count / 1e6:.1f} MB"
-        if count >= 1e5
-        else f"{count / 1e3:.0f} kB"
-    )
+    if count >= 1e8:
+        return f"{count / 1e9:.1f} GB"
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.0f} kB"
 
 
 def _time(seconds: float) -> str:

@@ -97,22 +97,16 @@ def _checkpoint(recipe: Recipe, shape: Shape) -> Stage:
 
 
 def _calibration_s(recipe: Recipe, shape: Shape) -> tuple[float, str]:
-    if commands.calibrates_here(recipe, shape):
-        return _calibration_on_cpu_s(recipe, shape)
-    card, passes = hardware.find(str(recipe.gpu)), AWQ_PASSES if "awq" in recipe.precision else 1
+    passes = AWQ_PASSES if "awq" in recipe.precision else 1
     texts, length = commands.calibration_size(recipe), recipe.texts.max_seq_length
     flops = 2.0 * shape.architecture.num_parameters() * texts * length * passes
-    words = (
-        f"{passes} x 2 x parameters x {texts} texts x {length} tokens at {FLOPS_SHARE:.0%} of {card.tflops:g} TFLOP/s"
-    )
-    return flops / (FLOPS_SHARE * card.tflops * 1e12), words
-
-
-def _calibration_on_cpu_s(recipe: Recipe, shape: Shape) -> tuple[float, str]:
-    passes = AWQ_PASSES if "awq" in recipe.precision else 1
-    tokens = commands.calibration_size(recipe) * recipe.texts.max_seq_length
-    seconds = 15 + 2.0 * shape.architecture.num_parameters() * tokens * passes / CPU_FLOPS
-    return seconds, f"15 s to import torch, {passes} x 2 x parameters x {tokens} tokens at {CPU_FLOPS / 1e9:g} GFLOP/s"
+    work = f"{passes} x 2 x parameters x"
+    if commands.calibrates_here(recipe, shape):
+        how = f"15 s to import torch, {work} {texts * length} tokens at {CPU_FLOPS / 1e9:g} GFLOP/s"
+        return 15 + flops / CPU_FLOPS, how
+    card = hardware.find(str(recipe.gpu))
+    how = f"{work} {texts} texts x {length} tokens at {FLOPS_SHARE:.0%} of {card.tflops:g} TFLOP/s"
+    return flops / (FLOPS_SHARE * card.tflops * 1e12), how
 
 
 def _compile(recipe: Recipe, shape: Shape) -> Stage:
