@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -76,7 +76,7 @@ class Simulated:
     def of(cls, model: decoder.Decoder, vocab_size: int, name: str, notify: Notify) -> Simulated:
         layers = _announced(model.layers, name, notify)
         if model.architecture.num_parameters() <= KEPT_PARAMETERS:
-            layers = [_made_once(make) for make in layers]
+            layers = [cache(make) for make in layers]
         return cls(replace(model, layers=layers), vocab_size)
 
     def logits(self, blocks: np.ndarray) -> Iterator[np.ndarray]:
@@ -84,17 +84,6 @@ class Simulated:
 
     def next_logits(self, ids: Sequence[int]) -> np.ndarray:
         return next(self.model.logits(np.asarray([ids])))[-1, : self.vocab_size]
-
-
-def _made_once(make: Callable[[], decoder.Layer]) -> Callable[[], decoder.Layer]:
-    kept: list[decoder.Layer] = []
-
-    def layer() -> decoder.Layer:
-        if not kept:
-            kept.append(make())
-        return kept[0]
-
-    return layer
 
 
 def _announced(

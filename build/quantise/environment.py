@@ -23,7 +23,8 @@ def run_by(argv: Sequence[str]) -> list[str]:
     """
     if argv[0] not in PYTHONS:
         return list(argv)
-    return [_shown(build_python() if argv[2] in NEEDS_TORCH else Path(sys.executable)), *argv[1:]]
+    python = build_python() if argv[2] in NEEDS_TORCH else Path(sys.executable)
+    return [str(layout.relative(python)), *argv[1:]]
 
 
 def build_python() -> Path:
@@ -34,7 +35,3 @@ def build_python() -> Path:
         return Path(sys.executable)
     needed = "torch, ModelOpt and optimum-intel are needed, in an environment of their own"
     raise Unavailable(f"{needed}: run `make setup-build` once")
-
-
-def _shown(python: Path) -> str:
-    return str(layout.relative(python))
