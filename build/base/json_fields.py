@@ -18,7 +18,10 @@ class BadField(ValueError):
 
 def shown(value: object) -> str:
     """``value`` as it stands in messages: its repr, shortened, on one line."""
-    return _SHORT.repr(value)
+    try:
+        return _SHORT.repr(value)
+    except (ValueError, RecursionError):  # Python prints no integer of more than 4300 digits
+        return f"a value of type {type(value).__name__} too large to print"
 
 
 def read_object(path: Path) -> dict[str, object]:

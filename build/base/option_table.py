@@ -12,26 +12,16 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from build.base.json_fields import shown
 from build.base.layout import OPTION_TABLES
 
 PROGRAMS = ("trtllm_build", "quantize", "convert_checkpoint_llama", "convert_checkpoint_qwen")
 
-
-SHOWN = 80
 MOST = 2**31 - 1  # the programs pass their numbers on to 32-bit integers
 
 
 def _is_text(value: str) -> bool:
     return bool(value.strip()) and value.isprintable()
-
-
-def shown(value: object) -> str:
-    """``value`` as it stands in an error message, cut to SHOWN characters."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # Python prints no integer of more than 4300 digits
-        return f"a value of type {type(value).__name__} too large to print"
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 def closest(word: str, allowed: list[str] | tuple[str, ...], count: int) -> list[str]:

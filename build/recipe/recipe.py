@@ -17,7 +17,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from build.base import hardware, layout
-from build.base.option_table import closest, nearest, shown
+from build.base.json_fields import shown
+from build.base.option_table import closest, nearest
 from build.base.option_table import read as read_option_table
 from build.recipe import schema
 from build.recipe.schema import AUTO, CPU, IMAGE, KINDS, AdapterFolder, Calibration, CpuCalibration
