@@ -1,4 +1,4 @@
-"""Five thousand requests, many cancelled at random: slots, blocks, streams and memory return to their start."""
+"""Three thousand requests, many cancelled at random: slots, blocks, streams and memory return to their start."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from triton_requests import Answer, responses, take
 
 from tests.end_to_end.watching import ended, until_idle
 
-REQUESTS = 5000
+REQUESTS = 3000
 CONCURRENCY = 48
 # What a server may gain between the first thousand requests and the last: the leak of Triton 2.51 that a cancel or a
-# late error could reach costs 150 to 360 KB per request, 250 MB and more here.
+# late error could reach costs 150 to 360 KB per request, 120 MB and more here.
 SLACK_MB = 40
 
 
@@ -64,7 +64,7 @@ async def drive(replica, requests: int, seed: int) -> dict[str, int]:
     return counts
 
 
-def test_nothing_is_left_behind_by_five_thousand_requests_with_random_cancels(replica):
+def test_nothing_is_left_behind_by_three_thousand_requests_with_random_cancels(replica):
     asyncio.run(drive(replica, 1000, seed=1))
     asyncio.run(until_idle(replica))
     before = resident(replica)
@@ -72,7 +72,7 @@ def test_nothing_is_left_behind_by_five_thousand_requests_with_random_cancels(re
     page = asyncio.run(until_idle(replica))
     after = resident(replica)
     assert counts["whole"] + counts["cancelled"] == REQUESTS - 1000
-    assert counts["cancelled"] > 300
+    assert counts["cancelled"] > 150
     grown = {name: round(after[name] - before[name], 1) for name in before}
     assert all(mb < SLACK_MB for mb in grown.values()), grown
     assert ended(page, "error") == 0
