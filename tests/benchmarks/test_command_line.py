@@ -86,7 +86,7 @@ needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="p
         (["run", "--input", "x"], "input: must be N, "),
         (["run", "--arrivals", "poisson:x"], "arrivals: must be poisson:RATE"),
         (["run", "--cancel-fraction", "2"], "cancel_fraction: must be between 0 and 1, got 2"),
-        (["run", "--url", "http://127.0.0.1:8001"], "url: got 'http://127.0.0.1:8001'"),
+        (["run", "--url", "http://127.0.0.1:8001"], "url: must be HOST:PORT of the server's gRPC endpoint"),
         (["run", "--tokenizer", "/nowhere"], "tokenizer: must be a folder with tokenizer.json, got /nowhere"),
         pytest.param(
             ["plot", "/nowhere.json"], "result: must be a readable file, got /nowhere.json", marks=needs_matplotlib
