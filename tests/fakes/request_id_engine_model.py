@@ -6,7 +6,6 @@ account. It says nothing of keys, ends or errors, because the backend cannot.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 
@@ -41,9 +40,10 @@ class TritonPythonModel:
         prompt = pb_utils.get_input_tensor_by_name(request, "input_ids").as_numpy().reshape(-1).tolist()
         budget, end_id = _value(request, "request_output_len"), _value(request, "end_id", -1)
         stopped, how = self._stopped[request_id], "ended"
-        if (kind := _value(request, "guided_decoding_guide_type")) is not None:
-            guide = [kind.decode(), _value(request, "guided_decoding_guide").decode()]
-            pb_utils.Logger.log_info(f"request id engine: {request_id} guide {json.dumps(guide)}")
+        named = [pb_utils.get_input_tensor_by_name(request, f"guided_decoding_guide{end}") for end in ("_type", "")]
+        if named[0] is not None:
+            guide = [tensor.as_numpy().reshape(-1)[0].decode() for tensor in named]
+            pb_utils.Logger.log_info(f"request id engine: {request_id} guide {guide[0]} {guide[1].encode().hex()}")
         for index in range(budget):
             token = prompt[index % len(prompt)]
             last = token == end_id or index == budget - 1
