@@ -103,6 +103,12 @@ async def drive(
     return LoadResult(sorted(run.records, key=lambda record: record.index), run.started_s, [run.use])
 
 
+async def _until(instant_s: float) -> None:
+    """Sleep until an instant on the monotonic clock; a timer of uvloop may fire up to a millisecond early."""
+    while (wait_s := instant_s - time.monotonic()) > 0:
+        await asyncio.sleep(wait_s)
+
+
 class _Run:
     def __init__(self, workload: Workload, target: Target, prompts: PromptSource, extent: Extent, share: Share) -> None:
         self._workload, self._target, self._prompts = workload, target, prompts
@@ -142,7 +148,7 @@ class _Run:
         numbers = itertools.count(self._share.nth, self._share.of)
         mine = len(range(self._share.nth, concurrency, self._share.of))
         rng = random.Random(f"{self._workload.seed} stagger {self._share.nth}")
-        await asyncio.sleep(self.started_s - time.monotonic())
+        await _until(self.started_s)
         delays_s = [rng.uniform(0.0, self._workload.stagger_s) for _ in range(mine)]
         await asyncio.gather(*(self._one_after_another(numbers, delay_s) for delay_s in delays_s))
 
@@ -159,8 +165,7 @@ class _Run:
         for number, arrival in self._arrivals():
             request = self._request(number, arrival)  # made before it is due
             intended_s = self.started_s + arrival.at_s
-            if (wait_s := intended_s - time.monotonic()) > 0:
-                await asyncio.sleep(wait_s)
+            await _until(intended_s)
             task = asyncio.create_task(self._send(request, intended_s))
             tasks.add(task)
             task.add_done_callback(tasks.discard)

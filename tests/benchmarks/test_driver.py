@@ -35,6 +35,19 @@ async def drive(url, load, extent=COUNT, share=Share()):  # noqa: B008
         await target.close()
 
 
+async def test_nothing_is_sent_before_instant_zero(monkeypatch):
+    """A timer that fires early made requests count as a part of the warm-up."""
+    sleep = asyncio.sleep
+    monkeypatch.setattr(driver.asyncio, "sleep", lambda delay_s: sleep(delay_s / 2))
+    started_s = time.monotonic() + 0.05
+    async with FakeReplica(paced()) as server:
+        target = EnsembleTarget(server.url)
+        for load in (Workload(3, None, Fixed(7), Fixed(5)), Workload(arrivals=ALL_AT_ONCE)):
+            result = await driver.drive(load, target, Prompts(), COUNT, started_s=started_s)
+            assert result.records and all(record.sent_s >= started_s for record in result.records)
+        await target.close()
+
+
 async def test_known_latencies_come_out():
     async with FakeReplica(paced(5, first_token_s=0.04, gap_s=0.02)) as server:
         records = (await drive(server.url, Workload(3, None, Fixed(7), Fixed(5)))).records
