@@ -91,7 +91,7 @@ def open_adapter(name: str, path: str, checkpoint: Checkpoint) -> LoraAdapter:
             tensor = f"{module}.weight"
             if not _LINEAR.fullmatch(tensor) or tensor not in checkpoint.tensors:
                 parts = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
-                raise BadField(f"{folder / WEIGHTS}: {module} is adapted; allowed are {parts} of the model's layers")
+                raise BadField(f"{folder / WEIGHTS}: must adapt only {parts} of the model's layers, got {module}")
             matrices[tensor] = _matrix(config, tensors, module, checkpoint.tensors[tensor].shape, folder / WEIGHTS)
     except BadField as exc:
         raise InvalidArgument(f"adapters.{name}", str(exc)) from exc
@@ -128,9 +128,9 @@ def _tensors(folder: Path) -> dict[tuple[str, str], StoredTensor]:
     for name, tensor in shards.read_header(path).items():
         match = _TENSOR.fullmatch(name)
         if match is None:
-            raise BadField(f"{path}: holds {name}; allowed are lora_A and lora_B of linear layers")
+            raise BadField(f"{path}: must hold only lora_A and lora_B of linear layers, got {name}")
         if tensor.dtype not in shards.DTYPES:
-            raise BadField(f"{path}: {name} is {tensor.dtype}; allowed is one of {', '.join(shards.DTYPES)}")
+            raise BadField(f"{path}: {name} must be one of {', '.join(shards.DTYPES)}, got {tensor.dtype}")
         found[match[1], match[2]] = tensor
     if not found:
         raise BadField(f"{path}: holds no tensors")
@@ -148,7 +148,7 @@ def _matrix(
     rank = int(_patterned(config, "rank_pattern", module, config.integer("r")))
     if a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
         allowed = f"[{rank}, {shape[1]}] and [{shape[0]}, {rank}] for this model and rank {rank}"
-        raise BadField(f"{path}: {module} has A {list(a.shape)} and B {list(b.shape)}; allowed is {allowed}")
+        raise BadField(f"{path}: A and B of {module} must be {allowed}, got {list(a.shape)} and {list(b.shape)}")
     alpha = _patterned(config, "alpha_pattern", module, config.number("lora_alpha"))
     scale = alpha / (math.sqrt(rank) if config.boolean("use_rslora", False) else rank)
     values = LoraMatrix(np.array(a.f32()), b.f32() * np.float32(scale))
