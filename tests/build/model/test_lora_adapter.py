@@ -80,7 +80,7 @@ def test_the_digest_is_of_both_files(base, tmp_path):
         ({"lora_alpha": "8"}, "lora_alpha must be a positive number"),
         ({"rank_pattern": {"q_proj": 3, "(": 1}}, "rank_pattern has '(', which is no regular expression"),
         ({"rank_pattern": {"(": 1}}, "rank_pattern has '(', which is no regular expression"),
-        ({"files": {f"base_model.model.{Q0}.lora_magnitude_vector": np.ones(3)}}, "linear layers, got base_model.model."),
+        ({"files": {f"base_model.model.{Q0}.lora_magnitude_vector": np.ones(3)}}, "linear layers, got base_model."),
         ({"files": {"base_model.model.lm_head.lora_A.weight": np.ones((4, 64))}}, "must adapt only q_proj"),
         ({"files": {f"base_model.model.{Q0}.lora_A.weight": np.ones((3, 64))}}, "must be [4, 64] and [64, 4]"),
         ({"files": {f"base_model.model.{Q0}.lora_A.weight": np.full((4, 64), np.nan)}}, "holds NaN or infinity"),
