@@ -106,6 +106,18 @@ async def test_an_output_that_max_tokens_cuts_says_length(client):
     assert done.finish_reason is FinishReason.LENGTH and done.text == "a" * len(done.text)
 
 
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 11}])
+async def test_a_guided_output_goes_on_behind_ids_that_were_generated(client, sampling):
+    asked = {"guide": GUIDES[0], "max_tokens": 200, **sampling}
+    whole = await client.generate("A person:", **asked).complete()
+    for cut in sorted({1, len(whole.token_ids) // 2, len(whole.token_ids) - 1}):
+        rest = await client.generate("A person:", continue_ids=whole.token_ids[:cut], **asked).complete()
+        assert whole.text.endswith(rest.text) and rest.token_ids == whole.token_ids[cut:], cut
+        assert rest.usage.output_tokens == whole.usage.output_tokens and rest.finish_reason is whole.finish_reason
+    with pytest.raises(InvalidArgument, match="guided_decoding_guide: must be left out with continue_ids, unless"):
+        await client.generate("A person:", continue_ids=[1], guide=GUIDES[0], temperature=1.0).complete()
+
+
 async def test_log_probabilities_stop_strings_and_choices_go_with_a_guide(client):
     done = await complete(client, GUIDES[1], log_probs=True, top_log_probs=2)
     assert len(done.log_probs) == len(done.token_ids)
