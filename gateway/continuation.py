@@ -52,10 +52,10 @@ def _digest(request: GenerationRequest) -> str:
 class Continuation:
     """What one generation needs to go on elsewhere.
 
-    count: attempts after a loss.
-    losses: replicas that were lost while they ran it; a drain and a replica that is not up yet are none.
-    tried: URLs of the replicas that were lost.
-    lost_s: when the latest response came before the loss, ``time.monotonic()``; 0 while nothing is lost.
+    count: attempts that failed.
+    losses: those of them whose replica ended while it ran the request; a drain and a replica that is not up are none.
+    tried: URLs of the replicas of failed attempts.
+    lost_s: when the first attempt since the latest response failed, ``time.monotonic()``; 0 if none did.
     error: of the first loss.
     """
 
@@ -84,11 +84,11 @@ class Continuation:
 
     @property
     def exhausted(self) -> bool:
-        """Whether it lost more replicas than are allowed."""
+        """Whether it lost more replicas than are allowed. A single loss says nothing about the prompt."""
         return self.losses > max(1, self._limit)
 
     def lose(self, error: TridentError, replica: str, lost: bool) -> None:
-        """Take note of an attempt that ended with ``error``. lost: it counts as a loss."""
+        """Take note of an attempt that failed with ``error``. lost: whether it counts as a loss."""
         self.count += 1
         self.losses += lost
         self.lost_s = self.lost_s or time.monotonic()

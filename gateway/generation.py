@@ -244,7 +244,7 @@ class Generation:
 
     async def _continue(self, error: TridentError) -> bool:
         """Wait until another replica of the pool can go on after ``error``; False if the request cannot go on."""
-        state, route, replicas = self._continuation, self._route, self._runtime.replicas
+        state, route = self._continuation, self._route
         silence, self._silence = self._silence, None
         if self._closed or self.finish_reason or self._cut_error is not None or self.upstream is not None:
             return False
@@ -256,33 +256,41 @@ class Generation:
         began = self._stream is not None and self._started and not state.lost_s
         ran_s = time.monotonic() - self._opened_s
         state.lose(error, route.replica, silence is not None or continuation.is_loss(error, in_band, ran_s, began))
-        metrics, suspects = self._runtime.metrics, self._runtime.suspects
+        suspects = self._runtime.suspects
         if state.exhausted:
             suspects.add(self.request, self._context.request_id, error)
         if not state.allows(self.request) or (self._payload and self._continued_payload is None):
-            metrics.continuations.labels("refused").inc()
+            result = "refused"
+        elif self.request in suspects:
+            result = "suspect"
+        else:
+            result = "continued" if await self._wait_for_replica(route) else "no_replica"
+        self._runtime.metrics.continuations.labels(result).inc()
+        if result != "continued":
             return False
-        if self.request in suspects:
-            metrics.continuations.labels("suspect").inc()
-            return False
-        self._waiting_since_s = 0.0
-        until_s = min(self._deadline_s, state.lost_s + continuation.WAIT_S)
-        if not route.has_alternative():
-            await asyncio.sleep(continuation.PAUSE_S)
-        while not replicas.ready_with(self._turn.pool, self._engine):
-            if time.monotonic() >= until_s:
-                metrics.continuations.labels("no_replica").inc()
-                return False
-            await asyncio.sleep(continuation.POLL_S)
-            if self._closed or self._cut_error is not None:
-                raise self._cut_error or Cancelled(LEFT)
         self._earlier_attempts = error.attempts
         self._permit.headers[continuation.HEADER] = str(state.count)
-        metrics.continuations.labels("continued").inc()
         request_log.continued(self._context, self.id, route.replica, self.tokens, error)
         end_span(self._replica_span, error)
         self._replica_span = None
         return True
+
+    async def _wait_for_replica(self, route: Route) -> bool:
+        """Wait until a replica of the pool with the same engine is ready; False if none is in time.
+
+        Raises the error of a generation that was cut or closed meanwhile.
+        """
+        self._waiting_since_s = 0.0
+        until_s = min(self._deadline_s, self._continuation.lost_s + continuation.WAIT_S)
+        if not route.has_alternative():
+            await asyncio.sleep(continuation.PAUSE_S)
+        while not (self._closed or self._cut_error is not None):
+            if self._runtime.replicas.ready_with(self._turn.pool, self._engine):
+                return True
+            if time.monotonic() >= until_s:
+                return False
+            await asyncio.sleep(continuation.POLL_S)
+        raise self._cut_error or Cancelled(LEFT)
 
     def _first_loss(self, error: TridentError) -> TridentError:
         """Return the error of the first lost replica where ``error`` only says why the request could not go on."""

@@ -121,6 +121,22 @@ async def test_without_another_replica_it_waits_for_its_own_to_return():
         generation.close()
 
 
+async def test_a_generation_that_is_cut_while_it_waits_goes_nowhere(monkeypatch):
+    monkeypatch.setattr(continuation, "PAUSE_S", 0.1)
+    async with FakeReplica(first_then(GONE)) as only, runtime(only.url, continuations=1) as here:
+        generation = await here.generation(requests(max_tokens=12)[0])
+        for _ in range(5):
+            await anext(generation)
+        rest = asyncio.ensure_future(anext(generation))
+        await until(lambda: not only.counts.running)
+        await asyncio.sleep(0.02)
+        generation.cut(Unavailable("the gateway is stopping"))
+        with pytest.raises(Unavailable, match="stopping"):
+            await rest
+        generation.close(generation.error)
+        assert only.counts.started == 1 and here.idle
+
+
 async def test_the_first_error_is_told_when_no_replica_returns_in_time():
     async with FakeReplica(first_then(GONE)) as only, runtime(only.url, continuations=1) as here:
         generation = await here.generation(requests(max_tokens=12)[0])
