@@ -22,7 +22,7 @@ from clients.replica_set.discovery import Discovery, source
 from clients.replica_set.health import HealthPolicy
 from clients.replica_set.picks import Pick, RoutingRequest
 from clients.replica_set.replica import Replica, ReservedCall
-from clients.replica_set.replica_set import REFRESH_S, Check, ReplicaSet
+from clients.replica_set.replica_set import Check, ReplicaSet
 from clients.wire import infer_request, request
 from clients.wire.arguments import ClientOptions, GenerateArguments
 from clients.wire.completion import Completion
@@ -43,7 +43,7 @@ class BalancedClient(AsyncBaseClient):
     replicas: ``"HOST:PORT,HOST:PORT"``, ``"dns:///NAME:PORT"``, ``"file:///PATH"``, a list, or a Discovery.
     pick: a policy of ``clients.replica_set.picks``, or its name.
     health: when a replica counts as healthy.
-    refresh_s: seconds between two discoveries.
+    refresh_s: seconds between two discoveries; None: 0.5 for a file, 5 for DNS, 30 for a Discovery that sets none.
     options: see ``ClientOptions``; they hold for every replica.
     """
 
@@ -53,7 +53,7 @@ class BalancedClient(AsyncBaseClient):
         *,
         pick: Pick | str = picks.power_of_two_choices,
         health: HealthPolicy | None = None,
-        refresh_s: float = REFRESH_S,
+        refresh_s: float | None = None,
         **options: Unpack[ClientOptions],
     ) -> None:
         if isinstance(pick, str) and pick not in picks.BY_NAME:

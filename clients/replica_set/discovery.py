@@ -1,7 +1,7 @@
 """Find the replicas: a fixed list, a DNS name, or a file that another program keeps up to date.
 
-Discovery repeats. A source that fails raises Unavailable, and the caller keeps the replicas it knew before:
-an old list serves better than none.
+Discovery repeats, every ``refresh_s`` of the source where it has one. A source that fails raises Unavailable, and the
+caller keeps the replicas it knew before: an old list serves better than none.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Protocol, cast
 from contract.errors import InvalidArgument, Unavailable
 
 DEFAULT_PORT = 8001
+REFRESH_S = 30.0  # of sources that set none
 _FORMS = "'HOST:PORT,HOST:PORT', 'dns:///NAME:PORT' or 'file:///PATH'"
 
 
@@ -43,6 +44,8 @@ Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 class Dns:
     """Every address that a name has, as a headless Kubernetes service gives it one per pod."""
 
+    refresh_s = 5.0
+
     def __init__(self, name: str, port: int = DEFAULT_PORT, resolve: Resolve | None = None) -> None:
         self._name, self._port, self._resolve = name, port, resolve or _addresses
 
@@ -60,13 +63,23 @@ class Dns:
 
 
 class File:
-    """One HOST:PORT a line; ``#`` begins a comment. Replace the file by renaming, so that no half of it is read."""
+    """One HOST:PORT a line; ``#`` begins a comment. Replace the file by renaming, so that no half of it is read.
+
+    A file that has not changed is not read again.
+    """
+
+    refresh_s = 0.5
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
+        self._read: tuple[tuple[int, ...], tuple[str, ...]] | None = None  # which file, and its replicas
 
     async def replicas(self) -> tuple[str, ...]:
         try:
+            stat = self._path.stat()
+            identity = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            if self._read is not None and self._read[0] == identity:
+                return self._read[1]
             lines = self._path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as exc:
             raise Unavailable(f"cannot read the replicas in {str(self._path)!r}: {exc}") from exc
@@ -76,6 +89,7 @@ class File:
             raise Unavailable(f"{str(self._path)!r} is not a list of replicas: {exc}") from exc
         if not found:
             raise Unavailable(f"{str(self._path)!r} names no replica")
+        self._read = identity, found
         return found
 
 
@@ -100,7 +114,13 @@ def source(where: str | Iterable[str] | Discovery) -> Discovery:
 def _clean(urls: Iterable[str]) -> tuple[str, ...]:
     """Stripped, checked, without repeats, sorted."""
     stripped = {url.strip() for url in urls} - {""}
-    return tuple(sorted(f"{host}:{port}" for host, port in map(_split, stripped)))
+    return tuple(sorted(map(address, stripped)))
+
+
+def address(url: str) -> str:
+    """Return ``HOST:PORT`` of ``HOST:PORT`` or ``HOST``. Raises InvalidArgument."""
+    host, port = _split(url)
+    return f"{host}:{port}"
 
 
 def _split(url: str) -> tuple[str, int]:

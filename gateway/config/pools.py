@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from clients.replica_set import discovery
 from contract.errors import InvalidArgument
 from gateway.config.policy import PoolRules
-from gateway.config.settings import Settings
+from gateway.config.settings import Settings, replica_source
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Pools:
         listed = {pool: rule.replicas for pool, rule in rules.items() if rule.replicas is not None}
         for pool, where in listed.items():
             try:
-                discovery.source(where)
+                replica_source(where)
             except InvalidArgument as exc:
                 raise InvalidArgument(f"{path}: pools.{pool}.replicas", exc.problem) from exc
         # The pool without a name is the one of a single pool; named pools replace it.

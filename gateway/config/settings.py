@@ -23,6 +23,7 @@ PREFIX = "TRIDENT_GATEWAY_"
 MAX_BODIES_BYTES = 256 * 1024 * 1024
 MONITORING_OFFSET = 2  # of the default monitoring port from the HTTP port
 SCORED = "scored"
+REGISTERED = "registered"
 DAY_S = 86_400
 _POLICIES = (SCORED, *picks.BY_NAME)
 
@@ -101,8 +102,8 @@ class Settings(EnvironmentSettings):
     triton_model: Text = Field("ensemble", description="name of the model at every replica")
     replicas: str = Field(
         "127.0.0.1:8001",
-        description="replicas: `HOST:PORT,HOST:PORT`, `dns:///NAME:PORT` or `file:///PATH`; "
-        "several pools: `stable=HOST:PORT,HOST:PORT;canary=dns:///NAME:PORT`",
+        description="replicas: `HOST:PORT,HOST:PORT`, `dns:///NAME:PORT`, `file:///PATH`, or `registered`: none but "
+        "those that register (docs/fleet.md), which join any list; several pools: `stable=HOST:PORT,HOST:PORT;canary=dns:///NAME:PORT`",
     )
     pool_weights: Annotated[Pairs, Allowed("NAME=NUMBER,NAME=NUMBER")] = Field(
         default_factory=dict,
@@ -237,6 +238,11 @@ class Settings(EnvironmentSettings):
     otlp_endpoint: Url = Field(
         "", description="OTLP/HTTP traces go here, such as http://127.0.0.1:4318/v1/traces; unset: no traces"
     )
+    admin_token_file: Annotated[File | None, Allowed("a file with a token")] = Field(
+        None,
+        description="file with the token of `/admin/` (docs/fleet.md): for operators, and replicas that register; "
+        "unset: no such endpoints",
+    )
     tls_cert: PemFile = Field(None, description="certificate; set it and TLS_KEY to serve over TLS (docs/tls.md)")
     tls_key: PemFile = Field(None, description="private key of TLS_CERT")
     tls_client_ca: PemFile = Field(None, description="authority whose certificates clients must present")
@@ -260,9 +266,10 @@ class Settings(EnvironmentSettings):
         if self.max_bodies_bytes is not None and self.max_bodies_bytes < least_bytes:
             problem = f"must be at least twice {variable('max_body_bytes')}: {least_bytes}, got {self.max_bodies_bytes}"
             raise InvalidArgument(variable("max_bodies_bytes"), problem)
+        self.admin_token  # noqa: B018 - is read to be checked
         for where in self.pools.values():
             try:
-                discovery.source(where)
+                replica_source(where)
             except InvalidArgument as exc:
                 raise InvalidArgument(variable("replicas"), exc.problem) from exc
         self._check_pem()
@@ -321,6 +328,20 @@ class Settings(EnvironmentSettings):
         return pools
 
     @property
+    def admin_token(self) -> bytes:
+        """The token of /admin/; empty where there are no such endpoints. Raises InvalidArgument."""
+        if self.admin_token_file is None:
+            return b""
+        try:
+            token = self.admin_token_file.read_bytes().strip()
+        except OSError as exc:
+            raise InvalidArgument(variable("admin_token_file"), f"cannot be read: {exc.strerror}") from exc
+        if not re.fullmatch(rb"[!-~]{16,4096}", token):
+            problem = "must hold one token of 16 to 4096 printable ASCII characters without blanks"
+            raise InvalidArgument(variable("admin_token_file"), problem)
+        return token
+
+    @property
     def weights(self) -> dict[str, float]:
         """The share of each pool, by its name; in any unit."""
         weights = {}
@@ -367,6 +388,18 @@ class Settings(EnvironmentSettings):
         if replica in self.metrics_urls:
             return self.metrics_urls[replica]
         return f"http://{replica.rpartition(':')[0]}:{self.metrics_port}/metrics" if self.metrics_port else ""
+
+
+class NoReplicas:
+    """The source of a pool whose replicas all register themselves."""
+
+    async def replicas(self) -> tuple[str, ...]:
+        return ()
+
+
+def replica_source(where: str) -> discovery.Discovery:
+    """Return the source of a pool's replicas. Raises InvalidArgument."""
+    return NoReplicas() if where.strip() == REGISTERED else discovery.source(where)
 
 
 # What Kubernetes puts into every container of a namespace with a service called trident-gateway, or trident-gateway-…

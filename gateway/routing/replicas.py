@@ -22,7 +22,7 @@ import grpc.aio
 
 from clients.replica_set import costs, picks
 from clients.replica_set.costs import Costs
-from clients.replica_set.discovery import Discovery, source
+from clients.replica_set.discovery import Discovery
 from clients.replica_set.health import HealthPolicy
 from clients.replica_set.picks import RoutingRequest
 from clients.replica_set.replica import Replica, ReservedCall
@@ -38,9 +38,10 @@ from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavai
 from contract.generation import GenerationRequest, SamplingParams
 from contract.priority import HIGHEST, PARAMETER
 from gateway.admission.sharing import UNKNOWN, Capacity, OthersLoad, capacity
-from gateway.config.settings import SCORED, Settings
+from gateway.config.settings import SCORED, Settings, replica_source
 from gateway.routing import replica_metrics, scoring
 from gateway.routing.circuit_breaker import SILENCE_S, Breaker, BreakerPolicy, BreakerState, token_digest
+from gateway.routing.registrations import Registered, Registrations
 from gateway.routing.replica_metrics import ReplicaMetrics
 from gateway.routing.scoring import Candidate, Explanation, Router
 
@@ -161,7 +162,8 @@ class Replicas:
         pick = None if settings.routing == SCORED else picks.BY_NAME[settings.routing]
         self._router = Router(pick=pick, slow_start_s=settings.slow_start_s)
         self._budget = RetryBudget(reserve=100.0)  # a replica that fails does so for all its requests
-        found = sources or {pool: source(where) for pool, where in self._addresses.items()}
+        self.registrations = Registrations(self._joined, self._left)
+        found = sources or {pool: self._source(pool, where) for pool, where in self._addresses.items()}
         self._sets = {pool: self._set(pool, discovery) for pool, discovery in found.items()}
         self._retired: list[ReplicaSet[RoutedReplica]] = []  # of pools that are no longer configured
         self._weights = settings.weights
@@ -177,15 +179,29 @@ class Replicas:
         settings = self._settings
 
         def make(url: str) -> RoutedReplica:
-            return RoutedReplica(
-                url, pool, settings.metrics_url(url), settings.replica_tls, self._health, self._breaker
-            )
+            return RoutedReplica(url, pool, self._metrics_url(url), settings.replica_tls, self._health, self._breaker)
 
         checks = (
             Check(self._probe, self._health.interval_s),
             Check(self._read_metrics, settings.metrics_interval_s),
         )
         return ReplicaSet(discovery, make, checks, rng=self._rng, name=pool)
+
+    def _metrics_url(self, url: str) -> str:
+        return self.registrations.metrics_url(url) or self._settings.metrics_url(url)
+
+    def _source(self, pool: str, where: str) -> Discovery:
+        return Registered(replica_source(where), self.registrations, pool)
+
+    def _joined(self, pool: str, url: str) -> None:
+        if url in (known := self._replicas_of(pool)):
+            known[url].metrics_url = self._metrics_url(url)
+        elif pool in self._sets:
+            self._sets[pool].add(url)
+
+    def _left(self, pool: str, url: str) -> None:
+        if pool in self._sets:
+            self._sets[pool].remove(url)
 
     async def start(self) -> None:
         """Discover the replicas of every pool once; discovery goes on where it failed."""
@@ -216,14 +232,15 @@ class Replicas:
             if self._addresses.get(pool) == where:
                 continue
             if pool in self._sets:
-                self._sets[pool].change(source(where))
+                self._sets[pool].change(self._source(pool, where))
                 continue
-            self._sets[pool] = added = self._set(pool, source(where))
+            self._sets[pool] = added = self._set(pool, self._source(pool, where))
             if self._http is not None:  # started
                 added.start()
         self._addresses = dict(addresses)
 
     async def close(self) -> None:
+        self.registrations.close()
         await asyncio.gather(*(pool.close() for pool in (*self._sets.values(), *self._retired)))
         if self._http is not None:
             await self._http.close()

@@ -100,3 +100,36 @@ async def test_closing_does_not_wait_for_requests_at_replicas_that_left():
     replicas.retire()
     assert not replicas.replicas
     await asyncio.wait_for(replicas.close(), 30)
+
+
+async def test_a_replica_whose_check_takes_long_holds_up_no_other():
+    checking = asyncio.Event()
+    source = Source("a:1")
+
+    async def check(replica: Replica) -> None:
+        if replica.url == "slow:1":
+            checking.set()
+            await asyncio.Event().wait()
+
+    replicas = ReplicaSet(source, lambda url: Replica(Connection(url), HealthPolicy()), (Check(check, 60),))
+    await replicas.found()
+    replicas.add("slow:1")
+    await checking.wait()
+    replicas.add("b:1")
+    replicas.add("a:1")
+    await until(lambda: set(replicas.replicas) == {"a:1", "b:1"})
+    replicas.remove("slow:1")
+    replicas.remove("b:1")
+    assert set(replicas.replicas) == {"a:1"}
+    replicas.add("slow:1")
+    await replicas.close()
+
+
+async def test_discovery_is_as_frequent_as_the_source_wants():
+    source = Source("a:1")
+    source.refresh_s = 0.01  # type: ignore[attr-defined]
+    replicas = made(source, [])
+    await replicas.found()
+    source.urls = ("b:1",)
+    await until(lambda: set(replicas.replicas) == {"b:1"})
+    await replicas.close()

@@ -1,0 +1,100 @@
+"""Serve the operators' endpoints under /admin/, with the token of TRIDENT_GATEWAY_ADMIN_TOKEN_FILE."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, TridentError, Unauthenticated
+from gateway.admission.body_budget import BodyBudget
+from gateway.api import error_responses, request_body, schemas
+from gateway.api.request_body import BodyTooLarge, bearer_token
+from gateway.routing.registrations import Registration
+from gateway.service import Service
+
+MAX_BODY_BYTES = 64 * 1024
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\[\]-]{0,199}")
+Body = TypeVar("Body")
+Handle = Callable[[Request], Awaitable[Any]]
+
+
+def routes(service: Service) -> list[Route]:
+    """Return the operators' endpoints; none where no token is set."""
+    token = service.settings.admin_token
+    if not token:
+        return []
+
+    def route(path: str, method: str, handle: Handle) -> Route:
+        return Route(f"/admin/{path}", _guarded(token, handle), methods=[method])
+
+    registrations = service.replicas.registrations
+
+    async def register(request: Request) -> Any:
+        name, registration = _name(request), await body(service, request, Registration)
+        pools = service.replicas.pools
+        if registration.pool not in pools:
+            known = ", ".join(pool or "''" for pool in pools)
+            raise InvalidArgument("pool", f"must be one of {known}, got {registration.pool!r}")
+        registrations.put(name, registration)
+        return {"name": name, "lease_s": registration.lease_s}
+
+    async def withdraw(request: Request) -> Any:
+        return {"withdrawn": registrations.withdraw(_name(request))}
+
+    async def registered(request: Request) -> Any:
+        known = {replica.url: replica for replica in service.replicas.ready()}
+        return {"replicas": [entry | {"in_use": entry["address"] in known} for entry in registrations.entries()]}
+
+    return [
+        route("replicas/{name}", "PUT", register),
+        route("replicas/{name}", "DELETE", withdraw),
+        route("replicas", "GET", registered),
+    ]
+
+
+async def body(service: Service, request: Request, kind: type[Body]) -> Body:
+    """Return the JSON body of a request as a ``kind``, a pydantic model. Raises InvalidArgument, DeadlineExceeded."""
+    timeout_s = service.settings.body_timeout_s
+    try:
+        with BodyBudget(MAX_BODY_BYTES, MAX_BODY_BYTES).lease("") as lease:
+            data = await request_body.read(request, lease, MAX_BODY_BYTES, timeout_s)
+    except BodyTooLarge:
+        raise InvalidArgument("body", f"must be at most {MAX_BODY_BYTES} bytes") from None
+    except asyncio.TimeoutError:
+        raise DeadlineExceeded(f"the body did not arrive within {timeout_s:g} s") from None
+    except ClientDisconnect:
+        raise Cancelled("the client disconnected") from None
+    found: Body = schemas.validated(kind, data)
+    return found
+
+
+def _guarded(token: bytes, handle: Handle) -> Callable[[Request], Awaitable[Response]]:
+    """Return the endpoint that sends what ``handle`` returns as JSON, or its error, to callers with the token."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            given = bearer_token(request.headers.get("authorization", "")).encode()
+            if not hmac.compare_digest(given, token):
+                raise Unauthenticated("the operators' endpoints need the token of TRIDENT_GATEWAY_ADMIN_TOKEN_FILE")
+            fields = await handle(request)
+        except TridentError as error:
+            return error_responses.response(*error_responses.http(error))
+        return Response(orjson.dumps(fields), media_type="application/json")
+
+    return endpoint
+
+
+def _name(request: Request) -> str:
+    name: str = request.path_params["name"]
+    if not _NAME.fullmatch(name):
+        allowed = "1 to 200 letters, digits, '.', '_', ':', '[', ']' and '-', the first a letter or digit"
+        raise InvalidArgument("name", f"must be {allowed}, got {name[:50]!r}")
+    return name
