@@ -488,6 +488,7 @@ class Generation:
             error_type=error_type(error),
             output_tokens=usage.output_tokens if usage else 0,
             attempts=attempts,
+            tenant=self._context.tenant,
         )
         if self._shadow is not None:
             self._shadow.ended(error)

@@ -23,6 +23,8 @@ from gateway.admission.budget_store import BudgetStore, MemoryStore, RedisStore,
 from gateway.admission.concurrency import Concurrency
 from gateway.admission.fair_admission import FairAdmission, Permit
 from gateway.admission.prompt_tokens import PromptTokens, load_tokenizer
+from gateway.admission.request_class import HEADER as CLASS_HEADER
+from gateway.admission.request_class import classified
 from gateway.choices import Choices
 from gateway.config.configuration import Configuration
 from gateway.config.policy import Capability, ModelRules, Policy
@@ -76,7 +78,7 @@ class Service:
         self.replicas = replicas or Replicas(settings)
         self.overflow = Overflow(self.replicas.ready, BreakerPolicy(settings.breaker_failures, settings.breaker_open_s))
         policy = configuration.policy
-        lease_s = settings.request_timeout_s + policy.admission.max_wait_s + SETTLING_S
+        lease_s = settings.request_timeout_s + policy.longest_wait_s + SETTLING_S
         self._redis = connect(policy.budgets.redis) if policy.budgets.redis else None
         self.budgets: BudgetStore = (
             RedisStore(self._redis, lease_s=lease_s) if self._redis else MemoryStore(time.monotonic, lease_s)
@@ -209,10 +211,13 @@ class Service:
     async def routed(
         self, model: str, requests: Sequence[GenerationRequest], context: RequestContext
     ) -> RequestContext:
-        """Return the context of ``requests`` with the model of that name, or that a router chose, and its pool.
+        """Return the context of ``requests`` with their class, the model of that name, or that a router chose, and its
+        pool.
 
-        Raises: what Models.serving raises, and Unavailable if the model has no replicas and no upstream that accepts.
+        Raises: what ``classified`` and Models.serving raise, and Unavailable if the model has no replicas and no
+        upstream that accepts.
         """
+        context = self.classified(context)
         tenant, accepts = context.tenant, self.fallback.accepts(context)
         if not self.models.configured:
             return replace(context, model=self.models.find(model, tenant))
@@ -234,6 +239,13 @@ class Service:
             error.retry_after_s = self.fallback.retry_after_s(replace(context, model=served), requests[0], error)
             raise error
         return replace(context, model=served, tenant=tenant if pool == tenant.pool else replace(tenant, pool=pool))
+
+    def classified(self, context: RequestContext) -> RequestContext:
+        """Return the context with the request's class. Raises InvalidArgument."""
+        classes, requested = self.configuration.policy.classes, context.carrier.get(CLASS_HEADER, "")
+        if not classes and not requested:
+            return context
+        return replace(context, tenant=classified(classes, context.tenant, context.operation, requested))
 
     def models_of(self, tenant: Tenant) -> list[ServedModel]:
         """Return the models that a tenant may use; an encoder that no model names is one of its pool's name."""
@@ -280,7 +292,7 @@ class Service:
             with self.metrics.waiting.track_inprogress(), self.metrics.queue.time(), self.live.admitting():
                 permit = await self._admit(requests, context)
             end_span(queue_span)
-            permit.headers.update(self.model_headers(context))
+            permit.headers.update(self.context_headers(context))
             return Choices(self._runtime, permit, self._prompt_tokens(context), context, began_s, span)
         except BaseException as exc:  # CancelledError too: the caller left the queue
             end_span(queue_span, exc)
@@ -289,9 +301,10 @@ class Service:
                 self.refused(context, exc, began_s)
             raise
 
-    def model_headers(self, context: RequestContext) -> dict[str, str]:
-        """Return the response headers that tell the model, where there is a table of models."""
-        return {HEADER: context.model.name} if self.models.configured else {}
+    def context_headers(self, context: RequestContext) -> dict[str, str]:
+        """Return the response headers that tell the model, where there is a table of models, and the class."""
+        headers = {HEADER: context.model.name} if self.models.configured else {}
+        return headers | ({CLASS_HEADER: context.tenant.request_class} if context.tenant.class_rules else {})
 
     async def _admit(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Permit:
         tenant, accepts = context.tenant, self.fallback.accepts(context)

@@ -159,7 +159,9 @@ class FairAdmission:
         budget store does not answer).
         """
         pool = self.pools.draw(tenant.pool, session)
-        requests, target, headers = self._degraded(tuple(requests), tenant, pool, accepts, down, targets)
+        capped, headers = self._capped(tuple(requests), tenant)
+        requests, target, degraded = self._degraded(capped, tenant, pool, accepts, down, targets)
+        headers |= degraded
         if target:
             pool = self.target_pool(target)
         ticket = _Ticket(self, tenant, session, self._clock(), requests)
@@ -253,6 +255,17 @@ class FairAdmission:
         self.degraded[stage.value] += 1
         return tuple(served.request for served in degraded), degraded[0].target, {"x-trident-degraded": note}
 
+    def _capped(
+        self, requests: tuple[GenerationRequest, ...], tenant: Tenant
+    ) -> tuple[tuple[GenerationRequest, ...], dict[str, str]]:
+        """Return the requests with the ``max_tokens`` of their class at most, and response headers."""
+        most = tenant.class_rules.max_tokens if tenant.class_rules is not None else None
+        if most is None:
+            return requests, {}
+        capped = [degrade(request, Stage.SHORTER, DegradationRules(max_tokens=most)) for request in requests]
+        note = next((served.note for served in capped if served.note), "")
+        return tuple(served.request for served in capped), {"x-trident-degraded": note} if note else {}
+
     def _has_room(self, target: str, requests: tuple[GenerationRequest, ...], tenant: Tenant) -> bool:
         """Return whether the target would serve the requests soon."""
         pool = self.target_pool(target)
@@ -328,9 +341,13 @@ class _Ticket:
     def claim(self, pool: str, tokens: int, count: int, remaining_s: float = math.inf) -> Claim:
         """Queue for ``count`` slots of a pool. remaining_s: of the request's time. Raises Overloaded."""
         admission, tenant = self.admission, self.tenant
-        until_s = min(admission._clock() + min(admission._rules.max_wait_s, remaining_s), self.ends_s)
-        longest_tokens = _longest(self.requests)
-        entry = Entry(tenant.name, max(1, tokens), tenant.priority, tenant.weight, until_s, count, longest_tokens)
+        rules, max_wait_s = tenant.class_rules, admission._rules.max_wait_s
+        if rules is not None and rules.max_wait_s is not None:
+            max_wait_s = rules.max_wait_s
+        until_s = min(admission._clock() + min(max_wait_s, remaining_s), self.ends_s)
+        share = rules.share if rules is not None else 1.0
+        order = (tenant.priority, tenant.weight, until_s)
+        entry = Entry(tenant.name, max(1, tokens), *order, count, _longest(self.requests), share)
         try:
             claim = admission.slots(pool).claim(entry, self.ends_s)
         except Overloaded as exc:

@@ -27,7 +27,8 @@ class Entry:
 
     cost_tokens: what it may use, at least 1. slots: how many it needs, one for each choice; it is given one at a time,
     and has ``begun`` so many. longest_tokens: what one of its choices may generate. priority: 0 is the most urgent.
-    deadline_s: on the caller's clock, or infinity. work: the caller's own. A weight is that of the tenant's latest.
+    share: of the slots, for this and less urgent priorities. deadline_s: on the caller's clock, or infinity. work: the
+    caller's own. A weight is that of the tenant's latest.
     """
 
     tenant: str
@@ -37,6 +38,7 @@ class Entry:
     deadline_s: float = math.inf
     slots: int = 1
     longest_tokens: int = 0
+    share: float = 1.0
     work: Any = None
     begun: int = 0
     sequence: int = -1

@@ -26,11 +26,16 @@ SHORT = 0.25
 
 @dataclass(frozen=True)
 class _Limits:
-    """Of this moment. limit: requests at the replicas. open: of which so many of any length. share: of one tenant."""
+    """Of this moment.
+
+    limit: requests at the replicas. open: of which so many of any length. share: of one tenant.
+    slots: of which classes have their shares.
+    """
 
     limit: int
     open: int
     share: int
+    slots: float
 
 
 class PoolSlots:
@@ -56,6 +61,7 @@ class PoolSlots:
         self.running = 0  # slots that were given and not released
         self._reserved = 0  # of which so many are kept for short requests, or only wait at a replica
         self._running_of: Counter[str] = Counter()
+        self._running_at: Counter[int] = Counter()  # by priority
         self._running_tokens: float = 0
         self._longest_tokens = 0  # of the running ones, added up
         self._drain = retry_after.DrainRate()
@@ -81,7 +87,7 @@ class PoolSlots:
     def idle(self) -> bool:
         """Nothing runs, nothing waits, and nothing is left over from what did."""
         left = (self.running, self._reserved, self._running_tokens, self._longest_tokens, self.queue.backlog_tokens)
-        return not any(left) and not self._running_of and not self.waiting
+        return not (any(left) or self._running_of or self._running_at or self.waiting)
 
     def retry_after_s(self, rng: random.Random) -> float:
         """Return when a refused request may be sent again, from the pace at which this pool's backlog shrinks."""
@@ -133,9 +139,10 @@ class PoolSlots:
         if capacity.others:
             return self._shared_limits(capacity)
         # A share is one of what runs: a request that only waits at a replica makes no room for others.
-        share = self._share(capacity.slots) if self.rules.tenant_share < 1 else capacity.limit
+        share = self._share(capacity.slots, self.rules.tenant_share) if self.rules.tenant_share < 1 else capacity.limit
         reserved = self._reserve(capacity.slots)
-        return _Limits(capacity.limit, capacity.slots - reserved if reserved else capacity.limit, share)
+        unreserved = capacity.slots - reserved if reserved else capacity.limit
+        return _Limits(capacity.limit, unreserved, share, capacity.slots)
 
     def _shared_limits(self, capacity: Capacity) -> _Limits:
         """Return the limits while other gateways have requests at the same replicas.
@@ -147,14 +154,15 @@ class PoolSlots:
         reserved = self._reserve(slots)
         part = sharing.part(slots - reserved, others)
         limit = math.floor(part + self._rounding)
-        share = self._share(sharing.part(slots, others)) if self.rules.tenant_share < 1 else limit
+        own = sharing.part(slots, others)
+        share = self._share(own, self.rules.tenant_share) if self.rules.tenant_share < 1 else limit
         own_reserved = max(1, round(reserved * part / slots)) if reserved else 0
-        return _Limits(limit + own_reserved, limit, share)
+        return _Limits(limit + own_reserved, limit, share, own)
 
-    def _share(self, slots: float) -> int:
-        """Return the slots of which one tenant may have a choice running, at least 1."""
+    def _share(self, slots: float, share: float) -> int:
+        """Return how many of the slots a tenant or class with this share may hold, at least 1."""
         rounding = 0.0 if isinstance(slots, int) else self._rounding
-        return max(1, math.floor(slots * self.rules.tenant_share + rounding))
+        return max(1, math.floor(slots * share + rounding))
 
     def _reserve(self, slots: int) -> int:
         """Return the slots, of ``slots``, that are kept for short requests."""
@@ -170,6 +178,10 @@ class PoolSlots:
         return SHORT * self._longest_tokens / self.running if self._reserved < limits.limit - limits.open else -1.0
 
     def _may_run(self, entry: Entry, limits: _Limits) -> bool:
+        if entry.share < 1:
+            running = sum(count for priority, count in self._running_at.items() if priority >= entry.priority)
+            if running >= self._share(limits.slots, entry.share):
+                return False
         return self._running_of[entry.tenant] < limits.share and entry.longest_tokens <= self._length_allowed(limits)
 
     def _give(self, claim: Claim, limits: _Limits) -> None:
@@ -177,6 +189,7 @@ class PoolSlots:
         self.running += 1
         self._reserved += reserved
         self._running_of[entry.tenant] += 1
+        self._running_at[entry.priority] += 1
         self._running_tokens += entry.part(claim.given)
         self._longest_tokens += entry.longest_tokens
         claim._given(reserved)
@@ -190,6 +203,9 @@ class PoolSlots:
         self._running_of[entry.tenant] -= 1
         if not self._running_of[entry.tenant]:
             del self._running_of[entry.tenant]
+        self._running_at[entry.priority] -= 1
+        if not self._running_at[entry.priority]:
+            del self._running_at[entry.priority]
         self._running_tokens -= tokens
         self._longest_tokens -= entry.longest_tokens
         # The whole reservation is off the backlog, used or not; that is the pace at which the backlog shrinks.

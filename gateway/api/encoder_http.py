@@ -41,7 +41,7 @@ class EncoderEndpoint(OpenAIEndpoint):
         limit_s = self._service.settings.request_timeout_s
         timeout_s = openai_http.requested_timeout_s(request.headers.get("x-trident-timeout-s"), limit_s)
         headers = openai_http.joined_headers(request)
-        context = RequestContext(tenant, "http", self.operation, request_id, headers)
+        context = self._service.classified(RequestContext(tenant, "http", self.operation, request_id, headers))
         try:
             encoded = await self._service.encoding.admitted(body.rows(), pool, context, timeout_s)
         except InvalidArgument as exc:

@@ -53,7 +53,7 @@ class ReusedResponse:
                 service.refused(self._context, exc, self._began_s)
             raise
         service.metrics.in_flight.inc()
-        return {**self._permit.headers, **service.model_headers(self._context)}
+        return {**self._permit.headers, **service.context_headers(self._context)}
 
     async def read(self, deltas: ChoiceDeltas) -> AsyncGenerator[ChoiceDelta, None]:
         """Pass on the deltas and count their tokens."""

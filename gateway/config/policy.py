@@ -26,6 +26,7 @@ _PoolName = Annotated[str, Field(max_length=64, pattern=r"^[^=;,\s]*$")]
 _ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 Capability = Literal["chat", "completions", "tools", "schema", "embeddings", "rerank"]
 ToolFormat = Literal["auto", "hermes", "llama3", "mistral", "none"]
+Operation = Literal["chat", "text_completion", "embeddings", "rerank", "score", "batch"]
 ReasoningFormat = Literal["auto", "tagged", "open", "none"]
 _Priority = Annotated[int, BeforeValidator(lambda key: int(key) if key.isdecimal() else key), Field(ge=0, le=9)]
 
@@ -64,6 +65,28 @@ class AdmissionRules(BaseModel):
     max_in_flight_of_class: Mapping[_Priority, _Count] = {}
     quantum_tokens: _Count = QUANTUM_TOKENS
     aging_s: _Seconds = 10.0
+
+
+class ClassRules(BaseModel):
+    """One class of requests.
+
+    priority: 0 (most urgent) to 9, in the gateway's queues and in the engine's.
+    operations: whose requests are in the class unless their key has another.
+    max_wait_s: longest time in the queue; None: as in AdmissionRules.
+    max_tokens: cap of a request's ``max_tokens``; None for none.
+    share: its requests get a slot while it and the less urgent ones hold less than this share of a pool's slots; the
+        rest is kept free for more urgent ones.
+    ttft_s, itl_s: objectives of the time to the first token and the mean time between tokens; None for none.
+    """
+
+    model_config = _RULES
+    priority: Annotated[int, Field(ge=0, le=9)]
+    operations: Annotated[tuple[Operation, ...], BeforeValidator(_names)] = ()
+    max_wait_s: _Seconds | None = None
+    max_tokens: _Count | None = None
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    ttft_s: _Seconds | None = None
+    itl_s: _Seconds | None = None
 
 
 class DegradationRules(BaseModel):
@@ -207,6 +230,7 @@ class Policy(BaseModel):
 
     model_config = _RULES
     admission: AdmissionRules = AdmissionRules()
+    classes: Mapping[_Name, ClassRules] = {}
     degradation: DegradationRules | None = None
     overflow: Mapping[_Name, OverflowTarget] = {}
     budgets: BudgetRules = BudgetRules()
@@ -215,6 +239,19 @@ class Policy(BaseModel):
     pools: Mapping[_PoolName, Annotated[PoolRules, BeforeValidator(_pool)]] = {}
     models: Mapping[_ModelName, ModelRules] = {}
     prices: Prices | None = None
+
+    @model_validator(mode="after")
+    def _one_class(self) -> Policy:
+        named = [operation for rules in self.classes.values() for operation in rules.operations]
+        for operation in named:
+            if named.count(operation) > 1:
+                raise ValueError(f"{operation} must be an operation of one class")
+        return self
+
+    @property
+    def longest_wait_s(self) -> float:
+        """The longest time in a queue of any class."""
+        return max([self.admission.max_wait_s, *(rules.max_wait_s or 0.0 for rules in self.classes.values())])
 
     @property
     def pools_used(self) -> list[tuple[str, str]]:
@@ -301,6 +338,7 @@ def _fields(model: type[BaseModel], parts: list[str]) -> list[str]:
     """Return the names allowed in the section at ``parts``."""
     by_section: dict[str, type[BaseModel]] = {
         "admission": AdmissionRules,
+        "classes": ClassRules,
         "degradation": DegradationRules,
         "overflow": OverflowTarget,
         "budgets": BudgetRules,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gateway.config.policy import ClassRules
+
 LOWEST_PRIORITY = 9
 
 
@@ -40,6 +42,9 @@ class Tenant:
     pool: the pool its requests are pinned to; "" for any public one.
     priority: class 0 (most urgent) to 9.
     weight: its share among tenants that compete.
+    request_class: of its requests by default; of a classified request, the request's.
+    classes: that its requests may name; empty: those that are not more urgent.
+    class_rules: of a classified request; None without a class.
     levels: organisation, team and key, whose limits all apply; empty without API keys.
     """
 
@@ -48,4 +53,7 @@ class Tenant:
     pool: str = ""
     priority: int = 1
     weight: float = 1.0
+    request_class: str = ""
+    classes: tuple[str, ...] = ()
+    class_rules: ClassRules | None = None
     levels: tuple[Level, ...] = ()

@@ -15,7 +15,7 @@ import math
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 from contract.errors import InvalidArgument, Unauthenticated
@@ -27,7 +27,7 @@ LEAST_KEY_LENGTH = 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _LIMITS = tuple(declared.name for declared in fields(Limits))
-_TENANT = ("models", "pool", "priority", "weight")
+_TENANT = ("class", "classes", "models", "pool", "priority", "weight")
 
 
 class Keys(Protocol):
@@ -170,9 +170,13 @@ class _File:
         levels = (
             Level(org, self._limits(org_table, f"orgs.{org}", "teams")),
             Level(f"{org}/{team}", self._limits(team_table, f"orgs.{org}.teams.{team}", "keys", *_TENANT)),
-            Level(f"{org}/{team}/{key}", self._limits(key_table, f"orgs.{org}.teams.{team}.keys.{key}", "hash")),
+            Level(
+                f"{org}/{team}/{key}", self._limits(key_table, f"orgs.{org}.teams.{team}.keys.{key}", "hash", "class")
+            ),
         )
-        return Tenant(**self._team(team_table, f"orgs.{org}.teams.{team}"), name=f"{org}/{team}", levels=levels)
+        tenant = Tenant(**self._team(team_table, f"orgs.{org}.teams.{team}"), name=f"{org}/{team}", levels=levels)
+        own = self._class(key_table, f"orgs.{org}.teams.{team}.keys.{key}")
+        return replace(tenant, request_class=own) if own else tenant
 
     def _keys(self) -> Iterator[tuple[str, str, str, Mapping]]:
         for org in self.orgs:
@@ -210,7 +214,35 @@ class _File:
         number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
         if not number or not 0.001 <= weight <= 1000:
             raise self._wrong(f"{where}.weight", f"must be a number from 0.001 to 1000, got {weight!r}")
-        return {"models": tuple(models), "pool": pool, "priority": priority, "weight": float(weight)}
+        own = self._class(table, where)
+        if own and "priority" in table:
+            raise self._wrong(f"{where}.priority", "is allowed only without class, which has a priority")
+        classes = table.get("classes", [])
+        if not isinstance(classes, list) or not all(name in self.classes for name in classes):
+            raise self._wrong(f"{where}.classes", f"must be a list of {self._class_names}, got {classes!r}")
+        return {
+            "models": tuple(models),
+            "pool": pool,
+            "priority": priority,
+            "weight": float(weight),
+            "request_class": own,
+            "classes": tuple(classes),
+        }
+
+    def _class(self, table: Mapping, where: str) -> str:
+        """Return the class in a table; "" for none."""
+        name = table.get("class", "")
+        if name != "" and name not in self.classes:
+            raise self._wrong(f"{where}.class", f"must be one of {self._class_names}, got {name!r}")
+        return str(name)
+
+    @property
+    def classes(self) -> list[str]:
+        return list(self.table.get("classes", {}))
+
+    @property
+    def _class_names(self) -> str:
+        return ", ".join(self.classes) or "the classes, there is no [classes.NAME]"
 
     def _child(self, table: Mapping, where: str, name: str) -> Mapping:
         place = f"{where}.{name}" if where else name

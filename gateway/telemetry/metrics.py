@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from contract.errors import TridentError
+from contract.errors import Cancelled, TridentError
 from contract.generation import Usage
+from gateway.config.tenant import Tenant
 
 # The buckets OpenTelemetry advises for gen_ai.server.*, in seconds.
 DURATION_S = tuple(0.01 * 2**n for n in range(14))
@@ -51,6 +53,8 @@ class Metrics:
         self.tokens = counter("trident_gateway_tokens", text, ("tenant", "direction", "source"))
         text = "What engine answers cost the tenant by the model's price, in the currency of [prices]"
         self.charges = counter("trident_gateway_charges", text, ("tenant", "model"))
+        text = "Ended generations of classes with objectives (ttft, itl), by whether they met them"
+        self.objectives = counter("trident_gateway_objectives", text, ("class", "objective", "met"))
         self.retries = counter("trident_gateway_retries", "Attempts after the first of a generation")
         text = "Generations that lost their replica: continued, refused, suspect, no_replica"
         self.continuations = counter("trident_gateway_continuations", text, ("result",))
@@ -87,6 +91,7 @@ class Metrics:
         output_tokens: int = 0,
         attempts: int = 0,
         source: str = ENGINE,
+        tenant: Tenant | None = None,
     ) -> None:
         """Count a generation, or a reused answer, that ends now. Times are ``time.monotonic()``.
 
@@ -100,16 +105,25 @@ class Metrics:
         output_tokens: as the engine counted them; 0 if unknown.
         attempts: calls to replicas and upstreams.
         source: ENGINE, or where a reused answer came from.
+        tenant: with the request's class; None for none.
         """
         labels, ended_s = (operation, model, source, pool), time.monotonic()
         self.duration.labels(*labels, error_type).observe(ended_s - began_s)
         self.ends.labels(finish_reason or error_type, pool, source).inc()
         self.retries.inc(max(0, attempts - 1))
+        rules = tenant.class_rules if tenant is not None else None
+        ttft_s = first_s - began_s if first_s else math.inf
+        left = not first_s and error_type == Cancelled.__name__  # the caller did not wait for the token
+        if tenant is not None and rules is not None and rules.ttft_s is not None and not left:
+            self.objectives.labels(tenant.request_class, "ttft", _met(ttft_s <= rules.ttft_s)).inc()
         if not first_s:
             return
-        self.first_token.labels(*labels).observe(first_s - began_s)
+        self.first_token.labels(*labels).observe(ttft_s)
         if source == ENGINE and output_tokens > 1:
-            self.per_token.labels(*labels).observe((ended_s - first_s) / (output_tokens - 1))
+            itl_s = (ended_s - first_s) / (output_tokens - 1)
+            self.per_token.labels(*labels).observe(itl_s)
+            if tenant is not None and rules is not None and rules.itl_s is not None:
+                self.objectives.labels(tenant.request_class, "itl", _met(itl_s <= rules.itl_s)).inc()
 
     def used(self, tenant: str, usage: Usage, source: str = ENGINE, model: str = "", cost: float = 0.0) -> None:
         """Count the tokens and the cost of one request; a prompt counts once for all its choices."""
@@ -124,6 +138,10 @@ class Metrics:
     def exposition(self) -> bytes:
         """Return all metrics in the Prometheus text format."""
         return generate_latest(self.registry)
+
+
+def _met(met: bool) -> str:
+    return "yes" if met else "no"
 
 
 def error_type(error: TridentError | None) -> str:

@@ -337,3 +337,34 @@ async def _anything(data: st.DataObject) -> None:
                 claim.close(0)
                 claims.remove(claim)
     assert not claims and all(slots.idle for slots in pools.values())
+
+
+@given(st.data())
+def test_less_urgent_classes_leave_their_slots_free_and_no_other_slot_is_idle(data: st.DataObject) -> None:
+    asyncio.run(_classes(data))
+
+
+async def _classes(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 12), label="slots")
+    shares = sorted((data.draw(st.sampled_from([0.1, 0.25, 0.5, 0.9, 1.0])) for _ in range(3)), reverse=True)
+    slots = PoolSlots(FairQueue(), lambda: 0.0, lambda: Capacity(size, size), rules(tenant_share=1.0))
+    claims: list[Claim] = []
+    for step in range(data.draw(st.integers(1, 40), label="steps")):
+        if claims and data.draw(st.booleans()):
+            claim = claims.pop(data.draw(st.integers(0, len(claims) - 1)))
+            claim.close(1)
+        else:
+            priority = data.draw(st.integers(0, 2))
+            entry = Entry(f"tenant {step % 3}", 10, priority, longest_tokens=10, share=shares[priority])
+            claims.append(slots.claim(entry, math.inf))
+        running = Counter(claim.entry.priority for claim in claims if claim._held)
+        waiting = {claim.entry.priority for claim in claims if claim.entry.waiting}
+        for priority, share in enumerate(shares):
+            most = max(1, math.floor(size * share))
+            together = sum(running[other] for other in range(priority, 3))
+            assert running[priority] <= (most if share < 1 else size)
+            if priority in waiting and sum(running.values()) < size:
+                assert share < 1 and together >= most
+    for claim in claims:
+        claim.close(0)
+    assert slots.idle

@@ -1,0 +1,41 @@
+"""Which class a request is in: the one that its caller requests, its API key's, or its operation's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from contract.errors import InvalidArgument
+from gateway.config.policy import ClassRules
+from gateway.config.tenant import Tenant
+
+HEADER = "x-trident-class"
+BATCH = "batch"
+
+
+def classified(classes: Mapping[str, ClassRules], tenant: Tenant, operation: str, requested: str = "") -> Tenant:
+    """Return the tenant as admission sees it for one request: with the request's class and its priority.
+
+    operation: of the request; a batch is never in the class of its key.
+    requested: the class that the caller requests; "" for none.
+    Raises: InvalidArgument for a class that does not exist or that the tenant may not request.
+    """
+    own = "" if operation == BATCH else tenant.request_class
+    default = own or next((name for name, rules in classes.items() if operation in rules.operations), "")
+    usual = classes[default].priority if default in classes else tenant.priority
+    if requested:
+        # Without a list a caller may lower its urgency; without API keys all callers are one tenant.
+        may = [
+            name
+            for name, rules in classes.items()
+            if name == default
+            or not tenant.levels
+            or name in tenant.classes
+            or (not tenant.classes and rules.priority >= usual)
+        ]
+        if requested not in may:
+            raise InvalidArgument(HEADER, f"must be one of {', '.join(may) or 'no class'}, got {requested!r:.80}")
+    rules = classes.get(requested or default)
+    if rules is None:
+        return replace(tenant, request_class="") if tenant.request_class else tenant
+    return replace(tenant, request_class=requested or default, class_rules=rules, priority=rules.priority)

@@ -1,0 +1,140 @@
+"""Which class a request is in, and what its class gives it, through both protocols."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.errors import InvalidArgument
+from gateway.admission.request_class import HEADER, classified
+from gateway.config.policy import ClassRules
+from gateway.config.tenant import Level, Tenant
+from tests.fakes.replica import FakeReplica, Script, SeenRequest
+from tests.gateway.api.test_kserve import ours
+from tests.gateway.cache.test_reuse import as_
+from tests.gateway.config.test_configuration import ALICE, BOB, keys
+from tests.gateway.running import gateway, until
+
+CLASSES = {
+    "interactive": ClassRules(priority=0, operations="chat"),
+    "standard": ClassRules(priority=2),
+    "background": ClassRules(priority=8, operations="batch"),
+}
+KEYED = Tenant("acme/research", levels=(Level("acme"),))
+
+
+@pytest.mark.parametrize(
+    ("tenant", "operation", "asked", "expected"),
+    [
+        (KEYED, "chat", "", "interactive"),
+        (KEYED, "text_completion", "", ""),
+        (KEYED, "chat", "background", "background"),
+        (Tenant("a", request_class="standard", levels=KEYED.levels), "chat", "", "standard"),
+        (Tenant("a", request_class="standard", levels=KEYED.levels), "batch", "", "background"),
+        (Tenant("a", classes=("interactive",), priority=9, levels=KEYED.levels), "score", "interactive", "interactive"),
+        (Tenant(), "text_completion", "interactive", "interactive"),  # without API keys
+    ],
+)
+def test_the_class_is_the_callers_the_keys_or_the_operations(
+    tenant: Tenant, operation: str, asked: str, expected: str
+) -> None:
+    found = classified(CLASSES, tenant, operation, asked)
+    assert found.request_class == expected
+    assert found.priority == (CLASSES[expected].priority if expected else tenant.priority)
+    assert found.class_rules == CLASSES.get(expected)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "asked"),
+    [
+        (Tenant("a", request_class="standard", levels=KEYED.levels), "interactive"),
+        (Tenant("a", classes=("standard",), levels=KEYED.levels), "background"),
+        (KEYED, "no such class"),
+    ],
+)
+def test_a_class_that_the_tenant_may_not_ask_for_is_refused_by_name(tenant: Tenant, asked: str) -> None:
+    with pytest.raises(InvalidArgument, match=rf"must be one of .*, got '{asked}'") as refused:
+        classified(CLASSES, tenant, "text_completion", asked)
+    assert refused.value.field == HEADER
+
+
+@given(
+    st.integers(0, 9), st.sampled_from(["", *CLASSES]), st.sampled_from(["chat", "score"]), st.sampled_from([*CLASSES])
+)
+def test_asking_never_makes_a_request_more_urgent(priority: int, own: str, operation: str, asked: str) -> None:
+    tenant = Tenant("a", priority=priority, request_class=own, levels=KEYED.levels)
+    usual = classified(CLASSES, tenant, operation).priority
+    try:
+        assert classified(CLASSES, tenant, operation, asked).priority >= usual
+    except InvalidArgument:
+        assert CLASSES[asked].priority < usual
+
+
+CONFIG = """
+[admission]
+max_running = 4
+[classes.interactive]
+priority = 0
+ttft_s = 60.0
+itl_s = 60.0
+[classes.background]
+priority = 7
+share = 0.5
+max_tokens = 2
+max_wait_s = 0.2
+operations = "text_completion"
+"""
+
+
+async def test_a_class_bounds_tokens_wait_and_slots_and_counts_its_objectives() -> None:
+    gate, seen = asyncio.Event(), []
+
+    def script(request: SeenRequest) -> Script:
+        seen.append(request)
+        return Script(
+            (" t",) * request.value("max_tokens"), gate=gate if request.value("text_input") == "hold" else None
+        )
+
+    body = {"model": "demo", "prompt": "hold", "max_tokens": 5}
+    async with FakeReplica(script, slots=4) as replica, gateway(replica, config=keys(ALICE, BOB) + CONFIG) as running:
+        held = [asyncio.ensure_future(running.post("/v1/completions", body, **as_(ALICE))) for _ in range(2)]
+        await until(lambda: len(seen) == 2)
+        # Half of the four slots are taken: the class waits its 0.2 s, the other tenant's too.
+        status, _, refused = await running.post("/v1/completions", body, **as_(BOB))
+        assert status == 504 and len(seen) == 2, refused
+        chat = {"model": "demo", "messages": [{"role": "user", "content": "go"}], "max_tokens": 5}
+        status, headers, answer = await running.post(
+            "/v1/chat/completions", chat, **as_(BOB, x_trident_class="interactive")
+        )
+        assert status == 400 and answer["error"]["param"] == HEADER  # more urgent than its usual class 1
+        status, headers, answer = await running.post(
+            "/v1/chat/completions", chat, **as_(BOB, x_trident_class="background")
+        )
+        assert status == 504
+        status, headers, answer = await running.post("/v1/chat/completions", chat, **as_(BOB))
+        assert status == 200 and HEADER not in headers and answer["usage"]["completion_tokens"] == 5
+        gate.set()
+        for status, headers, answer in await asyncio.gather(*held):
+            assert status == 200 and answer["usage"]["completion_tokens"] == 2
+            assert headers[HEADER] == "background" and headers["x-trident-degraded"] == "max_tokens=2"
+        assert seen[0].parameters["request_priority"] < seen[-1].parameters["request_priority"]
+
+
+async def test_objectives_are_counted_by_class_and_the_class_is_grpc_metadata_too() -> None:
+    def script(request: SeenRequest) -> Script:
+        return Script((" t",) * 3, first_token_s=0.0)
+
+    config = CONFIG.replace("60.0\nitl", "0.000001\nitl")
+    async with FakeReplica(script, slots=4) as replica, gateway(replica, config=config) as running:
+        async with ours(running, metadata={HEADER: "interactive"}) as client:
+            await client.generate("a b", max_tokens=3).complete()
+        await until(lambda: not len(running.service.live))
+        page = await running.metrics()
+        counted = {name: value for name, value in page.items() if name.startswith("trident_gateway_objectives_total")}
+        assert counted == {
+            'trident_gateway_objectives_total{class="interactive",met="no",objective="ttft"}': 1,
+            'trident_gateway_objectives_total{class="interactive",met="yes",objective="itl"}': 1,
+        }
