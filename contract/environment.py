@@ -64,8 +64,11 @@ class EnvironmentSettings(BaseSettings):
 
     @classmethod
     def variable(cls, name: str) -> str:
-        """Return the environment variable of the field ``name``: ``grpc_port`` → ``TRIDENT_GRPC_PORT``."""
-        return f"{cls.model_config['env_prefix']}{name.upper()}"
+        """Return the environment variable of the field ``name``: ``grpc_port`` → ``TRIDENT_GRPC_PORT``.
+
+        A trailing underscore, of a name that pydantic has taken, is left out.
+        """
+        return f"{cls.model_config['env_prefix']}{name.rstrip('_').upper()}"
 
     @classmethod
     def settings_customise_sources(
@@ -83,7 +86,7 @@ def environment_config(prefix: str) -> SettingsConfigDict:
     """Return the configuration of a settings class whose variables start with ``prefix``."""
     return SettingsConfigDict(
         env_prefix=prefix,
-        alias_generator=lambda name: f"{prefix}{name.upper()}",
+        alias_generator=lambda name: f"{prefix}{name.rstrip('_').upper()}",
         populate_by_name=True,
         case_sensitive=True,
         extra="forbid",

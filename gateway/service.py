@@ -363,4 +363,5 @@ class Service:
 
     def _pool_states(self) -> Iterator[PoolState]:
         for pool in self.replicas.pools:
-            yield PoolState(pool, self.admission.slots(pool), self.replicas.ready_in(pool))
+            starting = self.replicas.registrations.starting(pool)
+            yield PoolState(pool, self.admission.slots(pool), self.replicas.ready_in(pool), starting)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from clients.replica_set import discovery
 from contract.environment import AbsolutePath, Allowed, EnvironmentSettings, environment_config
 from contract.errors import InvalidArgument
 from contract.watchdog import LIMIT_S, STALL_S
@@ -16,6 +17,7 @@ from contract.watchdog import LIMIT_S, STALL_S
 ROOT = Path(__file__).resolve().parents[1]
 PORT_FIELDS = ("grpc_port", "http_port", "metrics_port")
 DAY_S = 86_400
+GATEWAYS = "HOST:PORT,HOST:PORT or dns:///NAME:PORT"
 
 
 def _ipv4(host: str) -> str:
@@ -24,6 +26,15 @@ def _ipv4(host: str) -> str:
     except ValueError:
         raise ValueError(f"must be an IPv4 address such as 127.0.0.1, got {host!r}") from None
     return host
+
+
+def _gateways(where: str) -> str:
+    if where:
+        try:
+            discovery.source(where)
+        except InvalidArgument as error:
+            raise ValueError(f"must be {GATEWAYS}, got {where!r}") from error
+    return where
 
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -104,11 +115,39 @@ class Settings(EnvironmentSettings):
         description="unlocks Triton's management APIs, header trident-admin-key; unset: a random one",
     )
 
+    register_: Annotated[str, AfterValidator(_gateways), Allowed(GATEWAYS)] = Field(
+        default="",
+        description="gateways' HTTP endpoints, which are told every second that this server serves (docs/fleet.md): "
+        "`HOST:PORT,HOST:PORT` or `dns:///NAME:PORT`; unset: none",
+    )
+    register_token_file: Annotated[AbsolutePath | None, Allowed("a file with a token")] = Field(
+        default=None, description="file with the gateways' token, as TRIDENT_GATEWAY_ADMIN_TOKEN_FILE names it"
+    )
+    register_pool: str = Field(
+        default="", description="pool of the gateways that this server joins; `{engine}` stands for the engine's name"
+    )
+    register_ca: PemFile = Field(
+        default=None, description="authority of the gateways' certificates; set: TLS to the gateways"
+    )
+    advertise: Annotated[str, Field(pattern=r"^[A-Za-z0-9.-]*$"), Allowed("a host name or an IPv4 address")] = Field(
+        default="",
+        description="host that the gateways reach this server at; unset: TRIDENT_HOST or, if that is 0.0.0.0, the "
+        "address with which this machine reaches the gateway",
+    )
+
+    @model_validator(mode="after")
+    def _check_registration(self) -> Settings:
+        path = self.register_token_file
+        if self.register_ and (path is None or not path.is_file()):
+            problem = f"must be a file with the gateways' token where TRIDENT_REGISTER is set, got {path or 'nothing'}"
+            raise InvalidArgument(self.variable("register_token_file"), problem)
+        return self
+
     @model_validator(mode="after")
     def _check_tls(self) -> Settings:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidArgument("TRIDENT_TLS_KEY", "must be set together with TRIDENT_TLS_CERT, or neither")
-        for name in ("tls_cert", "tls_key", "tls_ca"):
+        for name in ("tls_cert", "tls_key", "tls_ca", "register_ca"):
             path = getattr(self, name)
             if path is not None and not path.is_file():
                 raise InvalidArgument(self.variable(name), f"must be a PEM file, got {path}: no such file")

@@ -7,6 +7,7 @@ does it. At most one start, restart or reload is under way at any time, and ever
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -35,6 +36,7 @@ from server.drain import DrainResult, drain
 from server.instance import ServerInstance
 from server.ready_message import ready_message
 from server.recovery import State
+from server.registration import Registration
 from server.repository import read_pipeline, served_model
 from server.settings import Settings
 
@@ -69,6 +71,7 @@ class Supervisor:
         self._recovery: asyncio.Task[None] | None = None  # a start, restart or reload
         self._child: ChildCommand | None = None
         self._announced = False
+        self._registration: Registration | None = None
 
     async def run(self, command: Sequence[str] = ()) -> int:
         """Serve until SIGINT, SIGTERM, SIGHUP or the exit of ``command``.
@@ -89,6 +92,8 @@ class Supervisor:
                     self._child.kill()
                 if self._instance is not None:
                     await self._instance.stop()
+                if self._registration is not None:
+                    await self._registration.close()
                 shared_memory.clean(self._shm_prefix)
                 self._settings.drain_file.unlink(missing_ok=True)
                 if self._record.state is not State.FAILED:
@@ -98,7 +103,7 @@ class Supervisor:
         """Check all that can be checked before a process starts; return the claim of the port, held while open."""
         settings = self._settings
         self._engine_folder = (settings.engines_dir / settings.engine).absolute()
-        engine = manifest.verify(self._engine_folder)
+        engine = self._engine = manifest.verify(self._engine_folder)
         preflight.check(engine, self._engine_folder)
         self._installation = installation.find(settings.tritonserver)
         self._pipeline = read_pipeline(settings.model_repository, settings.engine, served_model(engine.kind))
@@ -111,7 +116,27 @@ class Supervisor:
         settings.drain_file.unlink(missing_ok=True)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.write_bytes(b"")
+        self._started_in = settings.state_dir / f"started-{settings.engine}"
         return claimed
+
+    def _register(self) -> Registration:
+        fields = {
+            "engine": self._engine.name,
+            "manifest_sha256": manifest.sha256_file(self._engine_folder / manifest.FILE_NAME),
+            "slots": self._engine.max_batch_size,
+        }
+        return Registration(self._settings, fields, self._registered_state, self._print)
+
+    def _registered_state(self) -> tuple[str, float | None]:
+        """Return the state for the gateways and, of a server that starts, the seconds that its last start took more."""
+        state = self._record.state
+        if state in (State.READY, State.DRAINING):
+            return state.value, None
+        try:
+            last_s = float(self._started_in.read_text())
+        except (OSError, ValueError):
+            return State.STARTING.value, None
+        return State.STARTING.value, max(0.0, last_s - (time.monotonic() - self._record.since_s))
 
     def _handle_signals(self) -> None:
         task = asyncio.current_task()
@@ -131,6 +156,8 @@ class Supervisor:
 
     async def _serve(self, command: Sequence[str]) -> int:
         self._write_status()
+        if self._settings.register_:
+            self._registration = self._register()
         self._begin_recovery(self._start(delay_s=0))
         while True:
             generation, event = await self._events.get()
@@ -210,7 +237,9 @@ class Supervisor:
             await asyncio.wait({self._recovery})
 
     async def _stop(self) -> int:
-        """End the child command, drain and stop the server; return the exit code."""
+        """Withdraw from the gateways, end the child command, drain and stop the server; return the exit code."""
+        if self._registration is not None:
+            await self._registration.withdraw()
         code = await self._child.terminate() if self._child is not None else 0
         if self._instance is None or not self._instance.is_serving:
             return code
@@ -254,8 +283,12 @@ class Supervisor:
             return
         self._since = status.utc_now()
         self._write_status()
+        if self._registration is not None and record.state is not State.DRAINING:  # whose withdrawal is awaited
+            self._registration.changed()
         elapsed_s = record.since_s - before.since_s
         if record.state is State.READY and before.state is State.STARTING:
+            with contextlib.suppress(OSError):  # full disk
+                self._started_in.write_text(f"{elapsed_s:.3f}\n")
             self._print(f"ready in {elapsed_s:.1f} s at {self._settings.grpc_url} (gRPC)")
         elif record.state is State.READY:
             self._print(f"ready again after {elapsed_s:.1f} s")

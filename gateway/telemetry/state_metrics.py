@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,11 +16,15 @@ from gateway.routing.upstream import Upstream
 
 
 class PoolState(NamedTuple):
-    """name: of the pool. slots: its slots and queue. healthy: its replicas that can serve now."""
+    """name: of the pool. slots: its slots and queue. healthy: its replicas that can serve now.
+
+    starting: for each registered replica that starts the seconds until it is ready, None where unknown.
+    """
 
     name: str
     slots: PoolSlots
     healthy: list[RoutedReplica]
+    starting: Sequence[float | None] = ()
 
 
 class ReplicaSeconds:
@@ -74,6 +78,7 @@ class StateMetrics:
         yield from self._backends()
         yield GaugeMetricFamily("trident_gateway_body_bytes", "Bytes of request bodies in flight", self.body_bytes())
         yield from self._pools()
+        yield from self._starting()
         degraded = CounterMetricFamily("trident_gateway_degraded", "Degraded requests, by stage", labels=("stage",))
         for stage, count in self.degraded().items():
             degraded.add_metric((stage,), count)
@@ -143,6 +148,19 @@ class StateMetrics:
             for priority, count in sorted(slots.queue.depths().items()):
                 depth.add_metric((pool.name, str(priority)), count)
         yield from (*families.values(), depth)
+
+    def _starting(self) -> Iterator[Metric]:
+        families = _gauges(
+            ("pool",),
+            pool_starting="Registered replicas that start",
+            pool_starting_seconds="Until the last of them is ready, by their last starts; absent while one is unknown",
+        )
+        for pool in self.pools():
+            families["pool_starting"].add_metric((pool.name,), len(pool.starting))
+            if None not in pool.starting:
+                seconds = max(map(float, filter(None, pool.starting)), default=0.0)
+                families["pool_starting_seconds"].add_metric((pool.name,), seconds)
+        yield from families.values()
 
 
 def _gauges(labels: tuple[str, ...], **help_texts: str) -> dict[str, GaugeMetricFamily]:

@@ -23,6 +23,8 @@ from tritonclient.utils import InferenceServerException
 
 from contract.errors import InvalidArgument
 from gateway.config.settings import Settings, variable
+from server.registration import Registration
+from server.settings import Settings as ServerSettings
 from tests.fakes.replica import FakeReplica
 from tests.gateway.running import Running, gateway, until
 
@@ -173,3 +175,19 @@ def test_what_the_documentation_sets_can_be_set():
     named = set(re.findall(r"TRIDENT_GATEWAY_[A-Z_]+", DOCS.read_text("utf-8")))
     assert {f"TRIDENT_GATEWAY_{name}" for name in ("TLS_CERT", "TLS_CLIENT_CA", "REPLICA_CA")} <= named
     assert named <= {variable(name) for name in Settings.model_fields}
+
+
+async def test_a_replica_registers_over_tls(pki: Path, stranger: Path, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("an-operators-token-0123")
+    async with gateway(**served(pki), admin_token_file=token, replicas="registered") as running:
+        entries = running.service.replicas.registrations.entries
+        for authority, accepted in ((stranger, False), (pki, True)):
+            said: list[str] = []
+            settings = ServerSettings(
+                register_=f"localhost:{running.port}", register_token_file=token, register_ca=authority / "ca.pem"
+            )
+            registration = Registration(settings, {}, lambda: ("ready", None), said.append)
+            await until(lambda: bool(entries() or said))  # noqa: B023
+            assert bool(entries()) is accepted and (accepted or "certificate" in said[0])
+            await registration.close()

@@ -54,6 +54,14 @@ def test_a_pool_without_a_healthy_replica_has_no_slots():
     assert found.get_sample_value("trident_gateway_queue_depth", {"pool": "main", "priority": "2"}) == 1
 
 
+def test_replicas_that_start_are_told_and_an_unknown_time_is_not_zero():
+    for starting, count, seconds in (((), 0, 0), ((4.0, 9.5), 2, 9.5), ((4.0, None), 2, None)):
+        slots = PoolSlots(FairQueue(), lambda: 0.0, lambda: Capacity(4, 5), AdmissionRules())
+        found = registry(pools=lambda: [PoolState("main", slots, [], starting)])  # noqa: B023
+        assert found.get_sample_value("trident_gateway_pool_starting", {"pool": "main"}) == count
+        assert found.get_sample_value("trident_gateway_pool_starting_seconds", {"pool": "main"}) == seconds
+
+
 def test_replica_seconds_integrate_the_number_of_healthy_replicas(clock):
     healthy = 2
     seconds = ReplicaSeconds(lambda: healthy, clock)
