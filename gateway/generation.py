@@ -55,7 +55,7 @@ class GenerationRuntime:
     replicas: endpoints of the replicas, and the retry schedule.
     fallback: where a failed request goes next.
     live: the registry of generations in flight.
-    shadow: begins the shadow copy of a request; returns None for most.
+    shadow: begins the shadow copy of a request that a pool serves; returns None for most.
     suspects: prompts that are not continued.
     reports_cached_tokens: whether callers may see prefix cache hits. All tenants share the replicas' prefix cache, so
         the number would tell one tenant about the prompts of another.
@@ -67,7 +67,7 @@ class GenerationRuntime:
     live: LiveGenerations
     metrics: Metrics
     tracing: Tracing
-    shadow: Callable[[GenerationRequest], Copy | None] = lambda request: None
+    shadow: Callable[[GenerationRequest, str], Copy | None] = lambda request, pool: None
     reports_cached_tokens: Callable[[], bool] = lambda: True
     suspects: SuspectPrompts = field(default_factory=SuspectPrompts)
 
@@ -129,7 +129,7 @@ class Generation:
         self._engine = ""  # hash of the engine that made the first token
         self._opened_s = 0.0  # when the current attempt began
         self._silence: TridentError | None = None  # why a continuable attempt was cancelled
-        self._shadow = runtime.shadow(request)
+        self._shadow = runtime.shadow(request, turn.pool)
         self._closed = False
         runtime.live.add(self)
 
@@ -486,6 +486,7 @@ class Generation:
             first_s=self.first_s,
             finish_reason=self.finish_reason,
             error_type=error_type(error),
+            input_tokens=usage.input_tokens if usage else 0,
             output_tokens=usage.output_tokens if usage else 0,
             attempts=attempts,
             tenant=self._context.tenant,

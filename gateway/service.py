@@ -7,6 +7,7 @@ once, the replicas are released, and metrics, spans and a log line record it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +27,9 @@ from gateway.admission.prompt_tokens import PromptTokens, load_tokenizer
 from gateway.admission.request_class import HEADER as CLASS_HEADER
 from gateway.admission.request_class import classified
 from gateway.choices import Choices
+from gateway.config import release_file
 from gateway.config.configuration import Configuration
-from gateway.config.policy import Capability, ModelRules, Policy
+from gateway.config.policy import Capability, ModelRules, Policy, ShadowRules
 from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
 from gateway.config.tenants import Keys
@@ -35,6 +37,7 @@ from gateway.encoding import Encoding
 from gateway.generation import GenerationRuntime
 from gateway.live_generations import LiveGenerations
 from gateway.models import HEADER, Models, ServedModel
+from gateway.releases import Releases
 from gateway.request_context import RequestContext
 from gateway.routing.circuit_breaker import BreakerPolicy
 from gateway.routing.fallback import Fallback
@@ -50,6 +53,7 @@ from gateway.watchdog import Watchdog
 # A settlement that is retried takes less. Leases of reserved budget outlive the longest request by this much.
 ENCODES: tuple[Capability, ...] = ("embeddings", "rerank")  # of an encoder, where the file does not say
 SETTLING_S = 60.0
+_LOG = logging.getLogger(__name__)
 
 
 class Service:
@@ -96,7 +100,10 @@ class Service:
         self.models.change(self._table(policy))
         self.fallback = Fallback(self.overflow, self.replicas, self._overflow_targets, self.admission.degraded)
         self.replica_seconds = ReplicaSeconds(lambda: len(self.replicas.ready()))
-        self.shadow: Shadow | None = None
+        self.releases = Releases(self.metrics.outcomes, self._rolled_back)
+        self.replicas.on_call, self.admission.on_refusal = self.metrics.called, self.metrics.refused
+        self.shadows: dict[str | None, Shadow] = {}  # by the stable pool of a release; None: of [shadow], for all pools
+        self._retired: list[Shadow] = []
         self._runtime = GenerationRuntime(
             settings,
             self.replicas,
@@ -110,15 +117,18 @@ class Service:
         self.replicas.encoders = configuration.pools.encoders
         self.encoding = Encoding(settings, self.replicas, self.admission, self.live, self.metrics, self.tracing)
         self._tasks: list[asyncio.Task] = []
+        self._writing: set[asyncio.Future[None]] = set()
 
     async def start(self) -> None:
         self.overflow.start()
         self.apply()
         self.configuration.changed, self.configuration.prepare = self.apply, self._prepare
         self.metrics.registry.register(self._state_metrics())
+        self.metrics.registry.register(self.releases)
         await self.replicas.start()
         self.watchdog.add(self.replica_seconds)
         self.watchdog.add(self.admission)
+        self.watchdog.add(self.releases)
         self._tasks = [asyncio.create_task(self.watchdog.run()), asyncio.create_task(self.configuration.watch())]
 
     def apply(self) -> None:
@@ -126,7 +136,8 @@ class Service:
         policy, pools = self.configuration.policy, self.configuration.pools
         self.models.change(self._table(policy))
         self.replicas.encoders = pools.encoders
-        self.replicas.change(pools.sources, pools.shares, self.models.pools)
+        self.releases.change(policy.releases)
+        self.replicas.change(pools.sources, pools.shares, self.models.pools, self.releases.current)
         rules = policy.admission
         if self.configuration.keyless:  # one tenant: there are no others to keep slots free for
             alone = {"tenant_share": 1.0, "short_reserve": 0.0, "max_waiting_per_tenant": rules.max_waiting_per_class}
@@ -134,10 +145,45 @@ class Service:
         self._concurrency.pools = tuple(pools.sources)
         self.overflow.change(policy.overflow)
         self.admission.change(rules, policy.degradation)
-        if policy.shadow is None:
-            self.shadow = None
-        elif self.shadow is None or self.shadow.rules != policy.shadow:
-            self.shadow = Shadow(policy.shadow, self.replicas, self.metrics.shadow, random.Random())
+        self._change_shadows()
+
+    def _change_shadows(self) -> None:
+        """Begin and end shadow traffic as [shadow] and the releases say. Copies that run go on."""
+        rules: dict[str | None, ShadowRules] = {
+            release.stable: ShadowRules(pool=release.candidate, fraction=release.share)
+            for release in self.releases.current.values()
+            if release.kind == "shadow" and release.share
+        }
+        if self.configuration.policy.shadow is not None:
+            rules[None] = self.configuration.policy.shadow
+        old, self.shadows = self.shadows, {}
+        for pool, rule in rules.items():
+            kept = old.pop(pool, None)
+            if kept is not None and kept.rules.pool != rule.pool:
+                self._retired.append(kept)
+                kept = None
+            self.shadows[pool] = kept or Shadow(
+                rule, self.replicas, self.metrics.shadow, random.Random(), self.metrics.generated
+            )
+            self.shadows[pool].rules = rule
+        self._retired += old.values()
+
+    def _rolled_back(self, name: str, reason: str) -> None:
+        """Send nothing to the candidate of a release any more, and say so in the file, where it can be written."""
+        self.replicas.releases = self.releases.current
+        self._change_shadows()
+        path = self.configuration.path
+        assert path is not None, "releases stand in the file"
+
+        async def write() -> None:
+            try:
+                await asyncio.to_thread(release_file.apply, path, "rollback", name, {"reason": reason})
+            except TridentError as error:
+                _LOG.error("release %s: the rollback holds in this gateway only: %s", name, error)
+
+        writing = asyncio.ensure_future(write())
+        self._writing.add(writing)
+        writing.add_done_callback(self._writing.discard)
 
     def _table(self, policy: Policy) -> Mapping[str, ModelRules]:
         """Return the table of models: of the file, else of the environment.
@@ -182,8 +228,7 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self.shadow is not None:
-            await self.shadow.close()
+        await asyncio.gather(*self._writing, *(shadow.close() for shadow in (*self.shadows.values(), *self._retired)))
         await self.replicas.close()
         await self.overflow.close()
         self.models.close()
@@ -201,8 +246,10 @@ class Service:
         """Return the pools that callers are sent to: public ones, and those of tenants and models."""
         pinned = self.configuration.pinned_pools().union(*self.models.pools.values())
         public = self.replicas.public()
-        encoders = self.replicas.encoders
-        return [pool for pool in self.replicas.pools if pool in public or pool in pinned or pool in encoders]
+        pinned |= self.replicas.encoders | {
+            rule.candidate for rule in self.releases.current.values() if rule.served_share
+        }
+        return [pool for pool in self.replicas.pools if pool in public or pool in pinned]
 
     def tenant(self, api_key: str) -> Tenant:
         """Return the tenant of a key. Raises Unauthenticated."""
@@ -346,8 +393,9 @@ class Service:
         degradation = self.configuration.policy.degradation
         return degradation.overflow if degradation is not None else ()
 
-    def _shadow_copy(self, request: GenerationRequest) -> Copy | None:
-        return self.shadow.begin(request) if self.shadow is not None else None
+    def _shadow_copy(self, request: GenerationRequest, pool: str) -> Copy | None:
+        shadow = self.shadows.get(pool) or self.shadows.get(None)
+        return shadow.begin(request) if shadow is not None else None
 
     def _state_metrics(self) -> StateMetrics:
         return StateMetrics(

@@ -140,7 +140,7 @@ GATEWAY_LAYERS = (
     ("request_context",),
     ("routing",),
     ("telemetry",),
-    ("continuation", "live_generations"),
+    ("continuation", "live_generations", "releases"),
     ("encoding",),
     ("generation",),
     ("choices",),

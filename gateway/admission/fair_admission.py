@@ -61,7 +61,7 @@ class FairAdmission:
     clock: monotonic seconds, the clock of an in-memory budget store.
     pools: draws pools and reports their capacity.
     target_pool: returns the pool of an overflow target; "" for an upstream.
-    rejected, degraded: requests refused by reason, degraded by stage.
+    rejected, degraded: requests refused by reason, degraded by stage. on_refusal: called with the pool and the reason.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class FairAdmission:
         self._rng = rng or random.Random()
         self._slots: dict[str, PoolSlots] = {}
         self.rejected: Counter[str] = Counter()
+        self.on_refusal: Callable[[str, str], None] = lambda pool, reason: None
         self.degraded: Counter[str] = Counter()
 
     @property
@@ -305,6 +306,7 @@ class FairAdmission:
     ) -> _Refusal:
         """Count the refusal and return ``error`` with its reason and retry-after."""
         self.rejected[reason] += 1
+        self.on_refusal(pool, reason)
         if wait_s is None:
             wait_s = self.slots(pool).retry_after_s(self._rng)
         error.reason, error.retry_after_s = reason, wait_s

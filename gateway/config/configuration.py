@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import InvalidArgument
-from gateway.config import policy, tenants
+from gateway.config import policy, release, tenants
 from gateway.config.policy import Policy
 from gateway.config.pools import Pools
 from gateway.config.tenant import Tenant
@@ -22,7 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-POLL_S = 1.0
+POLL_S = 0.5  # a release that is rolled back has no new requests within a second
 _LOG = logging.getLogger(__name__)
 
 
@@ -44,8 +44,10 @@ def read(path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[s
     start = pools if isinstance(pools, Pools) else Pools(pools)
     found = table(path) if path is not None else {}
     rules = policy.read(str(path), found, environ)
-    there = start.changed(str(path), rules.pools)
+    candidates = frozenset(rule.candidate for rule in rules.releases.values())
+    there = start.changed(str(path), rules.pools, candidates)
     policy.check_pools(str(path), rules, there.sources)
+    release.check(str(path), rules.releases, there.weights or {}, there.encoders)
     return Reading(tenants.read(str(path), found, environ), rules, there)
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from contract.errors import InvalidArgument
+from gateway.config.release import ReleaseRules, RollbackRules
 
 # A tenant's turn in tokens, times its weight. Well below a chat's answer: rounds cost nothing, and turns of several
 # answers in a row let a tenant with a large weight run against its share and lose what it could not send meanwhile.
@@ -23,6 +24,7 @@ _Seconds = Annotated[float, Field(gt=0, le=86_400)]
 _Fullness = Annotated[float, Field(gt=0, le=10)]
 _Name = Annotated[str, Field(min_length=1, max_length=64)]
 _PoolName = Annotated[str, Field(max_length=64, pattern=r"^[^=;,\s]*$")]
+_ReleaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 _ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 Capability = Literal["chat", "completions", "tools", "schema", "embeddings", "rerank"]
 ToolFormat = Literal["auto", "hermes", "llama3", "mistral", "none"]
@@ -238,6 +240,7 @@ class Policy(BaseModel):
     shadow: ShadowRules | None = None
     pools: Mapping[_PoolName, Annotated[PoolRules, BeforeValidator(_pool)]] = {}
     models: Mapping[_ModelName, ModelRules] = {}
+    releases: Mapping[_ReleaseName, ReleaseRules] = {}
     prices: Prices | None = None
 
     @model_validator(mode="after")
@@ -258,6 +261,8 @@ class Policy(BaseModel):
         """Every (field, pool) where a rule sends requests to a pool."""
         named = [(f"overflow.{name}.pool", target.pool) for name, target in self.overflow.items() if target.pool]
         named += [(f"models.{name}.pools", pool) for name, model in self.models.items() for pool in model.pools]
+        for name, release in self.releases.items():
+            named += [(f"releases.{name}.{field}", getattr(release, field)) for field in ("stable", "candidate")]
         return named + ([("shadow.pool", self.shadow.pool)] if self.shadow else [])
 
 
@@ -346,6 +351,7 @@ def _fields(model: type[BaseModel], parts: list[str]) -> list[str]:
         "shadow": ShadowRules,
         "pools": PoolRules,
         "models": ModelPrice if parts[-1:] == ["price"] else ModelRules,
+        "releases": RollbackRules if parts[-1:] == ["rollback"] else ReleaseRules,
         "prices": Prices,
     }
     return list((by_section[parts[0]] if parts else model).model_fields)

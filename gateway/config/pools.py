@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from contract.errors import InvalidArgument
 from gateway.config.policy import PoolRules
@@ -17,28 +17,30 @@ class Pools:
     sources: HOST:PORT,… or the URL of a discovery, by pool.
     weights: share of the requests, by pool; None: the environment sets none, and all pools have equal shares.
     encoders: pools of encoders, which have no share: requests name them.
+    candidates: pools of releases, whose share is the release's.
     """
 
     sources: Mapping[str, str]
     weights: Mapping[str, float] | None = None
     encoders: frozenset[str] = frozenset()
+    candidates: frozenset[str] = frozenset()
 
     @property
     def shares(self) -> dict[str, float]:
         """The weight of every pool."""
         if self.weights is None:
-            return {pool: float(pool not in self.encoders) for pool in self.sources}
+            return {pool: float(pool not in self.encoders | self.candidates) for pool in self.sources}
         return {pool: self.weights.get(pool, 0.0) for pool in self.sources}
 
-    def changed(self, path: str, rules: Mapping[str, PoolRules]) -> Pools:
+    def changed(self, path: str, rules: Mapping[str, PoolRules], candidates: frozenset[str] = frozenset()) -> Pools:
         """Return these pools with the changes of the file.
 
-        path: of the file, for errors. rules: its section [pools], by pool.
+        path: of the file, for errors. rules: its section [pools], by pool. candidates: of its releases.
         Raises InvalidArgument for a pool without replicas, one without a weight while others have one, and weights that
         are all 0.
         """
         if not rules:
-            return self
+            return replace(self, candidates=candidates)
         listed = {pool: rule.replicas for pool, rule in rules.items() if rule.replicas is not None}
         for pool, where in listed.items():
             try:
@@ -56,15 +58,15 @@ class Pools:
                 raise InvalidArgument(f"{path}: pools.{pool}", problem)
         weighted = {pool: rule.weight for pool, rule in rules.items() if rule.weight is not None}
         if not weighted:
-            return Pools(sources, self.weights, encoders)
-        for pool in sources.keys() - encoders:
+            return Pools(sources, self.weights, encoders, candidates)
+        for pool in sources.keys() - encoders - candidates:
             if pool not in weighted and self.weights is None:
                 problem = f"has no weight while {', '.join(weighted)} has one: must be a number from 0 to 1e9"
                 raise InvalidArgument(f"{path}: pools.{pool}", problem)
         weights = {**(self.weights or {}), **weighted}
         if sum(weights.get(pool, 0.0) for pool in sources) <= 0:
             raise InvalidArgument(f"{path}: pools", "all weights are 0; one at least must be more")
-        return Pools(sources, weights, encoders)
+        return Pools(sources, weights, encoders, candidates)
 
 
 def of(settings: Settings) -> Pools:

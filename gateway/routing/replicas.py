@@ -38,8 +38,10 @@ from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavai
 from contract.generation import GenerationRequest, SamplingParams
 from contract.priority import HIGHEST, PARAMETER
 from gateway.admission.sharing import UNKNOWN, Capacity, OthersLoad, capacity
+from gateway.config import release
+from gateway.config.release import ReleaseRules
 from gateway.config.settings import SCORED, Settings, replica_source
-from gateway.routing import replica_metrics, scoring
+from gateway.routing import circuit_breaker, replica_metrics, scoring
 from gateway.routing.circuit_breaker import SILENCE_S, Breaker, BreakerPolicy, BreakerState, token_digest
 from gateway.routing.registrations import Registered, Registrations
 from gateway.routing.replica_metrics import ReplicaMetrics
@@ -58,6 +60,7 @@ class RoutedReplica(Replica):
     takes_priority: whether the engine orders its queue by ``request_priority``.
     slots: requests that it can run at once, from the last metrics that could be read; 0 before any.
     others: requests that others have there. own_requests: the most that this process had since the last metrics.
+    on_call: called at the end of every call with the pool, the error and blames_replica.
     probing: deep probes in progress, which have no reservation. deep_digest: of the latest deep probe, "" if it failed.
     """
 
@@ -74,6 +77,7 @@ class RoutedReplica(Replica):
         self.others = OthersLoad()
         self.own_requests = 0
         self.probing = 0
+        self.on_call: Callable[[str, TridentError | None, bool | None], None] = lambda pool, error, failed: None
         self._steps = 0.0
         self._breaker_policy = breaker
 
@@ -102,6 +106,7 @@ class RoutedReplica(Replica):
         self.own_requests = max(self.own_requests, self.own)
 
     def ended(self, error: TridentError | None, silent_s: float) -> None:
+        self.on_call(self.pool, error, circuit_breaker.blames_replica(error, silent_s))
         before = self.breaker.state
         self.breaker = self.breaker.over(error, silent_s, time.monotonic(), self._breaker_policy)
         if isinstance(error, Unavailable):
@@ -169,8 +174,10 @@ class Replicas:
         self._weights = settings.weights
         self._public = _drawn(settings.weights)
         self._groups: Mapping[str, Sequence[str]] = {}
+        self.releases: Mapping[str, ReleaseRules] = {}
         self._http: aiohttp.ClientSession | None = None
         self._turn = 0
+        self.on_call: Callable[[str, TridentError | None, bool | None], None] = lambda pool, error, failed: None
         self.costs = Costs()
         self.model = settings.triton_model
         self.encoders: frozenset[str] = frozenset()  # pools of encoders
@@ -179,7 +186,10 @@ class Replicas:
         settings = self._settings
 
         def make(url: str) -> RoutedReplica:
-            return RoutedReplica(url, pool, self._metrics_url(url), settings.replica_tls, self._health, self._breaker)
+            metrics_url = self._metrics_url(url)
+            replica = RoutedReplica(url, pool, metrics_url, settings.replica_tls, self._health, self._breaker)
+            replica.on_call = self.on_call
+            return replica
 
         checks = (
             Check(self._probe, self._health.interval_s),
@@ -217,12 +227,15 @@ class Replicas:
         addresses: Mapping[str, str],
         weights: Mapping[str, float],
         groups: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        releases: Mapping[str, ReleaseRules] = MappingProxyType({}),
     ) -> None:
         """Replace the pools and their weights. Requests in progress are not touched.
 
         addresses: the source of each pool's replicas. weights: share of each.
         groups: pools by the name of a group, which requests can be pinned to as to a pool; a group may be empty.
+        releases: which candidates take a part of a pool's requests.
         """
+        self.releases = releases
         self._weights, self._groups, self._public = dict(weights), groups, _drawn(weights)
         for pool in self._addresses.keys() - addresses.keys():
             retired = self._sets.pop(pool)
@@ -274,11 +287,33 @@ class Replicas:
         the pick, when an overflow target can still take over. without: not that one, if another public one is fit."""
         shares = self._shares(pinned)
         if pinned in shares or not shares:
-            return pinned
-        available = {pool: pool != without and bool(self.ready_in(pool)) for pool in shares}
+            return self._released(pinned, session, without)
+        available = {pool: pool != without and self._fit(pool) for pool in shares}
         if without is not None and not any(available.values()):
             available = {without: True}
-        return scoring.choose_pool(shares, "", available, self._rng, session)
+        return self._released(scoring.choose_pool(shares, "", available, self._rng, session), session, without)
+
+    def _released(self, pool: str, session: str, without: str | None) -> str:
+        """Return the candidate of a release that takes the request of its stable pool, else ``pool``. A candidate
+        without a ready replica takes none."""
+        for name, rules in self.releases.items():
+            if rules.stable == pool and rules.candidate != without and self.ready_in(rules.candidate):
+                if release.takes(name, session, rules.served_share, self._rng.random()):
+                    return rules.candidate
+        return pool
+
+    def _fit(self, pool: str) -> bool:
+        """Whether a pool, or a candidate that takes all of its requests, has a ready replica."""
+        return bool(self.ready_in(pool)) or any(
+            rules.stable == pool and rules.served_share == 1 and self.ready_in(rules.candidate)
+            for rules in self.releases.values()
+        )
+
+    def _with_candidates(self, pinned: str) -> set[str]:
+        """Return the pools that a request may go to, with the candidates of their releases."""
+        pools = set(self._shares(pinned))
+        released = self.releases.values()
+        return pools | {rules.candidate for rules in released if rules.served_share and rules.stable in pools}
 
     def _shares(self, pinned: str) -> Mapping[str, float]:
         """Return the pools that a request may go to, with their shares: its group's, its own, or the public ones."""
@@ -299,7 +334,7 @@ class Replicas:
 
     def engine(self, pinned: str = "") -> str:
         """Return the hash of the engine that serves the pool; "" while its ready replicas report different ones."""
-        pools = self._shares(pinned)
+        pools = self._with_candidates(pinned)
         hashes = {replica.metrics.engine for replica in self.ready() if replica.pool in pools}
         return hashes.pop() if len(hashes) == 1 else ""
 
@@ -361,7 +396,7 @@ class Replicas:
 
     def serves(self, pinned: str) -> bool:
         """Whether a healthy replica could take a request of the pool or group ``pinned``, or of any with a weight."""
-        return any(self.ready_in(pool) for pool in self._shares(pinned))
+        return any(self._fit(pool) for pool in self._shares(pinned))
 
     def ready_with(self, pool: str, engine: str) -> list[RoutedReplica]:
         """Return the fit replicas of one pool that serve ``engine``, or do not say which; "" for any engine."""

@@ -10,6 +10,8 @@ import asyncio
 import dataclasses
 import hashlib
 import random
+import time
+from collections.abc import Callable
 
 from prometheus_client import Counter
 
@@ -17,7 +19,7 @@ from clients.wire.connection import new_request_id
 from clients.wire.retries import NO_RETRY, RetryBudget, RetrySchedule
 from clients.wire.token_stream import TokenStream
 from contract.errors import TridentError
-from contract.generation import GenerationRequest, TokenDelta
+from contract.generation import GenerationRequest, TokenDelta, Usage
 from gateway.config.policy import ShadowRules
 from gateway.request_key import deterministic
 from gateway.routing.replicas import Replicas
@@ -28,10 +30,22 @@ RESULTS = ("agree", "differ", "undetermined", "failed", "unfinished", "full")
 
 
 class Shadow:
-    """Sends copies to one pool. ``close`` cancels those that run."""
+    """Sends copies to one pool. ``close`` cancels those that run.
 
-    def __init__(self, rules: ShadowRules, replicas: Replicas, results: Counter, rng: random.Random) -> None:
+    generated: called at the end of a copy as Metrics.generated. counts: the results of this object.
+    """
+
+    def __init__(
+        self,
+        rules: ShadowRules,
+        replicas: Replicas,
+        results: Counter,
+        rng: random.Random,
+        generated: Callable[[str, int, int, float | None, float | None], None] = lambda *figures: None,
+    ) -> None:
         self.rules, self._replicas, self._results, self._rng = rules, replicas, results, rng
+        self._generated = generated
+        self.counts = dict.fromkeys(RESULTS, 0)
         self._copies: set[asyncio.Task] = set()
         self._comparing: set[asyncio.Task] = set()
 
@@ -51,6 +65,7 @@ class Shadow:
         return task
 
     def count(self, result: str) -> None:
+        self.counts[result] += 1
         self._results.labels(result).inc()
 
     def compare(self, copy: asyncio.Task[str], original: str, determined: bool) -> None:
@@ -82,11 +97,18 @@ class Shadow:
         route = self._replicas.route(copy, self.rules.pool)
         route.priority = 0.0  # behind all requests of callers
         schedule = RetrySchedule(NO_RETRY, RetryBudget(), self._rng)
+        began_s, first_s, text, usage = time.monotonic(), 0.0, hashlib.sha256(), Usage(0, 0)
         try:
-            done = await TokenStream(route, copy, schedule).complete()
+            async for delta in TokenStream(route, copy, schedule):
+                first_s = first_s or time.monotonic()
+                text.update(delta.text.encode(errors="surrogatepass"))
+                usage = delta.usage or usage
         except TridentError:
             return ""
-        return hashlib.sha256(done.text.encode(errors="surrogatepass")).hexdigest()
+        decoding_s, tokens = time.monotonic() - first_s, usage.output_tokens
+        per_token_s = decoding_s / (tokens - 1) if tokens > 1 else None
+        self._generated(route.pool, usage.input_tokens, tokens, first_s - began_s if first_s else None, per_token_s)
+        return text.hexdigest()
 
 
 class Copy:

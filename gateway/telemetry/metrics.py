@@ -8,9 +8,10 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from contract.errors import Cancelled, TridentError
+from contract.errors import Cancelled, Overloaded, TridentError
 from contract.generation import Usage
 from gateway.config.tenant import Tenant
+from gateway.telemetry.pool_outcomes import PoolOutcomes
 
 # The buckets OpenTelemetry advises for gen_ai.server.*, in seconds.
 DURATION_S = tuple(0.01 * 2**n for n in range(14))
@@ -55,6 +56,13 @@ class Metrics:
         self.charges = counter("trident_gateway_charges", text, ("tenant", "model"))
         text = "Ended generations of classes with objectives (ttft, itl), by whether they met them"
         self.objectives = counter("trident_gateway_objectives", text, ("class", "objective", "met"))
+        text = "Calls to the replicas of a pool: ok, error, refused; those that a caller ended are not counted"
+        self.calls = counter("trident_gateway_pool_calls", text, ("pool", "result"))
+        text = "Requests that a pool had no room for, by reason; Overloaded: a replica refused"
+        self.pool_refusals = counter("trident_gateway_pool_refusals", text, ("pool", "reason"))
+        text = "Tokens of the generations of a pool or overflow target"
+        self.pool_tokens = counter("trident_gateway_pool_tokens", text, ("pool", "direction"))
+        self.outcomes = PoolOutcomes()
         self.retries = counter("trident_gateway_retries", "Attempts after the first of a generation")
         text = "Generations that lost their replica: continued, refused, suspect, no_replica"
         self.continuations = counter("trident_gateway_continuations", text, ("result",))
@@ -88,6 +96,7 @@ class Metrics:
         first_s: float,
         finish_reason: str,
         error_type: str,
+        input_tokens: int = 0,
         output_tokens: int = 0,
         attempts: int = 0,
         source: str = ENGINE,
@@ -102,7 +111,7 @@ class Metrics:
         first_s: first token; 0 for none.
         finish_reason: "" if it did not finish.
         error_type: class of its error; "" for none.
-        output_tokens: as the engine counted them; 0 if unknown.
+        input_tokens, output_tokens: as the engine counted them; 0 if unknown.
         attempts: calls to replicas and upstreams.
         source: ENGINE, or where a reused answer came from.
         tenant: with the request's class; None for none.
@@ -113,17 +122,49 @@ class Metrics:
         self.retries.inc(max(0, attempts - 1))
         rules = tenant.class_rules if tenant is not None else None
         ttft_s = first_s - began_s if first_s else math.inf
+        itl_s = (ended_s - first_s) / (output_tokens - 1) if first_s and output_tokens > 1 else None
         left = not first_s and error_type == Cancelled.__name__  # the caller did not wait for the token
         if tenant is not None and rules is not None and rules.ttft_s is not None and not left:
             self.objectives.labels(tenant.request_class, "ttft", _met(ttft_s <= rules.ttft_s)).inc()
+        if source == ENGINE:
+            self.generated(pool, input_tokens, output_tokens, ttft_s if first_s else None, itl_s)
         if not first_s:
             return
         self.first_token.labels(*labels).observe(ttft_s)
-        if source == ENGINE and output_tokens > 1:
-            itl_s = (ended_s - first_s) / (output_tokens - 1)
+        if source == ENGINE and itl_s is not None:
             self.per_token.labels(*labels).observe(itl_s)
             if tenant is not None and rules is not None and rules.itl_s is not None:
                 self.objectives.labels(tenant.request_class, "itl", _met(itl_s <= rules.itl_s)).inc()
+
+    def generated(
+        self, pool: str, input_tokens: int, output_tokens: int, first_s: float | None, per_token_s: float | None
+    ) -> None:
+        """Count a generation, or a shadow copy, at its pool. first_s, per_token_s: None where there is none."""
+        outcomes = self.outcomes.now(pool)
+        outcomes.input_tokens += input_tokens
+        outcomes.output_tokens += output_tokens
+        self.pool_tokens.labels(pool, "input").inc(input_tokens)
+        self.pool_tokens.labels(pool, "output").inc(output_tokens)
+        if first_s is not None:
+            outcomes.first.add(first_s)
+        if per_token_s is not None:
+            outcomes.token.add(per_token_s)
+
+    def called(self, pool: str, error: TridentError | None, failed: bool | None) -> None:
+        """Count a call to a replica of the pool. failed: None if the end says nothing of the replica."""
+        if isinstance(error, Overloaded):
+            self.calls.labels(pool, "refused").inc()
+            self.refused(pool, error_type(error))
+        elif failed is not None:
+            outcomes = self.outcomes.now(pool)
+            outcomes.requests += 1
+            outcomes.errors += failed
+            self.calls.labels(pool, "error" if failed else "ok").inc()
+
+    def refused(self, pool: str, reason: str) -> None:
+        """Count a request that the pool had no room for."""
+        self.outcomes.now(pool).refusals += 1
+        self.pool_refusals.labels(pool, reason).inc()
 
     def used(self, tenant: str, usage: Usage, source: str = ENGINE, model: str = "", cost: float = 0.0) -> None:
         """Count the tokens and the cost of one request; a prompt counts once for all its choices."""

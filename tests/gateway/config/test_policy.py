@@ -11,6 +11,7 @@ import pytest
 from contract.errors import InvalidArgument
 from gateway.config import policy, tenants
 from gateway.config.policy import AdmissionRules, DegradationRules, OverflowTarget, Policy, PoolRules
+from gateway.config.release import RollbackRules
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -99,4 +100,6 @@ def test_the_documented_file_is_valid_and_shows_every_field():
         for name in getattr(getattr(policy, f"{section.title().rstrip('s')}Rules", None), "model_fields", ())
         if f"{name} = " not in rules
     ]
+    missing += [name for name in RollbackRules.model_fields if f"{name} = " not in rules]
+    assert found.releases["next"].rollback == RollbackRules()
     assert not missing

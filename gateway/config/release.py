@@ -1,0 +1,115 @@
+"""Releases in the configuration file: a candidate pool beside a stable one, and when it is rolled back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Set
+from datetime import datetime
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from contract.errors import InvalidArgument
+
+_RULES = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, strict=True)
+_Pool = Annotated[str, Field(max_length=64, pattern=r"^[^=;,\s]*$")]
+Kind = Literal["canary", "blue_green", "shadow"]
+
+
+class RollbackRules(BaseModel):
+    """When a candidate is rolled back; all of it is measured by each gateway by itself.
+
+    automatic: false measures and reports only.
+    burn_rate: how many times faster than allowed a budget must burn, over both windows.
+    errors: allowed share of failed requests, beyond those that fail at the stable pool too.
+    slow: allowed share of slow requests, beyond those that are slow at the stable pool too.
+    first_token, token: a request is slow above so many times the stable pool's 95th percentile of the time to the first
+        token and of its mean time between tokens; 0 leaves that out.
+    min_requests: of the candidate in the long window, before anything is decided.
+    short_s, long_s: the windows.
+    """
+
+    model_config = _RULES
+    automatic: bool = True
+    burn_rate: Annotated[float, Field(gt=0, le=1000)] = 2.0
+    errors: Annotated[float, Field(gt=0, le=1)] = 0.01
+    slow: Annotated[float, Field(gt=0, le=1)] = 0.05
+    first_token: Annotated[float, Field(ge=0, le=1000)] = 2.0
+    token: Annotated[float, Field(ge=0, le=1000)] = 1.5
+    min_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 20
+    short_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
+    long_s: Annotated[float, Field(ge=1, le=3600)] = 300.0
+
+    @model_validator(mode="after")
+    def _rising(self) -> RollbackRules:
+        if self.short_s > self.long_s:
+            raise ValueError(f"short_s must be at most long_s, got {self.short_s:g} and {self.long_s:g}")
+        return self
+
+
+class ReleaseRules(BaseModel):
+    """One release.
+
+    kind: canary, any weight; blue_green, all requests or none; shadow, copies only, whose responses no caller sees.
+    stable, candidate: pools. Requests to ``stable``, whatever sends them there, go to ``candidate`` by the weight.
+    weight: percent of the requests, or of the copies.
+    started: by ``release start``; a newer one lifts an automatic rollback.
+    rolled_back: why it was rolled back; "" if it was not. A release that was has no candidate traffic at any weight.
+    """
+
+    model_config = _RULES
+    kind: Kind = "canary"
+    stable: _Pool
+    candidate: _Pool
+    weight: Annotated[float, Field(ge=0, le=100)] = 0.0
+    started: datetime | None = None
+    rolled_back: Annotated[str, Field(max_length=500)] = ""
+    rollback: RollbackRules = RollbackRules()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ReleaseRules:
+        if self.stable == self.candidate:
+            raise ValueError(f"candidate must be another pool than stable, got {self.candidate!r} twice")
+        if self.kind == "blue_green" and self.weight not in (0, 100):
+            raise ValueError(f"weight must be 0 or 100 for blue_green, got {self.weight:g}")
+        return self
+
+    @property
+    def share(self) -> float:
+        """The share of the stable pool's requests that the candidate gets, or gets copies of, 0 to 1."""
+        return 0.0 if self.rolled_back else self.weight / 100
+
+    @property
+    def served_share(self) -> float:
+        """The share of the requests whose callers get the candidate's answers."""
+        return 0.0 if self.kind == "shadow" else self.share
+
+
+def takes(name: str, session: str, share: float, drawn: float) -> bool:
+    """Return whether the candidate gets a request.
+
+    A session's place is a hash of its id, so that it stays at the candidate while the share grows.
+    drawn: 0 to 1, by chance, for a request without a session.
+    """
+    if session:
+        drawn = int.from_bytes(hashlib.sha256(f"{name}\n{session}".encode()).digest()[:8], "big") / 2**64
+    return drawn < share
+
+
+def check(path: str, releases: Mapping[str, ReleaseRules], weights: Mapping[str, float], encoders: Set[str]) -> None:
+    """Raises InvalidArgument for pools that releases cannot use.
+
+    weights: of the pools that the file or the environment sets. encoders: pools that generate nothing.
+    """
+    used: dict[str, str] = {}
+    for name, rules in releases.items():
+        for field, pool in (("stable", rules.stable), ("candidate", rules.candidate)):
+            where = f"{path}: releases.{name}.{field}"
+            if pool in encoders:
+                raise InvalidArgument(where, f"must be a pool of a generating model, got {pool!r}")
+            if pool in used:
+                raise InvalidArgument(where, f"must be a pool of one release, got {pool!r}, which {used[pool]} has too")
+            used[pool] = name
+        if weights.get(rules.candidate, 0.0) > 0:
+            problem = f"must have no weight of its own beside the release's, got {weights[rules.candidate]:g}"
+            raise InvalidArgument(f"{path}: pools.{rules.candidate}", problem)

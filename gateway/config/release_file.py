@@ -1,0 +1,110 @@
+"""Change a release in the configuration file, which keeps its comments and its order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from tomlkit.exceptions import TOMLKitError
+
+from contract.errors import InvalidArgument, NotFound
+from gateway.config import policy, release
+from gateway.config.release import ReleaseRules
+
+if sys.platform != "win32":
+    import fcntl
+
+Actions = ("start", "shift", "rollback")
+
+
+def apply(path: Path, action: str, name: str, fields: Mapping[str, Any]) -> ReleaseRules:
+    """Change one release in the file, atomically, and return its rules.
+
+    action: ``start``: a new release, or one that begins again, with ``fields``. ``shift``: to the weight ``to``, in
+        percent. ``rollback``: no request to the candidate any more, for ``reason``; once, until it is started again.
+    Raises: NotFound for a release that is not there; InvalidArgument for a field, and a file that cannot be written.
+    """
+    path = Path(os.path.realpath(path))
+    try:
+        with _locked(path.parent):
+            document = tomlkit.parse(path.read_text(encoding="utf-8"))
+            found = document.unwrap().get("releases", {})
+            policy.read(str(path), {"releases": found}, {})
+            changed = _changed(found.get(name, {}), action, name, fields)
+            rules = policy.read(str(path), {"releases": {**found, name: changed}}, {}).releases
+            release.check(str(path), rules, {}, frozenset())
+            releases = document.setdefault("releases", tomlkit.table(is_super_table=True))
+            if name in releases:
+                releases[name].update(changed)
+                for field in releases[name].keys() - changed.keys():
+                    del releases[name][field]
+            else:
+                releases.append(name, tomlkit.item(changed))
+            _replace(path, tomlkit.dumps(document))
+    except OSError as exc:
+        raise InvalidArgument(str(path), f"cannot be changed: {exc.strerror or exc}") from exc
+    except (UnicodeDecodeError, TOMLKitError) as exc:
+        raise InvalidArgument(str(path), f"cannot be read as TOML: {exc}") from exc
+    return rules[name]
+
+
+def _changed(table: dict[str, Any], action: str, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the release's table after the action."""
+    if action not in Actions:
+        raise InvalidArgument("action", f"must be one of {', '.join(Actions)}, got {action!r:.50}")
+    allowed = {
+        "start": {*ReleaseRules.model_fields} - {"started", "rolled_back"},
+        "shift": {"to"},
+        "rollback": {"reason"},
+    }
+    for field in fields.keys() - allowed[action]:
+        raise InvalidArgument(field, f"is not known: must be one of {', '.join(sorted(allowed[action]))}")
+    if action == "start":
+        table = {**table, **fields, "started": datetime.now(timezone.utc)}
+        table.pop("rolled_back", None)
+        return table
+    if not table:
+        raise NotFound(f"there is no release {name!r:.100}; start it first")
+    if action == "rollback":
+        return table if table.get("rolled_back") else {**table, "rolled_back": fields.get("reason") or "by an operator"}
+    weight = fields.get("to")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 100:
+        raise InvalidArgument("to", f"must be a percentage from 0 to 100, got {weight!r:.50}")
+    if table.get("rolled_back"):
+        problem = f"was rolled back ({table['rolled_back']}); start it again first"
+        raise InvalidArgument(f"releases.{name}", problem)
+    return {**table, "weight": weight}
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of all writers on this machine. The folder's, as the file itself is replaced."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if sys.platform != "win32":
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write the file so that a reader finds the old or the new one, whole."""
+    descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(descriptor)
+        os.chmod(new, path.stat().st_mode & 0o7777)
+        os.replace(new, path)
+    except BaseException:
+        os.unlink(new)
+        raise

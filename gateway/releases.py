@@ -1,0 +1,128 @@
+"""The releases as they stand in this gateway: what the file says, and what was rolled back since."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from gateway.config.release import ReleaseRules
+from gateway.telemetry import burn_rate
+from gateway.telemetry.burn_rate import LEAST_STABLE, Verdict
+from gateway.telemetry.pool_outcomes import Outcomes, PoolOutcomes
+
+_LOG = logging.getLogger(__name__)
+PERIOD_S = 1.0
+
+
+@dataclass
+class _Watched:
+    """baseline: of the stable pool when it last had traffic. rollbacks: since the start of the gateway."""
+
+    baseline: Outcomes = field(default_factory=Outcomes)
+    verdict: Verdict = field(default_factory=Verdict)
+    rollbacks: int = 0
+
+
+class Releases:
+    """Judges the candidates once a second and rolls back the bad ones.
+
+    outcomes: of all pools. rolled_back: called with the name and the reason of a release that was rolled back here.
+    """
+
+    def __init__(self, outcomes: PoolOutcomes, rolled_back: Callable[[str, str], None]) -> None:
+        self._outcomes, self._rolled_back = outcomes, rolled_back
+        self._rules: Mapping[str, ReleaseRules] = {}
+        # By release: the start that was rolled back here, and why. It holds where the file cannot be written, too.
+        self._stopped: dict[str, tuple[datetime | None, str]] = {}
+        self._watched: dict[str, _Watched] = {}
+        self._checked_s = 0.0
+
+    def change(self, rules: Mapping[str, ReleaseRules]) -> None:
+        """Take over the rules of the file. A release that was rolled back here stays so until it is started again."""
+        for name, new in rules.items():
+            if name in self._rules and self._rules[name].started != new.started:  # a new start is judged afresh
+                self._outcomes.forget(new.candidate)
+        self._rules = rules
+        self._stopped = {
+            name: stop for name, stop in self._stopped.items() if name in rules and rules[name].started == stop[0]
+        }
+        self._watched = {name: self._watched.get(name, _Watched()) for name in rules}
+
+    @property
+    def current(self) -> dict[str, ReleaseRules]:
+        """The releases as they hold now."""
+        return {
+            name: rules.model_copy(update={"rolled_back": self._stopped[name][1]}) if name in self._stopped else rules
+            for name, rules in self._rules.items()
+        }
+
+    def roll_back(self, name: str, reason: str) -> None:
+        """Roll back one release in this gateway, now. Nothing happens to one that was rolled back."""
+        rules = self.current[name]
+        if rules.rolled_back:
+            return
+        self._stopped[name] = (rules.started, reason)
+        self._watched[name].rollbacks += 1
+        _LOG.error("release %s: rolled back from %g %% of %s: %s", name, rules.weight, rules.candidate, reason)
+        self._rolled_back(name, reason)
+
+    def check(self, now_s: float) -> None:
+        """Judge every running candidate, at most once in PERIOD_S."""
+        if now_s - self._checked_s < PERIOD_S:
+            return
+        self._checked_s = now_s
+        for name, rules in self.current.items():
+            watched, rollback = self._watched[name], rules.rollback
+            stable = self._outcomes.window(rules.stable, rollback.long_s)
+            if stable.requests >= LEAST_STABLE:
+                watched.baseline = stable
+            if not rules.share:
+                continue
+            windows = (
+                self._outcomes.window(rules.candidate, seconds) for seconds in (rollback.short_s, rollback.long_s)
+            )
+            watched.verdict = burn_rate.judge(rollback, (next(windows), next(windows)), watched.baseline)
+            if watched.verdict.reason and rollback.automatic:
+                self.roll_back(name, watched.verdict.reason)
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return every release with the figures of both pools over the long window."""
+        found = []
+        for name, rules in self.current.items():
+            pools = {
+                role: {"pool": pool, **self._outcomes.window(pool, rules.rollback.long_s).summary()}
+                for role, pool in (("stable", rules.stable), ("candidate", rules.candidate))
+            }
+            burns = {objective: burn._asdict() for objective, burn in self._watched[name].verdict.burns.items()}
+            fields = rules.model_dump(mode="json", exclude={"stable", "candidate"})
+            state = "rolled back" if rules.rolled_back else "running" if rules.weight else "waiting"
+            found.append({"name": name, "state": state, **fields, **pools, "burn_rates": burns})
+        return found
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        weight = GaugeMetricFamily(
+            "trident_gateway_release_weight", "Percent that the candidate gets now", labels=("release", "kind")
+        )
+        burn = GaugeMetricFamily(
+            "trident_gateway_release_burn_rate",
+            "Speed at which the candidate burns a budget, 1 uses it up",
+            labels=("release", "objective", "window"),
+        )
+        rollbacks = CounterMetricFamily(
+            "trident_gateway_release_rollbacks", "Rollbacks by this gateway", labels=("release",)
+        )
+        for name, rules in self.current.items():
+            weight.add_metric((name, rules.kind), rules.share * 100)
+            rollbacks.add_metric((name,), self._watched[name].rollbacks)
+            for objective, found in self._watched[name].verdict.burns.items():
+                for window, value in found._asdict().items():
+                    burn.add_metric((name, objective, window), value)
+        yield from (weight, burn, rollbacks)

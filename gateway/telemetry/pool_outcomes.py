@@ -1,0 +1,112 @@
+"""What requests met at each pool during the last minutes, kept in this process for decisions and for operators."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+SLICE_S = 5.0
+LONGEST_S = 3600.0
+_GROWTH = math.log(1.1)  # of the bounds of a distribution: percentiles are at most 10 % too high
+
+
+class Distribution:
+    """Durations in seconds, counted by logarithmic buckets."""
+
+    def __init__(self) -> None:
+        self._buckets: Counter[int] = Counter()
+
+    def add(self, seconds: float) -> None:
+        self._buckets[math.ceil(math.log(max(seconds, 1e-6)) / _GROWTH)] += 1
+
+    def update(self, other: Distribution) -> None:
+        self._buckets.update(other._buckets)
+
+    def __len__(self) -> int:
+        """Return the number of durations."""
+        return sum(self._buckets.values())
+
+    def percentile(self, fraction: float) -> float:
+        """Return the upper bound of the bucket with that quantile, in seconds; 0 without durations."""
+        left = fraction * len(self)
+        for bucket in sorted(self._buckets):
+            left -= self._buckets[bucket]
+            if left <= 1e-9:
+                return math.exp(bucket * _GROWTH)
+        return 0.0
+
+    def above(self, seconds: float) -> int:
+        """Return how many durations are in buckets wholly above ``seconds``."""
+        return sum(count for bucket, count in self._buckets.items() if (bucket - 1) * _GROWTH >= math.log(seconds))
+
+
+@dataclass
+class Outcomes:
+    """Sums over a window.
+
+    requests: calls to replicas that ended well or failed; a refused or inconclusive one is neither.
+    errors: those that failed, also where the request then went on elsewhere. refusals: for lack of room, by the gateway
+        or a replica.
+    input_tokens, output_tokens: of generations that ended. first: time to the first token, queueing included.
+    token: mean time between the tokens of a generation.
+    """
+
+    requests: int = 0
+    errors: int = 0
+    refusals: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    first: Distribution = field(default_factory=Distribution)
+    token: Distribution = field(default_factory=Distribution)
+
+    def add(self, other: Outcomes) -> None:
+        for name in ("requests", "errors", "refusals", "input_tokens", "output_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.first.update(other.first)
+        self.token.update(other.token)
+
+    def summary(self) -> dict[str, float]:
+        """Return the figures that operators see; times in seconds, 0 where there are none."""
+        return {
+            "requests": self.requests,
+            "errors": self.errors,
+            "refusals": self.refusals,
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "ttft_p50_s": round(self.first.percentile(0.5), 6),
+            "ttft_p95_s": round(self.first.percentile(0.95), 6),
+            "itl_p50_s": round(self.token.percentile(0.5), 6),
+            "itl_p95_s": round(self.token.percentile(0.95), 6),
+        }
+
+
+class PoolOutcomes:
+    """The outcomes of every pool, in slices of SLICE_S, for LONGEST_S."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._slices: defaultdict[str, deque[tuple[int, Outcomes]]] = defaultdict(
+            lambda: deque(maxlen=int(LONGEST_S / SLICE_S) + 1)
+        )
+
+    def now(self, pool: str) -> Outcomes:
+        """Return the slice of a pool that is being filled."""
+        number, slices = int(self._clock() / SLICE_S), self._slices[pool]
+        if not slices or slices[-1][0] != number:
+            slices.append((number, Outcomes()))
+        return slices[-1][1]
+
+    def forget(self, pool: str) -> None:
+        self._slices.pop(pool, None)
+
+    def window(self, pool: str, seconds: float) -> Outcomes:
+        """Return the sums over the last ``seconds``, up to a slice more."""
+        first, total = int((self._clock() - seconds) / SLICE_S), Outcomes()
+        for number, slice_ in reversed(self._slices.get(pool, ())):
+            if number < first:
+                break
+            total.add(slice_)
+        return total

@@ -1,0 +1,111 @@
+"""Changes of releases in the file: whole, kept apart from each other, and refused by name."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contract.errors import InvalidArgument, NotFound
+from gateway.config import policy, release_file
+from gateway.config.configuration import table
+
+TEXT = """# the head
+[pools]  # shares
+stable = 1
+
+# the only model
+[models.small]
+pools = ["stable"]
+"""
+NEW = {"stable": "stable", "candidate": "next", "weight": 5}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    made = tmp_path / "gateway.toml"
+    made.write_text(TEXT)
+    return made
+
+
+def releases(path: Path) -> dict:
+    return policy.read(str(path), {"releases": table(path).get("releases", {})}, {}).releases
+
+
+def test_a_release_starts_moves_ends_and_begins_again_and_the_rest_of_the_file_stays(path: Path):
+    started = release_file.apply(path, "start", "r", NEW).started
+    assert path.read_text().startswith(TEXT)
+    assert release_file.apply(path, "shift", "r", {"to": 25}).weight == 25
+    assert release_file.apply(path, "rollback", "r", {"reason": "errors"}).rolled_back == "errors"
+    assert release_file.apply(path, "rollback", "r", {"reason": "again"}).rolled_back == "errors"
+    with pytest.raises(InvalidArgument, match=r"releases.r: was rolled back \(errors\); start it again first"):
+        release_file.apply(path, "shift", "r", {"to": 50})
+    again = release_file.apply(path, "start", "r", {})
+    assert again.rolled_back == "" and again.weight == 25 and again.started > started
+    assert path.read_text().startswith(TEXT) and releases(path) == {"r": again}
+
+
+def test_the_files_mode_and_a_link_to_it_stay(path: Path, tmp_path: Path):
+    path.chmod(0o640)
+    link = tmp_path / "link.toml"
+    link.symlink_to(path)
+    release_file.apply(link, "start", "r", NEW)
+    assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o640 and "r" in releases(path)
+    assert sorted(os.listdir(tmp_path)) == ["gateway.toml", "link.toml"]
+
+
+WRONG = [
+    ("shift", "gone", {"to": 5}, NotFound, "there is no release 'gone'"),
+    ("rollback", "gone", {}, NotFound, "there is no release 'gone'"),
+    ("shift", "r", {}, InvalidArgument, "to: must be a percentage from 0 to 100, got None"),
+    ("shift", "r", {"to": 101}, InvalidArgument, "to: must be a percentage from 0 to 100, got 101"),
+    ("shift", "r", {"to": True}, InvalidArgument, "to: must be a percentage"),
+    ("shift", "r", {"to": float("nan")}, InvalidArgument, "to: must be a percentage"),
+    ("shift", "r", {"weight": 5}, InvalidArgument, "weight: is not known: must be one of to"),
+    ("start", "r", {"started": "now"}, InvalidArgument, "started: is not known: must be one of candidate, kind"),
+    ("start", "new", {"stable": "stable"}, InvalidArgument, "releases.new.candidate: is missing"),
+    ("start", "new", NEW, InvalidArgument, "releases.new.stable: must be a pool of one release"),
+    ("start", "a b", {"stable": "a", "candidate": "b"}, InvalidArgument, "releases.a b: "),
+    ("stop", "r", {}, InvalidArgument, "action: must be one of start, shift, rollback, got 'stop'"),
+]
+
+
+@pytest.mark.parametrize(("action", "name", "fields", "kind", "message"), WRONG)
+def test_what_cannot_be_is_refused_and_changes_nothing(path: Path, action, name, fields, kind, message):
+    release_file.apply(path, "start", "r", NEW)
+    before = path.read_text()
+    with pytest.raises(kind, match=message):
+        release_file.apply(path, action, name, fields)
+    assert path.read_text() == before
+
+
+def test_a_file_that_cannot_be_read_or_written_is_named(path: Path, tmp_path: Path):
+    with pytest.raises(InvalidArgument, match="gone.toml: cannot be changed: No such file"):
+        release_file.apply(tmp_path / "gone.toml", "start", "r", NEW)
+    path.write_text("[")
+    with pytest.raises(InvalidArgument, match="cannot be read as TOML"):
+        release_file.apply(path, "start", "r", NEW)
+
+
+def test_writers_at_once_lose_nothing(path: Path):
+    def start(number: int) -> None:
+        release_file.apply(path, "start", f"r{number}", {"stable": f"s{number}", "candidate": f"c{number}"})
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(start, range(16)))
+    assert len(releases(path)) == 16
+
+
+@settings(max_examples=30, deadline=None)
+@given(weights=st.lists(st.floats(0, 100), max_size=3), kind=st.sampled_from(["canary", "shadow"]))
+def test_what_is_written_is_what_is_read(tmp_path_factory, weights, kind):
+    path = tmp_path_factory.mktemp("file") / "gateway.toml"
+    path.write_text("")
+    written = release_file.apply(path, "start", "r", {**NEW, "kind": kind, "rollback": {"errors": 0.5}})
+    for weight in weights:
+        written = release_file.apply(path, "shift", "r", {"to": weight})
+    assert releases(path) == {"r": written}
