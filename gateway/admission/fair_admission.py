@@ -61,6 +61,7 @@ class FairAdmission:
     clock: monotonic seconds, the clock of an in-memory budget store.
     pools: draws pools and reports their capacity.
     target_pool: returns the pool of an overflow target; "" for an upstream.
+    prompt_weight: work of a prompt token in tokens of decoding.
     rejected, degraded: requests refused by reason, degraded by stage. on_refusal: called with the pool and the reason.
     """
 
@@ -76,13 +77,14 @@ class FairAdmission:
         degradation: DegradationRules | None = None,
         prompt_tokens: PromptTokens | None = None,
         rng: random.Random | None = None,
+        prompt_weight: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self._budgets, self._concurrency, self._clock = budgets, concurrency, clock
         self.pools = pools
         self.target_pool = target_pool
         self._rules, self._degradation = rules or AdmissionRules(), degradation
         self.prompt_tokens = prompt_tokens or PromptTokens()
-        self._rng = rng or random.Random()
+        self._rng, self.prompt_weight = rng or random.Random(), prompt_weight
         self._slots: dict[str, PoolSlots] = {}
         self.rejected: Counter[str] = Counter()
         self.on_refusal: Callable[[str, str], None] = lambda pool, reason: None
@@ -357,6 +359,13 @@ class _Ticket:
         self.claims.append(claim)
         return claim
 
+    def learn(self, usage: Usage) -> None:
+        """Take note of the work that the reserved tokens came to."""
+        if self.open and self.claims and self.tokens:
+            uncached = usage.input_tokens - usage.cached_tokens
+            work = uncached * self.admission.prompt_weight() + usage.output_tokens
+            self.claims[-1].pool.worked(work, self.tokens)
+
     def close(self, used_tokens: int) -> None:
         if not self.open:
             return
@@ -459,4 +468,6 @@ class Permit:
 
         usage: of all choices, also of a stream that was cut; None if nothing was generated.
         """
+        if usage is not None:
+            self.ticket.learn(usage)
         self.ticket.close(0 if usage is None else usage.input_tokens + usage.output_tokens)

@@ -91,10 +91,14 @@ class FairQueue:
         self._sequence = itertools.count()
         self._count = 0
         self._left = 0  # entries that left since the heaps were last rid of such
-        self.backlog_tokens = 0.0
+        self.backlog: defaultdict[int, float] = defaultdict(float)  # tokens by class
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def backlog_tokens(self) -> float:
+        return sum(self.backlog.values())
 
     def depth(self, priority: int) -> int:
         """Return the number of entries of this class that wait."""
@@ -123,7 +127,7 @@ class FairQueue:
         self._count += 1
         self._by_class[entry.priority] += 1
         self._by_tenant[entry.tenant] += 1
-        self.backlog_tokens += entry.cost_tokens
+        self.backlog[entry.priority] += entry.cost_tokens
         flow = self._flows.setdefault((entry.priority, entry.tenant), _Flow(entry.weight))
         flow.weight = entry.weight
         heapq.heappush(flow.heap, (entry.deadline_s, entry.sequence, entry))
@@ -150,7 +154,7 @@ class FairQueue:
             return False
         entry.waiting = False
         self._count -= 1
-        self.backlog_tokens -= entry.cost_left
+        self.backlog[entry.priority] -= entry.cost_left
         self._by_class[entry.priority] -= 1
         if not self._by_class[entry.priority]:
             del self._by_class[entry.priority]
@@ -192,7 +196,7 @@ class FairQueue:
                 cost = entry.next_cost
                 self._flows[entry.priority, entry.tenant].deficit -= cost
                 entry.begun += 1
-                self.backlog_tokens -= cost
+                self.backlog[entry.priority] -= cost
                 if entry.begun == entry.slots:
                     self.remove(entry)
                 return entry

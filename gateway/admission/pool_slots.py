@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,6 +22,7 @@ from gateway.config.policy import AdmissionRules
 # A request is short if it may generate at most this part of what the running ones may on average: then no answer that
 # holds a reserved slot takes longer than this part of the others.
 SHORT = 0.25
+MEMORY = 0.995  # of the work that requests came to: weight of all those before the latest
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ class PoolSlots:
         self._reserved = 0  # of which so many are kept for short requests, or only wait at a replica
         self._running_of: Counter[str] = Counter()
         self._running_at: Counter[int] = Counter()  # by priority
-        self._running_tokens: float = 0
+        self.running_tokens: defaultdict[int, float] = defaultdict(float)  # by class
+        self.arrived_tokens = 0.0  # of all requests that ever queued
+        self._worked = self._worked_tokens = 0.0  # of late: work in tokens of decoding, and the tokens reserved for it
         self._longest_tokens = 0  # of the running ones, added up
         self._drain = retry_after.DrainRate()
         self._saturated, self._saturated_s, self._checked_s = False, 0.0, 0.0
@@ -86,14 +89,29 @@ class PoolSlots:
     @property
     def idle(self) -> bool:
         """Nothing runs, nothing waits, and nothing is left over from what did."""
-        left = (self.running, self._reserved, self._running_tokens, self._longest_tokens, self.queue.backlog_tokens)
-        return not (any(left) or self._running_of or self._running_at or self.waiting)
+        left = (self.running, self._reserved, self._longest_tokens, self.queue.backlog_tokens)
+        return not (any((*left, *self.running_tokens.values())) or self._running_of or self._running_at or self.waiting)
 
     def retry_after_s(self, rng: random.Random) -> float:
         """Return when a refused request may be sent again, from the pace at which this pool's backlog shrinks."""
+        backlog = self.queue.backlog_tokens + sum(self.running_tokens.values())
+        return retry_after.retry_after_s(backlog, self.drain_tokens_per_s, rng)
+
+    @property
+    def drain_tokens_per_s(self) -> float:
+        """The pace at which reserved tokens are settled while requests wait; 0 before any waited."""
         self._update_saturated_time()
-        backlog = self.queue.backlog_tokens + self._running_tokens
-        return retry_after.retry_after_s(backlog, self._drain.tokens_per_s(self._saturated_s), rng)
+        return self._drain.tokens_per_s(self._saturated_s)
+
+    @property
+    def token_cost(self) -> float:
+        """Work of a reserved token, in tokens of decoding, over the latest requests; 0 before the first."""
+        return self._worked / self._worked_tokens if self._worked_tokens else 0.0
+
+    def worked(self, work: float, tokens: float) -> None:
+        """Learn from a request that ended what work the ``tokens`` reserved for it came to."""
+        self._worked = MEMORY * self._worked + work
+        self._worked_tokens = MEMORY * self._worked_tokens + tokens
 
     def is_short_wait(self, tenant: str, longest_tokens: int) -> bool:
         """Whether a request would get a slot at once, or would be the tenant's only one that waits, with fewer others
@@ -108,6 +126,7 @@ class PoolSlots:
         others. Raises Overloaded if the queue is full."""
         claim = entry.work = Claim(self, entry, lasts_until_s)
         self.queue.push(entry, self._clock())
+        self.arrived_tokens += entry.cost_tokens
         self.dispatch()
         return claim
 
@@ -190,7 +209,7 @@ class PoolSlots:
         self._reserved += reserved
         self._running_of[entry.tenant] += 1
         self._running_at[entry.priority] += 1
-        self._running_tokens += entry.part(claim.given)
+        self.running_tokens[entry.priority] += entry.part(claim.given)
         self._longest_tokens += entry.longest_tokens
         claim._given(reserved)
 
@@ -206,7 +225,7 @@ class PoolSlots:
         self._running_at[entry.priority] -= 1
         if not self._running_at[entry.priority]:
             del self._running_at[entry.priority]
-        self._running_tokens -= tokens
+        self.running_tokens[entry.priority] -= tokens
         self._longest_tokens -= entry.longest_tokens
         # The whole reservation is off the backlog, used or not; that is the pace at which the backlog shrinks.
         if self._update_saturated_time():

@@ -99,6 +99,8 @@ class StateMetrics:
             replica_outstanding="Requests of this gateway at the replica",
             replica_waiting="Requests waiting at the replica, by its metrics",
             replica_kv_usage_ratio="KV cache blocks in use, by the replica's metrics",
+            replica_slots="Requests that the replica runs at once, by its metrics; 0 if unknown",
+            replica_tokens_per_second="Tokens of decoding per second with all slots taken, as measured; 0 if unknown",
         )
         now_s = time.monotonic()
         for replica in self.replicas():
@@ -108,6 +110,8 @@ class StateMetrics:
                 "replica_outstanding": replica.work.outstanding,
                 "replica_waiting": replica.metrics.waiting,
                 "replica_kv_usage_ratio": replica.metrics.kv_usage,
+                "replica_slots": replica.slots,
+                "replica_tokens_per_second": replica.work.pace.tokens_per_s(replica.slots),
             }
             _add(families, (replica.url, replica.pool), values)
         for upstream in self.upstreams():
@@ -126,11 +130,21 @@ class StateMetrics:
             pool_waiting="Requests that wait for a slot",
             pool_queued_tokens="Tokens that waiting requests may use",
             pool_others="Requests of other gateways there, by the replicas' metrics",
+            pool_token_cost="Work of a reserved token in tokens of decoding, as measured; 0 if unknown",
+            pool_drain_tokens_per_second="Reserved tokens settled per second while requests wait; 0 if none waited",
         )
         depth = GaugeMetricFamily(
             "trident_gateway_queue_depth",
             "Requests that wait for a slot, by priority class",
             labels=("pool", "priority"),
+        )
+        backlog = GaugeMetricFamily(
+            "trident_gateway_pool_backlog_tokens",
+            "Prompt and max_tokens of requests, by priority class and whether they are queued or running",
+            labels=("pool", "priority", "state"),
+        )
+        arrived = CounterMetricFamily(
+            "trident_gateway_pool_arrived_tokens", "Tokens that all requests so far might use", labels=("pool",)
         )
         for pool in self.pools():
             slots, healthy = pool.slots, pool.healthy
@@ -143,11 +157,17 @@ class StateMetrics:
                 "pool_waiting": slots.waiting,
                 "pool_queued_tokens": slots.queue.backlog_tokens,
                 "pool_others": sum(replica.others.requests for replica in healthy),
+                "pool_token_cost": slots.token_cost,
+                "pool_drain_tokens_per_second": slots.drain_tokens_per_s,
             }
             _add(families, (pool.name,), values)
             for priority, count in sorted(slots.queue.depths().items()):
                 depth.add_metric((pool.name, str(priority)), count)
-        yield from (*families.values(), depth)
+            for state, tokens in (("queued", slots.queue.backlog), ("running", slots.running_tokens)):
+                for priority, amount in sorted(tokens.items()):
+                    backlog.add_metric((pool.name, str(priority), state), amount)
+            arrived.add_metric((pool.name,), slots.arrived_tokens)
+        yield from (*families.values(), depth, backlog, arrived)
 
     def _starting(self) -> Iterator[Metric]:
         families = _gauges(

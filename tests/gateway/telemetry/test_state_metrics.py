@@ -62,6 +62,27 @@ def test_replicas_that_start_are_told_and_an_unknown_time_is_not_zero():
         assert found.get_sample_value("trident_gateway_pool_starting_seconds", {"pool": "main"}) == seconds
 
 
+async def test_the_backlog_is_told_by_class_and_state_and_what_came_of_it():
+    slots = PoolSlots(FairQueue(), lambda: 0.0, lambda: Capacity(1, 1), AdmissionRules(short_reserve=0.0))
+    first, second = Entry("acme", 100.0, priority=2, slots=2), Entry("acme", 30.0, priority=0)
+    claims = [slots.claim(entry, 10.0) for entry in (first, second)]
+    found = registry(pools=lambda: [PoolState("main", slots, [])])
+
+    def tokens(priority: str, state: str) -> float | None:
+        labels = {"pool": "main", "priority": priority, "state": state}
+        return found.get_sample_value("trident_gateway_pool_backlog_tokens", labels)
+
+    assert (tokens("2", "running"), tokens("2", "queued"), tokens("0", "queued")) == (50, 50, 30)
+    slots.worked(25.0, 100.0)
+    claims[0].close(60)
+    assert (tokens("2", "running"), tokens("2", "queued"), tokens("0", "running")) == (0, 0, 30)
+    claims[1].close(30)
+    assert slots.idle
+    assert found.get_sample_value("trident_gateway_pool_arrived_tokens_total", {"pool": "main"}) == 130
+    assert found.get_sample_value("trident_gateway_pool_token_cost", {"pool": "main"}) == 0.25
+    assert found.get_sample_value("trident_gateway_pool_drain_tokens_per_second", {"pool": "main"}) >= 0
+
+
 def test_replica_seconds_integrate_the_number_of_healthy_replicas(clock):
     healthy = 2
     seconds = ReplicaSeconds(lambda: healthy, clock)
