@@ -1,0 +1,1 @@
+"""KEDA's external scaler: tells Kubernetes how many replicas a pool needs."""

@@ -1,0 +1,1 @@
+"""Replicas under Ray Serve."""

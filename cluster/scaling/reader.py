@@ -1,0 +1,203 @@
+"""Read what the gateways' metrics pages say of their pools, and add it up.
+
+A page that cannot be read counts with its latest reading until that is ``stale_s`` old. Without one of the pages the
+sum is incomplete, and says so; without any of them nothing is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from cluster.scaling.law import Load
+from contract import prometheus
+from contract.errors import InvalidArgument
+from contract.prometheus import Metrics
+
+_LOG = logging.getLogger(__name__)
+_POOL, _REPLICA = "trident_gateway_pool_", "trident_gateway_replica_"
+_ARRIVED = f"{_POOL}arrived_tokens_total"
+MAX_BYTES = 4 * 1024 * 1024
+TIMEOUT_S = 2.0  # of one page
+_RATE_S = 15.0  # arriving tokens are counted over so long
+
+
+@dataclass(eq=False)
+class _Page:
+    """One gateway's page. read_s: when it was read last, 0: never. arrived: (time, tokens by pool) of late."""
+
+    read_s: float = 0.0
+    metrics: Metrics = field(default_factory=Metrics)
+    arrived: deque[tuple[float, dict[str, float]]] = field(default_factory=deque)
+    problem: str = ""
+
+    def take(self, metrics: Metrics, now_s: float) -> None:
+        """Raises ValueError for a page that no gateway writes."""
+        if f"{_POOL}ready" not in metrics:
+            raise ValueError("it has no pools: not the metrics page of a gateway")
+        for name, samples in metrics.samples.items():
+            for labels, value in samples:
+                if not 0 <= value < math.inf:  # NaN is not
+                    raise ValueError(f"{name}{labels}: must be a finite number of at least 0, got {value}")
+        arrived = metrics.by_label(_ARRIVED, "pool")
+        if self.arrived and any(tokens < self.arrived[-1][1].get(pool, 0.0) for pool, tokens in arrived.items()):
+            self.arrived.clear()  # the gateway was started again
+        while len(self.arrived) > 1 and now_s - self.arrived[0][0] > _RATE_S:
+            self.arrived.popleft()
+        self.arrived.append((now_s, arrived))
+        self.metrics, self.read_s = metrics, now_s
+
+    def rate(self, pool: str) -> float | None:
+        """Return the tokens that come per second; None until two readings tell."""
+        (from_s, first), (to_s, last) = self.arrived[0], self.arrived[-1]
+        return (last.get(pool, 0.0) - first.get(pool, 0.0)) / (to_s - from_s) if to_s > from_s else None
+
+
+class Reader:
+    """Reads pages: ``await read(session)`` from time to time, and ``load(pool)`` at any time, from any thread.
+
+    gateways: URLs of metrics pages, such as http://HOST:9002/metrics, or ``dns:///NAME:PORT``, every address of which
+    is a gateway.
+    Raises InvalidArgument.
+    """
+
+    def __init__(self, gateways: Sequence[str], stale_s: float = 15.0) -> None:
+        self._gateways = tuple(_checked(url.strip()) for url in gateways if url.strip())
+        if not self._gateways:
+            raise InvalidArgument("gateways", "must name one metrics page at least, got none")
+        self._stale_s = stale_s
+        self._pages: dict[str, _Page] = {}
+        self._resolved: dict[str, list[str]] = {}
+
+    async def watch(self, after: Callable[[], None], interval_s: float) -> None:
+        """Read the pages again and again, and call ``after`` each time."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S)) as http:
+            while True:
+                await self.read(http)
+                after()
+                await asyncio.sleep(interval_s)
+
+    async def read(self, http: aiohttp.ClientSession) -> None:
+        """Read every page once. Does not raise for a page that fails, which is logged when that begins."""
+        await asyncio.gather(*(self._resolve(name) for name in self._gateways if name.startswith("dns:")))
+        urls = [url for gateway in self._gateways for url in self._resolved.get(gateway, [gateway])]
+        self._pages = {url: self._pages.get(url, _Page()) for url in urls}
+        await asyncio.gather(*(self._read(http, url, page) for url, page in self._pages.items()))
+
+    async def _resolve(self, gateway: str) -> None:
+        name, _, port = gateway.removeprefix("dns:").strip("/").rpartition(":")
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
+        except OSError as exc:  # those that were known stay
+            _LOG.warning("%s does not resolve: %s", gateway, exc)
+            return
+        hosts = sorted({str(address[0]) for *_, address in found})
+        self._resolved[gateway] = [f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics" for host in hosts]
+
+    async def _read(self, http: aiohttp.ClientSession, url: str, page: _Page) -> None:
+        try:
+            if url.startswith("dns:"):
+                raise ValueError("the name has not resolved yet")
+            async with http.get(url) as response:
+                response.raise_for_status()
+                text = b""
+                async for part in response.content.iter_any():
+                    text += part
+                    if len(text) > MAX_BYTES:
+                        raise ValueError(f"larger than {MAX_BYTES} bytes")
+            page.take(prometheus.parse(text.decode(), (_POOL, _REPLICA)), time.monotonic())
+            page.problem = ""
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as exc:
+            if not page.problem:
+                _LOG.warning("%s cannot be read: %s", url, exc or type(exc).__name__)
+            page.problem = str(exc) or type(exc).__name__
+
+    def problems(self) -> dict[str, str]:
+        """Return what is wrong with pages, by URL."""
+        return {url: page.problem for url, page in self._pages.items() if page.problem}
+
+    def _fresh(self) -> list[_Page]:
+        oldest_s = time.monotonic() - self._stale_s
+        return [page for page in self._pages.values() if page.read_s > oldest_s]
+
+    def pools(self) -> list[str]:
+        """Return the pools that any fresh page names."""
+        return sorted({pool for page in self._fresh() for pool in page.metrics.by_label(f"{_POOL}ready", "pool")})
+
+    def load(self, pool: str) -> Load | None:
+        """Return the load of a pool; None if no page tells it."""
+        fresh = self._fresh()
+        pages = [page.metrics for page in fresh if any(page.metrics.matching(f"{_POOL}ready", pool=pool))]
+        if not pages:
+            return None
+        rates = [page.rate(pool) for page in fresh]
+        cost = _mean(page.value(f"{_POOL}token_cost", pool=pool) for page in pages) or 1.0
+        healthy = {
+            labels["replica"]
+            for page in pages
+            for labels, value in page.matching(f"{_REPLICA}healthy", pool=pool)
+            if value
+        }
+        tokens_per_s = _mean(_of_replicas(pages, "tokens_per_second", pool))
+        if not tokens_per_s and healthy:  # what the whole pool did while requests waited
+            drained = sum(page.value(f"{_POOL}drain_tokens_per_second", pool=pool) for page in pages)
+            tokens_per_s = drained * cost / len(healthy)
+        return Load(
+            complete=len(fresh) == len(self._pages),
+            queued=_by_class(pages, pool, "queued"),
+            running=_by_class(pages, pool, "running"),
+            queued_requests=sum(page.value(f"{_POOL}waiting", pool=pool) for page in pages),
+            running_requests=sum(page.value(f"{_POOL}running", pool=pool) for page in pages),
+            arrived_per_s=None if None in rates else sum(filter(None, rates)),
+            cost=cost,
+            ready=len(healthy),
+            tokens_per_s=tokens_per_s,
+            slots=_mean(_of_replicas(pages, "slots", pool)),
+        )
+
+
+def _checked(url: str) -> str:
+    parts = urlsplit(url)
+    try:
+        if parts.scheme == "dns":
+            host, _, port = f"{parts.netloc}{parts.path}".strip("/").rpartition(":")
+            if host and "/" not in host and 0 < int(port) < 65536:
+                return url
+        elif parts.scheme in ("http", "https") and parts.hostname and parts.port is not False:
+            return url if parts.path.strip("/") else f"{url.rstrip('/')}/metrics"
+    except ValueError:
+        pass
+    raise InvalidArgument("gateways", f"must be http://HOST:PORT/metrics or dns:///NAME:PORT, got {url!r}")
+
+
+def _by_class(pages: Iterable[Metrics], pool: str, state: str) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for page in pages:
+        for labels, tokens in page.matching(f"{_POOL}backlog_tokens", pool=pool, state=state):
+            priority = int(labels["priority"])
+            found[priority] = found.get(priority, 0.0) + tokens
+    return found
+
+
+def _of_replicas(pages: Iterable[Metrics], name: str, pool: str) -> list[float]:
+    """Return a number of each replica: the mean of the gateways that know it."""
+    known: dict[str, list[float]] = {}
+    for page in pages:
+        for labels, value in page.matching(f"{_REPLICA}{name}", pool=pool):
+            known.setdefault(labels["replica"], []).append(value)
+    return [_mean(values) for values in known.values()]
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Return the mean of those that are known, that is not 0; 0 if none is."""
+    known = [value for value in values if value]
+    return sum(known) / len(known) if known else 0.0

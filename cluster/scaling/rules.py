@@ -1,0 +1,174 @@
+"""The rules of the scaling law: a table of TOML for each pool, every field optional and checked by name."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from contract.errors import InvalidArgument
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_LOG = logging.getLogger(__name__)
+_Replicas = Annotated[int, Field(ge=0, le=10_000)]
+_Step = Annotated[int, Field(ge=1, le=10_000)]
+_Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
+_Part = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
+_Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+_Class = Annotated[int, BeforeValidator(lambda key: int(key) if str(key).isdecimal() else key), Field(ge=0, le=9)]
+_Wait = Annotated[float, Field(ge=0.1, le=86_400, allow_inf_nan=False)]
+
+
+class PoolRules(BaseModel):
+    """How one pool is scaled.
+
+    min_replicas, max_replicas: bounds; with 0 as minimum the pool may be scaled to zero.
+    warm_replicas: ready beyond what the load needs.
+    least_headroom: capacity beyond the load, as a part of it; with less, replicas are added.
+    most_headroom: with one replica less and still so much, one is removed; what is added leaves so much.
+    up_cooldown_s: between two additions. down_cooldown_s: a removal needs so long without more load and without change.
+    step_up, step_down: replicas added or removed at once.
+    zero_after_s: without any work before the last replica is removed; down_cooldown_s holds too.
+    start_s: from the order of a replica until it is ready, as long as no start was measured.
+    slow_start_s: from then on until it gets its full share; TRIDENT_GATEWAY_SLOW_START_S.
+    tokens_per_s: of one replica with all slots taken, as long as none was measured; 0: unknown.
+    wait_s: seconds in which the queued work of a class is to be worked off, beyond the time that a new replica takes;
+        a class that is not listed has those of the next more urgent one that is.
+    time_of_day: whether the load of earlier days at this time is expected again.
+    replica_hour, cost_per_hour: price of one replica, and what all of them may cost, in one currency; 0: no ceiling.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    min_replicas: _Replicas = 1
+    max_replicas: Annotated[int, Field(ge=1, le=10_000)] = 10
+    warm_replicas: _Replicas = 0
+    least_headroom: _Part = 0.2
+    most_headroom: _Part = 0.4
+    up_cooldown_s: _Seconds = 60.0
+    down_cooldown_s: _Seconds = 300.0
+    step_up: _Step = 8
+    step_down: _Step = 1
+    zero_after_s: _Seconds = 900.0
+    start_s: _Seconds = 60.0
+    slow_start_s: _Seconds = 30.0
+    tokens_per_s: _Amount = 0.0
+    wait_s: Mapping[_Class, _Wait] = {0: 2.0, 1: 10.0, 5: 60.0, 9: 600.0}
+    time_of_day: bool = True
+    replica_hour: _Amount = 0.0
+    cost_per_hour: _Amount = 0.0
+
+    @property
+    def ceiling(self) -> int:
+        """The most replicas: ``max_replicas``, or what ``cost_per_hour`` pays for."""
+        if not (self.cost_per_hour and self.replica_hour):
+            return self.max_replicas
+        return min(self.max_replicas, int(self.cost_per_hour / self.replica_hour + 1e-9))
+
+    def wait_of(self, priority: int) -> float:
+        """Return ``wait_s`` of a class."""
+        listed = sorted(self.wait_s)
+        return self.wait_s[max((known for known in listed if known <= priority), default=listed[0])]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PoolRules:
+        if not self.wait_s:
+            raise ValueError("wait_s: must name one class at least, got none")
+        if self.least_headroom > self.most_headroom:
+            raise ValueError(f"most_headroom: must be at least least_headroom, got {self.most_headroom:g}")
+        if self.cost_per_hour and not self.replica_hour:
+            raise ValueError("replica_hour: must be set with cost_per_hour, got 0")
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas: must be at most max_replicas, got {self.min_replicas}")
+        if max(self.min_replicas, 1) > self.ceiling:
+            raise ValueError(
+                f"cost_per_hour: must pay for min_replicas and for one replica at least, got {self.cost_per_hour:g}"
+            )
+        return self
+
+
+class Rules(BaseModel):
+    """The rules of all pools.
+
+    defaults: of pools without a table of their own, and of fields that a table does not name.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    defaults: PoolRules = PoolRules()
+    pools: Mapping[str, PoolRules] = {}
+
+    def of(self, pool: str) -> PoolRules:
+        return self.pools.get(pool, self.defaults)
+
+
+def read(path: str) -> Rules:
+    """Read the file: [defaults], and [pools.NAME] for each pool. "" for the defaults alone.
+
+    Raises InvalidArgument that names the file, the field and what is allowed.
+    """
+    if not path:
+        return Rules()
+    try:
+        table = tomllib.loads(Path(path).read_text("utf-8"))
+    except OSError as exc:
+        raise InvalidArgument(path, f"must be a file that can be read: {exc.strerror}") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise InvalidArgument(path, f"must be TOML: {exc}") from exc
+    return of_table(table, path)
+
+
+def of_table(table: Mapping[str, Any], path: str = "rules") -> Rules:
+    """Return the rules of a table as in the file. path: named in errors. Raises InvalidArgument."""
+    pools, defaults = table.get("pools", {}), table.get("defaults", {})
+    if isinstance(pools, dict) and isinstance(defaults, dict):
+        full = {name: {**defaults, **own} if isinstance(own, dict) else own for name, own in pools.items()}
+        table = {**table, "pools": full}
+    try:
+        return Rules.model_validate(table)
+    except ValidationError as exc:
+        error = exc.errors(include_url=False)[0]
+        place = [str(part) for part in error["loc"] if part != "[key]"]
+        problem = f"must be {error['msg'].removeprefix('Input should be ')}, got {error['input']!r}"
+        if error["type"] == "value_error":  # a validator's own words
+            name, _, problem = str(error["ctx"]["error"]).partition(": ")
+            place.append(name)
+        elif error["type"] == "extra_forbidden":
+            allowed = PoolRules if len(place) > 1 else Rules
+            problem = f"is not known: must be one of {', '.join(allowed.model_fields)}"
+        raise InvalidArgument(f"{path}: {'.'.join(place)}", problem) from None
+
+
+class RulesFile:
+    """The rules of a file, read again when it has changed; a file that is wrong leaves them as they were.
+
+    Raises InvalidArgument if it is wrong at first.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.rules = read(path)
+        self._changed_ns = self._modified_ns()
+
+    def refresh(self) -> None:
+        changed_ns = self._modified_ns()
+        if changed_ns == self._changed_ns:
+            return
+        self._changed_ns = changed_ns
+        try:
+            self.rules = read(self._path)
+            _LOG.info("%s was read again", self._path)
+        except InvalidArgument as exc:
+            _LOG.error("the rules stay as they were: %s", exc)
+
+    def _modified_ns(self) -> int:
+        try:
+            return Path(self._path).stat().st_mtime_ns if self._path else 0
+        except OSError:
+            return 0

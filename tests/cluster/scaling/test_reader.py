@@ -1,0 +1,201 @@
+"""Pages of real gateways, added up; pages that are late, wrong or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from cluster.scaling.reader import MAX_BYTES, Reader
+from contract.errors import InvalidArgument
+
+PAGE = """\
+# HELP trident_gateway_pool_ready 1
+trident_gateway_pool_ready{{pool="main"}} 1.0
+trident_gateway_pool_waiting{{pool="main"}} 3.0
+trident_gateway_pool_running{{pool="main"}} 2.0
+trident_gateway_pool_token_cost{{pool="main"}} 0.5
+trident_gateway_pool_drain_tokens_per_second{{pool="main"}} {drain}
+trident_gateway_pool_backlog_tokens{{pool="main",priority="1",state="queued"}} {queued}
+trident_gateway_pool_backlog_tokens{{pool="main",priority="1",state="running"}} 40.0
+trident_gateway_pool_arrived_tokens_total{{pool="main"}} {arrived}
+trident_gateway_replica_healthy{{replica="a:1",pool="main"}} 1.0
+trident_gateway_replica_healthy{{replica="b:1",pool="main"}} {healthy}
+trident_gateway_replica_slots{{replica="a:1",pool="main"}} 8.0
+trident_gateway_replica_slots{{replica="b:1",pool="main"}} 0.0
+trident_gateway_replica_tokens_per_second{{replica="a:1",pool="main"}} {speed}
+trident_gateway_replica_tokens_per_second{{replica="b:1",pool="main"}} 0.0
+other_metric{{x="y"}} NaN
+"""
+LARGE = "x" * (MAX_BYTES + 1)
+USUAL = {"drain": 0, "queued": 100, "arrived": 1000, "healthy": 0, "speed": 200}
+
+
+def page(**more: object) -> str:
+    return PAGE.format(**{**USUAL, **more})
+
+
+class Pages:
+    """Serves what ``texts`` says at /1, /2, …; an exception's status where it is a number, silence for None."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str | int | None] = {}
+        self.base = ""
+
+    def reader(self, *names: str, **more: float) -> Reader:
+        return Reader([f"{self.base}/{name}" for name in names], **more)
+
+    async def handle(self, request: web.Request) -> web.Response:
+        text = self.texts[request.match_info["name"]]
+        if text is None:
+            await asyncio.sleep(30)
+        if isinstance(text, int):
+            return web.Response(status=text)
+        return web.Response(text=text)
+
+
+@pytest.fixture
+async def pages() -> AsyncIterator[Pages]:
+    found, app = Pages(), web.Application()
+    app.router.add_get("/{name}", found.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    found.base = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield found
+    await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(0.1)) as http:
+        yield http
+
+
+async def test_gateways_add_up_and_replicas_are_counted_once(pages: Pages):
+    pages.texts = {"1": page(), "2": page(queued=50, healthy=1, speed=100)}
+    reader = pages.reader("1", "2")
+    async with session() as http:
+        await reader.read(http)
+        load = reader.load("main")
+        assert load is not None and load.complete and reader.pools() == ["main"] and not reader.problems()
+        assert load.queued == {1: 150.0} and load.running == {1: 80.0}
+        assert (load.queued_requests, load.running_requests) == (6, 4)
+        assert load.ready == 2 and load.slots == 8 and load.cost == 0.5
+        assert load.tokens_per_s == 150  # the mean of what two gateways measured at the same replica
+        assert load.arrived_per_s is None  # one reading is no rate
+        assert reader.load("other") is None
+        pages.texts["1"] = page(arrived=1500)
+        await asyncio.sleep(0.05)
+        await reader.read(http)
+        rate = reader.load("main").arrived_per_s
+        assert rate is not None and 500 < rate < 500 / 0.05
+
+
+async def test_what_the_whole_pool_drains_stands_in_for_a_capacity_that_is_not_measured(pages: Pages):
+    pages.texts = {"1": page(speed=0, drain=600, healthy=1)}
+    reader = pages.reader("1")
+    async with session() as http:
+        await reader.read(http)
+    assert reader.load("main").tokens_per_s == 600 * 0.5 / 2
+
+
+async def test_a_gateway_that_starts_again_does_not_turn_the_rate_negative(pages: Pages):
+    reader = pages.reader("1")
+    async with session() as http:
+        for arrived in (1000, 5):
+            pages.texts = {"1": page(arrived=arrived)}
+            await reader.read(http)
+        assert reader.load("main").arrived_per_s is None
+        pages.texts = {"1": page(arrived=25)}
+        await reader.read(http)
+        assert reader.load("main").arrived_per_s > 0
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        503,
+        None,
+        "hello",
+        "",
+        page(queued="NaN"),
+        page(queued=-1),
+        LARGE,
+        "trident_gateway_pool_ready{ 1",
+    ],
+)
+async def test_a_page_that_fails_makes_the_sum_incomplete_and_then_unknown(
+    pages: Pages, broken: str | int | None, clock, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("cluster.scaling.reader.time", SimpleNamespace(monotonic=clock))
+    pages.texts = {"1": page(), "2": page()}
+    reader = pages.reader("1", "2", stale_s=15.0)
+    async with session() as http:
+        await reader.read(http)
+        pages.texts["2"] = broken
+        await reader.read(http)
+        assert reader.load("main").complete  # the latest reading is young enough
+        assert len(reader.problems()) == 1
+        clock.advance(16)
+        await reader.read(http)
+        load = reader.load("main")
+        assert not load.complete and load.queued == {1: 100.0}
+        pages.texts["1"] = broken
+        clock.advance(16)
+        await reader.read(http)
+        assert reader.load("main") is None and reader.pools() == []
+        pages.texts = {"1": page(), "2": page()}
+        await reader.read(http)
+        assert reader.load("main").complete and not reader.problems()
+
+
+async def test_every_address_of_a_name_is_a_gateway(monkeypatch: pytest.MonkeyPatch, pages: Pages):
+    reader = Reader(["dns:///gateways:9002"])
+    loop, found = asyncio.get_running_loop(), ["127.0.0.1", "::1"]
+
+    async def addresses(name: str, port: int, **more: object) -> list:
+        assert (name, port) == ("gateways", 9002)
+        if not found:
+            raise OSError("no such name")
+        return [(0, 0, 0, "", (host, port)) for host in found]
+
+    monkeypatch.setattr(loop, "getaddrinfo", addresses)
+    read: list[str] = []
+
+    async def note(http: object, url: str, page: object) -> None:
+        read.append(url)
+
+    monkeypatch.setattr(reader, "_read", note)
+    async with session() as http:
+        await reader.read(http)
+        assert read == ["http://127.0.0.1:9002/metrics", "http://[::1]:9002/metrics"]
+        found.clear()
+        await reader.read(http)
+        assert read[2:] == read[:2]  # those that were known stay
+
+
+async def test_a_name_that_never_resolves_is_unknown():
+    reader = Reader(["dns:///no-such-name.invalid:9002"])
+    async with session() as http:
+        await reader.read(http)
+    assert reader.load("main") is None and "has not resolved" in str(reader.problems())
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:9002", "ftp://host/x", "http://", "dns:///name", "dns:///:1", "dns:///a:0", "http://h:x/"]
+)
+def test_wrong_addresses_are_named(url: str):
+    with pytest.raises(InvalidArgument, match="must be http://HOST:PORT/metrics or dns:///NAME:PORT, got"):
+        Reader([url])
+
+
+def test_no_address_is_no_reader():
+    with pytest.raises(InvalidArgument, match="must name one metrics page at least"):
+        Reader([" "])
