@@ -17,7 +17,7 @@ from typing import Any
 
 import uvicorn
 
-from contract.errors import InvalidArgument
+from contract.errors import InvalidArgument, TridentError
 from gateway import app, banner, command_line, sighup
 from gateway.api import http_connection, monitoring
 from gateway.api.kserve import KServeEndpoint
@@ -199,7 +199,7 @@ def main() -> int:
             return 0
         settings = Settings.from_environment(os.environ)
         service = Service(settings, Configuration(settings.config, os.environ, pools.of(settings)))
-    except InvalidArgument as error:
+    except TridentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     logs.configure(settings.log_level, settings.log_format)

@@ -1,4 +1,4 @@
-"""``python -m gateway [serve]``: serve. ``new-key``, ``hash-key``, ``check``: prepare its configuration."""
+"""``python -m gateway [serve]``: serve. ``new-key``, ``hash-key``, ``check``, ``release``: its configuration."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from contract import interpreter
 from contract.errors import InvalidArgument
+from gateway import release_commands
 from gateway.config import configuration, pools, tenants
 from gateway.config.settings import PREFIX, Settings, unknown, variable
 
@@ -38,6 +39,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.set_defaults(run=run)
     check = commands.add_parser("check", help="read the settings and the file, and say what is wrong")
     check.set_defaults(run=check_all)
+    release_commands.add(commands)
     return parser.parse_args(arguments)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from opentelemetry.trace import Span
 
-from contract.errors import InvalidArgument, TridentError, Unavailable
+from contract.errors import InvalidArgument, NotFound, TridentError, Unavailable
 from contract.generation import GenerationRequest
 from gateway.admission.body_budget import BodyBudget
 from gateway.admission.budget_store import BudgetStore, MemoryStore, RedisStore, connect
@@ -168,6 +168,25 @@ class Service:
             )
             self.shadows[pool].rules = rule
         self._retired += old.values()
+
+    async def change_release(self, name: str, action: str, fields: Mapping[str, Any]) -> None:
+        """Start, shift or roll back a release, here at once and in the file; a rollback also where that cannot be
+        written. Raises: what release_file.apply raises, and NotFound without a configuration file."""
+        path = self.configuration.path
+        if path is None:
+            raise NotFound("this gateway has no configuration file, in which releases stand")
+        if action == "rollback" and fields.keys() <= {"reason"} and name in self.releases.current:
+            self.releases.roll_back(name, str(fields.get("reason") or "by an operator"))
+            return
+        await asyncio.to_thread(release_file.apply, path, action, name, fields, self.configuration.check)
+        await self.configuration.reload()
+
+    def release_status(self) -> list[dict[str, Any]]:
+        """Return Releases.status with the results of shadow copies."""
+        return [
+            {**entry, "copies": self.shadows[pool].counts if (pool := entry["stable"]["pool"]) in self.shadows else {}}
+            for entry in self.releases.status()
+        ]
 
     def _rolled_back(self, name: str, reason: str) -> None:
         """Send nothing to the candidate of a release any more, and say so in the file, where it can be written."""

@@ -150,7 +150,7 @@ GATEWAY_LAYERS = (
     ("cache", "tools"),
     ("api",),
     ("batch",),
-    ("openapi",),
+    ("openapi", "release_commands"),
     ("app",),
     ("banner", "command_line", "sighup"),
     ("__main__",),

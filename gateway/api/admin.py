@@ -6,9 +6,10 @@ import asyncio
 import hmac
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import orjson
+from pydantic import StrictFloat
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -17,6 +18,7 @@ from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, Triden
 from gateway.admission.body_budget import BodyBudget
 from gateway.api import error_responses, request_body, schemas
 from gateway.api.request_body import BodyTooLarge, bearer_token
+from gateway.api.strict_model import StrictModel
 from gateway.routing.registrations import Registration
 from gateway.service import Service
 
@@ -24,6 +26,19 @@ MAX_BODY_BYTES = 64 * 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\[\]-]{0,199}")
 Body = TypeVar("Body")
 Handle = Callable[[Request], Awaitable[Any]]
+
+
+class ReleaseChange(StrictModel):
+    """What to do with a release. The fields are those of its table, ``to`` of a shift and ``reason`` of a rollback."""
+
+    action: Literal["start", "shift", "rollback"]
+    to: StrictFloat | None = None
+    reason: str | None = None
+    kind: str | None = None
+    stable: str | None = None
+    candidate: str | None = None
+    weight: StrictFloat | None = None
+    rollback: dict[str, Any] | None = None
 
 
 def routes(service: Service) -> list[Route]:
@@ -53,7 +68,18 @@ def routes(service: Service) -> list[Route]:
         known = {replica.url: replica for replica in service.replicas.ready()}
         return {"replicas": [entry | {"in_use": entry["address"] in known} for entry in registrations.entries()]}
 
+    async def releases(request: Request) -> Any:
+        return {"releases": service.release_status(), "problem": service.configuration.problem}
+
+    async def change_release(request: Request) -> Any:
+        change = await body(service, request, ReleaseChange)
+        fields = change.model_dump(exclude_unset=True, exclude={"action"})
+        await service.change_release(_name(request), change.action, fields)
+        return await releases(request)
+
     return [
+        route("releases", "GET", releases),
+        route("releases/{name}", "POST", change_release),
         route("replicas/{name}", "PUT", register),
         route("replicas/{name}", "DELETE", withdraw),
         route("replicas", "GET", registered),

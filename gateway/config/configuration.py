@@ -41,14 +41,20 @@ def read(path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[s
     pools: those of the environment, or only where their replicas are.
     Raises InvalidArgument that names the file, the place in it and what is allowed there.
     """
+    return reading(str(path), table(path) if path is not None else {}, environ, pools)
+
+
+def reading(
+    path: str, found: Mapping[str, Any], environ: Mapping[str, str], pools: Pools | Mapping[str, str]
+) -> Reading:
+    """Return the reading of a file's table. Raises: as ``read``."""
     start = pools if isinstance(pools, Pools) else Pools(pools)
-    found = table(path) if path is not None else {}
-    rules = policy.read(str(path), found, environ)
+    rules = policy.read(path, found, environ)
     candidates = frozenset(rule.candidate for rule in rules.releases.values())
-    there = start.changed(str(path), rules.pools, candidates)
-    policy.check_pools(str(path), rules, there.sources)
-    release.check(str(path), rules.releases, there.weights or {}, there.encoders)
-    return Reading(tenants.read(str(path), found, environ), rules, there)
+    there = start.changed(path, rules.pools, candidates)
+    policy.check_pools(path, rules, there.sources)
+    release.check(path, rules.releases, there.weights or {}, there.encoders)
+    return Reading(tenants.read(path, found, environ), rules, there)
 
 
 def table(path: Path) -> dict[str, Any]:
@@ -90,6 +96,10 @@ class Configuration:
     @property
     def pools(self) -> Pools:
         return self._reading.pools
+
+    def check(self, found: Mapping[str, Any]) -> None:
+        """Raises InvalidArgument if the file could not hold this table."""
+        reading(str(self._path), found, self._environ, self._pools)
 
     @property
     def keyless(self) -> bool:

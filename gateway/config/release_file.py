@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,18 @@ if sys.platform != "win32":
 Actions = ("start", "shift", "rollback")
 
 
-def apply(path: Path, action: str, name: str, fields: Mapping[str, Any]) -> ReleaseRules:
+def apply(
+    path: Path,
+    action: str,
+    name: str,
+    fields: Mapping[str, Any],
+    check: Callable[[Mapping[str, Any]], object] = lambda table: None,
+) -> ReleaseRules:
     """Change one release in the file, atomically, and return its rules.
 
     action: ``start``: a new release, or one that begins again, with ``fields``. ``shift``: to the weight ``to``, in
         percent. ``rollback``: no request to the candidate any more, for ``reason``; once, until it is started again.
+    check: raises InvalidArgument for a table that the file may not hold.
     Raises: NotFound for a release that is not there; InvalidArgument for a field, and a file that cannot be written.
     """
     path = Path(os.path.realpath(path))
@@ -47,6 +54,7 @@ def apply(path: Path, action: str, name: str, fields: Mapping[str, Any]) -> Rele
                     del releases[name][field]
             else:
                 releases.append(name, tomlkit.item(changed))
+            check(document.unwrap())
             _replace(path, tomlkit.dumps(document))
     except OSError as exc:
         raise InvalidArgument(str(path), f"cannot be changed: {exc.strerror or exc}") from exc

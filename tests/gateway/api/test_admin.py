@@ -125,3 +125,38 @@ async def test_names_and_bodies_are_bounded(token_file):
         for data in (b"", b"[]", b"{", b" " * 70_000):
             status, answer = await call(running, "PUT", "replicas/a", data=data)
             assert status == 400 and answer["error"]["message"], data[:10]
+
+
+async def test_releases_are_shown_and_changed_with_the_token_only(tmp_path):
+    config = '[releases.r]\nstable = "stable"\ncandidate = "next"\n'
+    async with FakeReplica() as stable, FakeReplica() as candidate:
+        where = f"stable={stable.url};next={candidate.url}"
+        token = tmp_path / "admin"
+        token.write_text("0123456789abcdef")
+        async with gateway(stable, candidate, replicas=where, config=config, admin_token_file=token) as running:
+            assert (await running.post("/admin/releases/r", {"action": "rollback"}))[0] == 401
+            key = {"authorization": "Bearer 0123456789abcdef"}
+            status, _, answer = await running.post("/admin/releases/r", {"action": "shift", "to": 40}, **key)
+            assert status == 200 and answer["releases"][0]["weight"] == 40 and answer["problem"] == ""
+            assert running.service.replicas.releases["r"].weight == 40
+            for path, change, code, message in (
+                ("r", {"action": "shift", "to": 140}, 400, "to: must be a percentage from 0 to 100, got 140"),
+                ("r", {"action": "shift", "to": "x"}, 400, "to"),
+                ("r", {"action": "shift", "by": 1}, 400, "by: is not supported"),
+                ("r", {"action": "stop"}, 400, "action"),
+                ("gone", {"action": "rollback"}, 404, "there is no release 'gone'"),
+                ("r", {"action": "rollback", "to": 5}, 400, "to: is not known: must be one of reason"),
+                (
+                    "new",
+                    {"action": "start", "stable": "stable", "candidate": "no"},
+                    400,
+                    "must be a pool of one release",
+                ),
+            ):
+                status, _, answer = await running.post(f"/admin/releases/{path}", change, **key)
+                assert status == code and message in answer["error"]["message"], answer
+            status, _, answer = await running.post("/admin/releases/r", {"action": "rollback"}, **key)
+            assert (
+                answer["releases"][0]["rolled_back"] == "by an operator"
+                and running.service.replicas.releases["r"].share == 0
+            )

@@ -1,0 +1,158 @@
+"""``python -m gateway release start|shift|status|rollback``: through the configuration file, or through a gateway."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from contract.errors import InvalidArgument, Unavailable
+from gateway.config import configuration, pools, release_file
+from gateway.config.settings import Settings, variable
+
+TIMEOUT_S = 5.0
+_COLUMNS = (
+    ("pool", 14, "{pool}"),
+    ("requests", 9, "{requests}"),
+    ("errors", 7, "{errors}"),
+    ("refused", 8, "{refusals}"),
+    ("tokens in", 10, "{input_tokens}"),
+    ("out", 8, "{output_tokens}"),
+    ("TTFT p50", 10, "{ttft_p50_s:.3f} s"),
+    ("TTFT p95", 10, "{ttft_p95_s:.3f} s"),
+    ("ITL p95", 10, "{itl_p95_s:.4f} s"),
+)
+
+
+def add(commands: Any) -> None:
+    """Add the command and its four actions to a parser's subcommands."""
+    release = commands.add_parser("release", help="start, shift, roll back a release, or show all (docs/releases.md)")
+    actions = release.add_subparsers(title="actions", metavar="ACTION", required=True)
+    made = {}
+    for action, run, summary in (
+        ("start", change, "begin a release, or begin again one that was rolled back"),
+        ("shift", change, "change the percentage that the candidate gets"),
+        ("rollback", change, "send nothing to the candidate any more"),
+        ("status", status, "show both pools of every release, as the gateways measure them"),
+    ):
+        made[action] = parser = actions.add_parser(action, help=summary, description=summary)
+        parser.set_defaults(run=run, action=action)
+        parser.add_argument("--config", type=Path, help=f"the configuration file; else {variable('config')}")
+        parser.add_argument(
+            "--gateway", action="append", metavar="URL", help="ask this gateway in place of the file; status: several"
+        )
+        if action != "status":
+            parser.add_argument("name", help="of the release")
+    start, shown = made["start"], made["status"]
+    start.add_argument("--kind", choices=("canary", "blue_green", "shadow"), help="canary by default")
+    start.add_argument("--stable", metavar="POOL", help="the pool whose requests are divided")
+    start.add_argument("--candidate", metavar="POOL", help="the pool that gets a part of them")
+    start.add_argument("--weight", type=float, metavar="PERCENT", help="that the candidate gets; 0 by default")
+    start.add_argument("--no-rollback", action="store_true", help="measure and report, and roll nothing back")
+    made["shift"].add_argument("--to", type=float, required=True, metavar="PERCENT")
+    made["rollback"].add_argument("--reason", help="for the log and the file")
+    shown.add_argument("--json", action="store_true", help="print what the gateways say as JSON")
+
+
+def change(arguments: argparse.Namespace) -> None:
+    """Start, shift or roll back a release. Raises: TridentError."""
+    names = {"start": ("kind", "stable", "candidate", "weight"), "shift": ("to",), "rollback": ("reason",)}
+    fields = {name: getattr(arguments, name) for name in names[arguments.action]}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if getattr(arguments, "no_rollback", False):
+        fields["rollback"] = {"automatic": False}
+    path = _file(arguments)
+    if arguments.gateway or path is None:
+        for url in arguments.gateway or [_own_url()]:
+            _call(url, f"/admin/releases/{arguments.name}", {"action": arguments.action, **fields})
+            print(f"release {arguments.name}: {arguments.action} taken by {url}")
+        return
+
+    def check(table: Any) -> None:
+        if arguments.action != "rollback":  # which nothing may stand in the way of
+            settings = Settings.from_environment(os.environ)
+            configuration.reading(str(path), table, os.environ, pools.of(settings))
+
+    rules = release_file.apply(path, arguments.action, arguments.name, fields, check)
+    part = "nothing" if rules.rolled_back else f"{rules.weight:g} % of {rules.stable}"
+    print(f"release {arguments.name}: {rules.kind}, {rules.candidate} gets {part}")
+    print(f"Gateways that read {path} follow within a second.", file=sys.stderr)
+
+
+def status(arguments: argparse.Namespace) -> None:
+    """Print every release as each gateway sees it. Raises: Unavailable if none answers."""
+    answers = {}
+    for url in arguments.gateway or [_own_url()]:
+        try:
+            answers[url] = _call(url, "/admin/releases")
+        except Unavailable as error:
+            print(f"warning: {error}", file=sys.stderr)
+    if not answers:
+        raise Unavailable("no gateway answered")
+    if arguments.json:
+        print(json.dumps(answers, indent=2))
+        return
+    for url, answer in answers.items():
+        print(f"{url}: {len(answer['releases'])} releases")
+        if answer["problem"]:
+            print(f"  the file cannot be used, the last good one holds: {answer['problem']}")
+        for release in answer["releases"]:
+            print("\n".join(_described(release)))
+
+
+def _described(release: dict[str, Any]) -> list[str]:
+    """Return the lines of one release."""
+    limits, why = release["rollback"], f" ({release['rolled_back']})" if release["rolled_back"] else ""
+    lines = [
+        f"\n{release['name']}: {release['kind']}, {release['state']}{why}, weight {release['weight']:g} %, "
+        f"last {limits['long_s']:g} s",
+        " " * 12 + "".join(title.rjust(width) for title, width, _ in _COLUMNS),
+    ]
+    for role in ("stable", "candidate"):
+        numbers = "".join(text.format(**release[role]).rjust(width) for _, width, text in _COLUMNS)
+        lines.append(f"  {role:<10}{numbers}")
+    burns = [f"{name} {rate['short']:.1f}/{rate['long']:.1f}" for name, rate in release["burn_rates"].items()]
+    automatic = f"rolled back from {limits['burn_rate']:g} on" if limits["automatic"] else "not rolled back by itself"
+    lines.append(f"  burn rates (short/long window): {', '.join(burns) or 'none yet'}; {automatic}")
+    if release["copies"]:
+        lines.append("  copies: " + ", ".join(f"{count} {result}" for result, count in release["copies"].items()))
+    return lines
+
+
+def _file(arguments: argparse.Namespace) -> Path | None:
+    named = os.environ.get(variable("config"), "")
+    return arguments.config or (Path(named) if named else None)
+
+
+def _own_url() -> str:
+    settings = Settings.from_environment(os.environ)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104
+    return f"{'https' if settings.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{settings.http_port}"
+
+
+def _call(url: str, path: str, fields: dict[str, Any] | None = None) -> Any:
+    """Return a gateway's answer. Raises: Unavailable if there is none, InvalidArgument for its refusal."""
+    if not url.startswith(("http://", "https://")):
+        raise InvalidArgument("--gateway", f"must be the URL of a gateway's HTTP port, got {url!r}")
+    token = Settings.from_environment(os.environ).admin_token.decode()
+    headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+    data = None if fields is None else json.dumps(fields).encode()
+    request = urllib.request.Request(url.rstrip("/") + path, data, headers)  # noqa: S310
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
+            return json.load(answer)
+    except urllib.error.HTTPError as refused:
+        with refused:
+            text = refused.read(4096).decode(errors="replace")
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            text = json.loads(text)["error"]["message"]
+        hint = "" if token else f"; {variable('admin_token_file')} is not set"
+        raise InvalidArgument(url, f"refused with {refused.code}: {text}{hint}") from None
+    except (OSError, ValueError) as exc:
+        raise Unavailable(f"{url} does not answer: {getattr(exc, 'reason', None) or exc}") from exc

@@ -1,0 +1,117 @@
+"""``python -m gateway release``, with the file and with running gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from contract.errors import InvalidArgument, NotFound, Unavailable
+from gateway import command_line
+from gateway.config.configuration import table
+from tests.fakes.replica import FakeReplica
+from tests.gateway.running import gateway, until
+
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch, tmp_path: Path):
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    monkeypatch.delenv("TRIDENT_GATEWAY_CONFIG", raising=False)
+    monkeypatch.setenv("TRIDENT_GATEWAY_REPLICAS", "stable=127.0.0.1:1;next=127.0.0.1:2")
+    monkeypatch.setenv("TRIDENT_GATEWAY_ADMIN_TOKEN_FILE", str(token))
+
+
+def run(*arguments: object) -> None:
+    parsed = command_line.parse(["release", *map(str, arguments)])
+    parsed.run(parsed)
+
+
+START = ("start", "r", "--stable", "stable", "--candidate", "next", "--weight", "5")
+
+
+def test_the_file_is_changed_and_what_happens_is_said(tmp_path: Path, capsys):
+    path = tmp_path / "gateway.toml"
+    path.write_text("# mine\n")
+    run(*START, "--config", path)
+    run("shift", "r", "--to", "25", "--config", path)
+    run("rollback", "r", "--config", path, "--reason", "odd answers")
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [
+        "release r: canary, next gets 5 % of stable",
+        "release r: canary, next gets 25 % of stable",
+        "release r: canary, next gets nothing",
+    ]
+    assert f"Gateways that read {path} follow within a second." in said.err
+    assert table(path)["releases"]["r"]["rolled_back"] == "odd answers"
+    run("start", "r", "--no-rollback", "--config", path)
+    assert table(path)["releases"]["r"]["rollback"] == {"automatic": False}
+
+
+def test_what_the_file_may_not_hold_is_refused_before_it_is_written(tmp_path: Path, monkeypatch):
+    path = tmp_path / "gateway.toml"
+    path.write_text("")
+    monkeypatch.setenv("TRIDENT_GATEWAY_CONFIG", str(path))
+    with pytest.raises(
+        InvalidArgument, match="releases.r.candidate: must be one of the pools stable, next, got 'gone'"
+    ):
+        run("start", "r", "--stable", "stable", "--candidate", "gone")
+    with pytest.raises(InvalidArgument, match="weight must be 0 or 100 for blue_green, got 5"):
+        run(*START, "--kind", "blue_green")
+    with pytest.raises(NotFound, match="no release 'r'"):
+        run("rollback", "r")
+    assert path.read_text() == ""
+    run(*START)
+    monkeypatch.setenv("TRIDENT_GATEWAY_REPLICAS", "elsewhere=127.0.0.1:1")  # nothing stands in the way of a rollback
+    run("rollback", "r")
+    assert table(path)["releases"]["r"]["rolled_back"] == "by an operator"
+
+
+@pytest.mark.parametrize("arguments", [("shift", "r"), ("start",), ("shift", "r", "--to", "much"), (), ("stop", "r")])
+def test_a_wrong_command_line_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit):
+        run(*arguments)
+    assert "usage:" in capsys.readouterr().err
+
+
+async def test_a_gateway_takes_commands_and_tells_its_figures(tmp_path: Path, capsys):
+    config = "[releases.r]\nstable = 'stable'\ncandidate = 'next'\nkind = 'shadow'\n"
+    async with FakeReplica() as stable, FakeReplica() as candidate:
+        where = f"stable={stable.url};next={candidate.url}"
+        async with gateway(
+            stable, candidate, replicas=where, config=config, admin_token_file=tmp_path / "token"
+        ) as running:
+
+            async def ran(*arguments: str) -> str:
+                await asyncio.to_thread(run, *arguments, "--gateway", running.base_url)
+                return capsys.readouterr().out
+
+            assert await ran("shift", "r", "--to", "100") == f"release r: shift taken by {running.base_url}\n"
+            body = {"model": "demo", "prompt": "one two", "max_tokens": 4, "temperature": 0}
+            assert (await running.post("/v1/completions", body))[0] == 200
+            await until(lambda: running.service.shadows["stable"].counts["agree"] == 1)
+            shown = await ran("status")
+            assert "r: shadow, running, weight 100 %, last 300 s" in shown and "copies: 1 agree" in shown
+            [stable_row] = [line.split() for line in shown.splitlines() if line.startswith("  stable")]
+            assert stable_row[:4] == ["stable", "stable", "1", "0"]
+            answer = json.loads(await ran("status", "--json"))[running.base_url]
+            assert answer["problem"] == "" and answer["releases"][0]["candidate"]["requests"] == 1
+            await ran("rollback", "r", "--reason", "a test")
+            assert "r: shadow, rolled back (a test), weight 100 %" in await ran("status")
+            with pytest.raises(InvalidArgument, match=r"refused with 400: releases.r: was rolled back \(a test\)"):
+                await ran("shift", "r", "--to", "5")
+            (tmp_path / "token").write_text("another token 16".replace(" ", "-"))
+            with pytest.raises(InvalidArgument, match="refused with 401"):
+                await ran("status")
+
+
+def test_a_gateway_that_is_not_there_is_named(capsys):
+    with pytest.raises(Unavailable, match="no gateway answered"):
+        run("status", "--gateway", "http://127.0.0.1:9")
+    assert "warning: http://127.0.0.1:9 does not answer: [Errno 111] Connection refused" in capsys.readouterr().err
+    with pytest.raises(InvalidArgument, match="--gateway: must be the URL of a gateway's HTTP port, got '127.0.0.1:9'"):
+        run("status", "--gateway", "127.0.0.1:9")
