@@ -136,7 +136,7 @@ class Service:
         """Apply the current configuration to later requests."""
         policy, pools = self.configuration.policy, self.configuration.pools
         self.models.change(self._table(policy))
-        self.replicas.encoders = pools.encoders
+        self.replicas.encoders, self.replicas.held = pools.encoders, pools.held
         self.releases.change(policy.releases)
         self.replicas.change(pools.sources, pools.shares, self.models.pools, self.releases.current)
         rules = policy.admission
@@ -258,9 +258,11 @@ class Service:
         self.tracing.close()
 
     def ready(self) -> bool:
-        """Return whether a pool that callers are sent to has a healthy replica; pools for shadow copies and overflow
-        alone do not count."""
-        return not self.draining and any(self.replicas.ready_in(pool) for pool in self.serving_pools())
+        """Return whether a pool that callers are sent to has a healthy replica, or holds its requests until it has one;
+        pools for shadow copies and overflow alone do not count."""
+        return not self.draining and any(
+            self.replicas.ready_in(pool) or pool in self.replicas.held for pool in self.serving_pools()
+        )
 
     def serving_pools(self) -> list[str]:
         """Return the pools that callers are sent to: public ones, and those of tenants and models."""

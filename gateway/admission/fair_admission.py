@@ -41,6 +41,7 @@ _Refusal = TypeVar("_Refusal", Overloaded, DeadlineExceeded)
 Accepts = Callable[[str, Sequence[GenerationRequest]], bool]  # whether an overflow target can serve these requests
 
 
+HELD = "x-trident-held"  # seconds that the request may wait for a replica of a pool that has none
 _NO_PRESSURE = DegradationRules(shorter_at=10, overflow_at=10, refuse_at=10)
 
 
@@ -180,7 +181,10 @@ class FairAdmission:
                 claim = ticket.claim(pool, ticket.tokens, len(requests))
                 drawn = not target and pool != tenant.pool
                 ticket.turns = tuple(Turn(ticket, pool, claim, number, drawn) for number in range(len(requests)))
-                await claim.turn(0)
+                if hold_s := self.slots(pool).capacity.hold_s:  # the response may begin, so that its caller is told
+                    headers[HELD] = f"{hold_s:g}"
+                else:
+                    await claim.turn(0)
             else:
                 ticket.turns = tuple(Turn(ticket) for _ in requests)
         except BaseException:
@@ -348,6 +352,7 @@ class _Ticket:
         rules, max_wait_s = tenant.class_rules, admission._rules.max_wait_s
         if rules is not None and rules.max_wait_s is not None:
             max_wait_s = rules.max_wait_s
+        max_wait_s = admission.slots(pool).capacity.hold_s or max_wait_s
         until_s = min(admission._clock() + min(max_wait_s, remaining_s), self.ends_s)
         share = rules.share if rules is not None else 1.0
         order = (tenant.priority, tenant.weight, until_s)

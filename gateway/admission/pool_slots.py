@@ -78,9 +78,8 @@ class PoolSlots:
     @property
     def capacity(self) -> Capacity:
         """What this gateway may have running in the pool, and what it may have sent there."""
-        if self.rules.max_running:
-            return Capacity(self.rules.max_running, self.rules.max_running)
-        return self._capacity()
+        found, most = self._capacity(), self.rules.max_running
+        return Capacity(most, most) if most and not found.hold_s else found
 
     @property
     def waiting(self) -> int:

@@ -34,12 +34,14 @@ class Capacity:
     limit: requests that it may have sent.
     others: requests of other gateways there; 0 without other gateways.
     pool_slots: requests that the pool can run for all gateways; only set while there are others.
+    hold_s: how long a request waits while the pool has no replica; 0: it has one, or requests do not wait.
     """
 
     slots: int
     limit: int
     others: float = 0.0
     pool_slots: int = 0
+    hold_s: float = 0.0
 
 
 UNKNOWN = Capacity(UNKNOWN_CAPACITY, UNKNOWN_CAPACITY)

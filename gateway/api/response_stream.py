@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar, cast
 from starlette.types import Message, Receive, Scope, Send
 
 from contract.errors import TridentError
+from gateway.admission.fair_admission import HELD
 from gateway.config.settings import Settings
 from gateway.watchdog import Watchdog
 
@@ -112,13 +113,14 @@ class ResponseStream:
         """Send an event stream of ``items`` and close them, whatever happens.
 
         The status is sent with the first item, so that an error before it can still be a status, or after
-        ``heartbeat_s`` without one. headers: called when the status is sent, and at the end: headers that are new
-        then are sent as comments.
+        ``heartbeat_s`` without one, or at once if the request is held. headers: called when the status is sent, and at
+        the end: headers that are new then are sent as comments.
         """
         self.encoder = encoder
         first = asyncio.ensure_future(_next(items))
         try:
-            done, _ = await asyncio.wait((first,), timeout=self._settings.heartbeat_s)
+            held = any(name.decode() == HELD for name, _ in headers())
+            done, _ = await asyncio.wait((first,), timeout=0.0 if held else self._settings.heartbeat_s)
             if done:
                 item = first.result()
             sent = headers()

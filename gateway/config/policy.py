@@ -159,12 +159,15 @@ class PoolRules(BaseModel):
     """weight: share of the requests. replicas: as in TRIDENT_GATEWAY_REPLICAS. None leaves the variable's.
 
     kind: what its replicas serve: a generating model, or an encoder, which is called by the pool's name.
+    scale_to_zero: whether requests wait for a replica while there is none, for ``hold_s`` at most.
     """
 
     model_config = _RULES
     weight: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = None
     replicas: Annotated[str, Field(min_length=1)] | None = None
     kind: Literal["generator", "encoder"] = "generator"
+    scale_to_zero: bool = False
+    hold_s: _Seconds = 300.0
 
     @model_validator(mode="after")
     def _unweighted(self) -> PoolRules:

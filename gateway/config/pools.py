@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from contract.errors import InvalidArgument
 from gateway.config.policy import PoolRules
@@ -18,12 +18,14 @@ class Pools:
     weights: share of the requests, by pool; None: the environment sets none, and all pools have equal shares.
     encoders: pools of encoders, which have no share: requests name them.
     candidates: pools of releases, whose share is the release's.
+    held: seconds that requests wait for a replica while the pool has none, by pool; others refuse at once.
     """
 
     sources: Mapping[str, str]
     weights: Mapping[str, float] | None = None
     encoders: frozenset[str] = frozenset()
     candidates: frozenset[str] = frozenset()
+    held: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -51,6 +53,7 @@ class Pools:
         encoders = self.encoders | {pool for pool, rule in rules.items() if rule.kind == "encoder"}
         kept = {pool: where for pool, where in self.sources.items() if pool or listed.keys() <= encoders}
         sources = {**kept, **listed}
+        held = {pool: rule.hold_s for pool, rule in rules.items() if rule.scale_to_zero}
         for pool in rules:
             if pool not in sources:
                 known = ", ".join(name or repr("") for name in sources)
@@ -58,7 +61,7 @@ class Pools:
                 raise InvalidArgument(f"{path}: pools.{pool}", problem)
         weighted = {pool: rule.weight for pool, rule in rules.items() if rule.weight is not None}
         if not weighted:
-            return Pools(sources, self.weights, encoders, candidates)
+            return Pools(sources, self.weights, encoders, candidates, held)
         for pool in sources.keys() - encoders - candidates:
             if pool not in weighted and self.weights is None:
                 problem = f"has no weight while {', '.join(weighted)} has one: must be a number from 0 to 1e9"
@@ -66,7 +69,7 @@ class Pools:
         weights = {**(self.weights or {}), **weighted}
         if sum(weights.get(pool, 0.0) for pool in sources) <= 0:
             raise InvalidArgument(f"{path}: pools", "all weights are 0; one at least must be more")
-        return Pools(sources, weights, encoders, candidates)
+        return Pools(sources, weights, encoders, candidates, held)
 
 
 def of(settings: Settings) -> Pools:

@@ -181,6 +181,7 @@ class Replicas:
         self.costs = Costs()
         self.model = settings.triton_model
         self.encoders: frozenset[str] = frozenset()  # pools of encoders
+        self.held: Mapping[str, float] = {}  # seconds that requests wait for a replica where there is none, by pool
 
     def _set(self, pool: str, discovery: Discovery) -> ReplicaSet[RoutedReplica]:
         settings = self._settings
@@ -324,8 +325,11 @@ class Replicas:
 
     def capacity(self, pool: str) -> Capacity:
         """Return what this process may have at the replicas of a pool. One that does not report its slots counts as
-        the mean of the others. A pool without a ready replica admits all requests, which routing refuses at once."""
+        the mean of the others. A pool without a ready replica admits all requests, which routing refuses at once, or
+        none, where they are held."""
         fit = self.ready_in(pool)
+        if not fit and pool in self.held:
+            return Capacity(0, 0, hold_s=self.held[pool])
         known = [replica for replica in fit if replica.slots]
         if not known:
             return UNKNOWN
