@@ -366,6 +366,8 @@ class Generation:
         if delta.finish_reason:
             self.finish_reason, self.usage = delta.finish_reason.value, delta.usage
             self._turn.release()  # at once: another choice may wait for it
+            if self._route is not None and delta.usage is not None:
+                self._route.read_usage(delta.usage)
             if self._replica_span is not None:
                 self._answered_ns = time.time_ns()
                 replica_spans.record(self._runtime.tracing, self._replica_span, delta.timings, self._answered_ns)

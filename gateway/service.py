@@ -94,7 +94,7 @@ class Service:
             time.monotonic,
             pools=self.replicas,
             target_pool=self.overflow.pool,
-            prompt_weight=lambda: self.replicas.costs.prefill_weight,
+            prompt_weight=self.replicas.prompt_weight,
         )
         self.models = Models(settings.model, settings.triton_model, settings.tokenizer, self.replicas.adapters)
         self._prepare(policy)

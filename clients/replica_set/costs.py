@@ -185,14 +185,14 @@ def prompt_bytes(request: GenerationRequest) -> int:
     return turns + len((request.tools or "").encode())
 
 
-def prefix(request: GenerationRequest, size: int = 1024) -> str:
+def prefix(request: GenerationRequest, size: int = 1024, whole: bool = False) -> str:
     """The beginning of the prompt that later requests may share: its first ``size`` characters.
 
-    Of a chat, its tools and the messages up to the first of the user, which every later turn repeats. Prompts of
-    different LoRA adapters share nothing.
+    Of a chat, its tools and the messages up to the first of the user, which every later turn repeats, or all if
+    ``whole``. Prompts of different LoRA adapters share nothing.
     """
     if request.adapter:
-        return f"{request.adapter}\0{prefix(replace(request, adapter=''), size)}"
+        return f"{request.adapter}\0{prefix(replace(request, adapter=''), size, whole)}"
     if request.text_input is not None:
         return request.text_input[:size]
     if request.input_ids is not None:
@@ -200,6 +200,6 @@ def prefix(request: GenerationRequest, size: int = 1024) -> str:
     shared = [request.tools] if request.tools else []
     for message in request.messages or ():
         shared.append(f"{message.get('role')}\0{message.get('content')}")
-        if message.get("role") == "user":
+        if message.get("role") == "user" and not whole:
             break
     return "\0".join(shared)[:size]

@@ -14,7 +14,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from contract.errors import InvalidArgument, Unavailable
 from contract.load import ReplicaLoad
@@ -27,12 +27,14 @@ class RoutingRequest:
     turn: the client's running number of requests.
     session, prefix: a conversation's id and the beginning of the prompt, shared with other requests; "" if not.
     tried: replicas that have failed it already.
+    cached: the part of the prompt in each replica's prefix cache, 0 to 1, by name; empty if unknown.
     """
 
     turn: int = 0
     session: str = ""
     prefix: str = ""
     tried: frozenset[str] = frozenset()
+    cached: Mapping[str, float] = field(default_factory=dict)
 
 
 AFFINITY_BOUND = 1.25  # times its share of the load: above it a key's requests go to the next replica
@@ -103,11 +105,15 @@ def _affinity(key_of: Callable[[RoutingRequest], str], bound: float, otherwise: 
 
 def home(key: str, loads: Sequence[ReplicaLoad], bound: float = AFFINITY_BOUND) -> ReplicaLoad:
     """The highest ranked replica for ``key`` with less than ``bound`` times its share of all requests."""
+    below, ranked = below_share(loads, bound), rendezvous(key, loads)
+    return next((load for load in ranked if load.name in below), ranked[0])
+
+
+def below_share(loads: Sequence[ReplicaLoad], bound: float = AFFINITY_BOUND) -> set[str]:
+    """Return the names of the replicas with less than ``bound`` times their share of all requests."""
     slots = slot_capacities(loads)
     per_slot = bound * (sum(map(occupancy, loads)) + 1) / sum(slots)
-    below = {load.name: occupancy(load) < math.ceil(per_slot * own) for load, own in zip(loads, slots, strict=True)}
-    ranked = rendezvous(key, loads)
-    return next((load for load in ranked if below[load.name]), ranked[0])
+    return {load.name for load, own in zip(loads, slots, strict=True) if occupancy(load) < math.ceil(per_slot * own)}
 
 
 def rendezvous(key: str, loads: Sequence[ReplicaLoad]) -> list[ReplicaLoad]:

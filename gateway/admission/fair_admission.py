@@ -136,6 +136,7 @@ class FairAdmission:
         queue = self.slots(pool).queue
         return max(
             self._concurrency.fullness(pool),
+            self.pools.capacity(pool).kv_usage,
             queue.depth(tenant.priority) / queue.rules.max_waiting_per_class,
             queue.waiting_of(tenant.name) / queue.rules.max_waiting_per_tenant,
         )

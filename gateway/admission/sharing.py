@@ -35,6 +35,7 @@ class Capacity:
     others: requests of other gateways there; 0 without other gateways.
     pool_slots: requests that the pool can run for all gateways; only set while there are others.
     hold_s: how long a request waits while the pool has no replica; 0: it has one, or requests do not wait.
+    kv_usage: mean fraction of the replicas' KV blocks in use; 0 if unknown.
     """
 
     slots: int
@@ -42,17 +43,18 @@ class Capacity:
     others: float = 0.0
     pool_slots: int = 0
     hold_s: float = 0.0
+    kv_usage: float = 0.0
 
 
 UNKNOWN = Capacity(UNKNOWN_CAPACITY, UNKNOWN_CAPACITY)
 
 
-def capacity(slots: int, others: float) -> Capacity:
+def capacity(slots: int, others: float, kv_usage: float = 0.0) -> Capacity:
     """Return what this gateway may send to ``slots`` slots while ``others`` requests of others are there."""
     if others < ALONE:
-        return Capacity(slots, math.ceil(slots * AHEAD))
+        return Capacity(slots, math.ceil(slots * AHEAD), kv_usage=kv_usage)
     rounded = round(part(slots, others))
-    return Capacity(rounded, rounded, others, slots)
+    return Capacity(rounded, rounded, others, slots, kv_usage=kv_usage)
 
 
 def part(slots: float, others: float) -> float:

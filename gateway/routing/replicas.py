@@ -35,14 +35,15 @@ from clients.wire.retries import NO_RETRY, RetryBudget, RetryPolicy, RetrySchedu
 from clients.wire.token_stream import SingleRoute, TokenStream
 from contract import encoder
 from contract.errors import DeadlineExceeded, EngineFailed, TridentError, Unavailable
-from contract.generation import GenerationRequest, SamplingParams
+from contract.generation import GenerationRequest, SamplingParams, Usage
 from contract.priority import HIGHEST, PARAMETER
 from gateway.admission.sharing import UNKNOWN, Capacity, OthersLoad, capacity
 from gateway.config import release
 from gateway.config.release import ReleaseRules
 from gateway.config.settings import SCORED, Settings, replica_source
-from gateway.routing import circuit_breaker, replica_metrics, scoring
+from gateway.routing import circuit_breaker, prefix_cache, replica_metrics, scoring
 from gateway.routing.circuit_breaker import SILENCE_S, Breaker, BreakerPolicy, BreakerState, token_digest
+from gateway.routing.prefix_cache import PrefixCache
 from gateway.routing.registrations import Registered, Registrations
 from gateway.routing.replica_metrics import ReplicaMetrics
 from gateway.routing.scoring import Candidate, Explanation, Router
@@ -59,6 +60,7 @@ class RoutedReplica(Replica):
 
     takes_priority: whether the engine orders its queue by ``request_priority``.
     slots: requests that it can run at once, from the last metrics that could be read; 0 before any.
+    prefixes: the prompts in its prefix cache.
     others: requests that others have there. own_requests: the most that this process had since the last metrics.
     on_call: called at the end of every call with the pool, the error and blames_replica.
     probing: deep probes in progress, which have no reservation. deep_digest: of the latest deep probe, "" if it failed.
@@ -75,6 +77,7 @@ class RoutedReplica(Replica):
         self.deep_digest = ""
         self.slots = 0
         self.others = OthersLoad()
+        self.prefixes = PrefixCache()
         self.own_requests = 0
         self.probing = 0
         self.on_call: Callable[[str, TridentError | None, bool | None], None] = lambda pool, error, failed: None
@@ -104,6 +107,11 @@ class RoutedReplica(Replica):
     def count_own(self) -> None:
         """Take note that this process has one more request there."""
         self.own_requests = max(self.own_requests, self.own)
+
+    def observe(self, ok: bool) -> None:
+        super().observe(ok)
+        if not self.health.healthy:  # it may have been restarted
+            self.prefixes = PrefixCache()
 
     def ended(self, error: TridentError | None, silent_s: float) -> None:
         self.on_call(self.pool, error, circuit_breaker.blames_replica(error, silent_s))
@@ -178,7 +186,7 @@ class Replicas:
         self._http: aiohttp.ClientSession | None = None
         self._turn = 0
         self.on_call: Callable[[str, TridentError | None, bool | None], None] = lambda pool, error, failed: None
-        self.costs = Costs()
+        self._costs: dict[str, Costs] = {}  # by the engine's hash
         self.model = settings.triton_model
         self.encoders: frozenset[str] = frozenset()  # pools of encoders
         self.held: Mapping[str, float] = {}  # seconds that requests wait for a replica where there is none, by pool
@@ -334,7 +342,8 @@ class Replicas:
         if not known:
             return UNKNOWN
         slots = math.ceil(sum(replica.slots for replica in known) * len(fit) / len(known))
-        return capacity(slots, sum(replica.others.requests for replica in known))
+        kv_usage = sum(replica.metrics.kv_usage for replica in known) / len(known)
+        return capacity(slots, sum(replica.others.requests for replica in known), kv_usage)
 
     def engine(self, pinned: str = "") -> str:
         """Return the hash of the engine that serves the pool; "" while its ready replicas report different ones."""
@@ -359,14 +368,34 @@ class Replicas:
         self._turn += 1
         prefix = costs.prefix(request)
         routing = RoutingRequest(self._turn, session, prefix if len(prefix) >= SHORTEST_PREFIX else "", tried)
-        return Route(self, routing, pinned, traceparent, payload)
+        shared = not session and routing.prefix and any(len(pool.replicas) > 1 for pool in self._sets.values())
+        blocks = prefix_cache.blocks(request) if shared and self._router.pick is None else ()
+        return Route(self, routing, pinned, traceparent, payload, blocks)
+
+    def costs_of(self, replica: RoutedReplica) -> Costs:
+        """Return the cost model of the replica's kind: of all that serve the same engine."""
+        return self._costs.setdefault(replica.metrics.engine, Costs())
+
+    def prompt_weight(self) -> float:
+        """Return the work of a prompt token in tokens of decoding: the mean over the engines."""
+        weights = [model.prefill_weight for model in self._costs.values()]
+        return sum(weights) / len(weights) if weights else Costs().prefill_weight
 
     def schedule(self) -> RetrySchedule:
         """Return the retry schedule of one request, under the budget that all requests share."""
         return Failover(FAILOVER, self._budget, self._rng)
 
-    def choose(self, request: RoutingRequest, pinned: str, explanation: Explanation | None = None) -> RoutedReplica:
-        """Pick a replica. Fill in ``explanation`` if there is one. Raises Unavailable if no replica is ready."""
+    def choose(
+        self,
+        request: RoutingRequest,
+        pinned: str,
+        explanation: Explanation | None = None,
+        blocks: Sequence[bytes] = (),
+    ) -> RoutedReplica:
+        """Pick a replica. Fill in ``explanation`` if there is one. Raises Unavailable if no replica is ready.
+
+        blocks: of the prompt, for prefix affinity.
+        """
         if explanation is None and _LOG.isEnabledFor(logging.DEBUG):
             explanation = Explanation()
         now_s = time.monotonic()
@@ -374,6 +403,9 @@ class Replicas:
         if explanation is None and len(pool) == 1 and (only := next(iter(pool.values()))).ready(now_s):
             return only
         candidates = [replica.candidate(now_s) for replica in pool.values()]
+        if blocks:
+            cached = {name: replica.prefixes.fraction(blocks) for name, replica in pool.items()}
+            request = dataclasses.replace(request, cached=cached)
         chosen = pool[self._router.choose(candidates, request, self._rng, explanation).name]
         if explanation is not None:
             explanation.pool = chosen.pool
@@ -516,10 +548,17 @@ class Route:
     """
 
     def __init__(
-        self, replicas: Replicas, request: RoutingRequest, pinned: str, traceparent: str, payload: bytes
+        self,
+        replicas: Replicas,
+        request: RoutingRequest,
+        pinned: str,
+        traceparent: str,
+        payload: bytes,
+        blocks: tuple[bytes, ...],
     ) -> None:
         self._replicas, self._request, self._pinned = replicas, request, pinned
         self._traceparent, self._payload = traceparent, payload
+        self._blocks, self._cached = blocks, 0.0
         self._latest: RoutedReplica | None = None
         self.replica = self.pool = ""
         self.picked: Callable[[], None] = lambda: None
@@ -538,14 +577,17 @@ class Route:
                 raise DeadlineExceeded("the deadline passed before another pool had a slot for the request")
         self.explanation = Explanation() if self.explain else None
         replicas = self._replicas
-        replica = replicas.choose(self._request, self._pinned, self.explanation)
+        replica = replicas.choose(self._request, self._pinned, self.explanation, self._blocks)
+        if self._blocks:
+            self._cached = replica.prefixes.fraction(self._blocks)
+            replica.prefixes.sent(self._blocks)
         self._request = dataclasses.replace(self._request, tried=self._request.tried | {replica.url})
         self._latest, self.replica, self.pool = replica, replica.url, replica.pool
         self.picked()
         payload = self._payload or infer_request.generation(request, replicas.model, remaining_s, timings=True)
         metadata = replica.metadata(request.request_id, self._traceparent)
         data = replica.prioritised(payload, self.priority)
-        return ReservedCall(replica, replicas.costs, request, data, remaining_s, metadata)
+        return ReservedCall(replica, replicas.costs_of(replica), request, data, remaining_s, metadata)
 
     def has_alternative(self) -> bool:
         return self._replicas.has_untried(self._pinned, self._request.tried) or self._must_move()
@@ -571,6 +613,11 @@ class Route:
         """Take note of tokens of this request from the latest replica."""
         if self._latest is not None:
             self._latest.progress_s = time.monotonic()
+
+    def read_usage(self, usage: Usage) -> None:
+        """Learn from what the latest replica reports as cached."""
+        if self._latest is not None and usage.input_tokens:
+            self._latest.prefixes.reported(self._cached, usage.cached_tokens / usage.input_tokens)
 
     def is_down(self) -> bool:
         """Return whether probes or the breaker have taken the latest replica out."""

@@ -202,7 +202,11 @@ def kv_cache_free(loads: Sequence[ReplicaLoad], request: RoutingRequest) -> list
 
 
 def affinity(loads: Sequence[ReplicaLoad], request: RoutingRequest) -> list[float]:
-    """Score 1 for the replica of the request's session or prefix, unless its load is above its bounded share."""
+    """Score the part of the prompt that a replica has cached, or 1 for the replica of the session or, while nothing is
+    cached, of the prefix. A replica above its bounded share of the load scores 0."""
+    if not request.session and any(request.cached.get(load.name) for load in loads):
+        below = picks.below_share(loads)
+        return [request.cached.get(load.name, 0.0) if load.name in below else 0.0 for load in loads]
     key = request.session or request.prefix
     if not key:
         return [0.0] * len(loads)

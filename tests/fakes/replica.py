@@ -121,7 +121,9 @@ class FakeReplica:
         seed: int = 0,
         engine: str = "",
         adapters: tuple[str, ...] = (),
+        kv_usage: float | None = None,
     ) -> None:
+        self.kv_usage = kv_usage
         self.adapters = adapters
         self.script = script
         self.model = model
@@ -186,6 +188,10 @@ class FakeReplica:
             lines += ["# TYPE nv_trt_llm_general_metrics gauge"]
             label = 'general_type="iteration_counter"'
             lines += [f'nv_trt_llm_general_metrics{{{label},model="engine",version="1"}} {self.steps}']
+        if self.kv_usage is not None:
+            lines += ["# TYPE nv_trt_llm_kv_cache_block_metrics gauge"]
+            label = 'kv_cache_block_type="fraction"'
+            lines += [f'nv_trt_llm_kv_cache_block_metrics{{{label},model="engine",version="1"}} {self.kv_usage}']
         lines += ["# TYPE nv_trt_llm_inflight_batcher_metrics gauge"]
         label = "inflight_batcher_specific_metric"
         lines += [
