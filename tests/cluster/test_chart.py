@@ -1,0 +1,308 @@
+"""The Helm chart renders what its cases say, obeys laws that no schema knows, and refuses odd values by name."""
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make check` installs what the chart needs")
+from cluster import chart  # noqa: E402
+from contract.errors import InvalidArgument  # noqa: E402
+from gateway.config import tenants  # noqa: E402
+from gateway.config.settings import unknown  # noqa: E402
+from server.settings import Settings as ServerSettings  # noqa: E402
+
+needs_helm = pytest.mark.skipif(not chart.HELM.is_file(), reason="helm is not installed: `make check` installs it")
+CASES = sorted(path.parent.name for path in chart.CASES.glob("*/values.yaml"))
+VALUES = yaml.safe_load((chart.CHART / "values.yaml").read_text("utf-8"))
+SCHEMA = json.loads((chart.CHART / "values.schema.json").read_text("utf-8"))
+WORKLOADS = ("Deployment", "StatefulSet")
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """Refuses a mapping with a key twice, of which YAML keeps the last."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"a key twice: {keys}"
+        return super().construct_mapping(node, deep)
+
+
+def golden(case):
+    text = (chart.CASES / case / "rendered.yaml").read_text("utf-8")
+    return [document for document in yaml.load_all(text, UniqueKeys) if document]
+
+
+def pods(documents):
+    """Return (workload, pod template) of all workloads."""
+    return [(each, each["spec"]["template"]) for each in documents if each["kind"] in WORKLOADS]
+
+
+def containers(pod):
+    return [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
+
+
+def selected(documents, labels):
+    return [pod for _, pod in pods(documents) if labels.items() <= pod["metadata"]["labels"].items()]
+
+
+def environment(container):
+    return {each["name"]: each.get("value", "from-a-secret") for each in container.get("env", ())}
+
+
+def assert_laws(documents):
+    names = [(each["kind"], each["metadata"]["name"]) for each in documents]
+    assert len(names) == len(set(names))
+    assert not any(kind == "Secret" for kind, _ in names), "secrets are given by reference"
+    assert all(len(name) <= (52 if kind == "StatefulSet" else 63) for kind, name in names)
+    workloads = {each["metadata"]["name"]: each for each, _ in pods(documents)}
+    gateway = next(
+        pod for each, pod in pods(documents) if each["metadata"]["labels"]["app.kubernetes.io/component"] == "gateway"
+    )
+    longest_s = int(environment(gateway["spec"]["containers"][0])["TRIDENT_GATEWAY_REQUEST_TIMEOUT_S"])
+    for workload, pod in pods(documents):
+        assert_pod(pod)
+        assert len(selected(documents, workload["spec"]["selector"]["matchLabels"])) == 1
+        for variable in ("TRIDENT_GATEWAY_DRAIN_S", "TRIDENT_DRAIN_S"):
+            drain = environment(pod["spec"]["containers"][0]).get(variable)
+            if drain is not None:
+                stop = pod["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+                assert stop[0] == "sleep"
+                assert pod["spec"]["terminationGracePeriodSeconds"] >= int(stop[1]) + int(drain) + 15
+                assert int(drain) > longest_s
+    scaled = set()
+    for each in documents:
+        spec = each.get("spec", {})
+        if each["kind"] in ("ScaledObject", "HorizontalPodAutoscaler"):
+            scaled.add(spec["scaleTargetRef"]["name"])
+            assert workloads[spec["scaleTargetRef"]["name"]]["kind"] == spec["scaleTargetRef"]["kind"]
+        if each["kind"] == "ScaledObject":
+            assert spec["minReplicaCount"] <= spec["maxReplicaCount"]
+            assert spec["fallback"]["behavior"] == "currentReplicasIfHigher"
+            assert spec["fallback"]["replicas"] >= max(1, spec["minReplicaCount"])
+        if each["kind"] == "Service":
+            for pod in selected(documents, spec["selector"]) or pytest.fail(
+                f"{each['metadata']['name']} selects nothing"
+            ):
+                assert {port["targetPort"] for port in spec["ports"]} <= ports(pod)
+        if each["kind"] in ("PodDisruptionBudget", "InferencePool"):
+            assert len(selected(documents, spec["selector"]["matchLabels"])) == 1
+        if each["kind"] == "InferencePool":
+            picker = spec["endpointPickerRef"]
+            service = next(e for e in documents if e["metadata"]["name"] == picker["name"] and e["kind"] == "Service")
+            assert picker["port"]["number"] in {port["port"] for port in service["spec"]["ports"]}
+        if each["kind"] == "ServiceMonitor":
+            services = [e for e in documents if e["kind"] == "Service"]
+            found = [e for e in services if spec["selector"]["matchLabels"].items() <= e["metadata"]["labels"].items()]
+            assert found and all(spec["jobLabel"] in e["metadata"]["labels"] for e in found)
+            assert all(spec["endpoints"][0]["port"] in {p["name"] for p in e["spec"]["ports"]} for e in found)
+        if each["kind"] == "NetworkPolicy":
+            matched = selected(documents, spec["podSelector"]["matchLabels"])
+            assert matched
+            for rule in spec["ingress"]:
+                assert {port["port"] for port in rule["ports"]} <= ports(matched[0])
+    assert all(("replicas" in each["spec"]) != (name in scaled) for name, each in workloads.items())
+
+
+def ports(pod):
+    return {port["name"] for container in pod["spec"]["containers"] for port in container["ports"]}
+
+
+def assert_pod(pod):
+    spec = pod["spec"]
+    assert spec["securityContext"]["runAsNonRoot"] and spec["automountServiceAccountToken"] is False
+    volumes = {volume["name"] for volume in spec["volumes"]} | {"engines"}
+    for container in containers(pod):
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert {mount["name"] for mount in container.get("volumeMounts", ())} <= volumes
+        variables = environment(container)
+        assert len(variables) == len(container.get("env", ())), "a variable twice"
+        assert "memory" in container["resources"]["limits"]
+    for container in spec["containers"]:
+        for probe in ("readinessProbe", "livenessProbe"):
+            handler = container[probe].get("httpGet") or container[probe].get("grpc") or container[probe]["tcpSocket"]
+            assert handler["port"] in ports(pod) or isinstance(handler["port"], int)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_golden_file_obeys_the_laws(case):
+    assert_laws(golden(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_variable_is_one_that_its_program_reads(case):
+    for workload, pod in pods(golden(case)):
+        variables = environment(pod["spec"]["containers"][0])
+        component = workload["metadata"]["labels"]["app.kubernetes.io/component"]
+        if component == "gateway":
+            assert list(unknown(variables, also=(tenants.API_KEYS, "TRIDENT_GATEWAY_PICKER_PORT"))) == []
+        elif component == "replica":
+            read = {ServerSettings.variable(name) for name in ServerSettings.model_fields} | {"HF_TOKEN"}
+            assert variables.keys() <= read
+
+
+@needs_helm
+@pytest.mark.slow
+def test_the_chart_is_valid_and_renders_as_its_golden_files(capsys):
+    assert chart.main([]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_misspelt_field_is_found_in_every_kind():
+    kinds = {each["kind"]: each for each in golden("full")} | {each["kind"]: each for each in golden("cpu")}
+    assert len(kinds) >= 10
+    for kind, document in kinds.items():
+        broken = copy.deepcopy(document)
+        where = broken if "spec" not in broken else broken["spec"]
+        where["replcas"] = 3
+        assert list(chart.problems(broken)), kind
+
+
+def test_values_and_schema_name_the_same():
+    def keys(schema, values, path=""):
+        for part in schema.get("allOf", ()):
+            schema = schema | part
+        if "$ref" in schema:
+            schema = schema | SCHEMA["definitions"][schema["$ref"].rsplit("/", 1)[1]]
+        if "properties" not in schema:
+            return
+        left_out = {"global", "name", "engine"} if path in ("", "/poolDefaults") else set()
+        assert schema["properties"].keys() - left_out == values.keys(), path
+        assert schema["additionalProperties"] is False, path
+        for name, value in values.items():
+            keys(schema["properties"][name], value, f"{path}/{name}")
+
+    keys(SCHEMA, VALUES)
+
+
+def rendered(values, release="trident", tmp=Path("/tmp")):
+    file = tmp / "values.json"
+    file.write_text(json.dumps(values, ensure_ascii=False), "utf-8")
+    return chart.render(file, release)
+
+
+POOL = {"name": "demo", "engine": "demo"}
+REFUSED = [
+    ({"pools": []}, "/pools"),
+    ({"pools": [POOL, POOL]}, "pools: demo: name must be unique"),
+    ({"pools": [{"name": "x" * 21, "engine": "demo"}]}, "/pools/0/name"),
+    ({"pools": [{"name": "a_b", "engine": "demo"}]}, "/pools/0/name"),
+    ({"pools": [{"name": "a", "engine": "../etc"}]}, "/pools/0/engine"),
+    ({"pools": [{"name": "a"}]}, "engine"),
+    ({"pools": [POOL | {"replicas": {"min": 3, "max": 2}}]}, "pools: demo: replicas.max must be at least"),
+    ({"pools": [POOL | {"replicas": {"min": -1}}]}, "/pools/0/replicas/min"),
+    ({"pools": [POOL | {"drainSeconds": 60}]}, "pools: demo: drainSeconds must be more than"),
+    ({"pools": [POOL | {"drainSeconds": 1_000_000}]}, "/pools/0/drainSeconds"),
+    ({"pools": [POOL | {"kind": "trtllm"}]}, "pools: demo: gpus must be at least 1"),
+    ({"pools": [POOL | {"gpus": 1}]}, "pools: demo: gpus must be 0"),
+    ({"pools": [POOL | {"kind": "tpu"}]}, "/pools/0/kind"),
+    ({"pools": [POOL | {"env": {"TRIDENT_DRAIN_S": 3}}]}, "pools: demo.env.TRIDENT_DRAIN_S"),
+    ({"pools": [POOL | {"engines": {"size": "lots"}}]}, "/pools/0/engines/size"),
+    ({"poolDefaults": {"name": "x"}}, "/poolDefaults"),
+    ({"gateway": {"requestTimeoutSeconds": 900}}, "gateway.drainSeconds: must be more than"),
+    ({"gateway": {"autoscaling": {"min": 9}}}, "gateway.autoscaling.max: must be at least"),
+    ({"gateway": {"config": "[admission]", "configSecret": "x"}}, "gateway.config: must be empty"),
+    ({"gateway": {"env": {"lower case": 1}}}, "/gateway/env"),
+    ({"gateway": {"secretEnv": [{"name": "A", "secret": "s", "key": "k"}] * 2}}, "gateway.secretEnv: A"),
+    ({"gateway": {"config": {"a": 1}}}, "/gateway/config"),
+    ({"images": {"gateway": "no-tag"}}, "/images/gateway"),
+    ({"keda": {"enabled": True}, "pools": [POOL | {"replicas": {"min": 0, "max": 0}}]}, "at least 1 with keda"),
+    ({"gatway": {}}, "gatway"),
+]
+
+
+@needs_helm
+@pytest.mark.slow
+@pytest.mark.parametrize(("values", "told"), REFUSED)
+def test_odd_values_are_refused_by_name(values, told, tmp_path):
+    with pytest.raises(InvalidArgument) as caught:
+        rendered(values, tmp=tmp_path)
+    assert told in str(caught.value)
+
+
+POOL_NAME = st.from_regex(r"[a-z]([-a-z0-9]{0,18}[a-z0-9])?", fullmatch=True)
+COUNT = st.integers(0, 1000)
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), max_size=30)
+ODD_POOL = st.fixed_dictionaries(
+    {"name": POOL_NAME, "engine": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", fullmatch=True)},
+    optional={
+        "kind": st.sampled_from(["cpu", "trtllm"]),
+        "gpus": st.integers(0, 8),
+        "replicas": st.fixed_dictionaries({"min": COUNT, "max": COUNT}),
+        "drainSeconds": st.integers(500, 86_400),
+        "startSeconds": st.integers(10, 86_400),
+        "preStopSeconds": st.integers(1, 3600),
+        "maxUnavailable": st.one_of(COUNT, st.integers(0, 100).map("{}%".format)),
+        "prepare": st.lists(TEXT.filter(bool), max_size=3),
+        "env": st.dictionaries(
+            st.from_regex(r"TRIDENT_X[A-Z0-9_]{0,20}", fullmatch=True),
+            st.one_of(TEXT, st.integers(-(2**31), 2**31), st.booleans()),
+            max_size=3,
+        ),
+        "engines": st.fixed_dictionaries({"claim": st.sampled_from(["", "shared"])}),
+        "nodeSelector": st.dictionaries(st.sampled_from(["a", "b"]), st.sampled_from(["true", "1", "null", ": #"])),
+    },
+)
+ODD_VALUES = st.fixed_dictionaries(
+    {"pools": st.lists(ODD_POOL, min_size=1, max_size=3)},
+    optional={
+        "gateway": st.fixed_dictionaries(
+            {},
+            optional={
+                "config": TEXT,
+                "replicas": st.integers(1, 1000),
+                "maxUnavailable": COUNT,
+                "autoscaling": st.fixed_dictionaries({"enabled": st.booleans()}),
+                "service": st.fixed_dictionaries({"annotations": st.dictionaries(st.just("a/b"), TEXT)}),
+            },
+        ),
+        **{
+            name: st.fixed_dictionaries({"enabled": st.booleans()})
+            for name in ("keda", "inferencePool", "monitoring", "networkPolicy")
+        },
+    },
+)
+# Helm allows 53 characters with dots; a service's name may have none.
+RELEASE = st.from_regex(r"[a-z0-9]([-a-z0-9]{0,20}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,26}[a-z0-9])?)?", fullmatch=True)
+
+
+@needs_helm
+@pytest.mark.slow
+@settings(
+    max_examples=25,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(values=ODD_VALUES, release=RELEASE)
+@example(values={"pools": [POOL | {"replicas": {"min": 0, "max": 0}}]}, release="r")
+@example(values={"pools": [{"name": "p" * 20, "engine": "demo"}], "keda": {"enabled": True}}, release="1" * 53)
+@example(values={"pools": [POOL | {"drainSeconds": 86_400}]}, release="a.b")
+def test_odd_values_render_valid_or_are_refused_by_name(values, release, tmp_path):
+    try:
+        text = rendered(values, release, tmp_path)
+    except InvalidArgument as error:
+        assert re.search(r"pools: \S+: (name|replicas\.max|drainSeconds|gpus) must|/pools/\d/", str(error)), error
+        return
+    documents = [document for document in yaml.load_all(text, UniqueKeys) if document]
+    assert [problem for each in documents for problem in chart.problems(each)] == []
+    assert_laws(documents)
+    for pool in values["pools"]:
+        pod = next(pod for each, pod in pods(documents) if each["metadata"]["name"].endswith(f"-pool-{pool['name']}"))
+        variables = environment(pod["spec"]["containers"][0])
+        for name, value in pool.get("env", {}).items():
+            assert variables[name] == (value if isinstance(value, str) else json.dumps(value))
+
+
+@needs_helm
+@pytest.mark.slow
+def test_two_releases_of_long_names_share_no_name(tmp_path):
+    first, second = (rendered({}, "a" * 52 + end, tmp_path) for end in "bc")
+    names = [{(d["kind"], d["metadata"]["name"]) for d in chart.documents(text)} for text in (first, second)]
+    assert not names[0] & names[1]
