@@ -68,6 +68,9 @@ class InvalidArgument(TridentError):
         self.problem = problem
         super().__init__(f"{field}: {problem}" if field else problem)
 
+    def __reduce__(self) -> tuple[type, tuple[str, str], dict]:
+        return type(self), (self.field, self.problem), self.__dict__
+
 
 class PromptTooLong(InvalidArgument):
     """Prompt and requested output do not fit the engine's limits."""

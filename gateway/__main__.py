@@ -13,18 +13,20 @@ import ssl
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from contract.errors import InvalidArgument, TridentError
-from gateway import app, banner, command_line, sighup
+from gateway import app, banner, command_line, sighup, workers
+from gateway.admission.hub_link import HubLink
 from gateway.api import http_connection, monitoring
 from gateway.api.kserve import KServeEndpoint
 from gateway.config import pools, tenants
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings, unknown, variable
-from gateway.service import Service
+from gateway.service import Service, budget_lease_s
 from gateway.telemetry import logs
 
 _LOG = logging.getLogger("gateway")
@@ -60,8 +62,11 @@ def _server(application: Callable[..., Any], settings: Settings, **options: Any)
 
 
 def monitoring_server(service: Service) -> HttpServer:
-    """Return the server of the monitoring endpoint."""
+    """Return the server of the monitoring endpoint; a worker's is a Unix socket that its parent reads."""
     settings = service.settings
+    if service.link is not None:
+        path = str(workers.socket_of(service.link.folder, service.link.number))
+        return _server(monitoring.build(service), settings, uds=path, lifespan="off")
     host, port = settings.monitoring_host, settings.own_metrics_port
     return _server(monitoring.build(service), settings, host=host, port=port, lifespan="off")
 
@@ -101,29 +106,30 @@ async def serve(service: Service) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
     sighup.handle(loop, service.configuration, partial(on_signal, signal.SIGHUP))
-    http, listening = http_server(service), listen(settings.host, settings.http_port, "http_port")
+    link = service.link
+    if link is not None:
+        link.lost = stop.set
+        await link.start()
+    http, listening = http_server(service), listen(settings.host, settings.http_port, "http_port", link is not None)
     scraped, scraped_at = monitoring_server(service), None
     serving = [asyncio.create_task(http.serve([listening]))]
     await _started(http, serving[0])
     kserve = KServeEndpoint(service)
     try:
-        scraped_at = listen(settings.monitoring_host, settings.own_metrics_port, "monitoring_port")
-        serving.append(asyncio.create_task(scraped.serve([scraped_at])))
+        if link is None:
+            scraped_at = listen(settings.monitoring_host, settings.own_metrics_port, "monitoring_port")
+        serving.append(asyncio.create_task(scraped.serve([scraped_at] if scraped_at else None)))
         await _started(scraped, serving[1])
         await kserve.start()
     except InvalidArgument:
         http.should_exit = scraped.should_exit = True
         await asyncio.gather(*serving)
         raise
-    http_port, monitoring_port = listening.getsockname()[1], scraped_at.getsockname()[1]
-    # Programs read the first line, people the rest.
-    print(f"http {settings.host}:{http_port} grpc {settings.host}:{kserve.port}", flush=True)
-    addresses = (
-        banner.reachable(settings.host, http_port),
-        banner.reachable(settings.host, kserve.port),
-        banner.reachable(settings.monitoring_host, monitoring_port),
-    )
-    print(banner.text(settings, *addresses, keyless=service.configuration.keyless), flush=True)
+    if link is not None:
+        link.frames.send("ready")
+    elif scraped_at is not None:
+        ports = listening.getsockname()[1], kserve.port, scraped_at.getsockname()[1]
+        _announce(settings, *ports, service.configuration.keyless)
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((stopping, serving[0]), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -140,6 +146,42 @@ async def serve(service: Service) -> None:
     await asyncio.gather(*serving)
 
 
+def _announce(settings: Settings, http_port: int, grpc_port: int, monitoring_port: int, keyless: bool) -> None:
+    # Programs read the first line, people the rest.
+    print(f"http {settings.host}:{http_port} grpc {settings.host}:{grpc_port}", flush=True)
+    addresses = (
+        banner.reachable(settings.host, http_port),
+        banner.reachable(settings.host, grpc_port),
+        banner.reachable(settings.monitoring_host, monitoring_port),
+    )
+    print(banner.text(settings, *addresses, keyless=keyless), flush=True)
+
+
+async def serve_with_workers(settings: Settings, configuration: Configuration) -> int:
+    """Serve with several processes until a signal; return the exit code."""
+    loop, lease_s = asyncio.get_running_loop(), budget_lease_s(settings, configuration)
+    held = [_hold(settings.host, getattr(settings, name), name) for name in ("http_port", "grpc_port")]
+    http_port, grpc_port = (one.getsockname()[1] for one in held)
+    scraped_at = listen(settings.monitoring_host, settings.own_metrics_port, "monitoring_port")
+    parent = workers.Workers(settings, http_port, grpc_port, lease_s)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, parent.signal, number)
+    monitored = _server(parent.monitoring(), settings, lifespan="off")
+    monitoring_port, serving = scraped_at.getsockname()[1], asyncio.create_task(monitored.serve([scraped_at]))
+    try:
+        if not await parent.start():
+            return 2
+        _announce(settings, http_port, grpc_port, monitoring_port, configuration.keyless)
+        await parent.wait()
+        return 0
+    finally:
+        monitored.should_exit = True
+        await serving
+        await parent.close()
+        for one in held:
+            one.close()
+
+
 async def _started(server: HttpServer, serving: asyncio.Task) -> None:
     """Raises SystemExit if it ends before it has started."""
     while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has a flag and no event
@@ -149,11 +191,23 @@ async def _started(server: HttpServer, serving: asyncio.Task) -> None:
         raise SystemExit(1)
 
 
-def listen(host: str, port: int, name: str) -> socket.socket:
-    """Return a listening socket. name: of the setting with the port. Raises InvalidArgument where that cannot be."""
+def _hold(host: str, port: int, name: str) -> socket.socket:
+    """Return a socket with a port that only this program's workers can listen at. Raises as ``listen``."""
+    listen(host, port, name).close()  # fails if another program listens, which is no error with SO_REUSEPORT
+    return listen(host, port, name, shared=True, backlog=None)
+
+
+def listen(host: str, port: int, name: str, shared: bool = False, backlog: int | None = BACKLOG) -> socket.socket:
+    """Return a listening socket. name: of the setting with the port. shared: other processes listen there as well.
+    backlog: None binds only. Raises InvalidArgument where that cannot be."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        if backlog is None:
+            held = socket.socket(family)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind((host, port))
+            return held
+        return socket.create_server((host, port), family=family, backlog=backlog, reuse_port=shared)
     except OSError as exc:
         raise InvalidArgument(variable(name), f"cannot listen at {host}:{port}: {exc.strerror or exc}") from exc
 
@@ -198,7 +252,13 @@ def main() -> int:
             arguments.run(arguments)
             return 0
         settings = Settings.from_environment(os.environ)
-        service = Service(settings, Configuration(settings.config, os.environ, pools.of(settings)))
+        configuration = Configuration(settings.config, os.environ, pools.of(settings))
+        link = _link(arguments.worker)
+        serving = (
+            partial(serve_with_workers, settings, configuration)
+            if settings.workers > 1 and link is None
+            else partial(serve, Service(settings, configuration, link=link))
+        )
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -213,11 +273,18 @@ def main() -> int:
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     try:
-        asyncio.run(serve(service))
+        return asyncio.run(serving()) or 0
     except InvalidArgument as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+
+
+def _link(worker: str) -> HubLink | None:
+    """Return the link of a worker, as its parent names it: NUMBER:DESCRIPTOR:FOLDER; None if this is none."""
+    if not worker:
+        return None
+    number, descriptor, folder = worker.split(":", 2)
+    return HubLink(int(number), socket.socket(fileno=int(descriptor)), Path(folder))
 
 
 if __name__ == "__main__":

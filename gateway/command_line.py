@@ -25,7 +25,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    commands.add_parser("serve", help="serve until SIGTERM or Ctrl-C, then drain; the default")
+    serve = commands.add_parser("serve", help="serve until SIGTERM or Ctrl-C, then drain; the default")
+    serve.add_argument("--worker", default="", help=argparse.SUPPRESS)  # what gateway/workers.py starts
+    parser.set_defaults(worker="")
     for name, run, summary in (
         ("new-key", new_key, "make an API key, and the hash for the file"),
         ("hash-key", hash_key, "the hash of an API key, read from standard input"),

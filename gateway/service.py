@@ -21,8 +21,10 @@ from contract.errors import InvalidArgument, NotFound, TridentError, Unavailable
 from contract.generation import GenerationRequest
 from gateway.admission.body_budget import BodyBudget
 from gateway.admission.budget_store import BudgetStore, MemoryStore, RedisStore, connect
-from gateway.admission.concurrency import Concurrency
+from gateway.admission.concurrency import Caps, Concurrency
 from gateway.admission.fair_admission import FairAdmission, Permit
+from gateway.admission.hub_link import HubLink, SharedBudgets, SharedCaps
+from gateway.admission.pool_slots import PoolSlots
 from gateway.admission.prompt_tokens import PromptTokens, load_tokenizer
 from gateway.admission.request_class import HEADER as CLASS_HEADER
 from gateway.admission.request_class import classified
@@ -56,11 +58,17 @@ SETTLING_S = 60.0
 _LOG = logging.getLogger(__name__)
 
 
+def budget_lease_s(settings: Settings, configuration: Configuration) -> float:
+    """Return how long budget stays reserved for a request whose gateway does not settle it: longer than any takes."""
+    return settings.request_timeout_s + configuration.policy.longest_wait_s + SETTLING_S
+
+
 class Service:
     """Holds the components of one gateway. ``start`` and ``close`` it on the loop that serves; drain before closing.
 
     keys: finds the tenant of an API key; the configuration by default.
     replicas: made from the settings by default.
+    link: to the other workers of this gateway; None where there are none.
     """
 
     def __init__(
@@ -71,6 +79,7 @@ class Service:
         keys: Keys | None = None,
         replicas: Replicas | None = None,
         tracing: Tracing | None = None,
+        link: HubLink | None = None,
     ) -> None:
         self.settings, self.configuration = settings, configuration
         self.keys = keys or configuration
@@ -82,12 +91,12 @@ class Service:
         self.replicas = replicas or Replicas(settings)
         self.overflow = Overflow(self.replicas.ready, BreakerPolicy(settings.breaker_failures, settings.breaker_open_s))
         policy = configuration.policy
-        lease_s = settings.request_timeout_s + policy.longest_wait_s + SETTLING_S
+        lease_s = budget_lease_s(settings, configuration)
         self._redis = connect(policy.budgets.redis) if policy.budgets.redis else None
-        self.budgets: BudgetStore = (
-            RedisStore(self._redis, lease_s=lease_s) if self._redis else MemoryStore(time.monotonic, lease_s)
-        )
-        self._concurrency = Concurrency(settings.max_in_flight)
+        own = SharedBudgets(link) if link else MemoryStore(time.monotonic, lease_s)
+        self.budgets: BudgetStore = RedisStore(self._redis, lease_s=lease_s) if self._redis else own
+        self.link = link
+        self._concurrency: Caps = SharedCaps(link) if link else Concurrency(settings.max_in_flight)
         self.admission = FairAdmission(
             self.budgets,
             self._concurrency,
@@ -95,6 +104,7 @@ class Service:
             pools=self.replicas,
             target_pool=self.overflow.pool,
             prompt_weight=self.replicas.prompt_weight,
+            make_slots=link.slots if link else PoolSlots,
         )
         self.models = Models(settings.model, settings.triton_model, settings.tokenizer, self.replicas.adapters)
         self._prepare(policy)
@@ -126,6 +136,11 @@ class Service:
         self.configuration.changed, self.configuration.prepare = self.apply, self._prepare
         self.metrics.registry.register(self._state_metrics())
         self.metrics.registry.register(self.releases)
+        if self.link is not None:
+            self.link.reported = self.replicas.reported
+            registrations = self.replicas.registrations  # a beat reaches one worker
+            self.link.topics |= {"register": registrations.put, "withdraw": registrations.withdraw}
+            self.watchdog.add(self.link)
         await self.replicas.start()
         self.watchdog.add(self.replica_seconds)
         self.watchdog.add(self.admission)
@@ -146,6 +161,8 @@ class Service:
         self._concurrency.pools = tuple(pools.sources)
         self.overflow.change(policy.overflow)
         self.admission.change(rules, policy.degradation)
+        if self.link is not None:
+            self.link.change(rules, tuple(pools.sources))
         self._change_shadows()
 
     def _change_shadows(self) -> None:
@@ -204,6 +221,11 @@ class Service:
         writing = asyncio.ensure_future(write())
         self._writing.add(writing)
         writing.add_done_callback(self._writing.discard)
+
+    def tell_workers(self, topic: str, *message: Any) -> None:
+        """Tell the other workers of this gateway what only this one was told; see ``start``."""
+        if self.link is not None:
+            self.link.publish(topic, *message)
 
     def _table(self, policy: Policy) -> Mapping[str, ModelRules]:
         """Return the table of models: of the file, else of the environment.

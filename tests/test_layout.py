@@ -152,7 +152,8 @@ GATEWAY_LAYERS = (
     ("batch",),
     ("openapi", "release_commands"),
     ("app",),
-    ("banner", "command_line", "sighup"),
+    ("banner", "command_line", "sighup", "worker_metrics"),
+    ("workers",),
     ("__main__",),
 )
 

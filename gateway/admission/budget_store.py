@@ -55,7 +55,9 @@ class MemoryStore:
         return len(self._buckets)
 
     async def reserve(self, levels: Sequence[Level], tokens: int, least: int | None = None) -> Reservation:
-        # Atomic: nothing is awaited between the first check and the last reservation.
+        return self.try_reserve(levels, tokens, least)
+
+    def try_reserve(self, levels: Sequence[Level], tokens: int, least: int | None = None) -> Reservation:
         now_s = self._clock()
         required = demands(levels, tokens, least)
         self._forget_idle(now_s)

@@ -9,9 +9,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from contract.errors import InvalidArgument, Overloaded
 from gateway.config.tenant import Level
+
+
+class Held(Protocol):
+    """A place under the caps."""
+
+    def release(self) -> None:
+        """Give it back; further calls do nothing."""
+
+
+class Caps(Protocol):
+    """Caps as admission needs them; see Concurrency."""
+
+    class_limits: Mapping[int, int]
+    pools: Collection[str]
+
+    def fullness(self, pool: str) -> float: ...
+    async def acquire(self, levels: Sequence[Level], priority: int, requests: int = 1, pool: str = "") -> Held: ...
 
 
 @dataclass(eq=False)
@@ -55,6 +73,10 @@ class Concurrency:
     def fullness(self, pool: str) -> float:
         """Return the part that is taken of what the pool may have now: 0 is empty, 1 is full."""
         return self._of_pool[pool] / max(1, self._most(pool))
+
+    async def acquire(self, levels: Sequence[Level], priority: int, requests: int = 1, pool: str = "") -> Slot:
+        """See ``try_acquire``."""
+        return self.try_acquire(levels, priority, requests, pool)
 
     def try_acquire(self, levels: Sequence[Level], priority: int, requests: int = 1, pool: str = "") -> Slot:
         """Count ``requests`` under every cap or under none.

@@ -28,7 +28,7 @@ from contract.generation import GenerationRequest, Usage
 from gateway.admission import retry_after
 from gateway.admission.budget_store import BudgetStore
 from gateway.admission.budgets import Reservation
-from gateway.admission.concurrency import Concurrency, Slot
+from gateway.admission.concurrency import Caps, Held
 from gateway.admission.degradation import Stage, degrade, stage_at
 from gateway.admission.fair_queue import Entry, FairQueue
 from gateway.admission.pool_slots import Claim, PoolSlots
@@ -38,6 +38,7 @@ from gateway.config.policy import AdmissionRules, DegradationRules
 from gateway.config.tenant import Level, Tenant
 
 _Refusal = TypeVar("_Refusal", Overloaded, DeadlineExceeded)
+_REASONS: dict[type[TridentError], str] = {Overloaded: "queue", DeadlineExceeded: "deadline"}
 Accepts = Callable[[str, Sequence[GenerationRequest]], bool]  # whether an overflow target can serve these requests
 
 
@@ -63,13 +64,14 @@ class FairAdmission:
     pools: draws pools and reports their capacity.
     target_pool: returns the pool of an overflow target; "" for an upstream.
     prompt_weight: work of a prompt token in tokens of decoding.
+    make_slots: makes the slots of a pool, which the workers of one gateway share.
     rejected, degraded: requests refused by reason, degraded by stage. on_refusal: called with the pool and the reason.
     """
 
     def __init__(
         self,
         budgets: BudgetStore,
-        concurrency: Concurrency,
+        concurrency: Caps,
         clock: Callable[[], float],
         *,
         pools: Pools,
@@ -79,6 +81,7 @@ class FairAdmission:
         prompt_tokens: PromptTokens | None = None,
         rng: random.Random | None = None,
         prompt_weight: Callable[[], float] = lambda: 1.0,
+        make_slots: Callable[..., PoolSlots] = PoolSlots,
     ) -> None:
         self._budgets, self._concurrency, self._clock = budgets, concurrency, clock
         self.pools = pools
@@ -87,6 +90,7 @@ class FairAdmission:
         self.prompt_tokens = prompt_tokens or PromptTokens()
         self._rng, self.prompt_weight = rng or random.Random(), prompt_weight
         self._slots: dict[str, PoolSlots] = {}
+        self._make_slots = make_slots
         self.rejected: Counter[str] = Counter()
         self.on_refusal: Callable[[str, str], None] = lambda pool, reason: None
         self.degraded: Counter[str] = Counter()
@@ -105,12 +109,13 @@ class FairAdmission:
         """Return the slots of a pool and the queue for them."""
         found = self._slots.get(pool)
         if found is None:
-            found = self._slots[pool] = PoolSlots(
+            found = self._slots[pool] = self._make_slots(
                 FairQueue(self._rules),
                 self._clock,
                 lambda: self.pools.capacity(pool),
                 self._rules,
-                expired=lambda error: self._refusal("deadline", error, pool),
+                name=pool,
+                refused=lambda error: self._refusal(_REASONS[type(error)], error, pool),
                 full=lambda: self._concurrency.fullness(pool) >= 1,
                 rng=self._rng,
             )
@@ -170,7 +175,7 @@ class FairAdmission:
         if target:
             pool = self.target_pool(target)
         ticket = _Ticket(self, tenant, session, self._clock(), requests)
-        ticket.slot = self._acquire(tenant, len(requests), pool)
+        ticket.slot = await self._acquire(tenant, len(requests), pool)
         try:
             if pool or not target:
                 self._check_room(tenant, pool)
@@ -204,7 +209,7 @@ class FairAdmission:
             raise self._refusal("pressure", Overloaded("there is more work than can be done"), pool)
         work = GenerationRequest(text_input="", max_tokens=max(1, tokens), timeout_s=timeout_s)
         ticket = _Ticket(self, tenant, "", self._clock(), (work,), tokens)
-        ticket.slot = self._acquire(tenant, 1, pool)
+        ticket.slot = await self._acquire(tenant, 1, pool)
         try:
             self._check_room(tenant, pool)
             ticket.reservation = await self._reserve(tenant.levels, tokens, least, pool)
@@ -222,7 +227,7 @@ class FairAdmission:
         Raises: as ``admit``.
         """
         ticket = _Ticket(self, tenant, "", self._clock())
-        ticket.slot = self._acquire(tenant, 1, tenant.pool)
+        ticket.slot = await self._acquire(tenant, 1, tenant.pool)
         try:
             requests_only = [
                 replace(level, limits=replace(level.limits, tokens_per_minute=None)) for level in tenant.levels
@@ -279,9 +284,9 @@ class FairAdmission:
         pool = self.target_pool(target)
         return not pool or self.slots(pool).is_short_wait(tenant.name, _longest(requests))
 
-    def _acquire(self, tenant: Tenant, slots: int, pool: str) -> Slot:
+    async def _acquire(self, tenant: Tenant, slots: int, pool: str) -> Held:
         try:
-            return self._concurrency.try_acquire(tenant.levels, tenant.priority, slots, pool)
+            return await self._concurrency.acquire(tenant.levels, tenant.priority, slots, pool)
         except Overloaded as exc:
             raise self._refusal("concurrency", exc, pool) from None
 
@@ -336,7 +341,7 @@ class _Ticket:
     began_s: float
     requests: tuple[GenerationRequest, ...] = ()
     tokens: int = 0
-    slot: Slot | None = None
+    slot: Held | None = None
     reservation: Reservation | None = None
     turns: tuple[Turn, ...] = ()
     claims: list[Claim] = field(default_factory=list)

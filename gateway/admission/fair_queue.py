@@ -107,6 +107,14 @@ class FairQueue:
     def depths(self) -> dict[int, int]:
         return dict(self._by_class)
 
+    def state(self) -> tuple[Counter[int], Counter[str], int, defaultdict[int, float]]:
+        """Return what tells how full it is, for ``mirror``."""
+        return self._by_class.copy(), self._by_tenant.copy(), self._count, self.backlog.copy()
+
+    def mirror(self, state: tuple[Counter[int], Counter[str], int, defaultdict[int, float]]) -> None:
+        """Look as full as another queue."""
+        self._by_class, self._by_tenant, self._count, self.backlog = state
+
     def waiting_of(self, tenant: str) -> int:
         return self._by_tenant[tenant]
 

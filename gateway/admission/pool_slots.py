@@ -12,8 +12,9 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from contract.errors import DeadlineExceeded, TridentError
+from contract.errors import DeadlineExceeded, Overloaded, TridentError
 from gateway.admission import retry_after, sharing
 from gateway.admission.fair_queue import Entry, FairQueue
 from gateway.admission.sharing import Capacity
@@ -23,6 +24,10 @@ from gateway.config.policy import AdmissionRules
 # holds a reserved slot takes longer than this part of the others.
 SHORT = 0.25
 MEMORY = 0.995  # of the work that requests came to: weight of all those before the latest
+
+
+_STATE = ("running", "capacity", "drain_tokens_per_s", "arrived_tokens", "_reserved", "_longest_tokens")
+_COUNTS = ("running_tokens", "_running_of", "_running_at")
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,8 @@ class _Limits:
 class PoolSlots:
     """One pool's slots.
 
-    capacity: what the pool's replicas can run now. clock: seconds. expired: makes the error of a request whose time is
-    up in the queue. full: whether callers are refused because too many are under way.
+    capacity: what the pool's replicas can run now. clock: seconds. refused: completes the error of a request that
+    gets no slot. full: whether callers are refused because too many are under way.
     """
 
     def __init__(
@@ -53,12 +58,13 @@ class PoolSlots:
         capacity: Callable[[], Capacity],
         rules: AdmissionRules,
         *,
-        expired: Callable[[DeadlineExceeded], DeadlineExceeded] = lambda error: error,
+        name: str = "",
+        refused: Callable[[Overloaded | DeadlineExceeded], TridentError] = lambda error: error,
         full: Callable[[], bool] = lambda: False,
         rng: random.Random | None = None,
     ) -> None:
-        self.queue, self.rules = queue, rules
-        self._clock, self._capacity, self._expired, self._full = clock, capacity, expired, full
+        self.queue, self.rules, self.name = queue, rules, name
+        self._clock, self._capacity, self._refused, self._full = clock, capacity, refused, full
         self.running = 0  # slots that were given and not released
         self._reserved = 0  # of which so many are kept for short requests, or only wait at a replica
         self._running_of: Counter[str] = Counter()
@@ -123,11 +129,16 @@ class PoolSlots:
     def claim(self, entry: Entry, lasts_until_s: float) -> Claim:
         """Queue a request for its slots: until ``entry.deadline_s`` for the first, until ``lasts_until_s`` for the
         others. Raises Overloaded if the queue is full."""
-        claim = entry.work = Claim(self, entry, lasts_until_s)
-        self.queue.push(entry, self._clock())
-        self.arrived_tokens += entry.cost_tokens
-        self.dispatch()
+        claim = Claim(self, entry, lasts_until_s)
+        self.enter(claim)
         return claim
+
+    def enter(self, claim: Claim) -> None:
+        """Queue a claim. Raises Overloaded if the queue is full."""
+        claim.entry.work = claim
+        self.queue.push(claim.entry, self._clock())
+        self.arrived_tokens += claim.entry.cost_tokens
+        self.dispatch()
 
     def dispatch(self) -> None:
         """Give free slots to waiting entries, fail the expired ones, and schedule the next deadline."""
@@ -151,6 +162,11 @@ class PoolSlots:
         next_s = queue.next_deadline_s()
         if next_s < math.inf:
             self._wake = asyncio.get_running_loop().call_later(max(0.0, next_s - now_s) + 0.001, self.dispatch)
+
+    def state(self) -> dict[str, Any]:
+        """Return what another process needs to know of the load, for ``hub_link.SharedSlots``."""
+        counts = {name: getattr(self, name).copy() for name in _COUNTS}
+        return {name: getattr(self, name) for name in _STATE} | counts | {"queue": self.queue.state()}
 
     def _limits(self) -> _Limits:
         capacity = self.capacity
@@ -242,7 +258,7 @@ class PoolSlots:
 
     def _expire(self, entry: Entry) -> None:
         error = DeadlineExceeded("the request waited in the gateway's queue until its time was up")
-        entry.work.fail(self._expired(error))
+        entry.work.fail(self._refused(error))
 
 
 @dataclass(eq=False)

@@ -59,10 +59,13 @@ def routes(service: Service) -> list[Route]:
             known = ", ".join(pool or "''" for pool in pools)
             raise InvalidArgument("pool", f"must be one of {known}, got {registration.pool!r}")
         registrations.put(name, registration)
+        service.tell_workers("register", name, registration)
         return {"name": name, "lease_s": registration.lease_s}
 
     async def withdraw(request: Request) -> Any:
-        return {"withdrawn": registrations.withdraw(_name(request))}
+        name = _name(request)
+        service.tell_workers("withdraw", name)
+        return {"withdrawn": registrations.withdraw(name)}
 
     async def registered(request: Request) -> Any:
         known = {replica.url: replica for replica in service.replicas.ready()}

@@ -87,7 +87,7 @@ class KServeEndpoint:
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            ("grpc.so_reuseport", 0),
+            ("grpc.so_reuseport", int(self._service.link is not None)),
             # gRPC drops calls over its own limits without an error; admission rejects them with one and a Retry-After.
             ("grpc.server.max_pending_requests", MAX_PENDING),
             ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),

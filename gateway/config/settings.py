@@ -135,6 +135,9 @@ class Settings(EnvironmentSettings):
     breaker_failures: Count = Field(5, description="consecutive failures that open a circuit breaker")
     breaker_open_s: Seconds = Field(10.0, description="seconds that a breaker stays open at first")
     config: File | None = Field(None, description="TOML file with tenants and rules (docs/gateway-configuration.md)")
+    workers: Annotated[int, Field(ge=1, le=256)] = Field(
+        1, description="processes that serve; they share ports, limits and queues (docs/operations.md)"
+    )
     max_in_flight: Count = Field(1000, description="requests in flight, waiting ones included")
     max_body_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = Field(
         4 * 1024 * 1024, description="bytes of an HTTP body or a gRPC message"

@@ -331,10 +331,12 @@ class Replicas:
         shares = {pool: self._weights.get(pool, 0.0) for pool in self._groups[pinned]}
         return shares if any(shares.values()) else dict.fromkeys(shares, 1.0)
 
-    def capacity(self, pool: str) -> Capacity:
+    def capacity(self, pool: str, others: float | None = None) -> Capacity:
         """Return what this process may have at the replicas of a pool. One that does not report its slots counts as
         the mean of the others. A pool without a ready replica admits all requests, which routing refuses at once, or
-        none, where they are held."""
+        none, where they are held.
+
+        others: requests of others there; None for those that the replicas' metrics tell."""
         fit = self.ready_in(pool)
         if not fit and pool in self.held:
             return Capacity(0, 0, hold_s=self.held[pool])
@@ -343,7 +345,19 @@ class Replicas:
             return UNKNOWN
         slots = math.ceil(sum(replica.slots for replica in known) * len(fit) / len(known))
         kv_usage = sum(replica.metrics.kv_usage for replica in known) / len(known)
-        return capacity(slots, sum(replica.others.requests for replica in known), kv_usage)
+        if others is None:
+            others = sum(replica.others.requests for replica in known)
+        return capacity(slots, others, kv_usage)
+
+    def reported(self) -> dict[str, tuple[Capacity, float]]:
+        """Return for each pool what its replicas could run for this process alone, and the requests they reported."""
+        return {
+            pool: (
+                self.capacity(pool, 0.0),
+                sum(fit.metrics.running + fit.metrics.waiting for fit in self.ready_in(pool) if fit.slots),
+            )
+            for pool in self._sets
+        }
 
     def engine(self, pinned: str = "") -> str:
         """Return the hash of the engine that serves the pool; "" while its ready replicas report different ones."""

@@ -1,0 +1,60 @@
+"""Pages of workers become one page: what is counted adds up, what all see alike stays."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.worker_metrics import WorkerMetrics
+
+
+def page(requests: int, in_flight: int, times: list[float], slots: int = 8, cost: float = 0.0) -> str:
+    registry = CollectorRegistry()
+    Counter("trident_gateway_requests", "Help.", ("code",), registry=registry).labels("200").inc(requests)
+    Gauge("trident_gateway_in_flight", "Help.", registry=registry).set(in_flight)
+    Gauge("trident_gateway_pool_slots", "Help.", ("pool",), registry=registry).labels('a"b\\').set(slots)
+    Gauge("trident_gateway_cost_per_1000_tokens", "Help.", ("currency",), registry=registry).labels("USD").set(cost)
+    histogram = Histogram("gen_ai_server_x_seconds", "Help.", buckets=(0.1, 1.0), registry=registry)
+    for one in times:
+        histogram.observe(one)
+    return generate_latest(registry).decode()
+
+
+def samples(text: str) -> dict[str, float]:
+    families = text_string_to_metric_families(text)
+    return {
+        sample.name + "".join(sample.labels.values()): sample.value for family in families for sample in family.samples
+    }
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.lists(st.floats(0, 2), max_size=4)), min_size=1))
+def test_counters_histograms_and_own_gauges_add_up_and_shared_ones_do_not(workers):
+    merged = WorkerMetrics()
+    for number, (requests, in_flight, times) in enumerate(workers):
+        merged.read(number, page(requests, in_flight, times))
+    found, every = samples(merged.page().decode()), [one for *_, times in workers for one in times]
+    assert found["trident_gateway_requests_total200"] == sum(requests for requests, *_ in workers)
+    assert found["trident_gateway_in_flight"] == sum(in_flight for _, in_flight, _ in workers)
+    assert found['trident_gateway_pool_slotsa"b\\'] == 8
+    assert found["gen_ai_server_x_seconds_count"] == len(every)
+    assert found["gen_ai_server_x_seconds_bucket0.1"] == sum(one <= 0.1 for one in every)
+
+
+def test_a_worker_that_ended_leaves_its_counters_and_takes_its_gauges():
+    merged = WorkerMetrics()
+    merged.read(0, page(5, 3, [0.5]))
+    merged.read(1, page(7, 2, []))
+    merged.end(0)
+    merged.end(0)
+    merged.read(0, page(1, 1, [0.5]))
+    found = samples(merged.page().decode())
+    assert found["trident_gateway_requests_total200"] == 13 and found["trident_gateway_in_flight"] == 3
+    assert found["gen_ai_server_x_seconds_count"] == 2
+
+
+def test_the_cost_of_a_token_counts_the_tokens_of_all():
+    merged = WorkerMetrics()
+    merged.read(0, page(0, 0, [], cost=6.0))  # 10 for 1667 tokens
+    merged.read(1, page(0, 0, [], cost=3.0))  # 10 for 3333 tokens
+    merged.read(2, page(0, 0, [], cost=0.0))
+    assert samples(merged.page().decode())["trident_gateway_cost_per_1000_tokensUSD"] == 2.0

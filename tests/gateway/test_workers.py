@@ -1,0 +1,152 @@
+"""A gateway of several processes, as its callers and its operator meet it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import aiohttp
+import grpc.aio
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from tests.fakes.replica import FakeReplica, Script
+from tests.gateway.running import until
+from tests.gateway.test_main import process
+
+pytestmark = pytest.mark.slow
+QUIET = {"LOG_LEVEL": "error"}
+
+
+def children(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+async def post(url: str, path: str = "/v1/completions", **body) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session:  # a connection of its own, which the kernel gives to any worker
+        async with session.post(url + path, json={"model": "demo", "prompt": "x", "max_tokens": 8, **body}) as answer:
+            return answer.status, await answer.text()
+
+
+async def get(url: str) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.get(url) as answer:
+        return answer.status, await answer.text()
+
+
+async def monitoring_url(gateway: asyncio.subprocess.Process) -> str:
+    while not (found := re.search(rb"http://\S+(?=/metrics)", await gateway.stdout.readline())):
+        pass
+    return found[0].decode()
+
+
+async def test_workers_share_ports_caps_metrics_and_stored_responses_and_one_that_dies_is_replaced(tmp_path: Path):
+    config = tmp_path / "gateway.toml"
+    config.write_text("[admission]\nmax_running = 3\n")
+    script = Script((" a",) * 8, gap_s=0.02)
+    async with FakeReplica(lambda seen: script) as replica:
+        async with process(replica, WORKERS="3", CONFIG=str(config), **QUIET) as (gateway, url):
+            monitoring, workers = await monitoring_url(gateway), children(gateway.pid)
+            assert len(workers) == 3 and (await get(f"{monitoring}/health/live"))[0] == 200
+            while (await get(f"{monitoring}/health/ready"))[0] != 200:
+                await asyncio.sleep(0.05)
+            ends = await asyncio.gather(*(post(url, stream=True) for _ in range(24)))
+            assert all(status == 200 and text.count('" a"') == 8 for status, text in ends)
+            assert replica.counts.most_running <= 3
+            status, text = await post(url, "/v1/responses", input="x", prompt=None, max_tokens=None)
+            assert status == 200, text
+            name = re.search(r'"id":"(resp_[^"]+)"', text)[1]
+            assert {(await get(f"{url}/v1/responses/{name}"))[0] for _ in range(12)} == {200}
+            page = (await get(f"{monitoring}/metrics"))[1]
+            counted = 'requests_total{code="200",operation="text_completion",protocol="http"} 24.0'
+            assert counted in page and 'trident_gateway_pool_slots{pool=""} 3.0' in page
+            for worker in workers[:2]:
+                os.kill(worker, signal.SIGKILL)
+            while len(set(children(gateway.pid)) - set(workers)) < 2:
+                await asyncio.sleep(0.05)
+            ends = await asyncio.gather(*(post(url, stream=True) for _ in range(6)))
+            assert [status for status, _ in ends] == [200] * 6
+            total = re.search(
+                r'requests_total{code="200",operation="text_completion".*} (\S+)', await metrics(monitoring)
+            )
+            assert 6 < float(total[1]) <= 30  # what was counted after the last reading went with the killed workers
+            gateway.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(gateway.wait(), 60) == 0
+            assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+async def metrics(monitoring: str) -> str:
+    return (await get(f"{monitoring}/metrics"))[1]
+
+
+async def test_streams_end_before_the_workers_do_and_no_worker_outlives_its_parent():
+    script = Script((" a",) * 40, gap_s=0.02)
+    async with FakeReplica(lambda seen: script) as replica:
+        async with process(replica, WORKERS="2", **QUIET) as (gateway, url):
+            streams = [asyncio.create_task(post(url, stream=True, max_tokens=40)) for _ in range(6)]
+            await until(lambda: replica.counts.running == 6)
+            gateway.send_signal(signal.SIGTERM)
+            ends = await asyncio.gather(*streams)
+            assert all(text.count('" a"') == 40 and text.endswith("data: [DONE]\n\n") for _, text in ends)
+            assert await asyncio.wait_for(gateway.wait(), 60) == 0
+        async with process(replica, WORKERS="2", **QUIET) as (gateway, url):
+            workers = children(gateway.pid)
+            gateway.kill()
+            await until(lambda: not any(_runs(worker) for worker in workers))
+            await gateway.communicate()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_every_worker_serves_grpc():
+    async with FakeReplica(lambda seen: Script((" a",))) as replica:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        async with process(replica, WORKERS="2", GRPC_PORT=str(port), **QUIET):
+            for _ in range(8):  # each over a connection of its own
+                options = [("grpc.use_local_subchannel_pool", 1)]
+                async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+                    stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+                    assert (await stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=30)).live
+
+
+async def test_a_port_that_another_gateways_workers_have_is_named():
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
+        async with FakeReplica(lambda seen: Script((" a",))) as replica:
+            port = str(taken.getsockname()[1])
+            async with process(replica, WORKERS="2", HTTP_PORT=port) as (gateway, _):
+                assert await asyncio.wait_for(gateway.wait(), 60) == 2
+                error = (await gateway.stderr.read()).decode()
+    assert f"TRIDENT_GATEWAY_HTTP_PORT: cannot listen at 127.0.0.1:{port}" in error
+
+
+async def test_a_replica_that_registers_at_one_worker_is_known_to_all_and_so_is_its_withdrawal(tmp_path: Path):
+    token = tmp_path / "token"
+    token.write_text("operators-token-of-a-test-0123456789\n")
+    headers = {"authorization": f"Bearer {token.read_text().strip()}"}
+
+    async def admin(url: str, method: str, path: str, **options) -> dict:
+        async with aiohttp.ClientSession(headers=headers) as session:
+            async with session.request(method, f"{url}/admin/{path}", **options) as answer:
+                assert answer.status == 200, await answer.text()
+                return await answer.json()
+
+    async with FakeReplica(lambda seen: Script((" a",))) as replica:
+        settings = {"ADMIN_TOKEN_FILE": str(token), "REPLICAS": "file:///dev/null", "PROBE_INTERVAL_S": "0.1"}
+        async with process(replica, WORKERS="3", **settings, **QUIET) as (gateway, url):
+            beat = {"address": replica.url, "lease_s": 60}
+            await admin(url, "PUT", "replicas/one", json=beat)
+            for _ in range(12):  # each over a connection of its own
+                assert [entry["name"] for entry in (await admin(url, "GET", "replicas"))["replicas"]] == ["one"]
+            assert [status for status, _ in await asyncio.gather(*(post(url) for _ in range(9)))] == [200] * 9
+            await admin(url, "DELETE", "replicas/one")
+            for _ in range(12):
+                assert (await admin(url, "GET", "replicas"))["replicas"] == []
