@@ -104,8 +104,11 @@ class Generation:
         self._on_end, self._turn = on_end, turn
         self.request = request
         self.target = permit.target
+        if permit.target:
+            self.target = runtime.fallback.first(permit.target, request)
+            permit.headers["x-trident-degraded"] = overflow_note(self.target)
         self.prompt_count = prompt_count
-        self._tried = {permit.target}  # targets
+        self._tried = {self.target}  # targets
         self._hang_retries = 0
         self._earlier_attempts = 0  # at targets before this one
         self._deadline_s = math.inf

@@ -116,20 +116,57 @@ class DegradationRules(BaseModel):
         return self
 
 
+class ModelPrice(BaseModel):
+    """What 1,000 tokens cost the caller. cached: of prompt tokens in the prefix cache; None: as others."""
+
+    model_config = _RULES
+    input: Annotated[float, Field(ge=0)] = 0.0
+    cached: Annotated[float, Field(ge=0)] | None = None
+    output: Annotated[float, Field(ge=0)] = 0.0
+
+
+class UpstreamEndpoint(BaseModel):
+    """One key of an upstream, or one of its regions.
+
+    model: None: the target's. price: what 1,000 tokens cost here.
+    spend_per_day: bound of what a UTC day may cost, at this gateway; None for none.
+    """
+
+    model_config = _RULES
+    url: Annotated[str, Field(pattern=r"^https?://\S+$")]
+    model: str | None = None
+    api_key: Annotated[str, Field(repr=False)] = ""
+    price: ModelPrice = ModelPrice()
+    spend_per_day: Annotated[float, Field(ge=0)] | None = None
+
+
 class OverflowTarget(BaseModel):
-    """A target of overflowing requests: a pool or an upstream."""
+    """A target of overflowing requests: a pool, an upstream, or an upstream with several keys or regions.
+
+    prefer: which endpoint is tried first: ``fastest``, drawn by time to first token and errors, or ``cheapest``.
+    """
 
     model_config = _RULES
     pool: str = ""
     url: Annotated[str, Field(pattern=r"^(https?://\S+)?$")] = ""
     model: str = ""
     api_key: Annotated[str, Field(repr=False)] = ""
+    endpoints: Mapping[_Name, UpstreamEndpoint] = {}
+    prefer: Literal["fastest", "cheapest"] = "fastest"
 
     @model_validator(mode="after")
     def _one(self) -> OverflowTarget:
-        if bool(self.pool) == bool(self.url) or bool(self.url) != bool(self.model):
-            raise ValueError("must have either pool, or url and model together")
+        remote = bool(self.url or self.endpoints)
+        if bool(self.pool) == remote or remote != bool(self.model) or (self.url and self.endpoints):
+            raise ValueError("must have either pool, or model together with url or endpoints")
         return self
+
+    @property
+    def upstreams(self) -> Mapping[str, UpstreamEndpoint]:
+        """The endpoints by name; a single one has none."""
+        if self.url:
+            return {"": UpstreamEndpoint(url=self.url, api_key=self.api_key)}
+        return self.endpoints
 
 
 class BudgetRules(BaseModel):
@@ -179,15 +216,6 @@ class PoolRules(BaseModel):
 def _pool(value: object) -> object:
     """Return a pool's table; a number alone is its weight."""
     return {"weight": value} if isinstance(value, (int, float)) and not isinstance(value, bool) else value
-
-
-class ModelPrice(BaseModel):
-    """What 1,000 tokens cost the caller. cached: of prompt tokens in the prefix cache; None: as others."""
-
-    model_config = _RULES
-    input: Annotated[float, Field(ge=0)] = 0.0
-    cached: Annotated[float, Field(ge=0)] | None = None
-    output: Annotated[float, Field(ge=0)] = 0.0
 
 
 class ModelRules(BaseModel):
@@ -348,7 +376,7 @@ def _fields(model: type[BaseModel], parts: list[str]) -> list[str]:
         "admission": AdmissionRules,
         "classes": ClassRules,
         "degradation": DegradationRules,
-        "overflow": OverflowTarget,
+        "overflow": UpstreamEndpoint if "endpoints" in parts[1:] else OverflowTarget,
         "budgets": BudgetRules,
         "reuse": ReuseRules,
         "shadow": ShadowRules,

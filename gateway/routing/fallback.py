@@ -40,8 +40,9 @@ class Fallback:
         ``tried``."""
         accepts = self.accepts(context)
         for target in context.model.rules.fallbacks or self._targets():
-            if target not in tried and accepts(target, (request,)):
-                return target
+            for member in self._overflow.members(target, request):
+                if member not in tried and accepts(member, (request,)):
+                    return member
         return REPLICAS if REPLICAS not in tried and self._replicas.serves(context.tenant.pool) else None
 
     def retry_after_s(self, context: RequestContext, request: GenerationRequest, error: TridentError) -> float | None:
@@ -51,6 +52,11 @@ class Fallback:
             return own_s
         wait_s = self._overflow.wait_s(context.model.rules.fallbacks or self._targets(), request)
         return own_s if wait_s is None else max(1.0, wait_s)
+
+    def first(self, target: str, request: GenerationRequest) -> str:
+        """Return the upstream of a target that serves ``request`` first; a pool is its own."""
+        members = self._overflow.members(target, request)
+        return next((name for name in members if self._overflow.accepts(name, (request,))), members[0])
 
     def moved(self, target: str) -> None:
         """Count a request that moved to ``target``."""

@@ -1,7 +1,11 @@
-"""Overflow targets: pools of replicas and OpenAI upstreams that take requests under pressure."""
+"""Overflow targets: pools of replicas and OpenAI upstreams that take requests under pressure.
+
+An upstream may have several endpoints, its keys or regions: each is an upstream named TARGET/ENDPOINT.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 
 import aiohttp
@@ -25,6 +29,8 @@ class Overflow:
         self._session: aiohttp.ClientSession | None = None
         self._targets: Mapping[str, OverflowTarget] = {}
         self._upstreams: dict[str, Upstream] = {}
+        self._members: dict[str, tuple[str, ...]] = {}  # the upstreams of each target
+        self._rng = random.Random()
 
     def start(self) -> None:
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS))
@@ -32,24 +38,39 @@ class Overflow:
     def change(self, targets: Mapping[str, OverflowTarget]) -> None:
         """Set the targets. An unchanged upstream keeps its breaker; requests in flight continue."""
         assert self._session is not None, "start() comes first"
-        kept = {name: self._upstreams[name] for name in self._upstreams if targets.get(name) == self._targets[name]}
-        new = {
-            name: Upstream(self._session, name, target.url, target.model, target.api_key, self._breaker)
-            for name, target in targets.items()
-            if target.url and name not in kept
-        }
-        self._targets, self._upstreams = targets, kept | new
+        members, upstreams = {}, {}
+        for target, rules in targets.items():
+            named = {f"{target}/{name}" if name else target: endpoint for name, endpoint in rules.upstreams.items()}
+            members[target] = tuple(named)
+            unchanged = self._targets.get(target) == rules
+            for name, endpoint in named.items():
+                known = self._upstreams.get(name) if unchanged else None
+                upstreams[name] = known or Upstream(self._session, name, endpoint, rules.model, self._breaker)
+        self._targets, self._upstreams, self._members = targets, upstreams, members
 
     def accepts(self, target: str, requests: Sequence[GenerationRequest]) -> bool:
         """Return whether the target can serve all of ``requests`` now."""
-        upstream = self._upstreams.get(target)
-        if upstream is None:
+        members = self._members.get(target) or ((target,) if target in self._upstreams else ())
+        if not members:
             return self.has_pool(target, requests)
-        return all(upstream.accepts(request) for request in requests)
+        return any(all(self._upstreams[name].accepts(request) for request in requests) for name in members)
+
+    def members(self, target: str, request: GenerationRequest) -> list[str]:
+        """Return the upstreams of a target in the order to try them for ``request``; a pool alone."""
+        names = self._members.get(target, ())
+        if len(names) < 2:
+            return [*names] or [target]
+        upstreams = [self._upstreams[name] for name in names]
+        # Weighted sampling without replacement (Efraimidis and Spirakis, 2006).
+        fastest = max(upstream.first_s for upstream in upstreams)
+        keys = {up.name: self._rng.random() ** (1.0 / up.weight(fastest)) for up in upstreams}
+        if self._targets[target].prefer == "cheapest":
+            return sorted(names, key=lambda name: (self._upstreams[name].cost(request), -keys[name]))
+        return sorted(names, key=lambda name: -keys[name])
 
     def wait_s(self, targets: Sequence[str], request: GenerationRequest) -> float | None:
         """Return the seconds until an upstream of ``targets`` can serve ``request``; None without one."""
-        named = [self._upstreams[name] for name in targets if name in self._upstreams]
+        named = [self._upstreams[name] for target in targets for name in self._members.get(target, ())]
         return min((max(0.0, upstream.wait_s()) for upstream in named if upstream.understands(request)), default=None)
 
     def has_pool(self, target: str, requests: Sequence[GenerationRequest]) -> bool:

@@ -34,7 +34,8 @@ from contract.generation import (
     ToolCallDelta,
     Usage,
 )
-from gateway.routing.circuit_breaker import Breaker, BreakerPolicy, BreakerState
+from gateway.config.policy import UpstreamEndpoint
+from gateway.routing.circuit_breaker import Breaker, BreakerPolicy, BreakerState, blames_replica
 
 _LOG = logging.getLogger(__name__)
 CONNECT_S = 5.0
@@ -50,26 +51,58 @@ _ENDS = {"length": FinishReason.LENGTH}
 
 
 class Upstream:
-    """One upstream with a circuit breaker. url: up to and with ``/v1``."""
+    """One endpoint of an upstream, with a circuit breaker. model: where the endpoint has none of its own."""
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
         name: str,
-        url: str,
+        endpoint: UpstreamEndpoint,
         model: str,
-        api_key: str,
         breaker: BreakerPolicy,
     ) -> None:
-        self._session, self._model, self._api_key, self._policy = session, model, api_key, breaker
-        self.name, self.url = name, url.rstrip("/")
+        self._session, self._endpoint, self._policy = session, endpoint, breaker
+        self._model, self._api_key = endpoint.model or model, endpoint.api_key
+        self.name, self.url = name, endpoint.url.rstrip("/")
         self.breaker = Breaker()
         self.outstanding = 0
+        self.first_s = self.errors = 0.0  # means of the latest: time to first token, share of failures
+        self.spent = 0.0  # in all, in the currency of the prices
+        self._day, self._spent_before = -1, 0.0  # the UTC day, and what was spent before it
         self._cool_until_s = 0.0
 
     def accepts(self, request: GenerationRequest) -> bool:
         """Return whether it can serve the request now."""
-        return self.understands(request) and self.wait_s() <= 0
+        limit = self._endpoint.spend_per_day
+        affordable = limit is None or self.spent_today() + self.cost(request) <= limit
+        return affordable and self.understands(request) and self.wait_s() <= 0
+
+    def cost(self, request: GenerationRequest) -> float:
+        """Return what the request costs at most, by its estimated prompt."""
+        return self._price(Usage(math.ceil(costs.prompt_bytes(request) / _BYTES_PER_TOKEN), request.max_tokens))
+
+    def weight(self, slowest_s: float) -> float:
+        """Return its weight among the endpoints of a target. slowest_s: the longest mean time to first token there."""
+        return (1.0 - self.errors) ** 4 * slowest_s / (self.first_s or slowest_s) if slowest_s else 1.0
+
+    def spent_today(self) -> float:
+        day = int(time.time() // 86_400)
+        if day != self._day:
+            self._day, self._spent_before = day, self.spent
+        return self.spent - self._spent_before
+
+    def used(self, usage: Usage) -> None:
+        """Take note of the tokens of a request."""
+        self.spent_today()  # before the first of a day
+        self.spent += self._price(usage)
+
+    def began(self, first_s: float) -> None:
+        """Take note of a time to first token."""
+        self.first_s += (first_s - self.first_s) * (0.2 if self.first_s else 1.0)
+
+    def _price(self, usage: Usage) -> float:
+        price = self._endpoint.price
+        return (usage.input_tokens * price.input + usage.output_tokens * price.output) / 1000
 
     def understands(self, request: GenerationRequest) -> bool:
         """Return whether OpenAI's protocol can express the request."""
@@ -102,6 +135,8 @@ class Upstream:
     def over(self, error: TridentError | None, silent_s: float) -> None:
         self.outstanding -= 1
         now_s = time.monotonic()
+        failed = blames_replica(error, silent_s) or isinstance(error, Overloaded)
+        self.errors += 0.1 * (0.99 * failed - self.errors)  # below 1, so that it is tried again
         before, self.breaker = self.breaker, self.breaker.over(error, silent_s, now_s, self._policy)
         if self.breaker.state is BreakerState.OPEN and before.state is not BreakerState.OPEN:
             _LOG.warning("upstream %s: the breaker opens for %g s after: %s", self.name, self.breaker.pause_s, error)
@@ -167,6 +202,7 @@ class UpstreamStream:
         self._arrived: asyncio.Queue[TokenDelta | TridentError | None] = asyncio.Queue(maxsize=64)
         self._sent_s = time.monotonic()
         self._tokens = 0
+        self._counted: Usage | None = None
         self._over = False
         self._failure: TridentError | None = None
         self._reading = asyncio.ensure_future(self._read(events))
@@ -206,6 +242,8 @@ class UpstreamStream:
         return end
 
     def _ended(self, reading: asyncio.Task) -> None:
+        if self._counted is not None or self._tokens:
+            self._upstream.used(self._counted or self._estimated())
         if not reading.cancelled():
             self._upstream.over(reading.result(), 0.0 if self._tokens else time.monotonic() - self._sent_s)
             return
@@ -225,14 +263,20 @@ class UpstreamStream:
                 added = choice.get("delta") or {}
                 text, sections = choice.get("text") or added.get("content") or "", _sections(added)
                 if text or sections:
+                    if not self._tokens:
+                        self._upstream.began(time.monotonic() - self._sent_s)
                     self._tokens += 1
                     yield TokenDelta(text=text, sections=sections)
                 if choice.get("finish_reason"):
                     reason = _ENDS.get(choice["finish_reason"], FinishReason.STOP)
         if reason is None:
             raise Unavailable(f"{self._upstream.name} closed the stream before its end")
-        prompt_tokens = math.ceil(costs.prompt_bytes(self._request) / _BYTES_PER_TOKEN)
-        yield TokenDelta(finish_reason=reason, usage=counted or Usage(prompt_tokens, self._tokens))
+        self._counted = counted or self._estimated()
+        yield TokenDelta(finish_reason=reason, usage=self._counted)
+
+    def _estimated(self) -> Usage:
+        """Return the usage of a stream that was not counted."""
+        return Usage(math.ceil(costs.prompt_bytes(self._request) / _BYTES_PER_TOKEN), self._tokens)
 
 
 def _turn(message: Mapping[str, Any]) -> dict[str, Any]:

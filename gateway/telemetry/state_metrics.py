@@ -119,6 +119,12 @@ class StateMetrics:
             values = {"breaker_state": breaker, "replica_outstanding": upstream.outstanding}
             _add(families, (upstream.url, upstream.name), values)
         yield from families.values()
+        spent = CounterMetricFamily(
+            "trident_gateway_upstream_spend", "What answers of upstreams cost", labels=("pool",)
+        )
+        for upstream in self.upstreams():
+            spent.add_metric((upstream.name,), upstream.spent)
+        yield spent
 
     def _pools(self) -> Iterator[Metric]:
         families = _gauges(

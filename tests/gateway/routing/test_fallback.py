@@ -21,6 +21,9 @@ GRPC = RequestContext(Tenant(), "grpc", "chat", "r")
 class Targets:
     """``pool`` is a target of replicas, ``far`` an upstream."""
 
+    def members(self, target: str, request: GenerationRequest) -> list[str]:
+        return [target]
+
     def accepts(self, target: str, requests: Sequence[GenerationRequest]) -> bool:
         return target in ("pool", "far")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 
 import aiohttp
 import pytest
@@ -370,3 +371,57 @@ async def test_a_pool_of_others_serves_what_finds_no_room_at_both_protocols():
             assert headers["x-trident-degraded"] == "max_tokens=2"
             assert draft.counts.started == 2
             held.cancel()
+
+
+GROUP = """
+[degradation]
+overflow = "far"
+[overflow.far]
+model = "small"
+%s
+"""
+
+
+def endpoint(name: str, server: OpenAIUpstream, more: str = "") -> str:
+    return f"[overflow.far.endpoints.{name}]\nurl = '{server.url}'\n{more}\n"
+
+
+async def test_a_throttled_key_of_an_upstream_is_left_for_another_in_the_same_request() -> None:
+    async with upstream(status=429, headers={"retry-after": "60"}) as full, upstream() as free:
+        config = GROUP % (
+            endpoint("one", full, "api_key = 'k1'") + endpoint("two", free, "api_key = 'k2'\nmodel = 'other'")
+        )
+        async with gateway(config=config) as running:
+            for _ in range(8):
+                status, headers, body = await running.post(COMPLETIONS, {**REQUEST, "prompt": str(random.random())})
+                assert status == 200 and headers["x-trident-degraded"] == "overflow=far/two", body
+            assert len(full.seen) <= 1 and len(free.seen) == 8  # it says when it may be asked again
+            assert free.seen[0][1]["authorization"] == "Bearer k2" and free.seen[0][2]["model"] == "other"
+
+
+async def test_the_cheapest_endpoint_serves_until_its_day_is_spent() -> None:
+    async with upstream() as cheap, upstream() as dear:
+        config = GROUP % (
+            "prefer = 'cheapest'\n"
+            + endpoint("dear", dear, "price = { input = 5.0, output = 5.0 }")
+            + endpoint("cheap", cheap, "price = { input = 1.0, output = 1.0 }\nspend_per_day = 0.03")
+        )
+        async with gateway(config=config) as running:
+            for _ in range(6):
+                status, _, body = await running.post(COMPLETIONS, {**REQUEST, "prompt": str(random.random())})
+                assert status == 200, body
+            assert len(cheap.seen) in (2, 3) and len(dear.seen) == 6 - len(cheap.seen)
+            page = await running.metrics()
+            assert page['trident_gateway_upstream_spend_total{pool="far/dear"}'] == pytest.approx(
+                0.045 * len(dear.seen)
+            )
+
+
+async def test_fast_endpoints_without_errors_get_most_requests() -> None:
+    async with upstream(gap_s=0.0) as fast, upstream(broken_after=0) as broken:
+        config = GROUP % (endpoint("fast", fast) + endpoint("broken", broken))
+        async with gateway(config=config, breaker_failures=1000) as running:
+            for _ in range(60):
+                status, _, body = await running.post(COMPLETIONS, {**REQUEST, "prompt": str(random.random())})
+                assert status == 200, body
+            assert len(fast.seen) == 60 and 1 <= len(broken.seen) < 30

@@ -21,6 +21,7 @@ from contract.generation import (
     ToolCallDelta,
     Usage,
 )
+from gateway.config.policy import ModelPrice, UpstreamEndpoint
 from gateway.routing.circuit_breaker import BreakerPolicy, BreakerState
 from gateway.routing.upstream import Upstream, retry_after_s
 from tests.gateway.openai_upstream import OpenAIUpstream, upstream
@@ -32,7 +33,8 @@ REQUEST = GenerationRequest("one two", max_tokens=5, timeout_s=60.0)
 @contextlib.asynccontextmanager
 async def target(**script: Any) -> AsyncIterator[tuple[Upstream, OpenAIUpstream]]:
     async with upstream(**script) as server, aiohttp.ClientSession() as session:
-        yield Upstream(session, "far", server.url, "m", "key", BreakerPolicy(failures=2, open_s=60.0)), server
+        endpoint = UpstreamEndpoint(url=server.url, api_key="key")
+        yield Upstream(session, "far", endpoint, "m", BreakerPolicy(failures=2, open_s=60.0)), server
 
 
 async def read(far: Upstream, request: GenerationRequest = REQUEST) -> list[Any]:
@@ -118,7 +120,7 @@ async def test_a_cancelled_stream_raises_cancelled_and_frees_the_upstream():
 )
 async def test_requests_that_openais_protocol_cannot_express_are_not_accepted(change: dict[str, Any]):
     async with aiohttp.ClientSession() as session:
-        far = Upstream(session, "far", "http://x/v1", "m", "", BreakerPolicy())
+        far = Upstream(session, "far", UpstreamEndpoint(url="http://x/v1"), "m", BreakerPolicy())
         assert far.understands(REQUEST)
         assert not far.understands(GenerationRequest(**{"text_input": "one", "max_tokens": 5, **change}))
 
@@ -156,3 +158,24 @@ async def test_tools_go_there_and_calls_come_back():
         assert (body["tools"][0]["function"]["name"], body["tool_choice"]) == ("f", "required")
         assert body["parallel_tool_calls"] is False
         assert body["messages"][1] == {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+async def test_what_a_day_may_cost_is_never_exceeded_and_the_next_day_has_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 86_400.0 * 20_000
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    price = ModelPrice(input=1.0, output=1.0)  # the upstream counts 7 and 2 tokens: 0.009 an answer; at most 0.007
+    async with upstream() as server, aiohttp.ClientSession() as session:
+        endpoint = UpstreamEndpoint(url=server.url, price=price, spend_per_day=0.017)
+        far = Upstream(session, "far", endpoint, "m", BreakerPolicy())
+        assert far.cost(REQUEST) == pytest.approx(0.007)
+        served = 0
+        while far.accepts(REQUEST):
+            await read(far)
+            served += 1
+            await until(lambda: far.outstanding == 0)
+            assert far.spent_today() <= 0.018
+        assert served == 2 and far.spent == pytest.approx(0.018)
+        now_s += 86_400.0
+        assert far.accepts(REQUEST) and far.spent_today() == 0.0
