@@ -28,7 +28,7 @@ _ReleaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 Capability = Literal["chat", "completions", "tools", "schema", "embeddings", "rerank"]
 ToolFormat = Literal["auto", "hermes", "llama3", "mistral", "none"]
-Operation = Literal["chat", "text_completion", "embeddings", "rerank", "score", "batch"]
+Operation = Literal["chat", "responses", "text_completion", "embeddings", "rerank", "score", "batch"]
 ReasoningFormat = Literal["auto", "tagged", "open", "none"]
 _Priority = Annotated[int, BeforeValidator(lambda key: int(key) if key.isdecimal() else key), Field(ge=0, le=9)]
 
