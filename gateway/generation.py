@@ -118,7 +118,7 @@ class Generation:
         self.first_s = 0.0
         self.usage: Usage | None = None
         self.finish_reason = ""
-        self.tokens = 0
+        self.tokens = self._first_tokens = 0
         self.error: TridentError | None = None
         self._waiting_since_s = 0.0  # 0: the idle timer is stopped
         self._cut_error: TridentError | None = None
@@ -357,15 +357,15 @@ class Generation:
         """Take over a response of the target: timers, counts, usage and the end."""
         self._waiting_since_s = 0.0
         self._started = True
-        if self._route is not None:
-            self._route.made_tokens()
-            self._engine = self._engine or self._route.engine
-        self._continuation.observe(delta)
         # Upstreams send no token ids; a chunk of theirs is about one token.
         tokens = len(delta.token_ids) or bool(delta.text)
         self.tokens += tokens
+        if self._route is not None:
+            self._route.made_tokens(tokens)
+            self._engine = self._engine or self._route.engine
+        self._continuation.observe(delta)
         if not self.first_s and (tokens or delta.finish_reason):
-            self.first_s = time.monotonic()
+            self.first_s, self._first_tokens = time.monotonic(), tokens
         if delta.finish_reason:
             self.finish_reason, self.usage = delta.finish_reason.value, delta.usage
             self._turn.release()  # at once: another choice may wait for it
@@ -493,6 +493,7 @@ class Generation:
             error_type=error_type(error),
             input_tokens=usage.input_tokens if usage else 0,
             output_tokens=usage.output_tokens if usage else 0,
+            whole=self.tokens == self._first_tokens,
             attempts=attempts,
             tenant=self._context.tenant,
         )

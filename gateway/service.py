@@ -113,6 +113,7 @@ class Service:
         self.replica_seconds = ReplicaSeconds(lambda: len(self.replicas.ready()))
         self.releases = Releases(self.metrics.outcomes, self._rolled_back)
         self.replicas.on_call, self.admission.on_refusal = self.metrics.called, self.metrics.refused
+        self.state_metrics = self._state_metrics()
         self.shadows: dict[str | None, Shadow] = {}  # by the stable pool of a release; None: of [shadow], for all pools
         self._retired: list[Shadow] = []
         self._runtime = GenerationRuntime(
@@ -134,7 +135,7 @@ class Service:
         self.overflow.start()
         self.apply()
         self.configuration.changed, self.configuration.prepare = self.apply, self._prepare
-        self.metrics.registry.register(self._state_metrics())
+        self.metrics.registry.register(self.state_metrics)
         self.metrics.registry.register(self.releases)
         if self.link is not None:
             self.link.reported = self.replicas.reported

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, TridentError, Unauthenticated
 from gateway.admission.body_budget import BodyBudget
 from gateway.api import error_responses, request_body, schemas
+from gateway.api.console import Console, ScalingReport, page_routes
 from gateway.api.request_body import BodyTooLarge, bearer_token
 from gateway.api.strict_model import StrictModel
 from gateway.routing.registrations import Registration
@@ -42,7 +43,7 @@ class ReleaseChange(StrictModel):
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the operators' endpoints; none where no token is set."""
+    """Return the operators' endpoints and their page; none where no token is set."""
     token = service.settings.admin_token
     if not token:
         return []
@@ -80,7 +81,16 @@ def routes(service: Service) -> list[Route]:
         await service.change_release(_name(request), change.action, fields)
         return await releases(request)
 
+    console = Console(service)
+
+    async def report(request: Request) -> Any:
+        console.report(await body(service, request, ScalingReport))
+        return {}
+
     return [
+        *page_routes(),
+        route("events", "GET", console.events),
+        route("scaling", "PUT", report),
         route("releases", "GET", releases),
         route("releases/{name}", "POST", change_release),
         route("replicas/{name}", "PUT", register),
@@ -106,7 +116,8 @@ async def body(service: Service, request: Request, kind: type[Body]) -> Body:
 
 
 def _guarded(token: bytes, handle: Handle) -> Callable[[Request], Awaitable[Response]]:
-    """Return the endpoint that sends what ``handle`` returns as JSON, or its error, to callers with the token."""
+    """Return the endpoint that sends what ``handle`` returns, as JSON if it is no response, or its error, to callers
+    with the token."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -116,6 +127,8 @@ def _guarded(token: bytes, handle: Handle) -> Callable[[Request], Awaitable[Resp
             fields = await handle(request)
         except TridentError as error:
             return error_responses.response(*error_responses.http(error))
+        if isinstance(fields, Response):
+            return fields
         return Response(orjson.dumps(fields), media_type="application/json")
 
     return endpoint

@@ -63,6 +63,7 @@ class RoutedReplica(Replica):
     prefixes: the prompts in its prefix cache.
     others: requests that others have there. own_requests: the most that this process had since the last metrics.
     on_call: called at the end of every call with the pool, the error and blames_replica.
+    tokens: that this process relayed from it.
     probing: deep probes in progress, which have no reservation. deep_digest: of the latest deep probe, "" if it failed.
     """
 
@@ -80,6 +81,7 @@ class RoutedReplica(Replica):
         self.prefixes = PrefixCache()
         self.own_requests = 0
         self.probing = 0
+        self.tokens = 0
         self.on_call: Callable[[str, TridentError | None, bool | None], None] = lambda pool, error, failed: None
         self._steps = 0.0
         self._breaker_policy = breaker
@@ -623,9 +625,10 @@ class Route:
         """When the latest replica last generated a token; 0 if never."""
         return self._latest.progress_s if self._latest is not None else 0.0
 
-    def made_tokens(self) -> None:
+    def made_tokens(self, count: int) -> None:
         """Take note of tokens of this request from the latest replica."""
         if self._latest is not None:
+            self._latest.tokens += count
             self._latest.progress_s = time.monotonic()
 
     def read_usage(self, usage: Usage) -> None:

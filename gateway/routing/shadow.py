@@ -93,7 +93,7 @@ class Shadow:
 
     async def _digest(self, request: GenerationRequest) -> str:
         """Return the digest of the copy's text; "" if it fails."""
-        copy = dataclasses.replace(request, request_id=new_request_id(), stream=False)
+        copy = dataclasses.replace(request, request_id=new_request_id(), stream=True)
         route = self._replicas.route(copy, self.rules.pool)
         route.priority = 0.0  # behind all requests of callers
         schedule = RetrySchedule(NO_RETRY, RetryBudget(), self._rng)

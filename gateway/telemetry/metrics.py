@@ -98,6 +98,7 @@ class Metrics:
         error_type: str,
         input_tokens: int = 0,
         output_tokens: int = 0,
+        whole: bool = False,
         attempts: int = 0,
         source: str = ENGINE,
         tenant: Tenant | None = None,
@@ -112,6 +113,7 @@ class Metrics:
         finish_reason: "" if it did not finish.
         error_type: class of its error; "" for none.
         input_tokens, output_tokens: as the engine counted them; 0 if unknown.
+        whole: all tokens came at once, and say nothing of the time between them.
         attempts: calls to replicas and upstreams.
         source: ENGINE, or where a reused answer came from.
         tenant: with the request's class; None for none.
@@ -127,7 +129,7 @@ class Metrics:
         if tenant is not None and rules is not None and rules.ttft_s is not None and not left:
             self.objectives.labels(tenant.request_class, "ttft", _met(ttft_s <= rules.ttft_s)).inc()
         if source == ENGINE:
-            self.generated(pool, input_tokens, output_tokens, ttft_s if first_s else None, itl_s)
+            self.generated(pool, input_tokens, output_tokens, ttft_s if first_s else None, None if whole else itl_s)
         if not first_s:
             return
         self.first_token.labels(*labels).observe(ttft_s)

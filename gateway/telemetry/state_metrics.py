@@ -102,8 +102,11 @@ class StateMetrics:
             replica_slots="Requests that the replica runs at once, by its metrics; 0 if unknown",
             replica_tokens_per_second="Tokens of decoding per second with all slots taken, as measured; 0 if unknown",
         )
+        text = "Output tokens that the gateway relayed from the replica"
+        tokens = CounterMetricFamily("trident_gateway_replica_tokens", text, labels=("replica", "pool"))
         now_s = time.monotonic()
         for replica in self.replicas():
+            tokens.add_metric((replica.url, replica.pool), replica.tokens)
             values = {
                 "replica_healthy": bool(replica.health.healthy),
                 "breaker_state": replica.breaker.state_at(now_s).value,
@@ -118,7 +121,7 @@ class StateMetrics:
             breaker = upstream.breaker.state_at(now_s).value
             values = {"breaker_state": breaker, "replica_outstanding": upstream.outstanding}
             _add(families, (upstream.url, upstream.name), values)
-        yield from families.values()
+        yield from (*families.values(), tokens)
         spent = CounterMetricFamily(
             "trident_gateway_upstream_spend", "What answers of upstreams cost", labels=("pool",)
         )

@@ -68,7 +68,7 @@ def test_equal_pools_are_hardly_ever_told_apart_by_chance():
     rng, wrong = random.Random(4), 0
     for _ in range(500):
         candidate, stable = (sum(rng.random() < 0.01 for _ in range(count)) for count in (100, 1000))
-        wrong += bool(reason(outcomes(100, candidate), outcomes(1000, stable)))
+        wrong += bool(reason(Outcomes(requests=100, errors=candidate), Outcomes(requests=1000, errors=stable)))
     assert wrong <= 5
 
 
