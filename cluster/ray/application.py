@@ -1,0 +1,141 @@
+"""The fleet as a Ray Serve application: what Serve builds from a configuration, and that configuration.
+
+    applications: [{name: trident, import_path: "cluster.ray.application:application", args: {engine: demo, ...}}]
+
+cluster/ray/fleet.yaml is a whole one for `serve deploy`. Other ``args`` are another version, which Serve rolls out; the
+number of replicas changes in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from contract import manifest
+from contract.errors import InvalidArgument
+from contract.manifest import EngineManifest
+
+APPLICATION, DEPLOYMENT = "trident", "TritonReplica"
+POLICY = "cluster.ray.policy:TokensPolicy"
+ROOT = Path(__file__).resolve().parents[2]
+GPU_KINDS = ("trtllm", "llmapi")
+# After the drain: telling the gateways, the in-band end of streams that are left, tritonserver's exit, and a reserve.
+BEYOND_DRAIN_S = 20.0
+
+
+class ServerArguments(BaseModel):
+    """What every replica runs, on every node.
+
+    engine: folder under ``root``/engines, or TRIDENT_ENGINES_DIR of ``environ``.
+    register: the gateways, as TRIDENT_REGISTER. token_file: as TRIDENT_REGISTER_TOKEN_FILE. pool: of the gateways.
+    drain_s: seconds that streams may go on after a stop. orphan_s: and that a server goes on whose Ray worker died.
+    root, python: the project's folder, and the interpreter of its environment.
+    cpus: that Ray books for a replica. environ: more variables of the server.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    engine: str = "demo"
+    register_at: Annotated[str, Field(alias="register", min_length=1)]
+    token_file: Annotated[str, Field(min_length=1)]
+    pool: str = ""
+    drain_s: Annotated[float, Field(ge=0, le=86_400)] = 30.0
+    orphan_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
+    root: str = str(ROOT)
+    python: str = str(ROOT / ".venv" / "bin" / "python")
+    cpus: Annotated[float, Field(ge=0, le=10_000)] = 1.0
+    environ: Mapping[str, str] = Field(default_factory=dict)
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment of the server beyond the worker's own."""
+        return {
+            "TRIDENT_REGISTER": self.register_at,
+            "TRIDENT_REGISTER_TOKEN_FILE": self.token_file,
+            "TRIDENT_REGISTER_POOL": self.pool,
+            "TRIDENT_DRAIN_S": f"{self.drain_s:g}",
+            **self.environ,
+        }
+
+
+def application(arguments: dict[str, Any]) -> Any:
+    """Return the Serve application of ServerArguments. Raises InvalidArgument, NotFound, EngineFailed."""
+    from ray import serve
+
+    from cluster.ray.replica import TritonReplica
+
+    server = checked(arguments)
+    return serve.deployment(TritonReplica).options(**options(server, engine_of(server))).bind(
+        server.root, server.python, server.engine, server.variables(), server.orphan_s
+    )  # fmt: skip
+
+
+def checked(arguments: Mapping[str, Any]) -> ServerArguments:
+    """Return the arguments of an application. Raises InvalidArgument for the first wrong one."""
+    try:
+        return ServerArguments.model_validate(arguments)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False)[0]
+        raise InvalidArgument(f"args.{'.'.join(map(str, first['loc']))}", first["msg"].lower()) from exc
+
+
+def engine_of(server: ServerArguments) -> EngineManifest:
+    """Return the manifest of a replica's engine. Raises NotFound, EngineFailed."""
+    return manifest.load(folder_of(server))
+
+
+def folder_of(server: ServerArguments) -> Path:
+    """Return the folder of a replica's engine."""
+    return Path(server.environ.get("TRIDENT_ENGINES_DIR") or Path(server.root, "engines"), server.engine)
+
+
+def options(server: ServerArguments, engine: EngineManifest) -> dict[str, Any]:
+    """Return how Serve places, checks and stops the replicas of an engine.
+
+    An actor sees the GPUs of one node, so that ``num_gpus`` is all that tensor parallelism there needs.
+    """
+    gpus = int(engine.recipe.get("tp") or 1) * int(engine.recipe.get("pp") or 1) if engine.kind in GPU_KINDS else 0
+    actor: dict[str, Any] = {"num_cpus": server.cpus, "num_gpus": gpus}
+    if engine.memory_bytes:
+        actor["memory"] = engine.memory_bytes
+    return {
+        "ray_actor_options": actor,
+        "health_check_period_s": 2,
+        "health_check_timeout_s": 10,
+        "graceful_shutdown_wait_loop_s": 0.01,  # before the stop; no request of ours is known to Serve
+        "graceful_shutdown_timeout_s": server.drain_s + BEYOND_DRAIN_S,
+        "max_surge_percent": 100,  # new ones first
+        "max_constructor_retry_count": 3,
+    }
+
+
+def configuration(
+    server: ServerArguments, least: int, most: int, gateways: list[str], scaling: str = ""
+) -> dict[str, Any]:
+    """Return the configuration of Serve: what ``serve deploy`` takes as YAML.
+
+    least, most: bounds of the number of replicas. gateways: their metrics pages, for the policy.
+    scaling: file of the policy's rules; "" for the defaults.
+    """
+    policy = {"gateways": gateways, "pool": server.pool, "config": scaling}
+    number = {
+        "min_replicas": least,
+        "max_replicas": most,
+        "upscale_delay_s": 0,  # the policy has cooldowns of its own
+        "downscale_delay_s": 0,
+        "policy": {"policy_function": POLICY, "policy_kwargs": policy},
+    }
+    return {
+        "proxy_location": "Disabled",
+        "applications": [
+            {
+                "name": APPLICATION,
+                "route_prefix": None,
+                "import_path": "cluster.ray.application:application",
+                "args": server.model_dump(by_alias=True),
+                "deployments": [{"name": DEPLOYMENT, "num_replicas": None, "autoscaling_config": number}],
+            }
+        ],
+    }

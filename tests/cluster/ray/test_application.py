@@ -1,0 +1,71 @@
+"""The configuration that Serve gets, and the resources that an engine's manifest asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.ray import application
+from cluster.ray.application import ServerArguments, checked, configuration, engine_of, options
+from contract.errors import InvalidArgument, NotFound
+from tests.fakes.manifests import manifest
+
+ARGUMENTS = {"register": "gateway:9000", "token_file": "/run/token"}
+
+
+def test_gpus_are_those_of_all_ranks_and_a_cpu_engine_has_none():
+    server = checked({**ARGUMENTS, "cpus": 4})
+    for kind, recipe, gpus in (("trtllm", {"tp": 4}, 4), ("llmapi", {"tp": 2, "pp": 2}, 4), ("cpu", {"tp": 1}, 0)):
+        actor = options(server, manifest(kind=kind, recipe=recipe))["ray_actor_options"]
+        assert (actor["num_gpus"], actor["num_cpus"]) == (gpus, 4)
+    actor = options(server, manifest(kind="cpu", recipe={}, memory_bytes=123))["ray_actor_options"]
+    assert actor["memory"] == 123
+
+
+def test_serve_waits_longer_than_a_drain_takes():
+    server = checked({**ARGUMENTS, "drain_s": 100})
+    assert options(server, manifest(recipe={}))["graceful_shutdown_timeout_s"] >= 110
+    assert server.variables()["TRIDENT_DRAIN_S"] == "100"
+
+
+def test_a_change_of_the_number_leaves_the_arguments_as_they_are():
+    server = checked({**ARGUMENTS, "environ": {"TRIDENT_LOG_LEVEL": "error"}})
+    few, many = (configuration(server, *bounds, ["http://g/metrics"], "") for bounds in ((1, 1), (2, 5)))
+    [one], [other] = few["applications"], many["applications"]
+    assert one["args"] == other["args"] and one["deployments"] != other["deployments"]
+    assert checked(one["args"]) == server
+    assert other["deployments"][0]["autoscaling_config"]["max_replicas"] == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"register": ""}, "register"),
+        ({"drain_s": -1}, "drain_s"),
+        ({"colour": "red"}, "colour"),
+        ({"cpus": "x"}, "cpus"),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(change, field):
+    with pytest.raises(InvalidArgument, match=f"args.{field}"):
+        checked({**ARGUMENTS, **change})
+
+
+def test_an_engine_that_is_not_there_is_refused_before_any_replica_starts(tmp_path):
+    with pytest.raises(NotFound, match="there is no engine"):
+        engine_of(checked({**ARGUMENTS, "environ": {"TRIDENT_ENGINES_DIR": str(tmp_path)}}))
+
+
+def test_the_file_for_a_cluster_is_a_configuration_of_the_same_shape():
+    path = Path(application.__file__).with_name("fleet.yaml")
+    given = yaml.safe_load(path.read_text("utf-8"))
+    [app] = given["applications"]
+    server = checked(app["args"])
+    assert isinstance(server, ServerArguments)
+    made = configuration(server, 1, 4, ["http://trident-gateway:9002/metrics"], "")
+    [own] = made["applications"]
+    assert given.keys() == made.keys() and app.keys() == own.keys()
+    [deployment], [own_deployment] = app["deployments"], own["deployments"]
+    assert deployment == own_deployment

@@ -1,0 +1,107 @@
+"""A replica of Serve with a stand-in for the supervisor: it starts, stops, and outlives its worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster.ray import replica
+from cluster.ray.replica import TritonReplica, environment_of
+
+# Runs what follows `--`, as the supervisor does, and says when that ended.
+SUPERVISOR = """#!/bin/sh
+echo "{state}" >"$TRIDENT_STATE_DIR/status"
+[ -z "$BROKEN" ] || { echo "no such engine" >&2; exit 1; }
+env >"$TRIDENT_STATE_DIR/environ"
+while [ "$1" != -- ]; do shift; done; shift
+TRIDENT_STATUS_FILE="$TRIDENT_STATE_DIR/status" "$@"
+echo "$?" >"$TRIDENT_STATE_DIR/ended"
+"""
+
+
+@pytest.fixture
+def python(tmp_path) -> str:
+    path = tmp_path / "python"
+    path.write_text(SUPERVISOR.replace("{state}", json.dumps({"state": "ready"}).replace('"', '\\"')))
+    path.chmod(0o755)
+    return str(path)
+
+
+def start(tmp_path: Path, python: str, orphan_s: float = 0.2, **environ: str) -> TritonReplica:
+    variables = {"TRIDENT_STATE_DIR": str(tmp_path), "TRIDENT_HOST": "127.0.0.1", **environ}
+    return TritonReplica(str(tmp_path), python, "demo", variables, orphan_s, "one")
+
+
+def ended(tmp_path: Path, patience_s: float = 20.0) -> bool:
+    deadline_s = time.monotonic() + patience_s
+    while not (tmp_path / "ended").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return (tmp_path / "ended").exists()
+
+
+def test_a_replica_that_serve_stops_is_told_and_waited_for(tmp_path, python):
+    one = start(tmp_path, python, orphan_s=1000)
+    asyncio.run(one.check_health())
+    assert not ended(tmp_path, 0.05)
+    one.__del__()
+    assert (tmp_path / "ended").read_text() == "0\n" and not (tmp_path / "replica-one.log").exists()
+    one.__del__()
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path, python):
+    with pytest.raises(RuntimeError, match="no such engine"):
+        start(tmp_path, python, BROKEN="1")
+
+
+def test_a_server_outlives_its_worker_for_a_while(tmp_path, python):
+    environ = {"TRIDENT_STATE_DIR": str(tmp_path), "TRIDENT_HOST": "127.0.0.1"}
+    program = (
+        "import os, signal; from cluster.ray.replica import TritonReplica as T\n"
+        f"T({str(tmp_path)!r}, {python!r}, 'demo', {environ!r}, 0.3)\n"
+        "os.killpg(os.getpid(), signal.SIGKILL)"  # as Ray ends the process group of a worker
+    )
+    command = [sys.executable, "-c", program]
+    worker = subprocess.run(command, cwd=Path(replica.__file__).parents[2], start_new_session=True)
+    assert worker.returncode == -9 and not (tmp_path / "ended").exists()
+    assert ended(tmp_path)
+
+
+def test_a_worker_ends_when_its_supervisor_does(tmp_path, python, monkeypatch):
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    one = start(tmp_path, python)
+    one._stdin.write(b"stop\n")
+    one._stdin.close()
+    deadline_s = time.monotonic() + 20
+    while not codes and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert codes == [1]
+    one._stopping.set()  # or its collection would stop it again
+
+
+def test_it_is_ill_only_when_its_supervisor_has_had_time_to_mend_it(tmp_path, python, monkeypatch):
+    one = start(tmp_path, python)
+    (tmp_path / "status").write_text('{"state": "restarting"}')
+    asyncio.run(one.check_health())
+    monkeypatch.setattr(replica, "UNWELL_S", 0.0)
+    with pytest.raises(RuntimeError, match="restarting"):
+        asyncio.run(one.check_health())
+    (tmp_path / "status").unlink()
+    with pytest.raises(RuntimeError, match="without a status file"):
+        asyncio.run(one.check_health())
+    (tmp_path / "status").write_text('{"state": "ready"}')
+    asyncio.run(one.check_health())
+    one.__del__()
+
+
+def test_the_server_sees_nothing_of_rays_environment_and_only_its_own_gpus():
+    worker = {"RAY_ADDRESS": "a", "PYTHONPATH": "p", "PATH": "/bin"}
+    assert environment_of(worker, {"A": "1"}) == {"CUDA_VISIBLE_DEVICES": "", "PATH": "/bin", "A": "1"}
+    assert environment_of({"CUDA_VISIBLE_DEVICES": "2,3"}, {})["CUDA_VISIBLE_DEVICES"] == "2,3"
