@@ -324,7 +324,7 @@ class Service:
             pool = tenant.pool if tenant.pool in served.rules.pools else served.pool
         elif ready(served):
             pool = served.pool
-        elif context.protocol == "grpc" and not any(map(self.overflow.pool, served.rules.fallbacks)):
+        elif context.protocol != "http" and not any(map(self.overflow.pool, served.rules.fallbacks)):
             raise InvalidArgument("model", f"must be one with replicas for this protocol, got {served.name}")
         else:
             error = Unavailable(f"no upstream of the model {served.name} accepts requests")
@@ -381,10 +381,8 @@ class Service:
         span = self.request_span(context, ENGINE, **attributes)
         queue_span = self.tracing.child(span, "queue")
         try:
-            with self.metrics.waiting.track_inprogress(), self.metrics.queue.time(), self.live.admitting():
-                permit = await self._admit(requests, context)
+            permit = await self.admit(requests, context)
             end_span(queue_span)
-            permit.headers.update(self.context_headers(context))
             return Choices(self._runtime, permit, self._prompt_tokens(context), context, began_s, span)
         except BaseException as exc:  # CancelledError too: the caller left the queue
             end_span(queue_span, exc)
@@ -398,16 +396,19 @@ class Service:
         headers = {HEADER: context.model.name} if self.models.configured else {}
         return headers | ({CLASS_HEADER: context.tenant.request_class} if context.tenant.class_rules else {})
 
-    async def _admit(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Permit:
+    async def admit(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Permit:
+        """Return the permit of one caller's requests. Raises as ``choices``."""
         tenant, accepts = context.tenant, self.fallback.accepts(context)
-        down = not self.replicas.serves(tenant.pool)
-        targets, prompt_tokens = context.model.rules.fallbacks or None, self._prompt_tokens(context)
-        permit = await self.admission.admit(requests, tenant, accepts, down, context.session, targets, prompt_tokens)
-        try:
-            self.live.check_not_cut_off()
-        except TridentError:
-            permit.settle(None)
-            raise
+        with self.metrics.waiting.track_inprogress(), self.metrics.queue.time(), self.live.admitting():
+            down = not self.replicas.serves(tenant.pool)
+            targets, tokens = context.model.rules.fallbacks or None, self._prompt_tokens(context)
+            permit = await self.admission.admit(requests, tenant, accepts, down, context.session, targets, tokens)
+            try:
+                self.live.check_not_cut_off()
+            except TridentError:
+                permit.settle(None)
+                raise
+        permit.headers.update(self.context_headers(context))
         return permit
 
     def _prompt_tokens(self, context: RequestContext) -> PromptTokens:

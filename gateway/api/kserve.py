@@ -12,13 +12,12 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -45,10 +44,9 @@ from contract.errors import (
     to_text,
 )
 from contract.generation import GenerationRequest, Guide
-from gateway.api import error_responses
+from gateway.api import error_responses, grpc_listener
 from gateway.api.caller_errors import for_caller
 from gateway.api.request_body import bearer_token
-from gateway.config.settings import variable
 from gateway.config.tenant import Tenant
 from gateway.generation import Generation
 from gateway.request_context import RequestContext
@@ -59,7 +57,6 @@ from gateway.telemetry.metrics import refusal_reason
 _LOG = logging.getLogger(__name__)
 _SERVICE = "inference.GRPCInferenceService"
 DEFAULT_MAX_TOKENS = 128  # the tokenizer model's default
-MAX_PENDING = 20_000  # calls that have arrived and are not handled yet, as in a burst
 MAX_REQUESTS_PER_STREAM = 256  # in flight at once; the stream is not read further until one ends
 COUNTS = frozenset({"output_ids", "finish_reason", "error_message", "num_input_tokens", "num_output_tokens"})
 TIMINGS = frozenset({"arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns"})
@@ -79,38 +76,9 @@ class KServeEndpoint:
         self.port = 0
 
     async def start(self) -> None:
-        settings = self._service.settings
-        options = [
-            ("grpc.max_receive_message_length", settings.max_body_bytes),
-            ("grpc.max_send_message_length", -1),
-            ("grpc.max_metadata_size", 16 * 1024),
-            ("grpc.keepalive_time_ms", 30_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            ("grpc.so_reuseport", int(self._service.link is not None)),
-            # gRPC drops calls over its own limits without an error; admission rejects them with one and a Retry-After.
-            ("grpc.server.max_pending_requests", MAX_PENDING),
-            ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
-            ("grpc.server_max_unrequested_time_in_server", math.ceil(settings.request_timeout_s)),
-        ]
-        self._server = grpc.aio.server(options=options)
-        self._server.add_generic_rpc_handlers((self._handlers(),))
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        address = f"{host}:{settings.grpc_port}"
-        if settings.tls_key is not None and settings.tls_cert is not None:
-            pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
-            client_ca = settings.tls_client_ca
-            credentials = grpc.ssl_server_credentials(
-                [pair], client_ca.read_bytes() if client_ca else None, require_client_auth=client_ca is not None
-            )
-            bind = partial(self._server.add_secure_port, address, credentials)
-        else:
-            bind = partial(self._server.add_insecure_port, address)
-        try:
-            self.port = bind()
-        except RuntimeError as exc:
-            raise InvalidArgument(variable("grpc_port"), f"cannot listen at {address}; is the port in use?") from exc
-        await self._server.start()
+        service, handlers = self._service, self._handlers()
+        most_bytes = service.settings.max_body_bytes
+        self._server, self.port = await grpc_listener.listen(service, "grpc_port", most_bytes, handlers)
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -385,19 +353,13 @@ def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> Generation
         if "shared_memory_region" in tensor.parameters:
             raise InvalidArgument(tensor.name, "must be sent inline, got shared memory, which the gateway cannot read")
     prompt, messages = _texts(request, "text_input"), _texts(request, "messages")
-    chat = None
-    if messages is not None and prompt is None:
-        chat = ({"role": "user", "content": messages},)  # malformed JSON counts by its size only
-        with contextlib.suppress(ValueError, RecursionError):
-            turns = json.loads(messages)
-            if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
-                chat = tuple(turns)
+    turns = chat(messages) if messages is not None and prompt is None else None
     max_tokens, guide = _integer(request, "max_tokens"), _texts(request, "guided_decoding_guide_type")
     return GenerationRequest(
-        text_input=prompt if chat is None else None,
-        messages=chat,
-        tools=_texts(request, "tools") if chat is not None else None,
-        input_ids=_integers(request, "input_ids") if chat is None and prompt is None else None,
+        text_input=prompt if turns is None else None,
+        messages=turns,
+        tools=_texts(request, "tools") if turns is not None else None,
+        input_ids=_integers(request, "input_ids") if turns is None and prompt is None else None,
         truncate_prompt_tokens=_integer(request, "truncate_prompt_tokens"),
         continue_ids=_integers(request, "continue_ids") or (),
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max(1, max_tokens),
@@ -405,6 +367,15 @@ def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> Generation
         request_id=_quotable(request.id),
         guide=Guide(guide, _texts(request, "guided_decoding_guide") or "") if guide else None,
     )
+
+
+def chat(messages: str) -> tuple[dict[str, Any], ...]:
+    """Return the messages in a tensor's JSON. Malformed JSON counts by its size only."""
+    with contextlib.suppress(ValueError, RecursionError):
+        turns = json.loads(messages)
+        if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
+            return tuple(turns)
+    return ({"role": "user", "content": messages},)
 
 
 def take_priority(request: service_pb2.ModelInferRequest) -> float:

@@ -594,16 +594,36 @@ class Route:
         self.explanation = Explanation() if self.explain else None
         replicas = self._replicas
         replica = replicas.choose(self._request, self._pinned, self.explanation, self._blocks)
-        if self._blocks:
-            self._cached = replica.prefixes.fraction(self._blocks)
-            replica.prefixes.sent(self._blocks)
         self._request = dataclasses.replace(self._request, tried=self._request.tried | {replica.url})
-        self._latest, self.replica, self.pool = replica, replica.url, replica.pool
+        self.sent_to(replica)
         self.picked()
         payload = self._payload or infer_request.generation(request, replicas.model, remaining_s, timings=True)
         metadata = replica.metadata(request.request_id, self._traceparent)
         data = replica.prioritised(payload, self.priority)
         return ReservedCall(replica, replicas.costs_of(replica), request, data, remaining_s, metadata)
+
+    def ordered(self, most: int, outside: frozenset[str]) -> list[RoutedReplica]:
+        """Return up to ``most`` ready replicas of its pool, best first, for a request that another program sends.
+
+        outside: URLs of replicas that it must not go to.
+        """
+        found: dict[str, RoutedReplica] = {}
+        with contextlib.suppress(Unavailable):
+            while len(found) < most:
+                tried = outside | found.keys()
+                request = dataclasses.replace(self._request, tried=tried)
+                replica = self._replicas.choose(request, self._pinned, None, self._blocks)
+                if replica.url in tried:  # there is no other
+                    break
+                found[replica.url] = replica
+        return list(found.values())
+
+    def sent_to(self, replica: RoutedReplica) -> None:
+        """Take note of the replica that gets the request."""
+        if self._blocks:
+            self._cached = replica.prefixes.fraction(self._blocks)
+            replica.prefixes.sent(self._blocks)
+        self._latest, self.replica, self.pool = replica, replica.url, replica.pool
 
     def has_alternative(self) -> bool:
         return self._replicas.has_untried(self._pinned, self._request.tried) or self._must_move()
