@@ -23,6 +23,7 @@ from gateway import app, banner, command_line, sighup, workers
 from gateway.admission.hub_link import HubLink
 from gateway.api import http_connection, monitoring
 from gateway.api.kserve import KServeEndpoint
+from gateway.api.picker.endpoint import EndpointPicker
 from gateway.config import pools, tenants
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings, unknown, variable
@@ -114,13 +115,14 @@ async def serve(service: Service) -> None:
     scraped, scraped_at = monitoring_server(service), None
     serving = [asyncio.create_task(http.serve([listening]))]
     await _started(http, serving[0])
-    kserve = KServeEndpoint(service)
+    kserve, picker = KServeEndpoint(service), EndpointPicker(service)
     try:
         if link is None:
             scraped_at = listen(settings.monitoring_host, settings.own_metrics_port, "monitoring_port")
         serving.append(asyncio.create_task(scraped.serve([scraped_at] if scraped_at else None)))
         await _started(scraped, serving[1])
         await kserve.start()
+        await picker.start()
     except InvalidArgument:
         http.should_exit = scraped.should_exit = True
         await asyncio.gather(*serving)
@@ -141,7 +143,7 @@ async def serve(service: Service) -> None:
     draining.cancel()
     if cut:
         _LOG.warning("%d generations were cut off", cut)
-    await kserve.stop()
+    await asyncio.gather(kserve.stop(), picker.stop())
     http.should_exit = scraped.should_exit = True
     await asyncio.gather(*serving)
 

@@ -88,6 +88,19 @@ class Settings(EnvironmentSettings):
     host: str = Field("127.0.0.1", description="address that the OpenAI and KServe endpoints listen on")
     http_port: Port = Field(9000, description="port of the OpenAI endpoint; 0: a free one")
     grpc_port: Port = Field(9001, description="port of the KServe gRPC endpoint; 0: a free one")
+    picker_port: Annotated[int | None, Field(ge=0, le=65_535)] = Field(
+        None, description="port of the endpoint picker for Envoy (docs/endpoint-picker.md); unset: none; 0: a free one"
+    )
+    picker_http_port: Port = Field(
+        8000, description="port at which the replicas serve Triton's HTTP requests, which the endpoint picker names"
+    )
+    picker_openai_port: Port = Field(
+        9000,
+        description="port at which a gateway beside each replica serves OpenAI's requests, for the endpoint picker",
+    )
+    picker_endpoints: Annotated[Pairs, Allowed("HOST:PORT=IP:PORT,HOST:PORT=IP:PORT")] = Field(
+        default_factory=dict, description="endpoints for HTTP requests of replicas that have them elsewhere"
+    )
     monitoring_host: Text = Field(
         "127.0.0.1", description="address of the gateway's own /metrics and /health: plain HTTP, no API key"
     )

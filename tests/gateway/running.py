@@ -15,6 +15,7 @@ import aiohttp
 
 from gateway.__main__ import HttpServer, http_server, monitoring_server
 from gateway.api.kserve import KServeEndpoint
+from gateway.api.picker.endpoint import EndpointPicker
 from gateway.config import pools
 from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings
@@ -31,6 +32,7 @@ class Running:
     base_url: str
     grpc_url: str
     monitoring_url: str
+    picker_url: str = ""
 
     @property
     def port(self) -> int:
@@ -100,13 +102,15 @@ async def gateway(
 @contextlib.asynccontextmanager
 async def _serving(service: Service) -> AsyncIterator[Running]:
     async with _served(http_server(service), monitoring_server(service)) as (http, monitoring):
-        kserve = KServeEndpoint(service)
+        kserve, picker = KServeEndpoint(service), EndpointPicker(service)
         await kserve.start()
+        await picker.start()
         base_url, monitoring_url = (f"http://127.0.0.1:{_port(one)}" for one in (http, monitoring))
         try:
-            yield Running(service, http, base_url, f"127.0.0.1:{kserve.port}", monitoring_url)
+            urls = (base_url, f"127.0.0.1:{kserve.port}", monitoring_url, f"127.0.0.1:{picker.port}")
+            yield Running(service, http, *urls)
         finally:
-            await kserve.stop()
+            await asyncio.gather(kserve.stop(), picker.stop())
 
 
 @contextlib.asynccontextmanager

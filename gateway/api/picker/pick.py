@@ -1,0 +1,190 @@
+"""One request that Envoy forwards: the endpoints that it may go to, and what it holds here until its end."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from grpc import StatusCode
+
+from clients.replica_set.reservation import Reservation
+from contract import errors
+from contract.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidArgument, TridentError, Unavailable
+from contract.generation import GenerationRequest, Usage
+from gateway.admission.fair_admission import Permit
+from gateway.api.picker.request import GRPC, OPENAI
+from gateway.api.picker.usage import ResponseUsage
+from gateway.config.settings import Settings
+from gateway.request_context import RequestContext
+from gateway.routing.replicas import Route, RoutedReplica
+from gateway.service import Service
+from gateway.telemetry import request_log
+from gateway.telemetry.metrics import error_type
+
+MOST_ENDPOINTS = 4  # the first, and those that Envoy tries after it
+_NOT_READ = GenerationRequest(text_input="", max_tokens=1)
+_BY_STATUS = {kind.http_status: kind for kind in reversed(errors.BY_NAME.values())} | {502: Unavailable}
+
+
+class Pick:
+    """The permit of one request and its work at a replica; ``close`` it in any case.
+
+    endpoints: the replicas that it may go to by their "IP:PORT", best first.
+    error: of the response, or that ended it.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        context: RequestContext,
+        permit: Permit,
+        form: str,
+        on_cut: Callable[[TridentError], object],
+    ) -> None:
+        """form: of ``request.form_of``. on_cut: ends the exchange with Envoy."""
+        self._service, self._context, self._permit, self._form = service, context, permit, form
+        self._on_cut, self._began_s = on_cut, time.monotonic()
+        self.requests, self.headers = permit.requests, permit.headers
+        self.endpoints: dict[str, RoutedReplica] = {}
+        self.error: TridentError | None = None
+        self._first = (*permit.requests, _NOT_READ)[0]
+        self._route: Route | None = None
+        self._replica: RoutedReplica | None = None
+        self._reservations: list[Reservation] = []
+        self._usage: ResponseUsage | None = None
+        self._first_s = 0.0
+        self._closed = False
+        service.live.add(self)
+
+    async def choose(self, subset: Collection[str] | None) -> None:
+        """Wait for the slot of every choice and pick the endpoints.
+
+        subset: endpoints to pick from; None for all.
+        Raises: Unavailable without a ready one; Overloaded and DeadlineExceeded of the queue.
+        """
+        turns, replicas = self._permit.turns, self._service.replicas
+        await asyncio.gather(*(turn.begin() for turn in turns))
+        named = {replica.url: self._endpoint(replica) for replica in replicas.all()}
+        outside = {url for url, own in named.items() if not own or (subset is not None and own not in subset)}
+        for _ in replicas.pools:
+            pool = turns[0].pool if turns else self._context.tenant.pool
+            self._route = replicas.route(self._first, pool, self._context.session)
+            found = self._route.ordered(MOST_ENDPOINTS, frozenset(outside))
+            self.endpoints = {named[replica.url]: replica for replica in found}
+            if self.endpoints or not (turns and turns[0].may_move):
+                break
+            for turn in turns:
+                await turn.move()
+        if not self.endpoints:
+            raise Unavailable(f"no endpoint is ready{'' if subset is None else ' among those of the subset'}", 1.0)
+        self._book(next(iter(self.endpoints.values())))
+
+    def _endpoint(self, replica: RoutedReplica) -> str:
+        return endpoint(self._service.settings, replica.url, self._form)
+
+    def _book(self, replica: RoutedReplica) -> None:
+        """Reserve the work at a replica, and no longer at the one before."""
+        self._release()
+        self._replica, costs = replica, self._service.replicas.costs_of(replica)
+        self._reservations = [Reservation(replica.work, costs, each) for each in self.requests or (_NOT_READ,)]
+        replica.sent()
+        if self._route is not None:
+            self._route.sent_to(replica)
+
+    def _release(self) -> None:
+        for reservation in self._reservations:
+            reservation.release()
+
+    def served(self, served: str) -> None:
+        """Take note of the endpoint that answers. Those in front of it in the list count as failed."""
+        replica = next((each for each in self._service.replicas.all() if self._endpoint(each) == served), None)
+        if replica is None or replica is self._replica:
+            return
+        for listed in list(self.endpoints)[: [*self.endpoints, served].index(served)]:
+            self.endpoints[listed].ended(Unavailable(f"Envoy could not use {listed}"), 0.0)
+        self._book(replica)
+
+    def told(self, headers: Mapping[str, str]) -> None:
+        """Take note of the response's headers, or of its trailers."""
+        status, code = int(headers.get(":status", "200")), headers.get("grpc-status", "0")
+        name = next((each.name for each in StatusCode if str(each.value[0]) == code), "")
+        kind = _BY_STATUS.get(status, EngineFailed if status >= 500 else InvalidArgument) if status >= 400 else None
+        kind = errors.BY_GRPC_STATUS.get(name, EngineFailed) if code != "0" else kind
+        if kind is not None:
+            self.error = errors.make(kind, f"the endpoint answered with status {status} {name}")
+        if self._usage is None and self.requests:
+            self._usage = ResponseUsage(self._first, headers.get("content-type", ""))
+
+    def received(self, data: bytes) -> None:
+        """Take note of a part of the response's body."""
+        if not self._first_s:
+            self._first_s = time.monotonic()
+            for reservation in self._reservations:
+                reservation.began()
+        if self._usage is not None:
+            self._usage.feed(data)
+
+    def check(self, now_s: float) -> None:
+        """End it at its deadline."""
+        limit_s = self._first.timeout_s or self._service.settings.request_timeout_s
+        if now_s - self._began_s > limit_s:
+            self.cut(DeadlineExceeded(f"the response was not complete after {limit_s:g} s"))
+
+    def cut(self, error: TridentError) -> None:
+        """End it with ``error``: the exchange with Envoy, and by that the response."""
+        if self.error is None and not self._closed:
+            self.error = error
+            self._on_cut(error)
+
+    def close(self, complete: bool) -> None:
+        """Settle and release everything; a second call does nothing. complete: the response came to its end."""
+        if self._closed:
+            return
+        self._closed = True
+        error = self.error or (self._usage.error if self._usage is not None else None)
+        error = error or (None if complete else Cancelled("the caller went away"))
+        usage, replica = self._used(complete), self._replica
+        self._service.live.discard(self)
+        self._release()
+        self._permit.settle(usage)
+        if replica is not None:
+            replica.ended(error, 0.0)
+        metrics, context = self._service.metrics, self._context
+        output_tokens, end = usage.output_tokens if usage else 0, "" if error else "forwarded"
+        pool, url = (replica.pool, replica.url) if replica else ("", "")
+        metrics.ended(
+            context.operation,
+            context.model.name,
+            pool=pool,
+            began_s=self._began_s,
+            first_s=self._first_s,
+            finish_reason=end,
+            error_type=error_type(error),
+            output_tokens=output_tokens,
+        )
+        if usage is not None:
+            metrics.used(context.tenant.name, usage, model=context.model.name, cost=context.model.cost(usage))
+        request_log.write(context, error, self._began_s, replica=url, pool=pool, output_tokens=output_tokens)
+
+    def _used(self, complete: bool) -> Usage | None:
+        """Return what the request used: as the response told, else as counted, else, unseen, all that it might."""
+        told = self._usage
+        if told is None:
+            return None
+        prompts = sum(count.likely for count in {id(count): count for count in self._permit.counts}.values())
+        if complete and self.error is None and not told.tokens:
+            return told.usage or Usage(prompts, sum(request.max_tokens for request in self.requests))
+        return told.usage or (Usage(prompts, told.tokens) if told.tokens else None)
+
+
+def endpoint(settings: Settings, replica: str, form: str) -> str:
+    """Return the "IP:PORT" where the replica at "HOST:PORT" serves a form of requests; "" if its host is a name."""
+    host = replica.rpartition(":")[0]
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return ""
+    port = settings.picker_openai_port if form == OPENAI else settings.picker_http_port
+    return replica if form == GRPC else settings.picker_endpoints.get(replica, f"{host}:{port}")
