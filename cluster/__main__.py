@@ -1,8 +1,10 @@
-"""``python -m cluster``: start a fleet on this machine, or change one that runs; see ``--help`` and docs/fleet.md."""
+"""``python -m cluster``: start a fleet on this machine or change one (docs/fleet.md), or say how many replicas each
+pool needs (docs/scaling.md); see ``--help``."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -14,8 +16,12 @@ from contract.errors import TridentError
 
 
 def main(argv: Sequence[str]) -> int:
+    if argv[:1] in (["scale"], ["keda"]):
+        return importlib.import_module("cluster.scaling.command_line").main(argv)  # needs what a fleet does not have
     parser = argparse.ArgumentParser(prog="python -m cluster", description="A fleet of replicas under Ray Serve.")
-    parser.add_argument("verb", choices=("fleet", "change"), help="fleet: start one; change: the one that runs")
+    parser.add_argument(
+        "verb", choices=("fleet", "change"), help="fleet: start one; change: the one that runs; and scale, keda"
+    )
     parser.add_argument("--engine", help="folder under engines/ (demo)")
     parser.add_argument("--min", type=int, help="fewest replicas (1)")
     parser.add_argument("--max", type=int, help="most replicas (3)")

@@ -11,7 +11,6 @@ import logging
 import math
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -37,12 +36,12 @@ class _Page:
 
     read_s: float = 0.0
     metrics: Metrics = field(default_factory=Metrics)
-    arrived: deque[tuple[float, dict[str, float]]] = field(default_factory=deque)
+    arrived: tuple[tuple[float, dict[str, float]], ...] = ()
     problem: str = ""
 
     def take(self, metrics: Metrics, now_s: float) -> None:
         """Raises ValueError for a page that no gateway writes."""
-        if f"{_POOL}ready" not in metrics:
+        if _ARRIVED not in metrics:
             raise ValueError("it has no pools: not the metrics page of a gateway")
         for name, samples in metrics.samples.items():
             for labels, value in samples:
@@ -50,16 +49,15 @@ class _Page:
                     raise ValueError(f"{name}{labels}: must be a finite number of at least 0, got {value}")
         arrived = metrics.by_label(_ARRIVED, "pool")
         if self.arrived and any(tokens < self.arrived[-1][1].get(pool, 0.0) for pool, tokens in arrived.items()):
-            self.arrived.clear()  # the gateway was started again
-        while len(self.arrived) > 1 and now_s - self.arrived[0][0] > _RATE_S:
-            self.arrived.popleft()
-        self.arrived.append((now_s, arrived))
+            self.arrived = ()  # the gateway was started again
+        self.arrived = (*(item for item in self.arrived if now_s - item[0] < _RATE_S), (now_s, arrived))
         self.metrics, self.read_s = metrics, now_s
 
     def rate(self, pool: str) -> float | None:
         """Return the tokens that come per second; None until two readings tell."""
-        (from_s, first), (to_s, last) = self.arrived[0], self.arrived[-1]
-        return (last.get(pool, 0.0) - first.get(pool, 0.0)) / (to_s - from_s) if to_s > from_s else None
+        told = [(at_s, tokens[pool]) for at_s, tokens in self.arrived if pool in tokens]
+        (from_s, first), (to_s, last) = told[0], told[-1]
+        return (last - first) / (to_s - from_s) if to_s > from_s else None
 
 
 class Reader:
@@ -131,15 +129,15 @@ class Reader:
 
     def pools(self) -> list[str]:
         """Return the pools that any fresh page names."""
-        return sorted({pool for page in self._fresh() for pool in page.metrics.by_label(f"{_POOL}ready", "pool")})
+        return sorted({pool for page in self._fresh() for pool in page.metrics.by_label(_ARRIVED, "pool")})
 
     def load(self, pool: str) -> Load | None:
         """Return the load of a pool; None if no page tells it."""
         fresh = self._fresh()
-        pages = [page.metrics for page in fresh if any(page.metrics.matching(f"{_POOL}ready", pool=pool))]
-        if not pages:
+        telling = [page for page in fresh if any(page.metrics.matching(_ARRIVED, pool=pool))]
+        if not telling:
             return None
-        rates = [page.rate(pool) for page in fresh]
+        pages, rates = [page.metrics for page in telling], [page.rate(pool) for page in telling]
         cost = _mean(page.value(f"{_POOL}token_cost", pool=pool) for page in pages) or 1.0
         healthy = {
             labels["replica"]

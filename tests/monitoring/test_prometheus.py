@@ -24,9 +24,12 @@ for needed in (
 ):
     pytest.importorskip(needed)
 
+import aiohttp
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.scaling.scaler import Scaler
+from cluster.scaling.settings import Settings as ScalerSettings
 from tests.fakes.replica import FakeReplica
 from tests.gateway.running import gateway
 
@@ -124,6 +127,11 @@ async def page(tmp_path: Path) -> tuple[set[str], dict[str, list[dict[str, str]]
         body = {"model": "demo", "prompt": "one two", "max_tokens": 3}
         assert (await running.post("/v1/completions", body))[0] == 200
         assert (await running.post("/v1/completions", {**body, "max_tokens": 0}))[0] == 400
+        scaler = Scaler(ScalerSettings(gateways=running.monitoring_url))
+        async with aiohttp.ClientSession() as http:
+            await scaler.reader.read(http)
+        scaler.step()
+        running.service.metrics.registry.register(scaler)
         text = await running.metrics_page()
     names, samples = set(), defaultdict(list)
     for family in text_string_to_metric_families(text):

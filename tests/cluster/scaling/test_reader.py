@@ -128,7 +128,7 @@ async def test_a_gateway_that_starts_again_does_not_turn_the_rate_negative(pages
         page(queued="NaN"),
         page(queued=-1),
         LARGE,
-        "trident_gateway_pool_ready{ 1",
+        "trident_gateway_pool_arrived_tokens_total{ 1",
     ],
 )
 async def test_a_page_that_fails_makes_the_sum_incomplete_and_then_unknown(

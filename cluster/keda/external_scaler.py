@@ -1,0 +1,87 @@
+"""KEDA's external scaler (externalscaler.proto of KEDA 2.20, all five calls) on the scaling law.
+
+A ScaledObject's trigger names the pool in its metadata: ``pool: NAME``. The only metric is the number of replicas that
+the pool needs, with a target of 1 for each, so that the HPA's number is the law's. Of a pool of which nothing was ever
+known every call fails with UNAVAILABLE, and KEDA's ``fallback`` holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc.aio
+
+from cluster.keda import externalscaler_pb2 as pb
+from cluster.scaling.law import Decision
+from cluster.scaling.scaler import Scaler
+
+METRIC = "trident_wanted_replicas"
+LOOK_S = 0.25  # between two looks at the decision of a stream
+
+
+class ExternalScaler:
+    """The calls. Each names its pool in ``scalerMetadata``."""
+
+    def __init__(self, scaler: Scaler) -> None:
+        self._scaler = scaler
+
+    async def IsActive(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        return pb.IsActiveResponse(result=(await self._decision(request, context)).wanted > 0)
+
+    async def StreamIsActive(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        """Tell at once and at every change, so that a pool at zero need not wait to be asked."""
+        told: bool | None = None
+        while True:
+            active = (await self._decision(request, context)).wanted > 0
+            if active is not told:
+                told = active
+                yield pb.IsActiveResponse(result=active)
+            await asyncio.sleep(LOOK_S)
+
+    async def GetMetricSpec(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        return pb.GetMetricSpecResponse(metricSpecs=[pb.MetricSpec(metricName=METRIC, targetSize=1, targetSizeFloat=1)])
+
+    async def StreamMetricSpec(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        """Tell the target, which never changes, and leave the stream open: KEDA opens one that ends again."""
+        yield await self.GetMetricSpec(request, context)
+        await asyncio.Event().wait()
+
+    async def GetMetrics(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        if request.metricName not in ("", METRIC):
+            message = f"metricName: must be {METRIC}, got {request.metricName!r}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
+        wanted = (await self._decision(request.scaledObjectRef, context)).wanted
+        value = pb.MetricValue(metricName=METRIC, metricValue=wanted, metricValueFloat=wanted)
+        return pb.GetMetricsResponse(metricValues=[value])
+
+    async def _decision(self, ref: Any, context: grpc.aio.ServicerContext) -> Decision:
+        pool = ref.scalerMetadata.get("pool", "")
+        decision = self._scaler.decisions.get(pool)
+        if decision is None:
+            pools = ", ".join(name or "''" for name in self._scaler.decisions) or "no pool yet"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"pool: nothing is known of {pool!r}, but of {pools}")
+        assert decision is not None, "abort raises"
+        return decision
+
+
+async def start(scaler: Scaler, host: str, port: int) -> tuple[grpc.aio.Server, int]:
+    """Serve on ``port``, 0 for a free one; return the server and its port."""
+    calls, server = ExternalScaler(scaler), grpc.aio.server()
+    handlers: dict[str, Any] = {}
+    for name, request, streams in (
+        ("IsActive", pb.ScaledObjectRef, False),
+        ("StreamIsActive", pb.ScaledObjectRef, True),
+        ("GetMetricSpec", pb.ScaledObjectRef, False),
+        ("StreamMetricSpec", pb.ScaledObjectRef, True),
+        ("GetMetrics", pb.GetMetricsRequest, False),
+    ):
+        handler: Callable[..., Any] = (
+            grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
+        )
+        handlers[name] = handler(getattr(calls, name), request.FromString, lambda message: message.SerializeToString())
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("externalscaler.ExternalScaler", handlers),))
+    bound = server.add_insecure_port(f"{host}:{port}")
+    await server.start()
+    return server, bound

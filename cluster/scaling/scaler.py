@@ -1,0 +1,105 @@
+"""The law at work for every pool: decides at each reading, remembers, exports and tells what it decided."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from cluster.scaling.law import Decision, Load, decide
+from cluster.scaling.reader import Reader
+from cluster.scaling.rules import RulesFile
+from cluster.scaling.settings import Settings
+
+_LOG = logging.getLogger(__name__)
+_GAUGES = {
+    "wanted": "Replicas that the pool needs",
+    "starting": "Replicas that were wanted and are not ready",
+    "forecast": "Work expected when a replica ordered now would serve, tokens of decoding per second",
+    "demand": "The forecast, and what waits too long, tokens of decoding per second",
+    "capacity": "Work that one replica does, tokens of decoding per second; 0 if unknown",
+}
+
+
+class Scaler:
+    """Decides for every pool that the gateways or the rules name. Also a Prometheus collector.
+
+    decisions: the latest of each pool; none of a pool of which nothing was ever known.
+    loads: what was known then, None for nothing.
+    Raises InvalidArgument for wrong settings.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._rules = settings, RulesFile(settings.config)
+        self.reader = Reader(settings.gateways.split(","), settings.stale_s)
+        self.decisions: dict[str, Decision] = {}
+        self.loads: dict[str, Load | None] = {}
+        self._states: dict[str, Any] = self._kept()
+
+    async def run(self) -> None:
+        """Read and decide until cancelled."""
+        await self.reader.watch(self.step, self._settings.interval_s)
+
+    def step(self) -> None:
+        """Decide for every pool by the latest reading."""
+        self._rules.refresh()
+        for pool in sorted({*self.reader.pools(), *self._states}):
+            load = self.loads[pool] = self.reader.load(pool)
+            decision = decide(self._rules.rules.of(pool), load, self._states.get(pool), time.time())
+            before = self.decisions.get(pool)
+            if before is None or (before.wanted, before.rule) != (decision.wanted, decision.rule):
+                _LOG.info("pool %r: %s", pool, decision.reason)
+            self.decisions[pool], self._states[pool] = decision, decision.state
+        if self._settings.state is not None:
+            partial = self._settings.state.with_suffix(".partial")
+            try:
+                partial.write_text(json.dumps(self._states), "utf-8")
+                os.replace(partial, self._settings.state)
+            except OSError as exc:
+                _LOG.error("the state cannot be kept: %s", exc)
+
+    def _kept(self) -> dict[str, Any]:
+        try:
+            kept = json.loads(self._settings.state.read_text("utf-8")) if self._settings.state else {}
+        except (OSError, ValueError):
+            kept = {}
+        return kept if isinstance(kept, dict) else {}
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        for name, text in _GAUGES.items():
+            family = GaugeMetricFamily(f"trident_scaler_{name}", text, labels=("pool",))
+            for pool, decision in self.decisions.items():
+                family.add_metric((pool,), getattr(decision, name))
+            yield family
+        rule = GaugeMetricFamily("trident_scaler_decision", "1 for what decided last", labels=("pool", "rule"))
+        known = GaugeMetricFamily("trident_scaler_known", "1 if every gateway told the load", labels=("pool",))
+        for pool, decision in self.decisions.items():
+            rule.add_metric((pool, decision.rule), 1)
+            load = self.loads[pool]
+            known.add_metric((pool,), load is not None and load.complete)
+        yield from (rule, known)
+
+    def plan(self) -> str:
+        """Return the plan for people: a line for each pool, and for each page that cannot be read."""
+        rows = [("pool", "ready", "starting", "queued", "running", "tokens/s", "a replica", "wanted", "because")]
+        for pool, decision in self.decisions.items():
+            load = self.loads[pool]
+            numbers = ("?",) * 3
+            if load is not None:
+                numbers = (str(load.ready), f"{sum(load.queued.values()):.0f}", f"{sum(load.running.values()):.0f}")
+            ready, queued, running = numbers
+            capacity = f"{decision.capacity:.0f}" if decision.capacity else "?"
+            demand = f"{decision.demand:.0f}" if load is not None else "?"
+            row = (pool or "''", ready, str(decision.starting), queued, running, demand, capacity, str(decision.wanted))
+            rows.append((*row, decision.reason))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join(lines + [f"{url}: {problem}" for url, problem in self.reader.problems().items()])

@@ -1,0 +1,79 @@
+"""`python -m cluster`, as it is typed, in front of a real gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import aiohttp
+import grpc.aio
+import pytest
+
+from cluster.keda import externalscaler_pb2 as pb
+from cluster.scaling.command_line import main
+from tests.fakes.replica import FakeReplica
+from tests.gateway.running import gateway
+
+
+async def cluster(*arguments: str) -> asyncio.subprocess.Process:
+    environ = {**os.environ, "TRIDENT_SCALER_INTERVAL_S": "0.1"}
+    environ |= {"TRIDENT_SCALER_GRPC_PORT": "0", "TRIDENT_SCALER_METRICS_PORT": "0"}
+    command = (sys.executable, "-m", "cluster", *arguments)
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, env=environ)
+
+
+@pytest.mark.slow
+async def test_the_plan_of_a_gateway():
+    body = {"model": "demo", "prompt": "one two three", "max_tokens": 30}
+    async with FakeReplica(slots=4) as replica, gateway(replica) as running:
+        for _ in range(20):
+            assert (await running.post("/v1/completions", body))[0] == 200
+        process = await cluster("scale", "--gateways", running.monitoring_url)
+        output, errors = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 0, errors.decode()
+    head, line = output.decode().splitlines()
+    assert head.startswith("pool") and line.split()[:3] == ["''", "1", "0"] and "1: " in line
+
+
+@pytest.mark.slow
+async def test_keda_and_prometheus_are_served_until_sigterm():
+    async with FakeReplica(slots=4) as replica, gateway(replica) as running:
+        process = await cluster("keda", "--gateways", running.monitoring_url)
+        said = (await asyncio.wait_for(process.stdout.readline(), 20)).decode().split()
+        target, page = said[3].rstrip(","), said[-1]
+        ref = pb.ScaledObjectRef(scalerMetadata={"pool": ""})
+        async with grpc.aio.insecure_channel(target) as channel, aiohttp.ClientSession() as http:
+            call = channel.unary_unary(
+                "/externalscaler.ExternalScaler/GetMetrics",
+                pb.GetMetricsRequest.SerializeToString,
+                pb.GetMetricsResponse.FromString,
+            )
+            for _ in range(100):
+                try:
+                    answer = await call(pb.GetMetricsRequest(scaledObjectRef=ref), timeout=5)
+                    break
+                except grpc.aio.AioRpcError as exc:
+                    assert exc.code() is grpc.StatusCode.UNAVAILABLE
+                    await asyncio.sleep(0.05)
+            assert answer.metricValues[0].metricValue == 1
+            text = await (await http.get(f"http://{page}/metrics")).text()
+            assert 'trident_scaler_wanted{pool=""} 1.0' in text
+        process.send_signal(signal.SIGTERM)
+        _, errors = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 0 and "Traceback" not in errors.decode()
+
+
+def test_wrong_arguments_end_it_with_what_is_allowed(capsys: pytest.CaptureFixture[str]):
+    assert main(["scale", "--gateways", "nowhere"]) == 2
+    assert "must be http://HOST:PORT/metrics or dns:///NAME:PORT, got 'nowhere'" in capsys.readouterr().err
+    assert main(["keda", "--config", "/no/such/file"]) == 2
+    assert "must be a file that can be read" in capsys.readouterr().err
+
+
+def test_without_a_gateway_the_plan_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("TRIDENT_SCALER_INTERVAL_S", "0.01")
+    assert main(["scale", "--gateways", "http://127.0.0.1:1"]) == 1
+    assert "http://127.0.0.1:1/metrics: Cannot connect" in capsys.readouterr().out
