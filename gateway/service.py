@@ -28,6 +28,7 @@ from gateway.admission.pool_slots import PoolSlots
 from gateway.admission.prompt_tokens import PromptTokens, load_tokenizer
 from gateway.admission.request_class import HEADER as CLASS_HEADER
 from gateway.admission.request_class import classified
+from gateway.admission.shared_state import GatewayCaps, SharedState
 from gateway.choices import Choices
 from gateway.config import release_file
 from gateway.config.configuration import Configuration
@@ -97,6 +98,9 @@ class Service:
         self.budgets: BudgetStore = RedisStore(self._redis, lease_s=lease_s) if self._redis else own
         self.link = link
         self._concurrency: Caps = SharedCaps(link) if link else Concurrency(settings.max_in_flight)
+        self.shared_state = SharedState(settings.redis) if settings.redis else None
+        if self.shared_state is not None:
+            self._concurrency = GatewayCaps(self._concurrency, self.shared_state)
         self.admission = FairAdmission(
             self.budgets,
             self._concurrency,
@@ -141,7 +145,12 @@ class Service:
             self.link.reported = self.replicas.reported
             registrations = self.replicas.registrations  # a beat reaches one worker
             self.link.topics |= {"register": registrations.put, "withdraw": registrations.withdraw}
+            self.link.topics["opened"] = self.replicas.suspect
             self.watchdog.add(self.link)
+        if self.shared_state is not None:
+            self.shared_state.suspect = self.replicas.suspect
+            self.shared_state.start()
+        self.replicas.on_open = self._opened
         await self.replicas.start()
         self.watchdog.add(self.replica_seconds)
         self.watchdog.add(self.admission)
@@ -223,6 +232,11 @@ class Service:
         self._writing.add(writing)
         writing.add_done_callback(self._writing.discard)
 
+    def _opened(self, url: str) -> None:
+        self.tell_workers("opened", url)
+        if self.shared_state is not None:
+            self.shared_state.opened(url)
+
     def tell_workers(self, topic: str, *message: Any) -> None:
         """Tell the other workers of this gateway what only this one was told; see ``start``."""
         if self.link is not None:
@@ -276,6 +290,8 @@ class Service:
         await self.overflow.close()
         self.models.close()
         await self.budgets.aclose()
+        if self.shared_state is not None:
+            await self.shared_state.close()
         if self._redis is not None:
             await self._redis.aclose()
         self.tracing.close()

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from contract.errors import Unavailable
 from gateway.admission.budgets import Bucket, Reservation, Standing, demands, is_idle
@@ -153,14 +153,13 @@ return answer
 """
 
 
-def connect(url: str, connections: int = 32) -> Redis:
+def connect(url: str, connections: int = 32, timeout_s: float = 2.0, **options: Any) -> Redis:
     """Return a client for RedisStore: ``redis://HOST:PORT/0``, ``rediss://…`` or ``unix:///PATH``. Callers beyond
     ``connections`` wait for one instead of opening their own."""
     from redis.asyncio import BlockingConnectionPool, Redis
 
-    pool = BlockingConnectionPool.from_url(
-        url, max_connections=connections, timeout=5, socket_timeout=2, socket_connect_timeout=2
-    )
+    limits = {"timeout": 2.5 * timeout_s, "socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    pool = BlockingConnectionPool.from_url(url, max_connections=connections, **limits, **options)
     return Redis.from_pool(pool)
 
 

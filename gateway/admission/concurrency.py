@@ -87,18 +87,16 @@ class Concurrency:
             kept = self._kept * sum(other != pool for other in self.pools)
             _check_possible("the gateway", self.limit - kept, requests)
             raise Overloaded(f"{self._total} requests are in flight, the most allowed")
-        caps = {f"class {priority}\0{pool}": self.class_limits.get(priority)}
-        caps |= {f"level {level.name}": level.limits.max_in_flight for level in levels}
-        for name, limit in caps.items():
+        found = caps(levels, priority, pool, self.class_limits)
+        for name, limit in found.items():
             if limit is not None and self._counts[name] + requests > limit:
-                holder = name.removeprefix("level ").partition("\0")[0]
-                _check_possible(holder, limit, requests)
-                raise Overloaded(f"{holder} has {self._counts[name]} requests under way and may have {limit}")
+                _check_possible(holder(name), limit, requests)
+                raise Overloaded(f"{holder(name)} has {self._counts[name]} requests under way and may have {limit}")
         self._total += requests
         self._of_pool[pool] += requests
-        for name in caps:
+        for name in found:
             self._counts[name] += requests
-        return Slot(self, tuple(caps), pool, requests)
+        return Slot(self, tuple(found), pool, requests)
 
     @property
     def _kept(self) -> int:
@@ -117,6 +115,17 @@ class Concurrency:
             counts[name] -= slot.requests
             if not counts[name]:  # tenants come and go; their names must not stay
                 del counts[name]
+
+
+def caps(levels: Sequence[Level], priority: int, pool: str, of_class: Mapping[int, int]) -> dict[str, int | None]:
+    """Return the caps of a request by name: of its class at the pool and of its levels; None is unlimited."""
+    found = {f"class {priority}\0{pool}": of_class.get(priority)}
+    return found | {f"level {level.name}": level.limits.max_in_flight for level in levels}
+
+
+def holder(name: str) -> str:
+    """Return what callers are told of a cap by its name."""
+    return name.removeprefix("level ").partition("\0")[0]
 
 
 def _check_possible(holder: str, limit: int, requests: int) -> None:

@@ -147,6 +147,12 @@ class Settings(EnvironmentSettings):
     )
     breaker_failures: Count = Field(5, description="consecutive failures that open a circuit breaker")
     breaker_open_s: Seconds = Field(10.0, description="seconds that a breaker stays open at first")
+    redis: Annotated[str, Field(pattern=r"^((redis|rediss|unix)://\S+)?$"), Allowed("a URL")] = Field(
+        "",
+        repr=False,
+        description="Redis or Valkey (`redis://…`, `rediss://…`, `unix:///PATH`) where the gateways share caps, "
+        "idempotent streams, cached responses and what their breakers found; unset: each process has its own",
+    )
     config: File | None = Field(None, description="TOML file with tenants and rules (docs/gateway-configuration.md)")
     workers: Annotated[int, Field(ge=1, le=256)] = Field(
         1, description="processes that serve; they share ports, limits and queues (docs/operations.md)"

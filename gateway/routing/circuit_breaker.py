@@ -65,6 +65,12 @@ class Breaker:
             return Breaker(BreakerState.OPEN, self.failures, self.pause_s, now_s)
         return self
 
+    def suspected(self, policy: BreakerPolicy) -> Breaker:
+        """Return the breaker after another gateway's has opened: the next failure opens a closed one."""
+        if self.state is not BreakerState.CLOSED:
+            return self
+        return Breaker(BreakerState.CLOSED, max(self.failures, policy.failures - 1))
+
     def over(self, error: TridentError | None, silent_s: float, now_s: float, policy: BreakerPolicy) -> Breaker:
         """Return the breaker after a request ended; see blames_replica."""
         bad = blames_replica(error, silent_s)

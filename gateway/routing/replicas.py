@@ -62,7 +62,8 @@ class RoutedReplica(Replica):
     slots: requests that it can run at once, from the last metrics that could be read; 0 before any.
     prefixes: the prompts in its prefix cache.
     others: requests that others have there. own_requests: the most that this process had since the last metrics.
-    on_call: called at the end of every call with the pool, the error and blames_replica.
+    on_call: called at the end of every call with the pool, the error and blames_replica. on_open: called with the URL
+        when the breaker opens.
     tokens: that this process relayed from it.
     probing: deep probes in progress, which have no reservation. deep_digest: of the latest deep probe, "" if it failed.
     """
@@ -83,6 +84,7 @@ class RoutedReplica(Replica):
         self.probing = 0
         self.tokens = 0
         self.on_call: Callable[[str, TridentError | None, bool | None], None] = lambda pool, error, failed: None
+        self.on_open: Callable[[str], None] = lambda url: None
         self._steps = 0.0
         self._breaker_policy = breaker
 
@@ -123,6 +125,7 @@ class RoutedReplica(Replica):
             self.observe(False)  # as a failed probe
         if self.breaker.state is BreakerState.OPEN and before is not BreakerState.OPEN:
             _LOG.warning("replica %s: the breaker opens for %g s after: %s", self.url, self.breaker.pause_s, error)
+            self.on_open(self.url)
 
     def ready(self, now_s: float) -> bool:
         return bool(self.health.healthy) and self.breaker.allows(now_s)
@@ -188,6 +191,7 @@ class Replicas:
         self._http: aiohttp.ClientSession | None = None
         self._turn = 0
         self.on_call: Callable[[str, TridentError | None, bool | None], None] = lambda pool, error, failed: None
+        self.on_open: Callable[[str], None] = lambda url: None
         self._costs: dict[str, Costs] = {}  # by the engine's hash
         self.model = settings.triton_model
         self.encoders: frozenset[str] = frozenset()  # pools of encoders
@@ -199,7 +203,7 @@ class Replicas:
         def make(url: str) -> RoutedReplica:
             metrics_url = self._metrics_url(url)
             replica = RoutedReplica(url, pool, metrics_url, settings.replica_tls, self._health, self._breaker)
-            replica.on_call = self.on_call
+            replica.on_call, replica.on_open = self.on_call, self.on_open
             return replica
 
         checks = (
@@ -287,6 +291,12 @@ class Replicas:
     def public(self) -> list[str]:
         """Return the pools that requests of tenants without a pool of their own are sent to."""
         return list(self._public)
+
+    def suspect(self, url: str) -> None:
+        """Take note that the breaker of a replica has opened in another process."""
+        for replica in self.all():
+            if replica.url == url:
+                replica.breaker = replica.breaker.suspected(self._breaker)
 
     def ready_in(self, pool: str) -> list[RoutedReplica]:
         """Return the replicas of one pool that may get requests now."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from contract.errors import EngineFailed
 from gateway.config.tenant import Limits
+from gateway.routing.circuit_breaker import BreakerState
 from tests.fakes.replica import FakeReplica, Script, SeenRequest
 from tests.gateway.api.test_kserve import ours
 from tests.gateway.cache.test_reuse import as_
@@ -352,3 +354,19 @@ async def test_ready_means_that_callers_can_be_sent_somewhere():
                 }
             )
             assert (await running.metrics())['trident_gateway_pool_ready{pool="public"}'] == 0
+
+
+async def test_a_breaker_that_opens_at_one_gateway_makes_the_others_careful(redis_socket: Path):
+    shared = {"redis": f"unix://{redis_socket}", "breaker_failures": 3}
+    async with FakeReplica() as replica:
+        async with gateway(replica, **shared) as one, gateway(replica, **shared) as other:
+            await until(lambda: one.service.replicas.ready() and other.service.replicas.ready())
+            found = one.service.replicas.all()[0]
+            for _ in range(3):
+                found.ended(EngineFailed("broken"), 0.0)
+            assert found.breaker.state is BreakerState.OPEN
+            theirs = other.service.replicas.all()[0]
+            await until(lambda: theirs.breaker.failures == 2)
+            assert theirs.ready(time.monotonic())
+            theirs.ended(EngineFailed("broken"), 0.0)
+            assert theirs.breaker.state is BreakerState.OPEN

@@ -84,3 +84,12 @@ def test_a_deadline_blames_only_who_was_silent_for_long():
 
 def test_the_digest_is_of_the_ids_in_decimal():
     assert token_digest((12, 7)) == "fb9058ebc189cc58c5eeb42c5660096ec128d3ca55be115a09d5e5b804754a9c"
+
+
+def test_a_replica_that_another_gateway_found_faulty_may_fail_once_and_recovers_with_a_success():
+    suspected = Breaker().suspected(POLICY)
+    assert suspected.allows(0.0) and suspected.suspected(POLICY) == suspected
+    assert suspected.after(False, 0.0, POLICY).state is BreakerState.OPEN
+    assert suspected.after(True, 0.0, POLICY) == Breaker()
+    opened = Breaker(BreakerState.OPEN, 9, 10.0, 10.0)
+    assert opened.suspected(POLICY) is opened

@@ -1,0 +1,171 @@
+"""Caps over several gateways with a real Redis, which comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from contract.errors import InvalidArgument, Overloaded
+from gateway.admission import shared_state
+from gateway.admission.concurrency import Concurrency
+from gateway.admission.shared_state import GatewayCaps, SharedState
+from gateway.config.tenant import Level, Limits
+
+
+@contextlib.asynccontextmanager
+async def gateways(count: int, path: Path) -> AsyncIterator[list[tuple[SharedState, GatewayCaps]]]:
+    states = [SharedState(f"unix://{path}") for _ in range(count)]
+    await states[0].redis.flushall()
+    for state in states:
+        state.start()
+    try:
+        yield [(state, GatewayCaps(Concurrency(1000), state)) for state in states]
+    finally:
+        for state in states:
+            await state.close()
+
+
+def capped(most: int) -> tuple[Level, ...]:
+    return (Level("acme", Limits(max_in_flight=most)), Level("acme/r"))
+
+
+async def until(condition, patience_s: float = 30.0) -> None:
+    end_s = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < end_s
+        await asyncio.sleep(0.005)
+
+
+async def test_gateways_together_never_have_more_than_a_cap_and_use_all_of_it(redis_socket: Path):
+    rng = random.Random(0)
+    async with gateways(3, redis_socket) as made:
+        held = most = refused = 0
+
+        async def one() -> None:
+            nonlocal held, most, refused
+            try:
+                slot = await rng.choice(made)[1].acquire(capped(5), 1)
+            except Overloaded as error:
+                assert "acme has" in str(error) and "may have 5" in str(error)
+                refused += 1
+                return
+            held += 1
+            most = max(most, held)
+            await asyncio.sleep(rng.random() * 0.01)
+            held -= 1
+            slot.release()
+
+        for _ in range(10):
+            await asyncio.gather(*(one() for _ in range(20)))
+        assert most == 5 and refused
+        await until(lambda: not any(state._held or state._released for state, _ in made))
+        slots = [await made[n % 3][1].acquire(capped(5), 1) for n in range(5)]
+        for slot in slots:
+            slot.release()
+
+
+async def test_classes_are_capped_over_all_gateways_and_the_hard_limit_is_each_ones(redis_socket: Path):
+    async with gateways(2, redis_socket) as made:
+        for _, caps in made:
+            caps.class_limits, caps.pools = {1: 2}, ("", "b")
+        slots = [await caps.acquire((), 1, 1, "b") for _, caps in made]
+        with pytest.raises(Overloaded, match="class 1 has 2"):
+            await made[0][1].acquire((), 1, 1, "b")
+        await made[0][1].acquire((), 1, 2, "")
+        await made[0][1].acquire((), 2, 1, "b")
+        with pytest.raises(InvalidArgument, match="at most 2"):
+            await made[0][1].acquire((), 1, 3, "b")
+        assert slots and made[0][1].fullness("b") > 0
+
+
+@pytest.mark.slow
+async def test_what_a_dead_gateway_held_is_free_when_its_lease_ends(redis_socket: Path, monkeypatch):
+    monkeypatch.setattr(shared_state, "LEASE_S", 0.2)
+    monkeypatch.setattr(shared_state, "BEAT_S", 0.05)
+    async with gateways(2, redis_socket) as ((dying, its_caps), (_, caps)):
+        for _ in range(3):
+            await its_caps.acquire(capped(3), 1)
+        await asyncio.sleep(0.4)  # beats renew the lease
+        with pytest.raises(Overloaded):
+            await caps.acquire(capped(3), 1)
+        dying._beating.cancel()
+        await asyncio.sleep(0.3)
+        assert await caps.acquire(capped(3), 1)
+
+
+@pytest.mark.slow
+async def test_while_redis_is_away_each_gateway_keeps_its_share_and_no_request_hangs(tmp_path: Path):
+    path = tmp_path / "s"
+    server = start(path)
+    try:
+        async with gateways(2, path) as made:
+            for state, _ in made:
+                await until(lambda state=state: state.gateways == 2)
+            slots = [await made[0][1].acquire(capped(6), 1) for _ in range(2)]
+            os.kill(server.pid, signal.SIGSTOP)
+            began_s = time.monotonic()
+            ends = await asyncio.gather(
+                *(caps.acquire(capped(6), 1) for _ in range(10) for _, caps in made), return_exceptions=True
+            )
+            assert time.monotonic() - began_s < 10 * shared_state.TIMEOUT_S
+            taken = [end for end in ends if not isinstance(end, Exception)]
+            assert len(slots) + len(taken) == 6 and {type(end) for end in ends} >= {Overloaded}
+            os.kill(server.pid, signal.SIGCONT)
+            server.kill()
+            server.wait()
+            server = start(path)  # empty: the gateways write again what they hold
+            await until(lambda: all(not state.away and state.gateways == 2 for state, _ in made))
+            await asyncio.sleep(2 * shared_state.BEAT_S)
+            with pytest.raises(Overloaded, match="acme has 6"):
+                await made[0][1].acquire(capped(6), 1)
+            for slot in (*slots, *taken):
+                slot.release()
+            await until(lambda: not any(state._released for state, _ in made))
+            assert await made[1][1].acquire(capped(6), 1, 6)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def start(path: Path) -> subprocess.Popen:
+    command = ["redis-server", "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(path.parent)]
+    try:
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    except FileNotFoundError:
+        pytest.skip("redis-server is not on PATH (Debian: apt-get install redis-server)")
+    while not path.exists():
+        time.sleep(0.01)
+    return server
+
+
+async def test_a_caller_that_leaves_while_it_waits_leaves_nothing(redis_socket: Path):
+    rng = random.Random(2)
+    async with gateways(2, redis_socket) as made:
+        for _ in range(100):
+            asking = asyncio.create_task(rng.choice(made)[1].acquire(capped(2), 1))
+            await asyncio.sleep(rng.random() * 0.0005)
+            asking.cancel()
+            (end,) = await asyncio.gather(asking, return_exceptions=True)
+            if not isinstance(end, BaseException):
+                end.release()
+        await until(lambda: not any(+state._held or state._released for state, _ in made))
+        assert await made[0][1].acquire(capped(2), 1, 2)
+
+
+async def test_others_learn_of_a_replica_whose_breaker_opened(redis_socket: Path):
+    async with gateways(2, redis_socket) as ((one, _), (other, _)):
+        heard: list[str] = []
+        one.suspect = lambda url: heard.append(f"own {url}")
+        other.suspect = heard.append
+        one.opened("10.0.0.1:8001")
+        await until(lambda: heard)
+        assert set(heard) == {"10.0.0.1:8001"}
