@@ -152,7 +152,7 @@ class Pick:
         if replica is not None:
             replica.ended(error, 0.0)
         metrics, context = self._service.metrics, self._context
-        output_tokens, end = usage.output_tokens if usage else 0, "" if error else "forwarded"
+        input_tokens, output_tokens = (usage.input_tokens, usage.output_tokens) if usage else (0, 0)
         pool, url = (replica.pool, replica.url) if replica else ("", "")
         metrics.ended(
             context.operation,
@@ -160,9 +160,12 @@ class Pick:
             pool=pool,
             began_s=self._began_s,
             first_s=self._first_s,
-            finish_reason=end,
+            finish_reason="" if error else "forwarded",
             error_type=error_type(error),
+            input_tokens=input_tokens,
             output_tokens=output_tokens,
+            whole=self._usage is None or not self._usage.tokens,
+            tenant=context.tenant,
         )
         if usage is not None:
             metrics.used(context.tenant.name, usage, model=context.model.name, cost=context.model.cost(usage))
