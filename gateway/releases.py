@@ -32,10 +32,16 @@ class Releases:
     """Judges the candidates once a second and rolls back the bad ones.
 
     outcomes: of all pools. rolled_back: called with the name and the reason of a release that was rolled back here.
+    tell: publishes the outcomes to the other workers of the gateway.
     """
 
-    def __init__(self, outcomes: PoolOutcomes, rolled_back: Callable[[str, str], None]) -> None:
-        self._outcomes, self._rolled_back = outcomes, rolled_back
+    def __init__(
+        self,
+        outcomes: PoolOutcomes,
+        rolled_back: Callable[[str, str], None],
+        tell: Callable[..., None] = lambda topic, *message: None,
+    ) -> None:
+        self._outcomes, self._rolled_back, self._tell = outcomes, rolled_back, tell
         self._rules: Mapping[str, ReleaseRules] = {}
         # By release: the start that was rolled back here, and why. It holds where the file cannot be written, too.
         self._stopped: dict[str, tuple[datetime | None, str]] = {}
@@ -63,8 +69,8 @@ class Releases:
 
     def roll_back(self, name: str, reason: str) -> None:
         """Roll back one release in this gateway, now. Nothing happens to one that was rolled back."""
-        rules = self.current[name]
-        if rules.rolled_back:
+        rules = self.current.get(name)
+        if rules is None or rules.rolled_back:
             return
         self._stopped[name] = (rules.started, reason)
         self._watched[name].rollbacks += 1
@@ -76,6 +82,8 @@ class Releases:
         if now_s - self._checked_s < PERIOD_S:
             return
         self._checked_s = now_s
+        if fresh := self._outcomes.fold():
+            self._tell("outcomes", fresh)
         for name, rules in self.current.items():
             watched, rollback = self._watched[name], rules.rollback
             stable = self._outcomes.window(rules.stable, rollback.long_s)

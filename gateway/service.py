@@ -115,7 +115,7 @@ class Service:
         self.models.change(self._table(policy))
         self.fallback = Fallback(self.overflow, self.replicas, self._overflow_targets, self.admission.degraded)
         self.replica_seconds = ReplicaSeconds(lambda: len(self.replicas.ready()))
-        self.releases = Releases(self.metrics.outcomes, self._rolled_back)
+        self.releases = Releases(self.metrics.outcomes, self._rolled_back, self.tell_workers)
         self.replicas.on_call, self.admission.on_refusal = self.metrics.called, self.metrics.refused
         self.state_metrics = self._state_metrics()
         self.shadows: dict[str | None, Shadow] = {}  # by the stable pool of a release; None: of [shadow], for all pools
@@ -146,6 +146,7 @@ class Service:
             registrations = self.replicas.registrations  # a beat reaches one worker
             self.link.topics |= {"register": registrations.put, "withdraw": registrations.withdraw}
             self.link.topics["opened"] = self.replicas.suspect
+            self.link.topics |= {"outcomes": self.metrics.outcomes.add, "rolled_back": self.releases.roll_back}
             self.watchdog.add(self.link)
         if self.shared_state is not None:
             self.shared_state.suspect = self.replicas.suspect
@@ -219,6 +220,7 @@ class Service:
         """Send nothing to the candidate of a release any more, and say so in the file, where it can be written."""
         self.replicas.releases = self.releases.current
         self._change_shadows()
+        self.tell_workers("rolled_back", name, reason)
         path = self.configuration.path
         assert path is not None, "releases stand in the file"
 

@@ -24,8 +24,10 @@ _SAME = tuple(
         "queue_depth",
         "replica_seconds",
         "cost_total",
+        "release_",
     )
 )
+_EACH = tuple(f"{_PREFIX}pool_{name}_total" for name in ("calls", "refusals", "tokens"))
 _PER_TOKEN = f"{_PREFIX}cost_per_1000_tokens"
 
 
@@ -75,7 +77,7 @@ def _sum(families: Iterable[Metric]) -> Iterator[Metric]:
 def _together(name: str, one: float, other: float) -> float:
     if name == _PER_TOKEN:  # the same cost by the tokens of each
         return 1 / (1 / one + 1 / other) if one and other else one or other
-    if name.startswith(_SAME):
+    if name.startswith(_SAME) and not name.startswith(_EACH):
         return max(one, other)
     if name.endswith("_created"):
         return min(one, other)

@@ -84,7 +84,9 @@ def routes(service: Service) -> list[Route]:
     console = Console(service)
 
     async def report(request: Request) -> Any:
-        console.report(await body(service, request, ScalingReport))
+        reported = await body(service, request, ScalingReport)
+        console.report(reported)
+        service.tell_workers("scaling", reported)
         return {}
 
     return [

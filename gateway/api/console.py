@@ -55,6 +55,9 @@ class Console:
         self._decisions: deque[dict[str, Any]] = deque(maxlen=50)
         self._readers = 0
 
+        if service.link is not None:
+            service.link.topics["scaling"] = self.report
+
     def report(self, report: ScalingReport) -> None:
         """Keep the decisions that differ from the latest one of their pool."""
         for decision in report.decisions:

@@ -46,6 +46,8 @@ def apply(
             policy.read(str(path), {"releases": found}, {})
             changed = _changed(found.get(name, {}), action, name, fields)
             rules = policy.read(str(path), {"releases": {**found, name: changed}}, {}).releases
+            if found.get(name) == changed:
+                return rules[name]
             release.check(str(path), rules, {}, frozenset())
             releases = document.setdefault("releases", tomlkit.table(is_super_table=True))
             if name in releases:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 SLICE_S = 5.0
@@ -84,23 +84,37 @@ class Outcomes:
 
 
 class PoolOutcomes:
-    """The outcomes of every pool, in slices of SLICE_S, for LONGEST_S."""
+    """The outcomes of every pool, in slices of SLICE_S, for LONGEST_S. ``fold`` them once a second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._fresh: defaultdict[str, Outcomes] = defaultdict(Outcomes)
         self._slices: defaultdict[str, deque[tuple[int, Outcomes]]] = defaultdict(
             lambda: deque(maxlen=int(LONGEST_S / SLICE_S) + 1)
         )
 
     def now(self, pool: str) -> Outcomes:
-        """Return the slice of a pool that is being filled."""
-        number, slices = int(self._clock() / SLICE_S), self._slices[pool]
-        if not slices or slices[-1][0] != number:
-            slices.append((number, Outcomes()))
-        return slices[-1][1]
+        """Return what to count in."""
+        return self._fresh[pool]
+
+    def fold(self) -> dict[str, Outcomes]:
+        """Close what was counted since the last call, and return it."""
+        fresh, self._fresh = dict(self._fresh), defaultdict(Outcomes)
+        self.add(fresh)
+        return fresh
+
+    def add(self, counted: Mapping[str, Outcomes]) -> None:
+        """Add what was counted just now, here or by another worker."""
+        number = int(self._clock() / SLICE_S)
+        for pool, outcomes in counted.items():
+            slices = self._slices[pool]
+            if not slices or slices[-1][0] != number:
+                slices.append((number, Outcomes()))
+            slices[-1][1].add(outcomes)
 
     def forget(self, pool: str) -> None:
         self._slices.pop(pool, None)
+        self._fresh.pop(pool, None)
 
     def window(self, pool: str, seconds: float) -> Outcomes:
         """Return the sums over the last ``seconds``, up to a slice more."""
@@ -109,4 +123,6 @@ class PoolOutcomes:
             if number < first:
                 break
             total.add(slice_)
+        if pool in self._fresh:
+            total.add(self._fresh[pool])
         return total

@@ -14,6 +14,9 @@ def page(requests: int, in_flight: int, times: list[float], slots: int = 8, cost
     Gauge("trident_gateway_in_flight", "Help.", registry=registry).set(in_flight)
     Gauge("trident_gateway_pool_slots", "Help.", ("pool",), registry=registry).labels('a"b\\').set(slots)
     Gauge("trident_gateway_cost_per_1000_tokens", "Help.", ("currency",), registry=registry).labels("USD").set(cost)
+    calls = Counter("trident_gateway_pool_calls", "Help.", ("pool",), registry=registry)
+    calls.labels("p").inc(requests)
+    Gauge("trident_gateway_release_weight", "Help.", ("release",), registry=registry).labels("r").set(25)
     histogram = Histogram("gen_ai_server_x_seconds", "Help.", buckets=(0.1, 1.0), registry=registry)
     for one in times:
         histogram.observe(one)
@@ -36,6 +39,8 @@ def test_counters_histograms_and_own_gauges_add_up_and_shared_ones_do_not(worker
     assert found["trident_gateway_requests_total200"] == sum(requests for requests, *_ in workers)
     assert found["trident_gateway_in_flight"] == sum(in_flight for _, in_flight, _ in workers)
     assert found['trident_gateway_pool_slotsa"b\\'] == 8
+    assert found["trident_gateway_pool_calls_totalp"] == sum(requests for requests, *_ in workers)
+    assert found["trident_gateway_release_weightr"] == 25
     assert found["gen_ai_server_x_seconds_count"] == len(every)
     assert found["gen_ai_server_x_seconds_bucket0.1"] == sum(one <= 0.1 for one in every)
 

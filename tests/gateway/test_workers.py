@@ -150,3 +150,35 @@ async def test_a_replica_that_registers_at_one_worker_is_known_to_all_and_so_is_
             await admin(url, "DELETE", "replicas/one")
             for _ in range(12):
                 assert (await admin(url, "GET", "replicas"))["replicas"] == []
+
+
+async def test_a_release_is_measured_over_all_workers_and_rolled_back_in_all_of_them(tmp_path: Path):
+    token, config = tmp_path / "token", tmp_path / "gateway.toml"
+    token.write_text("operators-token-of-a-test-0123456789\n")
+    config.write_text('[releases.r]\nstable = "stable"\ncandidate = "next"\nweight = 50\n')
+    headers = {"authorization": f"Bearer {token.read_text().strip()}"}
+
+    async def releases(url: str, **change: str) -> dict:
+        async with aiohttp.ClientSession(headers=headers) as session:
+            method, path = ("POST", "/admin/releases/r") if change else ("GET", "/admin/releases")
+            async with session.request(method, url + path, json=change or None) as answer:
+                return (await answer.json())["releases"][0]
+
+    async with FakeReplica(lambda seen: Script((" a",))) as stable, FakeReplica(lambda seen: Script((" a",))) as other:
+        where = f"stable={stable.url};next={other.url}"
+        settings = {"ADMIN_TOKEN_FILE": str(token), "CONFIG": str(config), "REPLICAS": where}
+        async with process(stable, WORKERS="3", **settings, **QUIET) as (_, url):
+            assert [status for status, _ in await asyncio.gather(*(post(url) for _ in range(40)))] == [200] * 40
+            for _ in range(6):  # each over a connection of its own
+                while True:
+                    seen = await releases(url)
+                    if seen["stable"]["requests"] + seen["candidate"]["requests"] == 40:
+                        break
+                    await asyncio.sleep(0.1)
+            await releases(url, action="rollback", reason="a test")
+            states = [(await releases(url))["rolled_back"] for _ in range(9)]
+            assert states == ["a test"] * 9
+            before = other.counts.started
+            await asyncio.gather(*(post(url) for _ in range(20)))
+            assert other.counts.started == before
+            assert 'rolled_back = "a test"' in config.read_text()

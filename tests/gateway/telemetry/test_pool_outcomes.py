@@ -36,6 +36,9 @@ def test_windows_end_where_they_should():
     for _ in range(10):
         outcomes.now("a").requests += 1
         outcomes.now("a").first.add(0.5)
+        assert outcomes.window("a", 0).requests == 1  # at once
+        told = outcomes.fold()
+        assert list(told) == ["a"] and told["a"].requests == 1
         now[0] += SLICE_S
     assert outcomes.window("a", 3 * SLICE_S).requests == 3
     assert outcomes.window("a", LONGEST_S).requests == len(outcomes.window("a", LONGEST_S).first) == 10
@@ -49,5 +52,6 @@ def test_nothing_is_kept_for_longer_than_it_can_be_asked_for():
     outcomes = PoolOutcomes(lambda: now[0])
     for _ in range(2000):
         outcomes.now("a").errors += 1
+        outcomes.fold()
         now[0] += SLICE_S
     assert outcomes.window("a", 1e9).errors == pytest.approx(LONGEST_S / SLICE_S, abs=1)
