@@ -22,6 +22,7 @@ ENV PATH=/opt/trident/bin:$PATH \
     TRIDENT_HOST=0.0.0.0 \
     TRIDENT_STATE_DIR=/var/lib/trident
 WORKDIR /trident
+COPY pyproject.toml ./
 COPY contract contract
 COPY clients clients
 COPY python_backends python_backends
