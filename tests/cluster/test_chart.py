@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make check` installs what the chart needs")
 from cluster import chart  # noqa: E402
+from cluster.scaling import rules as scaling_rules  # noqa: E402
+from cluster.scaling import settings as scaler_settings  # noqa: E402
 from contract.errors import InvalidArgument  # noqa: E402
+from gateway.config import settings as gateway_settings  # noqa: E402
 from gateway.config import tenants  # noqa: E402
-from gateway.config.settings import unknown  # noqa: E402
-from server.settings import Settings as ServerSettings  # noqa: E402
+from server import settings as server_settings  # noqa: E402
 
 needs_helm = pytest.mark.skipif(not chart.HELM.is_file(), reason="helm is not installed: `make check` installs it")
 CASES = sorted(path.parent.name for path in chart.CASES.glob("*/values.yaml"))
@@ -136,15 +138,35 @@ def test_a_golden_file_obeys_the_laws(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_variable_is_one_that_its_program_reads(case):
-    for workload, pod in pods(golden(case)):
-        variables = environment(pod["spec"]["containers"][0])
-        component = workload["metadata"]["labels"]["app.kubernetes.io/component"]
-        if component == "gateway":
-            assert list(unknown(variables, also=(tenants.API_KEYS, "TRIDENT_GATEWAY_PICKER_PORT"))) == []
-        elif component == "replica":
-            read = {ServerSettings.variable(name) for name in ServerSettings.model_fields} | {"HF_TOKEN"}
-            assert variables.keys() <= read
+def test_every_program_accepts_its_environment(case, tmp_path):
+    (tmp_path / "file").write_text("0123456789abcdef0123456789abcdef")
+    programs = 0
+    for _, pod in pods(golden(case)):
+        for container in pod["spec"]["containers"]:
+            variables = environment(container)
+            assert list(gateway_settings.unknown(variables, also=(tenants.API_KEYS,))) == []
+            known = [kind for kind in (server_settings, scaler_settings) for kind in variables_of(kind)]
+            assert [name for name in variables if not name.startswith("TRIDENT_GATEWAY_") and name not in known] == []
+            for name in variables:
+                if name.endswith(("_FILE", "_TOKENIZER")) or name == "TRIDENT_GATEWAY_CONFIG":
+                    variables[name] = str(tmp_path / "file")
+                if name == "TRIDENT_GATEWAY_REDIS":
+                    variables[name] = "redis://redis/0"
+            for settings_of in (server_settings, scaler_settings, gateway_settings):
+                settings_of.Settings.from_environment(variables)
+            programs += 1
+    assert programs >= 2
+
+
+def variables_of(module):
+    return [module.Settings.variable(name) for name in module.Settings.model_fields] + ["HF_TOKEN"]
+
+
+def test_the_scaler_accepts_the_rules_of_its_pools(tmp_path):
+    (rules,) = [each["data"]["rules.toml"] for each in golden("full") if "rules.toml" in each.get("data", {})]
+    (tmp_path / "rules.toml").write_text(rules)
+    pool = scaling_rules.read(str(tmp_path / "rules.toml")).of("llama-70b")
+    assert (pool.min_replicas, pool.max_replicas, pool.warm_replicas, pool.time_of_day) == (2, 16, 1, False)
 
 
 @needs_helm
@@ -213,6 +235,9 @@ REFUSED = [
     ({"gateway": {"config": {"a": 1}}}, "/gateway/config"),
     ({"images": {"gateway": "no-tag"}}, "/images/gateway"),
     ({"keda": {"enabled": True}, "pools": [POOL | {"replicas": {"min": 0, "max": 0}}]}, "at least 1 with keda"),
+    ({"inferencePool": {"enabled": True}}, "networkPolicy.proxies: must name"),
+    ({"pools": [POOL | {"scaling": {"min_replicas": 2}}]}, "pools: demo: scaling.min_replicas"),
+    ({"pools": [POOL | {"scaling": {"warm_replicas": "two"}}]}, "/pools/0/scaling/warm_replicas"),
     ({"gatway": {}}, "gatway"),
 ]
 
@@ -262,10 +287,10 @@ ODD_VALUES = st.fixed_dictionaries(
                 "service": st.fixed_dictionaries({"annotations": st.dictionaries(st.just("a/b"), TEXT)}),
             },
         ),
-        **{
-            name: st.fixed_dictionaries({"enabled": st.booleans()})
-            for name in ("keda", "inferencePool", "monitoring", "networkPolicy")
-        },
+        "networkPolicy": st.fixed_dictionaries(
+            {"enabled": st.booleans(), "proxies": st.sampled_from([[], [{"podSelector": {}}]])}
+        ),
+        **{name: st.fixed_dictionaries({"enabled": st.booleans()}) for name in ("keda", "inferencePool", "monitoring")},
     },
 )
 # Helm allows 53 characters with dots; a service's name may have none.
@@ -288,7 +313,10 @@ def test_odd_values_render_valid_or_are_refused_by_name(values, release, tmp_pat
     try:
         text = rendered(values, release, tmp_path)
     except InvalidArgument as error:
-        assert re.search(r"pools: \S+: (name|replicas\.max|drainSeconds|gpus) must|/pools/\d/", str(error)), error
+        assert re.search(
+            r"pools: \S+: (name|replicas\.max|drainSeconds|gpus) must|/pools/\d/|networkPolicy.proxies: must",
+            str(error),
+        ), error
         return
     documents = [document for document in yaml.load_all(text, UniqueKeys) if document]
     assert [problem for each in documents for problem in chart.problems(each)] == []

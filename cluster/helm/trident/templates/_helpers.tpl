@@ -82,6 +82,7 @@ securityContext:
 {{- if lt (int .autoscaling.max) (int .autoscaling.min) }}{{ fail (printf "gateway.autoscaling.max: must be at least gateway.autoscaling.min (%d), got %d" (int .autoscaling.min) (int .autoscaling.max)) }}{{ end -}}
 {{- if and .config .configSecret }}{{ fail "gateway.config: must be empty where gateway.configSecret is set" }}{{ end -}}
 {{- end -}}
+{{- if and .Values.inferencePool.enabled .Values.networkPolicy.enabled (not .Values.networkPolicy.proxies) }}{{ fail "networkPolicy.proxies: must name Envoy's pods where inferencePool.enabled is true, got none" }}{{ end -}}
 {{- $names := dict -}}
 {{- range .Values.pools -}}
 {{- $pool := include "trident.pool" (dict "root" $ "pool" .) | fromJson -}}
@@ -90,6 +91,7 @@ securityContext:
 {{- $_ := set $names .name true -}}
 {{- if lt (int $pool.replicas.max) (int $pool.replicas.min) }}{{ fail (printf "%s: replicas.max must be at least replicas.min (%d), got %d" $at (int $pool.replicas.min) (int $pool.replicas.max)) }}{{ end -}}
 {{- if and $.Values.keda.enabled (lt (int $pool.replicas.max) 1) }}{{ fail (printf "%s: replicas.max must be at least 1 with keda.enabled, got 0" $at) }}{{ end -}}
+{{- range $rule, $_ := $pool.scaling }}{{ if has $rule (list "min_replicas" "max_replicas") }}{{ fail (printf "%s: scaling.%s: replicas sets it, so it must not be given" $at $rule) }}{{ end }}{{ end -}}
 {{- if le (int $pool.drainSeconds) $longest }}{{ fail (printf "%s: drainSeconds must be more than gateway.requestTimeoutSeconds (%d), or streams are cut off, got %d" $at $longest (int $pool.drainSeconds)) }}{{ end -}}
 {{- if and (eq $pool.kind "trtllm") (lt (int $pool.gpus) 1) }}{{ fail (printf "%s: gpus must be at least 1 for kind trtllm, got 0" $at) }}{{ end -}}
 {{- if and (eq $pool.kind "cpu") (gt (int $pool.gpus) 0) }}{{ fail (printf "%s: gpus must be 0 for kind cpu, got %d" $at (int $pool.gpus)) }}{{ end -}}
