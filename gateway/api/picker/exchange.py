@@ -44,7 +44,7 @@ class Exchange:
         self._kept = bytearray()
         self._answered, self._sees_response = False, True
         self.pick: Pick | None = None
-        self.done, self._code, self._operation = False, "CANCELLED", "text_completion"
+        self.done, self._code = False, "CANCELLED"
 
     async def answers(self, message: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
         """Return what Envoy is told. Raises TridentError once the response has begun: it cannot be taken back."""
@@ -85,7 +85,8 @@ class Exchange:
             self._lease.release()
         if self.pick is not None:  # Envoy says nothing of a response's end where it sends no bodies
             self.pick.close(self._answered and not self._sees_response)
-        self._service.metrics.requests.labels("ext_proc", self._operation, self._code).inc()
+        operation = self._context.operation if self._context is not None else "text_completion"
+        self._service.metrics.requests.labels("ext_proc", operation, self._code).inc()
 
     async def _request_headers(self, message: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
         service, headers = self._service, messages.headers_of(message.request_headers.headers)
@@ -99,9 +100,9 @@ class Exchange:
         tenant = service.tenant(bearer_token(headers.get("authorization", "")))
         request_id = headers.get("x-request-id") or new_request_id()
         check_request_id(request_id)
-        self._operation = "chat" if headers.get(":path", "").startswith("/v1/chat/") else "text_completion"
+        operation = "chat" if headers.get(":path", "").startswith("/v1/chat/") else "text_completion"
         session = headers.get("x-session-id", "")[:MAX_REQUEST_ID]
-        self._context = RequestContext(tenant, "ext_proc", self._operation, request_id, headers, session)
+        self._context = RequestContext(tenant, "ext_proc", operation, request_id, headers, session)
         self._lease = service.bodies.lease(tenant.name, alone=service.configuration.keyless)
         self._subset = messages.metadata(message, messages.SUBSET_NAMESPACE, messages.SUBSET)
         if request.generation(headers) and not message.request_headers.end_of_stream:
@@ -148,7 +149,8 @@ class Exchange:
 
     async def _picked(self, permit: Permit, context: RequestContext, headers: dict[str, str]) -> pb.ProcessingResponse:
         """Pick endpoints under a permit and return the answer to the headers. headers: that change besides."""
-        self.pick = Pick(self._service, context, permit, request.form_of(self._headers), self._on_cut)
+        form = request.form_of(self._headers)
+        self.pick = Pick(self._service, context, permit, form, self._began_s, self._on_cut)
         await self.pick.choose(self._subset)
         return messages.picked(self.pick.endpoints, headers)
 

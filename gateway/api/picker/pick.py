@@ -41,11 +41,12 @@ class Pick:
         context: RequestContext,
         permit: Permit,
         form: str,
+        began_s: float,
         on_cut: Callable[[TridentError], object],
     ) -> None:
-        """form: of ``request.form_of``. on_cut: ends the exchange with Envoy."""
+        """form: of ``request.form_of``. began_s: arrival. on_cut: ends the exchange with Envoy."""
         self._service, self._context, self._permit, self._form = service, context, permit, form
-        self._on_cut, self._began_s = on_cut, time.monotonic()
+        self._began_s, self._on_cut = began_s, on_cut
         self.requests, self.headers = permit.requests, permit.headers
         self.endpoints: dict[str, RoutedReplica] = {}
         self.error: TridentError | None = None
@@ -55,7 +56,7 @@ class Pick:
         self._reservations: list[Reservation] = []
         self._usage: ResponseUsage | None = None
         self._first_s = 0.0
-        self._closed = False
+        self._cut = self._closed = False
         service.live.add(self)
 
     async def choose(self, subset: Collection[str] | None) -> None:
@@ -134,8 +135,8 @@ class Pick:
 
     def cut(self, error: TridentError) -> None:
         """End it with ``error``: the exchange with Envoy, and by that the response."""
-        if self.error is None and not self._closed:
-            self.error = error
+        if not (self._cut or self._closed):
+            self._cut, self.error = True, self.error or error
             self._on_cut(error)
 
     def close(self, complete: bool) -> None:

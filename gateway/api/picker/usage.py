@@ -25,30 +25,31 @@ class ResponseUsage:
         self._reader = ResponseReader(request) if content_type.startswith("application/grpc") else None
         self._events = content_type.startswith("text/event-stream")
         self._kept = b""
-        self._told = {True: 0, False: 0}  # input tokens, output tokens
+        self._input = self._output = 0  # as the endpoint told them
         self.tokens = 0
         self.error: TridentError | None = None
 
     @property
     def usage(self) -> Usage | None:
         """As the endpoint told it; None before."""
-        if self._reader is not None:
-            return self._reader.last.usage if self._reader.last is not None else None
-        return Usage(self._told[True], self._told[False]) if self._told[False] else None
+        return Usage(self._input, self._output) if self._output else None
 
     def feed(self, data: bytes) -> None:
         """Read the next bytes."""
+        self._kept += data
         if self._reader is not None:
-            self._read_frames(self._reader, data)
+            self._read_frames(self._reader)
             return
         self.tokens += data.count(b"data:") - data.count(b"data: [DONE]") if self._events else 0
-        for match in _TOLD.finditer(self._kept + data):
-            if int(match[2]):  # Triton's events have 0 before the last
-                self._told[match[1] in _INPUT] = int(match[2])
-        self._kept = (self._kept + data)[-_LONGEST_MATCH:]
+        for match in _TOLD.finditer(self._kept):
+            count = int(match[2])
+            if match[1] in _INPUT:  # Triton's events have 0 before the last
+                self._input = count or self._input
+            else:
+                self._output = count or self._output
+        self._kept = self._kept[-_LONGEST_MATCH:]
 
-    def _read_frames(self, reader: ResponseReader, data: bytes) -> None:
-        self._kept += data
+    def _read_frames(self, reader: ResponseReader) -> None:
         while len(self._kept) >= FRAME.size:
             compressed, size = FRAME.unpack_from(self._kept)
             end = FRAME.size + size
@@ -56,8 +57,11 @@ class ResponseUsage:
                 return
             message, self._kept = self._kept[FRAME.size : end], self._kept[end:]
             try:
-                if not compressed:
-                    reader.read(message)
+                delta = None if compressed else reader.read(message)
             except TridentError as error:
                 self.error = error
-        self.tokens = reader.tokens
+                continue
+            if delta is not None:
+                self.tokens += len(delta.token_ids)
+                self._input += delta.usage.input_tokens if delta.usage else 0  # of each request of the stream
+                self._output += delta.usage.output_tokens if delta.usage else 0

@@ -220,9 +220,8 @@ async def test_GatewayWeightedAcrossTwoInferencePools(tmp_path):
         assert drawn[0] + drawn[1] == 200 and 100 <= drawn[0] <= 175
         for number, each in enumerate((one, two)):
             assert sum(requests_of(each)) == drawn[number]
-            await until(lambda each=each: idle(each))
-            key = 'trident_gateway_requests_total{code="OK",operation="text_completion",protocol="ext_proc"}'
-            assert (await each.running.metrics())[key] == drawn[number]
+            answered = each.running.service.metrics.requests.labels("ext_proc", "text_completion", "OK")
+            await until(lambda answered=answered, number=number: answered._value.get() == drawn[number])
 
 
 def second_gateway(table: dict[str, Any], port: int) -> None:

@@ -293,6 +293,15 @@ async def test_a_request_ends_at_its_deadline():
         await until(lambda: idle(running))
 
 
+async def test_an_error_that_never_ends_ends_at_the_deadline_too():
+    async with pool(1) as running, stream(running) as envoy:
+        where(await envoy.begin(CHAT, x_trident_timeout_s="0.05"))
+        await envoy.receive()
+        await envoy.answer(500)
+        assert await envoy.call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: idle(running))
+
+
 async def test_what_is_no_message_ends_the_stream():
     async with pool(1) as running, stream(running) as envoy:
         await envoy.call.write(b"\xff\xff")

@@ -208,6 +208,7 @@ async def test_tritons_grpc_client_streams_from_the_replicas(tmp_path):
         assert len(words) == 6
         await until(lambda: idle(running))
         assert sum(replica.counts.finished for replica in running.replicas) == 2
+        assert (await running.running.metrics())[TOKENS % ("output", "anonymous")] == 6  # of both requests
 
 
 async def test_a_grpc_request_is_refused_with_a_grpc_status(tmp_path):
