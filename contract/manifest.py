@@ -21,6 +21,7 @@ from contract import encoder
 from contract.errors import EngineFailed, NotFound
 
 FILE_NAME = "manifest.json"
+DRAFT = "draft"  # folder of the draft model in an engine's folder
 FORMAT = 1
 KINDS = ("cpu", "trtllm", "llmapi", *encoder.KINDS)
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -17,7 +17,7 @@ class EngineLimits:
     max_seq_len: tokens of prompt and output together.
     max_batch_size: sequences at once.
     kv_cache_blocks: size of the KV cache in blocks of ``block_tokens`` tokens.
-    max_draft_len: draft tokens that a step of a CPU engine may verify beside each sequence's own.
+    max_draft_len: draft tokens that a step of a CPU engine may verify beside each sequence's own; 0 if it never drafts.
     """
 
     vocab_size: int
@@ -45,12 +45,21 @@ class EngineLimits:
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Tokens of one sequence that the whole KV cache can hold, beside its drafts."""
-        return self.kv_cache_blocks * self.block_tokens - self.max_draft_len
+        """Tokens of one sequence that the whole KV cache can hold."""
+        return self.kv_cache_blocks * self.block_tokens
+
+    @property
+    def draft_pool_blocks(self) -> int:
+        """Blocks of the KV cache of the pipeline that drafts: a quarter of the other's, or one longest sequence."""
+        return max(self.kv_cache_blocks // 4, self.draft_blocks(min(self.max_seq_len, self.kv_cache_tokens)))
 
     def blocks(self, tokens: int) -> int:
-        """Return the KV cache blocks of a sequence of ``tokens`` tokens and of the drafts beside it."""
-        return -(-(tokens + self.max_draft_len) // self.block_tokens)
+        """Return the KV cache blocks of a sequence of ``tokens`` tokens."""
+        return -(-tokens // self.block_tokens)
+
+    def draft_blocks(self, tokens: int) -> int:
+        """Return the blocks of a sequence in the pipeline that drafts: of its tokens and of the drafts beside them."""
+        return self.blocks(tokens + self.max_draft_len)
 
 
 def check_fits(

@@ -57,7 +57,7 @@ def concurrency(plan: Plan) -> list[dict[str, int]]:
     assert foot is not None and recipe.max_seq_len is not None
     tokens = commands.max_num_tokens(recipe) if recipe.kind == TRTLLM else recipe.max_num_tokens
     draft = commands.draft_len(recipe)
-    per_step = tokens // (recipe.max_beam_width * (1 + (1 if recipe.kind == CPU and draft else draft)))
+    per_step = tokens // (recipe.max_beam_width * (1 + draft))
     most = max(1, min(recipe.max_batch_size, per_step))
     pairs = [pair for pair in TYPICAL if sum(pair) < recipe.max_seq_len]
     pairs.append((recipe.max_seq_len // 2, recipe.max_seq_len - recipe.max_seq_len // 2))

@@ -98,7 +98,8 @@ def max_num_tokens(recipe: Recipe) -> int:
 
 
 def draft_len(recipe: Recipe) -> int:
-    return recipe.speculative_decoding.max_draft_len if recipe.speculative_decoding else 0
+    """Draft tokens beside each sequence in its KV cache; none on the CPU, where they have a cache of their own."""
+    return recipe.speculative_decoding.max_draft_len if recipe.speculative_decoding and recipe.kind != CPU else 0
 
 
 def build_options(recipe: Recipe, shape: Shape) -> dict[str, object]:

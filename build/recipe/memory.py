@@ -16,6 +16,7 @@ from build.base.architecture import Architecture
 from build.model import lora_adapter
 from build.recipe.recipe import Recipe
 from build.recipe.schema import CPU
+from python_backends.limits import EngineLimits
 
 GIB = 1024**3
 LORA_HEAD_SIZE = 64  # of the attention head that carries an adapter's number (lora_graph.py)
@@ -60,7 +61,10 @@ FORMULAS_CPU = {
     "weights": "every matrix x bytes of the precision + 4 bytes of scale per row or group; a tied lm_head is shared",
     "kv_cache": "2 x layers x kv_heads x (head_dim x bytes of the KV precision + 8 for u8's scale and zero point)",
     "activations": "max_num_tokens x 4 x (2 x widest + 5 x hidden) + sequences x vocab x 4, in f32",
-    "buffers": "none counted: the engine keeps logits only for the rows of one step",
+    "buffers": (
+        "none without drafts; with them a second pipeline: weights, activations, and a KV cache of a quarter of "
+        "kv_cache_tokens, or of one sequence of max_seq_len and its drafts"
+    ),
     "context": "170 MiB for the engine process before any weight (measured)",
     "kv_pool": "kv_cache_tokens, as the recipe says",
 }
@@ -106,7 +110,8 @@ def footprint(recipe: Recipe, arch: Architecture) -> Footprint:
     activations = activation_bytes(recipe, arch)
     per_token = kv_bytes_per_token(recipe, arch)
     if recipe.kind == CPU:
-        return Footprint(None, weights, activations, 0, CPU_PROCESS_BYTES, per_token, recipe.kv_cache_tokens or 0)
+        second = _second_pipeline_bytes(recipe, arch, weights + activations) if recipe.speculative_decoding else 0
+        return Footprint(None, weights, activations, second, CPU_PROCESS_BYTES, per_token, recipe.kv_cache_tokens or 0)
     buffers, card = buffer_bytes(recipe, arch), int(hardware.find(str(recipe.gpu)).memory_gib * GIB)
     free = card - weights - activations - buffers - CONTEXT_BYTES
     tokens = max(0, int(recipe.kv_cache_fraction * free / per_token))
@@ -114,6 +119,14 @@ def footprint(recipe: Recipe, arch: Architecture) -> Footprint:
         tokens = min(tokens, recipe.kv_cache_tokens)
     tokens -= tokens % BLOCK_TOKENS
     return Footprint(card, weights, activations, buffers, CONTEXT_BYTES, per_token, tokens)
+
+
+def _second_pipeline_bytes(recipe: Recipe, arch: Architecture, model_bytes: int) -> int:
+    """Of the pipeline that drafts: the model again, and a KV cache of its own."""
+    assert recipe.speculative_decoding is not None and recipe.max_seq_len and recipe.kv_cache_tokens
+    blocks, drafts = recipe.kv_cache_tokens // BLOCK_TOKENS, recipe.speculative_decoding.max_draft_len
+    limits = EngineLimits(arch.vocab_size, recipe.max_seq_len, recipe.max_batch_size, blocks, max_draft_len=drafts)
+    return model_bytes + int(limits.draft_pool_blocks * BLOCK_TOKENS * kv_bytes_per_token(recipe, arch))
 
 
 def weight_bytes(recipe: Recipe, arch: Architecture) -> int:

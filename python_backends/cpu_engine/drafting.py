@@ -1,87 +1,154 @@
-"""Prompt lookup: how many tokens to draft for each request, from the load and from what was accepted so far.
+"""Speculative decoding: which requests a pipeline that drafts takes, and with how many draft tokens.
 
-A step that verifies drafts computes more tokens. Alone a sequence leaves the cores waiting for memory, and drafts cost
-little; in a full batch every rejected draft takes time from the others. The pipeline fixes the length when a request is
-added, and its least is 1.
+Such a pipeline computes 1 + k positions of every sequence in every step, padding included where it found fewer drafts,
+and k is at least 1. A few sequences leave the cores waiting for memory, and positions cost little; a full batch takes
+up to twice as long. So an engine that drafts has two pipelines: this one runs while few sequences do and drafts are
+accepted, the plain one at all other times. Sequences go over to the plain one with what they have generated.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
 import openvino_genai as genai
 
-from contract.manifest import EngineManifest
+from python_backends.ensemble.worker_messages import AddSequence
+from python_backends.limits import EngineLimits
 
-BUSY = 4  # running sequences from which on one token is drafted
+BUSY = 4  # running sequences from which on none is drafted for
 SHORT = 3  # tokens drafted beside a few others
-# Accepted tokens per step below which longer drafts are not worth their verification.
+# Accepted tokens per step, less the draft model's share of the time, below which drafts are not worth verifying.
 WORTH = 0.2
-RETRY = 16  # requests after which longer drafts are tried again
+RETRY = 16  # requests after which drafts are tried again
 _WEIGHT = 0.02  # of a step in the moving average
 
 
 class DraftLength:
-    """The length for the next request. most: of the recipe."""
+    """The length for the next request.
 
-    def __init__(self, most: int) -> None:
+    most: of the recipe.
+    cost: of a draft token, in steps of the main model; 0 for prompt lookup.
+    """
+
+    def __init__(self, most: int, cost: float = 0.0) -> None:
         self._most = most
-        self._accepted = 2 * WORTH  # moving average per step of a sequence with more than one draft token
-        self._since_long = 0
+        self._cost = cost
+        self._gain = 2 * WORTH  # moving average per step of a sequence: tokens accepted less the cost of all drafts
+        self._since = 0
 
     def choose(self, running: int) -> int:
-        """Return the draft tokens per step of a request that is added to ``running`` others."""
+        """Return the draft tokens per step of a request that is added to ``running`` others; 0 for none."""
         if running >= BUSY:
-            return 1
-        self._since_long += 1
-        if self._accepted < WORTH and self._since_long < RETRY:
-            return 1
-        self._since_long = 0
+            return 0
+        self._since += 1
+        if self._gain < WORTH and self._since < RETRY:
+            return 0
+        self._since = 0
         return self._most if running == 0 else min(SHORT, self._most)
 
     def observe(self, length: int, accepted: int) -> None:
         """Take in a step that accepted so many tokens of a sequence with drafts of ``length``."""
-        if length > 1:
-            self._accepted += (accepted - self._accepted) * _WEIGHT
+        self._gain += (accepted - length * self._cost - self._gain) * _WEIGHT
+
+
+@dataclass
+class _Sequence:
+    """A sequence in the pipeline. length: draft tokens of a step."""
+
+    command: AddSequence
+    length: int
+    blocks: int
+    token_ids: list[int] = field(default_factory=list)
 
 
 class Drafting:
-    """Configure requests of a pipeline with prompt lookup, and count what it gains.
+    """The pipeline that drafts, its sequences, and what they gain.
 
-    most: draft tokens of a step.
-    ngram_size: tokens of the longest n-gram looked up.
+    limits: of the engine.
+    ngram_size: tokens of the longest n-gram looked up; 0 for a draft model.
+    cost: see DraftLength.
     """
 
-    def __init__(self, most: int, ngram_size: int) -> None:
-        self._length = DraftLength(most)
+    def __init__(
+        self, pipeline: genai.ContinuousBatchingPipeline, limits: EngineLimits, ngram_size: int, cost: float = 0.0
+    ) -> None:
+        self.pipeline = pipeline
+        self._limits = limits
         self._ngram_size = ngram_size
-        self._lengths: dict[int, int] = {}  # of the live sequences
+        self._length = DraftLength(limits.max_draft_len, cost)
+        self._sequences: dict[int, _Sequence] = {}
         self._steps = self._accepted = 0
 
-    @classmethod
-    def of(cls, manifest: EngineManifest) -> Drafting | None:
-        """Return what the engine's recipe says; None if it does not draft."""
-        declared = manifest.recipe.get("speculative_decoding")
-        return cls(declared["max_draft_len"], declared["ngram_size"]) if declared else None
+    def __len__(self) -> int:
+        return len(self._sequences)
 
-    def configure(self, config: genai.GenerationConfig, id: int, running: int) -> None:
-        """Set what every request of such a pipeline needs; without it ``add_request`` refuses.
+    def __contains__(self, id: int) -> bool:
+        return id in self._sequences
 
-        running: other sequences.
+    def admit(self, command: AddSequence, config: genai.GenerationConfig, running: int) -> bool:
+        """Take a sequence and complete its configuration, or return False if the plain pipeline is to take it.
+
+        running: sequences in both pipelines. None is taken beside one in the plain pipeline: two steps, one of each
+        pipeline, take longer than one of a common batch.
         """
-        config.num_assistant_tokens = self._lengths[id] = self._length.choose(running)
-        config.max_ngram_size = self._ngram_size
+        blocks = self._limits.draft_blocks(command.input_ids.size + command.max_tokens)
+        free = self._limits.draft_pool_blocks - sum(sequence.blocks for sequence in self._sequences.values())
+        if running > len(self) or blocks > free:
+            return False
+        length = self._length.choose(running)
+        if length:
+            config.num_assistant_tokens = length
+            config.max_ngram_size = self._ngram_size
+            self._sequences[command.id] = _Sequence(command, length, blocks)
+        return length > 0
 
-    def observe(self, id: int, tokens: int) -> None:
-        """Take in a step that gave ``tokens`` to a sequence after its first ones."""
-        self._steps += 1
-        self._accepted += tokens - 1
-        self._length.observe(self._lengths[id], tokens - 1)
+    def leave(self) -> list[AddSequence]:
+        """Forget every sequence that can go on in the plain pipeline; return the commands that continue them.
+
+        OpenVINO GenAI counts a presence and a frequency penalty, and follows a guide or a seed, from a request's start.
+        Sequences with these stay.
+        """
+        movable = [sequence for sequence in self._sequences.values() if _movable(sequence.command)]
+        for sequence in movable:
+            del self._sequences[sequence.command.id]
+        return [_continued(sequence.command, sequence.token_ids) for sequence in movable]
+
+    def observe(self, id: int, token_ids: list[int], first: bool) -> None:
+        """Take in what a step gave to any sequence. first: its first tokens, for which nothing was drafted."""
+        sequence = self._sequences.get(id)
+        if sequence is None or not token_ids:
+            return
+        sequence.token_ids += token_ids
+        if not first:
+            self._steps += 1
+            self._accepted += len(token_ids) - 1
+            self._length.observe(sequence.length, len(token_ids) - 1)
 
     def end(self, id: int) -> None:
         """Forget a sequence."""
-        self._lengths.pop(id, None)
+        self._sequences.pop(id, None)
 
     def take_counts(self) -> tuple[int, int]:
         """Return the steps of sequences and the accepted draft tokens since the last time."""
         counts = self._steps, self._accepted
         self._steps = self._accepted = 0
         return counts
+
+
+def _movable(command: AddSequence) -> bool:
+    sampling = command.sampling
+    counted = sampling.presence_penalty or sampling.frequency_penalty
+    return command.guide is None and not counted and (sampling.greedy or sampling.seed is None)
+
+
+def _continued(command: AddSequence, token_ids: list[int]) -> AddSequence:
+    """Return the command whose sequence generates what follows ``token_ids``."""
+    done = len(token_ids)
+    return dataclasses.replace(
+        command,
+        input_ids=np.concatenate([command.input_ids, np.array(token_ids, command.input_ids.dtype)]),
+        max_tokens=command.max_tokens - done,
+        sampling=dataclasses.replace(command.sampling, min_tokens=max(0, command.sampling.min_tokens - done)),
+    )

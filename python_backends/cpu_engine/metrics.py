@@ -104,7 +104,7 @@ class EngineMetrics:
         if drafts:
             gained = "Draft tokens accepted; over trident_speculative_steps_total: the tokens gained per step"
             self._drafting = [
-                counter("trident_speculative_steps_total", "Steps of sequences that could verify drafts"),
+                counter("trident_speculative_steps_total", "Steps of sequences that draft"),
                 counter("trident_speculative_accepted_tokens_total", gained),
             ]
         name, what = "trident_adapter_requests_total", "Accepted requests by LoRA adapter"

@@ -1,4 +1,4 @@
-"""The OpenVINO GenAI pipeline of an engine folder, sized by its manifest."""
+"""The OpenVINO GenAI pipelines of an engine folder, sized by its manifest."""
 
 from __future__ import annotations
 
@@ -6,20 +6,42 @@ from pathlib import Path
 
 import openvino_genai as genai
 
-from contract.manifest import EngineManifest
+from contract.manifest import DRAFT, EngineManifest
+from python_backends.cpu_engine.drafting import Drafting
 from python_backends.limits import EngineLimits
 
 
-def open_pipeline(engine_dir: Path, manifest: EngineManifest) -> genai.ContinuousBatchingPipeline:
-    """Load the weights and allocate the KV cache: 0.4 s for a 10M-parameter model, about 1 s for 160M."""
+def open_pipeline(
+    engine_dir: Path, manifest: EngineManifest, properties: dict[str, object] | None = None, blocks: int | None = None
+) -> genai.ContinuousBatchingPipeline:
+    """Load the weights and allocate the KV cache: 0.4 s for a 10M-parameter model, about 1 s for 160M.
+
+    properties: beside those of the manifest.
+    blocks: of the KV cache, if not those of the manifest.
+    """
     scheduler = genai.SchedulerConfig()
-    scheduler.num_kv_blocks = EngineLimits.from_manifest(manifest).kv_cache_blocks
+    scheduler.num_kv_blocks = blocks or EngineLimits.from_manifest(manifest).kv_cache_blocks
     scheduler.max_num_seqs = manifest.max_batch_size
     scheduler.max_num_batched_tokens = manifest.max_num_tokens
     # Chunked prefill: a long prompt does not hold up running streams.
     scheduler.dynamic_split_fuse = bool(manifest.recipe["chunked_context"])
     scheduler.enable_prefix_caching = bool(manifest.recipe["prefix_reuse"])
-    properties: dict[str, object] = dict(manifest.properties)
-    if EngineLimits.from_manifest(manifest).max_draft_len:
-        properties["prompt_lookup"] = True
-    return genai.ContinuousBatchingPipeline(str(engine_dir), scheduler, "CPU", properties)
+    together = {**manifest.properties, **(properties or {})}
+    return genai.ContinuousBatchingPipeline(str(engine_dir), scheduler, "CPU", together)
+
+
+def open_drafting(engine_dir: Path, manifest: EngineManifest) -> Drafting | None:
+    """Load the weights a second time, into the pipeline that drafts; None for an engine that does not draft."""
+    limits, declared = EngineLimits.from_manifest(manifest), manifest.recipe.get("speculative_decoding")
+    if not declared:
+        return None
+    if declared["mode"] == "prompt_lookup":
+        properties: dict[str, object] = {"prompt_lookup": True}
+        ngram_size, cost = declared["ngram_size"], 0.0
+    else:
+        draft = engine_dir / DRAFT
+        properties = {"draft_model": genai.draft_model(str(draft), "CPU", **manifest.properties)}
+        sizes = [(folder / "openvino_model.bin").stat().st_size for folder in (draft, engine_dir)]
+        ngram_size, cost = 0, sizes[0] / sizes[1]  # a step reads all weights once
+    pipeline = open_pipeline(engine_dir, manifest, properties, limits.draft_pool_blocks)
+    return Drafting(pipeline, limits, ngram_size, cost)

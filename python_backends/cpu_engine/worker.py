@@ -21,7 +21,7 @@ import openvino_genai as genai
 from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
 from python_backends.cpu_engine.drafting import Drafting
-from python_backends.cpu_engine.pipeline import open_pipeline
+from python_backends.cpu_engine.pipeline import open_drafting, open_pipeline
 from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.token_increment import TopLogProbs
@@ -50,6 +50,8 @@ class StepLoop:
         self._without_token: dict[int, int] = {}  # id -> prompt tokens
         self._ended: list[StepOutput] = []  # what the next report begins with
         self._drafting = drafting
+        self._scheduled = 0  # requests in the last step
+        self._cache_usage = 0.0  # of the fuller pipeline
 
     def run(self) -> None:
         """Loop until the connection ends.
@@ -61,9 +63,19 @@ class StepLoop:
             self._drain_commands()
             start_ns = time.monotonic_ns()
             self._score_prompt()
-            if self._handles:
-                self._pipeline.step()
+            drafting = len(self._drafting) if self._drafting is not None else 0
+            self._step(drafts=drafting > 0, plain=len(self._handles) > drafting)
             self._report(start_ns)
+
+    def _step(self, *, drafts: bool, plain: bool) -> None:
+        """Step the pipelines that have sequences, or blocks of a cancelled one to free; read their gauges."""
+        self._scheduled, self._cache_usage = 0, 0.0
+        stepped = [self._drafting.pipeline] * drafts if self._drafting is not None else []
+        for pipeline in stepped + [self._pipeline] * plain:
+            pipeline.step()
+            metrics = pipeline.get_metrics()
+            self._scheduled += metrics.scheduled_requests
+            self._cache_usage = max(self._cache_usage, metrics.cache_usage / 100)
 
     def _drain_commands(self) -> None:
         # Blocks only when there is nothing to step: an idle engine uses no CPU.
@@ -103,32 +115,55 @@ class StepLoop:
             self._ended.append(StepOutput(command.id, [], [], StreamEvent.LENGTH))
             return
         config = generation_config(command.max_tokens, command.sampling, command.stop_ids, command.guide)
-        if self._drafting is not None:
-            self._drafting.configure(config, command.id, len(self._handles))
-        try:
-            handle = self._pipeline.add_request(command.id, ov.Tensor(command.input_ids[None]), config)
-        except RuntimeError as exc:
-            self._forget(command.id)
-            self._ended.append(StepOutput(command.id, [], [], StreamEvent.ERROR, error=_last_line(exc)))
+        if self._drafting is not None and self._drafting.admit(command, config, len(self._handles)):
+            started = self._start(self._drafting.pipeline, command, config)
+        else:
+            self._leave_drafting()
+            started = self._start(self._pipeline, command, config)
+        if not started:
             return
-        self._handles[command.id] = handle
         if not command.sampling.top_log_probs:
             self._top_log_probs.close(command.id)
         elif not command.sampling.prompt_log_probs:
             self._top_log_probs.open(command.id, command.input_ids, command.sampling.top_log_probs)
         self._without_token[command.id] = command.input_ids.size
 
+    def _start(
+        self, pipeline: genai.ContinuousBatchingPipeline, command: AddSequence, config: genai.GenerationConfig
+    ) -> bool:
+        """Add a sequence to a pipeline; return False, with its end in the next report, if that refuses it."""
+        try:
+            self._handles[command.id] = pipeline.add_request(command.id, ov.Tensor(command.input_ids[None]), config)
+        except RuntimeError as exc:
+            self._forget(command.id)
+            self._ended.append(StepOutput(command.id, [], [], StreamEvent.ERROR, error=_last_line(exc)))
+            return False
+        return True
+
+    def _leave_drafting(self) -> None:
+        """Continue in the plain pipeline, from the ids they have, all sequences of the other that can be moved."""
+        commands = self._drafting.leave() if self._drafting is not None else []
+        for command in commands:
+            self._handles.pop(command.id).cancel()
+            config = generation_config(command.max_tokens, command.sampling, command.stop_ids)
+            self._start(self._pipeline, command, config)
+        if commands and not self._drafting:
+            self._step(drafts=True, plain=False)  # frees their blocks
+
     def _end(self, id: int) -> None:
         handle, unscored = self._handles.pop(id, None), self._unscored.pop(id, None)
+        drafted = self._drafting is not None and id in self._drafting
         self._forget(id)
         if handle is None and unscored is None:
             return
         self._ended.append(StepOutput(id, [], [], StreamEvent.CANCELLED))
         if handle is not None:
             handle.cancel()
+            # A pipeline frees a cancelled sequence's blocks in its next step, and no live sequence of it causes one.
+            drafting = len(self._drafting) if self._drafting is not None else 0
+            if not (drafting if drafted else len(self._handles) - drafting):
+                self._step(drafts=drafted, plain=not drafted)
             if not self._handles:
-                # The pipeline frees a cancelled sequence's blocks in its next step, and no live sequence causes one.
-                self._pipeline.step()
                 self._report(time.monotonic_ns())
 
     def _forget(self, id: int) -> None:
@@ -144,16 +179,15 @@ class StepLoop:
             output = self._read(id, handle)
             if output is not None:
                 outputs.append(output)
-        metrics = self._pipeline.get_metrics()
         self._connection.send(
             StepReport(
                 start_ns,
                 time.monotonic_ns(),
                 outputs,
-                metrics.scheduled_requests,
+                self._scheduled,
                 len(self._without_token),
                 sum(self._without_token.values()),
-                metrics.cache_usage / 100,
+                self._cache_usage,
                 *((0, 0) if self._drafting is None else self._drafting.take_counts()),
             )
         )
@@ -175,8 +209,8 @@ class StepLoop:
         elif status != genai.GenerationStatus.RUNNING:
             event = StreamEvent.LENGTH if finish == genai.GenerationFinishReason.LENGTH else StreamEvent.STOP
         first = bool(token_ids) and self._without_token.pop(id, None) is not None
-        if self._drafting is not None and token_ids and not first:
-            self._drafting.observe(id, len(token_ids))
+        if self._drafting is not None:
+            self._drafting.observe(id, token_ids, first)
         chosen, top = self._top_log_probs.score(id, token_ids)
         if event.last:
             del self._handles[id]
@@ -254,10 +288,10 @@ def main() -> None:
     connection = Connection(descriptor)
     try:
         manifest = manifests.load(engine_dir)
-        pipeline = open_pipeline(engine_dir, manifest)
+        pipeline, drafting = open_pipeline(engine_dir, manifest), open_drafting(engine_dir, manifest)
         connection.send(Ready())
         top_log_probs = TopLogProbsModel(engine_dir / "openvino_model.xml", manifest.properties)
-        StepLoop(pipeline, top_log_probs, connection, Drafting.of(manifest)).run()
+        StepLoop(pipeline, top_log_probs, connection, drafting).run()
     except (EOFError, ConnectionError):
         return  # the engine model closed the connection
     except Exception as exc:

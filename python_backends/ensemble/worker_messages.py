@@ -84,7 +84,7 @@ class StepReport:
     context: live sequences without a generated token.
     context_tokens: prompt tokens of those.
     cache_usage: fraction of KV blocks held, 0 to 1.
-    drafting: sequences that got tokens after their first ones, in an engine that drafts; else 0.
+    drafting: sequences of the pipeline that drafts which got tokens after their first ones.
     accepted: draft tokens among those.
     """
 

@@ -179,3 +179,12 @@ def test_everything_fits_on_the_card_of_an_accepted_recipe(drawn):
     assert foot.fixed_bytes + foot.pool_bytes <= foot.available_bytes
     assert min(foot.weight_bytes, foot.activation_bytes, foot.buffer_bytes, foot.pool_tokens) > 0
     assert foot.sequences(drawn.recipe.max_seq_len) >= 1
+
+
+def test_an_engine_that_drafts_has_its_weights_twice_and_a_second_kv_cache():
+    plain, table = cpu_recipe("int8", "u8"), {"mode": "prompt_lookup", "max_draft_len": 8, "ngram_size": 3}
+    drafting = dataclasses.replace(plain, speculative_decoding=recipes.SpeculativeDecoding(**table))
+    without, with_drafts = (memory.footprint(recipe, QWEN_05B) for recipe in (plain, drafting))
+    model = without.weight_bytes + without.activation_bytes
+    assert with_drafts.buffer_bytes == model + 1024 * without.kv_bytes_per_token  # a quarter of 4096
+    assert without.buffer_bytes == 0 and with_drafts.sequences(512) == without.sequences(512)

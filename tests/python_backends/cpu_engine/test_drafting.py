@@ -13,49 +13,104 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
 from python_backends.cpu_engine.drafting import BUSY, RETRY, SHORT, Drafting, DraftLength
 from python_backends.cpu_engine.link import WorkerLink
-from python_backends.ensemble.worker_messages import AddSequence
+from python_backends.ensemble.worker_messages import AddSequence, EndSequence
 from python_backends.limits import EngineLimits
 
 SPECULATION = {"mode": "prompt_lookup", "max_draft_len": 6, "ngram_size": 3}
 
 
+LIMITS = EngineLimits(vocab_size=300, max_seq_len=320, max_batch_size=8, kv_cache_blocks=64, max_draft_len=6)
+
+
 def test_the_length_follows_the_load():
     length = DraftLength(8)
-    assert [length.choose(running) for running in (0, 1, BUSY - 1, BUSY, 64)] == [8, SHORT, SHORT, 1, 1]
+    assert [length.choose(running) for running in (0, 1, BUSY - 1, BUSY, 64)] == [8, SHORT, SHORT, 0, 0]
     assert DraftLength(2).choose(1) == 2
 
 
-def test_rejected_drafts_become_short_and_long_ones_are_tried_again():
+def test_rejected_drafts_end_drafting_and_it_is_tried_again():
     length = DraftLength(8)
     for _ in range(100):
         length.observe(8, 0)
-    assert [length.choose(0) for _ in range(RETRY)] == [1] * (RETRY - 1) + [8]
+    assert [length.choose(0) for _ in range(RETRY)] == [0] * (RETRY - 1) + [8]
     for _ in range(100):
         length.observe(8, 3)
     assert length.choose(0) == 8
 
 
+def test_a_draft_model_has_to_earn_its_time():
+    free, dear = DraftLength(4), DraftLength(4, cost=0.3)
+    for length in (free, dear):
+        for _ in range(200):
+            length.observe(4, 1)
+    assert (free.choose(0), dear.choose(0)) == (4, 0)
+
+
 @given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 8)), max_size=50), st.integers(1, 16))
-def test_every_length_is_one_that_the_pipeline_takes(history: list[tuple[int, int]], most: int):
+def test_no_length_is_longer_than_the_recipe_allows(history: list[tuple[int, int]], most: int):
     length = DraftLength(most)
     for running, accepted in history:
         chosen = length.choose(running)
-        assert 1 <= chosen <= most
-        length.observe(chosen, min(chosen, accepted))
+        assert 0 <= chosen <= most and (running < BUSY or not chosen)
+        if chosen:
+            length.observe(chosen, min(chosen, accepted))
 
 
-def test_counts_are_of_the_sequences_that_live():
-    drafting = Drafting(4, 3)
-    config = genai.GenerationConfig()
-    drafting.configure(config, 1, running=0)
-    assert (config.num_assistant_tokens, config.max_ngram_size) == (4, 3)
-    drafting.observe(1, 3)
-    drafting.observe(1, 1)
+def command(id: int, tokens: int = 10, guide: Guide | None = None, max_tokens: int = 20, **sampling) -> AddSequence:
+    params = SamplingParams(**{"top_k": 1} | sampling)
+    return AddSequence(id, np.arange(tokens), max_tokens, params, frozenset({0}), guide=guide)
+
+
+def test_a_sequence_is_admitted_with_its_length_while_the_plain_pipeline_is_empty():
+    drafting, config = Drafting(None, LIMITS, 3), genai.GenerationConfig()
+    assert drafting.admit(command(1), config, running=0)
+    assert (config.num_assistant_tokens, config.max_ngram_size) == (6, 3)
+    assert drafting.admit(command(2), config, running=1) and config.num_assistant_tokens == SHORT
+    plain = genai.GenerationConfig()
+    assert not drafting.admit(command(3), plain, running=3)  # one of the three is in the plain pipeline
+    assert not plain.num_assistant_tokens and not plain.max_ngram_size
+    assert len(drafting) == 2 and 1 in drafting and 3 not in drafting
+
+
+def test_the_second_kv_cache_is_not_overcommitted():
+    drafting, config = Drafting(None, LIMITS, 3), genai.GenerationConfig()
+    assert LIMITS.draft_pool_blocks == 16  # a quarter; one longest sequence with its drafts takes 11
+    assert drafting.admit(command(1, tokens=300), config, running=0)
+    assert not drafting.admit(command(2, tokens=160), config, running=1)
+    assert drafting.admit(command(3, tokens=100), config, running=1)
     drafting.end(1)
+    assert drafting.admit(command(2, tokens=160), config, running=1)
+
+
+def test_sequences_leave_with_what_they_have_generated():
+    drafting = Drafting(None, LIMITS, 3)
+    stay = {"guide": Guide("regex", "a"), "presence_penalty": 1.0, "frequency_penalty": 1.0}
+    drafting.admit(command(1, min_tokens=4), genai.GenerationConfig(), running=0)
+    drafting.observe(1, [7], first=True)
+    drafting.observe(1, [8, 9], first=False)
+    for id, (key, value) in enumerate(stay.items(), 2):
+        drafting.admit(command(id, **{key: value}), genai.GenerationConfig(), running=id - 1)
+    (moved,) = drafting.leave()
+    assert (moved.id, moved.input_ids.tolist(), moved.max_tokens) == (1, [*range(10), 7, 8, 9], 17)
+    assert moved.sampling.min_tokens == 1 and moved.stop_ids == frozenset({0})
+    assert len(drafting) == 3 and not drafting.leave()
+    sampled = Drafting(None, LIMITS, 3)
+    sampled.admit(command(1, top_k=0, seed=5), genai.GenerationConfig(), running=0)
+    sampled.admit(command(2, top_k=0), genai.GenerationConfig(), running=1)
+    assert [each.id for each in sampled.leave()] == [2]
+
+
+def test_counts_are_of_the_sequences_that_draft():
+    drafting = Drafting(None, LIMITS, 3)
+    drafting.admit(command(1), genai.GenerationConfig(), running=0)
+    drafting.observe(1, [1], first=True)
+    drafting.observe(1, [2, 3, 4], first=False)
+    drafting.observe(1, [5], first=False)
+    drafting.observe(1, [], first=False)
+    drafting.observe(2, [6, 7], first=False)  # a sequence of the plain pipeline
     assert drafting.take_counts() == (2, 2)
     assert drafting.take_counts() == (0, 0)
 
@@ -85,21 +140,26 @@ class Listener:
             assert self.changed.wait_for(condition, timeout=60), self.dead
 
 
-def generated(engine_dir, requests) -> tuple[list[list[int]], Listener]:
-    """Send all requests at once to a worker of the engine; return the ids of each."""
+def ended(listener: Listener) -> set[int]:
+    return {o.id for report in listener.reports for o in report.outputs if o.event.last}
+
+
+def generated(engine_dir, requests, beside: int = 0) -> tuple[list[list[int]], Listener]:
+    """Send requests to a worker of the engine, the next when ``beside`` others run; return the ids of each."""
     listener = Listener()
     link = WorkerLink(engine_dir, listener)
     listener.wait(lambda: listener.ready or listener.dead)
     assert listener.ready, listener.dead
 
-    def ended():
-        return {o.id for report in listener.reports for o in report.outputs if o.event.last}
+    def room(id):
+        return listener.dead or len(ended(listener)) >= id - 1 - beside
 
     try:
         for id, (prompt, sampling, guide) in enumerate(requests, 1):
             stops = frozenset({256})
+            listener.wait(lambda id=id: room(id))
             link.send(AddSequence(id, np.array(prompt, np.int64), 60, sampling, stops, guide=guide))
-        listener.wait(lambda: len(ended()) == len(requests) or listener.dead)
+        listener.wait(lambda: len(ended(listener)) == len(requests) or listener.dead)
         assert not listener.dead
     finally:
         link.close()
@@ -121,32 +181,62 @@ def drafting_engine(tiny_engine, tmp_path_factory):
     return folder
 
 
-def test_the_limits_leave_blocks_for_drafts(tiny_engine):
-    manifest = manifests.load(tiny_engine)
-    plain = EngineLimits.from_manifest(manifest)
-    drafting = EngineLimits.from_manifest(
-        dataclasses.replace(manifest, recipe={**manifest.recipe, "speculative_decoding": SPECULATION})
-    )
-    assert (plain.blocks(32), drafting.blocks(26), drafting.blocks(27)) == (1, 1, 2)
-    assert drafting.kv_cache_tokens == plain.kv_cache_tokens - 6
+def test_the_limits_have_a_second_kv_cache_for_drafts():
+    assert (LIMITS.blocks(32), LIMITS.draft_blocks(26), LIMITS.draft_blocks(27)) == (1, 1, 2)
+    long = dataclasses.replace(LIMITS, max_seq_len=2048)
+    assert long.draft_pool_blocks == 65  # one longest sequence and its drafts
+    assert dataclasses.replace(long, kv_cache_blocks=32).draft_pool_blocks == 33
 
 
 @pytest.mark.slow
 def test_greedy_texts_are_those_of_plain_decoding(triton_types, tiny_engine, drafting_engine):
     repeating = [5, 6, 7, 8] * 6
     requests = [
+        (repeating, SamplingParams(top_k=1), Guide("regex", "(abc)*d")),
         (repeating, SamplingParams(top_k=1, log_probs=True), None),
         (list(range(40)), SamplingParams(top_k=1), None),
         (repeating, SamplingParams(top_k=1, repetition_penalty=1.3, frequency_penalty=0.5), None),
         ([9, 9, 9, 9], SamplingParams(top_k=1, log_probs=True, top_log_probs=3), None),
         (repeating, SamplingParams(top_k=1, min_tokens=5), None),
-        (repeating, SamplingParams(top_k=1), Guide("regex", "(abc)*d")),
     ]
-    plain, undrafted = generated(tiny_engine, requests)
-    drafted, listener = generated(drafting_engine, requests)
-    assert drafted == plain
-    assert listener.log_probs == pytest.approx(undrafted.log_probs, abs=1e-4)
-    accepted = sum(report.accepted for report in listener.reports)
-    assert accepted > 0 and sum(report.drafting for report in listener.reports) > 0
-    # Drafts give some tokens two or more to a step, so that there are fewer steps of sequences than tokens.
-    assert sum(report.drafting for report in listener.reports) + accepted + len(requests) == sum(map(len, drafted))
+    plain, undrafted = generated(tiny_engine, requests, len(requests))
+    for beside in (
+        0,
+        3,
+        len(requests),
+    ):  # each alone; up to four, none moved; all at once, three of the first four moved
+        drafted, listener = generated(drafting_engine, requests, beside)
+        assert drafted == plain
+        assert listener.log_probs == pytest.approx(undrafted.log_probs, abs=1e-4)
+        accepted, steps = (sum(getattr(r, name) for r in listener.reports) for name in ("accepted", "drafting"))
+        if beside == 0:
+            assert accepted > 0 and steps > 0
+
+
+@pytest.mark.slow
+def test_cancelled_and_moved_sequences_free_their_blocks(triton_types, drafting_engine):
+    listener = Listener()
+    link = WorkerLink(drafting_engine, listener)
+
+    def add(id, max_tokens=100):
+        link.send(AddSequence(id, np.arange(100) % 50, max_tokens, SamplingParams(top_k=1), frozenset()))
+
+    try:
+        for round in range(30):
+            for id in range(6 * round, 6 * round + (6 if round % 2 else 2)):
+                add(id)
+            count = len(listener.reports)
+            listener.wait(lambda count=count: listener.dead or len(listener.reports) > count + 3)
+            for id in range(6 * round, 6 * round + 6):
+                link.send(EndSequence(id))
+        listener.wait(lambda: listener.dead or len(ended(listener)) == 15 * 8)
+        add(1000, 150)  # alone it takes the whole KV cache of the pipeline that drafts
+        listener.wait(lambda: listener.dead or 1000 in ended(listener))
+        for id in range(1001, 1006):  # and these, less the first, half of the other
+            add(id)
+        listener.wait(lambda: listener.dead or 1005 in ended(listener) and len(ended(listener)) == 15 * 8 + 6)
+        assert not listener.dead
+        assert not [o.error for report in listener.reports for o in report.outputs if o.error]
+    finally:
+        link.close()
+        listener.wait(lambda: listener.dead)
