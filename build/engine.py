@@ -57,6 +57,7 @@ _BUILDER = (
     "model/decoder.py",
     "model/exported_graph.py",
     "model/detokenizer.py",
+    "package/draft.py",
     "model/gptq.py",
     "model/graph.py",
     "model/lora_adapter.py",
@@ -107,6 +108,7 @@ def _is_there(folder: Path, recipe: Recipe, checkpoint: Checkpoint, notify: Noti
 
 
 def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, notify: Notify, accept: str | None) -> None:
+    from build.package import draft as drafts
     from build.quality import evaluation  # OpenVINO takes longer to import than to find out that nothing changed
     from build.quality.comparison import BeyondBudget
     from build.recipe.case import Case
@@ -117,6 +119,9 @@ def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, notify: Notify,
     here = host.memory_bytes()
     require(recipe, judge(Case(recipe, shape, memory_here=here)))
     side_files.check(checkpoint.folder, notify)
+    draft = opened_draft(recipe)
+    if draft is not None:
+        drafts.check(checkpoint, draft)
     started_s = time.monotonic()
     candidates = choice.candidates(recipe)
     fitting = [each for each in candidates if not refused(check(Case(each, shape, memory_here=here)))]
@@ -128,7 +133,7 @@ def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, notify: Notify,
         settings, is_last = choice.words(candidate), candidate is fitting[-1]
         notify(f"building {layout.relative(folder)}: {settings}, from {recipe.model}")
         try:
-            _try(candidate, checkpoint, folder, accept, against, tried, spare=not is_last)
+            _try(candidate, checkpoint, draft, folder, accept, against, tried, spare=not is_last)
             break
         except BeyondBudget as error:
             if is_last and tried:
@@ -147,6 +152,7 @@ def _build(recipe: Recipe, checkpoint: Checkpoint, folder: Path, notify: Notify,
 def _try(
     recipe: Recipe,
     checkpoint: Checkpoint,
+    draft: Checkpoint | None,
     folder: Path,
     accept: str | None,
     against: evaluation.ReferenceRun,
@@ -157,21 +163,30 @@ def _try(
     """Builds and measures one setting; ``folder`` is the engine if it passes, and untouched if not (BeyondBudget)."""
     from build.model.openvino_engine import OpenVinoEngine
     from build.package import compile_cpu
+    from build.package import draft as drafts
     from build.quality import evaluation
 
-    engine_folder.require_room(folder.parent, _engine_bytes(recipe, checkpoint))
+    size = _engine_bytes(recipe, checkpoint)
+    if draft is not None:
+        size += _engine_bytes(drafts.own_recipe(recipe), draft)
+    engine_folder.require_room(folder.parent, size)
     with engine_folder.replacement(folder) as partial:
         compile_cpu.compile_cpu(checkpoint, recipe, partial, against.notify)
+        if draft is not None:
+            drafts.build(checkpoint, draft, recipe, partial, against.notify)
         properties = compile_cpu.properties(recipe)
         if checkpoint.graph is not None:
             compile_cpu.require_servable(partial, properties)
         engine = OpenVinoEngine(partial, properties, checkpoint.architecture.vocab_size)
         scores = evaluation.evaluate(recipe.name, engine, against, recipe.quality, accept=accept, spare=spare)
+        if draft is not None:
+            scores["draft"] = drafts.measure(engine, draft, recipe, partial, against, accept)
         if recipe.automatic:
             scores["choice"] = {"chosen": choice.words(recipe), "why": _why(tried), "tried_before": tried}
+        small = draft.architecture if draft is not None else None
         finished = dataclasses.replace(
             provenance.manifest(recipe, checkpoint, _versions(recipe, checkpoint)),
-            memory_bytes=memory.footprint(recipe, checkpoint.architecture).total_bytes,
+            memory_bytes=memory.footprint(recipe, checkpoint.architecture, small).total_bytes,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             files=hash_files(partial),
             properties=properties,
@@ -179,6 +194,17 @@ def _try(
             adapter_first_token_id=compile_cpu.adapter_first_token_id(checkpoint, recipe),
         )
         finished.save(partial)
+
+
+def opened_draft(recipe: Recipe) -> Checkpoint | None:
+    """The checkpoint of the draft model; None for a recipe without one. Raises as ``fetch`` and ``open_checkpoint``."""
+    spec = recipe.speculative_decoding
+    if spec is None or spec.draft is None:
+        return None
+    try:
+        return open_checkpoint(fetch(spec.draft))
+    except TridentError as error:
+        raise InvalidArgument("speculative_decoding.draft", str(error).removeprefix("model: ")) from error
 
 
 def _engine_bytes(recipe: Recipe, checkpoint: Checkpoint) -> int:
@@ -197,10 +223,12 @@ def _why(tried: list[dict[str, str]]) -> str:
 def _versions(recipe: Recipe, checkpoint: Checkpoint) -> dict[str, str]:
     """What shapes the files."""
     texts = provenance.texts_sha256(recipe.calibration.dataset) if recipe.calibration else None
+    draft = opened_draft(recipe)
     return (
         provenance.versions(_BUILDER)
         | ({"graph": commands.exporter()} if checkpoint.architecture.exported else {})
         | ({"calibration": texts} if texts else {})
+        | ({"draft": draft.sha256()} if draft else {})
         | {
             "openvino": metadata.version("openvino"),
             "openvino_genai": metadata.version("openvino-genai"),

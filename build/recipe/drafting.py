@@ -23,11 +23,6 @@ refuse(
     "D1: max_beam_width must be 1 with speculative decoding, got {recipe.max_beam_width}: TensorRT-LLM's decodingLayer "
     "throws for mode {spec.mode} with any other beam width",
 )
-refuse(
-    lambda case: case.mode == "draft_tokens_external",
-    "D2: mode draft_tokens_external takes its draft tokens from a second model through the input draft_input_ids, "
-    "which no step of the ensemble produces, so the engine would never draft",
-)
 
 
 @DRAFTING.rule("D3", REFUSE)

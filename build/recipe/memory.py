@@ -104,13 +104,13 @@ class Footprint:
         return self.pool_tokens // BLOCK_TOKENS // max(1, -(-length // BLOCK_TOKENS))
 
 
-def footprint(recipe: Recipe, arch: Architecture) -> Footprint:
-    """What ``recipe`` takes on its own card at its own limits."""
+def footprint(recipe: Recipe, arch: Architecture, draft: Architecture | None = None) -> Footprint:
+    """What ``recipe`` takes on its own card at its own limits. draft: of its draft model, not counted if not given."""
     weights = weight_bytes(recipe, arch) + adapter_bytes(recipe, arch)
     activations = activation_bytes(recipe, arch)
     per_token = kv_bytes_per_token(recipe, arch)
     if recipe.kind == CPU:
-        second = _second_pipeline_bytes(recipe, arch, weights + activations) if recipe.speculative_decoding else 0
+        second = _drafting_bytes(recipe, arch, draft) if recipe.speculative_decoding else 0
         return Footprint(None, weights, activations, second, CPU_PROCESS_BYTES, per_token, recipe.kv_cache_tokens or 0)
     buffers, card = buffer_bytes(recipe, arch), int(hardware.find(str(recipe.gpu)).memory_gib * GIB)
     free = card - weights - activations - buffers - CONTEXT_BYTES
@@ -121,12 +121,25 @@ def footprint(recipe: Recipe, arch: Architecture) -> Footprint:
     return Footprint(card, weights, activations, buffers, CONTEXT_BYTES, per_token, tokens)
 
 
-def _second_pipeline_bytes(recipe: Recipe, arch: Architecture, model_bytes: int) -> int:
-    """Of the pipeline that drafts: the model again, and a KV cache of its own."""
-    assert recipe.speculative_decoding is not None and recipe.max_seq_len and recipe.kv_cache_tokens
-    blocks, drafts = recipe.kv_cache_tokens // BLOCK_TOKENS, recipe.speculative_decoding.max_draft_len
-    limits = EngineLimits(arch.vocab_size, recipe.max_seq_len, recipe.max_batch_size, blocks, max_draft_len=drafts)
-    return model_bytes + int(limits.draft_pool_blocks * BLOCK_TOKENS * kv_bytes_per_token(recipe, arch))
+def _drafting_bytes(recipe: Recipe, arch: Architecture, draft: Architecture | None) -> int:
+    """Of the pipeline that drafts: the model again, the draft model, and KV caches of its own."""
+    spec = recipe.speculative_decoding
+    assert spec is not None and recipe.max_seq_len and recipe.kv_cache_tokens
+    blocks = recipe.kv_cache_tokens // BLOCK_TOKENS
+    limits = EngineLimits(
+        arch.vocab_size, recipe.max_seq_len, recipe.max_batch_size, blocks, max_draft_len=spec.max_draft_len
+    )
+    models = [(recipe, arch)]
+    if draft is not None:
+        models.append((recipe.changed(precision=str(spec.draft_precision), adapters=()), draft))
+    tokens = limits.draft_pool_blocks * BLOCK_TOKENS
+    return sum(
+        weight_bytes(made, of)
+        + adapter_bytes(made, of)
+        + activation_bytes(made, of)
+        + int(tokens * kv_bytes_per_token(made, of))
+        for made, of in models
+    )
 
 
 def weight_bytes(recipe: Recipe, arch: Architecture) -> int:

@@ -61,6 +61,8 @@ class SpeculativeDecoding:
     medusa_model: str | None = None
     num_medusa_heads: int | None = None
     choices: str | None = None
+    draft: str | None = None
+    draft_precision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -304,18 +306,14 @@ def _refusal(path: Path, table: Mapping[str, object], error: ValidationError) ->
     if keys[:1] == ("matryoshka_dimensions",):  # without the place in the list
         keys = keys[:1]
     elif keys[:1] == ("speculative_decoding",) and len(keys) > 1:
-        if table["kind"] == CPU:
-            declared = schema.PromptLookup
-        else:  # without the mode
-            declared, keys = schema.MODES[keys[1]], (keys[0], *keys[2:])
+        declared, keys = schema.MODES[keys[1]], (keys[0], *keys[2:])  # without the mode
     elif len(keys) > 1:
         of_kind = CpuCalibration if table["kind"] == CPU else Calibration
         declared = {"quality": schema.Quality, "adapters": AdapterFolder}.get(keys[0], of_kind)
     if first["type"].startswith("union_tag") or keys == ("speculative_decoding", "mode"):
         keys = keys[:1]
-        modes = tuple(
-            mode for mode, of in schema.MODES.items() if (of is schema.PromptLookup) == (table.get("kind") == CPU)
-        )
+        drafting = schema.SPECULATIVE_TABLES.get(str(table.get("kind")), ())
+        modes = tuple(mode for mode, of in schema.MODES.items() if of in drafting)
         key, tags = ("mode", modes) if keys else ("kind", (*KINDS, *ENCODERS))
         holder = table[keys[0]] if keys else table
         assert isinstance(holder, Mapping)
@@ -334,9 +332,9 @@ def _refusal(path: Path, table: Mapping[str, object], error: ValidationError) ->
             return RecipeError(
                 path, name, f"does not apply to kind {table['kind']!r}; it belongs to {' and '.join(kinds)}"
             )
-        if declared in schema.SPECULATIVE_TABLES:
-            mode = "prompt_lookup" if table["kind"] == CPU else first["loc"][2]
-            return RecipeError(path, name, f"does not apply to mode {mode!r}; must be one of {', '.join(known)}")
+        if declared in schema.MODES.values():
+            problem = f"does not apply to mode {first['loc'][2]!r}; must be one of {', '.join(known)}"
+            return RecipeError(path, name, problem)
         return RecipeError(path, name, _unknown(key, tuple(known)))
     limit = schema.limit(known[key])
     must_be = limit.must_be if limit else f"a table: [{name}]"
@@ -360,6 +358,9 @@ def _chosen(path: Path, table: Mapping[str, object], declared: schema.CpuRecipe)
         raise RecipeError(path, "adapters", f"must be at most {MAX_ADAPTERS} tables, got {len(names)}")
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise RecipeError(path, "adapters", f"must have different names, got {repeated!r} twice")
+    if isinstance(declared.speculative_decoding, schema.DraftModel) and names:
+        problem = "must be left out with speculative_decoding.mode 'draft_model', whose draft knows none; got"
+        raise RecipeError(path, "adapters", f"{problem} {', '.join(names)}")
     if declared.precision == AUTO:
         for key in ("kv_cache_precision", "head_precision", "calibration", "group_size"):
             if key in table:
@@ -399,7 +400,7 @@ def lookahead_draft_len(window: int, ngram: int, verification: int) -> int:
 
 
 def _speculative(
-    declared: schema.Lookahead | schema.Medusa | schema.Eagle | schema.Drafted | schema.PromptLookup | None,
+    declared: schema.CpuSpeculative | schema.Speculative | None,
 ) -> SpeculativeDecoding | None:
     if declared is None:
         return None

@@ -38,10 +38,7 @@ SECTIONS = (
     ("`[quality]`", schema.Quality),
     ("`[calibration]` of the GPU kinds", schema.Calibration),
     ('`[calibration]` of `kind = "cpu"`', schema.CpuCalibration),
-    *((f"`[speculative_decoding]`, {', '.join(modes)}", table) for table, modes in (
-        (table, [f'`mode = "{mode}"`' for mode, other in schema.MODES.items() if other is table])
-        for table in schema.SPECULATIVE_TABLES
-    )),
+    *((f'`[speculative_decoding]`, `mode = "{mode}"`', table) for mode, table in schema.MODES.items()),
 )  # fmt: skip
 
 

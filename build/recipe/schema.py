@@ -183,10 +183,10 @@ class Eagle(Table):
     choices: Annotated[str | None, _TEXT] = Field(None, description=_CHOICES)
 
 
-class Drafted(Table):
-    """Draft tokens from a ReDrafter checkpoint, or sent with a request (which rule D2 refuses)."""
+class ReDrafter(Table):
+    """Draft tokens from a ReDrafter checkpoint."""
 
-    mode: Literal["explicit_draft_tokens", "draft_tokens_external"]
+    mode: Literal["explicit_draft_tokens"]
     max_draft_len: Annotated[int, _integer(1, 1024)] = Field(description=_DRAFT_LEN)
 
 
@@ -195,13 +195,29 @@ class PromptLookup(Table):
 
     mode: Literal["prompt_lookup"]
     max_draft_len: Annotated[int, _integer(1, 16)] = Field(
-        8, description=f"{_DRAFT_LEN}, at most; fewer when others run or when drafts are rejected"
+        8, description=f"{_DRAFT_LEN}, at most; fewer when others run, none when drafts are rejected"
     )
     ngram_size: Annotated[int, _integer(1, 8)] = Field(3, description="tokens of the longest n-gram looked up")
 
 
-SPECULATIVE_TABLES = (Lookahead, Medusa, Eagle, Drafted, PromptLookup)
-Speculative = Annotated[Lookahead | Medusa | Eagle | Drafted, Field(discriminator="mode")]
+class DraftModel(Table):
+    """Draft tokens from a second, smaller model with the same vocabulary."""
+
+    mode: Literal["draft_model"]
+    draft: Annotated[str, _TEXT] = Field(
+        description="the smaller model: as `model`, a hub id, a folder, a file or a wheel"
+    )
+    draft_precision: Annotated[str, _one_of(PRECISIONS[CPU])] = Field(
+        "int8", description="of the smaller model's weights; no text depends on it"
+    )
+    max_draft_len: Annotated[int, _integer(1, 16)] = Field(
+        4, description=f"{_DRAFT_LEN}, at most; fewer when others run, none when drafts are rejected"
+    )
+
+
+CpuSpeculative = Annotated[PromptLookup | DraftModel, Field(discriminator="mode")]
+Speculative = Annotated[Lookahead | Medusa | Eagle | ReDrafter, Field(discriminator="mode")]
+SPECULATIVE_TABLES = {CPU: (PromptLookup, DraftModel), TRTLLM: (Lookahead, Medusa, Eagle, ReDrafter)}
 
 
 class NamedRecipe(Table):
@@ -287,7 +303,7 @@ class CpuRecipe(AnyRecipe):
     adapters: tuple[AdapterFolder, ...] = Field(
         (), description="LoRA adapters of the engine, at most 63 (docs/adapters.md)"
     )
-    speculative_decoding: PromptLookup | None = Field(None, description="how draft tokens are made")
+    speculative_decoding: CpuSpeculative | None = Field(None, description="how draft tokens are made")
     calibration: CpuCalibration | None = Field(
         None, description="of int4 weights: GPTQ chooses them; without this table they are rounded to nearest"
     )
@@ -366,8 +382,12 @@ def keys(tables: Iterable[type]) -> tuple[str, ...]:
 
 
 KEYS = keys(RECIPE_TABLES.values())
-SPECULATIVE_KEYS = keys(SPECULATIVE_TABLES)
-MODES = {mode: table for table in SPECULATIVE_TABLES for mode in get_args(fields_of(table)["mode"].annotation)}
+MODES = {
+    get_args(fields_of(table)["mode"].annotation)[0]: table
+    for tables in SPECULATIVE_TABLES.values()
+    for table in tables
+}
+SPECULATIVE_KEYS = keys(tuple(MODES.values()))
 
 
 def limit(field: FieldInfo) -> Limit | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import openvino_genai as genai
 
@@ -39,9 +41,8 @@ def open_drafting(engine_dir: Path, manifest: EngineManifest) -> Drafting | None
         properties: dict[str, object] = {"prompt_lookup": True}
         ngram_size, cost = declared["ngram_size"], 0.0
     else:
-        draft = engine_dir / DRAFT
-        properties = {"draft_model": genai.draft_model(str(draft), "CPU", **manifest.properties)}
-        sizes = [(folder / "openvino_model.bin").stat().st_size for folder in (draft, engine_dir)]
-        ngram_size, cost = 0, sizes[0] / sizes[1]  # a step reads all weights once
+        properties = {"draft_model": genai.draft_model(str(engine_dir / DRAFT), "CPU", **manifest.properties)}
+        measured: Mapping[str, Any] = manifest.evaluation or {}
+        ngram_size, cost = 0, float(measured["draft"]["cost"])
     pipeline = open_pipeline(engine_dir, manifest, properties, limits.draft_pool_blocks)
     return Drafting(pipeline, limits, ngram_size, cost)

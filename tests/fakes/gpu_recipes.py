@@ -68,7 +68,7 @@ SPECULATIVE = st.one_of(
         }
     ),
     st.fixed_dictionaries({"mode": st.just("eagle"), "max_draft_len": st.integers(1, 300)}),
-    st.fixed_dictionaries({"mode": st.just("draft_tokens_external"), "max_draft_len": st.integers(1, 16)}),
+    st.fixed_dictionaries({"mode": st.just("explicit_draft_tokens"), "max_draft_len": st.integers(1, 16)}),
     st.fixed_dictionaries(
         {"mode": st.just("medusa"), "max_draft_len": st.integers(1, 63), "num_medusa_heads": st.integers(1, 5)}
     ),

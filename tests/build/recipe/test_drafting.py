@@ -4,7 +4,7 @@ from gpu_recipes import QWEN_7B, case
 from build.recipe.drafting import DRAFTING
 from build.recipe.verdict import check, judge, refused
 
-MODES = ("medusa", "eagle", "explicit_draft_tokens", "draft_tokens_external")
+MODES = ("medusa", "eagle", "explicit_draft_tokens")
 
 
 def spec(mode: str, **changes: object) -> dict[str, object]:
@@ -25,13 +25,6 @@ def test_d1_drafting_excludes_beam_search(mode):
 def test_d1_beam_search_is_answered_with_one_beam():
     found = {f.rule: f for f in judge(case(max_beam_width=4, **spec("explicit_draft_tokens")))}
     assert found["D1"].instead == "max_beam_width = 1"
-
-
-def test_d2_the_ensemble_cannot_send_draft_tokens():
-    found = judge(case(**spec("draft_tokens_external")))
-    assert found[0].rule == "D2" and "draft_input_ids" in found[0].reason
-    assert "without [speculative_decoding]" in found[0].instead
-    assert reason("D2", **spec("medusa")) is None
 
 
 def test_d3_eagle_is_for_llama_on_tensor_parallel_ranks():

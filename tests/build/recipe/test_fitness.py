@@ -213,4 +213,3 @@ def test_u1_a_table_without_effect_is_refused():
 def test_u2_draft_heads_of_other_converters_are_announced():
     assert "eagle" in reason("U2", speculative_decoding={"mode": "eagle", "max_draft_len": 4})
     assert reason("U2", speculative_decoding={"mode": "medusa", "max_draft_len": 4}) is None
-    assert reason("U2", speculative_decoding={"mode": "draft_tokens_external", "max_draft_len": 4}) is None

@@ -91,7 +91,7 @@ def test_an_unknown_key_in_a_table_is_refused_the_same_way(changes, key, nearest
         ({"optimize_for": "speed"}, "optimize_for", "one of balanced, latency, throughput"),
         ({"group_size": 100}, "group_size", "one of 32, 64, 128, 256"),
         (
-            {"speculative_decoding": {"mode": "draft_tokens_external", "max_draft_len": 4, "draft_model": "no/such"}},
+            {"speculative_decoding": {"mode": "explicit_draft_tokens", "max_draft_len": 4, "draft_model": "no/such"}},
             "speculative_decoding.draft_model",
             "unknown key",
         ),
@@ -196,13 +196,13 @@ def test_speculative_decoding_says_what_its_mode_needs(spec, problem):
 @pytest.mark.parametrize(
     ("spec", "problem"),
     [
-        ({}, "speculative_decoding.mode: is missing; must be one of prompt_lookup"),
-        ({"mode": "eagle", "max_draft_len": 4}, "must be one of prompt_lookup, got 'eagle'"),
+        ({}, "speculative_decoding.mode: is missing; must be one of prompt_lookup, draft_model"),
+        ({"mode": "eagle", "max_draft_len": 4}, "must be one of prompt_lookup, draft_model, got 'eagle'"),
         ({"mode": "prompt_lookup", "max_draft_len": 17}, "max_draft_len: must be an integer from 1 to 16, got 17"),
         ({"mode": "prompt_lookup", "window_size": 7}, "does not apply to mode 'prompt_lookup'"),
     ],
 )
-def test_a_cpu_engine_drafts_by_prompt_lookup_alone(spec, problem):
+def test_a_cpu_engine_drafts_by_prompt_lookup_or_a_draft_model(spec, problem):
     cpu = {"kind": "cpu", "model": "m", "precision": "bf16", "max_batch_size": 4, "max_num_tokens": 64}
     cpu |= {"max_seq_len": 64, "kv_cache_tokens": 128}
     with pytest.raises(RecipeError, match=re.escape(problem)):

@@ -170,7 +170,7 @@ def test_r15_drafting_lengthens_sequences():
 def test_r16_eagle_has_limits(batch, draft, fires):
     spec = {"mode": "eagle", "max_draft_len": draft}
     assert (reason("R16", max_batch_size=batch, speculative_decoding=spec) is not None) == fires
-    other = {"mode": "draft_tokens_external", "max_draft_len": draft}
+    other = {"mode": "explicit_draft_tokens", "max_draft_len": draft}
     assert reason("R16", max_batch_size=batch, speculative_decoding=other) is None
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import threading
+from pathlib import Path
 
 import numpy as np
 import openvino_genai as genai
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
 from python_backends.cpu_engine.drafting import BUSY, RETRY, SHORT, Drafting, DraftLength
 from python_backends.cpu_engine.link import WorkerLink
@@ -181,6 +183,20 @@ def drafting_engine(tiny_engine, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def draft_model_engine(tiny_engine, tmp_path_factory):
+    """The tiny engine with its own checkpoint, in int8, as draft model."""
+    from build import engine
+    from build.recipe import recipe
+
+    made = manifests.load(tiny_engine).recipe
+    keys = ("kind", "model", "precision", "kv_cache_precision", "max_batch_size", "max_num_tokens", "max_seq_len")
+    table = {key: made[key] for key in (*keys, "kv_cache_tokens")}
+    table["speculative_decoding"] = {"mode": "draft_model", "draft": made["model"]}
+    parsed = recipe.parse(table, Path("drafted.toml"))
+    return engine.build(parsed, tmp_path_factory.mktemp("drafted"), print, accept="too small to gain")
+
+
 def test_the_limits_have_a_second_kv_cache_for_drafts():
     assert (LIMITS.blocks(32), LIMITS.draft_blocks(26), LIMITS.draft_blocks(27)) == (1, 1, 2)
     long = dataclasses.replace(LIMITS, max_seq_len=2048)
@@ -189,7 +205,9 @@ def test_the_limits_have_a_second_kv_cache_for_drafts():
 
 
 @pytest.mark.slow
-def test_greedy_texts_are_those_of_plain_decoding(triton_types, tiny_engine, drafting_engine):
+@pytest.mark.parametrize("engine", ["drafting_engine", "draft_model_engine"])
+def test_greedy_texts_are_those_of_plain_decoding(triton_types, tiny_engine, engine, request):
+    drafting_engine = request.getfixturevalue(engine)
     repeating = [5, 6, 7, 8] * 6
     requests = [
         (repeating, SamplingParams(top_k=1), Guide("regex", "(abc)*d")),
@@ -214,7 +232,9 @@ def test_greedy_texts_are_those_of_plain_decoding(triton_types, tiny_engine, dra
 
 
 @pytest.mark.slow
-def test_cancelled_and_moved_sequences_free_their_blocks(triton_types, drafting_engine):
+@pytest.mark.parametrize("engine", ["drafting_engine", "draft_model_engine"])
+def test_cancelled_and_moved_sequences_free_their_blocks(triton_types, engine, request):
+    drafting_engine = request.getfixturevalue(engine)
     listener = Listener()
     link = WorkerLink(drafting_engine, listener)
 
