@@ -145,6 +145,7 @@ class Reader:
             for labels, value in page.matching(f"{_REPLICA}healthy", pool=pool)
             if value
         }
+        starting_s = [value for page in pages for _, value in page.matching(f"{_POOL}starting_seconds", pool=pool)]
         tokens_per_s = _mean(_of_replicas(pages, "tokens_per_second", pool))
         if not tokens_per_s and healthy:  # what the whole pool did while requests waited
             drained = sum(page.value(f"{_POOL}drain_tokens_per_second", pool=pool) for page in pages)
@@ -158,6 +159,8 @@ class Reader:
             arrived_per_s=None if None in rates else sum(filter(None, rates)),
             cost=cost,
             ready=len(healthy),
+            starting=int(max(page.value(f"{_POOL}starting", pool=pool) for page in pages)),
+            starting_s=max(starting_s) if starting_s else None,
             tokens_per_s=tokens_per_s,
             slots=_mean(_of_replicas(pages, "slots", pool)),
         )

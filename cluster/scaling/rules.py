@@ -31,7 +31,7 @@ class PoolRules(BaseModel):
     """How one pool is scaled.
 
     min_replicas, max_replicas: bounds; with 0 as minimum the pool may be scaled to zero.
-    warm_replicas: ready beyond what the load needs.
+    warm_replicas: ready beyond what the load needs, also without any; a pool that has some is not scaled to zero.
     least_headroom: capacity beyond the load, as a part of it; with less, replicas are added.
     most_headroom: with one replica less and still so much, one is removed; what is added leaves so much.
     up_cooldown_s: between two additions. down_cooldown_s: a removal needs so long without more load and without change.

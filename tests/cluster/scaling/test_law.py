@@ -63,6 +63,27 @@ def again(decision: Decision) -> object:
     return json.loads(json.dumps(decision.state, allow_nan=False))
 
 
+def test_the_state_that_was_given_stays_as_it_was():
+    pool = Pool(PoolRules(max_replicas=20))
+    pool.run(300.0, 20)
+    before = json.dumps(pool.state)
+    load = Load(arrived_per_s=900.0, ready=pool.ready + 1, tokens_per_s=50.0)
+    first, second = (decide(pool.rules, load, pool.state, pool.now_s + 1000) for _ in range(2))
+    assert json.dumps(pool.state) == before and first == second
+
+
+def test_a_replica_that_told_when_it_is_ready_is_counted_by_that():
+    state = decide(PoolRules(max_replicas=50), Load(ready=4), None, NOW_S, 4).state
+    load = Load(queued={1: 30_000.0}, queued_requests=60, arrived_per_s=0.0, ready=1, tokens_per_s=100.0)
+    late = decide(PoolRules(max_replicas=50), load, state, NOW_S + 1, 4)
+    soon = decide(PoolRules(max_replicas=50), replace(load, starting=3, starting_s=5.0), state, NOW_S + 1, 4)
+    assert soon.demand < late.demand
+
+
+def test_a_first_decision_counts_the_replicas_that_start():
+    assert decide(PoolRules(), Load(ready=1, starting=3), None, NOW_S).wanted == 4
+
+
 @given(any_rules(), st.none() | loads, states, st.floats(0, 1e10), st.none() | st.integers(0, 50))
 def test_any_load_and_any_state_stay_within_the_bounds(rules, load, state, now_s, target):
     decision = decide(rules, load, state, now_s, target)
@@ -294,6 +315,7 @@ def test_warm_replicas_come_on_top():
     load = Load(running_requests=1, arrived_per_s=150.0, ready=1, tokens_per_s=100.0)
     assert decide(PoolRules(), load, None, NOW_S).wanted == 3
     assert decide(PoolRules(warm_replicas=2), load, None, NOW_S).wanted == 5
+    assert decide(PoolRules(warm_replicas=2, min_replicas=0), Load(), None, NOW_S).wanted == 2
 
 
 def test_a_late_start_is_not_counted_on():

@@ -24,6 +24,8 @@ trident_gateway_pool_drain_tokens_per_second{{pool="main"}} {drain}
 trident_gateway_pool_backlog_tokens{{pool="main",priority="1",state="queued"}} {queued}
 trident_gateway_pool_backlog_tokens{{pool="main",priority="1",state="running"}} 40.0
 trident_gateway_pool_arrived_tokens_total{{pool="main"}} {arrived}
+trident_gateway_pool_starting{{pool="main"}} {starting}
+trident_gateway_pool_starting_seconds{{pool="main"}} 7.5
 trident_gateway_replica_healthy{{replica="a:1",pool="main"}} 1.0
 trident_gateway_replica_healthy{{replica="b:1",pool="main"}} {healthy}
 trident_gateway_replica_slots{{replica="a:1",pool="main"}} 8.0
@@ -33,7 +35,7 @@ trident_gateway_replica_tokens_per_second{{replica="b:1",pool="main"}} 0.0
 other_metric{{x="y"}} NaN
 """
 LARGE = "x" * (MAX_BYTES + 1)
-USUAL = {"drain": 0, "queued": 100, "arrived": 1000, "healthy": 0, "speed": 200}
+USUAL = {"drain": 0, "queued": 100, "arrived": 1000, "healthy": 0, "speed": 200, "starting": 0}
 
 
 def page(**more: object) -> str:
@@ -79,7 +81,7 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 async def test_gateways_add_up_and_replicas_are_counted_once(pages: Pages):
-    pages.texts = {"1": page(), "2": page(queued=50, healthy=1, speed=100)}
+    pages.texts = {"1": page(starting=2), "2": page(queued=50, healthy=1, speed=100)}
     reader = pages.reader("1", "2")
     async with session() as http:
         await reader.read(http)
@@ -87,6 +89,7 @@ async def test_gateways_add_up_and_replicas_are_counted_once(pages: Pages):
         assert load is not None and load.complete and reader.pools() == ["main"] and not reader.problems()
         assert load.queued == {1: 150.0} and load.running == {1: 80.0}
         assert (load.queued_requests, load.running_requests) == (6, 4)
+        assert (load.starting, load.starting_s) == (2, 7.5)
         assert load.ready == 2 and load.slots == 8 and load.cost == 0.5
         assert load.tokens_per_s == 150  # the mean of what two gateways measured at the same replica
         assert load.arrived_per_s is None  # one reading is no rate
