@@ -118,7 +118,7 @@ fleet: build-engine setup-fleet ## Ray, the gateway and MIN to MAX replicas of E
 	$(FLEET_VENV)/bin/python -m cluster fleet --engine $(SERVED) --min $(MIN) --max $(MAX) --scaling cluster/ray/laptop.toml
 
 fleet-load: setup ## a minute of load that grows and stops, for `make fleet`
-	$(BIN)/python -m benchmarks run --url $(REACHABLE):9001 --arrivals ramp:1,60 --duration 60 --input 64 --output 400
+	$(BIN)/python -m benchmarks run --url $(REACHABLE):9001 --arrivals ramp:1,15 --duration 60 --input 64 --output 200
 
 chat: export TRIDENT_URL ?= $(REACHABLE):$(GRPC_PORT)
 chat: setup ## talk to a running server, or say one thing with PROMPT="..."

@@ -9,6 +9,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cluster.ray import fleet
 from cluster.ray.application import ROOT
@@ -18,7 +19,8 @@ from contract.errors import TridentError
 def main(argv: Sequence[str]) -> int:
     if argv[:1] in (["scale"], ["keda"]):
         return importlib.import_module("cluster.scaling.command_line").main(argv)  # needs what a fleet does not have
-    parser = argparse.ArgumentParser(prog="python -m cluster", description="A fleet of replicas under Ray Serve.")
+    about = "A fleet of replicas under Ray Serve."
+    parser = argparse.ArgumentParser("python -m cluster", description=about, argument_default=argparse.SUPPRESS)
     parser.add_argument(
         "verb", choices=("fleet", "change"), help="fleet: start one; change: the one that runs; and scale, keda"
     )
@@ -32,20 +34,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--scaling", help="TOML file of the scaling rules")
     parser.add_argument("--environ", action="append", metavar="NAME=VALUE", help="variable of the servers; repeatable")
     parser.add_argument("--folder", type=Path, default=ROOT / ".triton" / "fleet", help="of its tokens and state")
-    arguments = parser.parse_args(argv)
+    given = vars(parser.parse_args(argv))
     if importlib.util.find_spec("ray") is None:
         print("error: Ray is not installed here; `make setup-fleet` makes .venv-fleet with it", file=sys.stderr)
         return 2
-    changes = {name: getattr(arguments, name) for name in ("engine", "drain_s", "orphan_s", "cpus", "python")}
-    changes["environ"] = dict(pair.partition("=")[::2] for pair in arguments.environ) if arguments.environ else None
-    changes = {name: value for name, value in changes.items() if value is not None}
-    bounds = {"least": arguments.min, "most": arguments.max, "scaling": arguments.scaling}
-    bounds = {name: value for name, value in bounds.items() if value is not None}
+    verb, folder = given.pop("verb"), given.pop("folder").absolute()
+    bounds: dict[str, Any] = {name: given.pop(name) for name in ("min", "max", "scaling") if name in given}
+    if "environ" in given:
+        given["environ"] = dict(pair.partition("=")[::2] for pair in given["environ"])
     try:
-        if arguments.verb == "change":
-            fleet.change(arguments.folder.absolute(), changes, bounds)
+        if verb == "change":
+            fleet.change(folder, given, bounds)
             return 0
-        return fleet.run(arguments.folder.absolute(), changes, {"least": 1, "most": 3, **bounds})
+        return fleet.run(folder, given, {"min": 1, "max": 3, **bounds})
     except TridentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

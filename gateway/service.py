@@ -154,6 +154,7 @@ class Service:
         self.replicas.on_open = self._opened
         await self.replicas.start()
         self.watchdog.add(self.replica_seconds)
+        self.watchdog.add(self.replicas.registrations)
         self.watchdog.add(self.admission)
         self.watchdog.add(self.releases)
         self._tasks = [asyncio.create_task(self.watchdog.run()), asyncio.create_task(self.configuration.watch())]

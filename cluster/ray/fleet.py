@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
-import logging
 import math
 import os
 import secrets
@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,6 @@ from typing import Any
 
 from cluster.ray.application import (
     APPLICATION,
-    DEPLOYMENT,
     ROOT,
     ServerArguments,
     checked,
@@ -38,7 +38,6 @@ WATCH_S = 0.5
 HTTP_PORT = 9000  # of the gateway, where the environment sets none
 MONITORING_OFFSET = 2
 OBJECT_STORE_BYTES = 80 * 2**20  # the least that Ray takes; nothing is stored there
-_FAILED = "DEPLOY_FAILED"
 
 
 @dataclass(frozen=True)
@@ -46,28 +45,28 @@ class Fleet:
     """What is known of a running fleet to those that change it; in fleet.json of its folder.
 
     ray: address of the cluster. monitoring: the gateway's metrics page. arguments: ServerArguments.
-    least, most: bounds of the number of replicas. scaling: file of the scaling rules.
+    min, max: bounds of the number of replicas. scaling: file of the scaling rules.
     """
 
     ray: str
     monitoring: str
     arguments: Mapping[str, Any]
-    least: int
-    most: int
+    min: int
+    max: int
     scaling: str = ""
 
     def check(self) -> None:
         """Raise InvalidArgument or NotFound for what no replica could start with."""
         engine_of(checked(self.arguments))
-        if not 0 <= self.least <= self.most or not self.most:
-            raise InvalidArgument("min", f"must be at least 0 and at most max, {self.most}, got {self.least}")
+        if not 0 <= self.min <= self.max or not self.max:
+            raise InvalidArgument("min", f"must be at least 0 and at most max, {self.max}, got {self.min}")
 
     def deploy(self) -> None:
         """Give Serve this configuration, by which it starts, rolls out or rescales the replicas."""
         from ray.serve.context import _get_global_client  # the dashboard's REST would cost 10 processes
         from ray.serve.schema import ServeDeploySchema
 
-        config = configuration(checked(self.arguments), self.least, self.most, [self.monitoring], self.scaling)
+        config = configuration(checked(self.arguments), self.min, self.max, [self.monitoring], self.scaling)
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config), _blocking=False)
 
     def save(self, folder: Path) -> None:
@@ -89,7 +88,7 @@ def run(folder: Path, changes: Mapping[str, Any], bounds: Mapping[str, Any]) -> 
     Fleet("", "", server, **bounds).check()
     with _gateway(token, checked(server)) as (process, http, monitoring):
         server["register"] = http
-        with _ray(folder, server["cpus"] * bounds["most"]) as address:
+        with _ray(folder, server["cpus"] * bounds["max"]) as address:
             fleet = Fleet(address, monitoring, server, **bounds)
             fleet.deploy()
             fleet.save(folder)
@@ -158,7 +157,6 @@ def _set_up_ray(folder: Path) -> None:
         "RAY_SERVE_LOG_TO_STDERR": "0",
         "PYTHONPATH": str(ROOT),  # the workers import this package
     }
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
 
 def _token(path: Path) -> Path:
@@ -210,43 +208,41 @@ def _watch(gateway: subprocess.Popen, http: str, token: str, stop: threading.Eve
         if gateway.poll() is not None:
             print("fleet: the gateway ended", flush=True)
             return 1
-        status, line = _serve_state()
-        in_use, states = _registered(http, token)
-        served = served or bool(in_use)
-        line = f"{line}; at the gateway: {states}"
+        line, failed = _by_serve()
+        states = registered(http, token)
+        served = served or "serves" in states.values()
+        line += "; at the gateway: " + (", ".join(map(" ".join, states.items())) or "none")
         if line != shown:
             print(f"{time.monotonic() - began_s:7.1f} s  {line}", flush=True)
             shown = line
-        if status == _FAILED and not served:
+        if failed and not served:
             return 1
     return 0
 
 
-def _serve_state() -> tuple[str, str]:
-    """Return the application's status by Serve, and a line with the numbers of its replicas by state."""
+def _by_serve() -> tuple[str, bool]:
+    """Return a line with the number of replicas by state, and whether the latest deployment has failed."""
     from ray import serve
     from ray.exceptions import RayError
 
     try:
-        found = serve.status().applications.get(APPLICATION)
+        found = serve.status().applications[APPLICATION]
+    except KeyError:
+        return "nothing is deployed", False
     except (RayError, RuntimeError, ConnectionError) as error:
-        return "", f"Ray does not answer ({type(error).__name__}), the servers go on for orphan_s"
-    if found is None:
-        return "", "nothing is deployed"
-    deployment, status = found.deployments.get(DEPLOYMENT), str(found.status.value)
-    states = deployment.replica_states if deployment else {}
-    counts = ", ".join(f"{count} {state.lower()}" for state, count in sorted(states.items())) or "no replica"
-    problem = found.message or (deployment.message if deployment else "")
-    return status, f"{status.lower()}: {counts}" + (f": {problem.strip()}" if status == _FAILED else "")
+        return f"Ray does not answer ({type(error).__name__}); servers go on for orphan_s", False
+    counts: Counter[str] = Counter()
+    for deployment in found.deployments.values():
+        counts.update(deployment.replica_states)
+    failed = found.status.value == "DEPLOY_FAILED"
+    states = ", ".join(f"{count} {state.lower()}" for state, count in sorted(counts.items())) or "no replica"
+    return f"{found.status.value.lower()}: {states}" + (f": {found.message.strip()}" if failed else ""), failed
 
 
-def _registered(http: str, token: str) -> tuple[int, str]:
-    """Return how many replicas the gateway sends requests to, and a line with those that are registered."""
+def registered(http: str, token: str) -> dict[str, str]:
+    """Return what every replica does, by its address: serves, or its state; nothing while no gateway answers."""
     request = urllib.request.Request(f"http://{http}/admin/replicas", headers={"authorization": f"Bearer {token}"})
-    try:
-        with urllib.request.urlopen(request, timeout=2) as answer:
-            entries = json.load(answer)["replicas"]
-    except (OSError, ValueError) as error:
-        return 0, f"no answer ({error})"
-    names = (f"{entry['address']} {'serves' if entry['in_use'] else entry['state']}" for entry in entries)
-    return sum(entry["in_use"] for entry in entries), ", ".join(names) or "none"
+    with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(request, timeout=2) as answer:
+        entries = json.load(answer)["replicas"]
+        return {entry["address"]: "serves" if entry["in_use"] else entry["state"] for entry in entries}
+    return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -17,10 +16,7 @@ from gateway.config.settings import Url
 
 _LOG = logging.getLogger(__name__)
 MAX_REGISTERED = 1000
-# A withdrawn address that a list names too stays out for as long, which covers its drain; then probes decide.
-WITHDRAWN_S = 60.0
-# After the end of a lease: a gateway that stood still reads the beats that came meanwhile before it forgets replicas.
-GRACE_S = 0.5
+STOOD_STILL_S = 1.5  # between two checks: then beats wait to be read, and no lease ends before the next check
 
 
 def _address(text: str) -> str:
@@ -53,7 +49,7 @@ class Registration(BaseModel):
 
 
 class Registrations:
-    """The registered replicas of all pools, by name.
+    """The registered replicas of all pools, one at each address. Call ``check`` every second.
 
     joined, left: called with pool and address when a replica begins and ceases to be one that gets requests, before
     ``put`` and ``withdraw`` return.
@@ -61,99 +57,70 @@ class Registrations:
 
     def __init__(self, joined: Callable[[str, str], None], left: Callable[[str, str], None]) -> None:
         self._joined, self._left = joined, left
-        self._entries: dict[str, tuple[Registration, float, asyncio.TimerHandle]] = {}  # what, when, its end
-        self._names: dict[str, str] = {}  # by address
-        self._withdrawn: dict[str, float] = {}  # until when, by address
+        self._entries: dict[str, tuple[str, Registration, float]] = {}  # name, what, and when, by address
+        self._checked_s = 0.0
 
-    def put(self, name: str, registration: Registration) -> None:
-        """Register a replica or renew its lease. The latest name of an address replaces others.
-
-        Raises Overloaded for a new one beyond MAX_REGISTERED.
-        """
-        if name not in self._entries and len(self._entries) >= MAX_REGISTERED:
+    def put(self, name: str, known: Registration) -> None:
+        """Register a replica or renew its lease. Raises Overloaded for a new one beyond MAX_REGISTERED."""
+        _, before, _ = self._entries.get(known.address, (name, None, 0.0))
+        if before is None and len(self._entries) >= MAX_REGISTERED:
             raise Overloaded(f"{MAX_REGISTERED} replicas are registered, and no more are allowed", 1.0)
-        before, other = self._take(name), self._names.get(registration.address)
-        if other is not None:
-            _LOG.warning("replica %s: registered as %s and now as %s", registration.address, other, name)
-        gone = [known for known in (before, self._take(other or "")) if known is not None]
-        end = asyncio.get_running_loop().call_later(registration.lease_s, self._lease_over, name)
-        self._entries[name] = (registration, time.monotonic(), end)
-        self._names[registration.address] = name
-        if before is None or before.state != registration.state:
-            _LOG.info("replica %s of pool %r is %s", name, registration.pool, registration.state)
-        for known in gone:
-            if (known.pool, known.address) != (registration.pool, registration.address):
-                self._left(known.pool, known.address)
-        if registration.state == "draining":
-            self._withdrawn[registration.address] = time.monotonic() + WITHDRAWN_S
-        elif registration.state == "ready":
-            self._withdrawn.pop(registration.address, None)
-            self._joined(registration.pool, registration.address)
-            return
-        self._left(registration.pool, registration.address)
+        if before is None or before.state != known.state:
+            _LOG.info("replica %s of pool %r is %s", name, known.pool, known.state)
+        if before is not None and before.pool != known.pool:
+            self._left(before.pool, before.address)
+        self._entries[known.address] = name, known, time.monotonic()
+        (self._joined if known.state == "ready" else self._left)(known.pool, known.address)
 
     def withdraw(self, name: str) -> bool:
         """Forget a replica; return whether it was known. It gets no request from now on."""
-        known = self._take(name)
-        if known is None:
-            return False
-        _LOG.info("replica %s of pool %r has withdrawn", name, known.pool)
-        self._withdrawn[known.address] = time.monotonic() + WITHDRAWN_S
-        self._left(known.pool, known.address)
-        return True
+        addresses = [address for address, (other, *_) in self._entries.items() if other == name]
+        for address in addresses:
+            self._forget(address, "it has withdrawn")
+        return bool(addresses)
+
+    def check(self, now_s: float) -> None:
+        """End the leases that are over. now_s: ``time.monotonic()``."""
+        late = now_s - self._checked_s > STOOD_STILL_S
+        self._checked_s = now_s
+        for address, (_, known, at_s) in list(self._entries.items()):
+            if not late and now_s - at_s > known.lease_s:
+                self._forget(address, f"no beat for {now_s - at_s:.1f} s")
 
     def replicas(self, pool: str, listed: Iterable[str]) -> set[str]:
         """Return the addresses of a pool's replicas that get requests.
 
-        listed: by another source; those that are registered otherwise, or withdrew a short time ago, are left out.
+        listed: by another source; those that are registered otherwise are left out.
         """
-        now_s = time.monotonic()
-        self._withdrawn = {address: until_s for address, until_s in self._withdrawn.items() if until_s > now_s}
-        entries = [known for known, *_ in self._entries.values()]
+        entries = [known for _, known, _ in self._entries.values()]
         ready = {known.address for known in entries if known.pool == pool and known.state == "ready"}
-        return set(listed) - self._withdrawn.keys() - self._names.keys() | ready
+        return set(listed) - self._entries.keys() | ready
 
     def starting(self, pool: str) -> list[float | None]:
         """Return for each replica of a pool that starts the seconds until it is ready, None where unknown."""
         now_s = time.monotonic()
         return [
-            known.expected_s if known.expected_s is None else max(0.0, known.expected_s - (now_s - at_s))
-            for known, at_s, _ in self._entries.values()
+            None if known.expected_s is None else max(0.0, known.expected_s - (now_s - at_s))
+            for _, known, at_s in self._entries.values()
             if known.pool == pool and known.state == "starting"
         ]
 
     def metrics_url(self, address: str) -> str:
         """Return the metrics URL that the replica at ``address`` gave; "" if none."""
-        return self._entries[self._names[address]][0].metrics_url if address in self._names else ""
+        return self._entries[address][1].metrics_url if address in self._entries else ""
 
     def entries(self) -> list[dict[str, Any]]:
         """Return what is registered: the fields of each, its name, and the seconds since its last beat."""
         now_s = time.monotonic()
         return [
             {"name": name, **known.model_dump(), "beat_age_s": round(now_s - at_s, 3)}
-            for name, (known, at_s, _) in sorted(self._entries.items())
+            for name, known, at_s in sorted(self._entries.values(), key=lambda entry: entry[0])
         ]
 
-    def close(self) -> None:
-        for name in list(self._entries):
-            self._take(name)
-
-    def _take(self, name: str) -> Registration | None:
-        known, _, end = self._entries.pop(name, (None, 0.0, None))
-        if end is not None and known is not None:
-            end.cancel()
-            del self._names[known.address]
-        return known
-
-    def _lease_over(self, name: str) -> None:
-        known, at_s, _ = self._entries[name]
-        self._entries[name] = known, at_s, asyncio.get_running_loop().call_later(GRACE_S, self._expire, name)
-
-    def _expire(self, name: str) -> None:
-        known = self._take(name)
-        assert known is not None, "a lease ends only while its replica is registered"
-        _LOG.warning("replica %s of pool %r: no beat for %g s", name, known.pool, known.lease_s)
-        self._left(known.pool, known.address)
+    def _forget(self, address: str, reason: str) -> None:
+        name, known, _ = self._entries.pop(address)
+        _LOG.info("replica %s of pool %r is forgotten: %s", name, known.pool, reason)
+        self._left(known.pool, address)
 
 
 class Registered:

@@ -268,7 +268,6 @@ class Replicas:
         self._addresses = dict(addresses)
 
     async def close(self) -> None:
-        self.registrations.close()
         await asyncio.gather(*(pool.close() for pool in (*self._sets.values(), *self._retired)))
         if self._http is not None:
             await self._http.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 
 import pytest
 from hypothesis import given
@@ -25,17 +25,14 @@ class Pools:
     def put(self, name: str, port: int = 1, **fields) -> None:
         self.registrations.put(name, Registration(address=f"h:{port}", **fields))
 
-
-@pytest.fixture
-def leases(monkeypatch):
-    """Leases of any length, so that no test waits for a second."""
-    monkeypatch.setattr(registrations, "GRACE_S", 0.01)
-    return lambda address, lease_s, **fields: Registration.model_construct(
-        **Registration(address=address, **fields).model_dump() | {"lease_s": lease_s}
-    )
+    def pass_time(self, *seconds: float) -> None:
+        """Check so many seconds from now, one after the other."""
+        now_s = time.monotonic()
+        for later_s in seconds:
+            self.registrations.check(now_s + later_s)
 
 
-async def test_only_a_ready_one_gets_requests():
+def test_only_a_ready_one_gets_requests():
     pools = Pools()
     for state, picked in (("starting", set()), ("ready", {("", "h:1")}), ("draining", set()), ("ready", {("", "h:1")})):
         pools.put("a", state=state)
@@ -44,42 +41,35 @@ async def test_only_a_ready_one_gets_requests():
     assert not pools.registrations.withdraw("a")
 
 
-async def test_a_lease_ends_unless_it_is_renewed(leases):
+def test_a_lease_ends_unless_it_is_renewed():
     pools = Pools()
-    for _ in range(10):
-        pools.registrations.put("a", leases("h:1", 0.05))
-        pools.registrations.put("once", leases("h:2", 0.05)) if not pools.picked else None
-        await asyncio.sleep(0.015)
-    assert pools.picked == {("", "h:1")}
-    await asyncio.sleep(0.15)
-    assert not pools.picked and not pools.registrations.entries()
+    pools.put("a", 1, lease_s=3)
+    pools.put("b", 2, lease_s=10)
+    pools.pass_time(0, 1, 2, 2.9)
+    assert len(pools.picked) == 2
+    pools.pass_time(3.1)
+    assert pools.picked == {("", "h:2")} and len(pools.registrations.entries()) == 1
 
 
-async def test_a_gateway_that_stood_still_reads_the_beats_before_it_forgets_replicas(leases, monkeypatch):
-    monkeypatch.setattr(registrations, "GRACE_S", 0.1)
+def test_a_gateway_that_stood_still_reads_the_beats_before_it_forgets_replicas():
     pools = Pools()
-    pools.registrations.put("a", leases("h:1", 0.02))
-    await asyncio.sleep(0.06)
+    pools.put("a", 1, lease_s=3)
+    pools.pass_time(0, 60)
     assert pools.picked == {("", "h:1")}
-    pools.registrations.put("a", leases("h:1", 30.0))
-    await asyncio.sleep(0.12)
-    assert pools.picked == {("", "h:1")}
-    pools.registrations.close()
+    pools.pass_time(61)
+    assert not pools.picked
 
 
-async def test_a_change_of_pool_or_address_leaves_the_old_one():
+def test_a_change_of_pool_leaves_the_old_one_and_a_new_process_replaces_a_killed_one():
     pools = Pools()
     pools.put("a", 1, pool="stable")
     pools.put("a", 1, pool="canary")
     assert pools.picked == {("canary", "h:1")}
-    pools.put("a", 2, pool="canary")
-    assert pools.picked == {("canary", "h:2")}
-    pools.put("b", 2, pool="canary")  # a new process at the address of a killed one
+    pools.put("b", 1, pool="canary")
     assert [entry["name"] for entry in pools.registrations.entries()] == ["b"]
-    pools.registrations.close()
 
 
-async def test_their_number_is_bounded(monkeypatch):
+def test_their_number_is_bounded(monkeypatch):
     monkeypatch.setattr(registrations, "MAX_REGISTERED", 2)
     pools = Pools()
     pools.put("a", 1)
@@ -87,17 +77,15 @@ async def test_their_number_is_bounded(monkeypatch):
     with pytest.raises(Overloaded, match="2 replicas"):
         pools.put("c", 3)
     pools.put("b", 2)
-    pools.registrations.close()
 
 
-async def test_those_that_start_are_told_with_the_time_that_is_left():
+def test_those_that_start_are_told_with_the_time_that_is_left():
     pools = Pools()
     pools.put("a", 1, state="starting", expected_s=30)
     pools.put("b", 2, state="starting")
     known, unknown = pools.registrations.starting("")
     assert 29 < known <= 30 and unknown is None
     assert not pools.registrations.starting("other") and not pools.picked
-    pools.registrations.close()
 
 
 class Source:
@@ -120,7 +108,7 @@ async def test_a_list_and_registrations_make_one_set():
     pools.put("b", 2)
     pools.put("c", 3, pool="other")
     assert await both.replicas() == ("h:1", "h:2", "h:9")
-    pools.registrations.withdraw("a")  # although the list names it
+    pools.put("a", 1, state="draining")  # although the list names it
     assert await both.replicas() == ("h:2", "h:9")
     pools.put("a", 1, state="starting")
     assert await both.replicas() == ("h:2", "h:9")
@@ -128,7 +116,6 @@ async def test_a_list_and_registrations_make_one_set():
     assert await both.replicas() == ("h:1", "h:2", "h:9")
     source.urls = ()  # the list of before serves on
     assert await both.replicas() == ("h:1", "h:2", "h:9")
-    pools.registrations.close()
 
 
 async def test_a_source_that_fails_is_told_while_nothing_has_registered():
@@ -138,7 +125,6 @@ async def test_a_source_that_fails_is_told_while_nothing_has_registered():
         await both.replicas()
     pools.put("a", 1)
     assert await both.replicas() == ("h:1",)
-    pools.registrations.close()
 
 
 NAMES = st.sampled_from("abcd")
@@ -153,20 +139,17 @@ ACTIONS = st.one_of(
 
 @given(st.lists(ACTIONS, max_size=25))
 def test_what_is_picked_is_always_what_is_registered_as_ready(actions):
-    async def run() -> None:
-        pools = Pools()
-        for kind, name, *rest in actions:
-            if kind == "put":
-                port, pool, state = rest
-                pools.put(name, port, pool=pool, state=state)
-            else:
-                pools.registrations.withdraw(name)
-            entries = pools.registrations.entries()
-            ready = {(entry["pool"], entry["address"]) for entry in entries if entry["state"] == "ready"}
-            assert pools.picked == ready
-            assert ready == {(pool, url) for pool in "pq" for url in pools.registrations.replicas(pool, ())}
-            assert len({entry["address"] for entry in entries}) == len(entries)
-        pools.registrations.close()
-        assert not pools.registrations.entries()
-
-    asyncio.run(run())
+    pools = Pools()
+    for kind, name, *rest in actions:
+        if kind == "put":
+            port, pool, state = rest
+            pools.put(name, port, pool=pool, state=state)
+        else:
+            pools.registrations.withdraw(name)
+        entries = pools.registrations.entries()
+        ready = {(entry["pool"], entry["address"]) for entry in entries if entry["state"] == "ready"}
+        assert pools.picked == ready
+        assert ready == {(pool, url) for pool in "pq" for url in pools.registrations.replicas(pool, ())}
+        assert len({entry["address"] for entry in entries}) == len(entries)
+    pools.pass_time(0, 1, 2, 3.1)
+    assert not pools.picked and not pools.registrations.entries()
