@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import InvalidArgument, Unavailable
+from gateway import banner
 from gateway.config import configuration, pools, release_file
 from gateway.config.settings import Settings, variable
 
@@ -120,8 +121,8 @@ def _described(release: dict[str, Any]) -> list[str]:
     burns = [f"{name} {rate['short']:.1f}/{rate['long']:.1f}" for name, rate in release["burn_rates"].items()]
     automatic = f"rolled back from {limits['burn_rate']:g} on" if limits["automatic"] else "not rolled back by itself"
     lines.append(f"  burn rates (short/long window): {', '.join(burns) or 'none yet'}; {automatic}")
-    if release["copies"]:
-        lines.append("  copies: " + ", ".join(f"{count} {result}" for result, count in release["copies"].items()))
+    if copies := release["candidate"]["copies"]:
+        lines.append("  copies: " + ", ".join(f"{count} {result}" for result, count in copies.items()))
     return lines
 
 
@@ -132,8 +133,8 @@ def _file(arguments: argparse.Namespace) -> Path | None:
 
 def _own_url() -> str:
     settings = Settings.from_environment(os.environ)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104
-    return f"{'https' if settings.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{settings.http_port}"
+    scheme = "https" if settings.tls_cert else "http"
+    return f"{scheme}://{banner.reachable(settings.host, settings.http_port)}"
 
 
 def _call(url: str, path: str, fields: dict[str, Any] | None = None) -> Any:

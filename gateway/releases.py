@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from gateway.config.release import ReleaseRules
 from gateway.telemetry import burn_rate
@@ -21,11 +19,10 @@ PERIOD_S = 1.0
 
 @dataclass
 class _Watched:
-    """baseline: of the stable pool when it last had traffic. rollbacks: since the start of the gateway."""
+    """baseline: of the stable pool when it last had traffic. verdict: the latest one."""
 
     baseline: Outcomes = field(default_factory=Outcomes)
     verdict: Verdict = field(default_factory=Verdict)
-    rollbacks: int = 0
 
 
 class Releases:
@@ -73,7 +70,6 @@ class Releases:
         if rules is None or rules.rolled_back:
             return
         self._stopped[name] = (rules.started, reason)
-        self._watched[name].rollbacks += 1
         _LOG.error("release %s: rolled back from %g %% of %s: %s", name, rules.weight, rules.candidate, reason)
         self._rolled_back(name, reason)
 
@@ -91,46 +87,25 @@ class Releases:
                 watched.baseline = stable
             if not rules.share:
                 continue
-            windows = (
-                self._outcomes.window(rules.candidate, seconds) for seconds in (rollback.short_s, rollback.long_s)
-            )
-            watched.verdict = burn_rate.judge(rollback, (next(windows), next(windows)), watched.baseline)
+            short, long = (self._outcomes.window(rules.candidate, s) for s in (rollback.short_s, rollback.long_s))
+            watched.verdict = burn_rate.judge(rollback, (short, long), watched.baseline)
             if watched.verdict.reason and rollback.automatic:
                 self.roll_back(name, watched.verdict.reason)
+
+    def judged(self) -> list[tuple[str, ReleaseRules, Verdict]]:
+        """Return each release as it holds now, with the latest verdict."""
+        return [(name, rules, self._watched[name].verdict) for name, rules in self.current.items()]
 
     def status(self) -> list[dict[str, Any]]:
         """Return every release with the figures of both pools over the long window."""
         found = []
-        for name, rules in self.current.items():
+        for name, rules, verdict in self.judged():
             pools = {
                 role: {"pool": pool, **self._outcomes.window(pool, rules.rollback.long_s).summary()}
                 for role, pool in (("stable", rules.stable), ("candidate", rules.candidate))
             }
-            burns = {objective: burn._asdict() for objective, burn in self._watched[name].verdict.burns.items()}
+            burns = {objective: burn._asdict() for objective, burn in verdict.burns.items()}
             fields = rules.model_dump(mode="json", exclude={"stable", "candidate"})
             state = "rolled back" if rules.rolled_back else "running" if rules.weight else "waiting"
             found.append({"name": name, "state": state, **fields, **pools, "burn_rates": burns})
         return found
-
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> Iterable[Metric]:
-        weight = GaugeMetricFamily(
-            "trident_gateway_release_weight", "Percent that the candidate gets now", labels=("release", "kind")
-        )
-        burn = GaugeMetricFamily(
-            "trident_gateway_release_burn_rate",
-            "Speed at which the candidate burns a budget, 1 uses it up",
-            labels=("release", "objective", "window"),
-        )
-        rollbacks = CounterMetricFamily(
-            "trident_gateway_release_rollbacks", "Rollbacks by this gateway", labels=("release",)
-        )
-        for name, rules in self.current.items():
-            weight.add_metric((name, rules.kind), rules.share * 100)
-            rollbacks.add_metric((name,), self._watched[name].rollbacks)
-            for objective, found in self._watched[name].verdict.burns.items():
-                for window, value in found._asdict().items():
-                    burn.add_metric((name, objective, window), value)
-        yield from (weight, burn, rollbacks)

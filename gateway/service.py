@@ -46,7 +46,7 @@ from gateway.routing.circuit_breaker import BreakerPolicy
 from gateway.routing.fallback import Fallback
 from gateway.routing.overflow import Overflow
 from gateway.routing.replicas import Replicas
-from gateway.routing.shadow import Copy, Shadow
+from gateway.routing.shadow import Shadow
 from gateway.telemetry import request_log
 from gateway.telemetry.metrics import ENGINE, Metrics, refusal_reason
 from gateway.telemetry.state_metrics import PoolState, ReplicaSeconds, StateMetrics
@@ -118,8 +118,7 @@ class Service:
         self.releases = Releases(self.metrics.outcomes, self._rolled_back, self.tell_workers)
         self.replicas.on_call, self.admission.on_refusal = self.metrics.called, self.metrics.refused
         self.state_metrics = self._state_metrics()
-        self.shadows: dict[str | None, Shadow] = {}  # by the stable pool of a release; None: of [shadow], for all pools
-        self._retired: list[Shadow] = []
+        self.shadow = Shadow(self.replicas, random.Random(), self.metrics.copied, self.metrics.generated)
         self._runtime = GenerationRuntime(
             settings,
             self.replicas,
@@ -127,20 +126,18 @@ class Service:
             self.live,
             self.metrics,
             self.tracing,
-            self._shadow_copy,
+            self.shadow.begin,
             lambda: self.reports_cached_tokens,
         )
         self.replicas.encoders = configuration.pools.encoders
         self.encoding = Encoding(settings, self.replicas, self.admission, self.live, self.metrics, self.tracing)
         self._tasks: list[asyncio.Task] = []
-        self._writing: set[asyncio.Future[None]] = set()
 
     async def start(self) -> None:
         self.overflow.start()
         self.apply()
         self.configuration.changed, self.configuration.prepare = self.apply, self._prepare
         self.metrics.registry.register(self.state_metrics)
-        self.metrics.registry.register(self.releases)
         if self.link is not None:
             self.link.reported = self.replicas.reported
             registrations = self.replicas.registrations  # a beat reaches one worker
@@ -165,7 +162,7 @@ class Service:
         self.models.change(self._table(policy))
         self.replicas.encoders, self.replicas.held = pools.encoders, pools.held
         self.releases.change(policy.releases)
-        self.replicas.change(pools.sources, pools.shares, self.models.pools, self.releases.current)
+        self.replicas.change(pools.sources, pools.shares, self.models.pools)
         rules = policy.admission
         if self.configuration.keyless:  # one tenant: there are no others to keep slots free for
             alone = {"tenant_share": 1.0, "short_reserve": 0.0, "max_waiting_per_tenant": rules.max_waiting_per_class}
@@ -175,28 +172,17 @@ class Service:
         self.admission.change(rules, policy.degradation)
         if self.link is not None:
             self.link.change(rules, tuple(pools.sources))
-        self._change_shadows()
+        self._release()
 
-    def _change_shadows(self) -> None:
-        """Begin and end shadow traffic as [shadow] and the releases say. Copies that run go on."""
-        rules: dict[str | None, ShadowRules] = {
-            release.stable: ShadowRules(pool=release.candidate, fraction=release.share)
-            for release in self.releases.current.values()
-            if release.kind == "shadow" and release.share
-        }
-        if self.configuration.policy.shadow is not None:
-            rules[None] = self.configuration.policy.shadow
-        old, self.shadows = self.shadows, {}
-        for pool, rule in rules.items():
-            kept = old.pop(pool, None)
-            if kept is not None and kept.rules.pool != rule.pool:
-                self._retired.append(kept)
-                kept = None
-            self.shadows[pool] = kept or Shadow(
-                rule, self.replicas, self.metrics.shadow, random.Random(), self.metrics.generated
-            )
-            self.shadows[pool].rules = rule
-        self._retired += old.values()
+    def _release(self) -> None:
+        """Divide and copy requests as the releases stand."""
+        releases, shadow = self.releases.current, self.configuration.policy.shadow
+        self.replicas.releases = releases
+        self.shadow.rules = {
+            rules.stable: ShadowRules(pool=rules.candidate, fraction=rules.share)
+            for rules in releases.values()
+            if rules.kind == "shadow" and rules.share
+        } | ({None: shadow} if shadow is not None else {})
 
     async def change_release(self, name: str, action: str, fields: Mapping[str, Any]) -> None:
         """Start, shift or roll back a release, here at once and in the file; a rollback also where that cannot be
@@ -210,30 +196,18 @@ class Service:
         await asyncio.to_thread(release_file.apply, path, action, name, fields, self.configuration.check)
         await self.configuration.reload()
 
-    def release_status(self) -> list[dict[str, Any]]:
-        """Return Releases.status with the results of shadow copies."""
-        return [
-            {**entry, "copies": self.shadows[pool].counts if (pool := entry["stable"]["pool"]) in self.shadows else {}}
-            for entry in self.releases.status()
-        ]
-
     def _rolled_back(self, name: str, reason: str) -> None:
         """Send nothing to the candidate of a release any more, and say so in the file, where it can be written."""
-        self.replicas.releases = self.releases.current
-        self._change_shadows()
+        self._release()
         self.tell_workers("rolled_back", name, reason)
-        path = self.configuration.path
-        assert path is not None, "releases stand in the file"
+        self._tasks.append(asyncio.create_task(self._write_rollback(name, reason)))
 
-        async def write() -> None:
-            try:
-                await asyncio.to_thread(release_file.apply, path, "rollback", name, {"reason": reason})
-            except TridentError as error:
-                _LOG.error("release %s: the rollback holds in this gateway only: %s", name, error)
-
-        writing = asyncio.ensure_future(write())
-        self._writing.add(writing)
-        writing.add_done_callback(self._writing.discard)
+    async def _write_rollback(self, name: str, reason: str) -> None:
+        assert self.configuration.path is not None, "releases stand in the file"
+        try:
+            await asyncio.to_thread(release_file.apply, self.configuration.path, "rollback", name, {"reason": reason})
+        except TridentError as error:
+            _LOG.error("release %s: the rollback holds in this gateway only: %s", name, error)
 
     def _opened(self, url: str) -> None:
         self.tell_workers("opened", url)
@@ -288,7 +262,7 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*self._writing, *(shadow.close() for shadow in (*self.shadows.values(), *self._retired)))
+        await self.shadow.close()
         await self.replicas.close()
         await self.overflow.close()
         self.models.close()
@@ -458,10 +432,6 @@ class Service:
         degradation = self.configuration.policy.degradation
         return degradation.overflow if degradation is not None else ()
 
-    def _shadow_copy(self, request: GenerationRequest, pool: str) -> Copy | None:
-        shadow = self.shadows.get(pool) or self.shadows.get(None)
-        return shadow.begin(request) if shadow is not None else None
-
     def _state_metrics(self) -> StateMetrics:
         return StateMetrics(
             replicas=self.replicas.all,
@@ -472,6 +442,7 @@ class Service:
             replica_seconds=self.replica_seconds.total,
             tokens=lambda: self.metrics.engine_tokens,
             prices=lambda: self.configuration.policy.prices,
+            releases=self.releases.judged,
         )
 
     def _pool_states(self) -> Iterator[PoolState]:

@@ -150,10 +150,10 @@ GATEWAY_LAYERS = (
     ("cache", "tools"),
     ("api",),
     ("batch",),
-    ("openapi", "release_commands"),
+    ("openapi", "banner"),
     ("app",),
-    ("banner", "command_line", "sighup", "worker_metrics"),
-    ("workers",),
+    ("release_commands", "sighup", "worker_metrics"),
+    ("command_line", "workers"),
     ("__main__",),
 )
 

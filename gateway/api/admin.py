@@ -73,7 +73,7 @@ def routes(service: Service) -> list[Route]:
         return {"replicas": [entry | {"in_use": entry["address"] in known} for entry in registrations.entries()]}
 
     async def releases(request: Request) -> Any:
-        return {"releases": service.release_status(), "problem": service.configuration.problem}
+        return {"releases": service.releases.status(), "problem": service.configuration.problem}
 
     async def change_release(request: Request) -> Any:
         change = await body(service, request, ReleaseChange)

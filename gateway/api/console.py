@@ -83,7 +83,7 @@ class Console:
             "samples": samples,
             "pools": {pool: window(pool, WINDOW_S).summary() for pool in service.replicas.pools},
             "registered": service.replicas.registrations.entries(),
-            "releases": service.release_status(),
+            "releases": service.releases.status(),
             "scaling": list(self._decisions),
         }
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
@@ -17,9 +17,6 @@ from tomlkit.exceptions import TOMLKitError
 from contract.errors import InvalidArgument, NotFound
 from gateway.config import policy, release
 from gateway.config.release import ReleaseRules
-
-if sys.platform != "win32":
-    import fcntl
 
 Actions = ("start", "shift", "rollback")
 
@@ -98,8 +95,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of all writers on this machine. The folder's, as the file itself is replaced."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        if sys.platform != "win32":
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)

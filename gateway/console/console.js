@@ -283,7 +283,7 @@ function showReleases(releases) {
     const rates = Object.entries(burns).map(([name, burn]) => `${name.replace("_", " ")} ${round(burn.short, 1)} / ${round(burn.long, 1)}`);
     const limit = rollback.automatic ? `rolled back from ${rollback.burn_rate} on` : "not rolled back automatically";
     put(card.querySelector(".burn"), `Burn rates, short / long window: ${rates.join(", ") || "none yet"}; ${limit}.`);
-    const copies = Object.entries(release.copies).map(([result, count]) => `${count} ${result}`);
+    const copies = Object.entries(candidate.copies).map(([result, count]) => `${count} ${result}`);
     put(card.querySelector(".copies"), copies.length ? `Copies: ${copies.join(", ")}` : "");
     for (const control of card.querySelectorAll(".shift input, .shift button")) control.disabled = stopped;
     card.querySelector(".danger").disabled = stopped;

@@ -187,7 +187,7 @@ class Replicas:
         self._weights = settings.weights
         self._public = _drawn(settings.weights)
         self._groups: Mapping[str, Sequence[str]] = {}
-        self.releases: Mapping[str, ReleaseRules] = {}
+        self.releases: Mapping[str, ReleaseRules] = {}  # whose candidates take a part of a pool's requests
         self._http: aiohttp.ClientSession | None = None
         self._turn = 0
         self.on_call: Callable[[str, TridentError | None, bool | None], None] = lambda pool, error, failed: None
@@ -242,15 +242,12 @@ class Replicas:
         addresses: Mapping[str, str],
         weights: Mapping[str, float],
         groups: Mapping[str, Sequence[str]] = MappingProxyType({}),
-        releases: Mapping[str, ReleaseRules] = MappingProxyType({}),
     ) -> None:
         """Replace the pools and their weights. Requests in progress are not touched.
 
         addresses: the source of each pool's replicas. weights: share of each.
         groups: pools by the name of a group, which requests can be pinned to as to a pool; a group may be empty.
-        releases: which candidates take a part of a pool's requests.
         """
-        self.releases = releases
         self._weights, self._groups, self._public = dict(weights), groups, _drawn(weights)
         for pool in self._addresses.keys() - addresses.keys():
             retired = self._sets.pop(pool)

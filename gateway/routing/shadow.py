@@ -11,9 +11,9 @@ import dataclasses
 import hashlib
 import random
 import time
-from collections.abc import Callable
-
-from prometheus_client import Counter
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from clients.wire.connection import new_request_id
 from clients.wire.retries import NO_RETRY, RetryBudget, RetrySchedule
@@ -26,75 +26,72 @@ from gateway.routing.replicas import Replicas
 
 # agree, differ: the texts of a deterministic request; undetermined: both are there and need not be equal;
 # failed: the copy; unfinished: the original; full: no copy was made, too many run.
+_Result = TypeVar("_Result")
 RESULTS = ("agree", "differ", "undetermined", "failed", "unfinished", "full")
 
 
 class Shadow:
-    """Sends copies to one pool. ``close`` cancels those that run.
+    """Sends copies to other pools. ``close`` cancels those that run.
 
-    generated: called at the end of a copy as Metrics.generated. counts: the results of this object.
+    rules: by the pool that serves the original; None: of all other pools. Changed at any time.
+    count: called with a copy's pool and its result. generated: called at the end of a copy as Metrics.generated.
     """
 
     def __init__(
         self,
-        rules: ShadowRules,
         replicas: Replicas,
-        results: Counter,
         rng: random.Random,
-        generated: Callable[[str, int, int, float | None, float | None], None] = lambda *figures: None,
+        count: Callable[[str, str], None],
+        generated: Callable[[str, int, int, float | None, float | None], None],
     ) -> None:
-        self.rules, self._replicas, self._results, self._rng = rules, replicas, results, rng
-        self._generated = generated
-        self.counts = dict.fromkeys(RESULTS, 0)
-        self._copies: set[asyncio.Task] = set()
-        self._comparing: set[asyncio.Task] = set()
+        self._replicas, self._rng, self.count, self._generated = replicas, rng, count, generated
+        self.rules: Mapping[str | None, ShadowRules] = {}
+        self._running: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task] = set()
 
-    def begin(self, request: GenerationRequest) -> Copy | None:
-        """Return the copy of this request; None if it is not in the fraction."""
-        if self._rng.random() >= self.rules.fraction:
-            return None
-        return Copy(self, request)
+    def begin(self, request: GenerationRequest, pool: str) -> Copy | None:
+        """Return the copy of this request, which ``pool`` serves; None if it is not in the fraction."""
+        rules = self.rules.get(pool) or self.rules.get(None)
+        return Copy(self, rules, request) if rules is not None and self._rng.random() < rules.fraction else None
 
-    def start(self, request: GenerationRequest) -> asyncio.Task[str] | None:
-        if len(self._copies) >= self.rules.max_running:
-            self.count("full")
+    def start(self, request: GenerationRequest, rules: ShadowRules) -> asyncio.Task[str] | None:
+        if self._running[rules.pool] >= rules.max_running:
+            self.count(rules.pool, "full")
             return None
-        task = asyncio.ensure_future(self._digest(request))
-        self._copies.add(task)
-        task.add_done_callback(self._copies.discard)
+        self._running[rules.pool] += 1
+        return self._task(self._digest(request, rules.pool))
+
+    def compare(self, copy: asyncio.Task[str], pool: str, original: str, determined: bool) -> None:
+        """Count the result once the copy has ended. original: digest of the text; "" if it is incomplete."""
+        self._task(self._compare(copy, pool, original, determined))
+
+    def _task(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
-    def count(self, result: str) -> None:
-        self.counts[result] += 1
-        self._results.labels(result).inc()
-
-    def compare(self, copy: asyncio.Task[str], original: str, determined: bool) -> None:
-        """Count the result once the copy has ended. original: digest of the text; "" if it is incomplete."""
-        comparing = asyncio.ensure_future(self._compare(copy, original, determined))
-        self._comparing.add(comparing)
-        comparing.add_done_callback(self._comparing.discard)
-
     async def close(self) -> None:
-        tasks = self._copies | self._comparing
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _compare(self, copy: asyncio.Task[str], original: str, determined: bool) -> None:
+    async def _compare(self, copy: asyncio.Task[str], pool: str, original: str, determined: bool) -> None:
         found = await copy
         if not found:
-            self.count("failed")
+            self.count(pool, "failed")
         elif not original:
-            self.count("unfinished")
+            self.count(pool, "unfinished")
         elif not determined:
-            self.count("undetermined")
+            self.count(pool, "undetermined")
         else:
-            self.count("agree" if found == original else "differ")
+            self.count(pool, "agree" if found == original else "differ")
 
-    async def _digest(self, request: GenerationRequest) -> str:
-        """Return the digest of the copy's text; "" if it fails."""
+    async def _digest(self, request: GenerationRequest, pool: str) -> str:
+        """Return the digest of the copy's text at ``pool``; "" if it fails."""
         copy = dataclasses.replace(request, request_id=new_request_id(), stream=True)
-        route = self._replicas.route(copy, self.rules.pool)
+        route = self._replicas.route(copy, pool)
         route.priority = 0.0  # behind all requests of callers
         schedule = RetrySchedule(NO_RETRY, RetryBudget(), self._rng)
         began_s, first_s, text, usage = time.monotonic(), 0.0, hashlib.sha256(), Usage(0, 0)
@@ -105,17 +102,19 @@ class Shadow:
                 usage = delta.usage or usage
         except TridentError:
             return ""
+        finally:
+            self._running[pool] -= 1
         decoding_s, tokens = time.monotonic() - first_s, usage.output_tokens
         per_token_s = decoding_s / (tokens - 1) if tokens > 1 else None
-        self._generated(route.pool, usage.input_tokens, tokens, first_s - began_s if first_s else None, per_token_s)
+        self._generated(pool, usage.input_tokens, tokens, first_s - began_s if first_s else None, per_token_s)
         return text.hexdigest()
 
 
 class Copy:
     """The copy of one request; it observes the original."""
 
-    def __init__(self, shadow: Shadow, request: GenerationRequest) -> None:
-        self._shadow, self._request = shadow, request
+    def __init__(self, shadow: Shadow, rules: ShadowRules, request: GenerationRequest) -> None:
+        self._shadow, self._rules, self._request = shadow, rules, request
         self._text = hashlib.sha256()
         self._task: asyncio.Task[str] | None = None
         self._begun = self._whole = False
@@ -125,9 +124,9 @@ class Copy:
         self._whole = self._whole or delta.finish_reason is not None
         if not self._begun:
             self._begun = True
-            self._task = self._shadow.start(self._request)
+            self._task = self._shadow.start(self._request, self._rules)
 
     def ended(self, error: TridentError | None) -> None:
         if self._task is not None:
             original = self._text.hexdigest() if self._whole and error is None else ""
-            self._shadow.compare(self._task, original, deterministic(self._request))
+            self._shadow.compare(self._task, self._rules.pool, original, deterministic(self._request))

@@ -83,7 +83,7 @@ def judge(rules: RollbackRules, candidate: tuple[Outcomes, Outcomes], stable: Ou
 
 def _slow(ratio: float, windows: list[Distribution]) -> list[Share]:
     """Return the shares that are slower than ``ratio`` times the last window's 95th percentile; none if unknown."""
-    if not ratio or len(windows[-1]) < LEAST_STABLE:
+    if not ratio or windows[-1].total() < LEAST_STABLE:
         return []
     limit_s = ratio * windows[-1].percentile(0.95)
-    return [Share(times.above(limit_s), len(times)) for times in windows]
+    return [Share(times.above(limit_s), times.total()) for times in windows]

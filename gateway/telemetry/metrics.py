@@ -163,6 +163,11 @@ class Metrics:
             outcomes.errors += failed
             self.calls.labels(pool, "error" if failed else "ok").inc()
 
+    def copied(self, pool: str, result: str) -> None:
+        """Count a shadow copy that was sent to the pool. result: one of shadow.RESULTS."""
+        self.outcomes.now(pool).copies[result] += 1
+        self.shadow.labels(result).inc()
+
     def refused(self, pool: str, reason: str) -> None:
         """Count a request that the pool had no room for."""
         self.outcomes.now(pool).refusals += 1

@@ -7,40 +7,32 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 SLICE_S = 5.0
 LONGEST_S = 3600.0
+_COUNTS = ("requests", "errors", "refusals", "input_tokens", "output_tokens")
 _GROWTH = math.log(1.1)  # of the bounds of a distribution: percentiles are at most 10 % too high
 
 
-class Distribution:
+class Distribution(Counter[int]):
     """Durations in seconds, counted by logarithmic buckets."""
 
-    def __init__(self) -> None:
-        self._buckets: Counter[int] = Counter()
-
     def add(self, seconds: float) -> None:
-        self._buckets[math.ceil(math.log(max(seconds, 1e-6)) / _GROWTH)] += 1
-
-    def update(self, other: Distribution) -> None:
-        self._buckets.update(other._buckets)
-
-    def __len__(self) -> int:
-        """Return the number of durations."""
-        return sum(self._buckets.values())
+        self[math.ceil(math.log(max(seconds, 1e-6)) / _GROWTH)] += 1
 
     def percentile(self, fraction: float) -> float:
         """Return the upper bound of the bucket with that quantile, in seconds; 0 without durations."""
-        left = fraction * len(self)
-        for bucket in sorted(self._buckets):
-            left -= self._buckets[bucket]
+        left = fraction * self.total()
+        for bucket in sorted(self):
+            left -= self[bucket]
             if left <= 1e-9:
                 return math.exp(bucket * _GROWTH)
         return 0.0
 
     def above(self, seconds: float) -> int:
         """Return how many durations are in buckets wholly above ``seconds``."""
-        return sum(count for bucket, count in self._buckets.items() if (bucket - 1) * _GROWTH >= math.log(seconds))
+        return sum(count for bucket, count in self.items() if (bucket - 1) * _GROWTH >= math.log(seconds))
 
 
 @dataclass
@@ -51,7 +43,7 @@ class Outcomes:
     errors: those that failed, also where the request then went on elsewhere. refusals: for lack of room, by the gateway
         or a replica.
     input_tokens, output_tokens: of generations that ended. first: time to the first token, queueing included.
-    token: mean time between the tokens of a generation.
+    token: mean time between the tokens of a generation. copies: shadow copies, by result.
     """
 
     requests: int = 0
@@ -61,21 +53,20 @@ class Outcomes:
     output_tokens: int = 0
     first: Distribution = field(default_factory=Distribution)
     token: Distribution = field(default_factory=Distribution)
+    copies: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Outcomes) -> None:
-        for name in ("requests", "errors", "refusals", "input_tokens", "output_tokens"):
+        for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.first.update(other.first)
         self.token.update(other.token)
+        self.copies.update(other.copies)
 
-    def summary(self) -> dict[str, float]:
+    def summary(self) -> dict[str, Any]:
         """Return the figures that operators see; times in seconds, 0 where there are none."""
         return {
-            "requests": self.requests,
-            "errors": self.errors,
-            "refusals": self.refusals,
-            "input_tokens": self.input_tokens,
-            "output_tokens": self.output_tokens,
+            **{name: getattr(self, name) for name in _COUNTS},
+            "copies": dict(self.copies),
             "ttft_p50_s": round(self.first.percentile(0.5), 6),
             "ttft_p95_s": round(self.first.percentile(0.95), 6),
             "itl_p50_s": round(self.token.percentile(0.5), 6),

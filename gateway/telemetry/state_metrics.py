@@ -11,8 +11,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from gateway.admission.pool_slots import PoolSlots
 from gateway.config.policy import Prices
+from gateway.config.release import ReleaseRules
 from gateway.routing.replicas import RoutedReplica
 from gateway.routing.upstream import Upstream
+from gateway.telemetry.burn_rate import Verdict
 
 
 class PoolState(NamedTuple):
@@ -60,6 +62,7 @@ class StateMetrics:
     replica_seconds: healthy replicas integrated over time, seconds.
     tokens: input and output tokens that engines processed.
     prices: None where no price is set; then no cost is reported.
+    releases: names, rules and latest verdicts.
     """
 
     replicas: Callable[[], Iterable[RoutedReplica]]
@@ -70,6 +73,7 @@ class StateMetrics:
     replica_seconds: Callable[[], float]
     tokens: Callable[[], int]
     prices: Callable[[], Prices | None]
+    releases: Callable[[], Iterable[tuple[str, ReleaseRules, Verdict]]] = tuple
 
     def describe(self) -> list[Metric]:
         return []  # or registering would collect before the state exists
@@ -79,6 +83,7 @@ class StateMetrics:
         yield GaugeMetricFamily("trident_gateway_body_bytes", "Bytes of request bodies in flight", self.body_bytes())
         yield from self._pools()
         yield from self._starting()
+        yield from self._releases()
         degraded = CounterMetricFamily("trident_gateway_degraded", "Degraded requests, by stage", labels=("stage",))
         for stage, count in self.degraded().items():
             degraded.add_metric((stage,), count)
@@ -90,6 +95,22 @@ class StateMetrics:
         prices = self.prices()
         if prices is not None:
             yield from _cost(prices, replica_seconds, self.tokens())
+
+    def _releases(self) -> Iterator[Metric]:
+        families = _gauges(
+            ("release",),
+            release_weight="Percent of the requests, or of the copies, that the candidate gets now",
+            release_rolled_back="1 if the release was rolled back",
+        )
+        text, labels = "How fast the candidate burns a budget; 1 uses it up", ("release", "objective", "window")
+        burn_rates = GaugeMetricFamily("trident_gateway_release_burn_rate", text, labels=labels)
+        for name, rules, verdict in self.releases():
+            values = {"release_weight": rules.share * 100, "release_rolled_back": bool(rules.rolled_back)}
+            _add(families, (name,), values)
+            for objective, burn in verdict.burns.items():
+                for window, value in burn._asdict().items():
+                    burn_rates.add_metric((name, objective, window), value)
+        yield from (*families.values(), burn_rates)
 
     def _backends(self) -> Iterator[Metric]:
         families = _gauges(

@@ -93,7 +93,7 @@ async def test_a_gateway_takes_commands_and_tells_its_figures(tmp_path: Path, ca
             assert await ran("shift", "r", "--to", "100") == f"release r: shift taken by {running.base_url}\n"
             body = {"model": "demo", "prompt": "one two", "max_tokens": 4, "temperature": 0}
             assert (await running.post("/v1/completions", body))[0] == 200
-            await until(lambda: running.service.shadows["stable"].counts["agree"] == 1)
+            await until(lambda: running.service.metrics.outcomes.window("next", 60).copies["agree"] == 1)
             shown = await ran("status")
             assert "r: shadow, running, weight 100 %, last 300 s" in shown and "copies: 1 agree" in shown
             [stable_row] = [line.split() for line in shown.splitlines() if line.startswith("  stable")]

@@ -114,8 +114,8 @@ async def test_a_failing_candidate_is_rolled_back_in_memory_in_the_file_and_on_t
         await until(lambda: 'rolled_back = "errors: ' in path.read_text())
         assert path.read_text().startswith("# mine\n[releases.r]")
         page = await running.metrics()
-        assert page['trident_gateway_release_weight{kind="canary",release="r"}'] == 0
-        assert page['trident_gateway_release_rollbacks_total{release="r"}'] == 1
+        assert page['trident_gateway_release_weight{release="r"}'] == 0
+        assert page['trident_gateway_release_rolled_back{release="r"}'] == 1
         assert page['trident_gateway_pool_calls_total{pool="next",result="error"}'] == started
         # A new start is judged by what happens from then on.
         candidate.script = lambda seen: GOOD
@@ -152,8 +152,8 @@ async def test_a_shadow_serves_nobody_and_is_measured_and_compared():
         candidate.script = lambda seen: Script((" other", " text"))
         assert set(await ask(running, 10)) == {200}
         await until(lambda: candidate.counts.started == 10)
-        shadow = running.service.shadows["stable"]
-        await until(lambda: shadow.counts["differ"] + shadow.counts["full"] == 10)
+        copies = running.service.metrics.outcomes.window
+        await until(lambda: sum(copies("next", 60).copies[result] for result in ("differ", "full")) == 10)
         [status] = running.service.releases.status()
         assert status["candidate"]["output_tokens"] > 0 and status["candidate"]["ttft_p50_s"] > 0
         candidate.script = lambda seen: BAD
@@ -161,7 +161,7 @@ async def test_a_shadow_serves_nobody_and_is_measured_and_compared():
             await ask(running, 8)
         await until(lambda: running.service.metrics.outcomes.window("next", 300).errors >= 20)
         running.service.releases.check(time.monotonic() + 10)
-        assert running.service.releases.current["r"].rolled_back and running.service.shadows == {}
+        assert running.service.releases.current["r"].rolled_back and running.service.shadow.rules == {}
 
 
 async def test_refusals_of_a_pool_are_counted_there():
