@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import grpc
@@ -18,7 +17,7 @@ from gateway.api import error_responses
 from gateway.api.openai_http import check_request_id, requested_timeout_s
 from gateway.api.picker import ext_proc_pb2 as pb
 from gateway.api.picker import messages, request
-from gateway.api.picker.pick import Pick
+from gateway.api.picker.pick import OnCut, Pick
 from gateway.api.request_body import bearer_token
 from gateway.request_context import RequestContext
 from gateway.service import Service
@@ -34,7 +33,7 @@ class Exchange:
     done: nothing more is to be said.
     """
 
-    def __init__(self, service: Service, on_cut: Callable[[TridentError], object]) -> None:
+    def __init__(self, service: Service, on_cut: OnCut) -> None:
         """on_cut: ends the stream, for a request at its deadline or a gateway that stops."""
         self._service, self._on_cut, self._began_s = service, on_cut, time.monotonic()
         self._headers: dict[str, str] = {}

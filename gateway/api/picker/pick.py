@@ -23,6 +23,7 @@ from gateway.service import Service
 from gateway.telemetry import request_log
 from gateway.telemetry.metrics import error_type
 
+OnCut = Callable[[TridentError], object]
 MOST_ENDPOINTS = 4  # the first, and those that Envoy tries after it
 _NOT_READ = GenerationRequest(text_input="", max_tokens=1)
 _BY_STATUS = {kind.http_status: kind for kind in reversed(errors.BY_NAME.values())} | {502: Unavailable}
@@ -36,13 +37,7 @@ class Pick:
     """
 
     def __init__(
-        self,
-        service: Service,
-        context: RequestContext,
-        permit: Permit,
-        form: str,
-        began_s: float,
-        on_cut: Callable[[TridentError], object],
+        self, service: Service, context: RequestContext, permit: Permit, form: str, began_s: float, on_cut: OnCut
     ) -> None:
         """form: of ``request.form_of``. began_s: arrival. on_cut: ends the exchange with Envoy."""
         self._service, self._context, self._permit, self._form = service, context, permit, form

@@ -93,6 +93,32 @@ async def test_a_large_body_arrives_as_it_was_sent(tmp_path):
         assert status == 200 and json.loads(running.endpoints[0].seen[-1]["body"]) == sent
 
 
+async def test_a_body_without_a_length_is_read_to_its_end(tmp_path):
+    async def parts() -> AsyncIterator[bytes]:
+        for part in (b'{"model": "demo", ', b'"prompt": "x", ', b'"max_tokens": 3}'):
+            yield part
+            await asyncio.sleep(0.02)
+
+    async with pool(1) as running, asked(tmp_path, running) as url, aiohttp.ClientSession() as session:
+        headers = {"content-type": "application/json"}
+        async with session.post(f"http://{url}/v1/completions", data=parts(), headers=headers) as answer:
+            assert answer.status == 200
+        assert json.loads(running.endpoints[0].seen[-1]["body"]) == {"model": "demo", "prompt": "x", "max_tokens": 3}
+
+
+async def test_a_picker_that_dies_ends_the_streams_it_knows(tmp_path):
+    async with contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(pool(1))
+        url = await stack.enter_async_context(asked(tmp_path, running))
+        running.endpoints[0].held.clear()
+        request = asyncio.ensure_future(post(url))
+        await until(lambda: bool(running.endpoints[0].seen))
+        await running.running.service.drain(0.0)
+        status, _, _ = await request
+        assert status == 503
+        running.endpoints[0].held.set()
+
+
 async def test_a_subset_is_kept_to_and_without_one_it_is_503(tmp_path):
     async with pool(3) as running, asked(tmp_path, running, by_header) as url:
         for endpoint in running.endpoints:
