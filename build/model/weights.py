@@ -43,9 +43,6 @@ class Int8:
     values: np.ndarray
     scales: np.ndarray
 
-    def dequantized(self) -> np.ndarray:
-        return self.values.astype(np.float32) * self.scales
-
 
 @dataclass(frozen=True)
 class Int4:
@@ -54,11 +51,6 @@ class Int4:
     values: np.ndarray
     zeros: np.ndarray
     scales: np.ndarray
-
-    def dequantized(self) -> np.ndarray:
-        """f32[N, K]."""
-        centred = self.values.astype(np.float32) - self.zeros.astype(np.float32)
-        return (centred * self.scales.astype(np.float32)).reshape(len(self.values), -1)
 
 
 def quantize_int8(weight: np.ndarray) -> Int8:

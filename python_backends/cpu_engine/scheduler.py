@@ -35,10 +35,6 @@ class Scheduler:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def reserved_blocks(self) -> int:
-        return self.blocks - self._free_blocks
-
     def enqueue(self, key: int, blocks: int, priority: float = NORMAL) -> None:
         """Queue a request.
 

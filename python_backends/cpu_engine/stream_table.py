@@ -32,7 +32,3 @@ class StreamTable(dict[int, Stream]):
     def keys_of(self, request_id: str) -> list[int]:
         """Return the keys of the live streams with this request id."""
         return list(self._by_request_id.get(request_id, ()))
-
-    def request_ids(self) -> set[str]:
-        """Return the request ids of live streams, the empty one left out."""
-        return set(self._by_request_id)

@@ -16,6 +16,7 @@ from build.package import compile_cpu
 from build.recipe import recipe as recipes
 from python_backends.adapter_ids import AdapterIds
 from tests.fakes import adapters, checkpoints, numpy_llama
+from tests.fakes.dequantized import dequantized
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,7 @@ def stored(values: dict[str, np.ndarray], precision: str) -> dict[str, np.ndarra
     for name, value in values.items():
         if value.ndim == 2 and precision in ("int8", "int4"):
             four = precision == "int4" and name not in READ_OUT
-            found[name] = (quantize_int4(value, 32) if four else quantize_int8(value)).dequantized()
+            found[name] = dequantized(quantize_int4(value, 32) if four else quantize_int8(value))
     return found
 
 

@@ -10,6 +10,7 @@ from hypothesis.extra import numpy as hnp
 from build.base.checkpoint import CheckpointError, open_checkpoint
 from build.model.weights import PRECISIONS, Weights, fitting_group, pack_u4, quantize_int4, quantize_int8
 from tests.fakes import checkpoints
+from tests.fakes.dequantized import dequantized
 
 LLAMA = checkpoints.CONFIGS["llama_gqa"]
 NAME = "model.layers.0.mlp.gate_proj.weight"  # [96, 64]
@@ -22,7 +23,7 @@ matrices = hnp.arrays(np.float32, st.tuples(st.integers(1, 5), st.sampled_from([
 def test_int8_is_within_half_a_step_of_every_weight(weight):
     quantized = quantize_int8(weight)
     assert quantized.values.dtype == np.int8 and quantized.values.min() >= -127
-    error = np.abs(quantized.dequantized() - weight)
+    error = np.abs(dequantized(quantized) - weight)
     assert (error <= quantized.scales / 2 * 1.0001).all()
     assert (quantized.scales <= np.maximum(np.abs(weight).max(1, keepdims=True), 1e-30) / 127 * 1.0001).all()
 
@@ -32,10 +33,10 @@ def test_int4_is_within_a_step_of_every_weight_and_keeps_zero(weight, group):
     group = min(group, weight.shape[1])
     quantized = quantize_int4(weight, group)
     steps = np.repeat(quantized.scales.astype(np.float32)[..., 0], group, axis=1)
-    error = np.abs(quantized.dequantized() - weight)
+    error = np.abs(dequantized(quantized) - weight)
     # Half a step for rounding, half for the rounded zero point, and what rounding the step to f16 moves at 15 steps.
     assert (error <= steps * 1.02 + 2.0**-20).all()
-    assert (quantized.dequantized()[weight == 0] == 0).all()
+    assert (dequantized(quantized)[weight == 0] == 0).all()
     assert quantized.values.max() <= 15 and quantized.zeros.max() <= 15
 
 
@@ -84,13 +85,13 @@ def test_int8_reads_back_from_the_file_as_it_was_quantised(tmp_path):
     found, value = saved(tmp_path, "int8")
     quantized = quantize_int8(found["exact"])
     np.testing.assert_array_equal(found["i8"].data, quantized.values)
-    np.testing.assert_allclose(value, quantized.dequantized(), rtol=1e-6)
+    np.testing.assert_allclose(value, dequantized(quantized), rtol=1e-6)
 
 
 def test_int4_reads_back_from_the_file_as_it_was_quantised(tmp_path):
     found, value = saved(tmp_path, "int4")
     quantized = quantize_int4(found["exact"], 32)
-    np.testing.assert_allclose(value, quantized.dequantized(), rtol=2e-3, atol=1e-6)
+    np.testing.assert_allclose(value, dequantized(quantized), rtol=2e-3, atol=1e-6)
     size = (tmp_path / "w.bin").stat().st_size
     assert size <= 96 * 64 / 2 + 96 * 2 / 2 + 96 * 2 * 2 + 64  # nibbles, zero points, f16 scales, the shape
 
@@ -142,7 +143,7 @@ def test_a_weight_that_is_no_number_is_refused(tmp_path, precision, bad):
 @given(st.integers(0, 2**32 - 1))
 def test_more_bits_are_never_worse(seed):
     weight = np.random.default_rng(seed).standard_normal((8, 64)).astype(np.float32)
-    rms8 = np.sqrt(np.mean((quantize_int8(weight).dequantized() - weight) ** 2))
-    rms4 = np.sqrt(np.mean((quantize_int4(weight, 64).dequantized() - weight) ** 2))
-    finer = np.sqrt(np.mean((quantize_int4(weight, 16).dequantized() - weight) ** 2))
+    rms8 = np.sqrt(np.mean((dequantized(quantize_int8(weight)) - weight) ** 2))
+    rms4 = np.sqrt(np.mean((dequantized(quantize_int4(weight, 64)) - weight) ** 2))
+    finer = np.sqrt(np.mean((dequantized(quantize_int4(weight, 16)) - weight) ** 2))
     assert rms8 < 0.01 and rms8 < finer < rms4 < 0.12

@@ -19,6 +19,7 @@ from build.recipe import recipe as recipes
 from build.recipe.recipe import Recipe
 from contract.errors import InvalidArgument
 from tests.fakes import checkpoints, numpy_llama
+from tests.fakes.dequantized import dequantized
 
 pytestmark = pytest.mark.slow
 
@@ -84,9 +85,9 @@ def test_quantised_weights_compute_as_their_dequantised_values_would(tmp_path, n
     dequantised = dict(values)
     for tensor, value in values.items():
         if value.ndim == 2 and (precision == "int8" or tensor in READ_OUT):
-            dequantised[tensor] = quantize_int8(value).dequantized()
+            dequantised[tensor] = dequantized(quantize_int8(value))
         elif value.ndim == 2:
-            dequantised[tensor] = quantize_int4(value, 32).dequantized()
+            dequantised[tensor] = dequantized(quantize_int4(value, 32))
     expected = numpy_llama.logits(config, dequantised, PROMPT)
     np.testing.assert_allclose(logits(engine, properties(made), PROMPT), expected, atol=0.02)
 

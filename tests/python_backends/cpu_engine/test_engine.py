@@ -161,8 +161,8 @@ class Setting:
 
     def is_empty(self):
         scheduler, streams = self.engine._scheduler, self.engine._streams
-        held = (scheduler.running, scheduler.waiting, scheduler.reserved_blocks)
-        return not (streams or streams.request_ids()) and held == (0, 0, 0)
+        held = (scheduler.running, scheduler.waiting, scheduler.blocks - scheduler._free_blocks)
+        return not (streams or set(streams._by_request_id)) and held == (0, 0, 0)
 
 
 @pytest.fixture
@@ -283,7 +283,7 @@ def test_a_full_queue_refuses_at_once_and_leaves_no_trace(open_setting):
         setting.submit()
     with pytest.raises(Overloaded, match="queue full: 2 of 2 requests wait, 2 are running"):
         setting.submit(request_id="refused")
-    assert "refused" not in setting.engine._streams.request_ids() and len(setting.engine._streams) == 4
+    assert "refused" not in set(setting.engine._streams._by_request_id) and len(setting.engine._streams) == 4
 
 
 def test_no_two_streams_share_a_key_whatever_ids_clients_send(setting):
@@ -413,7 +413,7 @@ def test_a_stop_request_ends_every_stream_of_its_id_and_no_other(setting):
     assert setting.engine.stop_request("a") == 0
     assert setting.engine.stop_request("unknown") == setting.engine.stop_request("") == 0
     assert [sink.end()[0] for _, sink in same] == [StreamEvent.CANCELLED] * 3
-    assert not others.closed and setting.engine._streams.request_ids() == {"b"}
+    assert not others.closed and set(setting.engine._streams._by_request_id) == {"b"}
 
 
 def test_500_cancels_at_once_leave_nothing_behind(open_setting):
@@ -843,7 +843,10 @@ def test_whatever_happens_every_stream_gets_its_tokens_in_order_and_one_end(open
             running.clear()
             commands_read = 0
             setting.engine.on_ready()
-        assert setting.engine._scheduler.running <= 2 and setting.engine._scheduler.reserved_blocks <= 8
+        assert (
+            setting.engine._scheduler.running <= 2
+            and setting.engine._scheduler.blocks - setting.engine._scheduler._free_blocks <= 8
+        )
     setting.engine.close()
     for key, sink in sinks.items():
         sink.wait(lambda sink: sink.closed)

@@ -24,7 +24,7 @@ def test_it_finds_live_streams_by_key_and_by_request_id_and_forgets_the_others(c
         assert {key: table[key].request.request_id for key in table} == live
         for name in ("a", "b"):
             assert sorted(table.keys_of(name)) == [key for key in live if live[key] == name]
-        assert table.keys_of("") == [] and table.request_ids() == set(live.values()) - {""}
+        assert table.keys_of("") == [] and set(table._by_request_id) == set(live.values()) - {""}
 
 
 def test_a_stream_that_is_not_in_the_table_cannot_be_removed():
