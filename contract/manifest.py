@@ -60,7 +60,7 @@ class EngineManifest:
     versions: of the tools that shaped the files (trident, openvino, tensorrt_llm, tensorrt, cuda, driver, …).
     created: UTC, ISO 8601.
     files: sha256 by path relative to the folder, without the manifest.
-    properties: OpenVINO properties of the device; empty for the other kinds.
+    properties: OpenVINO properties of the device; lora_target_modules of a GPU engine with adapters.
     evaluation: scores of the quality gate, None if it did not run.
     sm: compute capability times ten, GPU engines only.
     image: container that built the engine and must serve it, GPU engines only.

@@ -21,7 +21,7 @@ from contract.manifest import EngineManifest
 
 @dataclass(frozen=True)
 class AdapterIds:
-    """The adapters of an engine. names: in the order of their numbers, from 1."""
+    """The adapters of an engine. names: in the order of their numbers, from 1. first_token_id: -1 for none."""
 
     names: tuple[str, ...]
     vocab_size: int
@@ -30,7 +30,8 @@ class AdapterIds:
     @classmethod
     def from_manifest(cls, manifest: EngineManifest) -> AdapterIds:
         names = tuple(adapter.name for adapter in manifest.adapters)
-        return cls(names, manifest.vocab_size, manifest.adapter_first_token_id or 0)
+        first_token_id = manifest.adapter_first_token_id
+        return cls(names, manifest.vocab_size, -1 if first_token_id is None else first_token_id)
 
     def check(self, number: int, field: str = "lora_task_id") -> int:
         """Return ``number``.
@@ -71,10 +72,12 @@ class AdapterIds:
         marked = self.vocab_size + number - 1 if usual else number * (self.vocab_size + len(self.names)) + first
         return np.concatenate([np.array([marked], ids.dtype), ids[1:]])
 
-    def unmark(self, id: int) -> int:
-        """Return the token of an id that the engine read at a prompt's beginning."""
-        row = id % (self.vocab_size + len(self.names))
-        return row if row < self.vocab_size else self.first_token_id
+    def unmark(self, ids: np.ndarray) -> tuple[int, np.ndarray]:
+        """Return the adapter's number and the prompt, the inverse of ``mark``."""
+        number, row = divmod(int(ids[0]), self.vocab_size + len(self.names))
+        if row >= self.vocab_size:
+            number, row = row - self.vocab_size + 1, self.first_token_id
+        return number, np.concatenate([np.array([row], ids.dtype), ids[1:]])
 
 
 NO_ADAPTERS = AdapterIds((), 1, 0)

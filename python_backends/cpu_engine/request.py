@@ -138,7 +138,8 @@ def parse(
             sampling = _continued(sampling, continued)
     arrival_ns, tokenized_ns = _times(inputs, now_ns)
     adapter = adapters.check(inputs.scalar("lora_task_id", 0))
-    if adapter and sampling.repetition_penalty != 1 and input_ids[0] != adapters.first_token_id:
+    usual = adapters.first_token_id in (-1, input_ids[0])  # -1: the LLM API, which is told of adapters by name
+    if adapter and sampling.repetition_penalty != 1 and not usual:
         # The pipeline looks the prompt's ids up in the logits, which lack those of such prompts (adapter_ids.py).
         problem = f"must be 1 under a LoRA adapter for a prompt that does not begin with id {adapters.first_token_id}"
         raise InvalidArgument("repetition_penalty", f"{problem}, as chats do, got {sampling.repetition_penalty:g}")

@@ -7,18 +7,23 @@ its output, as with the CPU engine; so the LLM's own end id is switched off.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from contract.generation import Guide, SamplingParams
 from contract.manifest import EngineManifest
+from python_backends.adapter_ids import AdapterIds
+from python_backends.adapter_weights import adapter_folder
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.token_increment import TopLogProbs
 from python_backends.ensemble.worker_messages import AddSequence, StepOutput
 from python_backends.grammar.messages import TOKENIZER_INFO
 
 NO_END_ID = -1
+Named = Callable[[np.ndarray], tuple[np.ndarray, dict[str, object]]]
 EVENTS = {"stop": StreamEvent.STOP, "length": StreamEvent.LENGTH, "cancelled": StreamEvent.CANCELLED}
 
 
@@ -57,11 +62,28 @@ def open_llm(engine_dir: Path, manifest: EngineManifest) -> Any:
     from tensorrt_llm.llmapi import KvCacheConfig
 
     kv_cache = KvCacheConfig(**kv_cache_arguments(manifest))
-    return LLM(**llm_arguments(engine_dir, manifest), kv_cache_config=kv_cache)
+    if not manifest.adapters:
+        return LLM(**llm_arguments(engine_dir, manifest), kv_cache_config=kv_cache)
+    from tensorrt_llm.lora_helper import LoraConfig
+
+    modules, count = manifest.properties["lora_target_modules"].split(), len(manifest.adapters)
+    rank = max(adapter.rank for adapter in manifest.adapters)
+    lora = LoraConfig(lora_target_modules=modules, max_lora_rank=rank, max_loras=count, max_cpu_loras=count)
+    return LLM(**llm_arguments(engine_dir, manifest), kv_cache_config=kv_cache, enable_lora=True, lora_config=lora)
 
 
-def generate(llm: Any, command: AddSequence) -> Any:
-    """Start the sequence. Iterating the result gives its outputs; ``abort()`` ends it."""
+def named_adapter(engine_dir: Path, adapters: AdapterIds, marked: np.ndarray) -> tuple[np.ndarray, dict[str, object]]:
+    """Return a prompt's ids without the mark of an adapter, and the arguments that name it to ``generate_async``."""
+    number, ids = adapters.unmark(marked)
+    if not number:
+        return ids, {}
+    from tensorrt_llm.executor import LoRARequest
+
+    return ids, {"lora_request": LoRARequest(adapters.name(number), number, str(adapter_folder(engine_dir, number)))}
+
+
+def generate(llm: Any, command: AddSequence, named: Named = lambda ids: (ids, {})) -> Any:
+    """Start the sequence. Iterating the result gives its outputs; ``abort()`` ends it. named: as ``named_adapter``."""
     from tensorrt_llm import SamplingParams as LlmSamplingParams
     from tensorrt_llm.llmapi import GuidedDecodingParams
 
@@ -72,7 +94,8 @@ def generate(llm: Any, command: AddSequence) -> Any:
     # 1.2 has no priorities: there only the order in which the scheduler starts requests follows them.
     has_priority = "priority" in inspect.signature(llm.generate_async).parameters
     priority_argument = {"priority": command.priority} if has_priority else {}
-    return llm.generate_async(command.input_ids.tolist(), sampling_params=sampling, streaming=True, **priority_argument)
+    ids, lora = named(command.input_ids)
+    return llm.generate_async(ids.tolist(), sampling_params=sampling, streaming=True, **priority_argument, **lora)
 
 
 def sampling_arguments(command: AddSequence) -> dict[str, object]:

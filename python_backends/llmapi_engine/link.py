@@ -15,7 +15,7 @@ from typing import Any
 from python_backends.cpu_engine.link import Listener
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence, StepOutput, StepReport
-from python_backends.llmapi_engine.generation import CompletionReader, cache_usage, generate
+from python_backends.llmapi_engine.generation import CompletionReader, Named, cache_usage, generate
 
 _STATS_TIMEOUT_S = 2
 _STATS_PAUSE_S = 0.5
@@ -25,8 +25,9 @@ _CLOSE_TIMEOUT_S = 30
 class LlmLink:
     """One instance of the LLM. ``open_llm`` loads it, in the link's own thread."""
 
-    def __init__(self, open_llm: Callable[[], Any], listener: Listener) -> None:
+    def __init__(self, open_llm: Callable[[], Any], listener: Listener, named: Named = lambda ids: (ids, {})) -> None:
         self._open_llm = open_llm
+        self._named = named
         self._listener = listener
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -85,7 +86,7 @@ class LlmLink:
                 generation.abort()  # its last output is reported as CANCELLED
             return
         try:
-            generation = self._generations[command.id] = generate(self._llm, command)
+            generation = self._generations[command.id] = generate(self._llm, command, self._named)
         except Exception as exc:  # refused arguments fail this request only
             self._report(StepOutput(command.id, [], [], StreamEvent.ERROR, error=_last_line(exc)))
             return

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from contract import manifest as manifests
+from python_backends.adapter_ids import AdapterIds
 from python_backends.cpu_engine import model as cpu_engine
 from python_backends.cpu_engine.link import Listener
-from python_backends.llmapi_engine.generation import open_llm
+from python_backends.llmapi_engine.generation import named_adapter, open_llm
 from python_backends.llmapi_engine.link import LlmLink
 
 
@@ -16,4 +18,5 @@ class TritonPythonModel(cpu_engine.TritonPythonModel):
 
     def open_link(self, engine_dir: Path, listener: Listener) -> LlmLink:
         manifest = manifests.load(engine_dir)
-        return LlmLink(lambda: open_llm(engine_dir, manifest), listener)
+        named = partial(named_adapter, engine_dir, AdapterIds.from_manifest(manifest))
+        return LlmLink(lambda: open_llm(engine_dir, manifest), listener, named)

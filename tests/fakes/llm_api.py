@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass
@@ -48,6 +49,28 @@ class KvCacheConfig:
     max_tokens: int | None = None
     free_gpu_memory_fraction: float | None = None
     dtype: str = "auto"
+
+
+@dataclass
+class LoraConfig:
+    lora_dir: list[str] = field(default_factory=list)
+    lora_ckpt_source: str = "hf"
+    max_lora_rank: int = 64
+    lora_target_modules: list[str] = field(default_factory=list)
+    max_loras: int | None = None
+    max_cpu_loras: int | None = None
+
+
+@dataclass
+class LoRARequest:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+    lora_ckpt_source: str = "hf"
+
+    def __post_init__(self) -> None:
+        if not Path(self.lora_path).is_dir():
+            raise ValueError(f"lora_path ({self.lora_path}) does not exist.")
 
 
 @dataclass
@@ -128,18 +151,30 @@ class LLM:
         enable_chunked_prefill: bool = False,
         enable_iter_perf_stats: bool = False,
         kv_cache_config: KvCacheConfig | None = None,
+        enable_lora: bool = False,
+        lora_config: LoraConfig | None = None,
     ) -> None:
         if self.fails_to_load:
             raise RuntimeError(self.fails_to_load)
         self.arguments = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
         self.asked: list[SamplingParams] = []
+        self.lora_requests: list[LoRARequest | None] = []
+        self.prompts: list[list[int]] = []
         self.is_shut_down = False
         LLM.opened.append(self)
 
     def generate_async(
-        self, inputs: list[int], sampling_params: SamplingParams | None = None, *, streaming: bool = False
+        self,
+        inputs: list[int],
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
+        *,
+        streaming: bool = False,
     ) -> RequestOutput:
         assert streaming and all(type(id) is int for id in inputs)
+        assert lora_request is None or self.arguments["lora_config"] is not None
+        self.lora_requests.append(lora_request)
+        self.prompts.append(inputs)
         sampling_params = sampling_params or SamplingParams()
         self.asked.append(sampling_params)
         return RequestOutput(list(inputs), sampling_params, asyncio.Event() if self.paused else None)
@@ -172,6 +207,10 @@ def install(monkeypatch) -> type[LLM]:
     fresh = type("LLM", (LLM,), {"opened": []})
     monkeypatch.setattr(LLM, "opened", fresh.opened)
     llmapi.GuidedDecodingParams = GuidedDecodingParams
+    executor, helper = types.ModuleType("tensorrt_llm.executor"), types.ModuleType("tensorrt_llm.lora_helper")
+    executor.LoRARequest, helper.LoraConfig = LoRARequest, LoraConfig
+    for module in (executor, helper):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     root.LLM, root.SamplingParams, llmapi.KvCacheConfig, root.llmapi = fresh, SamplingParams, KvCacheConfig, llmapi
     monkeypatch.setitem(sys.modules, "tensorrt_llm", root)
     monkeypatch.setitem(sys.modules, "tensorrt_llm.llmapi", llmapi)

@@ -20,13 +20,15 @@ TWO = AdapterIds(("poet", "lawyer"), 100, 7)
     data=st.data(),
 )
 def test_prompts_of_different_adapters_never_share_their_first_id(vocab, count, ids, data):
-    table = AdapterIds(tuple(map(str, range(count))), vocab, data.draw(st.integers(0, vocab - 1)))
+    first = data.draw(st.integers(-1, vocab - 1))
+    table = AdapterIds(tuple(map(str, range(count))), vocab, first)
     prompt = np.array(ids) % vocab
     marked = [table.mark(prompt, number) for number in range(count + 1)]
     firsts = [int(found[0]) for found in marked]
     assert len(set(firsts)) == count + 1 and firsts[0] == prompt[0] and min(firsts[1:]) >= vocab
-    for found in marked:
-        assert found[1:].tolist() == prompt[1:].tolist() and table.unmark(int(found[0])) == prompt[0]
+    for number, found in enumerate(marked):
+        unmarked = table.unmark(found)
+        assert (unmarked[0], unmarked[1].tolist()) == (number, prompt.tolist())
     # As the graph reads it.
     rows = np.array(firsts) % (vocab + count)
     numbers = np.maximum(rows - (vocab - 1), 0) + np.array(firsts) // (vocab + count)

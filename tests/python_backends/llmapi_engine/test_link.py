@@ -2,6 +2,7 @@
 
 import queue
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import llm_api
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from contract.generation import Guide, SamplingParams
-from contract.manifest import EngineManifest
+from contract.manifest import Adapter, EngineManifest
+from python_backends.adapter_ids import AdapterIds
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.worker_messages import AddSequence, EndSequence
 from python_backends.llmapi_engine import generation
@@ -186,3 +188,31 @@ def test_an_engine_with_a_vocabulary_has_grammars(api, listener, tmp_path):
         llm_api.GuidedDecodingParams(structural_tag=tag),
     )
     assert asked == [grammar, tagged, None]
+
+
+def test_an_adapter_is_named_with_its_folder_and_the_prompt_is_as_it_was_sent(api, listener, tmp_path):
+    two = tuple(Adapter(name, "0" * 64, rank) for name, rank in (("poet", 8), ("lawyer", 16)))
+    adapted = manifest(adapters=two, properties={"lora_target_modules": "attn_q attn_k attn_v"}, vocab_size=100)
+    for number in (1, 2):
+        (tmp_path / "adapters" / str(number)).mkdir(parents=True)
+    ids = AdapterIds.from_manifest(adapted)
+    named = partial(generation.named_adapter, tmp_path, ids)
+    link = LlmLink(lambda: generation.open_llm(tmp_path, adapted), listener, named)
+    assert listener.next() == "ready"
+    for key, number in enumerate((2, 0, 1)):
+        link.send(add(key, ids=ids.mark(np.array([5, 6]), number).tolist()))
+    outputs = listener.until_end_of(0, 1, 2)
+    assert [seen[-1].event for seen in outputs.values()] == [StreamEvent.LENGTH] * 3
+    (llm,) = api.opened
+    expected = llm_api.LoraConfig(
+        max_lora_rank=16, lora_target_modules=["attn_q", "attn_k", "attn_v"], max_loras=2, max_cpu_loras=2
+    )
+    assert llm.arguments["enable_lora"] and llm.arguments["lora_config"] == expected
+    folder = tmp_path / "adapters"
+    named = [
+        llm_api.LoRARequest("lawyer", 2, str(folder / "2")),
+        None,
+        llm_api.LoRARequest("poet", 1, str(folder / "1")),
+    ]
+    assert llm.lora_requests == named and llm.prompts == [[5, 6]] * 3
+    link.close()
