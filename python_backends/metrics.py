@@ -6,6 +6,7 @@ and ``flush`` makes the calls a few times a second.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,3 +77,27 @@ class Metrics:
             extra = {"buckets": [float(bucket) for bucket in buckets]} if buckets else {}
             self._metrics[key] = self._families[name].Metric(labels=labels, **extra)
         return self._metrics[key]
+
+
+class AdapterMetrics:
+    """Count the requests of each adapter, and say which adapters there are. Any thread may call it."""
+
+    def __init__(self, metrics: Metrics, adapters: Sequence[str], **labels: str) -> None:
+        name, what = "trident_adapter_requests_total", "Accepted requests by LoRA adapter"
+        self._totals = {adapter: metrics.counter(name, what, **labels, adapter=adapter) for adapter in adapters}
+        name, what = "trident_adapter_sends_total", "Requests that took their adapter's weights to the engine"
+        self._sends = {
+            (adapter, cause): metrics.counter(name, what, **labels, adapter=adapter, cause=cause)
+            for adapter in adapters
+            for cause in ("first", "again")
+        }
+        if adapters:  # in the form that endpoint pickers of the Gateway API inference extension read
+            what = "LoRA adapters that are loaded, always all of them; the value is the time since when"
+            every = {"running_lora_adapters": ",".join(adapters), "waiting_lora_adapters": ""}
+            metrics.gauge("vllm:lora_requests_info", what, max_lora=str(len(adapters)), **every)(time.time())
+
+    def accepted(self, adapter: str, send_cause: str = "") -> None:
+        """Count an accepted request. send_cause: first or again if it takes the weights along."""
+        self._totals[adapter](1)
+        if send_cause:
+            self._sends[adapter, send_cause](1)

@@ -5,6 +5,7 @@ Shapes have Triton's batch dimension, which is always 1: a scalar is ``[1, 1]``,
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -15,10 +16,17 @@ from numpy.typing import DTypeLike
 
 from contract import errors
 from contract.errors import InvalidArgument, TridentError
+from python_backends.adapter_weights import BF16
 
 # The stub fills pb_utils with the server's types only after it has imported the model, so nothing here may touch
 # them at import. The flag's value is TRITONSERVER_RESPONSE_COMPLETE_FINAL of Triton's C API.
 FINAL = 1
+_DLPACK_BFLOAT = 4  # kDLBfloat
+_USED, _UNUSED = b"used_dltensor", b"dltensor"  # kept, as capsules point at their names
+_OBJECT, _NAME, _POINTER = ctypes.py_object, ctypes.c_char_p, ctypes.c_void_p
+_pointer = ctypes.PYFUNCTYPE(_POINTER, _OBJECT, _NAME)(("PyCapsule_GetPointer", ctypes.pythonapi))
+_set_name = ctypes.PYFUNCTYPE(ctypes.c_int, _OBJECT, _NAME)(("PyCapsule_SetName", ctypes.pythonapi))
+_new = ctypes.PYFUNCTYPE(_OBJECT, _POINTER, _NAME, _POINTER)(("PyCapsule_New", ctypes.pythonapi))
 
 # Triton has no RESOURCE_EXHAUSTED and no DEADLINE_EXCEEDED: the nearest code is sent, and the message names our error
 # (contract.errors.to_text), which the clients read.
@@ -137,7 +145,19 @@ def texts(*values: str) -> np.ndarray:
 
 def response(outputs: dict[str, np.ndarray]) -> Any:
     """Return an InferenceResponse with these tensors."""
-    return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()])
+    return pb_utils.InferenceResponse([_tensor(name, array) for name, array in outputs.items()])
+
+
+def _tensor(name: str, array: np.ndarray) -> Any:
+    """Return a tensor; of BF16 for an array of two raw bytes, since numpy has no such type."""
+    if array.dtype != BF16:
+        return pb_utils.Tensor(name, array)
+    capsule = array.view(np.int16).__dlpack__()
+    managed = _pointer(capsule, _UNUSED)
+    # DLTensor: data, 8 bytes; device, 8; ndim, 4; then the code of the type, of which only the name is changed.
+    ctypes.c_uint8.from_address(managed + 20).value = _DLPACK_BFLOAT
+    _set_name(capsule, _USED)  # Triton would mark it by a name that numpy does not know, so it gets one of its own
+    return pb_utils.Tensor.from_dlpack(name, _new(managed, _UNUSED, None))
 
 
 def error_response(error: TridentError) -> Any:

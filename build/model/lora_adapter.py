@@ -25,9 +25,11 @@ from contract.errors import InvalidArgument
 from contract.manifest import Adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FILES = {CONFIG, WEIGHTS}
 MAX_RANK = 512
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-_LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.weight")
+_LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj")
+_ADAPTED = "must adapt only q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj of the model's layers"
 # Keys of adapter_config.json with the values under which they change nothing (beside null, false and empty ones).
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "use_dora": (),
@@ -67,14 +69,22 @@ def record(name: str, path: str) -> Adapter:
     Raises:
         InvalidArgument: a file is missing, damaged, or says something unsupported; names the adapter.
     """
-    folder = _folder(path)
+    widest = max(ranks(name, path).values())
+    files = {file: digest.sha256_file(_folder(path) / file) for file in (CONFIG, WEIGHTS)}
+    return Adapter(name, digest.sha256_json(files), widest)
+
+
+def ranks(name: str, path: str) -> dict[str, int]:
+    """The widest rank of each projection ("q_proj"), from the file's header. Raises InvalidArgument as ``record``."""
+    found: dict[str, int] = {}
     try:
-        config, tensors = _config(folder), _tensors(folder)
+        _config(_folder(path))
+        for (module, part), tensor in _tensors(_folder(path)).items():
+            projection, rank = module.rpartition(".")[2], tensor.shape[0] if part == "A" and tensor.shape else 1
+            found[projection] = max(rank, found.get(projection, 1))
     except (BadField, shards.BadShard) as exc:
         raise InvalidArgument(f"adapters.{name}", str(exc)) from exc
-    ranks = [tensor.shape[0] for (_, part), tensor in tensors.items() if part == "A" and len(tensor.shape) == 2]
-    files = {file: digest.sha256_file(folder / file) for file in (CONFIG, WEIGHTS)}
-    return Adapter(name, digest.sha256_json(files), max(ranks, default=config.integer("r")))
+    return found
 
 
 def open_adapter(name: str, path: str, checkpoint: Checkpoint) -> LoraAdapter:
@@ -89,9 +99,8 @@ def open_adapter(name: str, path: str, checkpoint: Checkpoint) -> LoraAdapter:
         matrices = {}
         for module in sorted({module for module, _ in tensors}):
             tensor = f"{module}.weight"
-            if not _LINEAR.fullmatch(tensor) or tensor not in checkpoint.tensors:
-                parts = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
-                raise BadField(f"{folder / WEIGHTS}: must adapt only {parts} of the model's layers, got {module}")
+            if tensor not in checkpoint.tensors:
+                raise BadField(f"{folder / WEIGHTS}: {_ADAPTED}, got {module}")
             matrices[tensor] = _matrix(config, tensors, module, checkpoint.tensors[tensor].shape, folder / WEIGHTS)
     except BadField as exc:
         raise InvalidArgument(f"adapters.{name}", str(exc)) from exc
@@ -129,6 +138,8 @@ def _tensors(folder: Path) -> dict[tuple[str, str], StoredTensor]:
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise BadField(f"{path}: must hold only lora_A and lora_B of linear layers, got {name}")
+        if not _LINEAR.fullmatch(match[1]):
+            raise BadField(f"{path}: {_ADAPTED}, got {match[1]}")
         if tensor.dtype not in shards.DTYPES:
             raise BadField(f"{path}: {name} must be one of {', '.join(shards.DTYPES)}, got {tensor.dtype}")
         found[match[1], match[2]] = tensor

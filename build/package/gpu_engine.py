@@ -21,6 +21,7 @@ from build.base.checkpoint import Checkpoint, open_checkpoint
 from build.base.fetch import fetch
 from build.base.hardware import present
 from build.base.stage_record import StageRecords
+from build.model import lora_adapter
 from build.package import compile_trtllm, container, engine_folder, model_configs, side_files
 from build.package import plan as plans
 from build.package.stage import CONTAINER, Stage
@@ -32,6 +33,7 @@ from contract.errors import EngineFailed, Unavailable
 
 Notify = Callable[[str], None]
 
+STEPS = ("trtllm/ensemble.pbtxt", "trtllm/detokenizer.pbtxt")
 # The sources that decide what a stage leaves. A change in one makes the stage run again.
 SOURCES = {
     "quantise": ("quantise/quantize.py", "recipe/quantization.py", "quantise/exporters.py", "model/calibration.py"),
@@ -44,7 +46,7 @@ SOURCES = {
         "base/numerics.py",
     ),
     "compile": (),
-    "package": ("package/model_configs.py", "trtllm/ensemble.pbtxt", "trtllm/detokenizer.pbtxt"),
+    "package": ("package/model_configs.py", "package/gpu_adapters.py", *STEPS),
 }
 SOURCES["convert"] = SOURCES["quantise"]
 
@@ -135,6 +137,7 @@ class _Build:
         if stage in ("compile", "package"):
             sources["image"] = recipe.image
         if stage == "package":
+            sources |= {a.name: lora_adapter.record(a.name, a.path).sha256 for a in recipe.adapters}
             sources["recipe"] = hashlib.sha256(repr(recipe).encode()).hexdigest()
         return sources
 

@@ -20,8 +20,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from build.base import digest, layout
+from build.base import shape as shapes
 from build.base.checkpoint import TOKENIZER_FILES, Checkpoint
 from build.base.shape import Shape
+from build.package import gpu_adapters
 from build.package.compile_trtllm import check_engine
 from build.quality import evaluation
 from build.recipe import commands, provenance
@@ -59,8 +61,8 @@ def contract() -> dict[str, dict]:
 
 
 def inputs() -> list[str]:
-    """Input tensors of the engine's configuration, in the contract's order."""
-    return [t.name for t in tensors.ENGINE_INPUTS if not t.ours]
+    """Input tensors of the engine's configuration, in the contract's order, and the weights of adapters."""
+    return [t.name for t in tensors.ENGINE_INPUTS if not t.ours] + ["lora_weights", "lora_config"]
 
 
 def outputs(recipe: Recipe) -> list[str]:
@@ -100,6 +102,8 @@ def parameters(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     yield "cancellation_check_period_ms", "10", why
     yield from _drafting(recipe)
     folder, guided = layout.relative(layout.ENGINES / recipe.name), follows_grammars(recipe)
+    if recipe.adapters:
+        yield from _adapter_cache(recipe)
     why = "Guides: each is compiled by the tokenizer's checker first (docs/structured-output.md)."
     lost = "These three must be there; empty, because guides go with neither drafts nor beams."
     yield "tokenizer_dir", str(folder) if guided else "", why if guided else lost
@@ -126,6 +130,18 @@ def _drafting(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
         yield f"{spec.mode}_choices", spec.choices, "The tree of drafts the heads propose."
 
 
+def _adapter_cache(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    """The backend counts in pages, one for an adapter of the widest rank."""
+    modules, rank = commands.lora_modules(recipe)
+    yield "lora_cache_optimal_adapter_size", str(rank), "A page of the adapters' caches holds one of the widest rank."
+    yield "lora_cache_max_adapter_size", str(rank), ""
+    arch, held = shapes.find(recipe.model).architecture, recipe.adapter_cache or len(recipe.adapters)
+    # A page has as many slots for a matrix as the narrowest one's rows fit into it: less than twice its own size.
+    width = 2 * (arch.hidden_size + max(arch.intermediate_size, arch.num_heads * arch.head_dim))
+    size = 2 * held * rank * arch.num_layers * len(modules) * width
+    yield "lora_cache_host_memory_bytes", str(size), f"Room for {held} adapters, in every rank."
+
+
 def render(recipe: Recipe) -> str:
     """The engine's whole configuration file. Raises InvalidArgument for a CPU recipe, which needs none."""
     if recipe.kind == CPU:
@@ -146,7 +162,13 @@ def render(recipe: Recipe) -> str:
         lines += textwrap.wrap(f"# {why}", 118, subsequent_indent="# ") if why else []
         quoted = json.dumps(value, ensure_ascii=False)
         lines.append(f'parameters {{ key: "{key}" value {{ string_value: {quoted} }} }}')
-    return "\n".join([*parts, "\n".join(lines)]) + "\n"
+    return _in_type_of(recipe, "\n".join([*parts, "\n".join(lines)]) + "\n")
+
+
+def _in_type_of(recipe: Recipe, config: str) -> str:
+    """The configuration with lora_weights in the model's type, else the backend refuses them."""
+    dtype = {"float16": "FP16", "bfloat16": "BF16"}[commands.dtype(recipe, shapes.find(recipe.model))]
+    return re.sub(r'(name: "lora_weights" data_type: TYPE_)\w+', rf"\g<1>{dtype}", config)
 
 
 def _scheduling(recipe: Recipe) -> str:
@@ -219,11 +241,13 @@ def package(recipe: Recipe, shape: Shape, model: Checkpoint, repository: Path | 
         layout.write_whole(folder / TOKENIZER_INFO, json.dumps(info))
     beside = ("config.json", "generation_config.json", *TOKENIZER_FILES, TOKENIZER_INFO)
     files = [path for name in beside if (path := folder / name).is_file()]
+    files += gpu_adapters.package(recipe, model, folder, commands.dtype(recipe, shape))
     served = [*files, *(path for path in sorted(built.rglob("*")) if path.is_file())]
     manifest = dataclasses.replace(
         provenance.manifest(recipe, model, _versions(recipe)),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         max_num_tokens=commands.max_num_tokens(recipe),
+        properties={"lora_target_modules": " ".join(commands.lora_modules(recipe)[0])} if recipe.adapters else {},
         files={str(path.relative_to(folder)): digest.sha256_file(path) for path in served},
         evaluation=evaluation.accepted(recipe),
     )
@@ -261,9 +285,11 @@ def write(recipe: Recipe, repository: Path = layout.MODEL_REPOSITORY) -> Path:
 
 
 def write_steps(recipe: Recipe, repository: Path = layout.MODEL_REPOSITORY) -> list[Path]:
-    """Writes the ensemble's and the detokenizer's variants around a compiled engine, under the engine's name."""
+    """Writes the variants of the other steps around a compiled engine, under the engine's name."""
     texts = {step: (layout.OPTION_TABLES / f"{step}.pbtxt").read_text(encoding="utf-8") for step in BARE_ENGINE_STEPS}
     texts["ensemble"] = with_inflight_limit(texts["ensemble"], recipe.max_batch_size)
+    shipped = layout.MODEL_REPOSITORY / "tokenizer" / "config.pbtxt"
+    texts["tokenizer"] = _in_type_of(recipe, shipped.read_text(encoding="utf-8"))
     return [_write_config(repository, step, recipe.name, text) for step, text in texts.items()]
 
 

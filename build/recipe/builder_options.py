@@ -6,6 +6,7 @@ tables in ``build/trtllm/``; the inputs of ``build/trtllm/ensemble.pbtxt``.
 
 from __future__ import annotations
 
+from build.recipe import commands
 from build.recipe.case import Case, RuleBook, Severity
 
 REFUSE = Severity.REFUSE
@@ -55,17 +56,13 @@ OF_MEDUSA = ("num_medusa_layers", "medusa_hidden_act", "quant_medusa_head")
 
 
 @BUILDER_OPTIONS.rule("O1", REFUSE)
-def the_ensemble_has_no_adapter_inputs(case: Case) -> str | None:
+def adapters_come_from_the_recipe(case: Case) -> str | None:
     given = [key for key in LORA if _is_set(case, key)]
     if given:
-        return (
-            f"{' and '.join(given)}: LoRA adapters are not served: they reach the engine through lora_weights and "
-            "lora_config, which the ensemble does not have"
-        )
+        return f"{' and '.join(given)} must be left out: [[adapters]] of the recipe decide them"
     given = [key for key in PROMPT_TABLE if _is_set(case, key)]
-    if given:
-        return f"{' and '.join(given)}: prompt tuning is not served: the ensemble has no prompt_embedding_table"
-    return None
+    unserved = f"{' and '.join(given)}: prompt tuning is not served: the ensemble has no prompt_embedding_table"
+    return unserved if given else None
 
 
 @BUILDER_OPTIONS.rule("O2", REFUSE)
@@ -85,7 +82,7 @@ def the_plan_is_the_only_source(case: Case) -> str | None:
 
 @BUILDER_OPTIONS.rule("O3", REFUSE)
 def plugins_compute_in_the_models_type(case: Case) -> str | None:
-    dtype = _dtype(case)
+    dtype = commands.dtype(case.recipe, case.shape)
     for key in TYPED_PLUGINS if case.is_trtllm else ():
         value = str(case.recipe.build.get(key, "auto")).lower()
         if key == "gemm_plugin" and value in GEMM_FORMATS:
@@ -123,6 +120,10 @@ def counts_are_at_least_one(case: Case) -> str | None:
 
 
 refuse(
+    lambda case: case.is_trtllm and case.recipe.adapters and _without_lora(case),
+    "O9: [[adapters]] do not work with {found}, whose layers have no LoRA in TensorRT-LLM 1.2.1",
+)
+refuse(
     lambda case: case.recipe.build.get("strip_plan") is True,
     "O6: strip_plan leaves the weights out of the engine until trtllm-refit puts them back, which no stage does",
 )
@@ -147,17 +148,15 @@ def the_converter_makes_the_recipes_format(case: Case) -> str | None:
 
 
 refuse(
-    lambda case: case.is_trtllm and _dtype(case) == "float32",
+    lambda case: case.is_trtllm and commands.dtype(case.recipe, case.shape) == "float32",
     "O8: dtype must be bfloat16 or float16, got float32: context attention and the memory plan are for 16-bit values",
 )
 
 
-def _dtype(case: Case) -> str:
-    """Type of the checkpoint; ``auto`` takes the source's, and float16 for a float32 one (R26)."""
-    given = str((case.recipe.quantize if case.quantizes else case.recipe.convert).get("dtype", "bfloat16"))
-    if given != "auto":
-        return given
-    return "bfloat16" if case.shape.source_dtype == "bfloat16" else "float16"
+def _without_lora(case: Case) -> list[str]:
+    formats = ("fp8_pc_pt", "nvfp4") if case.quantizes else ("fp8_pc_pt", "nvfp4", "int8_sq")
+    lacking = [f"precision {case.recipe.precision}"] * (case.recipe.precision in formats)
+    return lacking + [key for key in FP8_PLUGINS if "swiglu" in key and case.on(key)]
 
 
 def _not_these(case: Case) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from build.base import layout, option_table
 from build.base.shape import Shape, is_hub_id, local_folder
+from build.model import lora_adapter
 from build.model.calibration import CPYTHON
 from build.recipe.quantization import AWQ_CALIB_SIZE, HF, HF_QFORMATS, QFORMATS, Quantization
 from build.recipe.recipe import Recipe
@@ -31,6 +32,9 @@ CONVERT_SWITCH = {
     "fp8": "use_fp8",
     "int4_awq": "use_weight_only",
 }
+# What adapters change: PEFT's names, and TensorRT-LLM's in the order of their ids, from 1.
+PROJECTIONS = "q_proj k_proj v_proj o_proj gate_proj down_proj up_proj".split()
+LORA_MODULES = "attn_q attn_k attn_v attn_dense mlp_h_to_4h mlp_4h_to_h mlp_gate".split()
 MOUNT = "/trident"
 # From the repository root: serving has one environment, torch and ModelOpt another (build/quantise/environment.py).
 PYTHON, BUILD_PYTHON = ".venv/bin/python", ".venv-build/bin/python"
@@ -111,7 +115,7 @@ def build_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
         "output_dir": _path(layout.compiled(recipe.name)),
         "max_batch_size": recipe.max_batch_size,
         "max_num_tokens": max_num_tokens(recipe),
-        "max_seq_len": recipe.max_seq_len,
+        **({} if recipe.max_seq_len is None else {"max_seq_len": recipe.max_seq_len}),
         "max_beam_width": recipe.max_beam_width,
         "kv_cache_type": "paged",
         "remove_input_padding": "enable",
@@ -123,13 +127,11 @@ def build_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
         "multiple_profiles": switch[recipe.multiple_profiles],
         "use_fused_mlp": switch[fused_mlp(recipe)],
     }
-    if recipe.max_seq_len is None:
-        del options["max_seq_len"]
     if llama and recipe.tp > 1:
         options["reduce_fusion"] = "enable"
         if fp8:
             options["user_buffer"] = "enable"
-    if fp8 and fused_mlp(recipe) and recipe.sm == 90:
+    if fp8 and fused_mlp(recipe) and recipe.sm == 90 and not recipe.adapters:  # the plugin has no LoRA
         swiglu = "low_latency_gemm_swiglu_plugin" if recipe.optimize_for == "latency" else "gemm_swiglu_plugin"
         options[swiglu] = "fp8"
     if fp8 and recipe.sm < 100 and recipe.optimize_for == "latency":
@@ -138,8 +140,31 @@ def build_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
         options["speculative_decoding_mode"] = recipe.speculative_decoding.mode
         options["max_draft_len"] = recipe.speculative_decoding.max_draft_len
     options |= {"logits_dtype": "float32", "workers": recipe.world_size}
+    if recipe.adapters:
+        modules, rank = lora_modules(recipe)
+        options |= {"lora_plugin": "auto", "lora_target_modules": modules, "max_lora_rank": rank}
     forced = {"use_paged_context_fmha", "use_fp8_context_fmha", "use_fused_mlp"}  # the builder decides these
     return options | {key: value for key, value in recipe.build.items() if key not in forced}
+
+
+def lora_modules(recipe: Recipe) -> tuple[list[str], int]:
+    """TensorRT-LLM's names of the matrices that the recipe's adapters change, and the widest rank.
+
+    The builder wants q, k and v all or none. Raises InvalidArgument as ``lora_adapter.record``.
+    """
+    ranks = [rank for a in recipe.adapters for rank in lora_adapter.ranks(a.name, a.path).items()]
+    changed = {LORA_MODULES[PROJECTIONS.index(projection)] for projection, _ in ranks}
+    changed |= set(LORA_MODULES[:3]) if changed & set(LORA_MODULES[:3]) else set()
+    return [module for module in LORA_MODULES if module in changed], max(rank for _, rank in ranks)
+
+
+def dtype(recipe: Recipe, shape: Shape) -> str:
+    """Type of the checkpoint; ``auto`` takes the source's, and float16 for a float32 one (R26)."""
+    options = recipe.quantize if checkpoint_route(recipe, shape) == QUANTIZE else recipe.convert
+    given = str(options.get("dtype", "bfloat16"))
+    if given != "auto":
+        return given
+    return "bfloat16" if shape.source_dtype == "bfloat16" else "float16"
 
 
 def quantize_options(recipe: Recipe, shape: Shape) -> dict[str, object]:

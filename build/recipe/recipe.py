@@ -30,7 +30,7 @@ if sys.version_info >= (3, 11):
 else:  # the same parser under its older name
     import tomli as tomllib
 
-MAX_ADAPTERS = 63  # entries of the head that carries an adapter's number, less the one for none
+MAX_ADAPTERS = 63  # entries of the head that carries an adapter's number in a CPU engine, less the one for none
 MAX_NEAREST = 3  # names offered for one that is not there
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 FIRST_TRIED = "int8"
@@ -144,6 +144,7 @@ class Recipe:
     convert: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     adapters: tuple[AdapterFolder, ...] = ()
+    adapter_cache: int | None = None
     given: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -247,6 +248,11 @@ def parse(table: Mapping[str, object], path: Path | str) -> Recipe:
     names = {entry.name for entry in fields(Recipe)}
     values = {key: value for key, value in declared if key in names}
     values |= {"name": path.stem, "given": tuple(table)}
+    adapters = [adapter.name for adapter in declared.adapters]
+    if len(adapters) > MAX_ADAPTERS:
+        raise RecipeError(path, "adapters", f"must be at most {MAX_ADAPTERS} tables, got {len(adapters)}")
+    if repeated := next((name for name in adapters if adapters.count(name) > 1), None):
+        raise RecipeError(path, "adapters", f"must have different names, got {repeated!r} twice")
     if isinstance(declared, schema.CpuRecipe):
         values |= _chosen(path, table, declared)
     else:
@@ -320,7 +326,7 @@ def _refusal(path: Path, table: Mapping[str, object], error: ValidationError) ->
         return RecipeError(path, ".".join((*keys, key)), _must_be(f"one of {', '.join(tags)}", holder, key, tags))
     key, known = keys[-1], schema.fields_of(declared)
     name = ".".join(keys)
-    if keys[0] == "adapters" and table["kind"] == CPU and (len(keys) < 3 or key not in known):
+    if keys[0] == "adapters" and declared is not schema.EncoderRecipe and (len(keys) < 3 or key not in known):
         unknown = len(keys) == 3
         problem = (
             _unknown(key, tuple(known)) if unknown else f"must be tables, [[adapters]], got {shown(first['input'])}"
@@ -354,10 +360,6 @@ def _must_be(must_be: str, holder: Mapping[str, object], key: str, names: tuple[
 def _chosen(path: Path, table: Mapping[str, object], declared: schema.CpuRecipe) -> dict[str, object]:
     """What of a CPU recipe is not as the file has it: precision "auto" is the first setting that is tried."""
     names = [adapter.name for adapter in declared.adapters]
-    if len(names) > MAX_ADAPTERS:
-        raise RecipeError(path, "adapters", f"must be at most {MAX_ADAPTERS} tables, got {len(names)}")
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise RecipeError(path, "adapters", f"must have different names, got {repeated!r} twice")
     if isinstance(declared.speculative_decoding, schema.DraftModel) and names:
         problem = "must be left out with speculative_decoding.mode 'draft_model', whose draft knows none; got"
         raise RecipeError(path, "adapters", f"{problem} {', '.join(names)}")

@@ -277,6 +277,9 @@ class AnyRecipe(NamedRecipe):
     quality: Quality | None = Field(
         None, description="limits of the quality gate; each key not set has its precision's default"
     )
+    adapters: tuple[AdapterFolder, ...] = Field(
+        (), description="LoRA adapters of the engine, at most 63 (docs/adapters.md)"
+    )
 
 
 _SEQ_LEN = "prompt and output tokens of one sequence"
@@ -300,9 +303,6 @@ class CpuRecipe(AnyRecipe):
     )
     max_seq_len: Annotated[int, _integer(2, 10_485_760)] = Field(description=_SEQ_LEN)
     kv_cache_tokens: Annotated[int, _integer(32, 2**31 - 1)] = Field(description="size of the KV pool, in tokens")
-    adapters: tuple[AdapterFolder, ...] = Field(
-        (), description="LoRA adapters of the engine, at most 63 (docs/adapters.md)"
-    )
     speculative_decoding: CpuSpeculative | None = Field(None, description="how draft tokens are made")
     calibration: CpuCalibration | None = Field(
         None, description="of int4 weights: GPTQ chooses them; without this table they are rounded to nearest"
@@ -343,6 +343,10 @@ class TrtllmRecipe(GpuRecipe):
         None, description=f"{_SEQ_LEN}; rule R11 refuses a recipe without it"
     )
     max_beam_width: Annotated[int, _integer(1, 64)] = Field(1, description="beams of one request, at most")
+    adapter_cache: Annotated[int | None, _integer(1, 63)] = Field(
+        None,
+        description="LoRA adapters that host memory holds at once; others are sent again when used; unset: all",
+    )
     multiple_profiles: Annotated[bool, _SWITCH] = Field(True, description="several TensorRT optimisation profiles")
     optimize_for: Annotated[str, _one_of(OPTIMIZE_FOR)] = Field(
         "balanced", description="which plugins and queue delay the build chooses"

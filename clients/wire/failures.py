@@ -38,7 +38,8 @@ _WRONG_REQUEST = re.compile(
 _TRITON_PHRASES: tuple[tuple[re.Pattern[str], type[TridentError]], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), error)
     for pattern, error in (
-        (r"exceeds maximum queue size", Overloaded),
+        (r"exceeds maximum queue size|PEFT cache is full", Overloaded),
+        (r"Please send LoRA weights with request", Unavailable),  # the next one does (detokenizer/adapter_cache.py)
         (r"request timeout expired", DeadlineExceeded),
         (r"protocol is restricted", PermissionDenied),
         (r"has no available versions|is not ready|is not healthy|server is (stopping|exiting)", Unavailable),

@@ -6,7 +6,6 @@ phases of the first token, cancellations and errors by kind.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +15,15 @@ from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.token_increment import TokenIncrement
 from python_backends.ensemble.worker_messages import StepReport
 from python_backends.limits import BLOCK_TOKENS
-from python_backends.metrics import DURATION_BUCKETS, PHASES, PHASES_HELP, TPOT_BUCKETS, TTFT_BUCKETS, Metrics
+from python_backends.metrics import (
+    DURATION_BUCKETS,
+    PHASES,
+    PHASES_HELP,
+    TPOT_BUCKETS,
+    TTFT_BUCKETS,
+    AdapterMetrics,
+    Metrics,
+)
 
 _LENGTHS = (10, 50, 100, 500, 1000)  # tokens
 # Description and label of each family of gauges.
@@ -107,25 +114,20 @@ class EngineMetrics:
                 counter("trident_speculative_steps_total", "Steps of sequences that draft"),
                 counter("trident_speculative_accepted_tokens_total", gained),
             ]
-        name, what = "trident_adapter_requests_total", "Accepted requests by LoRA adapter"
-        self._adapter_totals = {adapter: counter(name, what, adapter=adapter) for adapter in adapters}
+        self._adapters = AdapterMetrics(metrics, adapters, **names)
         name, what = "trident_adapter_requests", "Requests by LoRA adapter and state"
         self._adapter_requests = {
             (adapter, state): metrics.gauge(name, what, **names, adapter=adapter, state=state)
             for adapter in adapters
             for state in ("running", "waiting")
         }
-        if adapters:  # in the form that endpoint pickers of the Gateway API inference extension read
-            what = "LoRA adapters that are loaded, always all of them; the value is the time since when"
-            every = {"running_lora_adapters": ",".join(adapters), "waiting_lora_adapters": ""}
-            metrics.gauge("vllm:lora_requests_info", what, max_lora=str(len(adapters)), **every)(time.time())
 
     def accepted(self, stream: Stream) -> None:
         """Count an accepted request."""
         self._input_tokens(stream.request.input_ids.size)
         self._input_length(stream.request.input_ids.size)
         if stream.request.adapter:
-            self._adapter_totals[stream.request.adapter](1)
+            self._adapters.accepted(stream.request.adapter)
 
     def refused(self, error: Exception) -> None:
         """Count a refused request by its error."""

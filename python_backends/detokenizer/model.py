@@ -13,12 +13,12 @@ import numpy as np
 from contract import manifest as manifests
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.in_band_streams import InBandStreams
-from python_backends.detokenizer.request_id_streams import RequestIdStreams
+from python_backends.detokenizer.request_id_streams import RequestIdStreams, RequestIdTable
 from python_backends.detokenizer.streams import Streams, TextIncrement, failed_increment
 from python_backends.ensemble.stream_state import StreamState
 from python_backends.ensemble.token_increment import TokenIncrement
 from python_backends.heartbeat import Heartbeat
-from python_backends.metrics import PHASES, PHASES_HELP, TTFT_BUCKETS, Metrics
+from python_backends.metrics import PHASES, PHASES_HELP, TTFT_BUCKETS, AdapterMetrics, Metrics
 from python_backends.settings import Settings
 from python_backends.triton_io import FINAL, Inputs, Request, log_error, metric_family, response, row, texts
 
@@ -34,13 +34,17 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         settings = Settings.from_env()
         manifest = manifests.load(settings.engine_dir)
+        self._metrics = Metrics(metric_family)
         if manifest.kind == "trtllm":
-            self._engine: RequestIdStreams | InBandStreams = RequestIdStreams(settings.metadata_socket)
+            names = [adapter.name for adapter in manifest.adapters]
+            counts = AdapterMetrics(self._metrics, names, model="engine", version="1")
+            held = manifest.recipe.get("adapter_cache") or len(names)
+            table = RequestIdTable(adapter_cache=held, on_adapter=lambda n, cause: counts.accepted(names[n - 1], cause))
+            self._engine: RequestIdStreams | InBandStreams = RequestIdStreams(settings.metadata_socket, table)
         else:
             self._engine = InBandStreams(settings.control_socket)
         self._streams = Streams(Decoding.from_tokenizer(settings.engine_dir / "tokenizer.json"), self._engine.stop)
         self._checked_ns: dict[int, int] = {}
-        self._metrics = Metrics(metric_family)
         self._flushed_ns = 0
         # Caches in front of the server use this digest in their keys.
         digest = manifests.sha256_file(settings.engine_dir / manifests.FILE_NAME)

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from contract.errors import EngineFailed
-from python_backends.ensemble.metadata_channel import MetadataListener, StreamMetadata
+from python_backends.detokenizer.adapter_cache import AdapterCache
+from python_backends.ensemble.metadata_channel import SEND_ADAPTER, MetadataListener, StreamMetadata
 from python_backends.ensemble.stream_state import StreamEvent, StreamState
 from python_backends.ensemble.token_increment import TokenIncrement
 from python_backends.triton_io import Inputs, Request, log_error, stop_request
@@ -35,15 +36,21 @@ class _LiveStream:
 class RequestIdTable:
     """The live streams by request id. Thread-safe: metadata arrives in the listener's thread, ids in Triton's."""
 
-    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        self._clock_ns = clock_ns
+    def __init__(
+        self,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        adapter_cache: int = 0,
+        on_adapter: Callable[[int, str], None] = lambda number, send_cause: None,
+    ) -> None:
+        """adapter_cache: how many adapters the backend holds. on_adapter: called for each request with one."""
+        self._clock_ns, self._on_adapter, self._cache = clock_ns, on_adapter, AdapterCache(adapter_cache)
         self._lock = threading.Lock()
         self._live: OrderedDict[str, _LiveStream] = OrderedDict()  # least recently used first
         self._request_ids: dict[int, str] = {}  # of live streams, by key
         self._next_key = 0
 
-    def accept(self, metadata: StreamMetadata) -> bool:
-        """Open a stream; return False if its request id is in use."""
+    def accept(self, metadata: StreamMetadata) -> int:
+        """Open a stream; return whether its request id was free, or SEND_ADAPTER."""
         now_ns = self._clock_ns()
         with self._lock:
             while self._live and now_ns - next(iter(self._live.values())).touched_ns >= _EXPIRY_NS:
@@ -53,7 +60,11 @@ class RequestIdTable:
             self._next_key += 1
             self._live[metadata.request_id] = _LiveStream(self._next_key, metadata, touched_ns=now_ns)
             self._request_ids[self._next_key] = metadata.request_id
-            return True
+            if not metadata.adapter:
+                return True
+            cause = self._cache.send_cause(metadata.adapter, now_ns)
+        self._on_adapter(metadata.adapter, cause)
+        return SEND_ADAPTER if cause else True
 
     def request_id(self, key: int) -> str | None:
         """Return the request id of a live stream, None once it has ended."""
@@ -83,6 +94,8 @@ class RequestIdTable:
             options = live.metadata.options if first else ""
             live.received += len(token_ids)
             live.touched_ns = self._clock_ns()
+            if token_ids and live.metadata.adapter:
+                self._cache.generated(live.metadata.adapter, live.touched_ns)
             self._live.move_to_end(request_id)
             event, stop_id = self._event(live, token_ids)
             if event.last:
@@ -107,9 +120,9 @@ class RequestIdTable:
 class RequestIdStreams:
     """Read the engine's responses and stop or cancel its streams; see InBandStreams for the Python engines."""
 
-    def __init__(self, metadata_socket: str, model: str = "engine") -> None:
+    def __init__(self, metadata_socket: str, table: RequestIdTable | None = None, model: str = "engine") -> None:
         self._model = model
-        self._table = RequestIdTable()
+        self._table = table or RequestIdTable()
         self._listener = MetadataListener(metadata_socket, self._table.accept)
         # A stop request blocks until Triton has answered it, so it is not sent by the thread that serves tokens.
         self._stops = ThreadPoolExecutor(max_workers=2, thread_name_prefix="stop")

@@ -20,6 +20,7 @@ from python_backends.ensemble import local_datagram
 MAX_REQUEST_ID_BYTES = 256
 _MAX_BYTES = 180_000  # a unix datagram must fit the default socket buffer
 _REPLY_TIMEOUT_S = 2.0
+SEND_ADAPTER = 2  # in place of True: accepted, and the request must carry the weights of its adapter
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class StreamMetadata:
     options: StreamOptions as JSON.
     max_tokens, num_input_tokens: tokens.
     end_ids: every id that ends the output.
+    adapter: number of the LoRA adapter, 0 for none.
     """
 
     request_id: str
@@ -36,6 +38,7 @@ class StreamMetadata:
     max_tokens: int
     num_input_tokens: int
     end_ids: tuple[int, ...]
+    adapter: int = 0
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -73,8 +76,8 @@ class MetadataSender:
         self._socket = local_datagram.bind(f"{name}-reply-{os.getpid()}")
         self._address = "\0" + name
 
-    def post(self, metadata: StreamMetadata) -> None:
-        """Send the metadata; return when the detokenizer has it.
+    def post(self, metadata: StreamMetadata) -> bool:
+        """Send the metadata; return whether the request must carry its adapter's weights.
 
         Raises:
             InvalidArgument: the request id is in use, or the stop words are too large for a datagram.
@@ -93,6 +96,7 @@ class MetadataSender:
             raise Unavailable(f"the detokenizer does not answer: {exc}") from exc
         if not reply["accepted"]:
             raise InvalidArgument("request_id", "must be unique among the live requests of this engine, got one in use")
+        return reply["accepted"] == SEND_ADAPTER
 
     def _reply_to(self, metadata: StreamMetadata, deadline_s: float) -> dict:
         """Return the reply; skip late replies to earlier requests and other users' datagrams.
@@ -114,9 +118,9 @@ class MetadataSender:
 
 
 class MetadataListener(local_datagram.Listener):
-    """The detokenizer's end. ``accept(metadata)`` runs in its thread; True if the id is free."""
+    """The detokenizer's end. ``accept(metadata)`` runs in its thread: whether the id is free, or SEND_ADAPTER."""
 
-    def __init__(self, name: str, accept: Callable[[StreamMetadata], bool]) -> None:
+    def __init__(self, name: str, accept: Callable[[StreamMetadata], int]) -> None:
         def decode(datagram: bytes) -> bytes | None:
             try:
                 metadata = StreamMetadata.decode(datagram)

@@ -15,6 +15,7 @@ from contract import manifest as manifests
 from contract.errors import BY_NAME, EngineFailed, InvalidArgument, TridentError, Unavailable
 from contract.generation import GUIDE_KINDS, Guide
 from python_backends.adapter_ids import AdapterIds
+from python_backends.adapter_weights import adapter_tensors
 from python_backends.ensemble import priority
 from python_backends.ensemble.metadata_channel import MetadataSender, StreamMetadata
 from python_backends.ensemble.word_list import encode_word_list
@@ -47,6 +48,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         settings = Settings.from_env()
         manifest = manifests.load(settings.engine_dir)
+        self._engine_dir = settings.engine_dir
         self._limits = EngineLimits.from_manifest(manifest)
         self._adapters = AdapterIds.from_manifest(manifest)
         self._max_prompt_bytes = settings.max_prompt_bytes
@@ -176,6 +178,7 @@ class TritonPythonModel:
     def _refuse_unsupported(self, prompt: PromptRequest) -> None:
         """Refuse inputs by their public names that the engine would refuse by another, or ignore."""
         if self._cpp_backend:
+            self._adapters.check(prompt.lora_task_id or 0)
             if prompt.guide is not None and prompt.guide.kind == "structural_tag":
                 allowed = ", ".join(kind for kind in GUIDE_KINDS if kind != "structural_tag")
                 problem = f"must be one of {allowed} with this engine, got 'structural_tag'"
@@ -234,8 +237,9 @@ class TritonPythonModel:
             outputs["seed"] = row([prompt.seed], np.uint64)
         if prompt.min_tokens is not None:
             outputs["min_tokens"] = row([prompt.min_tokens])
-        if prompt.lora_task_id is not None:
-            outputs["lora_task_id"] = row([prompt.lora_task_id], np.uint64)
+        adapter = prompt.lora_task_id or 0
+        if adapter:
+            outputs["lora_task_id"] = row([adapter], np.uint64)
         tokenized_ns = time.monotonic_ns()
         outputs["tokenizer_time_ns"] = row([arrival_ns, tokenized_ns], np.int64)
         stream_options = prompt.options
@@ -249,7 +253,8 @@ class TritonPythonModel:
         outputs["stream_options"] = texts(options)
         if self._metadata_channel is not None:  # last, because the request id is in use from here on
             ends = (*end_ids, *prompt.stop_token_ids)
-            self._metadata_channel.post(StreamMetadata(request_id, options, max_tokens, len(ids), ends))
+            if self._metadata_channel.post(StreamMetadata(request_id, options, max_tokens, len(ids), ends, adapter)):
+                outputs |= adapter_tensors(self._engine_dir, adapter)
         return outputs
 
     def _end_ids(self, prompt: PromptRequest) -> tuple[int, ...]:

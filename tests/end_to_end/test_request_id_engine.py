@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import os
 import re
 import shutil
+import signal
 import time
 from pathlib import Path
 
 import gpu_machine
+import gpu_recipes
+import numpy as np
 import pytest
 import tritonclient.grpc.aio as triton
-from triton_requests import Answer, ask, responses, take
+from triton_requests import Answer, ask, metric, metrics, responses, take, tensor
 
+from build.base.checkpoint import open_checkpoint
+from build.model import lora_adapter
+from build.package import gpu_adapters
+from build.recipe import recipe as recipes
+from clients.wire import failures
 from contract import manifest as manifests
 from contract import tensors
+from contract.errors import Unavailable
 from server.replica import running
 from tests.end_to_end.watching import PATIENCE_S, TRIES
+from tests.fakes import adapters
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "def area(width, height):\n    return width * height\n"
+MODEL = ROOT / "build" / "demo_model" / "checkpoint"
+ADAPTERS, ADAPTER_CACHE = ("poet", "lawyer", "pirate"), 2
 TRITON_TYPES = {"BYTES": "TYPE_STRING"}
+
+
+def adapter_folders(folder: Path) -> list[dict[str, str]]:
+    values = {name: np.array(tensor.f32()) for name, tensor in open_checkpoint(MODEL).tensors.items()}
+    for seed, name in enumerate(ADAPTERS):
+        adapters.write(folder / name, values, rank=seed + 2, seed=seed)
+    return [{"name": name, "path": str(folder / name)} for name in ADAPTERS]
 
 
 def request_id_engine_config() -> str:
@@ -36,9 +56,14 @@ def request_id_engine_config() -> str:
             if not t.ours
         )
 
+    weights = (
+        '{ name: "lora_weights" data_type: TYPE_BF16 dims: [ -1, -1 ] optional: true }, '
+        '{ name: "lora_config" data_type: TYPE_INT32 dims: [ -1, 3 ] optional: true }'
+    )
+    cache = f'parameters {{ key: "lora_cache" value {{ string_value: "{ADAPTER_CACHE}" }} }}'
     return (
-        'name: "engine" backend: "python" max_batch_size: 1 '
-        f"input [ {rows(tensors.ENGINE_INPUTS, True)} ] output [ {rows(tensors.ENGINE_OUTPUTS, False)} ] "
+        f'name: "engine" backend: "python" max_batch_size: 1 {cache} '
+        f"input [ {rows(tensors.ENGINE_INPUTS, True)}, {weights} ] output [ {rows(tensors.ENGINE_OUTPUTS, False)} ] "
         "model_transaction_policy { decoupled: true } instance_group [ { kind: KIND_CPU count: 1 } ]"
     )
 
@@ -47,7 +72,19 @@ def request_id_engine_config() -> str:
 def replica(engine_dir, tmp_path_factory):
     engines = tmp_path_factory.mktemp("engines")
     shutil.copytree(engine_dir, engines / "demo")
-    manifest = dataclasses.replace(manifests.load(engine_dir), kind="trtllm", sm=90, image="the image it was built in")
+    listed = adapter_folders(tmp_path_factory.mktemp("adapters"))
+    recipe = recipes.parse(gpu_recipes.table(model=str(MODEL), precision="bf16", adapters=listed), "demo.toml")
+    gpu_adapters.package(recipe, open_checkpoint(MODEL), engines / "demo", "bfloat16")
+    built = manifests.load(engine_dir)
+    manifest = dataclasses.replace(
+        built,
+        kind="trtllm",
+        sm=90,
+        image="the image it was built in",
+        adapters=tuple(lora_adapter.record(one["name"], one["path"]) for one in listed),
+        recipe=dict(built.recipe) | {"adapter_cache": ADAPTER_CACHE},
+        files=manifests.hash_files(engines / "demo"),
+    )
     manifest.save(engines / "demo")
     repository = tmp_path_factory.mktemp("repository") / "models"
     shutil.copytree(ROOT / "model_repository", repository)
@@ -184,3 +221,86 @@ async def test_what_the_backend_cannot_do_is_refused_by_name(client):
     base = {"text_input": PROMPT, "max_tokens": 3}
     assert "min_p: must be 0, got 0.5" in (await ask(client, {**base, "min_p": 0.5}, request_id="f")).error
     assert "num_top_log_probs" in (await ask(client, {**base, "num_top_log_probs": 3}, request_id="g")).error
+
+
+async def adapted(client, replica, request_id, adapter, max_tokens=3, **inputs):
+    """(the answer, "sent" or "cached") of one request; the digests of what was sent are checked."""
+    base = {"text_input": PROMPT, "max_tokens": max_tokens, "ignore_eos": True, "lora_name": adapter, **inputs}
+    answer = await ask(client, base, request_id=request_id)
+    found = re.findall(rf"request id engine: {request_id} lora (\d) ([\w-]+)", replica.log())
+    assert found, (answer.error, request_id)
+    number, what = found[0]
+    assert int(number) == ADAPTERS.index(adapter) + 1
+    if what != "cached":
+        files = replica.settings.engines_dir / "demo" / "adapters" / number
+        stored = [np.load(files / f"model.lora_{name}.npy").tobytes() for name in ("weights", "config")]
+        assert what == "-".join(hashlib.sha256(data).hexdigest() for data in stored)
+    return answer, "cached" if what == "cached" else "sent"
+
+
+async def test_an_adapter_is_sent_when_first_used_and_again_once_it_may_be_gone(client, replica):
+    """The backend holds two adapters: in no order of use does it miss one, and none is sent in vain twice."""
+    order = "poet poet lawyer poet lawyer pirate pirate lawyer poet poet pirate".split()
+    wanted = "sent cached sent cached cached sent cached cached sent cached sent".split()
+    seen = []
+    for n, adapter in enumerate(order):
+        answer, how = await adapted(client, replica, f"use-{n}", adapter)
+        assert not answer.error and answer.finish_reasons == ["length"]
+        seen.append(how)
+    assert seen == wanted
+    plain = await ask(client, {"text_input": PROMPT, "max_tokens": 2}, request_id="plain")
+    assert not plain.error and "plain lora" not in replica.log()
+    page = metrics(replica.metrics_url)
+    sends = {
+        (adapter, cause): metric(page, "trident_adapter_sends_total", adapter=adapter, cause=cause)
+        for adapter in ADAPTERS
+        for cause in ("first", "again")
+    }
+    assert sends == {
+        ("poet", "first"): 1,
+        ("poet", "again"): 1,
+        ("lawyer", "first"): 1,
+        ("lawyer", "again"): 0,
+        ("pirate", "first"): 1,
+        ("pirate", "again"): 1,
+    }
+    assert metric(page, "trident_adapter_requests_total", adapter="poet") == 5
+
+
+async def test_many_first_uses_at_once_all_succeed(client, replica):
+    """After the other two were used no request under poet can know that the backend has it."""
+    for n, adapter in enumerate(("lawyer", "pirate")):
+        await adapted(client, replica, f"before-{n}", adapter)
+    answers = await asyncio.gather(*(adapted(client, replica, f"burst-{n}", "poet", 40) for n in range(12)))
+    assert all(not answer.error and answer.finish_reasons == ["length"] for answer, _ in answers)
+    assert (await adapted(client, replica, "after", "poet"))[1] == "cached"
+
+
+async def test_a_backend_that_lost_its_adapters_has_them_again_with_the_next_try(client, replica):
+    await adapted(client, replica, "held", "poet")
+    stop = [tensor(name, 1, "INT32") for name in ("input_ids", "input_lengths", "request_output_len")]
+    stop.append(tensor("stop", True, "BOOL"))
+    await ask(client, stop, request_id="forget adapters", model="engine")
+    failed = await ask(client, {"text_input": PROMPT, "max_tokens": 2, "lora_name": "poet"}, request_id="lost-0")
+    assert "Please send LoRA weights with request" in failed.error
+    assert isinstance(failures.from_error_message(failed.error), Unavailable)
+    await asyncio.sleep(0.3)
+    answer, how = await adapted(client, replica, "lost-1", "poet")
+    assert not answer.error and how == "sent"
+    assert (await adapted(client, replica, "lost-2", "poet"))[1] == "cached"
+
+
+async def test_an_unknown_adapter_is_refused_with_those_there_are(client):
+    for inputs in ({"lora_name": "nobody"}, {"lora_task_id": 4}):
+        answer = await ask(client, {"text_input": PROMPT, "max_tokens": 2, **inputs}, request_id="unknown")
+        assert "pirate" in answer.error
+
+
+async def test_a_new_server_is_sent_every_adapter_anew(client, replica):
+    assert (await adapted(client, replica, "old-server", "poet"))[0].error == ""
+    os.kill(replica.server_pid, signal.SIGKILL)
+    replica.wait_until_ready(restarts=1)
+    async with triton.InferenceServerClient(replica.grpc_url) as connection:
+        answer, how = await adapted(connection, replica, "new-server", "poet")
+        assert not answer.error and how == "sent"
+        assert (await adapted(connection, replica, "new-server-2", "poet"))[1] == "cached"

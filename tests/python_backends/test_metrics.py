@@ -1,7 +1,7 @@
 import pytest
 
 from python_backends import metrics
-from python_backends.metrics import Metrics
+from python_backends.metrics import AdapterMetrics, Metrics
 from python_backends.triton_io import metric_family
 
 
@@ -77,3 +77,17 @@ def test_what_waits_for_a_flush_is_bounded_and_the_newest_is_kept(metrics_of_mod
 def test_our_buckets_are_what_a_histogram_takes(metrics_of_model, buckets):
     metrics_of_model.histogram("seconds", "Time", buckets)(0.5)
     metrics_of_model.flush()
+
+
+def test_sends_are_counted_by_cause(triton):
+    metrics = Metrics(metric_family)
+    adapters = AdapterMetrics(metrics, ("poet", "lawyer"), model="engine")
+    for cause in ("first", "", "again", "again"):
+        adapters.accepted("poet", cause)
+    metrics.flush()
+    counts = [
+        triton.metric_value("trident_adapter_sends_total", model="engine", adapter=name, cause=cause)
+        for name in ("poet", "lawyer")
+        for cause in ("first", "again")
+    ]
+    assert counts == [1, 2, 0, 0]

@@ -22,6 +22,13 @@ from contract.errors import EngineFailed, InvalidArgument
 SHIPPED = [r for path in sorted(layout.RECIPES.glob("*.toml")) if (r := recipes.load(path)).kind == schema.TRTLLM]
 
 
+WEIGHTS_TYPE = {"float16": "TYPE_FP16", "bfloat16": "TYPE_BF16"}
+
+
+def model_dtype(recipe: recipes.Recipe) -> str:
+    return commands.dtype(recipe, shapes.find(recipe.model))
+
+
 def parsed(recipe: recipes.Recipe) -> ModelConfig:
     return text_format.Parse(model_configs.render(recipe), ModelConfig())
 
@@ -45,6 +52,7 @@ def check(recipe: recipes.Recipe) -> None:
         for tensor in getattr(config, side):
             known = theirs[side][tensor.name]
             wanted = "TYPE_FP32" if known["data_type"] == "${logits_datatype}" else known["data_type"]
+            wanted = wanted if tensor.name != "lora_weights" else WEIGHTS_TYPE[model_dtype(recipe)]
             assert (DataType.Name(tensor.data_type), list(tensor.dims)) == (wanted, known["dims"])
             assert tensor.HasField("reshape") == known["reshape_scalar"] and list(tensor.reshape.shape) == []
     known = json.loads(model_configs.CONTRACT.read_text())["tensorrt_llm"]["parameters"]
@@ -65,6 +73,9 @@ def test_the_configuration_of_every_accepted_recipe_parses_and_keeps_the_contrac
     check(drawn.recipe)
 
 
+ADAPTER = ["lora_weights", "lora_config"]  # which an engine in Python reads from its own folder
+
+
 def described(tensor) -> tuple:
     return tensor.name, tensor.data_type, tuple(tensor.dims), getattr(tensor, "optional", False)
 
@@ -74,9 +85,9 @@ def test_the_signature_is_the_cpu_engines_without_what_is_ours():
     text_format.Parse((layout.MODEL_REPOSITORY / "engine" / "config.pbtxt").read_text(), cpu)
     ours = {t.name for t in (*tensors.ENGINE_INPUTS, *tensors.ENGINE_OUTPUTS) if t.ours}
     for side in ("input", "output"):
-        theirs = {described(t) for t in getattr(config, side)}
+        theirs = {described(t) for t in getattr(config, side) if t.name not in ADAPTER}
         assert theirs == {described(t) for t in getattr(cpu, side) if t.name not in ours}
-    assert [t.name for t in config.input] == [t.name for t in tensors.ENGINE_INPUTS if not t.ours]
+    assert [t.name for t in config.input] == [t.name for t in tensors.ENGINE_INPUTS if not t.ours] + ADAPTER
     assert [t.name for t in config.output] == [t.name for t in tensors.ENGINE_OUTPUTS if not t.ours]
     required = {t.name for t in config.input if not t.optional}
     assert required == {"input_lengths", "request_output_len"}

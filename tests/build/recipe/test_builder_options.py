@@ -1,9 +1,12 @@
+import numpy as np
 import pytest
 from gpu_recipes import QWEN_7B, case
 
 from build.recipe.builder_options import BUILDER_OPTIONS
 from build.recipe.verdict import check, judge, refused
+from tests.fakes import adapters
 
+INT8_SQ = {"precision": "int8_sq", "kv_cache_precision": "auto", "gpu": "a100-80gb"}
 BF16 = {"precision": "bf16", "kv_cache_precision": "auto"}
 
 
@@ -21,9 +24,9 @@ def reason(rule: str, **changes: object) -> str | None:
         {"lora_dir": ["adapters/none"]},
     ],
 )
-def test_o1_adapters_are_refused_by_name(build):
+def test_o1_options_of_lora_are_refused_by_name(build):
     found = judge(case(build=build))
-    assert found[0].rule == "O1" and "LoRA adapters are not served" in found[0].message
+    assert found[0].rule == "O1" and "must be left out: [[adapters]] of the recipe decide" in found[0].message
     assert next(iter(build)) in found[0].reason and "without" in found[0].instead
 
 
@@ -150,3 +153,27 @@ def test_o8_weights_are_computed_in_16_bits():
 
 def test_a_right_recipe_earns_none_of_these():
     assert not {f.rule for f in check(case())} & set(BUILDER_OPTIONS)
+
+
+@pytest.fixture
+def poet(tmp_path):
+    matrix = {"model.layers.0.self_attn.q_proj.weight": np.ones((8, 8), np.float32)}
+    adapters.write(tmp_path / "poet", matrix, rank=4)
+    return {"adapters": [{"name": "poet", "path": str(tmp_path / "poet")}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"precision": "fp8_pc_pt", "kv_cache_precision": "auto"}, "precision fp8_pc_pt"),
+        (INT8_SQ | {"convert": {"smoothquant": 0.5}}, "precision int8_sq"),
+        ({"build": {"gemm_swiglu_plugin": "fp8"}}, "gemm_swiglu_plugin"),
+        (INT8_SQ, None),
+        ({"precision": "int4_awq", "kv_cache_precision": "auto"}, None),
+        ({}, None),
+    ],
+)
+def test_o9_layers_without_lora_are_refused_by_name(poet, changes, said):
+    found = reason("O9", **changes, **poet)
+    assert found is None if said is None else said in found
+    assert reason("O9", **changes) is None
