@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -29,7 +29,7 @@ class Releases:
     """Judges the candidates once a second and rolls back the bad ones.
 
     outcomes: of all pools. rolled_back: called with the name and the reason of a release that was rolled back here.
-    tell: publishes the outcomes to the other workers of the gateway.
+    tell: publishes the outcomes to the other workers of the gateway. ready_in: returns the ready replicas of a pool.
     """
 
     def __init__(
@@ -37,8 +37,9 @@ class Releases:
         outcomes: PoolOutcomes,
         rolled_back: Callable[[str, str], None],
         tell: Callable[..., None] = lambda topic, *message: None,
+        ready_in: Callable[[str], Sized] = lambda pool: "some",
     ) -> None:
-        self._outcomes, self._rolled_back, self._tell = outcomes, rolled_back, tell
+        self._outcomes, self._rolled_back, self._tell, self._ready_in = outcomes, rolled_back, tell, ready_in
         self._rules: Mapping[str, ReleaseRules] = {}
         # By release: the start that was rolled back here, and why. It holds where the file cannot be written, too.
         self._stopped: dict[str, tuple[datetime | None, str]] = {}
@@ -89,7 +90,8 @@ class Releases:
                 continue
             short, long = (self._outcomes.window(rules.candidate, s) for s in (rollback.short_s, rollback.long_s))
             watched.verdict = burn_rate.judge(rollback, (short, long), watched.baseline)
-            if watched.verdict.reason and rollback.automatic:
+            # Bad answers are better than none: no request goes back to a pool that is gone.
+            if watched.verdict.reason and rollback.automatic and self._ready_in(rules.stable):
                 self.roll_back(name, watched.verdict.reason)
 
     def judged(self) -> list[tuple[str, ReleaseRules, Verdict]]:

@@ -115,7 +115,7 @@ class Service:
         self.models.change(self._table(policy))
         self.fallback = Fallback(self.overflow, self.replicas, self._overflow_targets, self.admission.degraded)
         self.replica_seconds = ReplicaSeconds(lambda: len(self.replicas.ready()))
-        self.releases = Releases(self.metrics.outcomes, self._rolled_back, self.tell_workers)
+        self.releases = Releases(self.metrics.outcomes, self._rolled_back, self.tell_workers, self.replicas.ready_in)
         self.replicas.on_call, self.admission.on_refusal = self.metrics.called, self.metrics.refused
         self.state_metrics = self._state_metrics()
         self.shadow = Shadow(self.replicas, random.Random(), self.metrics.copied, self.metrics.generated)

@@ -6,10 +6,9 @@ import asyncio
 import hmac
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import orjson
-from pydantic import StrictFloat
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -19,7 +18,6 @@ from gateway.admission.body_budget import BodyBudget
 from gateway.api import error_responses, request_body, schemas
 from gateway.api.console import Console, ScalingReport, page_routes
 from gateway.api.request_body import BodyTooLarge, bearer_token
-from gateway.api.strict_model import StrictModel
 from gateway.routing.registrations import Registration
 from gateway.service import Service
 
@@ -27,19 +25,6 @@ MAX_BODY_BYTES = 64 * 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\[\]-]{0,199}")
 Body = TypeVar("Body")
 Handle = Callable[[Request], Awaitable[Any]]
-
-
-class ReleaseChange(StrictModel):
-    """What to do with a release. The fields are those of its table, ``to`` of a shift and ``reason`` of a rollback."""
-
-    action: Literal["start", "shift", "rollback"]
-    to: StrictFloat | None = None
-    reason: str | None = None
-    kind: str | None = None
-    stable: str | None = None
-    candidate: str | None = None
-    weight: StrictFloat | None = None
-    rollback: dict[str, Any] | None = None
 
 
 def routes(service: Service) -> list[Route]:
@@ -76,9 +61,8 @@ def routes(service: Service) -> list[Route]:
         return {"releases": service.releases.status(), "problem": service.configuration.problem}
 
     async def change_release(request: Request) -> Any:
-        change = await body(service, request, ReleaseChange)
-        fields = change.model_dump(exclude_unset=True, exclude={"action"})
-        await service.change_release(_name(request), change.action, fields)
+        change = await body(service, request, dict)
+        await service.change_release(_name(request), str(change.pop("action", "")), change)
         return await releases(request)
 
     console = Console(service)
@@ -102,7 +86,8 @@ def routes(service: Service) -> list[Route]:
 
 
 async def body(service: Service, request: Request, kind: type[Body]) -> Body:
-    """Return the JSON body of a request as a ``kind``, a pydantic model. Raises InvalidArgument, DeadlineExceeded."""
+    """Return the JSON body of a request as a ``kind``, a pydantic model or dict. Raises InvalidArgument,
+    DeadlineExceeded."""
     timeout_s = service.settings.body_timeout_s
     try:
         with BodyBudget(MAX_BODY_BYTES, MAX_BODY_BYTES).lease("") as lease:
@@ -113,7 +98,7 @@ async def body(service: Service, request: Request, kind: type[Body]) -> Body:
         raise DeadlineExceeded(f"the body did not arrive within {timeout_s:g} s") from None
     except ClientDisconnect:
         raise Cancelled("the client disconnected") from None
-    found: Body = schemas.validated(kind, data)
+    found: Any = schemas.fields_of(data) if kind is dict else schemas.validated(kind, data)
     return found
 
 

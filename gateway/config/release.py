@@ -22,6 +22,7 @@ class RollbackRules(BaseModel):
     automatic: false measures and reports only.
     burn_rate: how many times faster than allowed a budget must burn, over both windows.
     errors: allowed share of failed requests, beyond those that fail at the stable pool too.
+    refusals: allowed share of refused requests, beyond those that the stable pool refuses too.
     slow: allowed share of slow requests, beyond those that are slow at the stable pool too.
     first_token, token: a request is slow above so many times the stable pool's 95th percentile of the time to the first
         token and of its mean time between tokens; 0 leaves that out.
@@ -33,6 +34,7 @@ class RollbackRules(BaseModel):
     automatic: bool = True
     burn_rate: Annotated[float, Field(gt=0, le=1000)] = 2.0
     errors: Annotated[float, Field(gt=0, le=1)] = 0.01
+    refusals: Annotated[float, Field(gt=0, le=1)] = 0.05
     slow: Annotated[float, Field(gt=0, le=1)] = 0.05
     first_token: Annotated[float, Field(ge=0, le=1000)] = 2.0
     token: Annotated[float, Field(ge=0, le=1000)] = 1.5

@@ -49,7 +49,7 @@ class Burn(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """burns: by objective: errors, first_token, token. reason: why to roll back; "" for no reason."""
+    """burns: by objective: errors, refusals, first_token, token. reason: why to roll back; "" for no reason."""
 
     burns: dict[str, Burn] = field(default_factory=dict)
     reason: str = ""
@@ -63,6 +63,7 @@ def judge(rules: RollbackRules, candidate: tuple[Outcomes, Outcomes], stable: Ou
     seen = (*candidate, stable)
     shares = {
         "errors": (rules.errors, [Share(window.errors, window.requests) for window in seen]),
+        "refusals": (rules.refusals, [Share(window.refusals, window.requests + window.refusals) for window in seen]),
         "first_token": (rules.slow, _slow(rules.first_token, [window.first for window in seen])),
         "token": (rules.slow, _slow(rules.token, [window.token for window in seen])),
     }
@@ -72,8 +73,7 @@ def judge(rules: RollbackRules, candidate: tuple[Outcomes, Outcomes], stable: Ou
             continue
         short, long, base = found
         burns[name] = Burn(max(0.0, short.value - base.value) / budget, surely_more(long, base) / budget)
-        enough = candidate[1].requests >= rules.min_requests and long.requests >= rules.min_requests
-        if not reason and enough and min(burns[name]) >= rules.burn_rate:
+        if not reason and long.requests >= rules.min_requests and min(burns[name]) >= rules.burn_rate:
             reason = (
                 f"{name}: {long.bad} of {long.requests} requests in {rules.long_s:g} s, the stable pool "
                 f"{base.bad} of {base.requests}; the budget burns {burns[name].long:.1f} times too fast"

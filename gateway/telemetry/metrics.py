@@ -8,7 +8,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from contract.errors import Cancelled, Overloaded, TridentError
+from contract.errors import Cancelled, InvalidArgument, Overloaded, TridentError
 from contract.generation import Usage
 from gateway.config.tenant import Tenant
 from gateway.telemetry.pool_outcomes import PoolOutcomes
@@ -20,6 +20,7 @@ PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.
 LAG_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 ENGINE = "engine"  # source of an answer that a replica or an upstream generated for its request
 REUSE = ("hit", "semantic", "coalesced", "replayed", "miss", "bypass")
+_BY_TENANT = ("budget", "concurrency")  # reasons that say nothing of the pool
 MAX_TENANTS = 100  # with labels of their own; further tenants share the label "other"
 
 
@@ -58,7 +59,7 @@ class Metrics:
         self.objectives = counter("trident_gateway_objectives", text, ("class", "objective", "met"))
         text = "Calls to the replicas of a pool: ok, error, refused; those that a caller ended are not counted"
         self.calls = counter("trident_gateway_pool_calls", text, ("pool", "result"))
-        text = "Requests that a pool had no room for, by reason; Overloaded: a replica refused"
+        text = "Refused requests of a pool, by reason; Overloaded, InvalidArgument: a replica refused"
         self.pool_refusals = counter("trident_gateway_pool_refusals", text, ("pool", "reason"))
         text = "Tokens of the generations of a pool or overflow target"
         self.pool_tokens = counter("trident_gateway_pool_tokens", text, ("pool", "direction"))
@@ -154,7 +155,7 @@ class Metrics:
 
     def called(self, pool: str, error: TridentError | None, failed: bool | None) -> None:
         """Count a call to a replica of the pool. failed: None if the end says nothing of the replica."""
-        if isinstance(error, Overloaded):
+        if isinstance(error, Overloaded | InvalidArgument):
             self.calls.labels(pool, "refused").inc()
             self.refused(pool, error_type(error))
         elif failed is not None:
@@ -169,8 +170,9 @@ class Metrics:
         self.shadow.labels(result).inc()
 
     def refused(self, pool: str, reason: str) -> None:
-        """Count a request that the pool had no room for."""
-        self.outcomes.now(pool).refusals += 1
+        """Count a request that the pool refused, or had no room for."""
+        if reason not in _BY_TENANT:
+            self.outcomes.now(pool).refusals += 1
         self.pool_refusals.labels(pool, reason).inc()
 
     def used(self, tenant: str, usage: Usage, source: str = ENGINE, model: str = "", cost: float = 0.0) -> None:

@@ -40,8 +40,8 @@ class Outcomes:
     """Sums over a window.
 
     requests: calls to replicas that ended well or failed; a refused or inconclusive one is neither.
-    errors: those that failed, also where the request then went on elsewhere. refusals: for lack of room, by the gateway
-        or a replica.
+    errors: those that failed, also where the request then went on elsewhere. refusals: by a replica, or by the gateway
+        for lack of room.
     input_tokens, output_tokens: of generations that ended. first: time to the first token, queueing included.
     token: mean time between the tokens of a generation. copies: shadow copies, by result.
     """

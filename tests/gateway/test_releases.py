@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from contract.errors import EngineFailed, Overloaded
+from contract.errors import EngineFailed, InvalidArgument, Overloaded
 from gateway.config import release_file
 from gateway.config.release import ReleaseRules, RollbackRules
 from gateway.releases import Releases
@@ -164,6 +164,21 @@ async def test_a_shadow_serves_nobody_and_is_measured_and_compared():
         assert running.service.releases.current["r"].rolled_back and running.service.shadow.rules == {}
 
 
+async def test_nobody_is_sent_back_to_a_pool_that_is_gone():
+    async with released(table(100)) as (running, stable, candidate):
+        candidate.script = lambda seen: BAD
+        for replica in running.service.replicas.ready_in("stable"):
+            replica.health = type(replica.health)(healthy=False)
+        await ask(running, 40)
+        releases = running.service.releases
+        releases.check(time.monotonic() + 10)
+        assert releases.judged()[0][2].reason and not releases.current["r"].rolled_back
+        for replica in running.service.replicas.all():
+            replica.health = type(replica.health)(healthy=True)
+        releases.check(time.monotonic() + 20)
+        assert releases.current["r"].rolled_back
+
+
 async def test_refusals_of_a_pool_are_counted_there():
     async with released(table(100)) as (running, stable, candidate):
         candidate.script = lambda seen: Script(refuse=Overloaded("full"))
@@ -172,7 +187,12 @@ async def test_refusals_of_a_pool_are_counted_there():
                 await answer.read()
         page = await running.metrics()
         assert page['trident_gateway_pool_refusals_total{pool="next",reason="Overloaded"}'] >= 1
-        assert running.service.metrics.outcomes.window("next", 60).refusals >= 1
+        refusals = running.service.metrics.outcomes.window("next", 60).refusals
+        candidate.script = lambda seen: Script(refuse=InvalidArgument("max_tokens", "is too large"))
+        assert await ask(running, 1) == [400]
+        assert running.service.metrics.outcomes.window("next", 60).refusals == refusals + 1 >= 2
+        running.service.metrics.refused("next", "budget")  # the tenant's, not the pool's
+        assert running.service.metrics.outcomes.window("next", 60).refusals == refusals + 1
 
 
 def test_the_figures_from_before_the_traffic_moved_are_compared_with():

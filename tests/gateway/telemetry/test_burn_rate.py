@@ -33,6 +33,13 @@ def test_a_candidate_that_fails_is_rolled_back_whatever_the_traffic_of_the_stabl
     assert reason(outcomes(200, 20), outcomes(2000))
 
 
+def test_a_candidate_that_refuses_what_the_stable_pool_takes_is_rolled_back():
+    refusing = Outcomes(requests=40, refusals=20)
+    assert reason(refusing, outcomes(500)).startswith("refusals: 20 of 60")
+    assert reason(Outcomes(refusals=20), outcomes(500)).startswith("refusals: 20 of 20")
+    assert not reason(refusing, Outcomes(requests=400, refusals=200))
+
+
 def test_a_slow_candidate_is_rolled_back():
     assert reason(outcomes(50, first_s=0.5), outcomes(500)).startswith("first_token: 50 of 50")
     assert reason(outcomes(50, token_s=0.1), outcomes(500)).startswith("token: 50 of 50")
