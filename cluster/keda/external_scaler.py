@@ -8,7 +8,7 @@ known every call fails with UNAVAILABLE, and KEDA's ``fallback`` holds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
@@ -69,19 +69,12 @@ class ExternalScaler:
 async def start(scaler: Scaler, host: str, port: int) -> tuple[grpc.aio.Server, int]:
     """Serve on ``port``, 0 for a free one; return the server and its port."""
     calls, server = ExternalScaler(scaler), grpc.aio.server()
-    handlers: dict[str, Any] = {}
-    for name, request, streams in (
-        ("IsActive", pb.ScaledObjectRef, False),
-        ("StreamIsActive", pb.ScaledObjectRef, True),
-        ("GetMetricSpec", pb.ScaledObjectRef, False),
-        ("StreamMetricSpec", pb.ScaledObjectRef, True),
-        ("GetMetrics", pb.GetMetricsRequest, False),
-    ):
-        handler: Callable[..., Any] = (
-            grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
-        )
-        handlers[name] = handler(getattr(calls, name), request.FromString, lambda message: message.SerializeToString())
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("externalscaler.ExternalScaler", handlers),))
+    service, handlers = pb.DESCRIPTOR.services_by_name["ExternalScaler"], {}
+    for method in service.methods:
+        handler = (grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler)[method.server_streaming]
+        request, answer = (getattr(pb, kind.name) for kind in (method.input_type, method.output_type))
+        handlers[method.name] = handler(getattr(calls, method.name), request.FromString, answer.SerializeToString)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
     bound = server.add_insecure_port(f"{host}:{port}")
     await server.start()
     return server, bound

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,8 +23,8 @@ from contract.prometheus import Metrics
 
 _LOG = logging.getLogger(__name__)
 _POOL, _REPLICA = "trident_gateway_pool_", "trident_gateway_replica_"
-_ARRIVED = f"{_POOL}arrived_tokens_total"
-MAX_BYTES = 4 * 1024 * 1024
+_ARRIVED, _BACKLOG = f"{_POOL}arrived_tokens_total", f"{_POOL}backlog_tokens"
+MAX_BYTES, LARGEST = 4 * 1024 * 1024, 1e15
 TIMEOUT_S = 2.0  # of one page
 _RATE_S = 15.0  # arriving tokens are counted over so long
 
@@ -43,10 +42,12 @@ class _Page:
         """Raises ValueError for a page that no gateway writes."""
         if _ARRIVED not in metrics:
             raise ValueError("it has no pools: not the metrics page of a gateway")
+        if not all(labels.get("priority", "").isdecimal() for labels, _ in metrics.matching(_BACKLOG)):
+            raise ValueError(f"{_BACKLOG}: the label priority must be a class")
         for name, samples in metrics.samples.items():
             for labels, value in samples:
-                if not 0 <= value < math.inf:  # NaN is not
-                    raise ValueError(f"{name}{labels}: must be a finite number of at least 0, got {value}")
+                if not 0 <= value < LARGEST:  # NaN is not
+                    raise ValueError(f"{name}{labels}: must be from 0 to {LARGEST:g}, got {value}")
         arrived = metrics.by_label(_ARRIVED, "pool")
         if self.arrived and any(tokens < self.arrived[-1][1].get(pool, 0.0) for pool, tokens in arrived.items()):
             self.arrived = ()  # the gateway was started again
@@ -95,7 +96,7 @@ class Reader:
         name, _, port = gateway.removeprefix("dns:").strip("/").rpartition(":")
         try:
             found = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
-        except OSError as exc:  # those that were known stay
+        except (OSError, UnicodeError) as exc:  # those that were known stay
             _LOG.warning("%s does not resolve: %s", gateway, exc)
             return
         hosts = sorted({str(address[0]) for *_, address in found})
@@ -140,7 +141,7 @@ class Reader:
         pages, rates = [page.metrics for page in telling], [page.rate(pool) for page in telling]
         cost = _mean(page.value(f"{_POOL}token_cost", pool=pool) for page in pages) or 1.0
         healthy = {
-            labels["replica"]
+            labels.get("replica", "")
             for page in pages
             for labels, value in page.matching(f"{_REPLICA}healthy", pool=pool)
             if value
@@ -183,7 +184,7 @@ def _checked(url: str) -> str:
 def _by_class(pages: Iterable[Metrics], pool: str, state: str) -> dict[int, float]:
     found: dict[int, float] = {}
     for page in pages:
-        for labels, tokens in page.matching(f"{_POOL}backlog_tokens", pool=pool, state=state):
+        for labels, tokens in page.matching(_BACKLOG, pool=pool, state=state):
             priority = int(labels["priority"])
             found[priority] = found.get(priority, 0.0) + tokens
     return found
@@ -194,7 +195,7 @@ def _of_replicas(pages: Iterable[Metrics], name: str, pool: str) -> list[float]:
     known: dict[str, list[float]] = {}
     for page in pages:
         for labels, value in page.matching(f"{_REPLICA}{name}", pool=pool):
-            known.setdefault(labels["replica"], []).append(value)
+            known.setdefault(labels.get("replica", ""), []).append(value)
     return [_mean(values) for values in known.values()]
 
 

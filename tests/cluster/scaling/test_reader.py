@@ -130,6 +130,8 @@ async def test_a_gateway_that_starts_again_does_not_turn_the_rate_negative(pages
         "",
         page(queued="NaN"),
         page(queued=-1),
+        page(queued=1e300),
+        page().replace('priority="1"', 'priority="high"'),
         LARGE,
         "trident_gateway_pool_arrived_tokens_total{ 1",
     ],
@@ -184,8 +186,9 @@ async def test_every_address_of_a_name_is_a_gateway(monkeypatch: pytest.MonkeyPa
         assert read[2:] == read[:2]  # those that were known stay
 
 
-async def test_a_name_that_never_resolves_is_unknown():
-    reader = Reader(["dns:///no-such-name.invalid:9002"])
+@pytest.mark.parametrize("name", ["no-such-name.invalid", "a..b"])
+async def test_a_name_that_never_resolves_is_unknown(name: str):
+    reader = Reader([f"dns:///{name}:9002"])
     async with session() as http:
         await reader.read(http)
     assert reader.load("main") is None and "has not resolved" in str(reader.problems())
