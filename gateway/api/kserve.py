@@ -44,8 +44,9 @@ from contract.errors import (
     to_text,
 )
 from contract.generation import GenerationRequest, Guide
-from gateway.api import error_responses, grpc_listener
+from gateway.api import error_responses
 from gateway.api.caller_errors import for_caller
+from gateway.api.grpc_endpoint import GrpcEndpoint
 from gateway.api.request_body import bearer_token
 from gateway.config.tenant import Tenant
 from gateway.generation import Generation
@@ -64,27 +65,12 @@ _CONTENTS = {"INT32": "int_contents", "BOOL": "bool_contents", "BYTES": "bytes_c
 _REJECTIONS = (Overloaded, Unavailable, Unauthenticated, PermissionDenied, DeadlineExceeded)
 
 
-class KServeEndpoint:
-    """Serve the KServe v2 gRPC methods.
+class KServeEndpoint(GrpcEndpoint):
+    """Serve the KServe v2 gRPC methods."""
 
-    port: the port it listens on, 0 before ``start``, which must run on the loop that serves.
-    """
+    port_setting = "grpc_port"
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._server: grpc.aio.Server | None = None
-        self.port = 0
-
-    async def start(self) -> None:
-        service, handlers = self._service, self._handlers()
-        most_bytes = service.settings.max_body_bytes
-        self._server, self.port = await grpc_listener.listen(service, "grpc_port", most_bytes, handlers)
-
-    async def stop(self) -> None:
-        if self._server is not None:
-            await self._server.stop(0.5)
-
-    def _handlers(self) -> grpc.GenericRpcHandler:
+    def _handlers(self) -> list[grpc.GenericRpcHandler]:
         def unary(handle: Callable) -> grpc.RpcMethodHandler:
             return grpc.unary_unary_rpc_method_handler(handle)
 
@@ -97,7 +83,7 @@ class KServeEndpoint:
         }
         for name in ("ServerMetadata", "ModelMetadata", "ModelConfig"):
             methods[name] = unary(self._forwarded(f"/{_SERVICE}/{name}"))
-        return grpc.method_handlers_generic_handler(_SERVICE, methods)
+        return [grpc.method_handlers_generic_handler(_SERVICE, methods)]
 
     async def _server_live(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         return _flag(True)

@@ -12,42 +12,26 @@ from google.protobuf.message import DecodeError
 
 from clients.wire import protobuf
 from contract.errors import DeadlineExceeded, InvalidArgument, TridentError
-from gateway.api import error_responses, grpc_listener
+from gateway.api import error_responses
+from gateway.api.grpc_endpoint import GrpcEndpoint
 from gateway.api.picker import ext_proc_pb2 as pb
 from gateway.api.picker.exchange import Exchange
-from gateway.service import Service
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
-_MOST_BYTES = 16 * 1024 * 1024  # of one message, which holds a part of a body
 _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"  # HealthCheckResponse
 
 
-class EndpointPicker:
-    """Serve ext_proc and gRPC's health service.
+class EndpointPicker(GrpcEndpoint):
+    """Serve ext_proc and gRPC's health service, if the settings have a port for it."""
 
-    port: the port it listens on, 0 before ``start``, which must run on the loop that serves.
-    """
+    port_setting = "picker_port"
+    message_bytes = 16 * 1024 * 1024  # a part of a body, and metadata
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._server: grpc.aio.Server | None = None
-        self.port = 0
-
-    async def start(self) -> None:
-        """Listen, if the settings have a port. Raises InvalidArgument."""
-        if self._service.settings.picker_port is None:
-            return
+    def _handlers(self) -> list[grpc.GenericRpcHandler]:
         process = {"Process": grpc.stream_stream_rpc_method_handler(self._process)}
         health = {"Check": grpc.unary_unary_rpc_method_handler(self._check)}
-        handlers = [
-            grpc.method_handlers_generic_handler(name, methods)
-            for name, methods in ((SERVICE, process), ("grpc.health.v1.Health", health))
-        ]
-        self._server, self.port = await grpc_listener.listen(self._service, "picker_port", _MOST_BYTES, *handlers)
-
-    async def stop(self) -> None:
-        if self._server is not None:
-            await self._server.stop(0.5)
+        services = ((SERVICE, process), ("grpc.health.v1.Health", health))
+        return [grpc.method_handlers_generic_handler(name, methods) for name, methods in services]
 
     async def _process(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         handler, failed = asyncio.current_task(), list[TridentError]()
