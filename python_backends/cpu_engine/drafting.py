@@ -66,13 +66,18 @@ class _Sequence:
 class Drafting:
     """The pipeline that drafts, its sequences, and what they gain.
 
+    pipeline: None for an engine that never drafts; it then has no sequences.
     limits: of the engine.
     ngram_size: tokens of the longest n-gram looked up; 0 for a draft model.
     cost: see DraftLength.
     """
 
     def __init__(
-        self, pipeline: genai.ContinuousBatchingPipeline, limits: EngineLimits, ngram_size: int, cost: float = 0.0
+        self,
+        pipeline: genai.ContinuousBatchingPipeline | None,
+        limits: EngineLimits,
+        ngram_size: int = 0,
+        cost: float = 0.0,
     ) -> None:
         self.pipeline = pipeline
         self._limits = limits
@@ -95,9 +100,11 @@ class Drafting:
         """
         blocks = self._limits.draft_blocks(command.input_ids.size + command.max_tokens)
         free = self._limits.draft_pool_blocks - sum(sequence.blocks for sequence in self._sequences.values())
-        if running > len(self) or blocks > free:
+        if running > len(self) or running >= BUSY or blocks > free:
             return False
-        length = self._length.choose(running)
+        length = min(SHORT, self._limits.max_draft_len)  # of one as short as a probe, which shows no gain
+        if command.max_tokens > SHORT:
+            length = self._length.choose(running)
         if length:
             config.num_assistant_tokens = length
             config.max_ngram_size = self._ngram_size
@@ -110,10 +117,8 @@ class Drafting:
         OpenVINO GenAI counts a presence and a frequency penalty, and follows a guide or a seed, from a request's start.
         Sequences with these stay.
         """
-        movable = [sequence for sequence in self._sequences.values() if _movable(sequence.command)]
-        for sequence in movable:
-            del self._sequences[sequence.command.id]
-        return [_continued(sequence.command, sequence.token_ids) for sequence in movable]
+        movable = [id for id, sequence in self._sequences.items() if _movable(sequence.command)]
+        return [_continued(self._sequences.pop(id)) for id in movable]
 
     def observe(self, id: int, token_ids: list[int], first: bool) -> None:
         """Take in what a step gave to any sequence. first: its first tokens, for which nothing was drafted."""
@@ -143,9 +148,9 @@ def _movable(command: AddSequence) -> bool:
     return command.guide is None and not counted and (sampling.greedy or sampling.seed is None)
 
 
-def _continued(command: AddSequence, token_ids: list[int]) -> AddSequence:
-    """Return the command whose sequence generates what follows ``token_ids``."""
-    done = len(token_ids)
+def _continued(sequence: _Sequence) -> AddSequence:
+    """Return the command whose sequence generates what follows."""
+    command, token_ids, done = sequence.command, sequence.token_ids, len(sequence.token_ids)
     return dataclasses.replace(
         command,
         input_ids=np.concatenate([command.input_ids, np.array(token_ids, command.input_ids.dtype)]),

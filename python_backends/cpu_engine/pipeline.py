@@ -32,11 +32,11 @@ def open_pipeline(
     return genai.ContinuousBatchingPipeline(str(engine_dir), scheduler, "CPU", together)
 
 
-def open_drafting(engine_dir: Path, manifest: EngineManifest) -> Drafting | None:
-    """Load the weights a second time, into the pipeline that drafts; None for an engine that does not draft."""
+def open_drafting(engine_dir: Path, manifest: EngineManifest) -> Drafting:
+    """Load the weights a second time, into the pipeline that drafts; without one where the recipe has no drafts."""
     limits, declared = EngineLimits.from_manifest(manifest), manifest.recipe.get("speculative_decoding")
     if not declared:
-        return None
+        return Drafting(None, limits)
     if declared["mode"] == "prompt_lookup":
         properties: dict[str, object] = {"prompt_lookup": True}
         ngram_size, cost = declared["ngram_size"], 0.0

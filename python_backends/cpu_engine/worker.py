@@ -15,6 +15,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
@@ -39,7 +40,7 @@ class StepLoop:
         pipeline: genai.ContinuousBatchingPipeline,
         top_log_probs: TopLogProbsModel,
         connection: Connection,
-        drafting: Drafting | None = None,
+        drafting: Drafting,
     ) -> None:
         self._pipeline = pipeline
         self._top_log_probs = top_log_probs
@@ -63,15 +64,13 @@ class StepLoop:
             self._drain_commands()
             start_ns = time.monotonic_ns()
             self._score_prompt()
-            drafting = len(self._drafting) if self._drafting is not None else 0
-            self._step(drafts=drafting > 0, plain=len(self._handles) > drafting)
+            self._step(drafts=len(self._drafting) > 0, plain=len(self._handles) > len(self._drafting))
             self._report(start_ns)
 
     def _step(self, *, drafts: bool, plain: bool) -> None:
         """Step the pipelines that have sequences, or blocks of a cancelled one to free; read their gauges."""
         self._scheduled, self._cache_usage = 0, 0.0
-        stepped = [self._drafting.pipeline] * drafts if self._drafting is not None else []
-        for pipeline in stepped + [self._pipeline] * plain:
+        for pipeline in filter(None, [self._drafting.pipeline] * drafts + [self._pipeline] * plain):
             pipeline.step()
             metrics = pipeline.get_metrics()
             self._scheduled += metrics.scheduled_requests
@@ -115,12 +114,11 @@ class StepLoop:
             self._ended.append(StepOutput(command.id, [], [], StreamEvent.LENGTH))
             return
         config = generation_config(command.max_tokens, command.sampling, command.stop_ids, command.guide)
-        if self._drafting is not None and self._drafting.admit(command, config, len(self._handles)):
-            started = self._start(self._drafting.pipeline, command, config)
-        else:
+        pipeline = self._drafting.pipeline
+        if not self._drafting.admit(command, config, len(self._handles)):
             self._leave_drafting()
-            started = self._start(self._pipeline, command, config)
-        if not started:
+            pipeline = self._pipeline
+        if not self._start(pipeline, command, config):
             return
         if not command.sampling.top_log_probs:
             self._top_log_probs.close(command.id)
@@ -142,7 +140,7 @@ class StepLoop:
 
     def _leave_drafting(self) -> None:
         """Continue in the plain pipeline, from the ids they have, all sequences of the other that can be moved."""
-        commands = self._drafting.leave() if self._drafting is not None else []
+        commands = self._drafting.leave()
         for command in commands:
             self._handles.pop(command.id).cancel()
             config = generation_config(command.max_tokens, command.sampling, command.stop_ids)
@@ -152,7 +150,7 @@ class StepLoop:
 
     def _end(self, id: int) -> None:
         handle, unscored = self._handles.pop(id, None), self._unscored.pop(id, None)
-        drafted = self._drafting is not None and id in self._drafting
+        drafted = id in self._drafting
         self._forget(id)
         if handle is None and unscored is None:
             return
@@ -160,8 +158,7 @@ class StepLoop:
         if handle is not None:
             handle.cancel()
             # A pipeline frees a cancelled sequence's blocks in its next step, and no live sequence of it causes one.
-            drafting = len(self._drafting) if self._drafting is not None else 0
-            if not (drafting if drafted else len(self._handles) - drafting):
+            if not (len(self._drafting) if drafted else len(self._handles) - len(self._drafting)):
                 self._step(drafts=drafted, plain=not drafted)
             if not self._handles:
                 self._report(time.monotonic_ns())
@@ -169,8 +166,7 @@ class StepLoop:
     def _forget(self, id: int) -> None:
         self._without_token.pop(id, None)
         self._top_log_probs.close(id)
-        if self._drafting is not None:
-            self._drafting.end(id)
+        self._drafting.end(id)
 
     def _report(self, start_ns: int) -> None:
         """Send what the step added to every sequence."""
@@ -188,7 +184,7 @@ class StepLoop:
                 len(self._without_token),
                 sum(self._without_token.values()),
                 self._cache_usage,
-                *((0, 0) if self._drafting is None else self._drafting.take_counts()),
+                *self._drafting.take_counts(),
             )
         )
 
@@ -209,8 +205,7 @@ class StepLoop:
         elif status != genai.GenerationStatus.RUNNING:
             event = StreamEvent.LENGTH if finish == genai.GenerationFinishReason.LENGTH else StreamEvent.STOP
         first = bool(token_ids) and self._without_token.pop(id, None) is not None
-        if self._drafting is not None:
-            self._drafting.observe(id, token_ids, first)
+        self._drafting.observe(id, token_ids, first)
         chosen, top = self._top_log_probs.score(id, token_ids)
         if event.last:
             del self._handles[id]
@@ -256,6 +251,14 @@ def generation_config(
     return config
 
 
+def _warm_up(pipeline: genai.ContinuousBatchingPipeline) -> None:
+    """Generate one token: a pipeline's first takes a third of a second longer, for 135M parameters."""
+    config = generation_config(1, SamplingParams(top_k=1), frozenset())
+    handle = pipeline.add_request(0, ov.Tensor(np.zeros((1, 1), np.int64)), config)
+    while handle.get_status() == genai.GenerationStatus.RUNNING:
+        pipeline.step()
+
+
 def fold_seed(seed: int) -> int:
     """Fold a uint64 seed into the 32 bits that GenAI uses.
 
@@ -289,6 +292,8 @@ def main() -> None:
     try:
         manifest = manifests.load(engine_dir)
         pipeline, drafting = open_pipeline(engine_dir, manifest), open_drafting(engine_dir, manifest)
+        if drafting.pipeline is not None:
+            _warm_up(pipeline)  # the supervisor's first request is one that drafts
         connection.send(Ready())
         top_log_probs = TopLogProbsModel(engine_dir / "openvino_model.xml", manifest.properties)
         StepLoop(pipeline, top_log_probs, connection, drafting).run()

@@ -77,6 +77,27 @@ def test_a_sequence_is_admitted_with_its_length_while_the_plain_pipeline_is_empt
     assert len(drafting) == 2 and 1 in drafting and 3 not in drafting
 
 
+def test_a_probe_is_no_try_of_whether_drafts_gain():
+    drafting = Drafting(None, LIMITS, 3)
+    drafting.admit(command(1), genai.GenerationConfig(), running=0)
+    for _ in range(200):
+        drafting.observe(1, [1], first=False)
+    drafting.end(1)
+    for id in range(RETRY - 1):
+        assert not drafting.admit(command(id), genai.GenerationConfig(), running=0)
+        probe = genai.GenerationConfig()
+        assert drafting.admit(command(100, max_tokens=1), probe, running=0) and probe.num_assistant_tokens == SHORT
+        drafting.end(100)
+    assert drafting.admit(command(1), genai.GenerationConfig(), running=0)
+
+
+def test_an_engine_without_drafts_admits_none():
+    drafting = Drafting(None, dataclasses.replace(LIMITS, max_draft_len=0))
+    for max_tokens in (1, 20):
+        assert not drafting.admit(command(1, max_tokens=max_tokens), genai.GenerationConfig(), running=0)
+    assert not drafting.leave() and len(drafting) == 0 and drafting.take_counts() == (0, 0)
+
+
 def test_the_second_kv_cache_is_not_overcommitted():
     drafting, config = Drafting(None, LIMITS, 3), genai.GenerationConfig()
     assert LIMITS.draft_pool_blocks == 16  # a quarter; one longest sequence with its drafts takes 11
