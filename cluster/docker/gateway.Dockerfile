@@ -5,7 +5,8 @@ ARG BASE_IMAGE=python:3.12-slim-bookworm
 FROM ${BASE_IMAGE} AS packages
 COPY constraints.txt requirements/gateway.txt /requirements/
 RUN python -m venv /opt/trident \
-    && /opt/trident/bin/pip install --no-cache-dir -c /requirements/constraints.txt -r /requirements/gateway.txt
+    && /opt/trident/bin/pip install --no-cache-dir -c /requirements/constraints.txt -r /requirements/gateway.txt \
+    && /opt/trident/bin/pip uninstall --quiet --yes pip
 
 FROM ${BASE_IMAGE}
 COPY --from=packages /opt/trident /opt/trident

@@ -187,18 +187,22 @@ def test_a_misspelt_field_is_found_in_every_kind():
 
 
 def test_values_and_schema_name_the_same():
-    def keys(schema, values, path=""):
-        for part in schema.get("allOf", ()):
-            schema = schema | part
+    def closed(schema):
+        """Return the part of a schema that names all properties."""
         if "$ref" in schema:
-            schema = schema | SCHEMA["definitions"][schema["$ref"].rsplit("/", 1)[1]]
-        if "properties" not in schema:
+            return closed(SCHEMA["definitions"][schema["$ref"].rsplit("/", 1)[1]])
+        if schema.get("additionalProperties") is False and "properties" in schema:
+            return schema
+        return next((found for part in schema.get("allOf", ()) if (found := closed(part))), None)
+
+    def keys(schema, values, path=""):
+        if (named := closed(schema)) is None:
+            assert "properties" not in schema, path
             return
         left_out = {"global", "name", "engine"} if path in ("", "/poolDefaults") else set()
-        assert schema["properties"].keys() - left_out == values.keys(), path
-        assert schema["additionalProperties"] is False, path
+        assert named["properties"].keys() - left_out == values.keys(), path
         for name, value in values.items():
-            keys(schema["properties"][name], value, f"{path}/{name}")
+            keys(named["properties"][name], value, f"{path}/{name}")
 
     keys(SCHEMA, VALUES)
 
@@ -238,6 +242,11 @@ REFUSED = [
     ({"inferencePool": {"enabled": True}}, "networkPolicy.proxies: must name"),
     ({"pools": [POOL | {"scaling": {"min_replicas": 2}}]}, "pools: demo: scaling.min_replicas"),
     ({"pools": [POOL | {"scaling": {"warm_replicas": "two"}}]}, "/pools/0/scaling/warm_replicas"),
+    ({"gateway": {"resources": {"requests": None}}}, "requests"),  # the HorizontalPodAutoscaler needs them
+    ({"poolDefaults": {"replicas": None}}, "replicas"),  # null takes a default away
+    ({"pools": [POOL | {"replicas": None}]}, "/pools/0/replicas"),
+    ({"keda": None}, "keda"),
+    ({"pools": [POOL | {"volumes": [{"name": "state"}]}]}, "/pools/0/volumes/0/name"),
     ({"gatway": {}}, "gatway"),
 ]
 
@@ -271,6 +280,10 @@ ODD_POOL = st.fixed_dictionaries(
             max_size=3,
         ),
         "engines": st.fixed_dictionaries({"claim": st.sampled_from(["", "shared"])}),
+        "resources": st.fixed_dictionaries(
+            {"limits": st.dictionaries(st.sampled_from(["cpu", "example/fpga"]), COUNT)}
+        ),
+        "volumes": st.sampled_from([[], [{"name": "mine", "emptyDir": {}}]]),
         "nodeSelector": st.dictionaries(st.sampled_from(["a", "b"]), st.sampled_from(["true", "1", "null", ": #"])),
     },
 )
