@@ -10,7 +10,7 @@ from __future__ import annotations
 
 # Should the inference be wrong, as after the backend alone was loaded again, requests without weights fail. So one that
 # has had no token for this long makes later ones carry them.
-DOUBT_NS = 250_000_000
+DOUBT_NS = 100_000_000
 
 
 class AdapterCache:

@@ -265,6 +265,8 @@ async def test_an_adapter_is_sent_when_first_used_and_again_once_it_may_be_gone(
         ("pirate", "again"): 1,
     }
     assert metric(page, "trident_adapter_requests_total", adapter="poet") == 5
+    # By this the gateway learns that it may be asked for "<model>:poet".
+    assert metric(page, "vllm:lora_requests_info", running_lora_adapters=",".join(ADAPTERS)) > 0
 
 
 async def test_many_first_uses_at_once_all_succeed(client, replica):

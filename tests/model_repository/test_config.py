@@ -50,6 +50,8 @@ def _cpp_backend(path):
                 )
                 if side == "input":
                     entry.optional = tensor["optional"]
+                if tensor["name"] == "lora_weights":  # the builder writes the type of the model
+                    entry.data_type = DataType.Value("TYPE_BF16")
     return model
 
 
@@ -135,6 +137,7 @@ def test_the_tokenizer_takes_from_the_ensemble_and_gives_to_the_engine_under_the
     ensemble, engine = promised(tensors.ENSEMBLE_INPUTS), promised(tensors.ENGINE_INPUTS)
     for name, found in signature(tokenizer.input).items():
         assert found == ensemble[name], name
+    engine |= {"lora_weights": ("BF16", (-1, -1)), "lora_config": ("INT32", (-1, 3))}  # of the C++ backend alone
     for name, found in signature(tokenizer.output).items():
         assert found == engine["request_output_len" if name == "max_tokens" else name], name
     assert all(entry.optional for entry in tokenizer.input)

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import gpu_machine
+import numpy as np
 import pytest
 
 from build.base import layout
+from build.base.checkpoint import open_checkpoint
 from build.lint import __main__, repository
 from build.package import container, gpu_engine
 from build.package.compile_trtllm import WrongMachine
@@ -18,7 +20,7 @@ from build.recipe import commands, schema, verdict
 from build.recipe import recipe as recipes
 from contract.errors import EngineFailed, NotFound, Unavailable
 from contract.manifest import load, verify
-from tests.fakes import checkpoints
+from tests.fakes import adapters, checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -221,6 +223,27 @@ def test_the_llm_api_needs_no_compiler(bare, programs):
     manifest = verify(layout.ENGINES / "tiny")
     assert manifest.kind == "llmapi" and "checkpoint/rank0.safetensors" in manifest.files
     assert not (layout.MODEL_REPOSITORY / "ensemble" / "configs").exists()
+
+
+def test_adapters_are_served_with_the_engine_and_only_wider_ones_compile_it_again(gpu, programs):
+    values = {name: np.array(tensor.f32()) for name, tensor in open_checkpoint(gpu.parent / "model").tensors.items()}
+    adapters.write(gpu.parent / "poet", values, rank=4)
+    made = recipe(gpu, adapters=[{"name": "poet", "path": str(gpu.parent / "poet")}])
+    build(made)
+    folder = layout.ENGINES / "tiny"
+    manifest = verify(folder)
+    assert [(one.name, one.rank) for one in manifest.adapters] == [("poet", 4)]
+    files = {f"adapters/1/model.lora_{part}.npy" for part in ("config", "weights")}
+    assert files <= manifest.files.keys()
+    compiled = (folder / "logs" / "compile.log").read_text()
+    assert "--lora_plugin auto" in compiled and "--max_lora_rank 4" in compiled
+    for seed, rank, again in ((1, 4, []), (1, 8, ["compile"])):
+        programs.ran.clear()
+        adapters.write(gpu.parent / "poet", values, rank=rank, seed=seed)
+        build(made)
+        assert [name for name in programs.ran if name == "compile"][:1] == again
+        assert load(folder).adapters[0].rank == rank
+        assert load(folder).files != manifest.files
 
 
 def test_no_engine_is_no_folder(bare):

@@ -59,6 +59,6 @@ def test_a_default_is_the_same_in_the_declaration_and_in_the_recipe():
 
 
 def test_every_key_has_a_description_and_every_value_a_limit():
-    for table in (*schema.RECIPE_TABLES.values(), *schema.SPECULATIVE_TABLES, schema.Calibration, schema.Quality):
+    for table in (*schema.RECIPE_TABLES.values(), *schema.MODES.values(), schema.Calibration, schema.Quality):
         for key, field in schema.fields_of(table).items():
             assert key in ("kind", "mode") or field.description, key
