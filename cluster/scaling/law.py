@@ -27,6 +27,8 @@ _LATE = 3.0  # a start that takes so many times as long as usual is not counted 
 _TRIFLE = 0.01  # of a replica: a load below this is none
 _Count = Annotated[int, Field(ge=0, le=MOST)]
 _Amount = Annotated[float, Field(ge=0, le=1e15)]
+_NEVER = -1e12
+_Time = Annotated[float, Field(ge=_NEVER, le=1e15)]
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Decision:
 
 
 class _State(BaseModel):
-    """What one decision leaves for the next. Times are seconds since 1970; 0: never.
+    """What one decision leaves for the next. Times are on the caller's clock.
 
     wanted: the latest decision, -1 for none. up_s, changed_s: the latest addition, the latest change.
     recent: (time, replicas needed), each larger than those after it: the first is the most within the cooldown.
@@ -95,20 +97,20 @@ class _State(BaseModel):
 
     model_config = ConfigDict(allow_inf_nan=False)
     wanted: Annotated[int, Field(ge=-1, le=MOST)] = -1
-    up_s: _Amount = 0.0
-    changed_s: _Amount = 0.0
-    recent: Annotated[list[tuple[_Amount, _Count]], Field(max_length=MOST)] = []
+    up_s: _Time = _NEVER
+    changed_s: _Time = _NEVER
+    recent: Annotated[list[tuple[_Time, _Count]], Field(max_length=MOST)] = []
     level: _Amount = 0.0
     trend: Annotated[float, Field(ge=-1e12, le=1e12)] = 0.0
-    level_s: _Amount = 0.0
+    level_s: _Time = _NEVER
     days: Annotated[list[Annotated[float, Field(ge=-1, le=1e15)]], Field(min_length=BUCKETS, max_length=BUCKETS)] = [
         -1.0
     ] * BUCKETS
     bucket: tuple[Annotated[int, Field(ge=-1, lt=BUCKETS)], _Amount, _Count] = (-1, 0.0, 0)
-    ordered: Annotated[list[_Amount], Field(max_length=MOST)] = []
+    ordered: Annotated[list[_Time], Field(max_length=MOST)] = []
     ready: _Count = 0
     start_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
-    busy_s: _Amount = 0.0
+    busy_s: _Time = _NEVER
     tokens_per_s: _Amount = 0.0
     slots: _Amount = 0.0
 
@@ -123,7 +125,7 @@ class _State(BaseModel):
             wrong = {error["loc"][0] for error in exc.errors()}
             state = _State.model_validate({name: item for name, item in fields.items() if name not in wrong})
         for name in ("up_s", "changed_s", "level_s", "busy_s"):  # a time that has not come yet is none
-            setattr(state, name, getattr(state, name) if getattr(state, name) <= now_s else 0.0)
+            setattr(state, name, getattr(state, name) if getattr(state, name) <= now_s else _NEVER)
         recent, state.recent = sorted(state.recent), []
         for at_s, needed in recent:
             state.needs(needed, min(at_s, now_s), math.inf)
@@ -175,8 +177,8 @@ def decide(rules: PoolRules, load: Load | None, state: object, now_s: float, tar
     """Return how many replicas the pool needs.
 
     load: None if nothing is known. state: of the decision before; None, or any other value, for the first.
-    now_s: seconds since 1970, UTC. target: replicas that are ordered now, where the orchestrator tells; None: those of
-    the decision before.
+    now_s: seconds since 1970, UTC; any clock will do where the time of day does not matter.
+    target: replicas that are ordered now, where the orchestrator tells; None: those of the decision before.
     """
     known = _State.from_json(state, now_s)
     seen = load.ready + load.starting if load else 0

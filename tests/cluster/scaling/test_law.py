@@ -220,7 +220,8 @@ def test_a_state_of_tomorrow_or_of_another_version_is_of_no_harm():
     assert decide(PoolRules(), None, state, pool.now_s).wanted == pool.wanted[-1]
 
 
-def test_the_vector_of_replicas():
+@pytest.mark.parametrize("begin_s", [0.0, NOW_S])  # of a clock that starts at 0 the first minutes are as any others
+def test_the_vector_of_replicas(begin_s: float):
     """Overload at 120, 240 and 360 s adds one each; after it one is removed, and not before 300 s have passed."""
     rules, state, seen = PoolRules(max_replicas=5, step_up=1), None, []
     for at_s, waiting in ((0, 10), (120, 100), (240, 150), (360, 150), (600, 5), (1000, 5)):
@@ -234,10 +235,16 @@ def test_the_vector_of_replicas():
             tokens_per_s=100.0,
             slots=8,
         )
-        decision = decide(rules, load, state, NOW_S + at_s)
+        decision = decide(rules, load, state, begin_s + at_s)
         state = again(decision)
         seen.append(decision.wanted)
     assert seen == [1, 2, 3, 4, 4, 3]
+
+
+def test_the_first_action_is_not_blocked():
+    load = Load(arrived_per_s=500.0, ready=1, tokens_per_s=100.0)
+    for now_s in (0.0, 5.0, NOW_S):
+        assert decide(PoolRules(), load, None, now_s).wanted == 7
 
 
 def test_cooldowns():
