@@ -119,7 +119,8 @@ def configuration(
     least, most: bounds of the number of replicas. gateways: their metrics pages, for the policy.
     scaling: file of the policy's rules; "" for the defaults.
     """
-    policy = {"gateways": gateways, "pool": server.pool, "config": scaling}
+    policy: dict[str, Any] = {"gateways": gateways, "pool": server.pool, "config": scaling}
+    policy |= {"consoles": server.register_at, "token_file": server.token_file}
     number = {
         "min_replicas": least,
         "max_replicas": most,

@@ -19,6 +19,7 @@ from typing import Any
 
 from cluster.scaling.law import decide
 from cluster.scaling.reader import Reader
+from cluster.scaling.report import Report
 from cluster.scaling.rules import RulesFile
 
 _LOG = logging.getLogger(__name__)
@@ -30,13 +31,23 @@ class TokensPolicy:
 
     gateways: as of Reader. pool: of the gateways that these replicas serve. config: TOML file of rules; "": defaults.
     interval_s: between two readings. stale_s: age at which a reading is worth nothing.
+    consoles, token_file: as of Report; "" for none.
     Raises InvalidArgument for wrong arguments, when it is made; a call never raises.
     """
 
     def __init__(
-        self, gateways: list[str], pool: str = "", config: str = "", interval_s: float = 1.0, stale_s: float = 15.0
+        self,
+        gateways: list[str],
+        pool: str = "",
+        config: str = "",
+        interval_s: float = 1.0,
+        stale_s: float = 15.0,
+        consoles: str = "",
+        token_file: str = "",
     ) -> None:
         self._pool, self._reader, self._rules = pool, Reader(gateways, stale_s), RulesFile(config)
+        if consoles and token_file:
+            self._reader.report = Report(consoles, token_file)
         self._readings = 0
         self._decided: tuple[int, int, dict[str, Any]] = (-1, 0, {})  # at which reading, what, the state
         self._failed = False
@@ -64,6 +75,8 @@ class TokensPolicy:
             decision = decide(rules, load, state.get(KEY), time.time(), ctx.target_num_replicas)
             if decision.wanted != ctx.target_num_replicas:
                 _LOG.info("pool %r: %s", self._pool, decision.reason)
+            if self._reader.report is not None:
+                self._reader.report.decisions = {self._pool: decision}
             self._decided = self._readings, decision.wanted, decision.state
         _, wanted, own = self._decided
         return wanted, {**state, KEY: own}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from cluster.scaling.law import Load
+from cluster.scaling.report import Report, addresses
 from contract import prometheus
 from contract.errors import InvalidArgument
 from contract.prometheus import Metrics
@@ -74,15 +74,18 @@ class Reader:
         if not self._gateways:
             raise InvalidArgument("gateways", "must name one metrics page at least, got none")
         self._stale_s = stale_s
+        self.report: Report | None = None
         self._pages: dict[str, _Page] = {}
         self._resolved: dict[str, list[str]] = {}
 
     async def watch(self, after: Callable[[], None], interval_s: float) -> None:
-        """Read the pages again and again, and call ``after`` each time."""
+        """Read the pages again and again, call ``after`` each time, and send the report."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S)) as http:
             while True:
                 await self.read(http)
                 after()
+                if self.report is not None:
+                    await self.report.send(http)
                 await asyncio.sleep(interval_s)
 
     async def read(self, http: aiohttp.ClientSession) -> None:
@@ -93,14 +96,10 @@ class Reader:
         await asyncio.gather(*(self._read(http, url, page) for url, page in self._pages.items()))
 
     async def _resolve(self, gateway: str) -> None:
-        name, _, port = gateway.removeprefix("dns:").strip("/").rpartition(":")
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
+            self._resolved[gateway] = [f"http://{address}/metrics" for address in await addresses(gateway)]
         except (OSError, UnicodeError) as exc:  # those that were known stay
             _LOG.warning("%s does not resolve: %s", gateway, exc)
-            return
-        hosts = sorted({str(address[0]) for *_, address in found})
-        self._resolved[gateway] = [f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics" for host in hosts]
 
     async def _read(self, http: aiohttp.ClientSession, url: str, page: _Page) -> None:
         try:

@@ -13,6 +13,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from cluster.scaling.law import Decision, Load, decide
 from cluster.scaling.reader import Reader
+from cluster.scaling.report import Report
 from cluster.scaling.rules import RulesFile
 from cluster.scaling.settings import Settings
 
@@ -38,6 +39,9 @@ class Scaler:
         self._settings, self._rules = settings, RulesFile(settings.config)
         self.reader = Reader(settings.gateways.split(","), settings.stale_s)
         self.decisions: dict[str, Decision] = {}
+        if settings.consoles and settings.admin_token_file is not None:
+            self.reader.report = Report(settings.consoles, settings.admin_token_file)
+            self.decisions = self.reader.report.decisions
         self.loads: dict[str, Load | None] = {}
         self._states: dict[str, Any] = self._kept()
 

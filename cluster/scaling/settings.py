@@ -27,6 +27,12 @@ class Settings(EnvironmentSettings):
     stale_s: Annotated[float, Field(ge=0.1, le=3600)] = Field(
         15.0, description="age in seconds from which a reading counts no more: then nothing is known"
     )
+    consoles: str = Field(
+        "",
+        description="HTTP endpoints of the gateways whose /console shows the decisions: `HOST:PORT,HOST:PORT` or "
+        "`dns:///NAME:PORT`; unset: none",
+    )
+    admin_token_file: AbsolutePath | None = Field(None, description="file with the gateways' token, for CONSOLES")
     host: str = Field("127.0.0.1", description="address of the external scaler and of the scaler's own metrics")
     grpc_port: Port = Field(9004, description="port of KEDA's external scaler; 0: a free one")
     metrics_port: Port = Field(9005, description="port of the scaler's own /metrics; 0: a free one")
