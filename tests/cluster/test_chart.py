@@ -15,8 +15,9 @@ from cluster import chart  # noqa: E402
 from cluster.scaling import rules as scaling_rules  # noqa: E402
 from cluster.scaling import settings as scaler_settings  # noqa: E402
 from contract.errors import InvalidArgument  # noqa: E402
+from gateway.config import configuration, tenants  # noqa: E402
+from gateway.config import pools as gateway_pools  # noqa: E402
 from gateway.config import settings as gateway_settings  # noqa: E402
-from gateway.config import tenants  # noqa: E402
 from server import settings as server_settings  # noqa: E402
 
 needs_helm = pytest.mark.skipif(not chart.HELM.is_file(), reason="helm is not installed: `make check` installs it")
@@ -109,6 +110,24 @@ def assert_laws(documents):
             for rule in spec["ingress"]:
                 assert {port["port"] for port in rule["ports"]} <= ports(matched[0])
     assert all(("replicas" in each["spec"]) != (name in scaled) for name, each in workloads.items())
+    assert_addresses(documents)
+
+
+def assert_addresses(documents):
+    """Every address of another program is a rendered Service with that port."""
+    services = {
+        (each["metadata"]["name"], port["port"])
+        for each in documents
+        if each["kind"] == "Service"
+        for port in each["spec"]["ports"]
+    }
+    values = [value for _, pod in pods(documents) for each in containers(pod) for value in environment(each).values()]
+    found = [re.fullmatch(r"dns:///([a-z0-9-]+):(\d+)", value) for value in values if value.startswith("dns:")]
+    for each in documents:
+        if each["kind"] == "ScaledObject":
+            address = each["spec"]["triggers"][0]["metadata"]["scalerAddress"]
+            found.append(re.fullmatch(r"([a-z0-9-]+)\.llm:(\d+)", address))
+    assert found and all((match[1], int(match[2])) in services for match in found)
 
 
 def ports(pod):
@@ -156,6 +175,29 @@ def test_every_program_accepts_its_environment(case, tmp_path):
                 settings_of.Settings.from_environment(variables)
             programs += 1
     assert programs >= 2
+
+
+@pytest.mark.parametrize("case", ["default", "cpu"])
+def test_the_gateways_accept_their_configuration(case, tmp_path):
+    documents = golden(case)
+    (text,) = [each["data"]["gateway.toml"] for each in documents if "gateway.toml" in each.get("data", {})]
+    assert gateway_rules(text, documents, tmp_path).policy.models.keys() == set(POOLS_OF[case])
+
+
+POOLS_OF = {"default": ["demo"], "cpu": ["smollm2"]}
+
+
+def gateway_rules(text, documents, folder):
+    """Return what a gateway of the rendered documents reads from its configuration file."""
+    (folder / "gateway.toml").write_text(text, "utf-8")
+    gateway = next(pod for _, pod in pods(documents) if pod["spec"]["containers"][0]["name"] == "gateway")
+    variables = {
+        name: value
+        for name, value in environment(gateway["spec"]["containers"][0]).items()
+        if not name.endswith("_FILE") and name != "TRIDENT_GATEWAY_CONFIG"
+    }
+    settings = gateway_settings.Settings.from_environment(variables)
+    return configuration.read(folder / "gateway.toml", variables, gateway_pools.of(settings))
 
 
 def variables_of(module):
@@ -268,6 +310,7 @@ ODD_POOL = st.fixed_dictionaries(
     optional={
         "kind": st.sampled_from(["cpu", "trtllm"]),
         "gpus": st.integers(0, 8),
+        "model": st.sampled_from(["", "one", "org/two-3.5"]),
         "replicas": st.fixed_dictionaries({"min": COUNT, "max": COUNT}),
         "drainSeconds": st.integers(500, 86_400),
         "startSeconds": st.integers(10, 86_400),
@@ -334,6 +377,10 @@ def test_odd_values_render_valid_or_are_refused_by_name(values, release, tmp_pat
     documents = [document for document in yaml.load_all(text, UniqueKeys) if document]
     assert [problem for each in documents for problem in chart.problems(each)] == []
     assert_laws(documents)
+    rules = next(each["data"]["gateway.toml"] for each in documents if "gateway.toml" in each.get("data", {}))
+    if not values.get("gateway", {}).get("config"):
+        models = gateway_rules(rules, documents, tmp_path).policy.models
+        assert models.keys() == {pool.get("model") or pool["name"] for pool in values["pools"]}
     for pool in values["pools"]:
         pod = next(pod for each, pod in pods(documents) if each["metadata"]["name"].endswith(f"-pool-{pool['name']}"))
         variables = environment(pod["spec"]["containers"][0])

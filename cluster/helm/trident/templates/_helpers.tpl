@@ -74,6 +74,24 @@ securityContext:
 {{- end }}
 {{- end -}}
 
+{{/* The configuration file of the gateways: the one that is given, or each pool as the model that it names. */}}
+{{- define "trident.gatewayConfig" -}}
+{{- if .Values.gateway.config }}{{ .Values.gateway.config }}{{ else -}}
+{{- $models := dict -}}
+[pools]
+{{- range .Values.pools }}
+{{- $pool := include "trident.pool" (dict "root" $ "pool" .) | fromJson }}
+{{- $model := $pool.model | default .name }}
+{{- $_ := set $models $model (append (get $models $model | default list) .name) }}
+{{ .name }} = { weight = 1.0{{ if and $.Values.keda.enabled (eq 0 (int $pool.replicas.min)) }}, scale_to_zero = true{{ end }} }
+{{- end }}
+{{- range $model, $pools := $models }}
+[models.{{ $model | toJson }}]
+pools = {{ $pools | toJson }}
+{{- end }}
+{{ end }}
+{{- end -}}
+
 {{/* What the schema cannot say, because it spans values. */}}
 {{- define "trident.check" -}}
 {{- $longest := int .Values.gateway.requestTimeoutSeconds -}}
