@@ -14,6 +14,7 @@ from clients.wire import completion
 from clients.wire.completion import Completion
 from contract.errors import TridentError
 from contract.generation import TokenDelta, Usage
+from gateway.admission.budgets import Reservation
 from gateway.admission.fair_admission import Permit
 from gateway.admission.prompt_tokens import PromptTokens, prompt_of
 from gateway.generation import Generation, GenerationRuntime
@@ -67,6 +68,11 @@ class Choices:
 
     def __aiter__(self) -> ChoiceDeltas:
         return _OneChoice(*self.generations) if len(self.generations) == 1 else _merged(self.generations)
+
+    @property
+    def reservation(self) -> Reservation | None:
+        """Of the budget; to be settled by another gateway if this one dies."""
+        return self._permit.ticket.reservation
 
     @property
     def made_elsewhere(self) -> bool:

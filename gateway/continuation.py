@@ -49,6 +49,13 @@ def _digest(request: GenerationRequest) -> str:
     return hashlib.sha256(prompt.encode(errors="surrogatepass")).hexdigest()
 
 
+def needs_seed(request: GenerationRequest) -> bool:
+    """Return whether a sampled request can only go on by generating its ids again, for which it has no seed."""
+    sampling = request.sampling
+    counts = bool(sampling.presence_penalty or sampling.frequency_penalty or request.guide)
+    return counts and not sampling.greedy and sampling.seed is None
+
+
 class Continuation:
     """What one generation needs to go on elsewhere.
 
@@ -102,8 +109,7 @@ class Continuation:
         Where an engine can only go on by generating the ids again, a sampled request needs a seed from the start.
         """
         sampling = request.sampling
-        counts = bool(sampling.presence_penalty or sampling.frequency_penalty or request.guide)
-        if counts and self._limit and not sampling.greedy and sampling.seed is None:
+        if self._limit and needs_seed(request):
             self._seed = self._seed or random.getrandbits(64)
             sampling = dataclasses.replace(sampling, seed=self._seed)
         return dataclasses.replace(request, sampling=sampling, continue_ids=self.ids(request))

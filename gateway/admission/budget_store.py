@@ -213,6 +213,10 @@ class RedisStore:
             self._unsettled.remove(reservation.id)
             self._in_background(self._settle(reservation, used))
 
+    def settle_for_other(self, reservation: Reservation, used: int) -> None:
+        """Settle the reservation of a gateway that is gone."""
+        self._in_background(self._settle(reservation, used))
+
     async def aclose(self) -> None:
         while self._writing:
             await asyncio.gather(*self._writing, return_exceptions=True)

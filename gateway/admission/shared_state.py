@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from contract.errors import Overloaded
+from contract.errors import Overloaded, Unavailable
 from gateway.admission.budget_store import connect
 from gateway.admission.concurrency import Caps, Held, caps, holder
 from gateway.config.tenant import Level
@@ -59,8 +59,11 @@ return {full, others, redis.call('ZCARD', KEYS[1]), now, redis.call('ZRANGEBYSCO
 """
 
 
-class Away(Exception):
+class Away(Unavailable):
     """Redis does not answer, or did not a moment ago."""
+
+    def __init__(self) -> None:
+        super().__init__("the state that the gateways share cannot be read now", 1.0)
 
 
 class SharedState:

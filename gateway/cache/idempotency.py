@@ -67,11 +67,17 @@ class Idempotency(Generic[T]):
         return len(self._running) + len(self._finished)
 
     def follow(
-        self, tenant: str, key: str, request: str, open_source: Callable[[], AsyncIterable[T]], start: int = 0
+        self,
+        tenant: str,
+        key: str,
+        request: str,
+        open_source: Callable[[], AsyncIterable[T]],
+        start: int = 0,
+        recorded: bool = False,
     ) -> SharedReader[T]:
         """Read the stream of ``key`` from item ``start`` on: the existing one, or a new one of ``open_source``.
 
-        request: its request_key.
+        request: its request_key. recorded: a new source may begin with what another gateway has recorded.
         Raises: InvalidArgument (the key belongs to another request or is malformed; there is no item before
         ``start``), Overloaded (too many streams run).
         """
@@ -88,7 +94,7 @@ class Idempotency(Generic[T]):
                 raise InvalidArgument(RESUME_HEADER, problem)
             self.attached += 1
             return found.stream.follow(start)
-        if start:
+        if start and not recorded:
             raise InvalidArgument(RESUME_HEADER, "must be an event of a stream that is still kept")
         if len(self._running) >= self._max_running:
             raise Overloaded(f"{len(self._running)}/{self._max_running} streams with an {HEADER} are running")
@@ -100,7 +106,7 @@ class Idempotency(Generic[T]):
             ended=lambda over: self._ended(tenant_key, over),
         )
         self._running[tenant_key] = _Keyed(request, stream)
-        return stream.follow()
+        return stream.follow(start)
 
     def _ended(self, tenant_key: tuple[str, str], over: SharedStream[T]) -> None:
         found = self._running.get(tenant_key)

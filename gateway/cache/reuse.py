@@ -17,17 +17,22 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from contract.errors import DeadlineExceeded, InvalidArgument
+from contract.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from contract.generation import GenerationRequest, TokenDelta
+from gateway.admission.budget_store import RedisStore
+from gateway.admission.budgets import Reservation
+from gateway.admission.shared_state import Away
 from gateway.cache.cache_control import HEADER as CACHE_HEADER
 from gateway.cache.cache_control import CacheControl
 from gateway.cache.coalescing import Coalescer, SharedReader, size_bytes
 from gateway.cache.idempotency import HEADER, RESUME_HEADER, Idempotency
+from gateway.cache.records import AWAY_S, POLL_S, Head, Record, Records, renumbered, seeded, unfinished
 from gateway.cache.response_cache import Answer, ResponseCache
 from gateway.cache.reused_response import ReusedResponse
 from gateway.cache.semantic_cache import SemanticCache
 from gateway.choices import ChoiceDelta, ChoiceDeltas
 from gateway.config.policy import ReuseRules
+from gateway.continuation import HEADER as CONTINUED_HEADER
 from gateway.request_context import RequestContext
 from gateway.request_key import deterministic, request_key
 from gateway.service import Service
@@ -46,6 +51,7 @@ class ResponseDeltas:
     request_id, created_s: identify the response; a retry gets those of the first attempt.
     first_event: number of the first delta, where the client can resume after an event; else None.
     replayed: deltas before ``first_event``, which the client has received.
+    reservation: of the budget, by the response that is generated.
     """
 
     deltas: ChoiceDeltas
@@ -55,6 +61,7 @@ class ResponseDeltas:
     created_s: int
     first_event: int | None = None
     replayed: tuple[ChoiceDelta, ...] = ()
+    reservation: Reservation | None = None
 
 
 class ResponseReuse:
@@ -76,6 +83,9 @@ class ResponseReuse:
             max_bytes=rules.idempotency_bytes,
             size=_size_bytes,
         )
+        state, self._records = service.shared_state, None
+        if state is not None and rules.idempotency_bytes:
+            self._records = Records(state, rules.idempotency_ttl_s, lambda: service.draining)
         self._storing: set[asyncio.Task[bool]] = set()
 
     async def open(self, requests: Sequence[GenerationRequest], context: RequestContext) -> ResponseDeltas:
@@ -97,17 +107,35 @@ class ResponseReuse:
         tenant, start = context.tenant.name, _first_event(last_event)
         kind = f"{context.operation} {context.model.name}"
         digest = hashlib.sha256("".join(request_key(request, tenant, kind) for request in requests).encode())
-        generation = SharedGeneration(
-            lambda: self._cached_or_generated(self._with_longest_timeout(requests), context, control)
-        )
-        reader = self._idempotency.follow(tenant, key, digest.hexdigest(), lambda: generation, start)
+        lasting = self._with_longest_timeout(requests)
+
+        async def begin() -> ResponseDeltas:
+            if self._records is None:
+                return await self._cached_or_generated(lasting, context, control)
+            record = self._records.record(tenant, key, digest.hexdigest())
+            return await _Recorded(self, record, lasting, context, control, start).open()
+
+        generation = SharedGeneration(begin)
+        recorded = self._records is not None
+        reader = self._idempotency.follow(tenant, key, digest.hexdigest(), lambda: generation, start, recorded)
         response = await self._follow(reader, generation, requests, context, "replayed")
+        if start:
+            try:
+                await reader.stream.item(start - 1, reader)
+            except BaseException as exc:
+                response.close(exc)
+                if isinstance(exc, StopAsyncIteration):
+                    problem = f"must be at most {len(reader.stream) - 1}, this stream's last event, got {start - 1}"
+                    raise InvalidArgument(RESUME_HEADER, problem) from None
+                raise
         return dataclasses.replace(response, first_event=start, replayed=reader.stream.deltas()[:start])
 
     async def aclose(self) -> None:
         for task in self._storing:
             task.cancel()
         await asyncio.gather(*self._storing, return_exceptions=True)
+        if self._records is not None:
+            await self._records.aclose()
         if self._semantic is not None:
             await self._semantic.aclose()
 
@@ -154,7 +182,8 @@ class ResponseReuse:
             deltas = _stored_at_end(deltas, lambda answer: None if choices.made_elsewhere else store(answer))
         if result == "miss":
             choices.headers[CACHE_HEADER] = result
-        return ResponseDeltas(deltas, choices.headers, choices.close, context.request_id, int(time.time()))
+        ids = context.request_id, int(time.time())
+        return ResponseDeltas(deltas, choices.headers, choices.close, *ids, reservation=choices.reservation)
 
     async def _serve_hit(
         self,
@@ -215,7 +244,9 @@ class ResponseReuse:
 
         if original and result == "replayed":
             return ResponseDeltas(deltas, headers, close, original.request_id, original.created_s)
-        return ResponseDeltas(deltas, headers, close, context.request_id, int(time.time()))
+        reservation = original.reservation if original and first else None
+        ids = context.request_id, int(time.time())
+        return ResponseDeltas(deltas, headers, close, *ids, reservation=reservation)
 
     def _with_longest_timeout(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
         """Use the gateway's timeout: a shared generation must outlive its first reader."""
@@ -247,6 +278,157 @@ class ResponseReuse:
 
     def _count(self, result: str) -> None:
         self._service.metrics.reuse.labels(result).inc()
+
+
+class _Recorded:
+    """Opens an idempotent response whose stream is recorded in Redis: by generating it, by following the gateway that
+    does, or by going on where that one ended.
+
+    start: number of the first delta that the client has not received.
+    """
+
+    def __init__(
+        self,
+        reuse: ResponseReuse,
+        record: Record,
+        requests: Sequence[GenerationRequest],
+        context: RequestContext,
+        control: CacheControl,
+        start: int,
+    ) -> None:
+        self._reuse, self._record, self._context, self._control = reuse, record, context, control
+        self._start, self._engine = start, reuse._engine(context)
+        self._requests = [seeded(request, record, choice) for choice, request in enumerate(requests)]
+
+    async def open(self) -> ResponseDeltas:
+        """Raises: what ResponseReuse.open does."""
+        record = self._record
+        try:
+            while (state := await record.claim()) == "kept":
+                head = await self._head()
+                if head is not None:
+                    return await self._followed(head)
+        except Away:
+            if self._start:
+                raise
+            return await self._generated()
+        if state == "different":
+            raise InvalidArgument(HEADER, "must not be the key of an earlier, different request")
+        if state == "lost" and (head := await self._head()) is not None:
+            return await self._continued(head, self._start)
+        if self._start:
+            await record.delete()
+            raise InvalidArgument(RESUME_HEADER, "must be an event of a stream that is still kept")
+        return await self._generated()
+
+    async def _head(self) -> Head | None:
+        """Wait until the stream was admitted; return None if it is gone or was never admitted."""
+        while True:
+            found = await self._record.read()
+            if found is None or found[0] is not None or not found[2] or self._record.owned:
+                return found[0] if found else None
+            await asyncio.sleep(POLL_S)
+
+    async def _generated(self) -> ResponseDeltas:
+        record = self._record
+        try:
+            response = await self._reuse._cached_or_generated(self._requests, self._context, self._control)
+        except BaseException:
+            await record.delete()
+            raise
+        ids = response.request_id, response.created_s
+        await record.write("head", Head(response.headers, *ids, self._engine, response.reservation).encode())
+        return self._owned(response, record.generate(response.deltas))
+
+    async def _followed(self, head: Head) -> ResponseDeltas:
+        """Read the stream of another gateway."""
+        reused = ReusedResponse(self._reuse._service, self._context, self._requests, "replayed")
+        budget_headers = await reused.admit()
+        self._reuse._count("replayed")
+        headers = {**head.headers, **budget_headers, CACHE_HEADER: "replayed"}
+        return ResponseDeltas(reused.read(self._tail(head)), headers, reused.close, head.request_id, head.created_s)
+
+    async def _tail(self, head: Head) -> AsyncGenerator[ChoiceDelta, None]:
+        """Yield the stream as the other gateway writes it, and go on if that one ends."""
+        record, given, until_s = self._record, 0, time.monotonic() + AWAY_S
+        while not record.owned:
+            try:
+                found = await record.read()
+                if found is not None and not any(found[1:]):
+                    await record.claim()
+                until_s = time.monotonic() + AWAY_S
+            except Away:
+                if time.monotonic() > until_s:
+                    raise
+                found = head, False, True
+            for item in record.items[given:]:
+                yield item
+            given = len(record.items)
+            if found is None:
+                raise Unavailable("the request failed at the gateway that ran it; send it again", 1.0)
+            if found[1]:
+                return
+            await asyncio.sleep(POLL_S)
+        response = await self._continued(head, given)
+        error: BaseException | None = None
+        try:
+            async for item in response.deltas:
+                given -= 1
+                if given < 0:
+                    yield item
+        except BaseException as exc:
+            error = exc
+            raise
+        finally:
+            await response.deltas.aclose()
+            response.close(error)
+
+    async def _continued(self, head: Head, given: int) -> ResponseDeltas:
+        """Generate the rest of a stream whose gateway ended, behind what is recorded.
+
+        given: deltas that the client has.
+        Raises: Unavailable where the rest cannot be exact and the client has a part; else all is generated anew.
+        """
+        reuse, record, service = self._reuse, self._record, self._reuse._service
+        await record.read()
+        left = unfinished(record.items, self._requests, service.settings.continuations)
+        if left is None or head.engine not in ("", self._engine):
+            await record.restart()
+            if given:
+                await record.delete()
+                raise Unavailable("the gateway that ran this stream ended, and no other can go on with it exactly", 1.0)
+            return await self._generated()
+        used = sum(delta.usage.output_tokens for _, delta in record.items if delta.usage is not None)
+        if head.reservation is not None and isinstance(service.budgets, RedisStore):
+            service.budgets.settle_for_other(head.reservation, used)
+        try:
+            response = await reuse._generate(list(left.values()), self._context, "bypass") if left else None
+        except BaseException:
+            await record.release()
+            raise
+        rest = renumbered(response.deltas, list(left)) if response else _replay(())
+        headers = {**(response.headers if response else head.headers), CONTINUED_HEADER: "1"}
+        close = response.close if response else lambda error: None
+        whole = ResponseDeltas(rest, headers, close, head.request_id, head.created_s)
+        return self._owned(whole, _behind(record.items, record.generate(rest)))
+
+    def _owned(self, response: ResponseDeltas, deltas: ChoiceDeltas) -> ResponseDeltas:
+        def close(error: BaseException | None) -> None:
+            self._record.disown()  # deltas that were never read have not done so
+            response.close(error)
+
+        return dataclasses.replace(response, deltas=deltas, close=close)
+
+
+async def _behind(items: Iterable[ChoiceDelta], rest: ChoiceDeltas) -> AsyncGenerator[ChoiceDelta, None]:
+    """Yield the items, then the rest."""
+    try:
+        for item in items:
+            yield item
+        async for item in rest:
+            yield item
+    finally:
+        await rest.aclose()
 
 
 class _JoinedHeaders(Mapping[str, str]):

@@ -1,0 +1,281 @@
+"""Idempotent streams in Redis, where another gateway finds them: to replay, to follow, or to go on with.
+
+The gateway that generates a stream writes every delta, under a lease, before its client gets it. When the lease ends,
+one gateway that has a reader for it takes the stream over and continues behind the recorded ids (docs/decisions/0032).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from contract.errors import Unavailable
+from contract.generation import GenerationRequest
+from gateway.admission.budgets import Demand, Reservation, Standing
+from gateway.admission.shared_state import Away, SharedState
+from gateway.cache.coalescing import MAX_BYTES
+from gateway.cache.idempotency import RESUME_HEADER
+from gateway.choices import ChoiceDelta, ChoiceDeltas
+from gateway.continuation import Continuation, needs_seed
+
+LEASE_S = 5.0
+RENEW_S = 1.0
+POLL_S = 0.05  # how often a stream of another gateway is read
+RUNNING_S = 3600.0  # how long a stream is kept that is not complete
+AWAY_S = 30.0  # how long a reader waits for Redis
+_ITEM: TypeAdapter[ChoiceDelta] = TypeAdapter(ChoiceDelta)
+_NOW = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+# KEYS of all: the record (request, owner, ends: of its lease, head, complete) and its items.
+# ARGV: request, gateway, lease in ms, life in ms.
+_CLAIM = f"""{_NOW}
+local found = redis.call('HMGET', KEYS[1], 'request', 'ends', 'complete')
+local state = 'lost'
+if not found[1] then
+  redis.call('DEL', KEYS[2])
+  state = 'new'
+elseif found[1] ~= ARGV[1] then return 'different'
+elseif found[3] or tonumber(found[2]) > now then return 'kept' end
+redis.call('HSET', KEYS[1], 'request', ARGV[1], 'owner', ARGV[2], 'ends', now + ARGV[3])
+for i = 1, 2 do redis.call('PEXPIRE', KEYS[i], ARGV[4]) end
+return state
+"""
+# ARGV: gateway, lease in ms, life in ms, number of the first item, how many field arguments, fields, items.
+_WRITE = f"""{_NOW}
+if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'ends', now + ARGV[2])
+local fields = tonumber(ARGV[5])
+for i = 6, 5 + fields, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+local written = redis.call('LLEN', KEYS[2]) - ARGV[4]
+for i = 6 + fields + written, #ARGV do redis.call('RPUSH', KEYS[2], ARGV[i]) end
+for i = 1, 2 do redis.call('PEXPIRE', KEYS[i], ARGV[3]) end
+return 1
+"""
+# ARGV: number of the first item.
+_READ = f"""{_NOW}
+local found = redis.call('HMGET', KEYS[1], 'head', 'complete', 'ends')
+if not found[3] then return {{}} end
+local lives = tonumber(found[3]) > now and 1 or 0
+return {{found[1] or '', found[2] and 1 or 0, lives, unpack(redis.call('LRANGE', KEYS[2], ARGV[1], ARGV[1] + 999))}}
+"""
+_DELETE = "if redis.call('HGET', KEYS[1], 'owner') == ARGV[1] then redis.call('DEL', KEYS[1], KEYS[2]) end"
+
+
+def encode(item: ChoiceDelta) -> str:
+    # Python's own JSON has infinite log probabilities and lone surrogates, which pydantic's has not.
+    return json.dumps(_ITEM.dump_python(item, exclude_defaults=True))
+
+
+def decode(text: bytes) -> ChoiceDelta:
+    return _ITEM.validate_python(json.loads(text))
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a response is sent with, beside its deltas. engine: that generates it. reservation: of its budget."""
+
+    headers: Mapping[str, str]
+    request_id: str
+    created_s: int
+    engine: str
+    reservation: Reservation | None = None
+
+    def encode(self) -> str:
+        return json.dumps(dataclasses.asdict(self) | {"headers": dict(self.headers)})
+
+    @classmethod
+    def decode(cls, text: bytes) -> Head:
+        fields = json.loads(text)
+        if held := fields["reservation"]:
+            standings = (Standing(Demand(**standing["demand"]), 0.0) for standing in held["standings"])
+            fields["reservation"] = Reservation(held["id"], held["granted"], tuple(standings))
+        return cls(**fields)
+
+
+@dataclass(eq=False)
+class Record:
+    """One stream in Redis. owned: this gateway generates it. lost: another has taken it over. items: read so far."""
+
+    records: Records
+    keys: list[str]
+    request: str
+    owned: bool = False
+    lost: bool = False
+    items: list[ChoiceDelta] = field(default_factory=list)
+    _pending: list[str] = field(default_factory=list)
+    _fields: list[str] = field(default_factory=list)
+    _count: int = 0  # items there are in Redis
+    _size: int = 0
+    _written_s: float = 0.0
+    _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def claim(self) -> str:
+        """Return what there is: ``new`` and ``lost`` are this gateway's now, ``kept`` is complete or another's,
+        ``different`` has the same key. Raises Away."""
+        lease = (int(LEASE_S * 1000), int(RUNNING_S * 1000))
+        state = (await self.records.run(_CLAIM, self.keys, self.request, self.records.gateway, *lease)).decode()
+        self.owned = state in ("new", "lost")
+        if self.owned:
+            self.records.own(self)
+        return str(state)
+
+    async def read(self) -> tuple[Head | None, bool, bool] | None:
+        """Add new items; return the head, whether the stream is complete, whether its gateway lives. None: it is gone.
+
+        Raises: Away.
+        """
+        while found := await self.records.run(_READ, self.keys, len(self.items)):
+            head, complete, lives, *items = found
+            self.items += map(decode, items)
+            self._count = len(self.items)
+            if len(items) < 1000:
+                return Head.decode(head) if head else None, bool(complete), bool(lives)
+        return None
+
+    async def write(self, *fields: str, lease_s: float | None = None, life_s: float = RUNNING_S) -> None:
+        """Write the fields, by name and value, and all that is not written yet; later if Redis is away."""
+        self._fields += fields
+        async with self._writing:
+            if not self.owned:
+                return
+            batch, named = len(self._pending), list(self._fields)
+            life = (int((LEASE_S if lease_s is None else lease_s) * 1000), int(life_s * 1000))
+            arguments = (self.records.gateway, *life, self._count, len(named), *named, *self._pending)
+            self._written_s = time.monotonic()
+            try:
+                kept = await self.records.run(_WRITE, self.keys, *arguments)
+            except Away:
+                return
+            del self._pending[:batch], self._fields[: len(named)]
+            self._count += batch
+            if not kept:
+                self.lost = True
+                self.disown()
+
+    async def generate(self, deltas: ChoiceDeltas) -> AsyncGenerator[ChoiceDelta, None]:
+        """Pass on the deltas, each after it is written, and then the end."""
+        try:
+            async for item in deltas:
+                if self.owned:
+                    text = encode(item)
+                    self._pending.append(text)
+                    self._size += len(text)
+                    await self.write()
+                    if self._size > MAX_BYTES:  # it cannot be replayed as a whole, as in the memory of one gateway
+                        await self.delete()
+                if self.lost:
+                    raise Unavailable(f"another gateway goes on with this stream; resume it with {RESUME_HEADER}", 1.0)
+                yield item
+            await self.write("complete", "1", lease_s=0, life_s=self.records.ttl_s)
+            self.disown()
+        except (asyncio.CancelledError, GeneratorExit):
+            await self.release()
+            raise
+        except BaseException:
+            await (self.release() if self.records.draining() else self.delete())
+            raise
+        finally:
+            await deltas.aclose()
+
+    async def release(self) -> None:
+        """Let another gateway go on at once."""
+        await self.write(lease_s=0)
+        self.disown()
+
+    async def delete(self) -> None:
+        """Forget the stream, so that the next request with its key is a new one."""
+        if self.owned:
+            self.disown()
+            with contextlib.suppress(Away):
+                await self.records.run(_DELETE, self.keys, self.records.gateway)
+
+    async def restart(self) -> None:
+        """Forget what is recorded and begin again."""
+        await self.delete()
+        self.items, self._count = [], 0
+        await self.claim()
+
+    def disown(self) -> None:
+        self.owned = False
+        self.records.owned.discard(self)
+
+    async def renew(self, now_s: float) -> None:
+        if now_s - self._written_s >= RENEW_S:
+            await self.write()
+
+
+class Records:
+    """The records of one gateway. ttl_s: of complete ones. draining: whether this gateway is about to end."""
+
+    def __init__(self, state: SharedState, ttl_s: float, draining: Callable[[], bool]) -> None:
+        self._state, self.gateway, self.ttl_s, self.draining = state, state.gateway, ttl_s, draining
+        self.owned: set[Record] = set()
+        self._renewing: asyncio.Task[None] | None = None
+
+    def record(self, tenant: str, key: str, request: str) -> Record:
+        """Return the record of a tenant's key, which names neither. request: digest of what is requested."""
+        name = hashlib.sha256(json.dumps([tenant, key]).encode()).hexdigest()
+        return Record(self, [f"trident:stream:{{{name}}}", f"trident:stream:{{{name}}}:items"], request)
+
+    async def run(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
+        registered = self._state.redis.register_script(script)
+        return await self._state.call(lambda: registered(keys=keys, args=arguments))
+
+    def own(self, record: Record) -> None:
+        self.owned.add(record)
+        if self._renewing is None:
+            self._renewing = asyncio.create_task(self._renew())
+
+    async def aclose(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S / 2)
+            await asyncio.gather(*(record.renew(time.monotonic()) for record in tuple(self.owned)))
+
+
+def unfinished(
+    items: Sequence[ChoiceDelta], requests: Sequence[GenerationRequest], continuations: int
+) -> dict[int, GenerationRequest] | None:
+    """Return the requests that go on behind ``items``, by choice; None if one cannot go on exactly."""
+    states = [Continuation(continuations) for _ in requests]
+    ended = set()
+    for choice, delta in items:
+        states[choice].observe(delta)
+        if delta.finish_reason is not None:
+            ended.add(choice)
+    left = {number: request for number, request in enumerate(requests) if number not in ended}
+    if not all(states[number].allows(request) for number, request in left.items()):
+        return None
+    return {number: states[number].request(request) for number, request in left.items()}
+
+
+def seeded(request: GenerationRequest, record: Record, choice: int) -> GenerationRequest:
+    """Return a sampled request with a seed that every gateway knows, where going on may need one."""
+    if not needs_seed(request):
+        return request
+    seed = int.from_bytes(hashlib.sha256(f"{record.keys[0]} {record.request} {choice}".encode()).digest()[:8], "big")
+    return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, seed=seed))
+
+
+async def renumbered(deltas: ChoiceDeltas, choices: Sequence[int]) -> AsyncGenerator[ChoiceDelta, None]:
+    """Yield the deltas of some choices of a response under their numbers in it."""
+    try:
+        async for choice, delta in deltas:
+            yield ChoiceDelta(choices[choice], delta)
+    finally:
+        await deltas.aclose()

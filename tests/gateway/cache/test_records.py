@@ -1,0 +1,221 @@
+"""Idempotent streams over several gateways and a real Redis: one generation, the same bytes wherever they are read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contract.generation import FinishReason, GenerationRequest, SamplingParams, TokenDelta, Usage
+from gateway.cache import records
+from gateway.cache.records import Head, Records, decode, encode, seeded, unfinished
+from gateway.choices import ChoiceDelta
+from tests.fakes.replica import FakeReplica, Script
+from tests.gateway.cache.test_reuse import as_
+from tests.gateway.config.test_configuration import ALICE, BOB, keys
+from tests.gateway.running import gateway, until
+from tests.gateway.test_main import process
+
+TOKENS = 24
+PATH = "/v1/completions"
+BODY = {
+    "model": "demo",
+    "prompt": "x",
+    "max_tokens": TOKENS,
+    "stream": True,
+    "temperature": 0.7,
+    "stream_options": {"include_usage": True},
+}
+
+
+def script(gap_s: float = 0.01) -> Script:
+    return Script(tuple(f" {n}" for n in range(TOKENS)), FinishReason.LENGTH, gap_s=gap_s)
+
+
+@contextlib.asynccontextmanager
+async def pair(replica: FakeReplica, path: Path, **more) -> AsyncIterator[tuple]:
+    shared = {"redis": f"unix://{path}", "continuations": 2, **more}
+    async with gateway(replica, **shared) as one, gateway(replica, **shared) as two:
+        await one.service.shared_state.redis.flushall()
+        yield one, two
+
+
+async def read(url: str, key: str, *, most: int | None = None, **headers: str) -> tuple[int, bytes]:
+    """The status and the body, or so many of its events."""
+    named = {"idempotency-key": key} | {name.replace("_", "-"): value for name, value in headers.items()}
+    async with aiohttp.ClientSession() as session, session.post(url + PATH, json=BODY, headers=named) as answer:
+        if most is None:
+            return answer.status, await answer.read()
+        text = b""
+        while text.count(b"\n\n") < most:
+            part = await answer.content.readany()
+            assert part, text
+            text += part
+        return answer.status, text
+
+
+def after(text: bytes, event: int) -> bytes:
+    """The events behind one."""
+    return text[text.index(b"\n\n", text.index(b"id: %d\n" % event)) + 2 :]
+
+
+@pytest.mark.slow
+async def test_another_gateway_replays_follows_and_resumes_a_stream_byte_for_byte(redis_socket: Path):
+    async with FakeReplica(lambda seen: script()) as replica, pair(replica, redis_socket) as (one, two):
+        running = asyncio.create_task(read(one.base_url, "a"))
+        await until(lambda: replica.counts.running == 1)
+        followed = await read(two.base_url, "a")
+        status, whole = await running
+        assert status == 200 and whole.count(b"\n\n") == TOKENS + 2 and b"[DONE]" in whole
+        assert followed == (200, whole)
+        assert await read(two.base_url, "a") == (200, whole)
+        async with gateway(replica, redis=f"unix://{redis_socket}") as three:
+            assert await read(three.base_url, "a", Last_Event_ID="7") == (200, after(whole, 7))
+            status, body = await read(three.base_url, "a", Last_Event_ID="99")
+            assert status == 400 and b"must be at most 23" in body
+            status, body = await read(three.base_url, "new", Last_Event_ID="3")
+            assert status == 400 and b"still kept" in body
+        assert replica.counts.started == 1
+        metrics = await two.metrics()
+        assert metrics['trident_gateway_reuse_total{result="replayed"}'] == 2
+
+
+@pytest.mark.slow
+async def test_tenants_and_requests_are_told_apart_and_a_refused_request_leaves_nothing(redis_socket: Path):
+    config = keys(ALICE, BOB)
+    async with (
+        FakeReplica(lambda seen: script(0.0)) as replica,
+        pair(replica, redis_socket, config=config) as (one, two),
+    ):
+        body = BODY | {"stream": False, "stream_options": None}
+        answers = [
+            await one.post(PATH, body, idempotency_key="k", **as_(ALICE)),
+            await two.post(PATH, body, idempotency_key="k", **as_(BOB)),
+        ]
+        assert [status for status, *_ in answers] == [200, 200] and replica.counts.started == 2
+        status, _, error = await two.post(PATH, body | {"prompt": "y"}, idempotency_key="k", **as_(ALICE))
+        assert status == 400 and error["error"]["param"] == "Idempotency-Key"
+        names = await one.service.shared_state.redis.keys("trident:stream:*")
+        assert len(names) == 4 and not any(b"alice" in name or b"acme" in name for name in names)
+        assert all([0 < await one.service.shared_state.redis.pttl(name) <= 600_000 for name in names])
+
+
+@pytest.mark.slow
+async def test_the_stream_of_a_gateway_that_is_killed_goes_on_at_another_and_is_charged_once(
+    redis_socket: Path, tmp_path: Path
+):
+    limits = "tokens_per_minute = 1000000"
+    config = keys(ALICE, limits=limits) + f'[budgets]\nredis = "unix://{redis_socket}"\n'
+    path = tmp_path / "gateway.toml"
+    path.write_text(config)
+    settings = {"REDIS": f"unix://{redis_socket}", "CONFIG": str(path), "LOG_LEVEL": "error", "CONTINUATIONS": "2"}
+    async with FakeReplica(lambda seen: script(0.03)) as replica:
+        async with process(replica, **settings) as (dying, url), process(replica, **settings) as (living, other_url):
+            cut = asyncio.create_task(read(url, "killed", most=8, **as_(ALICE)))
+            await until(lambda: replica.counts.running == 1)
+            following = asyncio.create_task(read(other_url, "killed", **as_(ALICE)))
+            _, seen = await cut
+            os.kill(dying.pid, signal.SIGKILL)
+            await dying.communicate()
+            status, whole = await following
+            assert status == 200 and whole.startswith(seen), whole
+            text = b"".join(b'"text":" %d"' % n in whole and b"%d," % n for n in range(TOKENS))
+            assert (
+                text.count(b",") == TOKENS and whole.count(b"\n\n") == TOKENS + 2 and b'"completion_tokens":24' in whole
+            )
+            assert await read(other_url, "killed", Last_Event_ID="5", **as_(ALICE)) == (200, after(whole, 5))
+            assert replica.counts.started == 2  # the second one only generated what was missing
+            ids = replica.seen[-1].inputs["continue_ids"]
+            assert list(ids) == list(range(len(ids))) and len(ids) >= 6
+            living.terminate()
+            await living.communicate()
+    async with gateway(FakeReplica(), config=config) as third:
+        standing = await third.service.budgets.reserve(third.service.tenant(ALICE).levels, 0)
+        (tokens,) = [one.balance for one in standing.standings if one.demand.unit == "tokens"]
+        assert 1_000_000 - tokens < 2 * TOKENS + 10  # no reservation is left of the one that died
+
+
+@pytest.mark.slow
+async def test_a_gateway_that_stood_still_does_not_go_on_with_a_stream_that_was_taken_over(
+    redis_socket: Path, monkeypatch
+):
+    monkeypatch.setattr(records, "LEASE_S", 0.3)
+    async with FakeReplica(lambda seen: script(0.05)) as replica, pair(replica, redis_socket) as (one, two):
+        running = asyncio.create_task(read(one.base_url, "k"))
+        await until(lambda: replica.counts.running == 1)
+        await asyncio.sleep(0.2)
+        state = one.service.shared_state
+        state._away_until_s = time.monotonic() + 0.8  # as if this gateway had stood still
+        status, whole = await read(two.base_url, "k")
+        assert status == 200 and whole.count(b"\n\n") == TOKENS + 2
+        assert b"another gateway goes on with this stream" in (await running)[1]
+
+
+@pytest.mark.slow
+async def test_without_redis_a_stream_is_its_gateways_and_does_not_wait():
+    async with FakeReplica(lambda seen: script(0.0)) as replica:
+        async with gateway(replica, redis="redis://127.0.0.1:1/0") as running:
+            assert await read(running.base_url, "k") == await read(running.base_url, "k")
+            assert replica.counts.started == 1
+            assert (await read(running.base_url, "other", Last_Event_ID="1"))[0] == 503
+
+
+deltas = st.builds(
+    TokenDelta,
+    text=st.text(),
+    token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
+    log_probs=st.lists(st.floats(allow_nan=False), max_size=3).map(tuple),
+    finish_reason=st.sampled_from([None, *FinishReason]),
+    usage=st.none() | st.builds(Usage, st.integers(0, 9), st.integers(0, 9)),
+    error=st.text(max_size=3),
+    top_log_probs=st.lists(st.tuples(st.tuples(st.integers(0, 9), st.floats(allow_nan=False))), max_size=2).map(tuple),
+)
+
+
+@given(st.integers(0, 9), deltas)
+def test_a_delta_is_read_as_it_was_written(choice, delta):
+    item = ChoiceDelta(choice, delta)
+    assert decode(encode(item).encode()) == item
+
+
+def test_a_head_is_read_as_it_was_written():
+    head = Head({"x": "1"}, "id", 5, "engine")
+    assert Head.decode(head.encode().encode()) == head
+
+
+def test_only_choices_that_have_not_ended_go_on_and_only_where_that_is_exact():
+    requests = [GenerationRequest(text_input="x", max_tokens=9)] * 3
+    items = [
+        ChoiceDelta(0, TokenDelta("a", (1,))),
+        ChoiceDelta(1, TokenDelta("b", (2,), finish_reason=FinishReason.STOP)),
+        ChoiceDelta(0, TokenDelta("c", (3,))),
+    ]
+    left = unfinished(items, requests, 2)
+    assert {number: request.continue_ids for number, request in left.items()} == {0: (1, 3), 2: ()}
+    assert unfinished([*items, ChoiceDelta(0, TokenDelta("no ids"))], requests, 2) is None
+    assert unfinished(items, requests, 0) is None
+    assert unfinished(items[1:2] * 1, requests[:0] + [requests[0]] * 2, 2).keys() == {0}
+
+
+def test_every_gateway_gives_a_request_that_needs_one_the_same_seed():
+    sampled = SamplingParams(temperature=1.0, presence_penalty=0.5)
+    request = GenerationRequest(text_input="x", sampling=sampled)
+
+    class State:
+        gateway = "g"
+
+    record = Records(State(), 1.0, lambda: False).record("t", "k", "digest")
+    other = Records(State(), 1.0, lambda: False).record("t2", "k", "digest")
+    seeds = {seeded(request, record, choice).sampling.seed for choice in (0, 0, 1)}
+    assert len(seeds) == 2 and seeded(request, other, 0).sampling.seed not in seeds
+    plain = GenerationRequest(text_input="x", sampling=SamplingParams(temperature=1.0))
+    assert seeded(plain, record, 0) is plain
