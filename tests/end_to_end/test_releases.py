@@ -70,18 +70,19 @@ def test_a_release_from_shadow_to_all_and_back(gateway: tuple[str, dict[str, str
     def status() -> dict:
         headers = {"authorization": f"Bearer {Path(environ['TRIDENT_GATEWAY_ADMIN_TOKEN_FILE']).read_text()}"}
         request = urllib.request.Request(f"{url}/admin/releases", headers=headers)
-        return json.load(urllib.request.urlopen(request, timeout=30))["releases"][0]
+        found = json.load(urllib.request.urlopen(request, timeout=30))["releases"]
+        return found[0] if found else {"state": "", "kind": "", "weight": 0}
 
-    def settled(state: str, weight: float) -> None:
+    def settled(kind: str, state: str = "running") -> None:
         until_s = time.monotonic() + 30
-        while (found := status())["state"] != state or found["weight"] != weight:
+        while ((found := status())["kind"], found["state"], found["weight"]) != (kind, state, 100):
             assert time.monotonic() < until_s, found
             time.sleep(0.05)
 
     assert "next gets 100 % of stable" in release(
         "start", "r", "--kind", "shadow", "--stable", "stable", "--candidate", "next", "--weight", "100"
     )
-    settled("running", 100)
+    settled("shadow")
     texts = [complete(url, f"def f{number}(") for number in range(3)]
     until_s = time.monotonic() + 30
     while sum((copies := status()["candidate"]["copies"]).values()) < 3:
@@ -90,7 +91,7 @@ def test_a_release_from_shadow_to_all_and_back(gateway: tuple[str, dict[str, str
     assert copies == {"agree": 3}
 
     release("start", "r", "--kind", "blue_green", "--weight", "100")
-    settled("running", 100)
+    settled("blue_green")
     before = status()["stable"]["requests"]
     assert [complete(url, f"def f{number}(") for number in range(3)] == texts
     found = status()
@@ -98,7 +99,7 @@ def test_a_release_from_shadow_to_all_and_back(gateway: tuple[str, dict[str, str
     assert found["candidate"]["errors"] == found["candidate"]["refusals"] == 0 < found["candidate"]["ttft_p95_s"]
 
     release("rollback", "r", "--reason", "a test")
-    settled("rolled back", 100)
+    settled("blue_green", "rolled back")
     assert "r: blue_green, rolled back (a test), weight 100 %" in release("status", "--gateway", url)
     complete(url, "def g(")
     assert status()["stable"]["requests"] == before + 1
