@@ -21,7 +21,6 @@ from python_backends.adapter_weights import BF16
 # The stub fills pb_utils with the server's types only after it has imported the model, so nothing here may touch
 # them at import. The flag's value is TRITONSERVER_RESPONSE_COMPLETE_FINAL of Triton's C API.
 FINAL = 1
-_DLPACK_BFLOAT = 4  # kDLBfloat
 _USED, _UNUSED = b"used_dltensor", b"dltensor"  # kept, as capsules point at their names
 _OBJECT, _NAME, _POINTER = ctypes.py_object, ctypes.c_char_p, ctypes.c_void_p
 _pointer = ctypes.PYFUNCTYPE(_POINTER, _OBJECT, _NAME)(("PyCapsule_GetPointer", ctypes.pythonapi))
@@ -155,7 +154,7 @@ def _tensor(name: str, array: np.ndarray) -> Any:
     capsule = array.view(np.int16).__dlpack__()
     managed = _pointer(capsule, _UNUSED)
     # DLTensor: data, 8 bytes; device, 8; ndim, 4; then the code of the type, of which only the name is changed.
-    ctypes.c_uint8.from_address(managed + 20).value = _DLPACK_BFLOAT
+    ctypes.c_uint8.from_address(managed + 20).value = 4  # kDLBfloat
     _set_name(capsule, _USED)  # Triton would mark it by a name that numpy does not know, so it gets one of its own
     return pb_utils.Tensor.from_dlpack(name, _new(managed, _UNUSED, None))
 

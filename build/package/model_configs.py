@@ -167,8 +167,8 @@ def render(recipe: Recipe) -> str:
 
 def _in_type_of(recipe: Recipe, config: str) -> str:
     """The configuration with lora_weights in the model's type, else the backend refuses them."""
-    dtype = {"float16": "FP16", "bfloat16": "BF16"}[commands.dtype(recipe, shapes.find(recipe.model))]
-    return re.sub(r'(name: "lora_weights" data_type: TYPE_)\w+', rf"\g<1>{dtype}", config)
+    half = commands.dtype(recipe, shapes.find(recipe.model)) == "float16"
+    return re.sub(r'(name: "lora_weights" data_type: TYPE_)\w+', rf"\g<1>{'FP16' if half else 'BF16'}", config)
 
 
 def _scheduling(recipe: Recipe) -> str:

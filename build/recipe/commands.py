@@ -148,10 +148,7 @@ def build_options(recipe: Recipe, shape: Shape) -> dict[str, object]:
 
 
 def lora_modules(recipe: Recipe) -> tuple[list[str], int]:
-    """TensorRT-LLM's names of the matrices that the recipe's adapters change, and the widest rank.
-
-    The builder wants q, k and v all or none. Raises InvalidArgument as ``lora_adapter.record``.
-    """
+    """TensorRT-LLM's names of what the adapters change, q, k and v all or none, and the widest rank."""
     ranks = [rank for a in recipe.adapters for rank in lora_adapter.ranks(a.name, a.path).items()]
     changed = {LORA_MODULES[PROJECTIONS.index(projection)] for projection, _ in ranks}
     changed |= set(LORA_MODULES[:3]) if changed & set(LORA_MODULES[:3]) else set()

@@ -98,7 +98,7 @@ class Message(StrictModel):
     content: StrictStr | Annotated[list[TextPart], _FIRST, EntryLimit] | None = None
     tool_calls: Annotated[list[ToolCall], _FIRST, EntryLimit] | None = None
     tool_call_id: StrictStr | None = None
-    name: StrictStr | None = None  # of a tool message's function
+    name: StrictStr | None = None  # of the function or the participant; templates decide whether the model sees it
     reasoning_content: StrictStr | None = None
     refusal: _Unsupported = None
     audio: _Unsupported = None
@@ -110,8 +110,6 @@ class Message(StrictModel):
         for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
             if self.role != role and getattr(self, name):
                 raise InvalidArgument(f"{path}.{name}", f"must be left out of a message of role {self.role}")
-        if self.name is not None and self.role != "tool":
-            raise InvalidArgument(f"{path}.name", "is not supported; leave it out")
         if self.role == "tool" and not self.tool_call_id:
             raise InvalidArgument(f"{path}.tool_call_id", "is missing")
         if self.content is None and not self.tool_calls:
@@ -247,6 +245,7 @@ class ChatRequest(_Sampling):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None  # has no effect without tools
     chat_template_kwargs: Annotated[dict[str, Any], EntryLimit] | None = None
+    reasoning_effort: Literal["none", "medium"] | None = None  # none: no reasoning; medium: as the model is
     include_reasoning: StrictBool | None = None  # whether reasoning is part of the response; it is counted anyway
     functions: _Unsupported = None
     function_call: Literal["none", "auto"] | None = None
@@ -269,8 +268,9 @@ class ChatRequest(_Sampling):
         messages = tuple(message.plain(f"messages.{index}") for index, message in enumerate(self.messages))
         check_tool_turns(messages)
         prompt: dict[str, Any] = {"messages": messages}
-        if self.chat_template_kwargs:
-            prompt["chat_template_kwargs"] = orjson.dumps(self.chat_template_kwargs).decode()
+        variables = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        if variables := variables | (self.chat_template_kwargs or {}):
+            prompt["chat_template_kwargs"] = orjson.dumps(variables).decode()
         prompt |= self._tool_fields()
         return self.requests(
             prompt,
@@ -298,7 +298,7 @@ class ChatRequest(_Sampling):
     def held(
         self, requests: list[GenerationRequest], form: ChatFormat, settings: Settings
     ) -> tuple[list[GenerationRequest], CutterRules | None]:
-        variables = self.chat_template_kwargs or {}
+        variables = {"enable_thinking": self.reasoning_effort != "none"} | (self.chat_template_kwargs or {})
         if form.reasoning == OPEN and any(variables.get(name) is False for name in _THINKING):
             form = dataclasses.replace(form, reasoning=TAGGED)  # the prompt does not begin the section then
         held, guided = requests[0].guide, False

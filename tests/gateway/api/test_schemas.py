@@ -129,7 +129,6 @@ def test_what_is_malformed_is_named(body: dict[str, Any], field: str) -> None:
         ({"tools": [TOOL, TOOL]}, "tools.1.function.name"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages.0.tool_calls"),
-        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages.0.name"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
         ({"messages": [{"role": "tool", "tool_call_id": "x", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages"),
@@ -157,6 +156,32 @@ def test_a_strange_name_is_shortened() -> None:
     with pytest.raises(InvalidArgument) as caught:
         chat(**{"x\n" * 1000: 1})
     assert len(caught.value.field) <= schemas.MAX_NAME_SHOWN + 1 and caught.value.field.isprintable()
+
+
+def test_a_participant_may_have_a_name_which_templates_may_show() -> None:
+    for role in ("user", "system", "assistant"):
+        [request] = chat(messages=[{"role": role, "content": "x", "name": "Ada"}]).generations(SETTINGS, 5.0)
+        assert request.messages == ({"role": role, "content": "x", "name": "Ada"},)
+
+
+THINKS = {"chat_template_kwargs": {"enable_thinking": True}}  # goes before what is short for it
+
+
+@pytest.mark.parametrize(
+    ("body", "variables", "form"),
+    [
+        ({"reasoning_effort": "none"}, '{"enable_thinking":false}', "tagged"),
+        ({"reasoning_effort": "medium"}, None, "open"),
+        ({"reasoning_effort": None}, None, "open"),
+        (THINKS | {"reasoning_effort": "none"}, '{"enable_thinking":true}', "open"),
+    ],
+)
+def test_no_effort_switches_reasoning_off(body: dict[str, Any], variables: str | None, form: str) -> None:
+    request = chat(**body)
+    held = request.generations(SETTINGS, 5.0)
+    assert held[0].chat_template_kwargs == variables
+    _, rules = request.held(held, ChatFormat(reasoning="open"), SETTINGS)
+    assert rules is not None and rules.format.reasoning == form
 
 
 def test_tools_go_to_the_chat_template_unless_they_must_not_be_used() -> None:
