@@ -7,6 +7,7 @@ import asyncio
 import aiohttp
 import pytest
 
+from clients import AsyncClient
 from tests.fakes.replica import FakeReplica
 from tests.gateway.running import Running, gateway
 
@@ -79,6 +80,29 @@ async def test_a_caller_who_leaves_is_not_waited_for():
         replica.ready = True
         status, _, _ = await running.post("/v1/completions", BODY)
         assert status == 200 and len(replica.seen) == 1
+
+
+async def test_requests_over_grpc_are_held_too():
+    async with FakeReplica() as replica, scaled_to_zero(replica) as running:
+        async with AsyncClient(running.grpc_url) as client:
+            held = asyncio.create_task(client.complete("one two three", max_tokens=3))
+            await waiting(running)
+            replica.ready = True
+            assert (await held).usage.output_tokens == 3
+
+
+async def test_a_model_whose_pool_is_at_zero_is_waited_for():
+    async with FakeReplica() as replica:
+        replica.ready = False
+        file = '[pools.rare]\nscale_to_zero = true\nweight = 1.0\n[models.small]\npools = ["rare"]\n'
+        async with gateway(
+            config=file, replicas=f"rare={replica.url}", metrics_urls={}, probe_interval_s=0.02
+        ) as running:
+            held = asyncio.create_task(running.post("/v1/completions", {**BODY, "model": "small"}))
+            await waiting(running)
+            replica.ready = True
+            status, headers, _ = await held
+            assert status == 200 and headers[HELD] == "300" and headers["x-trident-model"] == "small"
 
 
 async def test_other_pools_refuse_at_once():
