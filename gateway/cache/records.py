@@ -24,6 +24,7 @@ from gateway.admission.budgets import Demand, Reservation, Standing
 from gateway.admission.shared_state import Away, SharedState
 from gateway.cache.coalescing import MAX_BYTES
 from gateway.cache.idempotency import RESUME_HEADER
+from gateway.cache.response_cache import Answer, is_complete
 from gateway.choices import ChoiceDelta, ChoiceDeltas
 from gateway.continuation import Continuation, needs_seed
 
@@ -70,6 +71,35 @@ local lives = tonumber(found[3]) > now and 1 or 0
 return {{found[1] or '', found[2] and 1 or 0, lives, unpack(redis.call('LRANGE', KEYS[2], ARGV[1], ARGV[1] + 999))}}
 """
 _DELETE = "if redis.call('HGET', KEYS[1], 'owner') == ARGV[1] then redis.call('DEL', KEYS[1], KEYS[2]) end"
+
+
+class SharedAnswers:
+    """Complete responses of all gateways, each until it is ``ttl_s`` old. A key names its tenant; see request_key."""
+
+    def __init__(self, state: SharedState, ttl_s: float) -> None:
+        self._state, self._life_ms = state, int(ttl_s * 1000)
+
+    async def get(self, key: str, max_age_s: float) -> Answer | None:
+        """Return the deltas as the engine sent them; None if there are none, or Redis is away."""
+        with contextlib.suppress(Away):
+            reading = self._state.redis.pipeline(transaction=False)
+            reading.get(_answer(key))
+            reading.pttl(_answer(key))
+            text, left_ms = await self._state.call(reading.execute)
+            if text is not None and self._life_ms - left_ms <= 1000 * max_age_s:
+                return tuple(decode(line).delta for line in text.splitlines())
+        return None
+
+    async def put(self, key: str, answer: Answer) -> None:
+        """Store a complete response of at most MAX_BYTES."""
+        text = "\n".join(encode(ChoiceDelta(0, delta)) for delta in answer)
+        if is_complete(answer) and len(text) <= MAX_BYTES:
+            with contextlib.suppress(Away):
+                await self._state.call(lambda: self._state.redis.set(_answer(key), text, px=self._life_ms))
+
+
+def _answer(key: str) -> str:
+    return f"trident:answer:{key}"
 
 
 def encode(item: ChoiceDelta) -> str:

@@ -14,8 +14,9 @@ import asyncio
 import dataclasses
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from contract.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from contract.generation import GenerationRequest, TokenDelta
@@ -26,7 +27,7 @@ from gateway.cache.cache_control import HEADER as CACHE_HEADER
 from gateway.cache.cache_control import CacheControl
 from gateway.cache.coalescing import Coalescer, SharedReader, size_bytes
 from gateway.cache.idempotency import HEADER, RESUME_HEADER, Idempotency
-from gateway.cache.records import AWAY_S, POLL_S, Head, Record, Records, renumbered, seeded, unfinished
+from gateway.cache.records import AWAY_S, POLL_S, Head, Record, Records, SharedAnswers, renumbered, seeded, unfinished
 from gateway.cache.response_cache import Answer, ResponseCache
 from gateway.cache.reused_response import ReusedResponse
 from gateway.cache.semantic_cache import SemanticCache
@@ -86,7 +87,8 @@ class ResponseReuse:
         state, self._records = service.shared_state, None
         if state is not None and rules.idempotency_bytes:
             self._records = Records(state, rules.idempotency_ttl_s, lambda: service.draining)
-        self._storing: set[asyncio.Task[bool]] = set()
+        self._answers = SharedAnswers(state, rules.cache_ttl_s) if state is not None and rules.cache_bytes else None
+        self._storing: set[asyncio.Task] = set()
 
     async def open(self, requests: Sequence[GenerationRequest], context: RequestContext) -> ResponseDeltas:
         """Return the response to one request of one or several choices.
@@ -150,6 +152,8 @@ class ResponseReuse:
         key = request_key(request, tenant, engine or context.model.name)
         if engine and not no_cache:
             if self._cache is not None and (answer := self._cache.get(key, control.max_age_s)) is not None:
+                return await self._serve_hit(answer, requests, context, {CACHE_HEADER: "hit"})
+            if self._answers is not None and (answer := await self._answers.get(key, control.max_age_s)) is not None:
                 return await self._serve_hit(answer, requests, context, {CACHE_HEADER: "hit"})
             if self._semantic is not None:
                 hit = await self._semantic.get(request, tenant, engine, control)
@@ -271,10 +275,15 @@ class ResponseReuse:
             return  # during a roll-out the response may come from the other engine
         if self._cache is not None:
             self._cache.put(key, answer)
+        if self._answers is not None:
+            self._in_background(self._answers.put(key, answer))
         if self._semantic is not None:
-            task = asyncio.ensure_future(self._semantic.put(request, context.tenant.name, engine, answer, control))
-            self._storing.add(task)
-            task.add_done_callback(self._storing.discard)
+            self._in_background(self._semantic.put(request, context.tenant.name, engine, answer, control))
+
+    def _in_background(self, storing: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.ensure_future(storing)
+        self._storing.add(task)
+        task.add_done_callback(self._storing.discard)
 
     def _count(self, result: str) -> None:
         self._service.metrics.reuse.labels(result).inc()

@@ -219,3 +219,27 @@ def test_every_gateway_gives_a_request_that_needs_one_the_same_seed():
     assert len(seeds) == 2 and seeded(request, other, 0).sampling.seed not in seeds
     plain = GenerationRequest(text_input="x", sampling=SamplingParams(temperature=1.0))
     assert seeded(plain, record, 0) is plain
+
+
+@pytest.mark.slow
+async def test_a_response_that_one_gateway_cached_is_served_by_all_and_to_its_tenant_alone(redis_socket: Path):
+    config, body = (
+        keys(ALICE, BOB) + '[reuse]\nengine = "e"\n',
+        BODY | {"temperature": 0, "stream": False, "stream_options": None},
+    )
+    async with (
+        FakeReplica(lambda seen: script(0.0)) as replica,
+        pair(replica, redis_socket, config=config) as (one, two),
+    ):
+        first = await one.post(PATH, body, **as_(ALICE))
+        while not await one.service.shared_state.redis.keys("trident:answer:*"):
+            await asyncio.sleep(0.01)
+        found = [await gate.post(PATH, body, **as_(ALICE)) for gate in (one, two, two)]
+        assert [headers["x-trident-cache"] for _, headers, _ in (first, *found)] == ["miss", "hit", "hit", "hit"]
+        assert all(answer["choices"] == first[2]["choices"] for *_, answer in found)
+        status, headers, _ = await two.post(PATH, body, cache_control="max-age=0", **as_(ALICE))
+        assert (status, headers["x-trident-cache"]) == (200, "miss")
+        assert (await two.post(PATH, body, **as_(BOB)))[1]["x-trident-cache"] == "miss"
+        assert replica.counts.started == 3
+        two.service.shared_state._away_until_s = time.monotonic() + 60
+        assert (await two.post(PATH, body | {"prompt": "new"}, **as_(ALICE)))[0] == 200
