@@ -28,6 +28,7 @@ from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.token_increment import TopLogProbs
 from python_backends.ensemble.worker_messages import AddSequence, Failed, Ready, StepOutput, StepReport
 from python_backends.grammar.pipeline import structured_output
+from python_backends.limits import BLOCK_TOKENS
 
 _NICE = 5
 
@@ -252,9 +253,12 @@ def generation_config(
 
 
 def _warm_up(pipeline: genai.ContinuousBatchingPipeline) -> None:
-    """Generate one token: a pipeline's first takes a third of a second longer, for 135M parameters."""
+    """Generate one token: a pipeline's first takes a third of a second longer, for 135M parameters.
+
+    The prompt is one whole block: requests that start together corrupt a block that the prefix cache holds in part.
+    """
     config = generation_config(1, SamplingParams(top_k=1), frozenset())
-    handle = pipeline.add_request(0, ov.Tensor(np.zeros((1, 1), np.int64)), config)
+    handle = pipeline.add_request(0, ov.Tensor(np.zeros((1, BLOCK_TOKENS), np.int64)), config)
     while handle.get_status() == genai.GenerationStatus.RUNNING:
         pipeline.step()
 
