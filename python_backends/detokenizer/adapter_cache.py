@@ -9,7 +9,7 @@ them, and too few other adapters were used since to displace them.
 from __future__ import annotations
 
 # Should the inference be wrong, as after the backend alone was loaded again, requests without weights fail. So one that
-# has had no token for this long makes later ones carry them.
+# has had no token for this long makes later ones carry them, under any adapter.
 DOUBT_NS = 100_000_000
 
 
@@ -31,6 +31,8 @@ class AdapterCache:
         self._used[adapter] = now_ns
         if shown_ns and now_ns - self._open.setdefault(adapter, now_ns) <= DOUBT_NS:
             return ""
+        if shown_ns:  # what the backend had before that request it may have lost too
+            self._shown = {other: ns if ns > self._open[adapter] else 0 for other, ns in self._shown.items()}
         return "again" if adapter in self._shown else "first"
 
     def generated(self, adapter: int, now_ns: int) -> None:

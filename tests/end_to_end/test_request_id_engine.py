@@ -15,6 +15,7 @@ from pathlib import Path
 import gpu_machine
 import gpu_recipes
 import numpy as np
+import openai
 import pytest
 import tritonclient.grpc.aio as triton
 from triton_requests import Answer, ask, metric, metrics, responses, take, tensor
@@ -30,6 +31,7 @@ from contract.errors import Unavailable
 from server.replica import running
 from tests.end_to_end.watching import PATIENCE_S, TRIES
 from tests.fakes import adapters
+from tests.gateway.running import gateway
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "def area(width, height):\n    return width * height\n"
@@ -296,6 +298,25 @@ async def test_an_unknown_adapter_is_refused_with_those_there_are(client):
     for inputs in ({"lora_name": "nobody"}, {"lora_task_id": 4}):
         answer = await ask(client, {"text_input": PROMPT, "max_tokens": 2, **inputs}, request_id="unknown")
         assert "pirate" in answer.error
+
+
+async def test_at_the_gateway_an_adapter_is_part_of_the_models_name(replica, engine_dir):
+    url = replica.grpc_url
+    asked = {"prompt": PROMPT, "extra_body": {"ignore_eos": True}}
+    settings = {"replicas": url, "metrics_urls": {url: replica.metrics_url}, "model": "demo"}
+    async with gateway(**settings, tokenizer=engine_dir / "tokenizer.json") as running:
+        async with openai.AsyncOpenAI(base_url=f"{running.base_url}/v1", api_key="none", max_retries=0) as client:
+            deadline_s = time.monotonic() + PATIENCE_S
+            while "demo:poet" not in (ids := [model.id async for model in client.models.list()]):
+                assert time.monotonic() < deadline_s, ids
+                await asyncio.sleep(0.05)
+            before = len(re.findall(r"request id engine: \S+ lora 3 ", replica.log()))
+            for model in ("demo", "demo:pirate"):
+                completion = await client.completions.create(model=model, max_tokens=3, **asked)
+                assert completion.model == model and completion.usage.completion_tokens == 3
+            assert len(re.findall(r"request id engine: \S+ lora 3 ", replica.log())) == before + 1
+            with pytest.raises(openai.NotFoundError):
+                await client.completions.create(model="demo:nobody", **asked)
 
 
 async def test_a_new_server_is_sent_every_adapter_anew(client, replica):

@@ -77,3 +77,14 @@ def test_a_request_without_a_token_for_long_makes_the_next_ones_carry_the_weight
     assert cache.send_cause(1, 11 * MS + DOUBT_NS) == cache.send_cause(1, 12 * MS + DOUBT_NS) == "again"
     cache.generated(1, 13 * MS + DOUBT_NS)
     assert cache.send_cause(1, 14 * MS + DOUBT_NS) == ""
+
+
+def test_what_else_the_backend_had_before_that_request_is_sent_again_too():
+    cache = AdapterCache(3)
+    for adapter in (1, 2, 3):
+        cache.send_cause(adapter, adapter * MS)
+        cache.generated(adapter, (adapter + 1) * MS)
+    assert cache.send_cause(1, 10 * MS) == ""  # fails
+    cache.generated(3, 11 * MS)
+    assert cache.send_cause(1, 11 * MS + DOUBT_NS) == "again"
+    assert [cache.send_cause(adapter, 12 * MS + DOUBT_NS) for adapter in (2, 3)] == ["again", ""]
