@@ -1,9 +1,7 @@
 """The fleet as a Ray Serve application: what Serve builds from a configuration, and that configuration.
 
-    applications: [{name: trident, import_path: "cluster.ray.application:application", args: {engine: demo, ...}}]
-
-cluster/ray/fleet.yaml is a whole one for `serve deploy`. Other ``args`` are another version, which Serve rolls out; the
-number of replicas changes in place.
+cluster/ray/fleet.yaml is one for `serve deploy`. Other ``args`` are another version, which Serve rolls out; the number
+of replicas changes in place.
 """
 
 from __future__ import annotations
@@ -12,14 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from contract import manifest
 from contract.errors import InvalidArgument
 from contract.manifest import EngineManifest
 
-APPLICATION, DEPLOYMENT = "trident", "TritonReplica"
-POLICY = "cluster.ray.policy:TokensPolicy"
+APPLICATION = "trident"
+FILE = Path(__file__).with_name("fleet.yaml")
 ROOT = Path(__file__).resolve().parents[2]
 GPU_KINDS = ("trtllm", "llmapi")
 # After the drain: telling the gateways, the in-band end of streams that are left, tritonserver's exit, and a reserve.
@@ -114,29 +113,21 @@ def options(server: ServerArguments, engine: EngineManifest) -> dict[str, Any]:
 def configuration(
     server: ServerArguments, least: int, most: int, gateways: list[str], scaling: str = ""
 ) -> dict[str, Any]:
-    """Return the configuration of Serve: what ``serve deploy`` takes as YAML.
+    """Return the configuration of Serve: that of fleet.yaml, with these arguments.
 
     least, most: bounds of the number of replicas. gateways: their metrics pages, for the policy.
     scaling: file of the policy's rules; "" for the defaults.
     """
-    policy: dict[str, Any] = {"gateways": gateways, "pool": server.pool, "config": scaling}
-    policy |= {"consoles": server.register_at, "token_file": server.token_file}
-    number = {
-        "min_replicas": least,
-        "max_replicas": most,
-        "upscale_delay_s": 0,  # the policy has cooldowns of its own
-        "downscale_delay_s": 0,
-        "policy": {"policy_function": POLICY, "policy_kwargs": policy},
+    config: dict[str, Any] = yaml.safe_load(FILE.read_text("utf-8"))
+    [app] = config["applications"]
+    app["args"] = server.model_dump(by_alias=True)
+    [deployment] = app["deployments"]
+    deployment["autoscaling_config"] |= {"min_replicas": least, "max_replicas": most}
+    deployment["autoscaling_config"]["policy"]["policy_kwargs"] = {
+        "gateways": gateways,
+        "pool": server.pool,
+        "config": scaling,
+        "consoles": server.register_at,
+        "token_file": server.token_file,
     }
-    return {
-        "proxy_location": "Disabled",
-        "applications": [
-            {
-                "name": APPLICATION,
-                "route_prefix": None,
-                "import_path": "cluster.ray.application:application",
-                "args": server.model_dump(by_alias=True),
-                "deployments": [{"name": DEPLOYMENT, "num_replicas": None, "autoscaling_config": number}],
-            }
-        ],
-    }
+    return config

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import inspect
+import pkgutil
 
 import pytest
 import yaml
 
 from cluster.ray import application
-from cluster.ray.application import ServerArguments, checked, configuration, engine_of, options
+from cluster.ray.application import checked, configuration, engine_of, options
+from cluster.ray.policy import TokensPolicy
+from cluster.ray.replica import TritonReplica
 from contract.errors import InvalidArgument, NotFound
 from tests.fakes.manifests import manifest
 
@@ -58,14 +61,12 @@ def test_an_engine_that_is_not_there_is_refused_before_any_replica_starts(tmp_pa
         engine_of(checked({**ARGUMENTS, "environ": {"TRIDENT_ENGINES_DIR": str(tmp_path)}}))
 
 
-def test_the_file_for_a_cluster_is_a_configuration_of_the_same_shape():
-    path = Path(application.__file__).with_name("fleet.yaml")
-    given = yaml.safe_load(path.read_text("utf-8"))
-    [app] = given["applications"]
-    server = checked(app["args"])
-    assert isinstance(server, ServerArguments)
-    made = configuration(server, 1, 4, ["http://trident-gateway:9002/metrics"], "")
-    [own] = made["applications"]
-    assert given.keys() == made.keys() and app.keys() == own.keys()
-    [deployment], [own_deployment] = app["deployments"], own["deployments"]
-    assert deployment == own_deployment
+def test_the_file_for_a_cluster_names_what_is_there():
+    [app] = yaml.safe_load(application.FILE.read_text("utf-8"))["applications"]
+    checked(app["args"])
+    [deployment] = app["deployments"]
+    policy = deployment["autoscaling_config"]["policy"]
+    for name in (app["import_path"], policy["policy_function"]):
+        pkgutil.resolve_name(name)
+    inspect.signature(TokensPolicy).bind(**policy["policy_kwargs"])
+    assert app["name"] == application.APPLICATION and deployment["name"] == TritonReplica.__name__
