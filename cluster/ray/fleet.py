@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -103,6 +104,8 @@ def change(folder: Path, changes: Mapping[str, Any], bounds: Mapping[str, Any]) 
     """
     try:
         known = json.loads((folder / "fleet.json").read_text())
+        host, _, port = known["ray"].rpartition(":")
+        socket.create_connection((host, int(port)), timeout=5).close()  # Ray itself would try for minutes
     except OSError:
         raise Unavailable(f"no fleet runs in {folder}; `make fleet` starts one") from None
     environ = {**known["arguments"]["environ"], **changes.get("environ", {})}
