@@ -55,7 +55,8 @@ def add(commands: Any) -> None:
     start.add_argument("--stable", metavar="POOL", help="the pool whose requests are divided")
     start.add_argument("--candidate", metavar="POOL", help="the pool that gets a part of them")
     start.add_argument("--weight", type=float, metavar="PERCENT", help="that the candidate gets; 0 by default")
-    start.add_argument("--no-rollback", action="store_true", help="measure and report, and roll nothing back")
+    automatic, text = argparse.BooleanOptionalAction, "whether it is rolled back by itself; it is by default"
+    start.add_argument("--rollback", action=automatic, help=text)
     made["shift"].add_argument("--to", type=float, required=True, metavar="PERCENT")
     made["rollback"].add_argument("--reason", help="for the log and the file")
     shown.add_argument("--json", action="store_true", help="print what the gateways say as JSON")
@@ -66,8 +67,8 @@ def change(arguments: argparse.Namespace) -> None:
     names = {"start": ("kind", "stable", "candidate", "weight"), "shift": ("to",), "rollback": ("reason",)}
     fields = {name: getattr(arguments, name) for name in names[arguments.action]}
     fields = {name: value for name, value in fields.items() if value is not None}
-    if getattr(arguments, "no_rollback", False):
-        fields["rollback"] = {"automatic": False}
+    if getattr(arguments, "rollback", None) is not None:
+        fields["rollback"] = {"automatic": arguments.rollback}
     path = _file(arguments)
     if arguments.gateway or path is None:
         for url in arguments.gateway or [_own_url()]:

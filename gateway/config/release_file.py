@@ -38,7 +38,7 @@ def apply(
     path = Path(os.path.realpath(path))
     try:
         with _locked(path.parent):
-            document = tomlkit.parse(path.read_text(encoding="utf-8"))
+            document = tomlkit.parse(path.read_bytes())
             found = document.unwrap().get("releases", {})
             policy.read(str(path), {"releases": found}, {})
             changed = _changed(found.get(name, {}), action, name, fields)
@@ -52,9 +52,10 @@ def apply(
                 for field in releases[name].keys() - changed.keys():
                     del releases[name][field]
             else:
-                releases.append(name, tomlkit.item(changed))
-            check(document.unwrap())
-            _replace(path, tomlkit.dumps(document))
+                releases[name] = changed
+            text = tomlkit.dumps(document)
+            check(tomlkit.parse(text).unwrap())
+            _replace(path, text)
     except OSError as exc:
         raise InvalidArgument(str(path), f"cannot be changed: {exc.strerror or exc}") from exc
     except (UnicodeDecodeError, TOMLKitError) as exc:
@@ -74,6 +75,8 @@ def _changed(table: dict[str, Any], action: str, name: str, fields: Mapping[str,
     for field in fields.keys() - allowed[action]:
         raise InvalidArgument(field, f"is not known: must be one of {', '.join(sorted(allowed[action]))}")
     if action == "start":
+        if isinstance(limits := fields.get("rollback"), Mapping):  # the others stay
+            fields = {**fields, "rollback": {**table.get("rollback", {}), **limits}}
         table = {**table, **fields, "started": datetime.now(timezone.utc)}
         table.pop("rolled_back", None)
         return table

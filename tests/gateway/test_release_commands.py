@@ -50,6 +50,8 @@ def test_the_file_is_changed_and_what_happens_is_said(tmp_path: Path, capsys):
     assert table(path)["releases"]["r"]["rolled_back"] == "odd answers"
     run("start", "r", "--no-rollback", "--config", path)
     assert table(path)["releases"]["r"]["rollback"] == {"automatic": False}
+    run("start", "r", "--rollback", "--config", path)
+    assert table(path)["releases"]["r"]["rollback"] == {"automatic": True}
 
 
 def test_what_the_file_may_not_hold_is_refused_before_it_is_written(tmp_path: Path, monkeypatch):

@@ -49,6 +49,33 @@ def test_a_release_starts_moves_ends_and_begins_again_and_the_rest_of_the_file_s
     assert path.read_text().startswith(TEXT) and releases(path) == {"r": again}
 
 
+def test_limits_that_a_new_start_does_not_name_stay(path: Path):
+    release_file.apply(path, "start", "r", {**NEW, "rollback": {"errors": 0.5}})
+    rules = release_file.apply(path, "start", "r", {"rollback": {"automatic": False}})
+    assert (rules.rollback.errors, rules.rollback.automatic) == (0.5, False)
+    with pytest.raises(InvalidArgument, match="releases.r.rollback: input should be"):
+        release_file.apply(path, "start", "r", {"rollback": 5})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'releases = { "v1.2" = { stable = "stable", candidate = "next" } }\n',
+        '[releases]\n"v1.2" = { stable = "stable", candidate = "next" }  # inline\n[prices]\nreplica_hour = 1\n',
+        '[releases."v1.2"]\r\nstable = "stable"\r\ncandidate = "next" # mine\r\nrollback.errors = 0.5\r\n',
+        '[releases."v1.2"]\nstable = "stable"\ncandidate = "next"\n[releases."v1.2".rollback] # mine\nerrors = 0.5\n',
+        '[releases]\n"v1.2".stable = "stable"\n"v1.2".candidate = "next"\n',
+    ],
+)
+def test_a_release_in_any_form_of_toml_is_changed(path: Path, text: str):
+    path.write_bytes(text.encode())
+    before = releases(path)["v1.2"]
+    assert release_file.apply(path, "shift", "v1.2", {"to": 25}) == releases(path)["v1.2"]
+    assert releases(path)["v1.2"] == before.model_copy(update={"weight": 25})
+    release_file.apply(path, "start", "other", {"stable": "a", "candidate": "b"})
+    assert len(releases(path)) == 2 and path.read_bytes().count(b"# ") == text.count("# ")
+
+
 def test_the_files_mode_and_a_link_to_it_stay(path: Path, tmp_path: Path):
     path.chmod(0o640)
     link = tmp_path / "link.toml"
