@@ -166,8 +166,16 @@ async def serve_with_workers(settings: Settings, configuration: Configuration) -
     http_port, grpc_port = (one.getsockname()[1] for one in held)
     scraped_at = listen(settings.monitoring_host, settings.own_metrics_port, "monitoring_port")
     parent = workers.Workers(settings, http_port, grpc_port, lease_s)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, parent.signal, number)
+    seen: set[signal.Signals] = set()
+
+    def on_signal(number: signal.Signals) -> None:
+        if not seen or number in seen:  # as in ``serve``; Ctrl-C reaches the workers too, as another signal
+            parent.stop()
+        seen.add(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    sighup.handle(loop, configuration, partial(on_signal, signal.SIGHUP))  # each worker reads the file by itself
     monitored = _server(parent.monitoring(), settings, lifespan="off")
     monitoring_port, serving = scraped_at.getsockname()[1], asyncio.create_task(monitored.serve([scraped_at]))
     try:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -64,19 +63,19 @@ class Workers:
             return False
         return True
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all workers. One that ends them ends the restarts."""
-        self._stopping = self._stopping or number != signal.SIGHUP or self._settings.config is None
+    def stop(self) -> None:
+        """Tell all workers to drain; the second call ends their streams at once."""
+        self._stopping = True
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
+                process.terminate()
 
     async def wait(self) -> None:
         """Return when all workers have ended for good."""
         await asyncio.gather(*self._tasks[: len(self._started)])
 
     async def close(self) -> None:
-        self.signal(signal.SIGTERM)
+        self.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

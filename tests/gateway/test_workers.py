@@ -37,6 +37,17 @@ async def get(url: str) -> tuple[int, str]:
         return answer.status, await answer.text()
 
 
+async def all_equal(count: int, get, fits) -> bool:
+    return all([fits(await get()) for _ in range(count)])
+
+
+async def eventually(condition, patience_s: float = 30.0) -> None:
+    deadline_s = asyncio.get_running_loop().time() + patience_s
+    while not await condition():
+        assert asyncio.get_running_loop().time() < deadline_s, "it did not come to hold"
+        await asyncio.sleep(0.02)
+
+
 async def monitoring_url(gateway: asyncio.subprocess.Process) -> str:
     while not (found := re.search(rb"http://\S+(?=/metrics)", await gateway.stdout.readline())):
         pass
@@ -106,6 +117,18 @@ def _runs(pid: int) -> bool:
         return False
 
 
+async def test_ctrl_c_which_reaches_every_process_cuts_no_stream():
+    async with FakeReplica(lambda seen: Script((" a",) * 40, gap_s=0.05)) as replica:
+        async with process(replica, WORKERS="2", **QUIET) as (gateway, url):
+            streams = [asyncio.create_task(post(url, stream=True, max_tokens=40)) for _ in range(4)]
+            await until(lambda: replica.counts.running == 4)
+            for pid in (gateway.pid, *children(gateway.pid)):
+                os.kill(pid, signal.SIGINT)
+            ends = await asyncio.gather(*streams)
+            assert all(text.count('" a"') == 40 for _, text in ends)
+            assert await asyncio.wait_for(gateway.wait(), 60) == 0
+
+
 async def test_every_worker_serves_grpc():
     async with FakeReplica(lambda seen: Script((" a",))) as replica:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -144,12 +167,16 @@ async def test_a_replica_that_registers_at_one_worker_is_known_to_all_and_so_is_
         async with process(replica, WORKERS="3", **settings, **QUIET) as (gateway, url):
             beat = {"address": replica.url, "lease_s": 60}
             await admin(url, "PUT", "replicas/one", json=beat)
-            for _ in range(12):  # each over a connection of its own
-                assert [entry["name"] for entry in (await admin(url, "GET", "replicas"))["replicas"]] == ["one"]
+
+            def registered(names: list[str]):
+                """Whether every worker says so; each request has a connection of its own."""
+                fits = lambda found: [entry["name"] for entry in found["replicas"]] == names  # noqa: E731
+                return all_equal(12, lambda: admin(url, "GET", "replicas"), fits)
+
+            await eventually(lambda: registered(["one"]))
             assert [status for status, _ in await asyncio.gather(*(post(url) for _ in range(9)))] == [200] * 9
             await admin(url, "DELETE", "replicas/one")
-            for _ in range(12):
-                assert (await admin(url, "GET", "replicas"))["replicas"] == []
+            await eventually(lambda: registered([]))
 
 
 async def test_a_release_is_measured_over_all_workers_and_rolled_back_in_all_of_them(tmp_path: Path):
@@ -176,8 +203,10 @@ async def test_a_release_is_measured_over_all_workers_and_rolled_back_in_all_of_
                         break
                     await asyncio.sleep(0.1)
             await releases(url, action="rollback", reason="a test")
-            states = [(await releases(url))["rolled_back"] for _ in range(9)]
-            assert states == ["a test"] * 9
+            # The other workers are told over the parent, soon after the answer.
+            await eventually(
+                lambda: all_equal(9, lambda: releases(url), lambda found: found["rolled_back"] == "a test")
+            )
             before = other.counts.started
             await asyncio.gather(*(post(url) for _ in range(20)))
             assert other.counts.started == before
