@@ -7,6 +7,7 @@ supervisor: runs a server by what recovery decides.
     instance: one run of tritonserver (triton_command, process, reaper, shared_memory, shell_paths, admin)
     watching it: liveness_probe, server_metrics, hang_detection, stubs
     several engines: server_chain
+    gateways that route to it: registration
     end: drain, child_command
     output: ready_message, progress, status, triton_log
 """

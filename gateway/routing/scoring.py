@@ -18,6 +18,7 @@ from clients.replica_set.picks import Pick, RoutingRequest, occupancy
 from contract.errors import Unavailable
 from contract.load import ReplicaLoad
 
+LIGHT = 0.25  # of the slots: so few requests are worth a computed prompt
 NEARLY_FULL = 0.95  # of the KV cache: what comes on top would wait for blocks
 
 
@@ -203,9 +204,9 @@ def kv_cache_free(loads: Sequence[ReplicaLoad], request: RoutingRequest) -> list
 
 def affinity(loads: Sequence[ReplicaLoad], request: RoutingRequest) -> list[float]:
     """Score the part of the prompt that a replica has cached, or 1 for the replica of the session or, while nothing is
-    cached, of the prefix. A replica above its bounded share of the load scores 0."""
+    cached, of the prefix. A replica above its bounded share of the load scores 0, unless few of its slots are taken."""
     if not request.session and any(request.cached.get(load.name) for load in loads):
-        below = picks.below_share(loads)
+        below = picks.below_share(loads) | {load.name for load in loads if occupancy(load) < LIGHT * load.max_running}
         return [request.cached.get(load.name, 0.0) if load.name in below else 0.0 for load in loads]
     key = request.session or request.prefix
     if not key:
