@@ -118,8 +118,9 @@ class HubLink:
             self.claims[number].refused(error)
 
     def on_published(self, topic: str, *message: Any) -> None:
-        with contextlib.suppress(TridentError):  # told to the worker that published it
-            self.topics[topic](*message)
+        if topic in self.topics:  # else this worker still starts
+            with contextlib.suppress(TridentError):  # told to the worker that published it
+                self.topics[topic](*message)
 
     def on_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         for name, pool in state.items():

@@ -73,3 +73,15 @@ async def test_what_has_no_budget_asks_nobody():
     await budgets.aclose()
     own.close()
     end.close()
+
+
+async def test_what_others_publish_while_a_worker_starts_does_not_end_it():
+    async with workers(2) as (hub, made):
+        heard = asyncio.Queue()
+        made[0].link.publish("register", "early")
+        made[0].link.publish("early", 1)
+        await asyncio.sleep(0.05)
+        made[1].link.topics["register"] = heard.put_nowait
+        made[0].link.publish("register", "late")
+        assert await asyncio.wait_for(heard.get(), 5) == "late"
+        assert made[1].link.frames.open
