@@ -7,6 +7,7 @@ caller keeps the replicas it knew before: an old list serves better than none.
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ from contract.errors import InvalidArgument, Unavailable
 
 DEFAULT_PORT = 8001
 REFRESH_S = 30.0  # of sources that set none
+_HOST = re.compile(r"[\w.%-]+|\[[\w:.%-]+\]", re.ASCII)
 _FORMS = "'HOST:PORT,HOST:PORT', 'dns:///NAME:PORT' or 'file:///PATH'"
 
 
@@ -128,14 +130,7 @@ def _split(url: str) -> tuple[str, int]:
     host, colon, port = url.rpartition(":")
     if not colon or url.endswith("]"):
         host, port = url, str(DEFAULT_PORT)
-    unbracketed = ":" in host and not (host.startswith("[") and host.endswith("]"))
-    if (
-        not host
-        or unbracketed
-        or any(space in host for space in " \t/")
-        or not port.isdigit()
-        or not 0 < int(port) < 65536
-    ):
+    if not _HOST.fullmatch(host) or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InvalidArgument("replicas", f"must be HOST:PORT with a port from 1 to 65535, got {url!r}")
     return host, int(port)
 

@@ -12,7 +12,9 @@ async def test_a_static_list_is_cleaned_and_sorted() -> None:
     assert await Static(["[::1]:9", "[::1]"]).replicas() == ("[::1]:8001", "[::1]:9")
 
 
-@pytest.mark.parametrize("url", ["a:0", "a:70000", "a:x", ":1", "http://a:1", "::1:8001", "a b:1"])
+@pytest.mark.parametrize(
+    "url", ["a:0", "a:70000", "a:x", ":1", "http://a:1", "::1:8001", "a b:1", "a\nb:1", "a,b:1", "[:1", "a:²", "\x1b:1"]
+)
 def test_a_bad_replica_is_named(url: str) -> None:
     with pytest.raises(InvalidArgument, match="replicas: must be .*, got"):
         Static([url])
