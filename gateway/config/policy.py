@@ -139,6 +139,12 @@ class UpstreamEndpoint(BaseModel):
     price: ModelPrice = ModelPrice()
     spend_per_day: Annotated[float, Field(ge=0)] | None = None
 
+    @model_validator(mode="after")
+    def _bounded(self) -> UpstreamEndpoint:
+        if self.spend_per_day and not (self.price.input or self.price.output):
+            raise ValueError("spend_per_day must have a price beside it: without one nothing is ever spent")
+        return self
+
 
 class OverflowTarget(BaseModel):
     """A target of overflowing requests: a pool, an upstream, or an upstream with several keys or regions.
