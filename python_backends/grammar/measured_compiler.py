@@ -10,7 +10,10 @@ from python_backends.grammar.messages import Check, Checked
 from python_backends.grammar.translation import translated
 
 WALK_TOKENS = 48
-WALK_S = 0.5
+LONG_WALK_TOKENS = 192
+LAST_TOKENS = 8  # whose mean is the cost at the end of the long walk
+WALK_S = 0.4
+LONG_WALK_S = 0.8
 SEVERAL_CORES = 4  # that the library's compiler makes use of
 _STEPS_A_STALL = 4  # every token of a grammar may cost only a part of what compiling it once may
 
@@ -23,7 +26,7 @@ class MeasuredCompiler:
         self._special = special
 
     def walk(self, guide: Guide, requested: Check) -> tuple[float, float]:
-        """Return the seconds of the CPU for compiling the guide and for a token of it, on a walk at random.
+        """Return the seconds of the CPU for compiling the guide and for a token of it, on walks at random.
 
         Raises:
             RuntimeError: it does not compile.

@@ -8,13 +8,22 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
 from contract.generation import Guide
-from python_backends.grammar.measured_compiler import SEVERAL_CORES, WALK_S, WALK_TOKENS, MeasuredCompiler
+from python_backends.grammar.measured_compiler import (
+    LAST_TOKENS,
+    LONG_WALK_S,
+    LONG_WALK_TOKENS,
+    SEVERAL_CORES,
+    WALK_S,
+    WALK_TOKENS,
+    MeasuredCompiler,
+)
 from python_backends.grammar.messages import Check
 from python_backends.grammar.vocabulary import special_tokens
 
@@ -39,7 +48,7 @@ class GrammarPipeline(MeasuredCompiler):
     def _open(self) -> genai.ContinuousBatchingPipeline:
         if self._pipeline is None:
             scheduler = genai.SchedulerConfig()
-            scheduler.num_kv_blocks = 4
+            scheduler.num_kv_blocks = 8
             self._pipeline = genai.ContinuousBatchingPipeline(
                 str(self._folder), scheduler, "CPU", {"INFERENCE_NUM_THREADS": 1}
             )
@@ -53,23 +62,34 @@ class GrammarPipeline(MeasuredCompiler):
             raise
 
     def _walk(self, guide: Guide, requested: Check) -> tuple[float, float]:
+        compiling_s, steps = self._generate(guide, requested, WALK_TOKENS, WALK_S)
+        if compiling_s > requested.stall_s:
+            return compiling_s, 0.0
+        # A walk at random ends soon where every second text may end, so a second one goes on as long as it can: ids
+        # that it had are preferred, which the end never is. What an ambiguous grammar costs grows with every token.
+        prefer = {"frequency_penalty": -2.0, "temperature": 0.1}
+        _, longer = self._generate(guide, requested, LONG_WALK_TOKENS, LONG_WALK_S, **prefer)
+        return compiling_s, max(mean(steps or [0.0]), mean(longer[-LAST_TOKENS:] or [0.0]))
+
+    def _generate(
+        self, guide: Guide, requested: Check, tokens: int, most_s: float, **sampling: float
+    ) -> tuple[float, list[float]]:
+        """Return the seconds of the CPU of the first step, which compiles, and of each further one."""
         pipeline = self._open()
-        config = genai.GenerationConfig()
-        config.max_new_tokens = WALK_TOKENS
+        config = genai.GenerationConfig(max_new_tokens=tokens, do_sample=True, **sampling)
         config.set_eos_token_id(requested.end_id)
         config.stop_token_ids = {requested.end_id}
-        config.do_sample = True
         config.structured_output_config = structured_output(guide)
         handle = pipeline.add_request(1, ov.Tensor(np.array([[requested.end_id]], np.int64)), config)
         # Time of the CPU, which does not depend on what else runs; compiling is spread over cores, a step is not.
         compiling_s = self._step(pipeline) / min(SEVERAL_CORES, os.cpu_count() or 1)
         steps: list[float] = []
-        while pipeline.has_non_finished_requests() and sum(steps) < WALK_S and compiling_s <= requested.stall_s:
+        while pipeline.has_non_finished_requests() and sum(steps) < most_s and compiling_s <= requested.stall_s:
             steps.append(self._step(pipeline))
         if pipeline.has_non_finished_requests():
             handle.cancel()
             pipeline.step()
-        return compiling_s, sum(steps) / max(1, len(steps))
+        return compiling_s, steps
 
     @staticmethod
     def _step(pipeline: genai.ContinuousBatchingPipeline) -> float:

@@ -3,7 +3,8 @@
 import pytest
 
 from contract.generation import Guide
-from python_backends.grammar.pipeline import structured_output
+from python_backends.grammar.messages import Check
+from python_backends.grammar.pipeline import GrammarPipeline, structured_output
 
 
 @pytest.mark.parametrize(
@@ -14,3 +15,11 @@ def test_the_text_goes_under_the_librarys_name(kind, field):
     config = structured_output(Guide(kind, "x"))
     assert getattr(config, field) == "x"
     assert config.json_schema is None
+
+
+@pytest.mark.slow
+def test_a_grammar_whose_tokens_cost_more_and_more_is_refused_though_its_texts_may_end_soon(tiny_engine):
+    pipeline = GrammarPipeline(tiny_engine / "grammar_checker")
+    ambiguous = Guide("regex", "((a{1,100}){1,100}){1,100}")
+    assert "a token takes" in pipeline.check(Check(ambiguous, 256, 0.04)).problem
+    assert not pipeline.check(Check(Guide("regex", "(a{1,100},){1,100}"), 256, 0.04)).problem
