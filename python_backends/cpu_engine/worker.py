@@ -22,13 +22,14 @@ import openvino_genai as genai
 from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
 from python_backends.cpu_engine.drafting import Drafting
+from python_backends.cpu_engine.partial_blocks import PartialBlocks
 from python_backends.cpu_engine.pipeline import open_drafting, open_pipeline
 from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.token_increment import TopLogProbs
 from python_backends.ensemble.worker_messages import AddSequence, Failed, Ready, StepOutput, StepReport
 from python_backends.grammar.pipeline import structured_output
-from python_backends.limits import BLOCK_TOKENS
+from python_backends.limits import BLOCK_TOKENS, EngineLimits
 
 _NICE = 5
 
@@ -42,6 +43,7 @@ class StepLoop:
         top_log_probs: TopLogProbsModel,
         connection: Connection,
         drafting: Drafting,
+        partial_blocks: PartialBlocks,
     ) -> None:
         self._pipeline = pipeline
         self._top_log_probs = top_log_probs
@@ -52,6 +54,8 @@ class StepLoop:
         self._without_token: dict[int, int] = {}  # id -> prompt tokens
         self._ended: list[StepOutput] = []  # what the next report begins with
         self._drafting = drafting
+        self._partial_blocks = partial_blocks
+        self._computed: dict[int, tuple[np.ndarray, list[int]]] = {}  # prompt and generated ids
         self._scheduled = 0  # requests in the last step
         self._cache_usage = 0.0  # of the fuller pipeline
 
@@ -65,12 +69,18 @@ class StepLoop:
             self._drain_commands()
             start_ns = time.monotonic_ns()
             self._score_prompt()
-            self._step(drafts=len(self._drafting) > 0, plain=len(self._handles) > len(self._drafting))
-            self._report(start_ns)
+            self._advance(start_ns)
+
+    def _advance(self, start_ns: int) -> None:
+        """Step once, and report."""
+        self._step(drafts=len(self._drafting) > 0, plain=len(self._handles) > len(self._drafting))
+        self._report(start_ns)
 
     def _step(self, *, drafts: bool, plain: bool) -> None:
         """Step the pipelines that have sequences, or blocks of a cancelled one to free; read their gauges."""
         self._scheduled, self._cache_usage = 0, 0.0
+        if plain or len(self._handles) == len(self._drafting):
+            self._partial_blocks.stepped()
         for pipeline in filter(None, [self._drafting.pipeline] * drafts + [self._pipeline] * plain):
             pipeline.step()
             metrics = pipeline.get_metrics()
@@ -131,12 +141,16 @@ class StepLoop:
         self, pipeline: genai.ContinuousBatchingPipeline, command: AddSequence, config: genai.GenerationConfig
     ) -> bool:
         """Add a sequence to a pipeline; return False, with its end in the next report, if that refuses it."""
+        if not self._partial_blocks.add(command.input_ids):
+            self._advance(time.monotonic_ns())
+            self._partial_blocks.add(command.input_ids)
         try:
             self._handles[command.id] = pipeline.add_request(command.id, ov.Tensor(command.input_ids[None]), config)
         except RuntimeError as exc:
             self._forget(command.id)
             self._ended.append(StepOutput(command.id, [], [], StreamEvent.ERROR, error=_last_line(exc)))
             return False
+        self._computed[command.id] = command.input_ids, []
         return True
 
     def _leave_drafting(self) -> None:
@@ -144,6 +158,7 @@ class StepLoop:
         commands = self._drafting.leave()
         for command in commands:
             self._handles.pop(command.id).cancel()
+            self._leave_cached(command.id)
             config = generation_config(command.max_tokens, command.sampling, command.stop_ids)
             self._start(self._pipeline, command, config)
         if commands and not self._drafting:
@@ -168,6 +183,13 @@ class StepLoop:
         self._without_token.pop(id, None)
         self._top_log_probs.close(id)
         self._drafting.end(id)
+        self._leave_cached(id)
+
+    def _leave_cached(self, id: int) -> None:
+        """Take note that a sequence has left its pipeline, which may keep its text."""
+        if id in self._computed:
+            prompt, generated = self._computed.pop(id)
+            self._partial_blocks.ended(np.concatenate([prompt, np.array(generated[:-1], prompt.dtype)]))
 
     def _report(self, start_ns: int) -> None:
         """Send what the step added to every sequence."""
@@ -206,6 +228,7 @@ class StepLoop:
         elif status != genai.GenerationStatus.RUNNING:
             event = StreamEvent.LENGTH if finish == genai.GenerationFinishReason.LENGTH else StreamEvent.STOP
         first = bool(token_ids) and self._without_token.pop(id, None) is not None
+        self._computed[id][1].extend(token_ids)
         self._drafting.observe(id, token_ids, first)
         chosen, top = self._top_log_probs.score(id, token_ids)
         if event.last:
@@ -300,7 +323,9 @@ def main() -> None:
             _warm_up(pipeline)  # the supervisor's first request is one that drafts
         connection.send(Ready())
         top_log_probs = TopLogProbsModel(engine_dir / "openvino_model.xml", manifest.properties)
-        StepLoop(pipeline, top_log_probs, connection, drafting).run()
+        limits = EngineLimits.from_manifest(manifest)
+        partial_blocks = PartialBlocks(limits.kv_cache_blocks if manifest.recipe["prefix_reuse"] else 0)
+        StepLoop(pipeline, top_log_probs, connection, drafting, partial_blocks).run()
     except (EOFError, ConnectionError):
         return  # the engine model closed the connection
     except Exception as exc:
