@@ -19,6 +19,7 @@ from gateway.admission import shared_state
 from gateway.admission.concurrency import Concurrency
 from gateway.admission.shared_state import GatewayCaps, SharedState
 from gateway.config.tenant import Level, Limits
+from tests.gateway.conftest import _wait_for
 
 
 @contextlib.asynccontextmanager
@@ -142,8 +143,7 @@ def start(path: Path) -> subprocess.Popen:
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     except FileNotFoundError:
         pytest.skip("redis-server is not on PATH (Debian: apt-get install redis-server)")
-    while not path.exists():
-        time.sleep(0.01)
+    _wait_for(path, server)  # the path is there before the server listens
     return server
 
 
