@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import tempfile
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -106,7 +106,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _replace(path: Path, text: str) -> None:
     """Write the file so that a reader finds the old or the new one, whole."""
-    descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # One name for each machine, whose writers hold the lock: what a killed one has left does not pile up.
+    new = path.with_name(f".{path.name}.{socket.gethostname()}")
+    new.unlink(missing_ok=True)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(descriptor, "w", encoding="utf-8", newline="") as file:
             file.write(text)

@@ -118,6 +118,17 @@ def test_a_file_that_cannot_be_read_or_written_is_named(path: Path, tmp_path: Pa
         release_file.apply(path, "start", "r", NEW)
 
 
+def test_what_killed_writers_left_does_not_pile_up(path: Path, monkeypatch):
+    monkeypatch.setattr(os, "replace", lambda *names: None)  # as if killed just before
+    for weight in (1, 2, 3):
+        release_file.apply(path, "start", "r", {**NEW, "weight": weight})
+    monkeypatch.undo()
+    left = [file for file in path.parent.iterdir() if file != path]
+    assert len(left) == 1
+    release_file.apply(path, "start", "r", NEW)
+    assert [*path.parent.iterdir()] == [path] and releases(path)["r"].weight == 5
+
+
 def test_writers_at_once_lose_nothing(path: Path):
     def start(number: int) -> None:
         release_file.apply(path, "start", f"r{number}", {"stable": f"s{number}", "candidate": f"c{number}"})
