@@ -85,15 +85,15 @@ class _Parser:
 
     def _quantified(self) -> Language:
         item = self._atom()
-        while self._at < len(self._pattern):
-            if self._next in "*+?":
-                least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[self._pop()]
-            elif self._next == "{":
-                least, most = self._counts()
-            else:
-                break
-            self._take("?")  # a lazy quantifier matches the same texts
-            item = repeat(item, least, most)
+        if self._next in tuple("*+?"):
+            item = repeat(item, *{"*": (0, None), "+": (1, None), "?": (0, 1)}[self._pop()])
+        elif self._next == "{":
+            item = repeat(item, *self._counts())
+        else:
+            return item
+        self._take("?")  # a lazy quantifier matches the same texts
+        if self._next in tuple("*+?{"):
+            raise self._bad(f"a {self._next} after another quantifier, as possessive ones have it,")
         return item
 
     def _counts(self) -> tuple[int, int | None]:

@@ -75,7 +75,9 @@ class _SchemaGrammar:
         """Return the EBNF of the whole schema."""
         text = self._grammar.write(self._value(frozenset([("#", True)])))
         if not text:
-            raise refuse("#", "", "allows no value that ends")
+            raise refuse(
+                "#", "", "allows no value that ends, or only some that are never generated (docs/structured-output.md)"
+            )
         return text
 
     def _value(self, formula: Formula) -> Node:
