@@ -285,7 +285,7 @@ class Policy(BaseModel):
         named = [operation for rules in self.classes.values() for operation in rules.operations]
         for operation in named:
             if named.count(operation) > 1:
-                raise ValueError(f"{operation} must be an operation of one class")
+                raise ValueError(f"operations must be of one class each, got {operation} twice")
         return self
 
     @property
@@ -366,7 +366,7 @@ def _from_environment(path: str, value: Any, environ: Mapping[str, str], field: 
 def _named(path: str, failed: ValidationError) -> InvalidArgument:
     error = failed.errors(include_url=False, include_context=True, include_input=False)[0]
     parts = [str(part) for part in error["loc"] if part != "[key]"]
-    field, problem = f"{path}: {'.'.join(parts)}", error["msg"]
+    field, problem = f"{path}: {'.'.join(parts) or 'classes'}", error["msg"]  # what checks all sections: _one_class
     if error["type"] == "extra_forbidden":
         allowed = _fields(Policy, parts[:-1])
         return InvalidArgument(field, f"is not known: must be one of {', '.join(allowed)}")

@@ -68,6 +68,7 @@ def test_values_with_a_dollar_come_from_the_environment_and_are_not_shown():
             {"overflow": {"a": {"model": "m", "endpoints": {"e": {"url": "http://x", "spend_per_day": 5.0}}}}},
             "overflow.a.endpoints.e",
         ),
+        ({"classes": {name: {"priority": 1, "operations": ["chat"]} for name in "ab"}}, "classes"),
         ({"shadow": {"pool": "p"}}, "shadow.fraction"),
         ({"pools": {"p": -1}}, "pools.p.weight"),
         ({"prices": {"replica_hour": -1}}, "prices.replica_hour"),
