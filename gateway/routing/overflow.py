@@ -36,7 +36,8 @@ class Overflow:
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS))
 
     def change(self, targets: Mapping[str, OverflowTarget]) -> None:
-        """Set the targets. An unchanged upstream keeps its breaker; requests in flight continue."""
+        """Set the targets. An unchanged upstream keeps its breaker, every one what it has spent; requests in flight
+        continue."""
         assert self._session is not None, "start() comes first"
         members, upstreams = {}, {}
         for target, rules in targets.items():
@@ -44,8 +45,10 @@ class Overflow:
             members[target] = tuple(named)
             unchanged = self._targets.get(target) == rules
             for name, endpoint in named.items():
-                known = self._upstreams.get(name) if unchanged else None
-                upstreams[name] = known or Upstream(self._session, name, endpoint, rules.model, self._breaker)
+                known = self._upstreams.get(name)
+                spending = known.spending if known else None
+                changed = Upstream(self._session, name, endpoint, rules.model, self._breaker, spending)
+                upstreams[name] = known if known and unchanged else changed
         self._targets, self._upstreams, self._members = targets, upstreams, members
 
     def accepts(self, target: str, requests: Sequence[GenerationRequest]) -> bool:

@@ -50,8 +50,29 @@ _PARAMETERS = frozenset({"messages", "tools", "prompt", "max_tokens", "stop", "s
 _ENDS = {"length": FinishReason.LENGTH}
 
 
+class Spending:
+    """What one endpoint has cost. total: in all, in the currency of the prices."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self._day, self._before = -1, 0.0  # the UTC day, and what was spent before it
+
+    def today(self) -> float:
+        day = int(time.time() // 86_400)
+        if day != self._day:
+            self._day, self._before = day, self.total
+        return self.total - self._before
+
+    def add(self, cost: float) -> None:
+        self.today()  # before the first of a day
+        self.total += cost
+
+
 class Upstream:
-    """One endpoint of an upstream, with a circuit breaker. model: where the endpoint has none of its own."""
+    """One endpoint of an upstream, with a circuit breaker.
+
+    model: where the endpoint has none of its own. spending: so far, of an endpoint that had other rules.
+    """
 
     def __init__(
         self,
@@ -60,6 +81,7 @@ class Upstream:
         endpoint: UpstreamEndpoint,
         model: str,
         breaker: BreakerPolicy,
+        spending: Spending | None = None,
     ) -> None:
         self._session, self._endpoint, self._policy = session, endpoint, breaker
         self._model, self._api_key = endpoint.model or model, endpoint.api_key
@@ -67,14 +89,13 @@ class Upstream:
         self.breaker = Breaker()
         self.outstanding = 0
         self.first_s = self.errors = 0.0  # means of the latest: time to first token, share of failures
-        self.spent = 0.0  # in all, in the currency of the prices
-        self._day, self._spent_before = -1, 0.0  # the UTC day, and what was spent before it
+        self.spending = spending or Spending()
         self._cool_until_s = 0.0
 
     def accepts(self, request: GenerationRequest) -> bool:
         """Return whether it can serve the request now."""
         limit = self._endpoint.spend_per_day
-        affordable = limit is None or self.spent_today() + self.cost(request) <= limit
+        affordable = limit is None or self.spending.today() + self.cost(request) <= limit
         return affordable and self.understands(request) and self.wait_s() <= 0
 
     def cost(self, request: GenerationRequest) -> float:
@@ -85,16 +106,9 @@ class Upstream:
         """Return its weight among the endpoints of a target. slowest_s: the longest mean time to first token there."""
         return (1.0 - self.errors) ** 4 * slowest_s / (self.first_s or slowest_s) if slowest_s else 1.0
 
-    def spent_today(self) -> float:
-        day = int(time.time() // 86_400)
-        if day != self._day:
-            self._day, self._spent_before = day, self.spent
-        return self.spent - self._spent_before
-
     def used(self, usage: Usage) -> None:
         """Take note of the tokens of a request."""
-        self.spent_today()  # before the first of a day
-        self.spent += self._price(usage)
+        self.spending.add(self._price(usage))
 
     def began(self, first_s: float) -> None:
         """Take note of a time to first token."""

@@ -147,7 +147,7 @@ class StateMetrics:
             "trident_gateway_upstream_spend", "What answers of upstreams cost", labels=("pool",)
         )
         for upstream in self.upstreams():
-            spent.add_metric((upstream.name,), upstream.spent)
+            spent.add_metric((upstream.name,), upstream.spending.total)
         yield spent
 
     def _pools(self) -> Iterator[Metric]:

@@ -10,7 +10,10 @@ import aiohttp
 import pytest
 
 from contract.errors import Overloaded, Unavailable
-from gateway.routing.circuit_breaker import BreakerState
+from contract.generation import Usage
+from gateway.config.policy import OverflowTarget
+from gateway.routing.circuit_breaker import BreakerPolicy, BreakerState
+from gateway.routing.overflow import Overflow
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.api.test_kserve import ours
 from tests.gateway.config.test_configuration import ALICE, keys
@@ -415,6 +418,17 @@ async def test_the_cheapest_endpoint_serves_until_its_day_is_spent() -> None:
             assert page['trident_gateway_upstream_spend_total{pool="far/dear"}'] == pytest.approx(
                 0.045 * len(dear.seen)
             )
+
+
+async def test_other_rules_of_an_endpoint_do_not_give_it_a_new_day() -> None:
+    targets = Overflow(list, BreakerPolicy())
+    targets.start()
+    for limit in (5.0, 7.0):
+        target = {"url": "http://far", "price": {"input": 1.0}, "spend_per_day": limit}
+        targets.change({"far": OverflowTarget.model_validate({"model": "m", "endpoints": {"one": target}})})
+        targets.upstream("far/one").used(Usage(2000, 1))
+    assert targets.upstream("far/one").spending.today() == 4.0
+    await targets.close()
 
 
 async def test_fast_endpoints_without_errors_get_most_requests() -> None:

@@ -175,7 +175,7 @@ async def test_what_a_day_may_cost_is_never_exceeded_and_the_next_day_has_its_ow
             await read(far)
             served += 1
             await until(lambda: far.outstanding == 0)
-            assert far.spent_today() <= 0.018
-        assert served == 2 and far.spent == pytest.approx(0.018)
+            assert far.spending.today() <= 0.018
+        assert served == 2 and far.spending.total == pytest.approx(0.018)
         now_s += 86_400.0
-        assert far.accepts(REQUEST) and far.spent_today() == 0.0
+        assert far.accepts(REQUEST) and far.spending.today() == 0.0
