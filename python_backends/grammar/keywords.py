@@ -30,6 +30,7 @@ from python_backends.grammar.shapes import (
     Strings,
     join,
     meet,
+    of_name,
 )
 
 ANNOTATIONS = frozenset(
@@ -99,8 +100,9 @@ class Keywords:
     def _dead(self, shape: Shape) -> bool:
         if shape.objects is None or replace(shape, objects=None) != NONE:
             return False
-        members = dict(shape.objects.members)
-        return any(self._impossible_together(members.get(name, ANY)) for name in shape.objects.required)
+        objects, members = shape.objects, dict(shape.objects.members)
+        formulas = (members.get(name, ANY) | of_name(objects, name) for name in objects.required)
+        return any(map(self._impossible_together, formulas))
 
     # --- formulas -------------------------------------------------------------------------------------------------
 

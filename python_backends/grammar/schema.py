@@ -27,7 +27,7 @@ from python_backends.grammar.languages import (
     union,
     word,
 )
-from python_backends.grammar.shapes import ALL, ANY, Arrays, Formula, Numbers, Objects, Shape, Strings
+from python_backends.grammar.shapes import ALL, ANY, Arrays, Formula, Numbers, Objects, Shape, Strings, of_name
 
 _ANY_DEPTH = 4  # of a value about which the schema says nothing
 _MOST_COUNTED = 2000  # states that count properties or items
@@ -266,7 +266,7 @@ class _SchemaGrammar:
                 if name in shape.required:
                     return NEVER
                 continue
-            value = self._value(members[name] | _of_name(shape, name))
+            value = self._value(members[name] | of_name(shape, name))
             member = self._grammar.named("p", row(json.dumps(name, ensure_ascii=False) + ":", value))
             pairs.append((member, name in shape.required))
         extra = self._extra(shape, frozenset(members))
@@ -353,18 +353,6 @@ def _subsets(patterns: tuple[tuple[Language, Formula], ...]) -> list[list[tuple[
     if len(patterns) > 4:
         raise InvalidArgument("guided_decoding_guide", "must have at most 4 patternProperties for one object")
     return [[p for place, p in enumerate(patterns) if bits >> place & 1] for bits in range(2 ** len(patterns))]
-
-
-def _of_name(shape: Objects, name: str) -> Formula:
-    """Return what patternProperties and additionalProperties ask of a property."""
-    formula = ANY
-    for language, part in shape.patterns:
-        if name in language:
-            formula |= part
-    for others in shape.others:
-        if name not in others.names and not any(name in language for language in others.patterns):
-            formula |= others.formula
-    return formula
 
 
 def _unlike(names: frozenset[str]) -> Language:

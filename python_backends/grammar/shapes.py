@@ -180,6 +180,18 @@ def _objects(a: Objects | None, b: Objects | None) -> Objects | None:
     )
 
 
+def of_name(shape: Objects, name: str) -> Formula:
+    """Return what patternProperties and additionalProperties require of a property."""
+    formula = ANY
+    for language, part in shape.patterns:
+        if name in language:
+            formula |= part
+    for others in shape.others:
+        if name not in others.names and not any(name in language for language in others.patterns):
+            formula |= others.formula
+    return formula
+
+
 def _least(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
 

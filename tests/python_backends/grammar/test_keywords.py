@@ -37,3 +37,12 @@ def test_every_keyword_is_documented():
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_is_a_regular_expression(name):
     whole(FORMATS[name])
+
+
+def test_closed_objects_exclude_each_other_by_what_one_requires_and_the_other_does_not_declare():
+    def closed(name):
+        return {"properties": {name: {}}, "required": [name], "additionalProperties": False, "type": "object"}
+
+    assert len(Keywords({"oneOf": [closed("a"), closed("b"), closed("c")]}).shapes(ROOT)) == 3
+    with pytest.raises(InvalidArgument, match="additionalProperties cannot be negated"):
+        Keywords({"oneOf": [closed("a"), closed("a") | {"minProperties": 1}]}).shapes(ROOT)
