@@ -51,10 +51,10 @@ _ENDS = {"length": FinishReason.LENGTH}
 
 
 class Spending:
-    """What one endpoint has cost. total: in all, in the currency of the prices."""
+    """What one endpoint has cost. total: in all, in the currency of the prices. running: what running ones may cost."""
 
     def __init__(self) -> None:
-        self.total = 0.0
+        self.total = self.running = 0.0
         self._day, self._before = -1, 0.0  # the UTC day, and what was spent before it
 
     def today(self) -> float:
@@ -95,7 +95,7 @@ class Upstream:
     def accepts(self, request: GenerationRequest) -> bool:
         """Return whether it can serve the request now."""
         limit = self._endpoint.spend_per_day
-        affordable = limit is None or self.spending.today() + self.cost(request) <= limit
+        affordable = limit is None or self.spending.today() + self.spending.running + self.cost(request) <= limit
         return affordable and self.understands(request) and self.wait_s() <= 0
 
     def cost(self, request: GenerationRequest) -> float:
@@ -144,6 +144,7 @@ class Upstream:
         """Send the request and return its stream. Needs a running event loop."""
         self.breaker = self.breaker.sent(time.monotonic())
         self.outstanding += 1
+        self.spending.running += self.cost(request)
         return UpstreamStream(self, self._events(request, traceparent), request)
 
     def over(self, error: TridentError | None, silent_s: float) -> None:
@@ -256,6 +257,7 @@ class UpstreamStream:
         return end
 
     def _ended(self, reading: asyncio.Task) -> None:
+        self._upstream.spending.running -= self._upstream.cost(self._request)
         if self._counted is not None or self._tokens:
             self._upstream.used(self._counted or self._estimated())
         if not reading.cancelled():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -179,3 +180,17 @@ async def test_what_a_day_may_cost_is_never_exceeded_and_the_next_day_has_its_ow
         assert served == 2 and far.spending.total == pytest.approx(0.018)
         now_s += 86_400.0
         assert far.accepts(REQUEST) and far.spending.today() == 0.0
+
+
+async def test_what_runs_counts_for_the_bound_of_a_day() -> None:
+    price = ModelPrice(input=1.0, output=1.0)
+    async with upstream() as server, aiohttp.ClientSession() as session:
+        far = Upstream(
+            session, "far", UpstreamEndpoint(url=server.url, price=price, spend_per_day=0.017), "m", BreakerPolicy()
+        )
+        running = [asyncio.ensure_future(read(far)) for _ in range(2)]
+        await until(lambda: far.outstanding == 2)
+        assert not far.accepts(REQUEST)
+        await asyncio.gather(*running)
+        await until(lambda: far.outstanding == 0)
+        assert far.spending.running == pytest.approx(0.0)
