@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -188,9 +187,9 @@ async def test_what_runs_counts_for_the_bound_of_a_day() -> None:
         far = Upstream(
             session, "far", UpstreamEndpoint(url=server.url, price=price, spend_per_day=0.017), "m", BreakerPolicy()
         )
-        running = [asyncio.ensure_future(read(far)) for _ in range(2)]
-        await until(lambda: far.outstanding == 2)
+        running = [far.stream(REQUEST) for _ in range(2)]
         assert not far.accepts(REQUEST)
-        await asyncio.gather(*running)
+        for stream in running:
+            stream.cancel()
         await until(lambda: far.outstanding == 0)
         assert far.spending.running == pytest.approx(0.0)
