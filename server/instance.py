@@ -156,6 +156,7 @@ class ServerInstance:
         Raises TridentError: the model does not load, or the liveness probe fails afterwards.
         """
         self._exits.remove([stub for stub in self._exits.watched if stub.model == model])
+        self._reported_exited.add(model)  # until it is loaded it has too few
         for stub in stubs.find(self.pid):
             if stub.pid in self._hung:  # Triton would wait for it to finalize
                 process.kill(stub.pid)

@@ -270,6 +270,12 @@ class Supervisor:
             "TRIDENT_STATUS_FILE": str(self._status_file),
             "TRIDENT_TOKENIZER": str(self._engine_folder / "tokenizer.json"),
         }
+        for_gateway = {
+            "TRIDENT_GATEWAY_REPLICAS": self._settings.grpc_url,
+            "TRIDENT_GATEWAY_METRICS_URLS": f"{self._settings.grpc_url}={self._settings.metrics_url}",
+            "TRIDENT_GATEWAY_MODEL": self._settings.engine,
+        }
+        variables |= {name: value for name, value in for_gateway.items() if name not in os.environ}
         on_exit = partial(self._post, recovery.StopRequested("child command exited"))
         self._child = ChildCommand(command, variables, on_exit, self._settings.drain_s)
 

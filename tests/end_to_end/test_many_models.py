@@ -1,7 +1,8 @@
-"""Two engines, a server each, behind one gateway: ``python -m server --engine A,B -- python -m gateway``."""
+"""One or several engines behind a gateway: ``python -m server --engine A,B -- python -m gateway``."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -30,16 +31,13 @@ router = ["demo-int8", "demo"]
 BODY = {"prompt": "def fibonacci(n):", "max_tokens": 24, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def endpoints(engine_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """(URL of the OpenAI endpoint, HOST:PORT of the KServe endpoint)."""
-    subprocess.run([sys.executable, "-m", "build.engine", "--engine", "demo-int8"], cwd=ROOT, check=True)
-    folder = tmp_path_factory.mktemp("models")
-    (folder / "gateway.toml").write_text(CONFIG)
-    own = {"HTTP_PORT": "0", "GRPC_PORT": "0", "CONFIG": str(folder / "gateway.toml")}
+@contextlib.contextmanager
+def served(engines: str, folder: Path, **settings: str) -> Iterator[tuple[str, str]]:
+    """(URL of the OpenAI endpoint, HOST:PORT of the KServe endpoint) of a gateway beside the servers of ``engines``."""
+    own = {"HTTP_PORT": "0", "GRPC_PORT": "0", **settings}
     environ = {**os.environ, **{f"TRIDENT_GATEWAY_{name}": value for name, value in own.items()}}
     environ["TRIDENT_STATE_DIR"] = str(folder / "state")
-    server = [sys.executable, "-m", "server", "--engine", "demo,demo-int8", "--free-ports", "--"]
+    server = [sys.executable, "-m", "server", "--engine", engines, "--free-ports", "--"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [*server, sys.executable, "-m", "gateway"],
@@ -60,6 +58,21 @@ def endpoints(engine_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def endpoints(engine_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    subprocess.run([sys.executable, "-m", "build.engine", "--engine", "demo-int8"], cwd=ROOT, check=True)
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "gateway.toml").write_text(CONFIG)
+    with served("demo,demo-int8", folder, CONFIG=str(folder / "gateway.toml")) as found:
+        yield found
+
+
+def test_a_gateway_beside_one_server_finds_it_at_any_port(engine_dir: Path, tmp_path: Path):
+    with served("demo", tmp_path) as (url, _), openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["demo"]
+        assert client.completions.create(model="demo", **BODY).choices[0].text
 
 
 def test_each_model_is_served_by_its_own_engine_over_both_protocols(endpoints: tuple[str, str]):

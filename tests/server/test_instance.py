@@ -3,10 +3,11 @@
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from server import ports, process, triton_log
+from server import ports, process, stubs, triton_log
 from server.installation import Installation
 from server.instance import ServerInstance
 from server.recovery import StartFailed
@@ -70,3 +71,40 @@ def test_a_stub_that_exits_before_its_first_message_fails_the_start(start):
     # The shell execs a process that never waits for the child it inherits, as tritonserver does not for such a stub.
     event, _ = start("sh -c 'exit 1' & exec sleep 600", start_timeout_s=60)
     assert "exited before it could load the model" in event.reason
+
+
+def test_a_periodic_check_in_the_middle_of_a_reload_reports_no_missing_stub(tmp_path, monkeypatch):
+    found = [stubs.Stub(os.getpid(), model, f"{model}_0", 1) for model in ("tokenizer", "engine", "detokenizer")]
+    running = list(found)
+    monkeypatch.setattr(stubs, "find", lambda pid: list(running))
+    monkeypatch.setattr(process, "is_running", lambda pid: True)
+    backend = tmp_path / "image" / "backends" / "python"
+    backend.mkdir(parents=True)
+    settings = Settings(state_dir=tmp_path)
+    installation = Installation(tmp_path / "tritonserver", backend, backend / "stub", tmp_path / "caches", "")
+
+    async def run() -> None:
+        events = []
+        instance = ServerInstance(settings, installation, PIPELINE, Path("/none"), "trident_test_", events.append)
+        instance._ready = True
+
+        async def unload(model: str) -> None:
+            running.remove(found[0])
+            instance._watch_stubs()  # as a liveness probe does every few seconds
+
+        async def load(model: str, timeout_s: float) -> None:
+            running.insert(0, found[0])
+
+        async def probe() -> str:
+            return ""
+
+        monkeypatch.setattr(instance, "admin", SimpleNamespace(unload=unload, load=load))
+        monkeypatch.setattr(instance, "_probe", probe)
+        await instance.reload("tokenizer")
+        assert events == []
+        running.remove(found[0])
+        instance._watch_stubs()
+        assert [event.model for event in events] == ["tokenizer"]
+        instance._exits.close()
+
+    asyncio.run(run())
