@@ -203,11 +203,16 @@ def kv_cache_free(loads: Sequence[ReplicaLoad], request: RoutingRequest) -> list
 
 
 def affinity(loads: Sequence[ReplicaLoad], request: RoutingRequest) -> list[float]:
-    """Score the part of the prompt that a replica has cached, or 1 for the replica of the session or, while nothing is
-    cached, of the prefix. A replica above its bounded share of the load scores 0, unless few of its slots are taken."""
+    """Score the replica of the session, or those that have most of the prompt cached; while none has any of it, the
+    replica of the prefix. One above its bounded share of the load scores 0, unless few of its slots are taken.
+
+    From half of the prompt on a cached prompt counts as much as a session, and may outvote the loads; less counts less.
+    """
     if not request.session and any(request.cached.get(load.name) for load in loads):
         below = picks.below_share(loads) | {load.name for load in loads if occupancy(load) < LIGHT * load.max_running}
-        return [request.cached.get(load.name, 0.0) if load.name in below else 0.0 for load in loads]
+        cached = [request.cached.get(load.name, 0.0) if load.name in below else 0.0 for load in loads]
+        most = max(cached)
+        return [min(1.0, 2 * most) if most and part >= 0.95 * most else 0.0 for part in cached]
     key = request.session or request.prefix
     if not key:
         return [0.0] * len(loads)

@@ -143,6 +143,7 @@ async def test_a_replica_that_is_still_loading_gets_nothing() -> None:
         assert [replica.counts.started for replica in replicas] == [10, 0]
 
 
+@pytest.mark.slow
 async def test_replicas_come_and_go_with_the_file_and_streams_outlive_a_departure(tmp_path) -> None:
     slow = Script(tuple("abcdefgh"), gap_s=0.05)
     path = tmp_path / "replicas"

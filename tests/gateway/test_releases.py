@@ -19,6 +19,8 @@ from gateway.telemetry.pool_outcomes import PoolOutcomes
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import Running, gateway, until
 
+pytestmark = pytest.mark.slow
+
 REQUEST = {"model": "demo", "prompt": "one two", "max_tokens": 4, "temperature": 0}
 GOOD = Script((" a", " b"))
 BAD = Script((" a", " b"), fail_after=0, error=EngineFailed("broken"))

@@ -69,6 +69,7 @@ def watch(control, stub, script):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_stopped_stub_is_hung_and_one_that_continues_soon_is_not(control, start_stub):
     stub = start_stub("time.sleep(600)")
 
@@ -89,6 +90,7 @@ def test_a_stopped_stub_is_hung_and_one_that_continues_soon_is_not(control, star
     watch(control, stub, script)
 
 
+@pytest.mark.slow
 def test_a_call_that_waits_without_end_is_a_hang_and_one_that_computes_is_not(control, start_stub):
     stuck, busy = start_stub("with heartbeat: time.sleep(600)"), start_stub("with heartbeat:\n while True: pass")
 
@@ -135,6 +137,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_server_that_accepts_and_never_answers_is_hung_and_one_that_answers_is_not():
     # An idle process has the CPU use of a hung tritonserver; the backlog of the listening socket accepts connections.
     idle = subprocess.Popen(["sleep", "600"])

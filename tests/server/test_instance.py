@@ -67,6 +67,7 @@ def test_a_server_that_is_not_ready_in_time_fails_the_start_and_is_killed(start)
     assert event == StartFailed("no token in 0.5 s") and not process.is_running(pid)
 
 
+@pytest.mark.slow
 def test_a_stub_that_exits_before_its_first_message_fails_the_start(start):
     # The shell execs a process that never waits for the child it inherits, as tritonserver does not for such a stub.
     event, _ = start("sh -c 'exit 1' & exec sleep 600", start_timeout_s=60)

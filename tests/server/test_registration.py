@@ -66,6 +66,7 @@ async def test_a_real_gateway_hears_of_it_at_once_and_of_its_withdrawal(token_fi
         assert not entries() and not server.said
 
 
+@pytest.mark.slow
 async def test_every_gateway_is_told_and_one_that_hangs_delays_no_other(token_file, monkeypatch):
     monkeypatch.setattr(registration, "TIMEOUT_S", 0.3)
     monkeypatch.setattr(registration, "NOTICE_S", 0.0)

@@ -60,6 +60,7 @@ async def send(target, tokens=4):
     return record
 
 
+@pytest.mark.slow
 async def test_stamps_are_counted_once_however_the_bytes_are_split():
     stamps = b"".join(b"data: " + script.stamp() + b"\n\n" for _ in range(6)) + END
     for size in (1, 7, 18, 50, 1000):

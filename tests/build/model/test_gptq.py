@@ -22,6 +22,7 @@ def inputs(seed: int, tokens: int, columns: int) -> np.ndarray:
     return (mixed + 0.1 * random.standard_normal((tokens, columns))) * random.uniform(0.1, 3, columns)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(seed=st.integers(0, 1000), group=st.sampled_from([16, 32, 64]))
 def test_outputs_on_the_texts_are_nearer_than_with_rounding_to_nearest(seed, group):

@@ -200,6 +200,7 @@ def test_flags_are_read_from_a_help_text():
     assert (missing, added) == ({"--workers"}, {"--brand_new"})
 
 
+@pytest.mark.slow
 def test_a_program_ends_with_a_driver_that_is_killed(tmp_path):
     note = tmp_path / "pid"
     child = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"

@@ -98,6 +98,7 @@ async def test_many_large_slow_bodies_stay_below_the_bound_and_another_tenant_ge
         assert (await running.metrics())["trident_gateway_body_bytes"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length_known", [True, False])
 async def test_of_uploads_that_race_those_that_fit_succeed(length_known: bool):
     """Ten uploads of nearly the largest size grow in step; four fit."""

@@ -102,6 +102,7 @@ async def test_lines_run_as_their_tenant_in_the_lowest_class_and_under_the_batch
     assert len({one.request_id for one in contexts}) == 300
 
 
+@pytest.mark.slow
 async def test_lack_of_room_makes_a_line_wait_and_nothing_is_lost(tmp_path: Path):
     calls: Counter[bytes] = Counter()
 
@@ -241,6 +242,7 @@ async def test_a_cut_gives_the_youngest_lines_up_and_they_run_again(tmp_path: Pa
     assert set(calls.values()) == {2} and store.batch("a", batch.id).completed == 8
 
 
+@pytest.mark.slow
 async def test_lines_that_were_given_up_often_enough_run_to_their_end(tmp_path: Path):
     seen = {"now": CALM}
     started: list[int] = []

@@ -97,6 +97,7 @@ async def rewritten(running: Running, text: str) -> None:
     assert not running.service.configuration.problem
 
 
+@pytest.mark.slow
 async def test_shares_follow_the_file_and_streams_under_way_are_not_touched():
     script = Script((" a",) * 8, gap_s=0.05)
     async with FakeReplica(lambda seen: script) as stable, FakeReplica(lambda seen: script) as canary:
@@ -126,6 +127,7 @@ async def test_shares_follow_the_file_and_streams_under_way_are_not_touched():
             assert 5 <= counts[1]["canary"] <= 35  # of 40 drawn with 1/2: less or more comes once in 10^6
 
 
+@pytest.mark.slow
 async def test_pools_come_and_go_with_the_file_and_what_runs_there_ends_well():
     slow = Script((" a",) * 20, gap_s=0.02)
     async with FakeReplica(lambda seen: slow) as old, FakeReplica() as new:

@@ -69,7 +69,10 @@ def test_the_longest_cached_prompt_wins_below_the_bound_and_the_explanation_says
     explanation = Explanation()
     rng = random.Random(1)
     assert Router().choose([Candidate(load) for load in loads], routing, rng, explanation).name == "b"
-    assert explanation.scores["b"]["affinity"] == 0.9
+    assert [explanation.scores[name]["affinity"] for name in "abc"] == [0.0, 1.0, 0.0]
+    little = RoutingRequest(prefix="p" * 300, cached={"a": 0.2})
+    idle = [ReplicaLoad("a", healthy=True, outstanding=1, pending_tokens=9), *loads[1:]]
+    assert Router().choose([Candidate(load) for load in idle], little, rng).name != "a"  # not worth it
     busy = [loads[0], ReplicaLoad("b", healthy=True, outstanding=9, max_running=8), loads[2]]
     assert Router().choose([Candidate(load) for load in busy], routing, rng).name != "b"
 
@@ -81,7 +84,7 @@ async def test_each_turn_of_a_conversation_goes_where_its_earlier_turns_are() ->
         return Script((" ok",), gate=gate)
 
     async with contextlib.AsyncExitStack() as stack:
-        replicas = [await stack.enter_async_context(FakeReplica(script)) for _ in range(3)]
+        replicas = [await stack.enter_async_context(FakeReplica(script, slots=8)) for _ in range(3)]
         running = await stack.enter_async_context(gateway(*replicas, slow_start_s=0.0))
         await until(lambda: len(running.service.replicas.ready()) == 3)
         system = {"role": "system", "content": "common to all " * 100}

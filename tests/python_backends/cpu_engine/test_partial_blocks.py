@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,6 +60,7 @@ def test_prompts_part_exactly_where_a_text_ends_in_the_block_in_which_they_begin
     assert blocks.add(second) is not mixed_up
 
 
+@pytest.mark.slow
 def test_continuations_of_one_text_sent_at_once_get_what_they_get_alone(triton_types, tiny_engine):
     text, tails = [7, 8, 9, 10, 11, 12], ([13, 14, 15], [16, 17], [18], [19, 20, 21, 22])
     greedy = SamplingParams(top_k=1)
