@@ -35,7 +35,8 @@ BODY = {"prompt": "def fibonacci(n):", "max_tokens": 24, "temperature": 0}
 def served(engines: str, folder: Path, **settings: str) -> Iterator[tuple[str, str]]:
     """(URL of the OpenAI endpoint, HOST:PORT of the KServe endpoint) of a gateway beside the servers of ``engines``."""
     own = {"HTTP_PORT": "0", "GRPC_PORT": "0", **settings}
-    environ = {**os.environ, **{f"TRIDENT_GATEWAY_{name}": value for name, value in own.items()}}
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("TRIDENT_GATEWAY_")}  # of make
+    environ = {**outside, **{f"TRIDENT_GATEWAY_{name}": value for name, value in own.items()}}
     environ["TRIDENT_STATE_DIR"] = str(folder / "state")
     server = [sys.executable, "-m", "server", "--engine", engines, "--free-ports", "--"]
     with (folder / "log").open("wb") as log:
