@@ -13,7 +13,7 @@ from python_backends.ensemble.worker_messages import AddSequence
 from python_backends.limits import BLOCK_TOKENS
 from tests.python_backends.cpu_engine.test_drafting import Listener, WorkerLink, ended
 
-ids_of = st.lists(st.integers(0, 1), max_size=3 * BLOCK_TOKENS).map(np.array)
+ids_of = st.lists(st.integers(0, 1), max_size=3 * BLOCK_TOKENS).map(lambda found: np.array(found, np.int64))
 
 
 def ids(*values: int) -> np.ndarray:
