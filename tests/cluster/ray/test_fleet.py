@@ -56,6 +56,7 @@ class Running:
         self.folder, self.output = folder, folder / "output"
         environ = {
             **os.environ,
+            "TRIDENT_GATEWAY_MODEL": "demo",  # make exports the model that it has built
             "TRIDENT_GATEWAY_HTTP_PORT": str(self.http_port),
             "TRIDENT_GATEWAY_GRPC_PORT": str(self.grpc_port),
             "TRIDENT_GATEWAY_MONITORING_PORT": str(monitoring_port),
