@@ -37,12 +37,7 @@ class ServedModel:
 
     def cost(self, usage: Usage) -> float:
         """Return what the caller pays for ``usage``; 0 without a price."""
-        price = self.rules.price
-        if price is None:
-            return 0.0
-        cached = price.input if price.cached is None else price.cached
-        prompt = price.input * (usage.input_tokens - usage.cached_tokens) + cached * usage.cached_tokens
-        return (prompt + price.output * usage.output_tokens) / 1000
+        return self.rules.price.cost(usage) if self.rules.price is not None else 0.0
 
     def adapted(self, adapter: str) -> ServedModel:
         """Return this model with one of its adapters."""

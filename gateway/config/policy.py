@@ -9,9 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from contract.errors import InvalidArgument
+from contract.generation import Usage
 from gateway.config.release import ReleaseRules, RollbackRules
 
 # A tenant's turn in tokens, times its weight. Well below a chat's answer: rounds cost nothing, and turns of several
@@ -117,12 +127,18 @@ class DegradationRules(BaseModel):
 
 
 class ModelPrice(BaseModel):
-    """What 1,000 tokens cost the caller. cached: of prompt tokens in the prefix cache; None: as others."""
+    """What 1,000 tokens cost. cached: of prompt tokens in the prefix cache; None: as others."""
 
     model_config = _RULES
     input: Annotated[float, Field(ge=0)] = 0.0
     cached: Annotated[float, Field(ge=0)] | None = None
     output: Annotated[float, Field(ge=0)] = 0.0
+
+    def cost(self, usage: Usage) -> float:
+        """Return what ``usage`` costs."""
+        cached = self.input if self.cached is None else self.cached
+        prompt = self.input * (usage.input_tokens - usage.cached_tokens) + cached * usage.cached_tokens
+        return (prompt + self.output * usage.output_tokens) / 1000
 
 
 class UpstreamEndpoint(BaseModel):
@@ -280,13 +296,14 @@ class Policy(BaseModel):
     releases: Mapping[_ReleaseName, ReleaseRules] = {}
     prices: Prices | None = None
 
-    @model_validator(mode="after")
-    def _one_class(self) -> Policy:
-        named = [operation for rules in self.classes.values() for operation in rules.operations]
+    @field_validator("classes")
+    @classmethod
+    def _one_class(cls, classes: Mapping[str, ClassRules]) -> Mapping[str, ClassRules]:
+        named = [operation for rules in classes.values() for operation in rules.operations]
         for operation in named:
             if named.count(operation) > 1:
                 raise ValueError(f"operations must be of one class each, got {operation} twice")
-        return self
+        return classes
 
     @property
     def longest_wait_s(self) -> float:
@@ -366,7 +383,7 @@ def _from_environment(path: str, value: Any, environ: Mapping[str, str], field: 
 def _named(path: str, failed: ValidationError) -> InvalidArgument:
     error = failed.errors(include_url=False, include_context=True, include_input=False)[0]
     parts = [str(part) for part in error["loc"] if part != "[key]"]
-    field, problem = f"{path}: {'.'.join(parts) or 'classes'}", error["msg"]  # what checks all sections: _one_class
+    field, problem = f"{path}: {'.'.join(parts)}", error["msg"]
     if error["type"] == "extra_forbidden":
         allowed = _fields(Policy, parts[:-1])
         return InvalidArgument(field, f"is not known: must be one of {', '.join(allowed)}")

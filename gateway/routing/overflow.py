@@ -46,9 +46,10 @@ class Overflow:
             unchanged = self._targets.get(target) == rules
             for name, endpoint in named.items():
                 known = self._upstreams.get(name)
-                spending = known.spending if known else None
-                changed = Upstream(self._session, name, endpoint, rules.model, self._breaker, spending)
-                upstreams[name] = known if known and unchanged else changed
+                if known is None or not unchanged:
+                    spending = known.spending if known else None
+                    known = Upstream(self._session, name, endpoint, rules.model, self._breaker, spending)
+                upstreams[name] = known
         self._targets, self._upstreams, self._members = targets, upstreams, members
 
     def accepts(self, target: str, requests: Sequence[GenerationRequest]) -> bool:
@@ -65,8 +66,8 @@ class Overflow:
             return [*names] or [target]
         upstreams = [self._upstreams[name] for name in names]
         # Weighted sampling without replacement (Efraimidis and Spirakis, 2006).
-        fastest = max(upstream.first_s for upstream in upstreams)
-        keys = {up.name: self._rng.random() ** (1.0 / up.weight(fastest)) for up in upstreams}
+        slowest_s = max(upstream.first_s for upstream in upstreams)
+        keys = {up.name: self._rng.random() ** (1.0 / up.weight(slowest_s)) for up in upstreams}
         if self._targets[target].prefer == "cheapest":
             return sorted(names, key=lambda name: (self._upstreams[name].cost(request), -keys[name]))
         return sorted(names, key=lambda name: -keys[name])

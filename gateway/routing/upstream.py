@@ -100,7 +100,9 @@ class Upstream:
 
     def cost(self, request: GenerationRequest) -> float:
         """Return what the request costs at most, by its estimated prompt."""
-        return self._price(Usage(math.ceil(costs.prompt_bytes(request) / _BYTES_PER_TOKEN), request.max_tokens))
+        return self._endpoint.price.cost(
+            Usage(math.ceil(costs.prompt_bytes(request) / _BYTES_PER_TOKEN), request.max_tokens)
+        )
 
     def weight(self, slowest_s: float) -> float:
         """Return its weight among the endpoints of a target. slowest_s: the longest mean time to first token there."""
@@ -108,15 +110,11 @@ class Upstream:
 
     def used(self, usage: Usage) -> None:
         """Take note of the tokens of a request."""
-        self.spending.add(self._price(usage))
+        self.spending.add(self._endpoint.price.cost(usage))
 
     def began(self, first_s: float) -> None:
         """Take note of a time to first token."""
         self.first_s += (first_s - self.first_s) * (0.2 if self.first_s else 1.0)
-
-    def _price(self, usage: Usage) -> float:
-        price = self._endpoint.price
-        return (usage.input_tokens * price.input + usage.output_tokens * price.output) / 1000
 
     def understands(self, request: GenerationRequest) -> bool:
         """Return whether OpenAI's protocol can express the request."""
