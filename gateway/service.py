@@ -53,8 +53,8 @@ from gateway.telemetry.state_metrics import PoolState, ReplicaSeconds, StateMetr
 from gateway.telemetry.tracing import Tracing, end_span
 from gateway.watchdog import Watchdog
 
-# A settlement that is retried takes less. Leases of reserved budget outlive the longest request by this much.
 ENCODES: tuple[Capability, ...] = ("embeddings", "rerank")  # of an encoder, where the file does not say
+# A settlement that is retried takes less. Leases of reserved budget outlive the longest request by this much.
 SETTLING_S = 60.0
 _LOG = logging.getLogger(__name__)
 

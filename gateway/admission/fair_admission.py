@@ -275,7 +275,8 @@ class FairAdmission:
         most = tenant.class_rules.max_tokens if tenant.class_rules is not None else None
         if most is None:
             return requests, {}
-        capped = [degrade(request, Stage.SHORTER, DegradationRules(max_tokens=most)) for request in requests]
+        rules = DegradationRules(max_tokens=most)
+        capped = [degrade(request, Stage.SHORTER, rules) for request in requests]
         note = next((served.note for served in capped if served.note), "")
         return tuple(served.request for served in capped), {"x-trident-degraded": note} if note else {}
 

@@ -54,8 +54,8 @@ def routes(service: Service) -> list[Route]:
         return {"withdrawn": registrations.withdraw(name)}
 
     async def registered(request: Request) -> Any:
-        known = {replica.url: replica for replica in service.replicas.ready()}
-        return {"replicas": [entry | {"in_use": entry["address"] in known} for entry in registrations.entries()]}
+        ready = {replica.url for replica in service.replicas.ready()}
+        return {"replicas": [entry | {"in_use": entry["address"] in ready} for entry in registrations.entries()]}
 
     async def releases(request: Request) -> Any:
         return {"releases": service.releases.status(), "problem": service.configuration.problem}

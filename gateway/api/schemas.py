@@ -268,9 +268,8 @@ class ChatRequest(_Sampling):
         messages = tuple(message.plain(f"messages.{index}") for index, message in enumerate(self.messages))
         check_tool_turns(messages)
         prompt: dict[str, Any] = {"messages": messages}
-        variables = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
-        if variables := variables | (self.chat_template_kwargs or {}):
-            prompt["chat_template_kwargs"] = orjson.dumps(variables).decode()
+        if self._template_variables:
+            prompt["chat_template_kwargs"] = orjson.dumps(self._template_variables).decode()
         prompt |= self._tool_fields()
         return self.requests(
             prompt,
@@ -295,11 +294,16 @@ class ChatRequest(_Sampling):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
         }
 
+    @property
+    def _template_variables(self) -> dict[str, Any]:
+        """What the chat template is given beside the messages and tools."""
+        variables = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        return variables | (self.chat_template_kwargs or {})
+
     def held(
         self, requests: list[GenerationRequest], form: ChatFormat, settings: Settings
     ) -> tuple[list[GenerationRequest], CutterRules | None]:
-        variables = {"enable_thinking": self.reasoning_effort != "none"} | (self.chat_template_kwargs or {})
-        if form.reasoning == OPEN and any(variables.get(name) is False for name in _THINKING):
+        if form.reasoning == OPEN and any(self._template_variables.get(name) is False for name in _THINKING):
             form = dataclasses.replace(form, reasoning=TAGGED)  # the prompt does not begin the section then
         held, guided = requests[0].guide, False
         if self._tools:

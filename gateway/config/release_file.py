@@ -18,7 +18,7 @@ from contract.errors import InvalidArgument, NotFound
 from gateway.config import policy, release
 from gateway.config.release import ReleaseRules
 
-Actions = ("start", "shift", "rollback")
+ACTIONS = ("start", "shift", "rollback")
 
 
 def apply(
@@ -65,8 +65,8 @@ def apply(
 
 def _changed(table: dict[str, Any], action: str, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the release's table after the action."""
-    if action not in Actions:
-        raise InvalidArgument("action", f"must be one of {', '.join(Actions)}, got {action!r:.50}")
+    if action not in ACTIONS:
+        raise InvalidArgument("action", f"must be one of {', '.join(ACTIONS)}, got {action!r:.50}")
     allowed = {
         "start": {*ReleaseRules.model_fields} - {"started", "rolled_back"},
         "shift": {"to"},

@@ -24,9 +24,9 @@ from gateway.config.policy import ShadowRules
 from gateway.request_key import deterministic
 from gateway.routing.replicas import Replicas
 
+_Result = TypeVar("_Result")
 # agree, differ: the texts of a deterministic request; undetermined: both are there and need not be equal;
 # failed: the copy; unfinished: the original; full: no copy was made, too many run.
-_Result = TypeVar("_Result")
 RESULTS = ("agree", "differ", "undetermined", "failed", "unfinished", "full")
 
 
