@@ -22,7 +22,7 @@ SHOWN_CHARS = 2000  # of the log of a server that did not start
 # Runs beside the server, whose supervisor drains when it ends. It says that the first token was seen, then waits for a
 # line on standard input. Where that closes without one the worker was killed: requests go on for $0 seconds. No signal
 # for the parent's death: a worker has many threads, and the kernel may send one for each.
-TENANT = 'echo "$PPID $TRIDENT_STATUS_FILE"; read -r _ || exec sleep "$0"'
+CHILD_COMMAND = 'echo "$PPID $TRIDENT_STATUS_FILE"; read -r _ || exec sleep "$0"'
 
 
 class TritonReplica:
@@ -45,10 +45,10 @@ class TritonReplica:
         state = Path(environment.get("TRIDENT_STATE_DIR") or Path(root, ".triton"))
         state.mkdir(parents=True, exist_ok=True)
         self._log = state / f"replica-{name or os.getpid()}.log"
-        tenant = ["sh", "-c", TENANT, f"{orphan_s:g}"]
+        child = ["sh", "-c", CHILD_COMMAND, f"{orphan_s:g}"]
         # In a session of its own and nobody's child: Ray kills the process group of a worker that was killed, and the
         # children of one that exits, which would cut every stream.
-        command = ["setsid", "--fork", python, "-m", "server", "--engine", engine, "--free-ports", "--", *tenant]
+        command = ["setsid", "--fork", python, "-m", "server", "--engine", engine, "--free-ports", "--", *child]
         with self._log.open("wb") as log:
             started = subprocess.Popen(
                 command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log

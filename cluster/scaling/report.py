@@ -19,7 +19,10 @@ MAX_DECISIONS, MAX_REASON = 100, 2000  # of one report, as the gateways take it
 
 
 async def addresses(name: str) -> list[str]:
-    """Return HOST:PORT of every address of ``dns:///NAME:PORT``. Raises OSError."""
+    """Return HOST:PORT of every address of ``dns:///NAME:PORT``. Raises OSError.
+
+    ``clients.replica_set.discovery`` does the same and cannot be imported here: Ray's environment has no tritonclient.
+    """
     host, _, port = name.removeprefix("dns:").strip("/").rpartition(":")
     found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     hosts = sorted({str(address[0]) for *_, address in found})
