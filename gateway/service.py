@@ -256,6 +256,8 @@ class Service:
 
     async def drain(self, timeout_s: float) -> int:
         """Admit nothing new, waits for what is in flight, cuts off the rest; returns the number cut off."""
+        self.live.draining = True
+        self.admission.end_held()
         return await self.live.drain(timeout_s)
 
     async def close(self) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
-from contract.errors import DeadlineExceeded, Overloaded, TridentError
+from contract.errors import DeadlineExceeded, Overloaded, TridentError, Unavailable
 from contract.generation import GenerationRequest, Usage
 from gateway.admission import retry_after
 from gateway.admission.budget_store import BudgetStore
@@ -91,6 +91,8 @@ class FairAdmission:
         self._rng, self.prompt_weight = rng or random.Random(), prompt_weight
         self._slots: dict[str, PoolSlots] = {}
         self._make_slots = make_slots
+        self._tickets: set[_Ticket] = set()  # that have queued for a slot and are open
+        self.stopping = False
         self.rejected: Counter[str] = Counter()
         self.on_refusal: Callable[[str, str], None] = lambda pool, reason: None
         self.degraded: Counter[str] = Counter()
@@ -135,6 +137,16 @@ class FairAdmission:
         for slots in self._slots.values():
             if slots.waiting:
                 slots.dispatch()
+        if self.stopping:
+            self.end_held()
+
+    def end_held(self) -> None:
+        """End what waits for a replica of a pool that has none, now and from now on: the gateway stops sooner."""
+        self.stopping = True
+        for ticket in tuple(self._tickets):
+            for claim in ticket.claims:
+                if claim.pool.capacity.hold_s:
+                    claim.fail(Unavailable("the gateway is stopping and the pool has no replica; retry at another", 1.0))
 
     def pressure(self, tenant: Tenant, pool: str = "") -> float:
         """Return the fullness of the tenant's fullest bound at the pool: 0 is empty, 1 is full."""
@@ -369,6 +381,7 @@ class _Ticket:
         except Overloaded as exc:
             raise admission._refusal("queue", exc, pool) from None
         self.claims.append(claim)
+        admission._tickets.add(self)
         return claim
 
     def learn(self, usage: Usage) -> None:
@@ -382,6 +395,7 @@ class _Ticket:
         if not self.open:
             return
         self.open = False
+        self.admission._tickets.discard(self)
         if self.slot is not None:
             self.slot.release()
         if self.reservation is not None:

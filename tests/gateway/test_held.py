@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 
 from clients import AsyncClient
+from contract.errors import Unavailable
 from tests.fakes.replica import FakeReplica
 from tests.gateway.running import Running, gateway
 
@@ -80,6 +81,29 @@ async def test_a_caller_who_leaves_is_not_waited_for():
         replica.ready = True
         status, _, _ = await running.post("/v1/completions", BODY)
         assert status == 200 and len(replica.seen) == 1
+
+
+async def test_a_gateway_that_stops_tells_held_requests_at_once():
+    async with FakeReplica() as replica, scaled_to_zero(replica) as running, AsyncClient(running.grpc_url) as client:
+        whole, stream = (
+            asyncio.create_task(asyncio.wait_for(call, 10))
+            for call in (running.post("/v1/completions", BODY), events(running))
+        )
+        tensors = asyncio.create_task(client.complete("one two three", max_tokens=3))
+        await waiting(running, 3)
+        assert await running.service.drain(30.0) == 0
+        status, headers, body = await whole
+        assert status == 503 and headers["retry-after"] == "1" and "no replica" in body["error"]["message"]
+        assert "the gateway is stopping" in await stream
+        with pytest.raises(Unavailable, match="the gateway is stopping"):
+            await tensors
+        assert running.service.admission.slots().idle and not replica.seen
+
+
+async def events(running: Running) -> str:
+    async with aiohttp.ClientSession() as http:
+        async with http.post(f"{running.base_url}/v1/completions", json={**BODY, "stream": True}) as answer:
+            return await answer.text()
 
 
 async def test_requests_over_grpc_are_held_too():
