@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
@@ -37,13 +37,17 @@ class WorkerMetrics(Collector):
     def __init__(self) -> None:
         self._ended: list[Metric] = []
         self._latest: dict[int, list[Metric]] = {}
+        self._up: dict[int, bool] = {}
 
-    def read(self, worker: int, page: str) -> None:
-        """Take over the latest page of a worker."""
-        self._latest[worker] = list(text_string_to_metric_families(page))
+    def read(self, worker: int, page: str | None) -> None:
+        """Take over the latest page of a worker; None: it does not answer, and its page before stands."""
+        self._up[worker] = page is not None
+        if page is not None:
+            self._latest[worker] = list(text_string_to_metric_families(page))
 
     def end(self, worker: int) -> None:
         """Keep the counters of a worker that has ended."""
+        self._up[worker] = False
         families = [*self._ended, *self._latest.pop(worker, ())]
         self._ended = [family for family in _sum(families) if family.type in ("counter", "histogram")]
 
@@ -57,7 +61,13 @@ class WorkerMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        return _sum([*self._ended, *(family for families in self._latest.values() for family in families)])
+        up = GaugeMetricFamily(
+            f"{_PREFIX}worker_up", "1 if the worker answers; else its figures are old.", labels=["worker"]
+        )
+        for worker, answers in sorted(self._up.items()):
+            up.add_metric([str(worker)], answers)
+        yield up
+        yield from _sum([*self._ended, *(family for families in self._latest.values() for family in families)])
 
 
 def _sum(families: Iterable[Metric]) -> Iterator[Metric]:

@@ -31,7 +31,8 @@ _LOG = logging.getLogger("gateway")
 RESTART_S = 0.5, 10.0  # the pause before a worker is restarted: at first, and at most
 STEADY_S = 30.0  # a worker that ran for so long is restarted after the first pause again
 SILENT_S = 30.0  # a worker whose event loop did nothing for so long is killed
-READ_S = 5.0
+READ_EVERY_S = 5.0
+ANSWER_S = 0.8  # a worker that takes longer is missing on a page, with what was last read from it
 
 
 def socket_of(folder: Path, number: int) -> Path:
@@ -145,7 +146,7 @@ class Workers:
     async def _watch(self) -> None:
         """Read the metrics of all workers, which one that ends takes with it, and kill those that hang."""
         while True:
-            await asyncio.sleep(READ_S)
+            await asyncio.sleep(READ_EVERY_S)
             await self._read_metrics()
             for number, worker in list(self._hub.workers.items()):
                 if time.monotonic() - worker.heard_s > SILENT_S and self._started[number].is_set():
@@ -155,15 +156,15 @@ class Workers:
     async def _read_metrics(self) -> None:
         async def read(number: int) -> None:
             status, page = await self._get(number, "/metrics")
-            if status == 200 and number in self._hub.workers:
-                self._metrics.read(number, page.decode())
+            there = status == 200 and number in self._hub.workers
+            self._metrics.read(number, page.decode() if there else None)
 
         await asyncio.gather(*map(read, self._processes))
 
     async def _get(self, number: int, path: str) -> tuple[int, bytes]:
         """Return status and body of a worker's own answer; status 0 if it does not answer."""
         connector = aiohttp.UnixConnector(str(socket_of(self._folder, number)))
-        timeout = aiohttp.ClientTimeout(total=READ_S)
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):
             async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
                 async with session.get(f"http://worker{path}") as answer:

@@ -146,7 +146,9 @@ class FairAdmission:
         for ticket in tuple(self._tickets):
             for claim in ticket.claims:
                 if claim.pool.capacity.hold_s:
-                    claim.fail(Unavailable("the gateway is stopping and the pool has no replica; retry at another", 1.0))
+                    claim.fail(
+                        Unavailable("the gateway is stopping and the pool has no replica; retry at another", 1.0)
+                    )
 
     def pressure(self, tenant: Tenant, pool: str = "") -> float:
         """Return the fullness of the tenant's fullest bound at the pool: 0 is empty, 1 is full."""

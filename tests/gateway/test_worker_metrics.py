@@ -57,6 +57,18 @@ def test_a_worker_that_ended_leaves_its_counters_and_takes_its_gauges():
     assert found["gen_ai_server_x_seconds_count"] == 2
 
 
+def test_a_worker_that_does_not_answer_is_named_and_keeps_its_figures():
+    merged = WorkerMetrics()
+    merged.read(0, page(5, 3, []))
+    merged.read(1, page(7, 2, []))
+    merged.read(1, None)
+    found = samples(merged.page().decode())
+    assert found["trident_gateway_requests_total200"] == 12
+    assert found["trident_gateway_worker_up0"] == 1 and found["trident_gateway_worker_up1"] == 0
+    merged.read(1, page(8, 2, []))
+    assert samples(merged.page().decode())["trident_gateway_worker_up1"] == 1
+
+
 def test_the_cost_of_a_token_counts_the_tokens_of_all():
     merged = WorkerMetrics()
     merged.read(0, page(0, 0, [], cost=6.0))  # 10 for 1667 tokens
