@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import mean
 
 from contract.errors import InvalidArgument
 from contract.generation import Guide
@@ -11,7 +12,7 @@ from python_backends.grammar.translation import translated
 
 WALK_TOKENS = 48
 LONG_WALK_TOKENS = 192
-LAST_TOKENS = 8  # whose mean is the cost at the end of the long walk
+_END_TOKENS = 8  # whose mean is the cost at one end of the long walk
 WALK_S = 0.4
 LONG_WALK_S = 0.8
 SEVERAL_CORES = 4  # that the library's compiler makes use of
@@ -25,8 +26,11 @@ class MeasuredCompiler:
         """special: the texts of the special tokens that are marked in the vocabulary (vocabulary.py)."""
         self._special = special
 
-    def walk(self, guide: Guide, requested: Check) -> tuple[float, float]:
-        """Return the seconds of the CPU for compiling the guide and for a token of it, on walks at random.
+    def walk(self, guide: Guide, requested: Check) -> tuple[float, list[float], list[float]]:
+        """Return the seconds of the CPU for compiling the guide, and for each token of a short and of a long walk.
+
+        A walk at random ends soon where every second text may end, so the long one goes on while it can: it prefers
+        ids that it had, which the end never is. What an ambiguous grammar costs grows with every token.
 
         Raises:
             RuntimeError: it does not compile.
@@ -39,7 +43,8 @@ class MeasuredCompiler:
         if checked.guide is None:
             return checked
         try:
-            compiling_s, token_s = self.walk(checked.guide, requested)
+            compiling_s, steps, longer = self.walk(checked.guide, requested)
+            token_s = max(mean(steps or [0.0]), _at_end(longer))
             _refuse_cost("compiling it", compiling_s, requested.stall_s)
             _refuse_cost("a token", token_s, requested.stall_s / _STEPS_A_STALL)
         except InvalidArgument as exc:
@@ -48,6 +53,17 @@ class MeasuredCompiler:
             reason = " ".join(str(exc).strip().splitlines()[-1].split("] ")[-1].split(": ", 1)[-1].split())
             return Checked(field="guided_decoding_guide", problem=f"must be a grammar that compiles: {reason[:300]}")
         return checked
+
+
+def _at_end(longer: Sequence[float]) -> float:
+    """Return the seconds of the last token of a long walk. One that was cut off is taken to go on as it grew."""
+    if not longer:
+        return 0.0
+    last_s = mean(longer[-_END_TOKENS:])
+    if sum(longer) < LONG_WALK_S:
+        return last_s
+    growth_s = (last_s - mean(longer[:_END_TOKENS])) / len(longer)
+    return last_s + max(0.0, growth_s) * (LONG_WALK_TOKENS - len(longer))
 
 
 def _refuse_cost(what: str, held_s: float, most_s: float) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from statistics import mean
 
 import numpy as np
 import openvino as ov
@@ -16,7 +15,6 @@ import openvino_genai as genai
 
 from contract.generation import Guide
 from python_backends.grammar.measured_compiler import (
-    LAST_TOKENS,
     LONG_WALK_S,
     LONG_WALK_TOKENS,
     SEVERAL_CORES,
@@ -54,22 +52,20 @@ class GrammarPipeline(MeasuredCompiler):
             )
         return self._pipeline
 
-    def walk(self, guide: Guide, requested: Check) -> tuple[float, float]:
+    def walk(self, guide: Guide, requested: Check) -> tuple[float, list[float], list[float]]:
         try:
             return self._walk(guide, requested)
         except RuntimeError:
             self._pipeline = None
             raise
 
-    def _walk(self, guide: Guide, requested: Check) -> tuple[float, float]:
+    def _walk(self, guide: Guide, requested: Check) -> tuple[float, list[float], list[float]]:
         compiling_s, steps = self._generate(guide, requested, WALK_TOKENS, WALK_S)
         if compiling_s > requested.stall_s:
-            return compiling_s, 0.0
-        # A walk at random ends soon where every second text may end, so a second one goes on as long as it can: ids
-        # that it had are preferred, which the end never is. What an ambiguous grammar costs grows with every token.
+            return compiling_s, [], []
         prefer = {"frequency_penalty": -2.0, "temperature": 0.1}
         _, longer = self._generate(guide, requested, LONG_WALK_TOKENS, LONG_WALK_S, **prefer)
-        return compiling_s, max(mean(steps or [0.0]), mean(longer[-LAST_TOKENS:] or [0.0]))
+        return compiling_s, steps, longer
 
     def _generate(
         self, guide: Guide, requested: Check, tokens: int, most_s: float, **sampling: float

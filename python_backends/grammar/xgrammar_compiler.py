@@ -7,14 +7,12 @@ import os
 import random
 import time
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import numpy as np
 
 from contract.generation import Guide
 from python_backends.grammar.measured_compiler import (
-    LAST_TOKENS,
     LONG_WALK_S,
     LONG_WALK_TOKENS,
     SEVERAL_CORES,
@@ -43,31 +41,33 @@ class XGrammarCompiler(MeasuredCompiler):
         )
         self._compiler = xgrammar.GrammarCompiler(self._tokenizer, cache_enabled=False)
 
-    def walk(self, guide: Guide, requested: Check) -> tuple[float, float]:
+    def walk(self, guide: Guide, requested: Check) -> tuple[float, list[float], list[float]]:
         begun_s = time.process_time()
         tagged = guide.kind == "structural_tag"
         compile_guide = self._compiler.compile_structural_tag if tagged else self._compiler.compile_grammar
         matcher = self._library.GrammarMatcher(compile_guide(guide.text))
         compiling_s = (time.process_time() - begun_s) / min(SEVERAL_CORES, os.cpu_count() or 1)
+        if compiling_s > requested.stall_s:
+            return compiling_s, [], []
         steps = self._steps(matcher, WALK_TOKENS, WALK_S, again=False)
         matcher.reset()
-        longer = self._steps(matcher, LONG_WALK_TOKENS, LONG_WALK_S, again=True)
-        return compiling_s, max(mean(steps or [0.0]), mean(longer[-LAST_TOKENS:] or [0.0]))
+        return compiling_s, steps, self._steps(matcher, LONG_WALK_TOKENS, LONG_WALK_S, again=True)
 
     def _steps(self, matcher: Any, tokens: int, most_s: float, again: bool) -> list[float]:
-        """Return the seconds of the CPU of each token of a walk. again: it prefers ids that it had, never the end, and
-        so goes on as long as it can; see GrammarPipeline."""
+        """Return the seconds of the CPU of each token of a walk. again: it prefers ids that it had."""
         mask = self._library.allocate_token_bitmask(1, self._tokenizer.vocab_size)
         steps: list[float] = []
         had: set[int] = set()
         while len(steps) < tokens and sum(steps) < most_s and not matcher.is_terminated():
             begun_s = time.process_time()
             matcher.fill_next_token_bitmask(mask)
-            steps.append(time.process_time() - begun_s)
-            allowed = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little"))
-            known = [id for id in had if id in allowed] if again else []
-            if not allowed.size or not matcher.accept_token(chosen := int(random.choice(known or allowed))):
-                break
+            filling_s = time.process_time() - begun_s
+            allowed = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
+            choices = [id for id in had if allowed[id]] if again else []
+            chosen = random.choice(choices or np.flatnonzero(allowed).tolist())
+            begun_s = time.process_time()
+            matcher.accept_token(chosen)
+            steps.append(filling_s + time.process_time() - begun_s)
             if chosen not in self._tokenizer.stop_token_ids:
                 had.add(chosen)
         return steps

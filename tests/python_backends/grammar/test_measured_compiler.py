@@ -24,9 +24,14 @@ GUIDE = Guide("ebnf_grammar", 'root ::= "a"')
 @pytest.mark.parametrize(
     ("seconds", "problem"),
     [
-        ((0.2, 0.05), ""),
-        ((0.3, 0.0), "compiling it takes 0.3 s, the limit is 0.25 s"),
-        ((0.0, 0.07), "a token takes 0.07 s, the limit is 0.062 s"),
+        ((0.2, [0.05], [0.06] * 8), ""),
+        ((0.2, [], []), ""),
+        ((0.2, [0.05], [0.9] + [0.06] * 8), ""),
+        ((0.3, [], []), "compiling it takes 0.3 s, the limit is 0.25 s"),
+        ((0.0, [0.07], []), "a token takes 0.07 s, the limit is 0.062 s"),
+        ((0.0, [0.05], [0.0] + [0.07] * 8), "a token takes 0.07 s, the limit is 0.062 s"),
+        ((0.0, [], [0.001] * 32 + [0.05] * 16), "a token takes 0.2 s, the limit is 0.062 s"),  # cut off, and it grew
+        ((0.0, [], [0.05] * 16), ""),  # cut off, and it did not
         ((), "must be a grammar that compiles: no rule named root"),
     ],
 )
@@ -36,4 +41,4 @@ def test_a_grammar_that_would_hold_up_a_batch_is_refused_with_what_was_measured(
 
 
 def test_what_cannot_be_translated_is_not_compiled():
-    assert "must be a JSON list" in Measured(1.0, 1.0).check(Check(Guide("choice", "x"), 2, 0.25)).problem
+    assert "must be a JSON list" in Measured(1.0, [], []).check(Check(Guide("choice", "x"), 2, 0.25)).problem

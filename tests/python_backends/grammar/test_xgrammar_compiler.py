@@ -1,6 +1,7 @@
-"""Grammars in the library that TensorRT-LLM has; skipped where it is not installed (it needs torch)."""
+"""Grammars in the library that TensorRT-LLM has, which needs torch (`make test-build`)."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from contract.generation import Guide
 from python_backends.grammar.messages import TOKENIZER_INFO, Check
 from python_backends.grammar.vocabulary import tokenizer_info
 from python_backends.grammar.xgrammar_compiler import XGrammarCompiler
+from tests.fakes import checkpoints
 
 TAG = {
     "type": "structural_tag",
@@ -20,7 +22,7 @@ TAG = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.build_env
 @pytest.mark.parametrize(
     ("kind", "text", "problem"),
     [
@@ -33,9 +35,11 @@ TAG = {
         ("json_schema", '{"minLenght": 1}', "must be a schema that can be followed"),
     ],
 )
-def test_a_guide_is_compiled_or_refused_in_the_words_of_an_error(tiny_engine, tmp_path, kind, text, problem):
+def test_a_guide_is_compiled_or_refused_in_the_words_of_an_error(
+    tmp_path: Path, kind: str, text: str, problem: str
+) -> None:
     pytest.importorskip("xgrammar")
-    (tmp_path / "tokenizer.json").write_bytes((tiny_engine / "tokenizer.json").read_bytes())
+    checkpoints.write_tokenizer(tmp_path)
     info = tmp_path / TOKENIZER_INFO
     info.write_text(json.dumps(tokenizer_info(tmp_path / "tokenizer.json", 257, [256])))
     compiler = XGrammarCompiler(info)
