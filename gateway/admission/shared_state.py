@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from contract import failpoint
 from contract.errors import Overloaded, Unavailable
 from gateway.admission.budget_store import connect
 from gateway.admission.concurrency import Caps, Held, caps, holder
@@ -111,6 +112,8 @@ class SharedState:
         if self.away:
             raise Away
         try:
+            if failpoint.value("redis.away") is not None:
+                raise ConnectionError("failpoint redis.away")
             return await made()
         except (RedisError, OSError) as exc:
             if not self.away:

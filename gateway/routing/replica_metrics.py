@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from contract import prometheus
+from contract import failpoint, prometheus
 
 _REQUESTS = "nv_trt_llm_request_metrics"
 _KV_CACHE = "nv_trt_llm_kv_cache_block_metrics"
@@ -43,6 +43,9 @@ def read(text: str) -> ReplicaMetrics:
     metrics = prometheus.parse(text, (_REQUESTS, _KV_CACHE, _GENERAL, _ENGINE, _ADAPTERS))
     engine = next((labels for labels, _ in metrics.matching(_ENGINE)), {})
     lora = next((labels for labels, _ in metrics.matching(_ADAPTERS)), {})
+    slots = failpoint.value("metrics.lie")
+    if slots is not None:
+        return ReplicaMetrics(max_running=int(slots))
     return ReplicaMetrics(
         running=int(_bounded(metrics, _REQUESTS, MAX_REQUESTS, request_type="scheduled")),
         waiting=int(_bounded(metrics, _REQUESTS, MAX_REQUESTS, request_type="waiting")),

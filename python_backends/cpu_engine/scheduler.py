@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 
+from contract import failpoint
 from contract.errors import Overloaded
 from python_backends.ensemble.priority import NORMAL
 
@@ -61,7 +62,7 @@ class Scheduler:
         while self._order and len(self._running) < self.slots:
             key = self._order[0][2]
             blocks = self._waiting.get(key, 0)
-            if blocks > self._free_blocks:
+            if blocks > self._free_blocks or failpoint.value("engine.kv") is not None:
                 break
             heapq.heappop(self._order)
             if self._waiting.pop(key, None) is None:

@@ -19,6 +19,7 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
+from contract import failpoint
 from contract import manifest as manifests
 from contract.generation import Guide, SamplingParams
 from python_backends.cpu_engine.drafting import Drafting
@@ -79,6 +80,8 @@ class StepLoop:
     def _step(self, *, drafts: bool, plain: bool) -> None:
         """Step the pipelines that have sequences, or blocks of a cancelled one to free; read their gauges."""
         self._scheduled, self._cache_usage = 0, 0.0
+        if failpoint.value("engine.step") is not None:
+            raise RuntimeError("failpoint engine.step")
         if plain or len(self._handles) == len(self._drafting):
             self._partial_blocks.stepped()
         for pipeline in filter(None, [self._drafting.pipeline] * drafts + [self._pipeline] * plain):

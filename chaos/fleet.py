@@ -1,0 +1,331 @@
+"""Two gateways, two replicas, Redis, Envoy, Prometheus and a scaler as processes of this machine, on loopback alone.
+
+What ends is started again, as a container runtime would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import aiohttp
+import psutil
+
+from chaos import alerts, envoy
+from chaos.load import TENANTS
+from contract import failpoint, prometheus
+from contract.errors import TridentError, Unavailable
+from server import ports
+from server.child_command import with_parent_death_signal
+from server.replica import Replica, running
+
+ROOT = Path(__file__).resolve().parents[1]
+KEYS = {tenant: f"tri-chaos-{tenant}-0123456789abcdef" for tenant in TENANTS}
+BUDGET_TOKENS, CAPPED_REQUESTS, MAX_IN_FLIGHT = 10_000_000, 40, 2
+LEAST_REPLICAS = 2
+RESTART_S = 3.0  # until a process that ended is started again: longer than the alerts' compressed `for`
+_SALT = "00112233445566778899aabbccddeeff"
+_HOST = "127.0.0.1"
+
+
+def configuration(redis: str) -> str:
+    """Return the gateways' file. No response is reused: each must come from an engine."""
+    hashes = {t: hmac.new(bytes.fromhex(_SALT), key.encode(), hashlib.sha256).hexdigest() for t, key in KEYS.items()}
+    limits = {
+        "plain": "",
+        "metered": f"tokens_per_minute = 1\nburst_tokens = {BUDGET_TOKENS}",
+        "capped": f"requests_per_minute = 1\nburst_requests = {CAPPED_REQUESTS}\nmax_in_flight = {MAX_IN_FLIGHT}",
+    }
+    tables = [f'salt = "{_SALT}"', "[reuse]\ncoalesce = false\ncache_bytes = 0"]
+    tables += [f'[budgets]\nredis = "{redis}"'] if redis else []
+    for tenant, limit in limits.items():
+        team = f"orgs.{tenant}.teams.chaos"
+        tables.append(f'[{team}]\n{limit}\n[{team}.keys.one]\nhash = "{hashes[tenant]}"')
+    return "\n".join(tables)
+
+
+class Process:
+    """A command that is started again when it ends. waits_s: pause before that."""
+
+    def __init__(self, name: str, command: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None):
+        self.name, self._command, self._log = name, list(command), folder / f"{name}.log"
+        self._variables, self.process = dict(variables or {}), subprocess.Popen(["true"])
+        self.process.wait()
+        self._restart_at_s = 0.0
+
+    def start(self) -> None:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("TRIDENT_")}
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                with_parent_death_signal(self._command),
+                cwd=ROOT,
+                env=environ | self._variables,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def keep(self) -> None:
+        """Start it again RESTART_S after it ended; call this often."""
+        if self.process.poll() is None:
+            self._restart_at_s = 0.0
+        elif not self._restart_at_s:
+            self._restart_at_s = time.monotonic() + RESTART_S
+        elif time.monotonic() >= self._restart_at_s:
+            self.start()
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Fleet:
+    """The processes, and where they listen. ``without``: "redis", "envoy", "prometheus" where one is not installed.
+
+    plant: a defect of tests/chaos/planted.py, or "". start_s: how long a replica took to start.
+    """
+
+    def __init__(self, folder: Path, plant: str = "") -> None:
+        self.folder, self._plant = folder, plant
+        found = {"redis": shutil.which("redis-server"), "envoy": envoy.binary(), "prometheus": alerts.binary()}
+        self.without = frozenset(name for name, path in found.items() if path is None)
+        self._binaries = {name: path for name, path in found.items() if path is not None}
+        self.replicas: dict[str, Replica] = {}
+        self.processes: dict[str, Process] = {}
+        self.http: dict[str, str] = {}
+        self.grpc: dict[str, str] = {}
+        self.pages: dict[str, str] = {}  # metrics of gateways, replicas and the scaler
+        self.start_s, self.redis_url, self.prometheus_url = 0.0, "", ""
+        self._admins: dict[str, str] = {}  # of Envoy, by replica
+        self._listen: dict[str, tuple[int, int, int]] = {}
+        self._contexts: dict[str, contextlib.ExitStack] = {}
+
+    async def start(self) -> None:
+        """Start all and return when they serve. Raises TridentError."""
+        (self.folder / "points").mkdir(parents=True, exist_ok=True)
+        begun_s = time.monotonic()
+        self._listen = {name: tuple(ports.free(3)) for name in ("replica-1", "replica-2")}  # type: ignore[misc]
+        await asyncio.gather(*(asyncio.to_thread(self._start_replica, name) for name in self._listen))
+        self.start_s = time.monotonic() - begun_s
+        # Triton's ports are free again in the order of use: all others are taken at once.
+        redis_port, prom, scaler, *others = ports.free(13)
+        envoys, gateways = others[:4], others[4:]
+        if "redis" in self._binaries:
+            self.redis_url = f"redis://{_HOST}:{redis_port}/0"
+            folder = self.folder / "redis"
+            folder.mkdir()
+            # It keeps what it confirmed: a Redis that forgets has full budgets.
+            options = f"--port {redis_port} --bind {_HOST} --save --appendonly yes --appendfsync always --dir {folder}"
+            self._add("redis", [self._binaries["redis"], *options.split(" ")])
+        addresses = {name: replica.grpc_url for name, replica in self.replicas.items()}
+        for name, admin, port in zip(addresses, envoys[:2], envoys[2:], strict=True):
+            if "envoy" in self._binaries:
+                file = self.folder / f"envoy-{name}.yaml"
+                envoy.write(file, admin, port, self.replicas[name].settings.grpc_port)
+                words = ["-c", str(file), "--concurrency", "1", "--log-level", "warning", "--use-dynamic-base-id"]
+                self._add(f"envoy-{name}", [self._binaries["envoy"], *words])
+                addresses[name], self._admins[name] = f"{_HOST}:{port}", f"http://{_HOST}:{admin}"
+        self.pages |= {name: replica.metrics_url for name, replica in self.replicas.items()}
+        (self.folder / "gateway.toml").write_text(configuration(self.redis_url), "utf-8")
+        for number, name in enumerate(("gateway-1", "gateway-2")):
+            listen = gateways[3 * number : 3 * number + 3]
+            self._add_gateway(name, listen, addresses, workers=2 - number)
+        self._add_scaler(scaler)
+        if "prometheus" in self._binaries:
+            self._add_prometheus(prom, scaler)
+        await self._serving()
+
+    async def close(self) -> None:
+        for process in reversed(self.processes.values()):
+            await asyncio.to_thread(process.stop)
+        for context in self._contexts.values():
+            await asyncio.to_thread(context.close)
+
+    def _start_replica(self, name: str) -> None:
+        context = self._contexts[name] = contextlib.ExitStack()
+        variables = {failpoint.VARIABLE: self._failpoints(name, ("engine.step", "engine.kv", "disk.slow", "disk.full"))}
+        self.replicas[name] = context.enter_context(
+            running(
+                "demo",
+                listen=self._listen[name],
+                env={**variables, "TRIDENT_REGISTER": ""},
+                state_dir=self.folder / name,
+                drain_s=1.0,
+            )
+        )
+
+    def _restart_replica(self, name: str) -> None:
+        self._contexts[name].close()
+        self._start_replica(name)
+
+    def _add(self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+        process = self.processes[name] = Process(name, command, self.folder, variables)
+        process.start()
+
+    def _module(self, name: str, *words: str) -> list[str]:
+        planted = ["tests.chaos.planted", self._plant] if self._plant else []
+        return [sys.executable, "-m", *planted, name, *words]
+
+    def _add_gateway(self, name: str, listen: Sequence[int], addresses: Mapping[str, str], workers: int) -> None:
+        http, grpc, monitoring = listen
+        points = ("disk.slow", "disk.full", "redis.away", "metrics.lie", "clock.jump", "descriptors.few")
+        metrics = ",".join(f"{addresses[one]}={replica.metrics_url}" for one, replica in self.replicas.items())
+        settings: dict[str, object] = {
+            "HTTP_PORT": http,
+            "GRPC_PORT": grpc,
+            "MONITORING_PORT": monitoring,
+            "REPLICAS": ",".join(addresses.values()),
+            "METRICS_URLS": metrics,
+            "CONFIG": self.folder / "gateway.toml",
+            "REDIS": self.redis_url,
+            "WORKERS": 1 if self._plant else workers,
+            "TOKENIZER": ROOT / "build" / "demo_model" / "checkpoint" / "tokenizer.json",
+            "RESPONSE_DB": self.folder / f"{name}.sqlite",
+            "PROBE_INTERVAL_S": 0.5,
+            "SLOW_START_S": 0,
+            "BREAKER_OPEN_S": 1,
+            "FIRST_TOKEN_TIMEOUT_S": 3,
+            "IDLE_TIMEOUT_S": 5,
+            "DRAIN_S": 2,
+        }
+        variables = {f"TRIDENT_GATEWAY_{key}": str(value) for key, value in settings.items() if value != ""}
+        self._add(name, self._module("gateway"), variables | {failpoint.VARIABLE: self._failpoints(name, points)})
+        self.http[name], self.grpc[name] = f"{_HOST}:{http}", f"{_HOST}:{grpc}"
+        self.pages[name] = f"http://{_HOST}:{monitoring}/metrics"
+
+    def _add_scaler(self, port: int) -> None:
+        rules = self.folder / "scaling.toml"
+        rules.write_text(
+            f"[defaults]\nmin_replicas = {LEAST_REPLICAS}\nmax_replicas = 4\ndown_cooldown_s = 1\n", "utf-8"
+        )
+        settings = {
+            "GATEWAYS": ",".join(url for name, url in self.pages.items() if name.startswith("gateway")),
+            "CONFIG": str(rules),
+            "INTERVAL_S": "0.5",
+            "METRICS_PORT": str(port),
+            "GRPC_PORT": "0",
+        }
+        variables = {f"TRIDENT_SCALER_{key}": value for key, value in settings.items()}
+        self._add("scaler", self._module("cluster", "keda"), variables)
+        self.pages["scaler"] = f"http://{_HOST}:{port}/metrics"
+
+    def _add_prometheus(self, port: int, scaler: int) -> None:
+        targets: dict[str, list[str]] = {"trident-scaler": [f"{_HOST}:{scaler}"]}
+        for job in ("gateway", "replica"):
+            targets[f"trident-{job}"] = [url.split("/")[2] for name, url in self.pages.items() if name.startswith(job)]
+        config = alerts.write(self.folder, targets)
+        words = [f"--config.file={config}", f"--storage.tsdb.path={self.folder / 'tsdb'}"]
+        words += [f"--web.listen-address={_HOST}:{port}", "--log.level=warn"]
+        self._add("prometheus", [self._binaries["prometheus"], *words])
+        self.prometheus_url = f"http://{_HOST}:{port}"
+
+    def _failpoints(self, name: str, points: Sequence[str]) -> str:
+        return ",".join(f"{point}@{self._point(name, point)}" for point in points)
+
+    def _point(self, name: str, point: str) -> Path:
+        return self.folder / "points" / f"{name}-{point}"
+
+    async def _serving(self) -> None:
+        deadline_s = time.monotonic() + 60
+        while not self.is_well(await self.read()):
+            if time.monotonic() > deadline_s:
+                raise Unavailable(f"the fleet does not serve after 60 s; see {self.folder}")
+            ended = [one.name for one in self.processes.values() if one.process.poll() is not None]
+            if ended:
+                raise Unavailable(f"{ended[0]} ended at once; see {self.folder / (ended[0] + '.log')}")
+            await asyncio.sleep(0.1)
+
+    async def read(self) -> dict[str, prometheus.Metrics]:
+        """Return the metrics of every process that tells them within a second."""
+
+        async def page(url: str) -> prometheus.Metrics | None:
+            with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError):
+                async with session.get(url) as answer:
+                    if answer.status == 200:
+                        return prometheus.parse(await answer.text(), ("trident_", "nv_trt_llm_"))
+            return None
+
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1.0)) as session:
+            found = await asyncio.gather(*map(page, self.pages.values()))
+        return {name: metrics for name, metrics in zip(self.pages, found, strict=True) if metrics is not None}
+
+    def is_well(self, pages: Mapping[str, prometheus.Metrics]) -> bool:
+        """Return whether every process answers, and both gateways would send requests to both replicas."""
+        gateways = [page for name, page in pages.items() if name.startswith("gateway")]
+        return len(pages) == len(self.pages) and all(
+            page.value("trident_gateway_replica_healthy") == len(self.replicas)
+            and page.value("trident_gateway_breaker_state") == 0
+            for page in gateways
+        )
+
+    async def keep(self) -> None:
+        """Start again what ended, until it is cancelled."""
+        while True:
+            for process in self.processes.values():
+                process.keep()
+            for name, replica in list(self.replicas.items()):
+                if replica.process.poll() is not None:
+                    await asyncio.sleep(RESTART_S)
+                    with contextlib.suppress(TridentError):  # it is tried again
+                        await asyncio.to_thread(self._restart_replica, name)
+            await asyncio.sleep(0.1)
+
+    def pids(self, target: str, process: str) -> list[int]:
+        """Return the processes that a signal is for; none where it does not run now."""
+        with contextlib.suppress(psutil.Error, TridentError, OSError, IndexError):
+            if target in self.replicas:
+                return list(self._pids_of_replica(self.replicas[target], process))
+            own = psutil.Process(self.processes[target].pid)
+            return [child.pid for child in own.children()][:1] if process == "worker" else [own.pid]
+        return []
+
+    @staticmethod
+    def _pids_of_replica(replica: Replica, process: str) -> Iterator[int]:
+        if process == "supervisor":
+            yield replica.pid
+        elif process == "tritonserver":
+            yield replica.server_pid
+        elif process == "engine":  # the worker, which computes the tokens
+            yield psutil.Process(replica.stubs("engine")[0].pid).children()[0].pid
+        else:
+            yield replica.stubs(process)[0].pid
+
+    def arm(self, target: str, point: str, on: bool) -> None:
+        file = self._point(target, point)
+        file.touch() if on else file.unlink(missing_ok=True)
+
+    async def set_envoy(self, kind: str, target: str, percent: int) -> None:
+        url = f"{self._admins[target]}/runtime_modify?{kind}={percent}"
+        with contextlib.suppress(aiohttp.ClientError, OSError):  # it is just started again, without any fault
+            async with aiohttp.ClientSession() as session, session.post(url):
+                pass
+
+    def resources(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """Return descriptors and bytes of memory of each gateway's processes, by name and pid."""
+        found = {}
+        for name in self.http:
+            with contextlib.suppress(psutil.Error):
+                own = psutil.Process(self.processes[name].pid)
+                for process in (own, *own.children()):
+                    found[name, process.pid] = process.num_fds(), process.memory_info().rss
+        return found

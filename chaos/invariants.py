@@ -1,0 +1,239 @@
+"""What must hold whatever breaks, judged over the whole record of a run. Pure: no process and no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from chaos.faults import KINDS
+from chaos.load import CUT, LATE, Outcome
+from chaos.scenario import Fault
+from contract.prometheus import Metrics
+
+RECOVERY_S = 10.0
+# After its end a fault may still be felt: a process restarts, a breaker is open, a connection is made anew.
+ECHO_S = 10.0
+MORE_DESCRIPTORS, MORE_BYTES = 24, 100_000_000
+# Of gateways and of replicas, 0 once no request is under way.
+GAUGES = (
+    "trident_gateway_in_flight",
+    "trident_gateway_waiting",
+    "trident_gateway_pool_running",
+    "trident_gateway_pool_waiting",
+    "trident_gateway_pool_queued_tokens",
+    "trident_gateway_pool_backlog_tokens",
+    "trident_gateway_queue_depth",
+    "trident_gateway_replica_outstanding",
+    "trident_gateway_body_bytes",
+    "trident_open_streams",
+)
+ALERTS = {"TridentReplicaOut": "replica", "TridentGatewayDown": "gateway"}
+ALERT_SLACK_S = 2.5
+
+
+@dataclass(frozen=True)
+class Happened:
+    """A fault as it was done. Times are seconds of the monotonic clock."""
+
+    fault: Fault
+    begun_s: float
+    ended_s: float
+
+    def touches(self, since_s: float, until_s: float) -> bool:
+        return self.begun_s <= until_s and since_s <= self.ended_s + ECHO_S
+
+
+@dataclass(frozen=True)
+class Violation:
+    """invariant: its name. detail: in words. at_s: when, in seconds of the monotonic clock, 0 for the end."""
+
+    invariant: str
+    detail: str
+    at_s: float = 0.0
+
+
+@dataclass
+class Record:
+    """All that was seen of a run. Times are seconds of the monotonic clock.
+
+    expected: undisturbed text of each prompt.
+    samples: metrics of all processes that answered, by the time of reading; the last is of the end.
+    resources: descriptors and bytes of memory by name and pid, before the first fault and at the end.
+    budgets: of "metered" at the end, tokens that its bucket lacks and those still held; None without Redis.
+    caps: requests that Redis still counts under caps at the end.
+    admitted: requests that the bucket of "capped" admits over the time of the run.
+    alerts: when each fired; None without Prometheus. alerts_left: those that fire at the end.
+    settled_s: when every process was well after the load; 0: never. recovery_s: how long that may take.
+    """
+
+    expected: Mapping[str, str]
+    least_replicas: int
+    recovery_s: float = RECOVERY_S
+    outcomes: Sequence[Outcome] = ()
+    happened: list[Happened] = field(default_factory=list)
+    samples: list[tuple[float, Mapping[str, Metrics]]] = field(default_factory=list)
+    resources: tuple[Mapping, Mapping] = ({}, {})
+    budgets: tuple[float, float] | None = None
+    caps: int = 0
+    admitted: int = 0
+    alerts: Mapping[str, Sequence[tuple[float, float]]] | None = None
+    alerts_left: Sequence[str] = ()
+    load_ended_s: float = 0.0
+    settled_s: float = 0.0
+    held_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def check(record: Record) -> list[Violation]:
+    """Return every violation, by invariant."""
+    checks = (_ends, _texts, _errors, _budgets, _gauges, _resources, _recovery, _floor, _alerts)
+    return [violation for check in checks for violation in check(record)]
+
+
+def _ends(record: Record) -> Iterator[Violation]:
+    for one in record.outcomes:
+        if one.error == LATE:
+            yield Violation("ends", f"no end: {one}", one.sent_s)
+        elif one.error != CUT and (one.ends != 1 or one.late_text):
+            yield Violation(
+                "ends", f"{one.ends} ends, {len(one.late_text)} characters behind the first: {one}", one.sent_s
+            )
+
+
+def _texts(record: Record) -> Iterator[Violation]:
+    for one in record.outcomes:
+        expected = record.expected[one.prompt.text]
+        if one.text == expected or (one.error and expected.startswith(one.text)):
+            continue
+        others = [text for prompt, text in record.expected.items() if prompt != one.prompt.text]
+        foreign = len(one.text) > 20 and any(text.startswith(one.text[-20:]) or one.text in text for text in others)
+        at = next((n for n, pair in enumerate(zip(one.text, expected, strict=False)) if pair[0] != pair[1]), -1)
+        detail = f"differs at character {at} of {len(expected)}, {len(one.text)} came: {one}"
+        yield Violation("isolation" if foreign else "bytes", detail, one.sent_s)
+
+
+def _errors(record: Record) -> Iterator[Violation]:
+    for one in record.outcomes:
+        if one.error and one.error != LATE and not allowed(one, record.happened):
+            yield Violation("errors", f"no fault explains it: {one}", one.sent_s)
+
+
+def allowed(one: Outcome, happened: Sequence[Happened]) -> bool:
+    """Return whether docs/chaos.md allows that a request ends so beside these faults."""
+    if one.error == "Overloaded" and one.prompt.tenant == "capped":
+        return True
+    near = [(KINDS[this.fault.kind], this.fault.target) for this in happened if this.touches(one.sent_s, one.ended_s)]
+    if one.error == CUT:
+        return any(kind.gateway_out and target == one.gateway for kind, target in near)
+    if one.error not in ("Unavailable", "DeadlineExceeded", "EngineFailed"):
+        return False
+    if one.prompt.tenant != "plain" and one.error == "Unavailable" and any(kind.budgets_out for kind, _ in near):
+        return True
+    if one.error == "DeadlineExceeded" and any(kind.silent for kind, _ in near):
+        return True
+    out = {target for kind, target in near if kind.replica_out or kind.silent}
+    return len(out & {"replica-1", "replica-2"}) == 2 or bool(out & {one.gateway})
+
+
+def _budgets(record: Record) -> Iterator[Violation]:
+    served = [one for one in record.outcomes if one.prompt.tenant == "capped" and one.error != "Overloaded"]
+    certain = [one for one in served if one.ok]
+    if record.budgets is not None and len(certain) > record.admitted:
+        yield Violation("budgets", f"{len(certain)} requests of 'capped' were served and {record.admitted} allowed")
+    if record.budgets is None:
+        return
+    used, held = record.budgets
+    metered = [one for one in record.outcomes if one.prompt.tenant == "metered"]
+    least = sum(sum(one.tokens) for one in metered if one.ok and one.tokens)
+    # A stream that broke is charged what it used, or all it reserved if its gateway is gone.
+    most = least + sum(len(one.prompt.text) + one.prompt.max_tokens for one in metered if not one.ok)
+    if not least - 2 <= used + held <= most + 2:
+        yield Violation("budgets", f"'metered' was charged {used:.1f} with {held:.1f} held: must be {least} to {most}")
+    if held > 0.5 and least == most:
+        yield Violation("budgets", f"{held:.1f} tokens of 'metered' are still reserved: a permit was not settled")
+
+
+def _gauges(record: Record) -> Iterator[Violation]:
+    pages = record.samples[-1][1] if record.samples else {}
+    for name, value in left(pages).items():
+        yield Violation("gauges", f"{name} is {value:g} and no request is under way")
+    if record.caps:
+        yield Violation("gauges", f"Redis counts {record.caps} requests under caps and none is under way")
+
+
+def left(pages: Mapping[str, Metrics]) -> dict[str, float]:
+    """Return the gauges that are not 0."""
+    found = {f"{gauge} of {name}": page.value(gauge) for name, page in pages.items() for gauge in GAUGES}
+    for name, page in pages.items():
+        found[f"active of {name}"] = page.value("nv_trt_llm_request_metrics", request_type="active")
+        found[f"KV blocks of {name}"] = page.value("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="used")
+    return {name: value for name, value in found.items() if value}
+
+
+def _resources(record: Record) -> Iterator[Violation]:
+    before, after = record.resources
+    for key in before.keys() & after.keys():  # a process that was started again begins anew
+        descriptors, memory = (now - then for then, now in zip(before[key], after[key], strict=True))
+        if descriptors > MORE_DESCRIPTORS:
+            yield Violation("resources", f"{key[0]} has {descriptors} more descriptors than before the faults")
+        if memory > MORE_BYTES:
+            yield Violation("resources", f"{key[0]} has {memory / 1e6:.0f} MB more memory than before the faults")
+
+
+def _recovery(record: Record) -> Iterator[Violation]:
+    for this in record.happened:
+        later = [other for other in record.happened if other is not this and other.touches(this.ended_s, 1e18)]
+        for name in {one.gateway for one in record.outcomes}:
+            well = [
+                one.ended_s for one in record.outcomes if one.gateway == name and one.ok and one.sent_s >= this.ended_s
+            ]
+            until_s = this.ended_s + record.recovery_s
+            tried = [one for one in record.outcomes if one.gateway == name and this.ended_s <= one.sent_s < until_s]
+            if len(tried) >= 3 and not later and min(well, default=1e18) > until_s:
+                yield Violation("recovery", f"{name} served nothing for {record.recovery_s:.0f} s after {this.fault}")
+    last_s = max([this.ended_s for this in record.happened], default=0.0)
+    if not record.settled_s:
+        yield Violation("recovery", "the fleet was never whole again")
+    elif record.settled_s > max(last_s, record.load_ended_s) + record.recovery_s:
+        yield Violation("recovery", f"the fleet was whole {record.settled_s - last_s:.1f} s after the last fault")
+
+
+def _floor(record: Record) -> Iterator[Violation]:
+    for at_s, pages in record.samples:
+        for labels, value in pages["scaler"].matching("trident_scaler_wanted") if "scaler" in pages else ():
+            if value < record.least_replicas:
+                pool = labels.get("pool", "")
+                yield Violation("floor", f"the scaler wants {value:g} replicas of {pool!r}: min_replicas is 2", at_s)
+                return
+
+
+def _alerts(record: Record) -> Iterator[Violation]:
+    if record.alerts is None:
+        return
+    for alert, what in ALERTS.items():
+        for begun_s, ended_s in spans(record.samples, what):
+            fired = any(
+                since_s <= ended_s + 1 and begun_s <= until_s for since_s, until_s in record.alerts.get(alert, ())
+            )
+            if ended_s - begun_s > record.held_s[alert] + ALERT_SLACK_S and not fired:
+                yield Violation("alerts", f"{alert} did not fire in {ended_s - begun_s:.1f} s", begun_s)
+    for alert in record.alerts_left:
+        yield Violation("alerts", f"{alert} still fires at the end")
+
+
+def spans(samples: Sequence[tuple[float, Mapping[str, Metrics]]], what: str) -> list[tuple[float, float]]:
+    """Return the times between which one gateway was not there, or said without a pause that one replica is out."""
+    open_at: dict[str, float] = {}
+    found = []
+    for at_s, pages in samples:
+        if what == "gateway":
+            out = {name for name in ("gateway-1", "gateway-2") if name not in pages}
+        else:
+            rows = [
+                (name, row) for name, page in pages.items() for row in page.matching("trident_gateway_replica_healthy")
+            ]
+            out = {f"{name} {labels['replica']}" for name, (labels, value) in rows if value == 0}
+        for name in open_at.keys() - out:
+            found.append((open_at.pop(name), at_s))
+        for name in out:
+            open_at.setdefault(name, at_s)
+    return found + [(at_s, samples[-1][0]) for at_s in open_at.values()]

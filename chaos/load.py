@@ -1,0 +1,209 @@
+"""Open load: requests at random moments over both protocols, whatever becomes of those before; how each one ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+import grpc.aio
+
+from clients import AsyncClient
+from clients.wire import infer_request
+from clients.wire.channel import AsyncChannel
+from clients.wire.connection import Connection
+from clients.wire.infer_response import ResponseDecoder
+from clients.wire.protobuf import WireError
+from contract import errors
+from contract.generation import FinishReason, GenerationRequest, SamplingParams
+
+CLIENT_TIMEOUT_S = 40.0
+CUT = "cut"  # the connection broke, or there was none
+LATE = "no end"  # nothing ended the stream within CLIENT_TIMEOUT_S
+TENANTS = ("plain", "metered", "capped")
+# Of error events, which have no status of their own.
+_CODES = {"rate_limit_exceeded": 429, "unavailable": 503, "deadline_exceeded": 504, "engine_failed": 500}
+LENGTHS = (4, 16, 48, 120, 240)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """tenant: the only one that sends it."""
+
+    tenant: str
+    text: str
+    max_tokens: int
+
+
+PROMPTS = tuple(
+    Prompt(tenant, f"def {tenant}_{length}(values):\n    # of {tenant} number {number}\n", length)
+    for number, tenant in enumerate(TENANTS)
+    for length in LENGTHS
+)
+
+
+@dataclass
+class Outcome:
+    """How a request ended. Times are seconds of the monotonic clock.
+
+    ends: messages that end the stream, one by right. late_text: text behind the first of them.
+    error: name of the error's class, CUT, LATE, or "". message: its text.
+    tokens: prompt and output tokens of the usage; None without.
+    """
+
+    prompt: Prompt
+    protocol: str
+    gateway: str
+    sent_s: float
+    ended_s: float = 0.0
+    text: str = ""
+    ends: int = 0
+    late_text: str = ""
+    error: str = ""
+    message: str = ""
+    tokens: tuple[int, int] | None = None
+
+    @property
+    def ok(self) -> bool:
+        return not self.error
+
+    def add(self, text: str) -> None:
+        if self.ends:
+            self.late_text += text
+        self.text += text
+
+    def fail(self, error: str, message: str) -> None:
+        self.error, self.message = self.error or error, self.message or message[:300]
+
+    def __str__(self) -> str:
+        how = f"{self.error}: {self.message}" if self.error else f"{len(self.text)} characters, {self.ends} ends"
+        return f"{self.prompt.tenant} {self.prompt.max_tokens} tokens, {self.protocol} at {self.gateway}: {how}"
+
+
+@dataclass
+class Load:
+    """http, grpc: HOST:PORT of each gateway by name. keys: API key of each tenant. outcomes: in the order sent."""
+
+    http: Mapping[str, str]
+    grpc: Mapping[str, str]
+    keys: Mapping[str, str]
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    async def run(self, seed: int, duration_s: float, rate: float) -> None:
+        """Send requests for ``duration_s`` and wait for the end of all."""
+        source = random.Random(seed)
+        tasks, begun_s = [], time.monotonic()
+        at_s = source.expovariate(rate)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            while at_s < duration_s:
+                await asyncio.sleep(begun_s + at_s - time.monotonic())
+                outcome = Outcome(
+                    source.choice(PROMPTS), source.choice(("http", "grpc")), source.choice(sorted(self.http)), 0.0
+                )
+                tasks.append(asyncio.create_task(self._send(outcome, session)))
+                at_s += source.expovariate(rate)
+            await asyncio.gather(*tasks)
+
+    async def _send(self, outcome: Outcome, session: aiohttp.ClientSession) -> None:
+        outcome.sent_s = time.monotonic()
+        self.outcomes.append(outcome)
+        ask = self._over_http(outcome, session) if outcome.protocol == "http" else self._over_grpc(outcome)
+        try:
+            await asyncio.wait_for(ask, CLIENT_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            outcome.fail(LATE, f"{outcome.ends} ends after {CLIENT_TIMEOUT_S:g} s, {len(outcome.text)} characters")
+        except (aiohttp.ClientError, OSError) as exc:
+            outcome.fail(CUT, repr(exc))
+        except (ValueError, KeyError, TypeError, WireError) as exc:
+            outcome.fail("Malformed", repr(exc))
+        outcome.ended_s = time.monotonic()
+
+    async def _over_http(self, outcome: Outcome, session: aiohttp.ClientSession) -> None:
+        prompt = outcome.prompt
+        body = {"model": "demo", "prompt": prompt.text, "max_tokens": prompt.max_tokens, "temperature": 0}
+        body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        url, key = f"http://{self.http[outcome.gateway]}/v1/completions", self.keys[prompt.tenant]
+        async with session.post(url, json=body, headers={"authorization": f"Bearer {key}"}) as answer:
+            if answer.status != 200:
+                error = json.loads(await answer.read())["error"]
+                outcome.ends = 1
+                outcome.fail(_of_status(answer.status), error["message"])
+                return
+            done = False
+            async for line in answer.content:
+                if done and line.strip():
+                    raise ValueError(f"{line!r} after [DONE]")
+                done = done or line.startswith(b"data: [DONE]")
+                if line.startswith(b"data: {"):
+                    self._event(outcome, json.loads(line[6:]))
+            if not done and outcome.ends:
+                outcome.fail(CUT, "no [DONE]")
+            if not outcome.ends:
+                outcome.fail(CUT, "the stream closed without an end")
+
+    def _event(self, outcome: Outcome, event: dict) -> None:
+        if "error" in event:
+            outcome.fail(_of_status(event["error"].get("code")), event["error"]["message"])
+            outcome.ends += 1
+        for choice in event.get("choices", ()):
+            outcome.add(choice["text"])
+            outcome.ends += choice["finish_reason"] is not None
+        if event.get("usage"):
+            outcome.tokens = event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"]
+
+    async def _over_grpc(self, outcome: Outcome) -> None:
+        prompt = outcome.prompt
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+        request = GenerationRequest(text_input=prompt.text, max_tokens=prompt.max_tokens, sampling=sampling)
+        connection = Connection(self.grpc[outcome.gateway], api_key=self.keys[prompt.tenant])
+        channel, decode = AsyncChannel(connection), ResponseDecoder().decode
+        try:
+            payload = infer_request.generation(request, "ensemble", CLIENT_TIMEOUT_S)
+            async for data in channel.generate(payload, CLIENT_TIMEOUT_S + 5, connection.call_metadata()):
+                delta, _, message = decode(data)
+                if message:
+                    outcome.ends += 1
+                    error = errors.from_text(message)
+                    outcome.fail(type(error).__name__ if error else "EngineFailed", message)
+                elif delta is not None:
+                    outcome.add(delta.text)
+                    outcome.ends += delta.finish_reason is not None
+                    if delta.finish_reason is FinishReason.ERROR:
+                        error = errors.from_text(delta.error)
+                        outcome.fail(type(error).__name__ if error else "EngineFailed", delta.error)
+                    if delta.usage is not None:
+                        outcome.tokens = delta.usage.input_tokens, delta.usage.output_tokens
+            if not outcome.ends:
+                outcome.fail(CUT, "the stream closed without an end")
+        except grpc.aio.AioRpcError as exc:
+            status, details = exc.code().name, exc.details() or ""
+            # What gRPC itself says of a connection that broke; an error of the gateway carries its own words.
+            broken = any(
+                word in details for word in ("Socket closed", "connect", "reset", "GOAWAY", "RST_STREAM", "EOF")
+            )
+            own = errors.BY_GRPC_STATUS.get(status)
+            outcome.ends += not broken
+            outcome.fail(CUT if broken else own.__name__ if own else status, f"{status} {details}")
+        finally:
+            await channel.close()
+
+
+def _of_status(status: int | str | None) -> str:
+    """Return the name of the error class with an HTTP status, or with the code of an event."""
+    status = _CODES.get(str(status), status)
+    return next((name for name, cls in errors.BY_NAME.items() if cls.http_status == status), f"HTTP {status}")
+
+
+async def undisturbed(url: str, prompts: Sequence[Prompt] = PROMPTS) -> dict[str, str]:
+    """Return the text of each prompt, asked one after the other directly at a replica."""
+    texts = {}
+    async with AsyncClient(url) as client:
+        for prompt in prompts:
+            stream = client.generate(prompt.text, max_tokens=prompt.max_tokens, temperature=0.0, ignore_eos=True)
+            texts[prompt.text] = (await stream.complete()).text
+    return texts

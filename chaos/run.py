@@ -1,0 +1,151 @@
+"""Run one scenario on a fleet: load, faults, what is seen meanwhile, and the judgement."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import aiohttp
+
+from chaos import alerts, invariants
+from chaos.envoy import FILTERED
+from chaos.faults import KINDS
+from chaos.fleet import BUDGET_TOKENS, CAPPED_REQUESTS, KEYS, LEAST_REPLICAS, Fleet
+from chaos.invariants import Happened, Record, Violation
+from chaos.load import Load, undisturbed
+from chaos.scenario import Fault, Scenario
+
+SAMPLE_S = 0.25
+WARM_S = 2.0
+# The longest wait for gauges, alerts and processes after the load: those that are slower are violations.
+SETTLE_S = 25.0
+
+
+async def run(scenario: Scenario, folder: Path, plant: str = "") -> tuple[list[Violation], Record, frozenset[str]]:
+    """Start a fleet, run the scenario and stop it. Return violations, record, and what is not installed.
+
+    folder: of logs. Raises TridentError if the fleet does not start.
+    """
+    fleet = Fleet(folder, plant)
+    try:
+        await fleet.start()
+        record = await _observed(fleet, scenario)
+    finally:
+        await fleet.close()
+    return invariants.check(record), record, fleet.without
+
+
+async def _observed(fleet: Fleet, scenario: Scenario) -> Record:
+    texts = [await undisturbed(replica.grpc_url) for replica in fleet.replicas.values()]
+    record = Record(texts[0], LEAST_REPLICAS, max(invariants.RECOVERY_S, 3 * fleet.start_s))
+    record.held_s = {name: alerts.held_s(name) for name in invariants.ALERTS}
+    await Load(fleet.http, fleet.grpc, dict.fromkeys(KEYS, KEYS["plain"])).run(scenario.seed, WARM_S, scenario.rate)
+    before, wall_s = fleet.resources(), time.time()
+    begun_s = time.monotonic()
+    load = Load(fleet.http, fleet.grpc, KEYS)
+    watching = [asyncio.create_task(fleet.keep()), asyncio.create_task(_sample(fleet, record))]
+    try:
+        doing = [asyncio.create_task(_do(fleet, fault, begun_s, record)) for fault in scenario.faults]
+        await asyncio.gather(load.run(scenario.seed, scenario.duration_s, scenario.rate), *doing)
+        record.outcomes, record.load_ended_s = load.outcomes, time.monotonic()
+        await _settle(fleet, record)
+    finally:
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
+    record.samples.append((time.monotonic(), await fleet.read()))
+    record.resources = before, fleet.resources()
+    record.admitted = CAPPED_REQUESTS + int((time.monotonic() - begun_s) / 60) + 1
+    await _read_redis(fleet, record)
+    if fleet.prometheus_url:
+        shift_s = time.monotonic() - time.time()
+        found = alerts.firing(await _query(fleet, "query_range", start=wall_s, end=time.time(), step=0.25))
+        record.alerts = {name: [(a + shift_s, b + shift_s) for a, b in pairs] for name, pairs in found.items()}
+    return record
+
+
+async def _do(fleet: Fleet, fault: Fault, begun_s: float, record: Record) -> None:
+    """Wait for the fault's moment, do it, and take it back."""
+    await asyncio.sleep(begun_s + fault.at_s - time.monotonic())
+    kind, name = KINDS[fault.kind], fault.kind
+    at_s = time.monotonic()
+    if name in FILTERED:
+        await fleet.set_envoy(name, fault.target, 100)
+        await asyncio.sleep(fault.for_s)
+        await fleet.set_envoy(name, fault.target, 0)
+    elif name == "envoy.reset":
+        _signal(fleet.pids(f"envoy-{fault.target}", "process"), signal.SIGKILL)
+        fleet.processes[f"envoy-{fault.target}"].process.wait()
+        fleet.processes[f"envoy-{fault.target}"].start()
+    elif name.startswith("fail."):
+        fleet.arm(fault.target, name.removeprefix("fail."), True)
+        await asyncio.sleep(fault.for_s)
+        fleet.arm(fault.target, name.removeprefix("fail."), False)
+    else:
+        pids = fleet.pids(fault.target, kind.process)
+        _signal(pids, signal.SIGKILL if name.startswith("kill.") else signal.SIGSTOP)
+        if kind.for_s:
+            await asyncio.sleep(fault.for_s)
+            _signal(pids, signal.SIGCONT)
+    record.happened.append(Happened(fault, at_s, time.monotonic()))
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+async def _sample(fleet: Fleet, record: Record) -> None:
+    while True:
+        record.samples.append((time.monotonic(), await fleet.read()))
+        await asyncio.sleep(SAMPLE_S)
+
+
+async def _settle(fleet: Fleet, record: Record) -> None:
+    """Wait until every process is well, gauges are 0 and no alert fires."""
+    deadline_s = time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline_s:
+        pages = await fleet.read()
+        well = fleet.is_well(pages)
+        if well and not record.settled_s:
+            record.settled_s = time.monotonic()
+        record.alerts_left = await _alerts_now(fleet)
+        if well and not invariants.left(pages) and not record.alerts_left:
+            return
+        await asyncio.sleep(SAMPLE_S)
+
+
+async def _alerts_now(fleet: Fleet) -> list[str]:
+    if not fleet.prometheus_url:
+        return []
+    answer = await _query(fleet, "query")
+    return sorted({series["metric"]["alertname"] for series in answer["data"]["result"]})
+
+
+async def _query(fleet: Fleet, path: str, **parameters: float) -> Mapping:
+    form = {"query": 'ALERTS{alertstate="firing"}', **{name: str(value) for name, value in parameters.items()}}
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{fleet.prometheus_url}/api/v1/{path}", data=form) as answer:
+            return await answer.json()
+
+
+async def _read_redis(fleet: Fleet, record: Record) -> None:
+    if not fleet.redis_url:
+        return
+    from redis.asyncio import Redis
+
+    async with Redis.from_url(fleet.redis_url, decode_responses=True) as redis:
+        for key in [key async for key in redis.scan_iter("trident:*")]:
+            if key.endswith(":tokens:metered/chaos"):
+                stored = await redis.hgetall(key)
+                held = float(stored["held"])
+                record.budgets = BUDGET_TOKENS - float(stored["balance"]) - held, held
+            elif "{caps}" in key and await redis.type(key) == "hash":
+                counts = await redis.hvals(key)
+                record.caps += sum(int(count) for count in counts if str(count).isdigit())

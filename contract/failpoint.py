@@ -1,0 +1,98 @@
+"""Faults that ``TRIDENT_FAILPOINTS`` arms in a process, for ``make chaos`` (docs/chaos.md); without it there are none.
+
+``NAME@FILE`` is there while FILE exists, ``NAME`` always; ``NAME=NUMBER@FILE`` has a value. Commas join
+several.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from contract.errors import InvalidArgument
+
+VARIABLE = "TRIDENT_FAILPOINTS"
+# What each does, and its value where none is given.
+POINTS = {
+    "engine.step": ("a step of the CPU engine raises", 0.0),
+    "engine.kv": ("the engine's scheduler finds no free KV cache block", 0.0),
+    "disk.slow": ("a write takes so many seconds longer", 0.2),
+    "disk.full": ("a write fails with ENOSPC", 0.0),
+    "redis.away": ("every call of Redis fails", 0.0),
+    "metrics.lie": ("replicas seem idle to the gateway and to have so many slots", 1000.0),
+    "clock.jump": ("time.time() is so many seconds ahead", 3600.0),
+    "descriptors.few": ("so many files or sockets can be opened", 0.0),
+}
+_POLL_S = 0.05
+
+
+class _Armed(NamedTuple):
+    value: float
+    file: Path | None
+
+    def active(self) -> bool:
+        return self.file is None or self.file.exists()
+
+
+def parse(text: str) -> dict[str, _Armed]:
+    """Read the variable. Raises InvalidArgument."""
+    armed = {}
+    for item in filter(None, text.split(",")):
+        setting, _, file = item.partition("@")
+        name, _, number = setting.partition("=")
+        try:
+            _, usual = POINTS[name]
+            armed[name] = _Armed(float(number) if number else usual, Path(file) if file else None)
+        except (KeyError, ValueError):
+            known = ", ".join(POINTS)
+            raise InvalidArgument(VARIABLE, f"must be NAME=NUMBER@FILE with a name of {known}, got {item!r}") from None
+    return armed
+
+
+_ARMED = parse(os.environ.get(VARIABLE, ""))
+
+
+def value(name: str) -> float | None:
+    """Return the value of a fault that is there now, else None."""
+    if not _ARMED:
+        return None
+    armed = _ARMED.get(name)
+    return armed.value if armed is not None and armed.active() else None
+
+
+def write_to_disk() -> None:
+    """Call before a write: be slow, or raise the OSError of a full disk."""
+    if not _ARMED:
+        return
+    time.sleep(value("disk.slow") or 0.0)
+    if value("disk.full") is not None:
+        raise OSError(28, "No space left on device")
+
+
+def _jump(armed: _Armed, real: Callable[[], float]) -> Callable[[], float]:
+    return lambda: real() + (armed.value if armed.active() else 0.0)
+
+
+def _limit_descriptors(armed: _Armed) -> None:
+    """Lower the limit while the fault is there, and restore it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowered = False
+    while True:
+        if armed.active() != lowered:
+            lowered = not lowered
+            now = soft
+            if lowered:  # the listing's own descriptor is free again
+                now = max(map(int, os.listdir("/proc/self/fd"))) + int(armed.value)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(now, soft), hard))
+        time.sleep(_POLL_S)
+
+
+if "clock.jump" in _ARMED:
+    time.time = _jump(_ARMED["clock.jump"], time.time)
+if "descriptors.few" in _ARMED:
+    threading.Thread(target=_limit_descriptors, args=(_ARMED["descriptors.few"],), daemon=True).start()

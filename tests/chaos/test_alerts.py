@@ -1,0 +1,34 @@
+"""The project's rules in compressed time."""
+
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from chaos import alerts
+
+
+def test_durations_become_shorter_and_nothing_else_changes():
+    text = (alerts.RULES / alerts.FILES[0]).read_text()
+    before, after = yaml.safe_load(text), yaml.safe_load(alerts.compress(text))
+    rules = [[rule for group in table["groups"] for rule in group["rules"]] for table in (before, after)]
+    assert [one["alert"] for one in rules[0]] == [one["alert"] for one in rules[1]]
+    by_name = {one["alert"]: one for one in rules[1]}
+    assert by_name["TridentGatewayDown"]["for"] == "2000ms" and alerts.held_s("TridentGatewayDown") == 2.0
+    assert "[10000ms]) > 20" in by_name["TridentQueueGrows"]["expr"]
+
+
+@pytest.mark.slow
+def test_prometheus_accepts_them(tmp_path):
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not on PATH (Debian: the package prometheus has it)")
+    config = alerts.write(tmp_path, {"trident-gateway": ["127.0.0.1:1"]})
+    done = subprocess.run([promtool, "check", "config", str(config)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_times_at_which_an_alert_fired_are_read():
+    series = {"metric": {"alertname": "Down"}, "values": [[1.0, "1"], [1.5, "1"]]}
+    assert alerts.firing({"data": {"result": [series]}}) == {"Down": [(1.0, 1.5)]}

@@ -1,0 +1,123 @@
+"""What is a violation, by records that are written here."""
+
+import dataclasses
+
+import pytest
+
+from chaos import invariants
+from chaos.invariants import Happened, Record, check
+from chaos.load import CUT, LATE, PROMPTS, Outcome
+from chaos.scenario import Fault
+from contract.prometheus import parse
+
+EXPECTED = {prompt.text: f"the text of {prompt.text}" for prompt in PROMPTS}
+PLAIN, METERED, CAPPED = (next(one for one in PROMPTS if one.tenant == name) for name in ("plain", "metered", "capped"))
+WELL = {"gateway-1": parse("trident_gateway_in_flight 0"), "gateway-2": parse("trident_gateway_in_flight 0")}
+
+
+def outcome(prompt=PLAIN, **changes) -> Outcome:
+    whole = Outcome(prompt, "http", "gateway-1", 5.0, 6.0, EXPECTED[prompt.text], 1, tokens=(3, prompt.max_tokens))
+    return dataclasses.replace(whole, **changes)
+
+
+def record(*outcomes: Outcome, faults=(), **changes) -> Record:
+    happened = [Happened(Fault(at, kind, target), at, at) for at, kind, target in faults]
+    base = Record(EXPECTED, 2, outcomes=outcomes, happened=happened, samples=[(9.0, WELL)], load_ended_s=8, settled_s=9)
+    return dataclasses.replace(base, **{"held_s": {"TridentReplicaOut": 2.0, "TridentGatewayDown": 2.0}, **changes})
+
+
+def violated(of: Record) -> set[str]:
+    return {violation.invariant for violation in check(of)}
+
+
+def test_a_run_without_a_fault_violates_nothing():
+    assert check(record(outcome(), outcome(METERED), budgets=(3.0 + METERED.max_tokens, 0.0), admitted=1)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "invariant"),
+    [
+        ({"error": LATE, "ends": 0, "text": ""}, "ends"),
+        ({"ends": 2}, "ends"),
+        ({"ends": 0}, "ends"),
+        ({"late_text": "more"}, "ends"),
+        ({"text": EXPECTED[PLAIN.text].replace("text", "txt")}, "bytes"),
+        ({"text": EXPECTED[PLAIN.text] + "n"}, "bytes"),
+        ({"text": EXPECTED[METERED.text]}, "isolation"),
+        ({"error": "Unavailable", "text": ""}, "errors"),
+        ({"error": CUT, "ends": 0, "text": ""}, "errors"),
+        ({"error": "Malformed"}, "errors"),
+    ],
+)
+def test_each_wrong_stream_is_named(changes: dict, invariant: str):
+    assert violated(record(outcome(**changes))) == {invariant}
+
+
+@pytest.mark.parametrize(
+    ("error", "tenant", "faults", "is_allowed"),
+    [
+        (CUT, PLAIN, [(5.5, "kill.worker", "gateway-1")], True),
+        (CUT, PLAIN, [(5.5, "kill.gateway", "gateway-2")], False),
+        (CUT, PLAIN, [(5.5, "kill.engine", "replica-1")], False),
+        ("Unavailable", PLAIN, [(5.5, "kill.engine", "replica-1")], False),
+        ("Unavailable", PLAIN, [(4.0, "kill.engine", "replica-1"), (5.5, "kill.tritonserver", "replica-2")], True),
+        ("Unavailable", METERED, [(4.0, "stop.redis", "redis")], True),
+        ("Unavailable", PLAIN, [(4.0, "stop.redis", "redis")], False),
+        ("DeadlineExceeded", PLAIN, [(4.0, "stop.engine", "replica-1")], True),
+        ("Overloaded", CAPPED, [], True),
+        ("Overloaded", PLAIN, [], False),
+        ("EngineFailed", PLAIN, [(90.0, "kill.engine", "replica-1"), (90.0, "kill.engine", "replica-2")], False),
+    ],
+)
+def test_which_fault_explains_which_error(error: str, tenant, faults: list, is_allowed: bool):
+    one = outcome(tenant, error=error, text="", ends=int(error != CUT), tokens=None)
+    assert ("errors" in violated(record(one, faults=faults))) is not is_allowed
+
+
+def test_budgets_are_exact_but_for_streams_that_broke():
+    one, used = outcome(METERED), 3.0 + METERED.max_tokens
+    assert violated(record(one, budgets=(used + 5, 0.0))) == {"budgets"}
+    assert violated(record(one, budgets=(used - 5, 0.0))) == {"budgets"}
+    assert violated(record(one, budgets=(used, 40.0))) == {"budgets"}
+    broken = outcome(METERED, error=CUT, text="", ends=0)
+    kill = [(5.5, "kill.worker", "gateway-1")]
+    assert violated(record(one, broken, budgets=(used, 20.0), faults=kill)) == set()
+    assert violated(record(outcome(CAPPED), outcome(CAPPED), budgets=(0.0, 0.0), admitted=1)) == {"budgets"}
+
+
+def test_what_is_left_over_is_named():
+    leaking = WELL | {"gateway-1": parse("trident_gateway_in_flight 1")}
+    [violation] = check(record(samples=[(9.0, leaking)]))
+    assert violation.detail == "trident_gateway_in_flight of gateway-1 is 1 and no request is under way"
+    assert violated(record(caps=1)) == {"gauges"}
+    before = {("gateway-1", 7): (20, 10**8), ("gateway-2", 8): (20, 10**8)}
+    after = {("gateway-1", 7): (60, 10**8), ("gateway-2", 9): (90, 10**9)}  # the second was started again
+    [violation] = check(record(resources=(before, after)))
+    assert violation.detail == "gateway-1 has 40 more descriptors than before the faults"
+
+
+def test_recovery_is_bounded():
+    kill = [(2.0, "kill.gateway", "gateway-1")]
+    dead = [outcome(error=CUT, text="", ends=0, sent_s=3.0 + n, ended_s=3.0 + n) for n in range(8)]
+    late = outcome(sent_s=13.0, ended_s=14.0)
+    assert "recovery" in violated(record(*dead, late, faults=kill))
+    assert "recovery" not in violated(record(*dead[:3], outcome(), faults=kill))
+    assert violated(record(settled_s=0.0)) == {"recovery"}
+    assert violated(record(settled_s=19.0)) == {"recovery"}
+
+
+def test_fewer_replicas_than_the_floor_are_named():
+    low = WELL | {"scaler": parse('trident_scaler_wanted{pool=""} 1')}
+    assert violated(record(samples=[(4.0, low), (9.0, WELL)])) == {"floor"}
+
+
+def test_alerts_fire_and_clear():
+    out = WELL | {"gateway-1": parse('trident_gateway_replica_healthy{replica="a"} 0')}
+    samples = [(float(at), out if 2 <= at < 8 else WELL) for at in range(10)]
+    assert invariants.spans(samples, "replica") == [(2.0, 8.0)]
+    assert violated(record(samples=samples, alerts={})) == {"alerts"}
+    assert violated(record(samples=samples, alerts={"TridentReplicaOut": [(5.0, 8.0)]})) == set()
+    assert violated(record(samples=samples)) == set()  # without Prometheus
+    assert violated(record(alerts={}, alerts_left=["TridentQueueGrows"])) == {"alerts"}
+    gone = {"gateway-2": WELL["gateway-2"]}
+    assert invariants.spans([(1.0, WELL), (2.0, gone), (3.0, gone)], "gateway") == [(2.0, 3.0)]

@@ -1,0 +1,69 @@
+"""How streams end, as the load reads them."""
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from chaos.load import CUT, PROMPTS, TENANTS, Load, Outcome
+from server import ports
+
+BEGIN = b'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n'
+USAGE = b'"usage": {"prompt_tokens": 3, "completion_tokens": 2}'
+END = b'data: {"choices": [{"text": "b", "finish_reason": "length"}], %b}\n\n' % USAGE
+FAILED = b'data: {"error": {"message": "no replica", "code": "unavailable"}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def test_no_two_tenants_share_a_prompt():
+    assert len({prompt.text for prompt in PROMPTS}) == len(PROMPTS)
+    assert {prompt.tenant for prompt in PROMPTS} == set(TENANTS)
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "ends", "text", "late_text"),
+    [
+        (BEGIN + END + DONE, "", 1, "ab", ""),
+        (BEGIN + FAILED + DONE, "Unavailable", 1, "a", ""),
+        (BEGIN + END + BEGIN + DONE, "", 1, "aba", "a"),
+        (BEGIN + END + END + DONE, "", 2, "abb", "b"),
+        (BEGIN, CUT, 0, "a", ""),
+        (BEGIN + END, CUT, 1, "ab", ""),
+        (BEGIN + END + DONE + BEGIN, "Malformed", 1, "ab", ""),
+    ],
+)
+async def test_an_event_stream_is_read_to_its_last_byte(body: bytes, error: str, ends: int, text: str, late_text: str):
+    [outcome] = await sent_to(lambda: web.Response(body=body))
+    assert (outcome.error, outcome.ends, outcome.text, outcome.late_text) == (error, ends, text, late_text)
+    assert outcome.tokens == ((3, 2) if END in body else None)
+
+
+async def test_a_status_is_the_error_of_its_class_and_no_server_is_a_cut():
+    refusal = {"error": {"message": "too many", "code": "rate_limit_exceeded"}}
+    [outcome] = await sent_to(lambda: web.json_response(refusal, status=429))
+    assert (outcome.error, outcome.message, outcome.ends) == ("Overloaded", "too many", 1)
+    [port] = ports.free(1)
+    load = Load({"one": f"127.0.0.1:{port}"}, {"one": f"127.0.0.1:{port}"}, dict.fromkeys(TENANTS, "key"))
+    await load.run(seed=1, duration_s=0.2, rate=30)
+    assert load.outcomes and {one.error for one in load.outcomes} == {CUT}
+    assert {one.protocol for one in load.outcomes} == {"http", "grpc"}
+
+
+async def sent_to(answer) -> list[Outcome]:
+    """Send one request over HTTP to a server that gives this answer."""
+
+    async def handle(request: web.Request) -> web.Response:
+        return answer()
+
+    application = web.Application()
+    application.router.add_post("/v1/completions", handle)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    load = Load({"one": f"127.0.0.1:{runner.addresses[0][1]}"}, {}, dict.fromkeys(TENANTS, "key"))
+    try:
+        async with aiohttp.ClientSession() as session:
+            await load._send(Outcome(PROMPTS[0], "http", "one", 0.0), session)
+    finally:
+        await runner.cleanup()
+    return load.outcomes
