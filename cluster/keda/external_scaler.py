@@ -2,7 +2,7 @@
 
 A ScaledObject's trigger names the pool in its metadata: ``pool: NAME``. The only metric is the number of replicas that
 the pool needs, with a target of 1 for each, so that the HPA's number is the law's. Of a pool of which nothing was ever
-known every call fails with UNAVAILABLE, and KEDA's ``fallback`` holds.
+known every call but those for the target fails with UNAVAILABLE, and KEDA's ``fallback`` holds.
 """
 
 from __future__ import annotations

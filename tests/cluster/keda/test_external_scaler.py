@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import grpc.aio
@@ -11,6 +12,9 @@ import pytest
 from cluster.keda import external_scaler
 from cluster.keda import externalscaler_pb2 as pb
 from cluster.scaling.law import Decision
+from cluster.scaling.scaler import Scaler
+from cluster.scaling.settings import Settings
+from tests.cluster.scaling.test_reader import Pages, page, pages  # noqa: F401
 
 SERVICE = "/externalscaler.ExternalScaler/"
 REF = pb.ScaledObjectRef(name="main", namespace="llm", scalerMetadata={"pool": "main"})
@@ -111,3 +115,46 @@ async def test_another_metric_is_refused_by_name(decided: Decided, keda: Keda):
         await keda.metrics("s0-other")
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "must be trident_wanted_replicas, got 's0-other'" in caught.value.details()
+
+
+async def test_while_the_gateways_pages_are_away_every_call_tells_what_was_known(pages: Pages, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(external_scaler, "LOOK_S", 0.01)
+    pages.texts = {"1": page(queued=1e6, speed=100)}
+    scaler = Scaler(Settings(gateways=f"{pages.base}/1", interval_s=0.02, stale_s=0.1))
+    server, port = await external_scaler.start(scaler, "127.0.0.1", 0)
+    deciding = asyncio.create_task(scaler.run())
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+    keda = Keda(channel)
+
+    async def until(rule: str) -> None:
+        deadline_s = time.monotonic() + 10
+        while "main" not in scaler.decisions or scaler.decisions["main"].rule != rule:
+            assert time.monotonic() < deadline_s, scaler.plan()
+            await asyncio.sleep(0.01)
+
+    async def check(wanted: int) -> None:
+        assert (await keda.metrics()).metricValues[0].metricValue == wanted
+        assert (await keda.unary("IsActive", REF, pb.IsActiveResponse)).result
+        assert len((await keda.unary("GetMetricSpec", REF, pb.GetMetricSpecResponse)).metricSpecs) == 1
+
+    try:
+        await until("load")
+        active = keda.stream("StreamIsActive", pb.IsActiveResponse)
+        spec = keda.stream("StreamMetricSpec", pb.GetMetricSpecResponse)
+        assert (await active.read()).result and (await spec.read()).metricSpecs[0].targetSize == 1
+        await check(9)
+        for outage in (503, "no page of a gateway", page(queued="NaN")):
+            pages.texts["1"] = outage
+            await until("unknown")
+            await check(9)
+            pages.texts["1"] = page(queued=0)
+            await until("cooldown")  # it has no work now, and nothing goes at once
+            await check(9)
+        assert not active.done() and not spec.done()
+        active.cancel()
+        spec.cancel()
+    finally:
+        deciding.cancel()
+        await asyncio.gather(deciding, return_exceptions=True)
+        await channel.close()
+        await server.stop(0)
