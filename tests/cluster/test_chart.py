@@ -249,6 +249,11 @@ def test_values_and_schema_name_the_same():
     keys(SCHEMA, VALUES)
 
 
+def test_the_schema_names_every_rule_of_the_law():
+    names = SCHEMA["definitions"]["pool"]["properties"]["scaling"]["propertyNames"]["enum"]
+    assert set(names) == scaling_rules.PoolRules.model_fields.keys() - {"wait_s"}  # a table; values are scalars
+
+
 def rendered(values, release="trident", tmp=Path("/tmp")):
     file = tmp / "values.json"
     file.write_text(json.dumps(values, ensure_ascii=False), "utf-8")
@@ -284,6 +289,7 @@ REFUSED = [
     ({"inferencePool": {"enabled": True}}, "networkPolicy.proxies: must name"),
     ({"pools": [POOL | {"scaling": {"min_replicas": 2}}]}, "pools: demo: scaling.min_replicas"),
     ({"pools": [POOL | {"scaling": {"warm_replicas": "two"}}]}, "/pools/0/scaling/warm_replicas"),
+    ({"pools": [POOL | {"scaling": {"warm": 2}}]}, "warm_replicas"),  # one of those that it names
     ({"gateway": {"resources": {"requests": None}}}, "requests"),  # the HorizontalPodAutoscaler needs them
     ({"poolDefaults": {"replicas": None}}, "replicas"),  # null takes a default away
     ({"pools": [POOL | {"replicas": None}]}, "/pools/0/replicas"),
