@@ -16,10 +16,15 @@ PROMPT, TOKENS = "The cat", 120
 
 
 class Load:
-    """Streams over both protocols without a pause. ended: streams that ended in full. failed: how others ended."""
+    """Streams over both protocols without a pause, of greedy text that must be the same whoever makes it.
 
-    def __init__(self) -> None:
-        self.ended, self.failed = 0, []
+    tokens: of each stream. pause_s: between two streams of a task.
+    ended: streams that ended in full, with the text of the first. failed: how others ended.
+    """
+
+    def __init__(self, tokens: int = TOKENS) -> None:
+        self.tokens, self.pause_s = tokens, 0.0
+        self.ended, self.failed, self.text = 0, [], ""
 
     @contextlib.asynccontextmanager
     async def running(self, http_port: int, grpc_port: int, streams: int = 4) -> AsyncIterator[None]:
@@ -39,27 +44,35 @@ class Load:
     async def _repeat(self, stream, stop: asyncio.Event) -> None:
         while not stop.is_set():
             try:
-                reason = await stream()
+                reason, text = await stream()
             except Exception as error:
-                reason = repr(error)
-            if reason == "length":
+                reason, text = repr(error), ""
+            self.text = self.text or text
+            if reason == "length" and text == self.text:
                 self.ended += 1
             else:
-                self.failed.append(reason)
+                self.failed.append(reason if reason != "length" else f"{text!r} instead of {self.text!r}")
+            await asyncio.sleep(self.pause_s)
 
-    async def _over_http(self, http: aiohttp.ClientSession) -> str:
-        body = {"model": "demo", "prompt": PROMPT, "max_tokens": TOKENS, "stream": True, "ignore_eos": True}
-        reason = "no end"
+    async def _over_http(self, http: aiohttp.ClientSession) -> tuple[str, str]:
+        body = {
+            "model": "demo", "prompt": PROMPT, "max_tokens": self.tokens, "stream": True, "ignore_eos": True,
+            "temperature": 0,
+        }  # fmt: skip
+        reason, text = "no end", ""
         async with http.post("/v1/completions", json=body) as answer:
+            if answer.status != 200:
+                return await answer.text(), ""
             async for line in answer.content:
                 event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
-                if "error" in event or answer.status != 200:
-                    return str(line)
+                if "error" in event:
+                    return str(line), ""
                 for choice in event.get("choices", ()):
                     reason = choice["finish_reason"] or reason
-        return reason
+                    text += choice["text"]
+        return reason, text
 
-    async def _over_grpc(self, grpc: AsyncClient) -> str:
-        completion = await grpc.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True).complete()
-        assert completion.usage.output_tokens == TOKENS
-        return completion.finish_reason.value
+    async def _over_grpc(self, grpc: AsyncClient) -> tuple[str, str]:
+        completion = await grpc.generate(PROMPT, max_tokens=self.tokens, ignore_eos=True, temperature=0).complete()
+        assert completion.usage.output_tokens == self.tokens
+        return completion.finish_reason.value, completion.text

@@ -6,27 +6,29 @@ No request passes through Ray: the server registers itself at the gateways (docs
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
-import select
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from cluster.ray import ownership
 
 _LOG = logging.getLogger("ray.serve")
 UNWELL_S = 60.0  # a supervisor may mend its server for so long before Serve replaces the replica
 SHOWN_CHARS = 2000  # of the log of a server that did not start
-# Runs beside the server, whose supervisor drains when it ends. It says that the first token was seen, then waits for a
-# line on standard input. Where that closes without one the worker was killed: requests go on for $0 seconds. No signal
-# for the parent's death: a worker has many threads, and the kernel may send one for each.
-CHILD_COMMAND = 'echo "$PPID $TRIDENT_STATUS_FILE"; read -r _ || exec sleep "$0"'
 
 
 class TritonReplica:
     """A server from its first token to the end of its drain; the class that Serve deploys.
+
+    One of the same kind whose worker died is adopted; none is started then.
 
     root: the project's folder. python: that runs the server. engine: its name.
     environ: of the server, beside the worker's own.
@@ -42,33 +44,25 @@ class TritonReplica:
         environment = environment_of(os.environ, environ)
         if "TRIDENT_HOST" not in environment:
             environment["TRIDENT_HOST"] = node_address()
-        state = Path(environment.get("TRIDENT_STATE_DIR") or Path(root, ".triton"))
-        state.mkdir(parents=True, exist_ok=True)
-        self._log = state / f"replica-{name or os.getpid()}.log"
-        child = ["sh", "-c", CHILD_COMMAND, f"{orphan_s:g}"]
-        # In a session of its own and nobody's child: Ray kills the process group of a worker that was killed, and the
-        # children of one that exits, which would cut every stream.
-        command = ["setsid", "--fork", python, "-m", "server", "--engine", engine, "--free-ports", "--", *child]
-        with self._log.open("wb") as log:
-            started = subprocess.Popen(
-                command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
-            )
-        started.wait()
-        assert started.stdin is not None and started.stdout is not None
-        self._stdin = started.stdin
-        with started.stdout as out:
-            words = out.readline().decode().split()
-        if len(words) != 2:
-            self._stdin.close()
-            raise RuntimeError(f"the server did not start: {self._log.read_text(errors='replace')[-SHOWN_CHARS:]}")
-        self.pid, self._status_file = int(words[0]), Path(words[1])
-        self._supervisor = os.pidfd_open(self.pid)
+        folder = Path(environment.get("TRIDENT_STATE_DIR") or Path(root, ".triton"))
+        folder.mkdir(parents=True, exist_ok=True)
+        gpus = environment["CUDA_VISIBLE_DEVICES"]
+        engines = environment.get("TRIDENT_ENGINES_DIR") or Path(root, "engines")
+        kind = kind_of(Path(engines, engine), root, python, engine, dict(environ), environment["TRIDENT_HOST"], gpus)
+        command = [python, "-m", "server", "--engine", engine, "--free-ports", "--"]
+        file = folder / f"replica-{kind}-{name or os.getpid()}.owner"
+        adopted = ownership.adopted(folder, f"replica-{kind}-", gpus)
+        self._owned = adopted or _started(file, root, environment, command, orphan_s)
+        if adopted:
+            _LOG.info("adopts the server of the supervisor %d, whose worker has died", adopted.pid)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
     async def check_health(self) -> None:
-        """Raise if the server has not served for UNWELL_S. Its supervisor asks it for tokens."""
-        state = self._state()
+        """Raise if the server was stopped or has not served for UNWELL_S. Its supervisor asks it for tokens."""
+        if self._stopping.is_set():  # or a controller that was killed meanwhile would count it and stop another
+            raise RuntimeError("the replica is stopping")
+        state = self._owned.state
         if state == "ready":
             self._unwell_since_s = None
             return
@@ -81,26 +75,58 @@ class TritonReplica:
         if not hasattr(self, "_watcher") or self._stopping.is_set():  # its constructor did not end
             return
         self._stopping.set()
-        with contextlib.suppress(OSError), self._stdin:
-            self._stdin.write(b"stop\n")
+        with contextlib.suppress(OSError):
+            self._owned.stop()
         self._watcher.join()
-        self._log.unlink(missing_ok=True)
+        self._owned.file.with_suffix(".log").unlink(missing_ok=True)
 
     def _watch(self) -> None:
         """End this process when the supervisor has ended: health checks would need three periods to see it."""
-        poller = select.poll()
-        poller.register(self._supervisor, select.POLLIN)
-        poller.poll()
-        os.close(self._supervisor)
+        self._owned.wait()
+        self._owned.forget()
         if not self._stopping.is_set():
-            _LOG.error("the supervisor %d ended; its log is %s", self.pid, self._log)
+            _LOG.error("the supervisor %d ended; its log is beside %s", self._owned.pid, self._owned.file)
             os._exit(1)
 
-    def _state(self) -> str:
-        try:
-            return str(json.loads(self._status_file.read_text())["state"])
-        except (OSError, ValueError, KeyError):
-            return "without a status file"
+
+def _started(
+    file: Path, root: str, environment: Mapping[str, str], server: list[str], orphan_s: float
+) -> ownership.Owned:
+    """Start a server and return it when its first token was seen. file: of its owner, this process; beside it its log.
+
+    Raises RuntimeError with the end of the log if it does not become ready.
+    """
+    lock = ownership.locked(file, os.O_CREAT)
+    # In a session of its own and nobody's child: Ray kills the process group of a worker that was killed, and the
+    # children of one that exits, which would cut every stream.
+    beside = [sys.executable, "-IS", ownership.__file__, str(file), f"{orphan_s:g}"]
+    with file.with_suffix(".log").open("wb") as log:
+        started = subprocess.Popen(
+            ["setsid", "--fork", *server, *beside], cwd=root, env=dict(environment), stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=log,
+        )  # fmt: skip
+    started.wait()
+    assert started.stdout is not None
+    with started.stdout as out:
+        if out.readline():
+            return ownership.Owned(file, lock)
+    lock.close()
+    file.unlink()
+    raise RuntimeError(
+        f"the server did not start: {file.with_suffix('.log').read_text(errors='replace')[-SHOWN_CHARS:]}"
+    )
+
+
+def kind_of(engine: Path, *rest: Any) -> str:
+    """Return a name of what a server serves and how: one of the same kind can be adopted in place of a start.
+
+    engine: its folder; another build of it is another kind. rest: in JSON.
+    """
+    try:
+        manifest = (engine / "manifest.json").read_text()
+    except OSError:
+        manifest = ""  # the server says so
+    return hashlib.sha256(json.dumps([manifest, *rest], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def environment_of(worker: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:

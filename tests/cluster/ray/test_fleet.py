@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,11 +17,11 @@ import pytest
 from cluster import __main__ as command
 from cluster.ray import fleet
 from contract.errors import Unavailable
-from server import ports
+from tests.cluster.ray.running import PYTHON, Running
 from tests.stream_load import Load
 
+SOAK_S = float(os.environ.get("SOAK_S", "0"))  # how long the soak lasts; 0: as short as it can be
 ROOT = Path(__file__).resolve().parents[3]
-PYTHON = ROOT / ".venv-fleet" / "bin" / "python"
 
 
 def test_a_fleet_that_does_not_run_cannot_be_changed(tmp_path):
@@ -48,64 +48,12 @@ def test_a_gateway_that_does_not_answer_names_no_replica():
     assert fleet.registered("127.0.0.1:1", "token") == {}
 
 
-class Running:
-    """A fleet in a process of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.http_port, self.grpc_port, monitoring_port = ports.free(3)
-        self.folder, self.output = folder, folder / "output"
-        environ = {
-            **os.environ,
-            "TRIDENT_GATEWAY_MODEL": "demo",  # make exports the model that it has built
-            "TRIDENT_GATEWAY_HTTP_PORT": str(self.http_port),
-            "TRIDENT_GATEWAY_GRPC_PORT": str(self.grpc_port),
-            "TRIDENT_GATEWAY_MONITORING_PORT": str(monitoring_port),
-            "TRIDENT_GATEWAY_CONTINUATIONS": "0",  # which would hide a stream that a drain has cut
-        }
-        self.before = set(psutil.pids())
-        with self.output.open("wb") as output:
-            command = self._command("fleet", "--engine", "demo", "--min", "1", "--max", "1", "--orphan-s", "5")
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=output)
-
-    def _command(self, *words: str) -> list[str]:
-        return [str(PYTHON), "-m", "cluster", *words, "--folder", str(self.folder)]
-
-    def change(self, *words: str) -> None:
-        done = subprocess.run(self._command("change", *words), cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-
-    def in_use(self) -> set[str]:
-        """The addresses of the replicas that get requests."""
-        assert self.process.poll() is None, self.output.read_text()
-        states = fleet.registered(f"127.0.0.1:{self.http_port}", (self.folder / "admin-token").read_text())
-        return {address for address, state in states.items() if state == "serves"}
-
-    def workers(self, title: str) -> list[int]:
-        """The pids of Ray's processes with this title."""
-        mine = (process for process in psutil.process_iter(["pid", "cmdline"]) if process.pid not in self.before)
-        return [one.pid for one in mine if " ".join(one.info["cmdline"] or ()).startswith(title)]
-
-    async def kill(self, title: str) -> None:
-        await self.until(lambda: bool(self.workers(title)))
-        os.kill(self.workers(title)[0], signal.SIGKILL)
-
-    def said(self) -> str:
-        """What it printed, without the gateway's lines for each request."""
-        return "\n".join(line for line in self.output.read_text().splitlines() if '"gateway.request"' not in line)
-
-    async def until(self, condition: Callable[[], bool], patience_s: float = 90.0) -> None:
-        deadline_s = time.monotonic() + patience_s
-        while not await asyncio.to_thread(condition):
-            if time.monotonic() > deadline_s:
-                pytest.fail(self.said())
-            await asyncio.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     if not PYTHON.exists():
         pytest.skip("Ray is not installed; `make setup-fleet` makes .venv-fleet with it")
-    running = Running(tmp_path_factory.mktemp("fleet"))
+    # Continuations would hide a stream that a drain has cut.
+    running = Running(tmp_path_factory.mktemp("fleet"), TRIDENT_GATEWAY_CONTINUATIONS="0")
     try:
         while "Ctrl-C" not in running.output.read_text() and running.process.poll() is None:
             time.sleep(0.05)
@@ -128,10 +76,11 @@ async def test_no_stream_is_lost_whatever_happens_to_the_fleet(running: Running)
         await running.until(lambda: len(running.in_use()) == 3)
         assert not load.failed, running.said()
 
-        before = running.in_use()
-        await running.kill("ray::ServeReplica")  # its server serves on for a while
-        await running.until(lambda: len(running.in_use() - before) == 1 and len(running.in_use()) == 3)
-        assert not load.failed, running.said()
+        before, workers = running.in_use(), set(running.workers("ray::ServeReplica"))
+        await running.kill("ray::ServeReplica")  # its server serves on, and the next worker adopts it
+        await running.until(lambda: len(set(running.workers("ray::ServeReplica")) - workers) == 1)
+        await running.until(lambda: ": 3 running; at the gateway" in running.said().splitlines()[-1])
+        assert running.in_use() == before and not load.failed, running.said()
 
         await asyncio.to_thread(running.change, "--min", "1", "--max", "1")
         await running.until(lambda: len(running.in_use()) == 1)
@@ -150,6 +99,56 @@ async def test_no_stream_is_lost_whatever_happens_to_the_fleet(running: Running)
         await asyncio.to_thread(running.change, "--environ", f"TRIDENT_MODEL_REPOSITORY={ROOT / 'model_repository'}")
         await running.until(lambda: bool(running.in_use()) and not running.in_use() & old)
     assert not load.failed and load.ended > 20, running.said()
+
+
+class Notes:
+    """What a load has come to, after each step; fails at the first stream that did not end in full."""
+
+    def __init__(self, running: Running, load: Load) -> None:
+        self._running, self._load, self._began_s = running, load, time.monotonic()
+
+    def __call__(self, what: str) -> None:
+        print(f"{time.monotonic() - self._began_s:6.1f} s, {self._load.ended} streams: {what}", flush=True)
+        assert not self._load.failed, (self._load.failed[:3], self._running.said())
+
+
+@pytest.mark.slow
+async def test_streams_end_in_full_while_replicas_come_and_go_by_hand(running: Running):
+    """SOAK_S=180 for a soak."""
+    load = Load(tokens=24)
+    note = Notes(running, load)
+    async with load.running(running.http_port, running.grpc_port, streams=6):
+        for replicas in (3, 1):
+            await asyncio.to_thread(running.change, "--min", str(replicas), "--max", str(replicas))
+            await running.until(lambda: len(running.in_use()) == replicas)  # noqa: B023
+            await asyncio.sleep(SOAK_S / 3)
+            note(f"{replicas} by hand")
+        old = running.in_use()
+        await asyncio.to_thread(running.change, "--environ", f"SOAK={time.monotonic()}")
+        await running.until(lambda: bool(running.in_use()) and not running.in_use() & old)
+        await asyncio.sleep(SOAK_S / 3)
+        note("a rolling upgrade")
+    note("end")
+    assert load.ended > 100
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SOAK_S, reason="takes minutes: `make soak-fleet`")
+async def test_streams_end_in_full_while_replicas_come_and_go_by_the_law(running: Running):
+    """A level of about 300 tokens per second, and then nearly none; a replica counts as 80."""
+    load = Load(tokens=24)
+    note = Notes(running, load)
+    load.pause_s = 0.8
+    async with load.running(running.http_port, running.grpc_port, streams=6):
+        await asyncio.to_thread(running.change, "--min", "1", "--max", "3")
+        for replicas in (2, 3):
+            await running.until(lambda: len(running.in_use()) == replicas, 180)  # noqa: B023
+            note(f"{replicas} by the law")
+        load.pause_s = 15.0
+        for replicas in (2, 1):
+            await running.until(lambda: len(running.in_use()) == replicas, 240)  # noqa: B023
+            note(f"{replicas} by the law")
+    note("end")
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -17,11 +16,12 @@ from cluster.ray.replica import TritonReplica, environment_of
 
 # Runs what follows `--`, as the supervisor does, and says when that ended.
 SUPERVISOR = """#!/bin/sh
-echo "{state}" >"$TRIDENT_STATE_DIR/status"
+status="$TRIDENT_STATE_DIR/status-$$"
+echo "{\\"state\\": \\"ready\\", \\"started\\": $(cut -d' ' -f22 /proc/$$/stat)}" >"$status"
 [ -z "$BROKEN" ] || { echo "no such engine" >&2; exit 1; }
 env >"$TRIDENT_STATE_DIR/environ"
 while [ "$1" != -- ]; do shift; done; shift
-TRIDENT_STATUS_FILE="$TRIDENT_STATE_DIR/status" "$@"
+TRIDENT_STATUS_FILE="$status" "$@"
 echo "$?" >"$TRIDENT_STATE_DIR/ended"
 """
 
@@ -29,7 +29,7 @@ echo "$?" >"$TRIDENT_STATE_DIR/ended"
 @pytest.fixture
 def python(tmp_path) -> str:
     path = tmp_path / "python"
-    path.write_text(SUPERVISOR.replace("{state}", json.dumps({"state": "ready"}).replace('"', '\\"')))
+    path.write_text(SUPERVISOR)
     path.chmod(0o755)
     return str(path)
 
@@ -51,7 +51,9 @@ def test_a_replica_that_serve_stops_is_told_and_waited_for(tmp_path, python):
     asyncio.run(one.check_health())
     assert not ended(tmp_path, 0.05)
     one.__del__()
-    assert (tmp_path / "ended").read_text() == "0\n" and not (tmp_path / "replica-one.log").exists()
+    with pytest.raises(RuntimeError, match="is stopping"):
+        asyncio.run(one.check_health())
+    assert (tmp_path / "ended").read_text() == "0\n" and not list(tmp_path.glob("replica-*"))
     one.__del__()
 
 
@@ -73,12 +75,58 @@ def test_a_server_outlives_its_worker_for_a_while(tmp_path, python):
     assert ended(tmp_path)
 
 
+def orphan(tmp_path: Path, python: str, engine: str = "demo", orphan_s: float = 3, **environ: str) -> None:
+    """Start a server whose worker dies."""
+    variables = {"TRIDENT_STATE_DIR": str(tmp_path), "TRIDENT_HOST": "127.0.0.1", **environ}
+    program = (
+        "import os, signal; from cluster.ray.replica import TritonReplica as T\n"
+        f"T({str(tmp_path)!r}, {python!r}, {engine!r}, {variables!r}, {orphan_s})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=Path(replica.__file__).parents[2], start_new_session=True)
+
+
+def test_a_server_whose_worker_died_is_adopted_by_the_next_and_by_no_other(tmp_path, python):
+    orphan(tmp_path, python)
+    one, other = start(tmp_path, python), start(tmp_path, python)
+    assert len(list(tmp_path.glob("status-*"))) == 2 and one._owned.pid != other._owned.pid
+    asyncio.run(one.check_health())
+    one.__del__()
+    assert ended(tmp_path)
+    other.__del__()
+    assert not list(tmp_path.glob("replica-*.owner"))
+
+
+def test_a_server_of_another_kind_is_not_adopted(tmp_path, python):
+    orphan(tmp_path, python, "old")
+    (tmp_path / "engines" / "demo").mkdir(parents=True)
+    orphan(tmp_path, python)
+    (tmp_path / "engines" / "demo" / "manifest.json").write_text("{}")  # built anew
+    one = start(tmp_path, python)
+    assert len(list(tmp_path.glob("status-*"))) == 3
+    one.__del__()
+
+
+def test_an_adopted_server_has_its_time_without_a_worker_again(tmp_path, python):
+    orphan(tmp_path, python, orphan_s=1)
+    orphan(tmp_path, python)  # adopts it, and dies
+    time.sleep(0.6)
+    assert len(list(tmp_path.glob("status-*"))) == 1 and not ended(tmp_path, 0.0)
+    assert ended(tmp_path)
+
+
+def test_a_server_of_another_kind_on_the_same_gpu_is_drained_first(tmp_path, python, monkeypatch):
+    orphan(tmp_path, python, "old", CUDA_VISIBLE_DEVICES="0,1")
+    one = start(tmp_path, python, CUDA_VISIBLE_DEVICES="1,2")
+    assert ended(tmp_path, 0.0)
+    one.__del__()
+
+
 def test_a_worker_ends_when_its_supervisor_does(tmp_path, python, monkeypatch):
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     one = start(tmp_path, python)
-    one._stdin.write(b"stop\n")
-    one._stdin.close()
+    one._owned.stop()
     deadline_s = time.monotonic() + 20
     while not codes and time.monotonic() < deadline_s:
         time.sleep(0.01)
@@ -88,15 +136,15 @@ def test_a_worker_ends_when_its_supervisor_does(tmp_path, python, monkeypatch):
 
 def test_it_is_ill_only_when_its_supervisor_has_had_time_to_mend_it(tmp_path, python, monkeypatch):
     one = start(tmp_path, python)
-    (tmp_path / "status").write_text('{"state": "restarting"}')
+    one._owned._status_file.write_text('{"state": "restarting"}')
     asyncio.run(one.check_health())
     monkeypatch.setattr(replica, "UNWELL_S", 0.0)
     with pytest.raises(RuntimeError, match="restarting"):
         asyncio.run(one.check_health())
-    (tmp_path / "status").unlink()
+    one._owned._status_file.unlink()
     with pytest.raises(RuntimeError, match="without a status file"):
         asyncio.run(one.check_health())
-    (tmp_path / "status").write_text('{"state": "ready"}')
+    one._owned._status_file.write_text('{"state": "ready"}')
     asyncio.run(one.check_health())
     one.__del__()
 
