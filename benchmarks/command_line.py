@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks import (
     aiperf,
     arrivals,
+    calibrate,
     cancel,
     efficiency,
     hops,
@@ -110,7 +111,7 @@ _OPTIONS: dict[str, tuple[Callable[[str], object], str, str]] = {
     "requests": (_count, "N", "at most N per load"),
     "rounds": (_count, "N", "rounds of each"),
     "samples": (_count, "N", "cancels"),
-    "seconds": (_positive, "S", "of a round"),
+    "seconds": (_positive, "S", "of a round; calibrate: at most, of all"),
     "seed": (int, "N", "of every random choice"),
     "slo_latency_s": (_positive, "S", "at P95"),
     "slo_ttft_ms": (_positive, "MS", "at P95"),
@@ -194,6 +195,9 @@ def parser() -> argparse.ArgumentParser:
         "CPU per response by process, and the phases of the time to first token",
         **{"engine": "demo", "concurrency": "1,32", "tokens": 128, "rounds": 3, "out": None},
     )
+    about = "how long the engine's steps take; writes engines/NAME/step_model.json (docs/capacity.md)"
+    limits: dict[str, object] = {"rounds": 2, "seconds": 180.0, "out": None}
+    command("calibrate", run_calibrate, about, **_SERVER, **limits)
     about = "how soon a cancelled request's slot is free, under load"
     command("cancel", run_cancel, about, **_SERVER, samples=50, max_tokens=480, out=None)
     about = "NVIDIA's perf_analyzer, streaming and unary"
@@ -213,6 +217,11 @@ def parser() -> argparse.ArgumentParser:
     drawn = command("plot", plot, "plots of what run or sweep wrote", out=None)
     drawn.add_argument("result", type=Path, metavar="RESULT.json")
     return whole
+
+
+def run_calibrate(arguments: argparse.Namespace) -> int:
+    with _server(arguments) as server:
+        return calibrate.run(server, arguments.rounds, arguments.seconds, arguments.out)
 
 
 def run_cancel(arguments: argparse.Namespace) -> int:

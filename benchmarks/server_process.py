@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from benchmarks.child_process import ROOT, process
 from benchmarks.measurement import ServerUnderTest
 from contract.errors import EngineFailed
 
-ENGINES = ROOT / "engines"
+ENGINES = Path(os.environ.get("TRIDENT_ENGINES_DIR") or ROOT / "engines")
 # The server's child command: prints where the server is, and ends when its standard input closes.
 _CHILD = (
     "import json, os, sys\n"

@@ -22,6 +22,7 @@ from contract.errors import EngineFailed, InvalidArgument, NotFound
 
 FILE_NAME = "step_model.json"
 FORMAT = 1
+METRIC = "trident_engine_step_seconds"  # a gauge for each term, label "term"
 MEASURED, PUBLISHED, ROOFLINE = SOURCES = ("measured", "published", "roofline")
 FEW = 8  # sequences beyond the first ones share what a step reads of the weights
 
@@ -80,6 +81,11 @@ class StepModel:
             raise InvalidArgument("step_s", "or sequence_s must be above 0: no step takes no time")
 
     @property
+    def terms(self) -> dict[str, float]:
+        """The seconds by name, as a server exports them in ``METRIC``."""
+        return {name: getattr(self, name) for name in TERMS}
+
+    @property
     def estimated(self) -> bool:
         return self.source != MEASURED
 
@@ -90,7 +96,7 @@ class StepModel:
         prefill_tokens: of prompts, computed in the same step.
         """
         values = _features(sequences, context_tokens, prefill_tokens)
-        return sum(getattr(self, name) * value for name, value in zip(_TERMS, values, strict=True))
+        return sum(getattr(self, name) * value for name, value in zip(TERMS, values, strict=True))
 
     def decode_tokens_per_s(self, sequences: float, context_tokens: float) -> float:
         """Return the tokens per second of ``sequences`` that decode. context_tokens: of each."""
@@ -202,19 +208,19 @@ def fit(points: Sequence[Point]) -> tuple[dict[str, float], float, float]:
     rows = [_features(point.sequences, point.context_tokens, point.prefill_tokens) for point in points]
     relative = np.array(rows) / seconds[:, None]
     scale = np.abs(relative).max(axis=0)
-    usable = [term for term in range(len(_TERMS)) if scale[term] > 0]
-    best, least = np.zeros(len(_TERMS)), math.inf
+    usable = [term for term in range(len(TERMS)) if scale[term] > 0]
+    best, least = np.zeros(len(TERMS)), math.inf
     # The best of all subsets whose solution has no negative part: with so few terms the exact answer is the simple one.
     for count in range(1, len(usable) + 1):
         for subset in map(list, itertools.combinations(usable, count)):
             found, *_ = np.linalg.lstsq(relative[:, subset] / scale[subset], np.ones(len(points)), rcond=None)
             missed = float(((relative[:, subset] / scale[subset] @ found - 1) ** 2).sum())
             if found.min() >= 0 and missed < least * (1 - 1e-9):
-                best, least = np.zeros(len(_TERMS)), missed
+                best, least = np.zeros(len(TERMS)), missed
                 best[subset] = found / scale[subset]
     errors = 100 * np.abs(relative @ best - 1)
     p50, p95 = (float(value) for value in np.percentile(errors, [50, 95]))
-    return dict(zip(_TERMS, map(float, best), strict=True)), p50, p95
+    return dict(zip(TERMS, map(float, best), strict=True)), p50, p95
 
 
 def machine_kind() -> str:
@@ -228,11 +234,11 @@ def machine_kind() -> str:
     return f"{named[0] if named else platform.processor() or platform.machine()}, {cores} cores"
 
 
-_TERMS = (
+TERMS = (
     *("step_s", "first_sequence_s", "sequence_s", "context_token_s"),
     *("prefill_s", "prefill_token_s", "prefill_square_s"),
 )
-_NUMBERS = (*_TERMS, "request_s", "points", "error_p50_percent", "error_p95_percent")
+_NUMBERS = (*TERMS, "request_s", "points", "error_p50_percent", "error_p95_percent")
 
 
 def _features(sequences: float, context_tokens: float, prefill_tokens: float) -> tuple[float, ...]:

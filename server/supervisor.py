@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import TextIO
 
-from contract import manifest
+from contract import manifest, step_model
 from contract.errors import TridentError
 from server import (
     installation,
@@ -105,6 +105,11 @@ class Supervisor:
         self._engine_folder = (settings.engines_dir / settings.engine).absolute()
         engine = self._engine = manifest.verify(self._engine_folder)
         preflight.check(engine, self._engine_folder)
+        try:
+            step_model.of_engine(self._engine_folder)
+        except TridentError as error:
+            if (self._engine_folder / step_model.FILE_NAME).exists():
+                self._print(f"costs are learned from requests: {error}")
         self._installation = installation.find(settings.tritonserver)
         self._pipeline = read_pipeline(settings.model_repository, settings.engine, served_model(engine.kind))
         ports.check(settings.host, settings.ports)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from contract import failpoint, prometheus
+from contract import failpoint, prometheus, step_model
+from contract.errors import InvalidArgument
+from contract.step_model import StepModel
 
 _REQUESTS = "nv_trt_llm_request_metrics"
 _KV_CACHE = "nv_trt_llm_kv_cache_block_metrics"
@@ -22,7 +25,7 @@ class ReplicaMetrics:
 
     running, waiting, max_running: requests. kv_usage: fraction of the KV blocks in use, 0 to 1.
     steps: iterations of the engine so far. engine: SHA-256 of its manifest. kind: cpu, llmapi or trtllm.
-    adapters: names of its LoRA adapters.
+    adapters: names of its LoRA adapters. step: how long its steps take, if it was calibrated.
     """
 
     running: int = 0
@@ -33,6 +36,7 @@ class ReplicaMetrics:
     engine: str = ""
     kind: str = ""
     adapters: tuple[str, ...] = ()
+    step: StepModel | None = None
 
 
 def read(text: str) -> ReplicaMetrics:
@@ -40,7 +44,7 @@ def read(text: str) -> ReplicaMetrics:
 
     Raises ValueError for text that is not Prometheus' format, and for values out of range.
     """
-    metrics = prometheus.parse(text, (_REQUESTS, _KV_CACHE, _GENERAL, _ENGINE, _ADAPTERS))
+    metrics = prometheus.parse(text, (_REQUESTS, _KV_CACHE, _GENERAL, _ENGINE, _ADAPTERS, step_model.METRIC))
     engine = next((labels for labels, _ in metrics.matching(_ENGINE)), {})
     lora = next((labels for labels, _ in metrics.matching(_ADAPTERS)), {})
     slots = failpoint.value("metrics.lie")
@@ -55,7 +59,19 @@ def read(text: str) -> ReplicaMetrics:
         engine=engine.get("manifest_sha256", ""),
         kind=engine.get("kind", ""),
         adapters=tuple(filter(None, lora.get("running_lora_adapters", "").split(","))),
+        step=_step(metrics, engine.get("manifest_sha256", "")),
     )
+
+
+def _step(metrics: prometheus.Metrics, engine: str) -> StepModel | None:
+    terms = metrics.by_label(step_model.METRIC, "term")
+    if not terms:
+        return None
+    known: dict[str, Any] = {name: terms.get(name, 0.0) for name in step_model.TERMS}
+    try:
+        return StepModel(manifest_sha256=engine, machine="", source=step_model.MEASURED, made="", **known)
+    except InvalidArgument as exc:
+        raise ValueError(f"{step_model.METRIC}: {exc}") from exc
 
 
 def _bounded(metrics: prometheus.Metrics, name: str, limit: float, **labels: str) -> float:

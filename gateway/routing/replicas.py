@@ -52,6 +52,7 @@ _LOG = logging.getLogger(__name__)
 MAX_METRICS_BYTES = 4 * 1024 * 1024
 # A shorter beginning is computed faster than it is worth sending a request out of its way.
 SHORTEST_PREFIX = 256
+TYPICAL_CONTEXT = 512  # tokens of a sequence, as long as nothing was learned from requests
 FAILOVER = RetryPolicy(attempts=4)
 
 
@@ -95,9 +96,15 @@ class RoutedReplica(Replica):
             waiting=self.metrics.waiting,
             max_running=self.metrics.max_running,
             kv_usage=self.metrics.kv_usage,
-            tokens_per_s=self.work.pace.tokens_per_s(self.metrics.max_running),
+            tokens_per_s=self.tokens_per_s(self.metrics.max_running),
         )
         return Candidate(load, not self.breaker.allows(now_s), now_s - self.healthy_since_s)
+
+    def tokens_per_s(self, slots: int) -> float:
+        """Return the pace with all slots taken: as learned from requests, before that as calibrated; 0 if unknown."""
+        step = self.metrics.step
+        calibrated = step.decode_tokens_per_s(slots, TYPICAL_CONTEXT) if step else 0.0
+        return self.work.pace.tokens_per_s(slots) or calibrated
 
     @property
     def own(self) -> int:
@@ -395,8 +402,15 @@ class Replicas:
         return Route(self, routing, pinned, traceparent, payload, blocks)
 
     def costs_of(self, replica: RoutedReplica) -> Costs:
-        """Return the cost model of the replica's kind: of all that serve the same engine."""
-        return self._costs.setdefault(replica.metrics.engine, Costs())
+        """Return the cost model of the replica's kind: of all that serve the same engine. It begins with the engine's
+        step model, if the engine was calibrated."""
+        engine, step = replica.metrics.engine, replica.metrics.step
+        if engine not in self._costs:
+            weight = step.prefill_weight(max(1, replica.slots), TYPICAL_CONTEXT) if step else 0.0
+            self._costs[engine] = Costs(weight) if weight else Costs()
+            origin = "its step model" if weight else "defaults: it was not calibrated"
+            _LOG.info("engine %s: costs are learned from requests and begin with %s", engine[:12], origin)
+        return self._costs[engine]
 
     def prompt_weight(self) -> float:
         """Return the work of a prompt token in tokens of decoding: the mean over the engines."""

@@ -121,7 +121,7 @@ class StateMetrics:
             replica_waiting="Requests waiting at the replica, by its metrics",
             replica_kv_usage_ratio="KV cache blocks in use, by the replica's metrics",
             replica_slots="Requests that the replica runs at once, by its metrics; 0 if unknown",
-            replica_tokens_per_second="Tokens of decoding per second with all slots taken, as measured; 0 if unknown",
+            replica_tokens_per_second="Tokens of decoding per second with all slots taken, 0 if unknown",
         )
         text = "Output tokens that the gateway relayed from the replica"
         tokens = CounterMetricFamily("trident_gateway_replica_tokens", text, labels=("replica", "pool"))
@@ -135,7 +135,7 @@ class StateMetrics:
                 "replica_waiting": replica.metrics.waiting,
                 "replica_kv_usage_ratio": replica.metrics.kv_usage,
                 "replica_slots": replica.slots,
-                "replica_tokens_per_second": replica.work.pace.tokens_per_s(replica.slots),
+                "replica_tokens_per_second": replica.tokens_per_s(replica.slots),
             }
             _add(families, (replica.url, replica.pool), values)
         for upstream in self.upstreams():

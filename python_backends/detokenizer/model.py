@@ -6,11 +6,14 @@ model's, so it checks the mark and cancels the stream at the engine (python_back
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import numpy as np
 
 from contract import manifest as manifests
+from contract import step_model
+from contract.errors import EngineFailed, NotFound
 from python_backends.detokenizer.decoding import Decoding
 from python_backends.detokenizer.in_band_streams import InBandStreams
 from python_backends.detokenizer.request_id_streams import RequestIdStreams, RequestIdTable
@@ -55,6 +58,9 @@ class TritonPythonModel:
             kind=manifest.kind,
             manifest_sha256=digest,
         )(1)
+        with contextlib.suppress(NotFound, EngineFailed):  # the supervisor has said why there is none
+            for term, value in step_model.of_engine(settings.engine_dir).terms.items():
+                self._metrics.gauge(step_model.METRIC, "What a part of an engine step takes", term=term)(value)
         self._metrics.flush()
         self._detokenize_phase = self._metrics.histogram(
             PHASES, PHASES_HELP, TTFT_BUCKETS, model="detokenizer", phase="detokenize"

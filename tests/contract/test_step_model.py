@@ -29,7 +29,7 @@ times = st.floats(0.0, 1.0)
 
 @st.composite
 def models(draw):
-    terms = {name: draw(times) for name in step_model._TERMS}
+    terms = {name: draw(times) for name in step_model.TERMS}
     return dataclasses.replace(SOME, **terms | {"step_s": draw(st.floats(1e-6, 1.0))})
 
 

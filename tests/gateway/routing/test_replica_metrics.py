@@ -50,3 +50,14 @@ def test_a_page_that_says_what_cannot_be_is_no_page(value: str):
             read(f"{family} {value}\n")
     with pytest.raises(ValueError, match="fraction"):
         read(f'nv_trt_llm_kv_cache_block_metrics{{kv_cache_block_type="fraction"}} {value}\n')
+
+
+STEP = 'trident_engine_step_seconds{term="step_s"} 0.01\ntrident_engine_step_seconds{term="sequence_s"} 0.001\n'
+
+
+def test_a_calibrated_engine_tells_how_long_its_steps_take():
+    step = read(PAGE + STEP).step
+    assert step is not None and step.seconds(8, 0, 0) == pytest.approx(0.018)
+    assert read(PAGE).step is None
+    with pytest.raises(ValueError, match="trident_engine_step_seconds: step_s: must be a finite number from 0"):
+        read(STEP.replace("0.01", "NaN"))
