@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 # Longer than any request takes, queueing included; the caller passes the real bound.
 LEASE_S = 900.0
 _PURGE_EVERY = 1024  # reservations between two removals of idle buckets
-_SETTLE_ATTEMPTS = 5
+_SETTLE_ATTEMPTS = 5  # while the gateway stops; else until the lease ends
+_LONGEST_PAUSE_S = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -168,7 +170,7 @@ class RedisStore:
     """Buckets that many gateways share. One script call, so that Redis runs it as a whole.
 
     ``clock`` None: the server's own, the only one that all gateways agree on. Settlements are written in background
-    tasks; one that cannot be written is tried again, and in the end its lease expires and all of it counts as used.
+    tasks; one that cannot be written is tried again until its lease expires: then all of it counts as used.
     """
 
     def __init__(
@@ -183,11 +185,12 @@ class RedisStore:
         self._lease_s = lease_s
         self._prefix = prefix
         self._writing: set[asyncio.Task[None]] = set()
+        self._stopping = asyncio.Event()
         self._unsettled: set[str] = set()  # two settlements of one reservation might overtake each other on the way
 
     async def reserve(self, levels: Sequence[Level], tokens: int, least: int | None = None) -> Reservation:
         """Reserve as BudgetStore does; raises Unavailable if the store cannot be reached."""
-        from redis.exceptions import RedisError
+        from redis.exceptions import RedisError, TimeoutError
 
         required = demands(levels, tokens, least)
         reservation_id = secrets.token_hex(8)
@@ -203,6 +206,8 @@ class RedisStore:
             raise
         except RedisError as exc:
             _log.warning("the budget store does not answer: %s", exc)  # callers need not know where it is
+            if isinstance(exc, TimeoutError):  # a server that hangs may take the reservation later
+                self._in_background(self._undo(call, pending))
             raise Unavailable("the budget store does not answer", 1.0) from exc
         standings = tuple(Standing(demand, float(left)) for demand, left in zip(required, balances, strict=True))
         if granted == 1 and any(demand.held for demand in required):
@@ -219,6 +224,7 @@ class RedisStore:
         self._in_background(self._settle(reservation, used))
 
     async def aclose(self) -> None:
+        self._stopping.set()
         while self._writing:
             await asyncio.gather(*self._writing, return_exceptions=True)
 
@@ -228,20 +234,30 @@ class RedisStore:
         task.add_done_callback(self._writing.discard)
 
     async def _undo(self, call: asyncio.Future, pending: Reservation) -> None:
-        with contextlib.suppress(Exception):  # settling a reservation that was not made does nothing
-            await call
+        await asyncio.wait((call,))  # settling a reservation that was not made does nothing
         await self._settle(pending, 0)
+        if call.cancelled() or call.exception() is not None:  # the reservation may have come after the settlement
+            await self._pause(_LONGEST_PAUSE_S)
+            await self._settle(pending, 0)
 
     async def _settle(self, reservation: Reservation, used: int) -> None:
         from redis.exceptions import RedisError
 
-        for attempt in range(_SETTLE_ATTEMPTS):
+        until_s, attempt = time.monotonic() + self._lease_s, 0
+        while time.monotonic() < until_s and (attempt < _SETTLE_ATTEMPTS or not self._stopping.is_set()):
             try:
                 await self._call(reservation, used)
                 return
             except RedisError as exc:
-                _log.warning("a settlement could not be written, attempt %d: %s", attempt + 1, exc)
-                await asyncio.sleep(0.1 * 2**attempt)
+                attempt += 1
+                _log.warning("a settlement could not be written, attempt %d: %s", attempt, exc)
+                await self._pause(min(0.1 * 2 ** min(attempt, 8), _LONGEST_PAUSE_S))
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait so long, or a tenth of it where the gateway stops."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+            await asyncio.sleep(seconds / 10)
 
     async def _call(self, reservation: Reservation, used: int | None) -> list:
         required = [standing.demand for standing in reservation.standings]

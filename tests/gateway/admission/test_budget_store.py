@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import shutil
+import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -214,3 +217,37 @@ async def test_a_store_that_is_gone_is_unavailable(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="budget store"):
         await RedisStore(redis).reserve(_levels(), 1)
     await redis.aclose()
+
+
+@pytest.mark.slow
+async def test_a_redis_that_hangs_or_is_away_for_seconds_leaves_no_tokens_reserved(tmp_path: Path) -> None:
+    """Found by chaos: settlements were given up after 3 s, and a reservation that timed out was taken later."""
+    path = tmp_path / "redis"
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not on PATH (Debian: apt-get install redis-server)")
+    command = ["redis-server", "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(tmp_path)]
+    server = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+    redis = connect(f"unix://{path}", timeout_s=0.3)
+    store = RedisStore(redis)
+    try:
+        while not path.exists():
+            await asyncio.sleep(0.01)
+        reservation = await store.reserve(_levels(), 30)
+        os.kill(server.pid, signal.SIGSTOP)
+        store.settle(reservation, 10)
+        with pytest.raises(Unavailable):
+            await store.reserve(_levels(), 20)
+        await asyncio.sleep(4.0)
+        os.kill(server.pid, signal.SIGCONT)
+        for _ in range(200):
+            held = {key: float(await redis.hget(key, "held")) for key in await redis.keys("*") if b"leases" not in key}
+            if held and not any(held.values()) and not store._writing:
+                break
+            await asyncio.sleep(0.05)
+        assert held and not any(held.values())
+        assert _left(await store.reserve(_levels(), 0))[ORG] == pytest.approx(5990, abs=1)
+    finally:
+        await store.aclose()
+        await redis.aclose()
+        server.kill()
+        await server.wait()
