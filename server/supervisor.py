@@ -293,7 +293,10 @@ class Supervisor:
         if (record.state, record.reason) == (before.state, before.reason):
             return
         self._since = status.utc_now()
-        self._write_status()
+        try:
+            self._write_status()
+        except OSError as exc:  # full disk: the server serves on
+            self._print(f"the status file cannot be written and says what was before: {exc}")
         if self._registration is not None and record.state is not State.DRAINING:  # whose withdrawal is awaited
             self._registration.changed()
         elapsed_s = record.since_s - before.since_s

@@ -403,6 +403,16 @@ def test_paths_with_shell_metacharacters_are_served(fixture_settings, tmp_path):
     assert not list(Path("/dev/shm").glob(f"{shared_memory.port_prefix(fixture_settings['grpc_port'])}*"))
 
 
+def test_a_full_disk_does_not_end_a_supervisor_that_restarts_its_server(serve, tmp_path):
+    full = tmp_path / "full"
+    with serve(env={"TRIDENT_FAILPOINTS": f"disk.full@{full}"}) as replica:
+        full.touch()
+        old = replica.server_pid
+        os.kill(old, signal.SIGKILL)
+        assert gone([old]) and wait_until(lambda: is_ready(replica) or replica.process.poll() is not None)
+        assert replica.process.poll() is None and "No space left" in replica.output.read_text()
+
+
 def test_crashes_leave_no_files_in_shared_memory_while_the_supervisor_runs(serve):
     with serve() as replica:
         names = {file.name for file in files_of(replica)}
