@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m chaos", description="Faults on a real fleet, and what must hold.")
     parser.add_argument("--seed", type=int, default=1, help="of the first scenario (1)")
     parser.add_argument("--count", type=int, default=3, help="scenarios, of consecutive seeds (3)")
-    parser.add_argument("--scenario", type=Path, help="script to run instead")
+    parser.add_argument("--scenario", type=Path, help="script to run instead, or a folder of them")
     parser.add_argument("--duration", type=float, default=25.0, help="seconds of load in each scenario (25)")
     parser.add_argument("--limit-s", type=float, default=600.0, help="begin no scenario after so many seconds (600)")
     parser.add_argument("--shrink", type=int, default=6, help="runs to shorten a failing scenario (6); 0: none")
@@ -46,9 +46,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _main(given: argparse.Namespace) -> int:
-    seeds = range(given.seed, given.seed + given.count)
-    drawn = [scenario.draw(seed, given.duration) for seed in seeds]
-    scripts = [scenario.read(given.scenario)] if given.scenario else drawn
+    scripts = [scenario.draw(seed, given.duration) for seed in range(given.seed, given.seed + given.count)]
+    if given.scenario:
+        files = sorted(given.scenario.glob("*.chaos")) if given.scenario.is_dir() else [given.scenario]
+        scripts = [scenario.read(file) for file in files]
     if given.show:
         print("\n".join(map(str, scripts)), end="")
         return 0

@@ -41,8 +41,8 @@ async def run(scenario: Scenario, folder: Path, plant: str = "") -> tuple[list[V
 
 
 async def _observed(fleet: Fleet, scenario: Scenario) -> Record:
-    texts = [await undisturbed(replica.grpc_url) for replica in fleet.replicas.values()]
-    record = Record(texts[0], LEAST_REPLICAS, max(invariants.RECOVERY_S, 3 * fleet.start_s))
+    expected = await undisturbed(fleet.replicas["replica-1"].grpc_url)
+    record = Record(expected, LEAST_REPLICAS, max(invariants.RECOVERY_S, 3 * fleet.start_s))
     record.held_s = {name: alerts.held_s(name) for name in invariants.ALERTS}
     await Load(fleet.http, fleet.grpc, dict.fromkeys(KEYS, KEYS["plain"])).run(scenario.seed, WARM_S, scenario.rate)
     before, wall_s = fleet.resources(), time.time()

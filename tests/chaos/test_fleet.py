@@ -12,7 +12,8 @@ from gateway.config.configuration import Configuration
 def test_the_gateways_accept_the_configuration(tmp_path):
     file = tmp_path / "gateway.toml"
     file.write_text(fleet.configuration("redis://127.0.0.1:1/0"))
-    found = Configuration(file, {}, [""])
+    keys = ",".join(f"{tenant}/chaos/one={key}" for tenant, key in fleet.KEYS.items())
+    found = Configuration(file, {"TRIDENT_GATEWAY_API_KEYS": keys}, {"": 1.0})
     assert not found.keyless
     for tenant, key in fleet.KEYS.items():
         assert found.tenant(key).name == f"{tenant}/chaos"
@@ -21,7 +22,6 @@ def test_the_gateways_accept_the_configuration(tmp_path):
 def test_a_process_that_ends_is_started_again(tmp_path, monkeypatch):
     monkeypatch.setattr(fleet, "RESTART_S", 0.0)
     process = Process("sleeper", ["sleep", "60"], tmp_path)
-    process.start()
     try:
         os.kill(first := process.pid, signal.SIGKILL)
         deadline_s = time.monotonic() + 10
