@@ -47,7 +47,7 @@ export TRIDENT_GATEWAY_METRICS_PORT ?= $(METRICS_PORT)
 export TRIDENT_GATEWAY_BATCH_DB ?= .triton/batches.sqlite
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-build setup-fleet fleet fleet-load test-fleet demo demo-model serve gateway up chat build-engine plan-engine quality test-build test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf chaos clean
+.PHONY: help setup setup-build setup-fleet fleet fleet-load test-fleet demo demo-model serve gateway up chat build-engine plan-engine quality test-build simulate test-simulator test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf chaos clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -130,7 +130,7 @@ test: test-fast ## every test but those of test-build; the files with a real tri
 	$(BIN)/python -m pytest -m "end_to_end or slow" -n 2 --dist loadfile
 
 # One process for each part: every worker of pytest-xdist would collect all tests again, 12 s of CPU each.
-FAST := -m "not end_to_end and not slow and not build_env"
+FAST := -m "not end_to_end and not slow and not build_env and not simulation"
 test-fast: setup ## the tests that need no server, in three processes (some wait more than they work)
 	@$(MAKE) --no-print-directory --keep-going --jobs=3 --output-sync=target fast-gateway fast-build fast-rest
 
@@ -145,10 +145,17 @@ fast-rest:
 
 search: setup ## the property tests with new examples, drawn by SEED
 	@echo "hypothesis seed $(SEED); repeat with: make search SEED=$(SEED)"
-	$(BIN)/python -m pytest -m "hypothesis and not end_to_end and not slow and not build_env" -n 3 --hypothesis-profile=search --hypothesis-seed=$(SEED)
+	$(BIN)/python -m pytest -m "hypothesis and not end_to_end and not slow and not build_env and not simulation" -n 3 --hypothesis-profile=search --hypothesis-seed=$(SEED)
 
 test-build: setup-build ## the tests that need torch and ModelOpt
 	$(BUILD_BIN)/python -m pytest -m build_env $$(grep -rl --include='test_*.py' mark.build_env tests)
+
+SCENARIO ?= simulator/scenarios/flash-crowd.toml
+simulate: setup ## what the gateway and the scaling law make of SCENARIO, in virtual time (docs/simulator.md)
+	$(BIN)/python -m simulator run $(call quoted,SCENARIO) --seed $(SEED)
+
+test-simulator: setup ## the scenarios that ship, days of the scaling law and fairness under the simulator (a minute)
+	$(BIN)/python -m pytest -q -m simulation tests/simulator
 
 test-fleet: setup setup-fleet ## a fleet under a real Ray that scales, rolls out and loses processes (2 minutes)
 	$(BIN)/python -m pytest -q tests/cluster/ray/test_fleet.py

@@ -19,7 +19,7 @@ from contract.errors import InvalidArgument, NotFound
 # Okabe and Ito's colours, distinguishable with colour vision deficiencies.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#666666"
 BIN_S = 0.25
-_STYLE = {
+STYLE = {
     "figure.dpi": 130,
     "font.size": 9,
     "axes.spines.top": False,
@@ -47,7 +47,7 @@ def draw(result: Path, out: Path) -> list[Path]:
     runs = _read(result)
     out.mkdir(parents=True, exist_ok=True)
     written = []
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         if len(runs) > 1:
             written.append(_curve(plt, runs, out / f"{result.stem}-throughput-latency.png"))
         written.append(_distributions(plt, runs, out / f"{result.stem}-distributions.png"))

@@ -81,6 +81,7 @@ class Service:
         replicas: Replicas | None = None,
         tracing: Tracing | None = None,
         link: HubLink | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         self.settings, self.configuration = settings, configuration
         self.keys = keys or configuration
@@ -109,6 +110,7 @@ class Service:
             target_pool=self.overflow.pool,
             prompt_weight=self.replicas.prompt_weight,
             make_slots=link.slots if link else PoolSlots,
+            rng=rng,
         )
         self.models = Models(settings.model, settings.triton_model, settings.tokenizer, self.replicas.adapters)
         self._prepare(policy)
@@ -118,7 +120,7 @@ class Service:
         self.releases = Releases(self.metrics.outcomes, self._rolled_back, self.tell_workers, self.replicas.ready_in)
         self.replicas.on_call, self.admission.on_refusal = self.metrics.called, self.metrics.refused
         self.state_metrics = self._state_metrics()
-        self.shadow = Shadow(self.replicas, random.Random(), self.metrics.copied, self.metrics.generated)
+        self.shadow = Shadow(self.replicas, rng or random.Random(), self.metrics.copied, self.metrics.generated)
         self._runtime = GenerationRuntime(
             settings,
             self.replicas,

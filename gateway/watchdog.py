@@ -25,12 +25,17 @@ class Watchdog:
     def __init__(self, shortest_timeout_s: float, on_lag: Callable[[float], object] = lambda lag_s: None) -> None:
         self.period_s = min(1.0, max(0.01, shortest_timeout_s / 4))
         self._on_lag = on_lag
-        self._watched: set[Watched] = set()
-        self.add, self.discard = self._watched.add, self._watched.discard
+        self._watched: dict[Watched, None] = {}  # in the order they were added
 
     def __len__(self) -> int:
         """Return the number of objects that are checked."""
         return len(self._watched)
+
+    def add(self, watched: Watched) -> None:
+        self._watched[watched] = None
+
+    def discard(self, watched: Watched) -> None:
+        self._watched.pop(watched, None)
 
     async def run(self) -> None:
         """Run until it is cancelled."""

@@ -23,6 +23,7 @@ from contract.prometheus import Metrics
 
 _LOG = logging.getLogger(__name__)
 _POOL, _REPLICA = "trident_gateway_pool_", "trident_gateway_replica_"
+PREFIXES = _POOL, _REPLICA  # of what is read of a page
 _ARRIVED, _BACKLOG = f"{_POOL}arrived_tokens_total", f"{_POOL}backlog_tokens"
 MAX_BYTES, LARGEST = 4 * 1024 * 1024, 1e15
 TIMEOUT_S = 2.0  # of one page
@@ -112,7 +113,7 @@ class Reader:
                     text += part
                     if len(text) > MAX_BYTES:
                         raise ValueError(f"larger than {MAX_BYTES} bytes")
-            page.take(prometheus.parse(text.decode(), (_POOL, _REPLICA)), time.monotonic())
+            page.take(prometheus.parse(text.decode(), PREFIXES), time.monotonic())
             page.problem = ""
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as exc:
             if not page.problem:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from contract import toml_table
 from contract.errors import InvalidArgument
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _LOG = logging.getLogger(__name__)
 _Replicas = Annotated[int, Field(ge=0, le=10_000)]
@@ -104,6 +99,16 @@ class Rules(BaseModel):
     defaults: PoolRules = PoolRules()
     pools: Mapping[str, PoolRules] = {}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _full(cls, table: Any) -> Any:
+        """Give every pool what it does not name from the defaults."""
+        pools, defaults = (table.get(name, {}) for name in ("pools", "defaults"))
+        if not (isinstance(pools, dict) and isinstance(defaults, dict)):
+            return table
+        full = {name: {**defaults, **own} if isinstance(own, dict) else own for name, own in pools.items()}
+        return {**table, "pools": full}
+
     def of(self, pool: str) -> PoolRules:
         return self.pools.get(pool, self.defaults)
 
@@ -113,36 +118,7 @@ def read(path: str) -> Rules:
 
     Raises InvalidArgument that names the file, the field and what is allowed.
     """
-    if not path:
-        return Rules()
-    try:
-        table = tomllib.loads(Path(path).read_text("utf-8"))
-    except OSError as exc:
-        raise InvalidArgument(path, f"must be a file that can be read: {exc.strerror}") from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
-        raise InvalidArgument(path, f"must be TOML: {exc}") from exc
-    return of_table(table, path)
-
-
-def of_table(table: Mapping[str, Any], path: str = "rules") -> Rules:
-    """Return the rules of a table as in the file. path: named in errors. Raises InvalidArgument."""
-    pools, defaults = table.get("pools", {}), table.get("defaults", {})
-    if isinstance(pools, dict) and isinstance(defaults, dict):
-        full = {name: {**defaults, **own} if isinstance(own, dict) else own for name, own in pools.items()}
-        table = {**table, "pools": full}
-    try:
-        return Rules.model_validate(table)
-    except ValidationError as exc:
-        error = exc.errors(include_url=False)[0]
-        place = [str(part) for part in error["loc"] if part != "[key]"]
-        problem = f"must be {error['msg'].removeprefix('Input should be ')}, got {error['input']!r}"
-        if error["type"] == "value_error":  # a validator's own words
-            name, _, problem = str(error["ctx"]["error"]).partition(": ")
-            place.append(name)
-        elif error["type"] == "extra_forbidden":
-            allowed = PoolRules if len(place) > 1 else Rules
-            problem = f"is not known: must be one of {', '.join(allowed.model_fields)}"
-        raise InvalidArgument(f"{path}: {'.'.join(place)}", problem) from None
+    return toml_table.checked(Rules, toml_table.read(path) if path else {}, path)
 
 
 class RulesFile:

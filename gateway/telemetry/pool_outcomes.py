@@ -77,7 +77,7 @@ class Outcomes:
 class PoolOutcomes:
     """The outcomes of every pool, in slices of SLICE_S, for LONGEST_S. ``fold`` them once a second."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._clock = clock
         self._fresh: defaultdict[str, Outcomes] = defaultdict(Outcomes)
         self._slices: defaultdict[str, deque[tuple[int, Outcomes]]] = defaultdict(

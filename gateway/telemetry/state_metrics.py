@@ -35,7 +35,7 @@ class ReplicaSeconds:
     healthy: returns the number of healthy replicas now.
     """
 
-    def __init__(self, healthy: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, healthy: Callable[[], int], clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._healthy, self._clock = healthy, clock
         self._at_s, self._count, self._total = clock(), 0, 0.0
 

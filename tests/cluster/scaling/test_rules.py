@@ -6,8 +6,9 @@ import os
 
 import pytest
 
-from cluster.scaling.rules import PoolRules, RulesFile, of_table, read
+from cluster.scaling.rules import PoolRules, Rules, RulesFile, read
 from contract.errors import InvalidArgument
+from contract.toml_table import checked
 
 
 def test_without_a_file_the_defaults_hold():
@@ -18,7 +19,7 @@ def test_without_a_file_the_defaults_hold():
 
 
 def test_a_pool_takes_what_it_does_not_name_from_the_defaults():
-    rules = of_table({"defaults": {"max_replicas": 4}, "pools": {"big": {"min_replicas": 2}}})
+    rules = Rules.model_validate({"defaults": {"max_replicas": 4}, "pools": {"big": {"min_replicas": 2}}})
     assert (rules.of("big").min_replicas, rules.of("big").max_replicas) == (2, 4)
     assert rules.of("other").max_replicas == 4
 
@@ -58,7 +59,7 @@ def test_the_ceiling_is_what_the_money_pays_for():
 )
 def test_what_is_wrong_is_named(table: dict, field: str, problem: str):
     with pytest.raises(InvalidArgument) as caught:
-        of_table(table, "scaling.toml")
+        checked(Rules, table, "scaling.toml")
     assert caught.value.field == f"scaling.toml: {field}" and problem in caught.value.problem
 
 

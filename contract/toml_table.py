@@ -1,0 +1,66 @@
+"""Read a TOML file into a pydantic model. What is wrong is named: the file, the field and what is allowed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from contract.errors import InvalidArgument
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """Return the table of a file. Raises InvalidArgument."""
+    try:
+        return tomllib.loads(Path(path).read_text("utf-8"))
+    except OSError as exc:
+        raise InvalidArgument(str(path), f"must be a file that can be read: {exc.strerror}") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise InvalidArgument(str(path), f"must be TOML: {exc}") from exc
+
+
+def checked(model: type[_Model], table: Mapping[str, Any], path: str) -> _Model:
+    """Return the model of a table. A validator of the model may begin its words with ``FIELD: ``.
+
+    Raises InvalidArgument for the first field that is wrong.
+    """
+    try:
+        return model.model_validate(table)
+    except ValidationError as exc:
+        error = exc.errors(include_url=False)[0]
+    place = [str(part) for part in error["loc"] if part != "[key]"]
+    problem = f"must be {error['msg'].removeprefix('Input should be ')}, got {error['input']!r}"
+    if error["type"] == "value_error":  # a validator's own words
+        words = str(error["ctx"]["error"])
+        name, _, problem = words.partition(": ") if not words.startswith("must") else ("", "", words)
+        place += [name] if name else []
+    elif error["type"] == "extra_forbidden":
+        problem = f"is not known: must be one of {', '.join(_fields(model, place[:-1]))}"
+    elif error["type"] == "missing":
+        problem = "must be set"
+    raise InvalidArgument(f"{path}: {'.'.join(place)}", problem)
+
+
+def _fields(model: type[BaseModel], place: list[str]) -> list[str]:
+    """Return the names allowed in the table at ``place``."""
+    for part in place:  # a key of a mapping, or the place in a list, changes nothing
+        if part in model.model_fields:
+            model = next(_models(model.model_fields[part].annotation), model)
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)

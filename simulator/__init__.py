@@ -1,0 +1,1 @@
+"""The gateway and the scaling law under a virtual clock: only engines, networks and users are modelled."""

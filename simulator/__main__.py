@@ -1,0 +1,60 @@
+"""``python -m simulator run SCENARIO`` and ``compare A B``; see docs/simulator.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from contract.errors import TridentError
+from simulator import fidelity, report, scenario
+from simulator.run import Result, run
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return 0, 1 if an invariant did not hold, 2 for a scenario that cannot be run."""
+    parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("run", help="simulate one scenario")
+    one.add_argument("scenarios", metavar="SCENARIO", type=Path, nargs=1)
+    two = commands.add_parser("compare", help="simulate two scenarios on the same random numbers")
+    two.add_argument("scenarios", metavar="SCENARIO", type=Path, nargs=2)
+    for command in (one, two):
+        command.add_argument("--seed", type=int, default=0)
+        command.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
+    one.add_argument("--plot", type=Path, metavar="OUT", help="draw a picture there (.png, .svg)")
+    options = parser.parse_args(arguments)
+    try:
+        read = [scenario.read(path) for path in options.scenarios]
+        results = [_simulated(one, options.seed) for one in read]
+        told = [report.of(result, fidelity.known(result.scenario)) for result in results]
+        shown, written = report.text(told[0]), told[0]
+        if options.command == "compare":
+            table, pairs = report.compared(results[0], results[1], told)
+            shown = "\n".join([*map(report.text, told), table])
+            written = {"first": told[0], "second": told[1], "pairs": pairs}
+        elif options.plot is not None:
+            report.plot(results[0], options.plot)
+        print(shown)
+        if options.json is not None:
+            options.json.write_text(json.dumps(written, sort_keys=True) + "\n", "utf-8")
+    except (TridentError, OSError) as exc:
+        print(f"simulator: {exc}", file=sys.stderr)
+        return 2
+    return int(any(result.violations for result in results))
+
+
+def _simulated(read: scenario.Scenario, seed: int) -> Result:
+    began_s = time.process_time()
+    found = run(read, seed)
+    took_s, requests = time.process_time() - began_s, len(found.everyone)
+    pace = f"{60 * requests / took_s:,.0f} a minute"
+    print(f"simulator: {read.name}: {requests} requests in {took_s:.1f} s of CPU, {pace}", file=sys.stderr)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

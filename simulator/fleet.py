@@ -1,0 +1,243 @@
+"""The replicas of all pools: started, stopped, scaled by the law, made to fail; and the gateways in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+from prometheus_client import CollectorRegistry, generate_latest
+
+from clients.replica_set.discovery import Discovery
+from clients.replica_set.replica_set import ReplicaSet
+from cluster.scaling.law import Decision, decide
+from cluster.scaling.reader import PREFIXES, Reader
+from contract import prometheus
+from contract.errors import InvalidArgument
+from gateway.config import pools
+from gateway.config.configuration import Configuration
+from gateway.config.settings import NoReplicas, Settings
+from gateway.config.tenants import API_KEYS
+from gateway.routing.registrations import Registered
+from gateway.routing.replica_metrics import ReplicaMetrics
+from gateway.routing.replicas import Replicas, RoutedReplica
+from gateway.service import Service
+from simulator.engine import Engine, StepModel
+from simulator.replica import Channel, Replica
+from simulator.scenario import Fault, Pool, Scenario
+
+BEAT_S = 1.0
+_DRAIN_S = 0.5  # between two looks at a replica that drains
+
+
+class Fleet:
+    """The replicas, by pool in the order of their starts. wanted, used_s (replica-seconds): by pool.
+
+    decisions: all of the law, with their times. blind: the gateways' metrics cannot be read.
+    """
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self._scenario, self._seed = scenario, seed
+        self._rng = random.Random(f"{seed} fleet")
+        self._loop = asyncio.get_running_loop()
+        self._models = {name: step_model(name, pool) for name, pool in scenario.pools.items()}
+        self.replicas: dict[str, list[Replica]] = {name: [] for name in scenario.pools}
+        self.hosts: dict[str, Replica] = {}
+        self.wanted = {name: pool.replicas for name, pool in scenario.pools.items()}
+        self.blind = False
+        self.gateways: list[Service] = []
+        self.decisions: list[tuple[float, str, Decision]] = []
+        self.used_s = dict.fromkeys(scenario.pools, 0.0)
+        self._states: dict[str, Any] = {}
+        self._tasks: set[asyncio.Task] = set()
+        for name, pool in scenario.pools.items():
+            for _ in range(pool.replicas):
+                self._start(name, pool, 0.0)
+
+    def present(self, pool: str) -> list[Replica]:
+        """Return the replicas that were ordered and not given back."""
+        return [replica for replica in self.replicas[pool] if replica.state not in ("draining", "gone")]
+
+    def ready(self, pool: str) -> int:
+        return sum(replica.state == "ready" for replica in self.replicas[pool])
+
+    def order(self, pool: str, wanted: int) -> None:
+        """Start or stop replicas; the youngest are stopped."""
+        self.wanted[pool], rules = wanted, self._scenario.pools[pool]
+        present = self.present(pool)
+        for _ in range(wanted - len(present)):
+            self._start(pool, rules, rules.start_s * self._rng.uniform(1 - rules.start_spread, 1 + rules.start_spread))
+        for replica in present[wanted:]:
+            self._keep(asyncio.create_task(self._stop(replica)))
+
+    async def run(self) -> None:
+        """Send the beats and count replica-seconds, until cancelled."""
+        before_s = self._loop.time()
+        while True:
+            now_s = self._loop.time()
+            for pool, replicas in self.replicas.items():
+                for replica in replicas:
+                    if replica.state == "starting" and now_s >= replica.ready_s:
+                        replica.state = "ready"
+                        replica.engine.resume()
+                    self.used_s[pool] += (replica.state != "gone") * (now_s - before_s)
+                    self._beat(replica)
+                replicas[:] = [replica for replica in replicas if replica.state != "gone"]
+            before_s = now_s
+            await asyncio.sleep(BEAT_S)
+
+    async def scale(self) -> None:
+        """Read the gateways' pages and do what the law decides, until cancelled."""
+        assert self._scenario.scaling is not None, "there are rules"
+        reader = _Reader(self)
+        while True:
+            await asyncio.sleep(self._scenario.interval_s)
+            await reader.read(cast(aiohttp.ClientSession, None))
+            for pool in self._scenario.pools:
+                rules, load = self._scenario.scaling.of(pool), reader.load(pool)
+                if load is None and pool not in self._states:  # nothing was ever known of it
+                    continue
+                decision = decide(rules, load, self._states.get(pool), time.time())
+                self._states[pool] = decision.state
+                self.decisions.append((self._loop.time(), pool, decision))
+                if decision.wanted != self.wanted[pool]:
+                    self.order(pool, decision.wanted)
+
+    async def fail(self, fault: Fault, began_s: float) -> None:
+        """Bring a fault about, and end it."""
+        await asyncio.sleep(began_s + fault.at_s - self._loop.time())
+        present = self.present(fault.pool)
+        hit = present if fault.replica is None else present[fault.replica : fault.replica + 1]
+        for begins in (True, False):
+            self.blind = begins if fault.kind == "metrics_outage" else self.blind
+            for replica in hit:
+                engine = replica.engine
+                if fault.kind == "slow":
+                    engine.slow *= fault.factor if begins else 1 / fault.factor
+                elif fault.kind == "network_delay":
+                    replica.delay_s += fault.delay_s if begins else -fault.delay_s
+                elif fault.kind == "metrics_outage":
+                    replica.blind = begins
+                elif begins:
+                    replica.die() if fault.kind == "kill" else replica.hang()
+                elif replica.state in ("dead", "hung"):
+                    restart_s = self._scenario.pools[replica.pool].start_s if replica.state == "dead" else 0.0
+                    replica.state, replica.ready_s = "starting", self._loop.time() + restart_s
+            if begins:
+                await asyncio.sleep(fault.for_s)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self, pool: str, rules: Pool, after_s: float) -> None:
+        number = len(self.hosts) + 1
+        rng = random.Random(f"{self._seed} engine {pool} {number}")
+        replica = Replica(pool, number, partial(Engine, self._models[pool], rules, rng), self._loop.time() + after_s)
+        if not after_s:
+            replica.state = "ready"
+        self.hosts[replica.host] = replica
+        self.replicas[pool].append(replica)
+        self._beat(replica)
+
+    async def _stop(self, replica: Replica) -> None:
+        """Withdraw, drain, end."""
+        replica.state = "draining" if replica.state == "ready" else "gone"
+        for gateway in self.gateways:
+            gateway.replicas.registrations.withdraw(replica.address)
+        while replica.state == "draining":
+            await asyncio.sleep(_DRAIN_S)
+            if not replica.calls:
+                replica.state = "gone"
+
+    def _beat(self, replica: Replica) -> None:
+        if replica.state in ("starting", "ready"):
+            registration = replica.registration(self._loop.time())
+            for gateway in self.gateways:
+                gateway.replicas.registrations.put(replica.address, registration)
+
+    def _keep(self, task: asyncio.Task) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def step_model(name: str, pool: Pool) -> StepModel:
+    """Return the step model of a pool. Raises InvalidArgument for an engine without one."""
+    if pool.step is not None:
+        return pool.step
+    raise InvalidArgument(f"pools.{name}.engine", "must be an engine with a step model")
+
+
+class _Replicas(Replicas):
+    """The gateway's own, whose replicas are models and register themselves whatever the policy lists."""
+
+    def __init__(self, settings: Settings, rng: random.Random, fleet: Fleet) -> None:
+        self._fleet = fleet
+        super().__init__(settings, rng)
+
+    def _source(self, pool: str, where: str) -> Discovery:
+        return Registered(NoReplicas(), self.registrations, pool)
+
+    def _set(self, pool: str, discovery: Discovery) -> ReplicaSet[RoutedReplica]:
+        made = super()._set(pool, discovery)
+        make = made._make
+
+        def connected(url: str) -> RoutedReplica:
+            replica = make(url)
+            channel: Any = Channel(self._fleet.hosts[url.rpartition(":")[0]], replica.channel.connection)
+            replica.channel = channel
+            return replica
+
+        made._make = connected
+        return made
+
+    async def _scrape(self, url: str) -> ReplicaMetrics | None:
+        return self._fleet.hosts[url.removeprefix("http://").rpartition(":")[0]].metrics()
+
+
+class _Reader(Reader):
+    """The scaler's own, but for the HTTP between it and the gateways."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__([f"http://gateway:{number + 1}/metrics" for number in range(len(fleet.gateways))])
+        self._fleet = fleet
+
+    async def _read(self, http: object, url: str, page: Any) -> None:
+        if not self._fleet.blind:
+            gateway = self._fleet.gateways[int(url.split(":")[2].removesuffix("/metrics")) - 1]
+            text = generate_latest(cast(CollectorRegistry, gateway.state_metrics)).decode()
+            page.take(prometheus.parse(text, PREFIXES), time.monotonic())
+
+
+def gateway(scenario: Scenario, keys: Sequence[str], fleet: Fleet, seed: int, number: int, folder: Path) -> Service:
+    """Return one gateway, not started. keys: org/team/key of the people. folder: for its copy of the policy.
+
+    Raises InvalidArgument for a policy or settings that cannot be used.
+    """
+    given = scenario.gateway
+    environ = {f"TRIDENT_GATEWAY_{name.upper()}": value for name, value in given.settings.items()}
+    environ |= {"TRIDENT_GATEWAY_REPLICAS": ";".join(f"{pool}=registered" for pool in scenario.pools)}
+    settings = Settings.from_environment(environ)
+    path = Path(shutil.copy(given.policy, folder / f"{number}.toml")) if given.policy else None
+    known = Configuration(path, {}, pools.of(settings))
+    new = [key for key in keys if key and known.named(key.rpartition("/")[0], key) is None]
+    environ = {API_KEYS: ",".join(f"{key}=simulated-{key.replace('/', '-')}-key" for key in new)} if new else {}
+    configuration = Configuration(path, environ, pools.of(settings))
+    policy, sources = configuration.policy, configuration.pools.sources
+    for field, problem, holds in (
+        ("overflow", "must be pools in a simulation", any(one.upstreams for one in policy.overflow.values())),
+        ("models", "must have no tokenizer in a simulation", any(model.tokenizer for model in policy.models.values())),
+        ("budgets.redis", "must be left out in a simulation", policy.budgets.redis),
+        ("pools", f"must be of {', '.join(scenario.pools)}, got {', '.join(sources)}", sources.keys() - scenario.pools),
+    ):
+        if holds:
+            raise InvalidArgument(f"{given.policy}: {field}", problem)
+    rng = random.Random(f"{seed} gateway {number}")
+    return Service(settings, configuration, replicas=_Replicas(settings, rng, fleet), rng=rng)

@@ -1,0 +1,90 @@
+"""What must hold in any run, whatever the policy: kept apart from what the gateway and the law believe."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from cluster.scaling.law import Decision
+from cluster.scaling.rules import PoolRules
+from contract.generation import Usage
+from gateway.admission.budget_store import MemoryStore
+from gateway.config.tenant import Level
+from gateway.service import Service
+
+_SLACK = 1e-6
+
+
+class Ledger:
+    """Counts on its own what people send and get. violations: what did not hold, and how often.
+
+    gateways: each has budgets of its own, unless they share a store.
+    """
+
+    def __init__(self, began_s: float, gateways: int) -> None:
+        self._began_s, self._gateways = began_s, gateways
+        self.violations: Counter[str] = Counter()
+        self._open: Counter[str] = Counter()
+        self._used: dict[str, tuple[Level, float]] = {}
+
+    def broken(self, text: str) -> None:
+        self.violations[text] += 1
+
+    def began(self, name: str) -> None:
+        self._open[name] += 1
+
+    def ended(self, name: str) -> None:
+        self._open[name] -= 1
+
+    @property
+    def open(self) -> int:
+        """Requests that began and did not end."""
+        return sum(self._open.values())
+
+    def answered(self, levels: Iterable[Level], usage: Usage, received: int, due: int) -> None:
+        """Take note of a whole answer. received: tokens that came. due: that the engine makes for this prompt."""
+        if received != due:
+            self.broken("an answer had more or fewer tokens than the engine made")
+        if usage.output_tokens != received:
+            self.broken("the usage told other tokens than came")
+        for level in levels:
+            used = self._used.get(level.name, (level, 0.0))[1]
+            self._used[level.name] = level, used + usage.input_tokens + usage.output_tokens
+
+    def check(self, gateways: Iterable[Service], now_s: float) -> None:
+        """Check what holds at any time."""
+        held = sum(gateway.admission.running for gateway in gateways)
+        if held > self.open:
+            self.broken("more slots were held than requests were under way")
+        for name, (level, used) in self._used.items():
+            per_minute = level.limits.tokens_per_minute
+            if per_minute is None:
+                continue
+            burst = level.limits.burst_tokens or per_minute
+            allowed = self._gateways * (burst + per_minute / 60 * (now_s - self._began_s))
+            if used > allowed * (1 + _SLACK):
+                self.broken(f"the budget of {name} was exceeded")
+
+    def check_decision(self, rules: PoolRules, pool: str, decision: Decision) -> None:
+        if decision.wanted < rules.min_replicas:
+            self.broken(f"the law wanted fewer replicas of {pool!r} than min_replicas")
+        if decision.wanted > rules.ceiling:
+            self.broken(f"the law wanted more replicas of {pool!r} than its ceiling")
+
+    def check_end(self, gateways: Iterable[Service]) -> None:
+        """Check what holds when all requests have ended."""
+        if self.open:
+            self.violations["a request was lost: it never ended"] += self.open
+        for gateway in gateways:
+            for pool in gateway.replicas.pools:
+                if not gateway.admission.slots(pool).idle:
+                    self.broken(f"slots or queue of the pool {pool!r} were not given back")
+            if gateway._concurrency.fullness(""):
+                self.broken("places under the caps were not given back")
+            if len(gateway.live):
+                self.broken("generations were left in the gateway")
+            store = gateway.budgets
+            if isinstance(store, MemoryStore) and any(abs(bucket.held) > _SLACK for bucket in store._buckets.values()):
+                self.broken("reserved budget was not settled")
+            if any(replica.work.outstanding for replica in gateway.replicas.all()):
+                self.broken("work stayed reserved at a replica")

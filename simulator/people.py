@@ -1,0 +1,185 @@
+"""Those who send requests: every persona's open or closed loop, each request from its start to its only end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from itertools import count
+
+from benchmarks.arrivals import Arrival
+from benchmarks.record import Record
+from contract.errors import InvalidArgument, TridentError
+from contract.generation import GenerationRequest
+from gateway.config.tenant import Tenant
+from gateway.request_context import RequestContext
+from gateway.service import Service
+from gateway.telemetry.metrics import refusal_reason
+from simulator.invariants import Ledger
+from simulator.replica import Prompt
+from simulator.scenario import Persona
+
+_WORDS = "the quick brown fox jumps over a lazy dog while rain falls on some old grey roof "
+HOUR_S = 3600.0
+
+
+def _text(tokens: int, head: str) -> str:
+    """Return a prompt of about so many tokens, of four letters each."""
+    size = max(1, 4 * tokens - len(head))
+    return head + (_WORDS * (size // len(_WORDS) + 1))[:size]
+
+
+def tenant(gateway: Service, name: str, key: str) -> Tenant:
+    """Return the tenant of org/team/key. Raises InvalidArgument for none where the policy has keys."""
+    found = gateway.configuration.named(key.rpartition("/")[0], key) if key else None
+    if found is None:
+        if not gateway.configuration.keyless:
+            raise InvalidArgument(f"personas.{name}.key", f"must be org/team/key, since there are keys, got {key!r}")
+        return Tenant()
+    return found
+
+
+class People:
+    """One persona. ``run`` sends until ``until_s``; ``tasks`` are the requests under way, ``records`` all requests.
+
+    gateways: take requests in turn. began_s, until_s: on the loop's clock. start_hour: time of day at began_s.
+    """
+
+    def __init__(
+        self, name: str, persona: Persona, gateways: list[Service], ledger: Ledger, seed: int, start_hour: float
+    ) -> None:
+        self.name, self._persona, self._gateways, self._ledger = name, persona, gateways, ledger
+        self._loop = asyncio.get_running_loop()
+        self._rng = random.Random(f"{seed} {name}")
+        self._arrivals = random.Random(f"{seed} {name} arrivals")
+        self._start_hour, self._seed = start_hour, seed
+        self.records: list[Record] = []
+        self.tasks: set[asyncio.Task[Record]] = set()
+        self._turn = count()
+        self._tenants = [tenant(gateway, name, persona.key) for gateway in gateways]
+        # The whole prompts of a group begin alike, as long as they are.
+        groups = range(persona.prefix_groups if persona.prefix_tokens else 0)
+        self._prefixes = [_text(persona.prefix_tokens, f"{name} {group} ") for group in groups]
+
+    async def run(self, began_s: float, until_s: float) -> None:
+        persona = self._persona
+        begin_s = began_s + persona.from_s
+        end_s = min(until_s, began_s + persona.until_s) if persona.until_s is not None else until_s
+        if persona.arrivals is None:
+            users = [self._user(began_s, begin_s, end_s, number) for number in range(persona.users)]
+            await asyncio.gather(*users)
+            return
+        for arrival in persona.arrivals.instants(self._arrivals, end_s - begin_s):
+            at_s = begin_s + arrival.at_s
+            if self._arrivals.random() >= self._part(at_s - began_s):
+                continue
+            if at_s > self._loop.time():
+                await asyncio.sleep(at_s - self._loop.time())
+            self._send(at_s, self._rng, arrival)
+
+    async def _user(self, began_s: float, begin_s: float, end_s: float, number: int) -> None:
+        """Send, read, think, and again; a user stays away at hours with fewer users than his number."""
+        persona, rng = self._persona, random.Random(f"{self._seed} {self.name} {number}")
+        await asyncio.sleep(max(0.0, begin_s - self._loop.time()) + rng.random() * persona.think_s)
+        while (now_s := self._loop.time()) < end_s:
+            if number < persona.users * self._part(now_s - began_s):
+                await asyncio.shield(self._send(now_s, rng, session=f"{self.name}-{number}"))
+            await asyncio.sleep(rng.expovariate(1 / persona.think_s) if persona.think_s else 0.001)
+
+    def _part(self, passed_s: float) -> float:
+        """Return the part of the people that are there."""
+        day = self._persona.day
+        return day[int(self._start_hour + passed_s / HOUR_S) % 24] if day is not None else 1.0
+
+    def _send(
+        self, at_s: float, rng: random.Random, arrival: Arrival | None = None, session: str = ""
+    ) -> asyncio.Task[Record]:
+        persona = self._persona
+        tokens, answer = persona.input.draw(rng), persona.output.draw(rng)
+        if arrival is not None:
+            tokens, answer = arrival.input_tokens or tokens, arrival.output_tokens or answer
+        number = len(self.records)
+        shared, head = ("", 0), f"{number} "
+        if self._prefixes:
+            group = rng.randrange(len(self._prefixes))
+            tokens = max(tokens, persona.prefix_tokens + 1)
+            shared, head = (f"{self.name}/{group}", persona.prefix_tokens), f"{self._prefixes[group]}{number} "
+        if persona.sessions and not session:
+            session = f"{self.name}-{rng.randrange(persona.sessions)}"
+        prompt = Prompt.of(_text(tokens, head), tokens, answer, shared)
+        record = Record(number, at_s, at_s)
+        self.records.append(record)
+        request = GenerationRequest(prompt, max_tokens=persona.max_tokens or answer)
+        task = asyncio.create_task(self._request(record, request, session if persona.sessions else ""))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    async def _request(self, record: Record, request: GenerationRequest, session: str) -> Record:
+        persona = self._persona
+        self._ledger.began(self.name)
+        own, timer = asyncio.current_task(), None
+        if persona.patience_s and own is not None:
+            timer = self._loop.call_later(persona.patience_s, own.cancel)
+        try:
+            for attempt in count():
+                try:
+                    await self._attempt(record, request, session, timer)
+                    break
+                except TridentError as error:
+                    if attempt >= persona.retries or record.messages or not error.retry_after_s:
+                        raise
+                    await asyncio.sleep(error.retry_after_s)
+        except TridentError as error:
+            record.error = f"{refusal_reason(error)}: {error}"
+            record.retry_after = bool(error.retry_after_s)
+        except asyncio.CancelledError:
+            record.cancelled = True
+        finally:
+            if timer is not None:
+                timer.cancel()
+            record.ended_s = self._loop.time()
+            self._ledger.ended(self.name)
+        return record
+
+    async def _attempt(
+        self, record: Record, request: GenerationRequest, session: str, timer: asyncio.TimerHandle | None
+    ) -> None:
+        persona, ledger = self._persona, self._ledger
+        number = next(self._turn) % len(self._gateways)
+        service = self._gateways[number]
+        if persona.network_s:
+            await asyncio.sleep(persona.network_s)
+        carrier = {"x-trident-class": persona.request_class} if persona.request_class else {}
+        context = RequestContext(
+            self._tenants[number], "http", persona.operation, f"{self.name}-{record.index}", carrier, session
+        )
+        context = await service.routed(persona.model or service.settings.triton_model, (request,), context)
+        choices = await service.choices((request,), context)
+        failed: BaseException | None = None
+        received, usage = 0, None
+        try:
+            async for _, delta in choices:
+                if record.finish_reason:
+                    ledger.broken("an answer went on after its end")
+                ids = delta.token_ids
+                if ids and (ids[0] != received or len(ids) != ids[-1] - ids[0] + 1):
+                    ledger.broken("a token was lost or came twice")
+                if ids:
+                    received += len(ids)
+                    record.messages.append((time.monotonic() + persona.network_s, len(ids)))
+                    if timer is not None:
+                        timer.cancel()
+                if delta.finish_reason:
+                    record.finish_reason, usage, record.timings = delta.finish_reason.value, delta.usage, delta.timings
+        except (TridentError, asyncio.CancelledError) as error:
+            failed = error
+            raise
+        finally:
+            choices.close(failed)
+            if usage is not None:
+                record.input_tokens, record.usage_tokens = usage.input_tokens, usage.output_tokens
+                due = min(request.text_input.answer, choices.generations[0].request.max_tokens)  # type: ignore[union-attr]
+                ledger.answered(context.tenant.levels, usage, received, due)
+        if persona.network_s:
+            await asyncio.sleep(persona.network_s)

@@ -1,0 +1,237 @@
+"""A replica as the gateway meets it: a channel, a metrics page, beats; behind them the model of an engine.
+
+Messages travel as the objects that the wire's encoding would carry: ``plain_wire`` leaves the encoding out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import grpc
+import grpc.aio
+
+from clients.wire import infer_request, infer_response
+from contract.errors import DeadlineExceeded, Unavailable
+from contract.generation import FinishReason, GenerationRequest, Timings, TokenDelta, Usage
+from gateway.routing.registrations import Registration
+from gateway.routing.replica_metrics import ReplicaMetrics
+from simulator.engine import Engine, Sequence
+from simulator.virtual_time import replaced
+
+Message = tuple[TokenDelta, bool, str]
+
+
+class Prompt(str):
+    """A prompt that tells the model of the engine what it cannot know from a text: its own tokens, how many tokens its
+    answer has, and the key of what it shares with other prompts and how many tokens that are."""
+
+    tokens: int
+    answer: int
+    prefix: tuple[str, int]
+
+    @classmethod
+    def of(cls, text: str, tokens: int, answer: int, prefix: tuple[str, int] = ("", 0)) -> Prompt:
+        prompt = cls(text)
+        prompt.tokens, prompt.answer, prompt.prefix = tokens, answer, prefix
+        return prompt
+
+
+class Sent(NamedTuple):
+    """A request on its way."""
+
+    request: GenerationRequest
+    priority: float = 0.5
+
+
+class _Decoder:
+    def decode(self, message: Message) -> Message:
+        return message
+
+
+@contextmanager
+def plain_wire() -> Iterator[None]:
+    """Send requests and responses as they are."""
+    with (
+        replaced(
+            infer_request,
+            generation=lambda request, *_, **__: Sent(request),
+            with_parameter=lambda sent, _, value: sent._replace(priority=value),
+        ),
+        replaced(infer_response, ResponseDecoder=_Decoder),
+    ):
+        yield
+
+
+class Replica:
+    """One replica. state: starting, ready, draining, hung, dead or gone.
+
+    delay_s: of the network, each way. blind: its metrics cannot be read.
+    """
+
+    def __init__(self, pool: str, number: int, make_engine: Callable[[], Engine], ready_s: float) -> None:
+        self.pool, self._make_engine, self.ready_s = pool, make_engine, ready_s
+        self.engine = make_engine()
+        self.host = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
+        self.address = f"{self.host}:8001"
+        self.state = "starting"
+        self.delay_s = 0.0
+        self.blind = False
+        self.calls: dict[Call, None] = {}
+
+    def registration(self, now_s: float) -> Registration:
+        expected_s = max(0.0, self.ready_s - now_s)
+        state = "ready" if self.state == "ready" else "starting"
+        return Registration.model_construct(
+            address=self.address, pool=self.pool, slots=self.engine.pool.slots, state=state, expected_s=expected_s,
+            metrics_url=f"http://{self.host}:8002/metrics", engine="simulated", manifest_sha256="", lease_s=3.0,
+        )  # fmt: skip
+
+    def metrics(self) -> ReplicaMetrics:
+        """Raises OSError where they cannot be read."""
+        if self.blind or self.state in ("hung", "dead", "gone"):
+            raise OSError("the replica's metrics cannot be read")
+        engine = self.engine
+        waiting = engine.waiting
+        return ReplicaMetrics(
+            running=len(engine.running),
+            waiting=waiting,
+            max_running=engine.pool.slots,
+            kv_usage=engine.kv_usage,
+            steps=float(engine.steps + 1),
+            engine=self.pool,
+            kind="cpu",
+        )
+
+    def die(self) -> None:
+        """End as a killed process does: every call fails."""
+        self.state = "dead"
+        self.engine.stop()
+        for call in tuple(self.calls):
+            call.fail(grpc.StatusCode.UNAVAILABLE, "Connection reset by peer")
+        self.engine = self._make_engine()
+
+    def hang(self) -> None:
+        self.state = "hung"
+        self.engine.stop()
+
+
+class Channel:
+    """In place of the gRPC channel to one replica."""
+
+    def __init__(self, replica: Replica, connection: Any) -> None:
+        self._replica, self.connection, self.url = replica, connection, replica.address
+
+    async def model_ready(self, model: str, timeout_s: float) -> bool:
+        replica = self._replica
+        if replica.state in ("dead", "gone"):
+            raise Unavailable(f"{self.url}: connection refused")
+        if replica.state == "hung":
+            await asyncio.sleep(timeout_s)
+            raise DeadlineExceeded(f"{self.url} did not answer within {timeout_s:g} s")
+        if replica.delay_s:
+            await asyncio.sleep(2 * replica.delay_s)
+        return True
+
+    def generate(self, sent: Sent, timeout_s: float, metadata: object) -> Call:
+        return Call(self._replica, sent, timeout_s)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class Call:
+    """In place of grpc.aio.UnaryStreamCall: yields messages, then ends or raises grpc.aio.AioRpcError."""
+
+    def __init__(self, replica: Replica, sent: Sent, timeout_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._replica, self._request = replica, sent.request
+        self._messages: deque[Message] = deque()
+        self._error: grpc.aio.AioRpcError | None = None
+        self._ended = False
+        self._reader: asyncio.Future[None] | None = None
+        text = sent.request.text_input
+        prompt = text if isinstance(text, Prompt) else Prompt.of("", 1, 1)
+        self._prompt, made, most = prompt, len(sent.request.continue_ids), sent.request.max_tokens
+        answer = max(1, min(prompt.answer, most) - made)
+        self._sequence = Sequence(
+            prompt.tokens + made, most - made, answer, self._tell, sent.priority, made, prompt.prefix
+        )
+        self._timer = self._loop.call_later(timeout_s, self.fail, grpc.StatusCode.DEADLINE_EXCEEDED, "too late")
+        if replica.state in ("dead", "gone"):
+            self.fail(grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses")
+        else:
+            replica.calls[self] = None
+            self._after(self._submit)
+
+    def __aiter__(self) -> Call:
+        return self
+
+    async def __anext__(self) -> Message:
+        while not self._messages:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                raise StopAsyncIteration
+            self._reader = self._loop.create_future()
+            await self._reader
+        return self._messages.popleft()
+
+    def cancel(self) -> bool:
+        if self._ended:
+            return False
+        self._end()
+        self._replica.engine.cancel(self._sequence)
+        if self._reader is not None and not self._reader.done():
+            self._reader.cancel()
+        return True
+
+    def fail(self, code: grpc.StatusCode, details: str) -> None:
+        if not self._ended:
+            self._end()
+            self._replica.engine.cancel(self._sequence)
+            self._error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+            self._wake()
+
+    def _after(self, act: Any, *arguments: Any) -> None:
+        """Act when it has gone over the network."""
+        if self._replica.delay_s:
+            self._loop.call_later(self._replica.delay_s, act, *arguments)
+        else:
+            act(*arguments)
+
+    def _submit(self) -> None:
+        if not self._ended:
+            self._replica.engine.submit(self._sequence)
+
+    def _tell(self, sequence: Sequence, tokens: int, end: bool) -> None:
+        first = sequence.first_id + sequence.sent - tokens
+        ids = tuple(range(first, first + tokens))
+        if not end:
+            self._after(self._arrive, (TokenDelta(token_ids=ids), False, ""))
+            return
+        made, prompt = sequence.first_id + sequence.answer, self._prompt.tokens
+        instants = (sequence.arrived_s, sequence.scheduled_s, sequence.first_s, sequence.last_s)
+        timings = Timings(*(int(1e9 * at_s) for at_s in instants))
+        reason = FinishReason.LENGTH if made >= self._request.max_tokens else FinishReason.STOP
+        usage = Usage(prompt, made, min(sequence.cached, prompt))
+        self._after(self._arrive, (TokenDelta("", ids, (), reason, "", usage, timings), True, ""))
+
+    def _arrive(self, message: Message) -> None:
+        if not self._ended:
+            self._messages.append(message)
+            if message[1]:
+                self._end()
+            self._wake()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._timer.cancel()
+        self._replica.calls.pop(self, None)
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

@@ -1,0 +1,174 @@
+"""Run a scenario: the gateways' own code, the law, people and faults on one virtual loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.record import Record
+from gateway.service import Service
+from simulator import fleet, virtual_time
+from simulator.fleet import Fleet
+from simulator.invariants import Ledger
+from simulator.people import HOUR_S, People
+from simulator.replica import plain_wire
+from simulator.scenario import Scenario
+
+SAMPLES = 240  # of pools, over a run
+SETTLE_S = 2.0  # before the first request: replicas register and are probed
+BEGAN_S = virtual_time.START_S + SETTLE_S  # of all runs, on the loop's clock
+
+
+class Sample(NamedTuple):
+    """One pool at one time: replicas wanted, ready, and paid for; requests that hold a slot, and that wait for one."""
+
+    at_s: float
+    pool: str
+    wanted: int
+    ready: int
+    present: int
+    running: int
+    waiting: int
+
+
+@dataclass
+class Result:
+    """What a run came to.
+
+    records: by persona, on the loop's clock. decisions: of the law when it changed its mind: time from BEGAN_S, pool,
+    replicas, reason. counts: of the gateways. releases: their status. violations: of the invariants, and how often.
+    """
+
+    scenario: Scenario
+    seed: int
+    records: dict[str, list[Record]]
+    samples: list[Sample]
+    decisions: list[tuple[float, str, int, str]]
+    replica_hours: dict[str, float]
+    counts: Counter[str]
+    releases: list[dict[str, Any]]
+    violations: Counter[str]
+
+    @property
+    def everyone(self) -> list[Record]:
+        return [record for records in self.records.values() for record in records]
+
+
+def run(scenario: Scenario, seed: int = 0) -> Result:
+    """Return what the scenario comes to. Equal seeds give equal results.
+
+    Raises InvalidArgument for a policy, settings or an engine that cannot be used.
+    """
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # a line for each request would take longer than the request
+    try:
+        with plain_wire(), tempfile.TemporaryDirectory() as folder:
+            return virtual_time.run(_run(scenario, seed, Path(folder)), seed, scenario.start_hour * HOUR_S - SETTLE_S)
+    finally:
+        logging.disable(level)
+
+
+async def _run(scenario: Scenario, seed: int, folder: Path) -> Result:
+    replicas = Fleet(scenario, seed)
+    keys = [persona.key for persona in scenario.personas.values()]
+    gateways = replicas.gateways
+    for number in range(scenario.gateway.count):
+        gateways.append(fleet.gateway(scenario, keys, replicas, seed, number, folder))
+    ledger, samples = Ledger(BEGAN_S, len(gateways)), list[Sample]()
+    people = {
+        name: People(name, persona, gateways, ledger, seed, scenario.start_hour)
+        for name, persona in scenario.personas.items()
+    }
+    for gateway in gateways:
+        await gateway.start()
+    until_s = BEGAN_S + scenario.duration_s
+    work = [replicas.run(), _watch(scenario, replicas, ledger, samples), _change(scenario, gateways)]
+    work += [replicas.fail(fault, BEGAN_S) for fault in scenario.faults]
+    work += [replicas.scale()] if scenario.scaling is not None else []
+    work += [one.run(BEGAN_S, until_s) for one in people.values()]
+    tasks: list[asyncio.Task] = [asyncio.create_task(each) for each in work]
+    await _until(BEGAN_S)
+    replicas.used_s = dict.fromkeys(scenario.pools, 0.0)
+    await _until(until_s)
+    hours = {pool: used_s / HOUR_S for pool, used_s in replicas.used_s.items()}
+    rules = gateways[0].configuration.policy
+    await _until(until_s + 1.0)  # who was late sends
+    for answers in [*(one.tasks for one in people.values())]:
+        if answers:
+            await asyncio.wait(answers, timeout=gateways[0].settings.request_timeout_s + rules.longest_wait_s)
+    await asyncio.sleep(1.0)  # the last settlements
+    ledger.check_end(gateways)
+    for one in people.values():
+        tasks += one.tasks  # lost
+    for task in tasks:
+        task.cancel()
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    decisions, wanted = [], dict.fromkeys(scenario.pools, -1)
+    for at_s, pool, decision in replicas.decisions:
+        ledger.check_decision(scenario.scaling.of(pool), pool, decision)  # type: ignore[union-attr]
+        if decision.wanted != wanted[pool]:
+            wanted[pool] = decision.wanted
+            decisions.append((round(at_s - BEGAN_S, 3), pool, decision.wanted, decision.reason))
+    result = Result(
+        scenario,
+        seed,
+        {name: one.records for name, one in people.items()},
+        samples,
+        decisions,
+        hours,
+        sum((_counts(gateway) for gateway in gateways), Counter[str]()),
+        [status for gateway in gateways for status in gateway.releases.status()],
+        ledger.violations,
+    )
+    await replicas.close()
+    for gateway in gateways:
+        await gateway.close()
+    for end in ends:
+        if isinstance(end, Exception):  # of the simulator itself, or of the law
+            raise end
+    return result
+
+
+async def _until(at_s: float) -> None:
+    await asyncio.sleep(max(0.0, at_s - asyncio.get_running_loop().time()))
+
+
+async def _watch(scenario: Scenario, replicas: Fleet, ledger: Ledger, samples: list[Sample]) -> None:
+    """Sample the pools and check the invariants, until cancelled."""
+    loop, every_s = asyncio.get_running_loop(), max(1.0, scenario.duration_s / SAMPLES)
+    await _until(BEGAN_S)
+    while True:
+        ledger.check(replicas.gateways, loop.time())
+        for pool in scenario.pools if loop.time() <= BEGAN_S + scenario.duration_s else ():
+            slots = [gateway.admission.slots(pool) for gateway in replicas.gateways]
+            held = sum(one.running for one in slots), sum(one.waiting for one in slots)
+            counts = replicas.wanted[pool], replicas.ready(pool), len(replicas.present(pool))
+            samples.append(Sample(round(loop.time() - BEGAN_S, 3), pool, *counts, *held))
+        await asyncio.sleep(every_s)
+
+
+async def _change(scenario: Scenario, gateways: Iterable[Service]) -> None:
+    """Start, shift and roll back releases at every gateway."""
+    for change in sorted(scenario.changes, key=lambda change: change.at_s):
+        await _until(BEGAN_S + change.at_s)
+        for gateway in gateways:
+            await gateway.change_release(change.release, change.action, change.set)
+
+
+def _counts(gateway: Service) -> Counter[str]:
+    """Return what a gateway counted beside the answers, without what is 0."""
+    counts = Counter({f"refused: {reason}": count for reason, count in gateway.admission.rejected.items()})
+    counts += Counter({f"degraded: {stage}": count for stage, count in gateway.admission.degraded.items()})
+    value = gateway.metrics.registry.get_sample_value
+    counts["retried"] = int(value("trident_gateway_retries_total") or 0)
+    for result in ("continued", "refused", "suspect", "no_replica"):
+        counts[f"lost its replica: {result}"] = int(
+            value("trident_gateway_continuations_total", {"result": result}) or 0
+        )
+    return +counts

@@ -1,0 +1,222 @@
+"""A scenario file: pools, gateways, people who send requests, faults. docs/simulator.md shows one with every field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from benchmarks import arrivals, lengths
+from cluster.scaling.rules import Rules
+from contract import toml_table
+from contract.errors import InvalidArgument
+
+_TABLE = ConfigDict(extra="forbid", frozen=True, strict=True)
+_Seconds = Annotated[float, Field(ge=0, le=31 * 86_400, allow_inf_nan=False)]
+_Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+_Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=1, le=10_000_000)]
+_CountOrZero = Annotated[int, Field(ge=0, le=10_000_000)]
+_Part = Annotated[float, Field(ge=0, le=1)]
+
+
+class Step(BaseModel):
+    """Seconds of an engine's step, as in a step model: of any step, for each sequence that decodes, for each token of
+    their contexts, of a step that reads a prompt, for each token of it; request_s: of a request outside of steps."""
+
+    model_config = _TABLE
+    step_s: _Positive
+    sequence_s: _Amount = 0.0
+    context_token_s: _Amount = 0.0
+    prefill_s: _Amount = 0.0
+    prefill_token_s: _Amount = 0.0
+    request_s: _Amount = 0.0
+
+    def seconds(self, sequences: float, context_tokens: float, prefill_tokens: float) -> float:
+        decode_s = self.step_s + self.sequence_s * sequences + self.context_token_s * context_tokens
+        return decode_s + self.prefill_s * bool(prefill_tokens) + self.prefill_token_s * prefill_tokens
+
+
+class Pool(BaseModel):
+    """Replicas of one kind.
+
+    engine: whose step model was measured; or step: one that is given. Exactly one of them.
+    replicas: at the start. slots, kv_tokens: of one replica. prefill_chunk: prompt tokens read in one step.
+    start_s: from the order of a replica until it is ready. start_spread: largest part by which it varies.
+    noise: standard deviation of the logarithm of a step's time.
+    send_s: seconds between two messages of a stream; 0: one for each step, the most exact and the slowest.
+    price_hour: of one replica, in any currency.
+    """
+
+    model_config = _TABLE
+    engine: str = ""
+    step: Step | None = None
+    replicas: _CountOrZero = 1
+    slots: _Count = 64
+    kv_tokens: _Count = 200_000
+    prefill_chunk: _Count = 512
+    start_s: _Seconds = 60.0
+    start_spread: _Part = 0.0
+    noise: _Part = 0.0
+    send_s: _Seconds = 1.0
+    price_hour: _Amount = 0.0
+
+    @model_validator(mode="after")
+    def _one(self) -> Pool:
+        if bool(self.engine) == (self.step is not None):
+            raise ValueError("step: must be set if engine is not, else left out")
+        return self
+
+
+class Gateways(BaseModel):
+    """The gateways.
+
+    count: of them; requests go to each in turn. policy: file as TRIDENT_GATEWAY_CONFIG. settings: TRIDENT_GATEWAY_…
+    by the rest of the name in lower case.
+    """
+
+    model_config = _TABLE
+    count: Annotated[int, Field(ge=1, le=64)] = 1
+    policy: str = ""
+    settings: Mapping[str, str] = {}
+
+
+class Persona(BaseModel):
+    """People who send the same kind of requests.
+
+    arrivals: an open loop: poisson:RATE, bursty:RATE,SIZE, ramp:FROM,TO or trace:FILE[,SPEED]; or users: a closed loop
+    of so many, each of whom sends think_s (in the mean) after an answer. Exactly one of them.
+    input, output: tokens of prompt and answer: N, lognormal:MEDIAN,SIGMA[,MAX] or histogram:FILE.
+    max_tokens: that requests ask for; 0: the length of the answer.
+    day: part of the arrivals, or of the users, that there is at each hour from 0:00 on (24 numbers from 0 to 1).
+    from_s, until_s: when they send.
+    prefix_tokens: that prompts have in common, of prefix_groups kinds.
+    sessions: conversations that requests belong to; 0: none.
+    key: org/team/key of the policy; a team that it does not know has no limits. class: in x-trident-class.
+    model: "" for the only one. patience_s: they leave without a first token by then; 0: never.
+    retries: times that a refused one comes again when it was told to. network_s: to the gateway, one way.
+    """
+
+    model_config = ConfigDict(**_TABLE, populate_by_name=True)
+    arrivals: Any = None  # benchmarks.arrivals.Arrivals
+    users: _CountOrZero = 0
+    think_s: _Seconds = 10.0
+    input: Any = lengths.Fixed(128)
+    output: Any = lengths.Fixed(64)
+    max_tokens: _CountOrZero = 0
+    day: Annotated[tuple[_Part, ...], Field(min_length=24, max_length=24)] | None = None
+    from_s: _Seconds = 0.0
+    until_s: _Seconds | None = None
+    prefix_tokens: _CountOrZero = 0
+    prefix_groups: _Count = 1
+    sessions: _CountOrZero = 0
+    key: Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+/[\w.-]+)?$")] = ""
+    request_class: Annotated[str, Field(alias="class")] = ""
+    model: str = ""
+    operation: Literal["chat", "text_completion"] = "chat"
+    patience_s: _Seconds = 0.0
+    retries: Annotated[int, Field(ge=0, le=100)] = 0
+    network_s: _Seconds = 0.0
+
+    @field_validator("arrivals", "input", "output", mode="before")
+    @classmethod
+    def _parsed(cls, value: Any, info: Any) -> Any:
+        try:
+            if info.field_name == "arrivals":
+                return arrivals.parse(str(value))
+            return lengths.parse(str(value), info.field_name)
+        except InvalidArgument as exc:
+            raise ValueError(exc.problem) from exc
+
+    @model_validator(mode="after")
+    def _one(self) -> Persona:
+        if (self.arrivals is None) == (self.users == 0):
+            raise ValueError("users: must be set if arrivals is not, else left out")
+        return self
+
+
+class Fault(BaseModel):
+    """kind: kill (the process ends and starts again after for_s), hang, slow (steps take factor times as long),
+    metrics_outage (of its replicas and of all gateways), network_delay (delay_s more each way).
+
+    at_s, for_s: when, and how long. replica: number of it in the pool in the order of starting; None: all of the pool.
+    """
+
+    model_config = _TABLE
+    kind: Literal["kill", "hang", "slow", "metrics_outage", "network_delay"]
+    at_s: _Seconds
+    for_s: _Seconds = 30.0
+    pool: str
+    replica: _CountOrZero | None = None
+    factor: _Positive = 4.0
+    delay_s: _Seconds = 0.1
+
+
+class Change(BaseModel):
+    """What ``python -m gateway release`` does. set: of a start as in [releases.NAME], ``to`` = percent of a shift."""
+
+    model_config = _TABLE
+    at_s: _Seconds
+    release: str
+    action: Literal["start", "shift", "rollback"]
+    set: Mapping[str, Any] = {}
+
+
+class Scenario(BaseModel):
+    """name: for reports. start_hour: time of day (UTC) at the start. warmup_s: of duration_s, left out of the figures.
+    slo_ttft_s, slo_latency_s: targets at the 95th percentile. scaling: the rules of docs/scaling.md and interval_s
+    between two decisions; without the section the pools stay as they are."""
+
+    model_config = _TABLE
+    name: str = ""
+    duration_s: _Positive
+    warmup_s: _Seconds = 0.0
+    start_hour: Annotated[float, Field(ge=0, lt=24)] = 0.0
+    slo_ttft_s: _Positive = 0.5
+    slo_latency_s: _Positive = 5.0
+    gateway: Gateways = Gateways()
+    pools: Annotated[Mapping[str, Pool], Field(min_length=1)]
+    scaling: Rules | None = None
+    interval_s: _Positive = 5.0
+    personas: Annotated[Mapping[str, Persona], Field(min_length=1)]
+    faults: tuple[Fault, ...] = ()
+    changes: tuple[Change, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Scenario:
+        named = [("scaling.pools", pool) for pool in (self.scaling.pools if self.scaling else ())]
+        named += [(f"faults.{number}.pool", fault.pool) for number, fault in enumerate(self.faults)]
+        for field, pool in named:
+            if pool not in self.pools:
+                raise ValueError(f"{field}: must be one of the pools {', '.join(self.pools)}, got {pool!r}")
+        if self.warmup_s >= self.duration_s:
+            raise ValueError(f"warmup_s: must be less than duration_s, got {self.warmup_s:g}")
+        return self
+
+
+def read(path: Path) -> Scenario:
+    """Read a scenario file; the files that it names are relative to it.
+
+    Raises InvalidArgument that names the file, the field and what is allowed.
+    """
+    return of(toml_table.read(path), str(path), path.parent)
+
+
+def of(table: Mapping[str, Any], path: str = "scenario", folder: Path = Path()) -> Scenario:
+    """Return the scenario of a table. Raises as ``read``."""
+    found = toml_table.checked(Scenario, _placed(table, folder), path)
+    return found if found.name else found.model_copy(update={"name": Path(path).stem})
+
+
+def _placed(value: Any, folder: Path, name: str = "") -> Any:
+    """Return a table with arrays as tuples, and files relative to ``folder``."""
+    if isinstance(value, Mapping):
+        return {key: _placed(inner, folder, key) for key, inner in value.items()}
+    if isinstance(value, list):
+        return tuple(_placed(inner, folder) for inner in value)
+    kind, colon, file = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    if colon and kind in ("trace", "histogram"):
+        return f"{kind}:{folder / file}"
+    return str(folder / value) if name == "policy" and value and isinstance(value, str) else value

@@ -1,0 +1,87 @@
+"""An event loop whose time jumps to the next timer, and the clocks of the ``time`` module to go with it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import selectors
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
+from typing import Any, TypeVar
+
+START_S = 1000.0  # of the monotonic clock: the gateway takes 0 as "never"
+EPOCH_S = 1_767_571_200  # 2026-01-05 00:00 UTC, a Monday
+_T = TypeVar("_T")
+
+
+class _Jump(selectors.SelectSelector):
+    """Nothing is ever read or written: waiting for it passes virtual time only."""
+
+    now_s = START_S
+
+    def select(self, timeout: float | None = None) -> list:
+        if timeout is None:
+            raise RuntimeError("the simulation waits for something that no timer brings about")
+        self.now_s += max(0.0, timeout)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Runs timers in order without waiting for them; what would run in a thread runs at once."""
+
+    def __init__(self) -> None:
+        self._jump = _Jump()
+        super().__init__(self._jump)
+
+    def time(self) -> float:
+        return self._jump.now_s
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., _T], *args: Any
+    ) -> asyncio.Future[_T]:
+        async def called() -> _T:
+            return func(*args)
+
+        return self.create_task(called())
+
+
+def run(main: Coroutine[Any, Any, _T], seed: int, start_s: float = 0.0) -> _T:
+    """Run ``main`` on a virtual loop, in virtual time throughout the process. start_s: seconds after EPOCH_S."""
+    loop = VirtualLoop()
+    with _clocks(loop, EPOCH_S + start_s):
+        before = random.getstate()
+        random.seed(seed)
+        try:
+            return loop.run_until_complete(main)
+        finally:
+            random.setstate(before)
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+
+
+def _clocks(loop: VirtualLoop, epoch_s: float) -> AbstractContextManager[None]:
+    """Every call of ``time.monotonic`` and its like tells the loop's time, also where no clock can be passed in."""
+    offset_s = epoch_s - START_S
+    return replaced(
+        time,
+        monotonic=loop.time,
+        perf_counter=loop.time,
+        time=lambda: loop.time() + offset_s,
+        monotonic_ns=lambda: int(loop.time() * 1e9),
+        time_ns=lambda: int((loop.time() + offset_s) * 1e9),
+    )
+
+
+@contextmanager
+def replaced(module: ModuleType, **values: Any) -> Iterator[None]:
+    """Replace attributes of a module for a while."""
+    real = {name: getattr(module, name) for name in values}
+    for name, value in values.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in real.items():
+            setattr(module, name, value)

@@ -1,0 +1,47 @@
+"""Personas: how many come when, what their requests have in common, whose keys they have."""
+
+from __future__ import annotations
+
+import pytest
+
+from contract.errors import InvalidArgument
+from tests.simulator.test_run import CHAT, POOL, simulated
+
+KEYS = 'salt = "9f3c0d5e2a71b8446c1fd0a3e97b5a28"\n[orgs.acme.teams.web]\nweight = 2.0\n'
+
+
+def test_the_day_thins_the_arrivals():
+    day = [0.0] * 9 + [1.0] + [0.25] * 14
+    people = {"chat": CHAT | {"arrivals": "poisson:2", "output": "5", "day": day}}
+    for start_hour, share in ((0.0, 0.0), (9.0, 1.0), (10.0, 0.25)):
+        result = simulated(1, personas=people, start_hour=start_hour, duration_s=60.0)
+        assert len(result.everyone) == pytest.approx(120 * share, abs=45 * share)
+
+
+def test_people_come_and_go():
+    result = simulated(personas={"chat": CHAT | {"from_s": 4.0, "until_s": 8.0}})
+    came = [record.intended_s - 1002.0 for record in result.everyone]
+    assert came and 4.0 <= min(came) and max(came) < 8.0
+
+
+def test_a_shared_prefix_is_cached_and_keeps_its_replica():
+    alike = CHAT | {"prefix_tokens": 400, "prefix_groups": 2, "input": "450"}
+    apart = CHAT | {"input": "450"}
+    pools = {"main": POOL | {"replicas": 2}}
+    first, other = (simulated(pools=pools, personas={"chat": one}) for one in (alike, apart))
+    cached, plain = (sum(record.ttft_s or 0.0 for record in one.everyone) for one in (first, other))
+    assert cached < 0.8 * plain
+
+
+def test_the_people_of_a_policy_with_keys_need_one(tmp_path):
+    (tmp_path / "gateway.toml").write_text(KEYS)
+    with pytest.raises(InvalidArgument, match="personas.other.key: must be org/team/key"):
+        people = {"chat": CHAT | {"key": "acme/web/a"}, "other": CHAT}
+        simulated(folder=tmp_path, gateway={"policy": "gateway.toml"}, personas=people)
+
+
+def test_classes_are_those_of_the_policy(tmp_path):
+    (tmp_path / "gateway.toml").write_text("[classes.slow]\npriority = 7\nmax_tokens = 5\n")
+    people = {"chat": CHAT | {"class": "slow", "output": "40"}}
+    result = simulated(folder=tmp_path, gateway={"policy": "gateway.toml"}, personas=people)
+    assert {record.tokens for record in result.everyone} == {5} and not result.violations

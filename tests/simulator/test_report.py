@@ -1,0 +1,87 @@
+"""Reports: the figures of the bench, parts of the time to first token, two policies side by side."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from contract.errors import NotFound
+from simulator import report
+from simulator.__main__ import main
+from tests.simulator.test_run import CHAT, POOL, simulated
+
+SCENARIO = """
+duration_s = 5.0
+[pools.main]
+price_hour = 3.6
+step = { step_s = 0.02, prefill_token_s = 0.0001 }
+[personas.chat]
+arrivals = "poisson:4"
+"""
+
+
+def test_a_report_has_the_figures_cost_and_what_took_longest():
+    result = simulated(pools={"main": POOL | {"price_hour": 3600.0}})
+    told = report.of(result, {"main": {}})
+    assert told["all"]["ok"] == told["all"]["requests"] == len(result.everyone)
+    assert told["cost"] == pytest.approx(15, abs=1.1) and told["cost_per_1000_tokens"] > 0
+    parts = told["all"]["largest_part_of_ttft"]
+    assert max(parts, key=parts.get) == "prefill" and sum(parts.values()) == pytest.approx(1)
+    shown = report.text(told)
+    assert "invariants: all held" in shown and "fidelity of main: unknown" in shown
+
+
+def test_the_queue_is_the_largest_part_under_load():
+    few = {"main": POOL | {"slots": 1}}
+    parts = report.of(simulated(pools=few, personas={"chat": CHAT | {"arrivals": "poisson:2"}}), {})["all"]
+    assert parts["largest_part_of_ttft"]["queue"] > 0.5
+
+
+def test_the_fidelity_is_told():
+    found = {"ttft_p95_error": 0.08, "latency_p95_error": -0.03, "when": "2026-11-23"}
+    assert "+8.0%" in report.words(found) and "-3.0%" in report.words(found)
+
+
+def test_two_runs_are_compared_request_by_request():
+    first = simulated()
+    second = simulated(pools={"main": POOL | {"step": {"step_s": 0.04}}})
+    shown, pairs = report.compared(first, second, [report.of(one, {}) for one in (first, second)])
+    found = pairs["chat latency_s"]
+    assert found["pairs"] == len(first.everyone) and found["mean_s"] > 3 * found["half_width_s"] > 0
+    assert "chat latency_s: +" in shown
+
+
+def test_the_command_line(tmp_path, capsys):
+    path, out = tmp_path / "small.toml", tmp_path / "out.json"
+    path.write_text(SCENARIO)
+    assert main(["run", str(path), "--seed", "4", "--json", str(out)]) == 0
+    told, shown = json.loads(out.read_text()), capsys.readouterr()
+    assert told["scenario"] == "small" and told["seed"] == 4 and "5 simulated seconds, seed 4" in shown.out
+    assert "a minute" in shown.err
+    assert main(["compare", str(path), str(path), "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["pairs"]["chat ttft_s"]["mean_s"] == 0
+    path.write_text(SCENARIO.replace("4\n", "4", 1).replace("poisson", "often"))
+    assert main(["run", str(path)]) == 2
+    assert "personas.chat.arrivals: must be poisson:RATE" in capsys.readouterr().err
+
+
+def test_a_broken_invariant_is_an_exit_status(tmp_path, monkeypatch, capsys):
+    from gateway.admission.pool_slots import Claim
+
+    monkeypatch.setattr(Claim, "release", lambda claim, number: claim._held.pop(number, None))
+    monkeypatch.setattr(Claim, "close", lambda claim, used: None)
+    path = tmp_path / "small.toml"
+    path.write_text(SCENARIO)
+    assert main(["run", str(path)]) == 1
+    assert "VIOLATED" in capsys.readouterr().out
+
+
+def test_a_plot_is_drawn_or_says_what_it_needs(tmp_path):
+    result, path = simulated(duration_s=3.0), tmp_path / "run.png"
+    try:
+        report.plot(result, path)
+    except NotFound as exc:
+        assert "requirements/bench.txt" in str(exc)
+    else:
+        assert path.stat().st_size > 5000

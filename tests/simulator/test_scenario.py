@@ -1,0 +1,58 @@
+"""Scenario files: what they say, and what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from contract.errors import InvalidArgument
+from simulator.scenario import of, read
+
+ROOT = Path(__file__).resolve().parents[2]
+POOLS = {"m": {"step": {"step_s": 0.1}}}
+PEOPLE = {"a": {"users": 1}}
+WHOLE = {"duration_s": 6.0, "pools": POOLS, "personas": PEOPLE}
+
+
+def test_files_are_relative_to_the_scenario(tmp_path):
+    (tmp_path / "trace.jsonl").write_text('{"at_s": 1}\n')
+    (tmp_path / "s.toml").write_text(
+        'duration_s = 6\n[gateway]\npolicy = "p.toml"\n[pools.m]\nstep = { step_s = 0.1 }\n'
+        '[personas.a]\narrivals = "trace:trace.jsonl,2"\n'
+    )
+    found = read(tmp_path / "s.toml")
+    assert found.gateway.policy == str(tmp_path / "p.toml") and found.name == "s"
+    assert found.personas["a"].arrivals.speed == 2
+
+
+@pytest.mark.parametrize(
+    "change, field, problem",
+    [
+        ({"pools": {}}, "pools", "at least 1 item"),
+        ({"duration_s": "x"}, "duration_s", "must be a valid number, got 'x'"),
+        ({"pools": {"m": {"step": {"fixed": 1}}}}, "pools.m.step.step_s", "must be set"),
+        ({"pools": {"m": {}}}, "pools.m.step", "must be set if engine is not, else left out"),
+        ({"pools": {"m": {**POOLS["m"], "slot": 1}}}, "pools.m.slot", "is not known: must be one of engine, step, "),
+        ({"personas": {"a": {}}}, "personas.a.users", "must be set if arrivals is not, else left out"),
+        ({"personas": {"a": {"users": 1, "output": "x"}}}, "personas.a.output", "must be N, lognormal:"),
+        ({"personas": {"a": {"arrivals": "often"}}}, "personas.a.arrivals", "must be poisson:RATE, "),
+        ({"personas": {"a": {"users": 1, "day": [1.0]}}}, "personas.a.day", "at least 24 items"),
+        ({"faults": [{"kind": "x", "at_s": 1.0, "pool": "m"}]}, "faults.0.kind", "must be 'kill', 'hang', 'slow', "),
+        ({"faults": [{"kind": "kill", "at_s": 1.0, "pool": "n"}]}, "faults.0.pool", "must be one of the pools m, got"),
+        ({"scaling": {"pools": {"n": {}}}}, "scaling.pools", "must be one of the pools m, got 'n'"),
+        ({"scaling": {"defaults": {"max_replicas": 0}}}, "scaling.defaults.max_replicas", "greater than or equal to 1"),
+        ({"warmup_s": 6.0}, "warmup_s", "must be less than duration_s, got 6"),
+        ({"gateway": {"count": 0}}, "gateway.count", "greater than or equal to 1, got 0"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict, field: str, problem: str):
+    with pytest.raises(InvalidArgument) as caught:
+        of({**WHOLE, **change}, "s.toml")
+    assert caught.value.field == f"s.toml: {field}" and problem in caught.value.problem
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "simulator" / "scenarios").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_scenarios_that_ship_can_be_read(path):
+    if 'engine = "' not in path.read_text():
+        assert read(path).personas
