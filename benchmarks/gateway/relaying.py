@@ -45,6 +45,7 @@ class Relayed:
     transit_ms: from the source's write of a token to our read.
     gaps_ms: between tokens of a stream.
     errors: failures by type.
+    us_of_rounds: CPU microseconds per token, round by round.
     """
 
     path: str
@@ -58,6 +59,7 @@ class Relayed:
     transit_ms: list[float] = field(default_factory=list)
     gaps_ms: list[float] = field(default_factory=list)
     errors: dict[str, int] = field(default_factory=dict)
+    us_of_rounds: list[float] = field(default_factory=list)
 
     @property
     def us_per_token(self) -> float:
@@ -68,14 +70,28 @@ class Relayed:
         self.tokens += found.tokens
         self.wall_s += found.wall_s
         self.cpu_s += found.cpu_s
+        self.us_of_rounds.append(found.us_per_token if found.cpu_s else float("nan"))
         self.ttft_ms += [ms - 1e3 * FIRST_S * self.paced for ms in found.ttft_ms]
         self.transit_ms += found.transit_ms
         self.gaps_ms += found.gaps_ms
         self.errors = dict(Counter(self.errors) + Counter(found.errors) + Counter(Overloaded=len(found.refused)))
 
     def to_json(self) -> dict[str, object]:
-        names = ("path", "direct", "streams", "paced", "tokens", "wall_s", "cpu_s", "us_per_token", "errors")
-        return {name: getattr(self, name) for name in names} | {name: spread(getattr(self, name)) for name in LATENCIES}
+        names = (
+            "path",
+            "direct",
+            "streams",
+            "paced",
+            "tokens",
+            "wall_s",
+            "cpu_s",
+            "us_per_token",
+            "errors",
+            "us_of_rounds",
+        )
+        return {name: getattr(self, name) for name in (*names, "errors")} | {
+            name: spread(getattr(self, name)) for name in LATENCIES
+        }
 
 
 def measure(
@@ -110,6 +126,14 @@ def added_ms(rows: Sequence[Relayed], row: Relayed, figure: str, quantile: str) 
     """Return a quantile of a contender's figure minus that of the direct path under the same load."""
     [direct] = [r for r in rows if r.path == row.direct and (r.streams, r.paced) == (row.streams, row.paced)]
     return spread(getattr(row, figure))[quantile] - spread(getattr(direct, figure))[quantile]
+
+
+def cpu_ratios(rows: Sequence[Relayed], row: Relayed, base: str) -> list[float]:
+    """Return CPU per token over that of the path ``base`` under the same load, round by round; [] without it."""
+    for other in rows:
+        if (other.path, other.streams, other.paced) == (base, row.streams, row.paced):
+            return [mine / theirs for mine, theirs in zip(row.us_of_rounds, other.us_of_rounds, strict=True)]
+    return []
 
 
 def described(rows: Sequence[Relayed]) -> str:

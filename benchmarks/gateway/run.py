@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import resource
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,14 +14,16 @@ from benchmarks import machine, report
 from benchmarks.gateway import burst, connections, contenders, relaying
 from benchmarks.gateway.burst import Burst
 from benchmarks.gateway.connections import Connections
-from benchmarks.gateway.contenders import FASTAPI, GATEWAY, LITELLM, Contender
+from benchmarks.gateway.contenders import BARE, ENVOY, FASTAPI, GATEWAY, LITELLM, Contender
 from benchmarks.gateway.relaying import Relayed, RelayPath
 from contract.errors import EngineFailed, NotFound
 
-PARTS = ("latency", "cost", "connections", "burst")
+PARTS = ("latency", "cost", "workers", "connections", "burst")
+PACED, UNPACED = (1, 64, 256), (8, 64)  # streams of the part "cost"
+WORKERS = 2
 DIRECT_GRPC, DIRECT_OPENAI = "replica itself", "OpenAI upstream itself"
 ADDED_P50_MS, ADDED_P99_MS = 1.0, 5.0
-CPU_US = 100.0
+CPU_OF_BARE, SCALING = 1.25, 1.8
 STREAMS, STREAMS_MIB = 10_000, 2048.0
 BURST_MIB = 256.0
 RECOVERY_S = 5.0
@@ -31,7 +34,7 @@ def run(
 ) -> int:
     """Measure, print, write gateway.json. Returns 0 whether the goals are met or not.
 
-    peers: compare with LiteLLM's proxy and the FastAPI relay.
+    peers: compare with LiteLLM's proxy, Envoy and the FastAPI relay, not only with the bare relay.
     rounds, seconds: of each path in the relaying parts.
     streams, protocols: of the connections and burst parts.
     """
@@ -40,17 +43,22 @@ def run(
     print(report.on(conditions), flush=True)
     logs = out / "logs"
     relayed: list[Relayed] = []
+    scaled: list[Relayed] = []
     results: list[Connections] = []
     bursts: list[Burst] = []
     skipped: dict[str, str] = {}
-    if {"latency", "cost"} & set(parts):
+    loads = [(relaying.MODERATE, True)] if "latency" in parts else []
+    if "cost" in parts:
+        loads += [*((n, True) for n in PACED), *((n, False) for n in UNPACED)]
+    print(f"\nms; {relaying.TOKENS} tokens an answer, {rounds} rounds of {seconds:g} s")
+    if loads:
         with relay_paths(peers, logs, skipped) as found:
-            loads = [(relaying.MODERATE, True)] if "latency" in parts else []
-            if "cost" in parts:
-                loads += [(64, True), (8, False), (64, False)]
             relayed = relaying.measure(found, loads, rounds, seconds)
-        table = relaying.described(relayed)
-        print(f"\nms; {relaying.TOKENS} tokens an answer, {rounds} rounds of {seconds:g} s\n{table}\n")
+        print(f"{relaying.described(relayed)}\n", flush=True)
+    if "workers" in parts:
+        with worker_paths(logs) as found:
+            scaled = relaying.measure(found, [(UNPACED[-1], False)], rounds, seconds)
+        print(f"{relaying.described(scaled)}\n", flush=True)
     with ExitStack() as stack:
         if {"connections", "burst"} & set(parts):
             replica = stack.enter_context(contenders.scripted("replica", logs))
@@ -64,13 +72,13 @@ def run(
             print(burst.described(bursts[-1]), flush=True)
     for name, reason in skipped.items():
         print(f"  skipped: {name}: {reason}")
-    verdicts = goals(relayed, results, bursts)
+    verdicts = goals(relayed, results, bursts, scaled)
     print(report.verdicts(verdicts))
     others = machine.host_load(cpu_before, machine.cpu_time(), _children_s() - ours_before_s).others
     print(report.disturbance(others), flush=True)
     written = {
         "conditions": {**conditions, "command": " ".join(sys.argv[1:]), "others_share": others},
-        "relayed": [row.to_json() for row in relayed],
+        "relayed": [row.to_json() for row in (*relayed, *scaled)],
         "connections": [asdict(result) for result in results],
         "burst": [asdict(result) for result in bursts],
         "skipped": skipped,
@@ -84,28 +92,52 @@ def relay_paths(peers: bool, logs: Path, skipped: dict[str, str]) -> Iterator[li
     """Start the sources and proxies; yield the paths. ``skipped`` receives why a peer cannot run here."""
     with ExitStack() as stack:
         replica = stack.enter_context(contenders.scripted("replica", logs))
-        ours = stack.enter_context(contenders.gateway(replica, logs))
         found = [RelayPath(DIRECT_GRPC, "grpc", replica)]
-        for protocol in ("grpc", "http"):
-            found.append(RelayPath(f"{GATEWAY}, {protocol}", protocol, ours.urls[protocol], DIRECT_GRPC, ours))
+
+        def add(start: AbstractContextManager[Contender], http_source: str = DIRECT_GRPC) -> None:
+            one = stack.enter_context(start)
+            for protocol, url in sorted(one.urls.items()):
+                direct = http_source if protocol == "http" else DIRECT_GRPC
+                found.append(RelayPath(f"{one.name}, {protocol}", protocol, url, direct, one))
+
+        add(contenders.gateway(replica, logs))
+        add(contenders.bare_relay(replica, logs))
         if peers:
             upstream = stack.enter_context(contenders.scripted("openai", logs))
-            starts = {FASTAPI: (contenders.fastapi_relay, replica), LITELLM: (contenders.litellm, upstream)}
+            found.append(RelayPath(DIRECT_OPENAI, "http", upstream))
+            starts = {
+                FASTAPI: (contenders.fastapi_relay(replica, logs), DIRECT_GRPC),
+                ENVOY: (contenders.envoy(replica, upstream, logs), DIRECT_OPENAI),
+                LITELLM: (contenders.litellm(upstream, logs), DIRECT_OPENAI),
+            }
             for name, (start, source) in starts.items():
                 try:
-                    peer: Contender = stack.enter_context(start(source, logs))
+                    add(start, source)
                 except (NotFound, EngineFailed) as error:
                     skipped[name] = str(error)
-                    continue
-                if source == upstream:
-                    found.append(RelayPath(DIRECT_OPENAI, "http", upstream))
-                direct = DIRECT_OPENAI if source == upstream else DIRECT_GRPC
-                found.append(RelayPath(name, "http", peer.urls["http"], direct, peer))
         yield found
 
 
-def goals(relayed: Sequence[Relayed], results: Sequence[Connections], bursts: Sequence[Burst]) -> list[report.Goal]:
-    """Compare the gateway's figures with its goals; peers have none."""
+@contextmanager
+def worker_paths(logs: Path) -> Iterator[list[RelayPath]]:
+    """Start a gateway of one process and one of WORKERS; yield their paths.
+
+    Load and replica take cores too, so that throughput says nothing: with as many cores as workers, throughput grows as
+    far as a token costs no more CPU with several workers, their parent's included.
+    """
+    with ExitStack() as stack:
+        replica = stack.enter_context(contenders.scripted("replica", logs))
+        kinds = [stack.enter_context(contenders.gateway(replica, logs, workers=n)) for n in (1, WORKERS)]
+        yield [RelayPath(f"{one.name}, {name}", name, url, "", one) for one in kinds for name, url in one.urls.items()]
+
+
+def goals(
+    relayed: Sequence[Relayed],
+    results: Sequence[Connections],
+    bursts: Sequence[Burst],
+    scaled: Sequence[Relayed] = (),
+) -> list[report.Goal]:
+    """Compare the gateway's figures with its goals; peers have none. scaled: of ``worker_paths``."""
     out: list[report.Goal] = []
 
     def at_most(what: str, value: float, bound: float) -> None:
@@ -120,8 +152,14 @@ def goals(relayed: Sequence[Relayed], results: Sequence[Connections], bursts: Se
                 for quantile, bound in (("p50", ADDED_P50_MS), ("p99", ADDED_P99_MS)):
                     added = relaying.added_ms(relayed, row, figure, quantile)
                     at_most(f"{load}: added {what}, {quantile}, ms", added, bound)
-        at_most(f"{load}: CPU, µs per token", row.us_per_token, CPU_US)
+        if ratios := relaying.cpu_ratios(relayed, row, row.path.replace(GATEWAY, BARE)):
+            at_most(f"{load}: CPU of the bare relay's", statistics.median(ratios), CPU_OF_BARE)
         at_most(f"{load}: failed requests", sum(row.errors.values()), 0)
+    for row in scaled:
+        name, _, protocol = row.path.rpartition(", ")
+        if name != GATEWAY:
+            scaling = WORKERS / statistics.median(relaying.cpu_ratios(scaled, row, f"{GATEWAY}, {protocol}"))
+            out.append((f"{row.path}: of one worker's throughput, at least", scaling, SCALING, scaling >= SCALING))
     for one in results:
         name = f"{one.streams} slow streams, {one.protocol}"
         out.append((f"{name}: at once, at least", one.in_flight, STREAMS, one.in_flight >= STREAMS))
