@@ -10,6 +10,7 @@ import hashlib
 import logging
 import random
 import time
+from typing import Any
 
 from cachetools import TTLCache
 
@@ -103,16 +104,15 @@ class Continuation:
         if replica:
             self.tried |= {replica}
 
-    def request(self, request: GenerationRequest) -> GenerationRequest:
-        """Return the request for the next replica: the first one or the one that goes on.
+    def request(self, request: GenerationRequest, **changes: Any) -> GenerationRequest:
+        """Return the request for the next replica, the first one or the one that goes on, with other fields changed.
 
         Where an engine can only go on by generating the ids again, a sampled request needs a seed from the start.
         """
-        sampling = request.sampling
         if self._limit and needs_seed(request):
             self._seed = self._seed or random.getrandbits(64)
-            sampling = dataclasses.replace(sampling, seed=self._seed)
-        return dataclasses.replace(request, sampling=sampling, continue_ids=self.ids(request))
+            changes["sampling"] = dataclasses.replace(request.sampling, seed=self._seed)
+        return dataclasses.replace(request, continue_ids=self.ids(request), **changes)
 
     def ids(self, request: GenerationRequest) -> tuple[int, ...]:
         """Return the ids of the output so far."""

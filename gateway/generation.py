@@ -532,9 +532,10 @@ class Generation:
         upstream, runtime = self.upstream, self._runtime
         relayed = bool(self._payload)
         request_id = self.id if upstream is None and not relayed else self.request.request_id
-        request = dataclasses.replace(self.request, request_id=request_id, timeout_s=self.remaining_s)
+        changes: dict[str, Any] = {"request_id": request_id, "timeout_s": self.remaining_s}
         if upstream is None:
-            request = self._continuation.request(request)
+            request = self._continuation.request(self.request, **changes)
             return TokenStream(self._open_route(), request, runtime.replicas.schedule(), relayed)
+        request = dataclasses.replace(self.request, **changes)
         self._replica_span = runtime.tracing.child(self._span, "upstream", SpanKind.CLIENT)
         return upstream.stream(request, traceparent(self._replica_span, self._context.carrier))

@@ -220,7 +220,8 @@ class KServeEndpoint(GrpcEndpoint):
         generation_request = read(request, _remaining_s(request, context, service.settings.request_timeout_s))
         request_context = _request_context(tenant, request, carrier)
         request_context = await service.routed(request.model_name, (generation_request,), request_context)
-        generation_request = replace(generation_request, adapter=request_context.model.adapter)
+        if adapter := request_context.model.adapter:
+            generation_request = replace(generation_request, adapter=adapter)
         choices = await service.choices((generation_request,), request_context)
         (generation,) = choices.generations
         error: BaseException | None = None

@@ -226,7 +226,9 @@ async def _routed(
         body.model = context.model.name
     form = chat_format.configured(service.settings, context.model.rules)
     requests, rules = body.held(requests, form, service.settings)
-    return [replace(request, adapter=context.model.adapter) for request in requests], context, rules
+    if adapter := context.model.adapter:
+        requests = [replace(request, adapter=adapter) for request in requests]
+    return requests, context, rules
 
 
 def _vocabulary(service: Service, context: RequestContext, default: Vocabulary) -> Vocabulary:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from functools import partial
+from functools import lru_cache, partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -21,6 +22,7 @@ LAG_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 ENGINE = "engine"  # source of an answer that a replica or an upstream generated for its request
 REUSE = ("hit", "semantic", "coalesced", "replayed", "miss", "bypass")
 _BY_TENANT = ("budget", "concurrency")  # reasons that say nothing of the pool
+SERIES = 1000  # of a metric that are found at once
 MAX_TENANTS = 100  # with labels of their own; further tenants share the label "other"
 
 
@@ -30,8 +32,8 @@ class Metrics:
     def __init__(self) -> None:
         self.engine_tokens = 0
         registry = self.registry = CollectorRegistry()
-        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        histogram = partial(Histogram, registry=registry)
+        counter, gauge = partial(_labelled, Counter, registry), partial(Gauge, registry=registry)
+        histogram = partial(_labelled, Histogram, registry)
         # source and pool: see ``ended``
         generation = ("operation", "model", "source", "pool")
         text = "Arrival to the last token, with queueing"
@@ -188,6 +190,13 @@ class Metrics:
     def exposition(self) -> bytes:
         """Return all metrics in the Prometheus text format."""
         return generate_latest(self.registry)
+
+
+def _labelled(kind: Any, registry: CollectorRegistry, *arguments: Any, **options: Any) -> Any:
+    """Return a metric that remembers the series of its labels: the library takes 2 µs each, ten times a request."""
+    metric = kind(*arguments, registry=registry, **options)
+    metric.labels = lru_cache(SERIES)(metric.labels)
+    return metric
 
 
 def _met(met: bool) -> str:
