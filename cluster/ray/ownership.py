@@ -75,7 +75,7 @@ class Owned:
     def stop(self) -> None:
         """Let the server withdraw and drain. No other worker adopts it."""
         with self._lock:
-            print(STOP, file=self._lock)
+            self._lock.write(f"{STOP}\n")  # Ray replaces print() in its workers by one that writes its arguments' tuple
 
     def wait(self) -> None:
         """Return when the supervisor has ended."""
