@@ -47,7 +47,7 @@ export TRIDENT_GATEWAY_METRICS_PORT ?= $(METRICS_PORT)
 export TRIDENT_GATEWAY_BATCH_DB ?= .triton/batches.sqlite
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-build setup-fleet fleet fleet-load test-fleet demo demo-model serve gateway up chat build-engine plan-engine quality test-build simulate test-simulator test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf chaos clean
+.PHONY: help setup setup-build setup-fleet fleet fleet-load test-fleet plan-capacity demo demo-model serve gateway up chat build-engine plan-engine quality test-build simulate test-simulator test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf chaos clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -119,6 +119,10 @@ fleet: build-engine setup-fleet ## Ray, the gateway and MIN to MAX replicas of E
 
 fleet-load: setup ## a minute of load that grows and stops, for `make fleet`
 	$(BIN)/python -m benchmarks run --url $(REACHABLE):9001 --arrivals ramp:1,15 --duration 60 --input 64 --output 200
+
+PLAN ?= cluster/plan/example.toml
+plan-capacity: setup ## replicas, operating point and cost of the scenario PLAN=FILE (docs/capacity.md)
+	$(BIN)/python -m cluster plan $(call quoted,PLAN)
 
 chat: export TRIDENT_URL ?= $(REACHABLE):$(GRPC_PORT)
 chat: setup ## talk to a running server, or say one thing with PROMPT="..."

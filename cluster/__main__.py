@@ -1,5 +1,5 @@
-"""``python -m cluster``: start a fleet on this machine or change one (docs/fleet.md), or say how many replicas each
-pool needs (docs/scaling.md); see ``--help``."""
+"""``python -m cluster``: start a fleet on this machine or change one (docs/fleet.md), say how many replicas each
+pool needs now (docs/scaling.md), or plan a load (docs/capacity.md); see ``--help``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from contract.errors import TridentError
 def main(argv: Sequence[str]) -> int:
     if argv[:1] in (["scale"], ["keda"]):
         return importlib.import_module("cluster.scaling.command_line").main(argv)  # needs what a fleet does not have
+    if argv[:1] == ["plan"]:
+        return importlib.import_module("cluster.plan.command_line").main(argv[1:])
     about = "A fleet of replicas under Ray Serve."
     parser = argparse.ArgumentParser("python -m cluster", description=about, argument_default=argparse.SUPPRESS)
     parser.add_argument(
-        "verb", choices=("fleet", "change"), help="fleet: start one; change: the one that runs; and scale, keda"
+        "verb", choices=("fleet", "change"), help="fleet: start one; change: the one that runs; and scale, keda, plan"
     )
     parser.add_argument("--engine", help="folder under engines/ (demo)")
     parser.add_argument("--min", type=int, help="fewest replicas (1)")

@@ -1,0 +1,99 @@
+"""Hold forecasts to the real bench: the same requests at the same instants, the forecast first.
+
+    python -m cluster plan SCENARIO --check POOL
+
+Three open loads at parts of the operating point, and one closed loop with as many clients as the operating point has
+sequences. The requests of an open load are written as a trace, which the bench replays.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.plan.planner import kind_of, load_of, operating_point
+from cluster.plan.replica import Forecast, closed_loop, figures, serve
+from cluster.plan.scenario import Scenario
+from contract.errors import EngineFailed, InvalidArgument
+
+PARTS = (0.3, 0.6, 0.9)
+SECONDS, WARMUP_S = 24.0, 4.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+FIGURES = ("tokens_per_s", "ttft_p50_s", "ttft_p95_s", "itl_mean_s", "e2e_p95_s")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One load. forecast, measured: by FIGURES. others: part of the machine that other processes used meanwhile."""
+
+    load: str
+    forecast: dict[str, float]
+    measured: dict[str, float]
+    failed: int
+    others: float
+
+
+def run(scenario: Scenario, pool: str, seconds: float = SECONDS) -> list[Compared]:
+    """Forecast and measure every load of a pool with an engine of this machine.
+
+    Raises InvalidArgument, EngineFailed: the pool has no engine, the bench failed.
+    """
+    if pool not in scenario.pools:
+        raise InvalidArgument("check", f"must be one of {', '.join(scenario.pools)}, got {pool!r}")
+    place, given = f"pools.{pool}", scenario.pools[pool]
+    if not given.engine:
+        raise InvalidArgument(f"{place}.engine", "must be an engine that runs here: an estimate cannot be checked")
+    replica, (load, _) = kind_of(given, place), load_of(given, scenario.seed)
+    rate, most, _ = operating_point(replica, load, given.slo, place)
+    timing = ["--duration", f"{seconds}", "--warmup", f"{WARMUP_S}", "--engine", Path(given.engine).name]
+    found, end_s = [], WARMUP_S + seconds
+    with tempfile.TemporaryDirectory() as folder:
+        for part in PARTS:
+            per_s, trace = part * rate, Path(folder) / f"{part:g}.jsonl"
+            requests = [one for one in load.requests(per_s, round(2 * per_s * end_s) + 8) if one.at_s < end_s]
+            names = ("at_s", "input_tokens", "output_tokens")
+            rows = ({name: getattr(one, name) for name in names} for one in requests)
+            trace.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+            expected = figures(replica, serve(replica, requests), WARMUP_S, end_s)
+            options = ["--arrivals", f"trace:{trace}", *timing]
+            found.append(_compared(f"{per_s:.3g} requests/s", expected, options, folder))
+        if len(given.classes) == 1:
+            clients, rng = max(1, round(most.sequences)), random.Random(scenario.seed)
+            expected = closed_loop(replica, iter(lambda: load.lengths(rng), None), clients, end_s, WARMUP_S)
+            options = ["--concurrency", str(clients), *timing]
+            for name in ("input", "output"):
+                size = getattr(given.classes[0], name)
+                options += [f"--{name}", f"lognormal:{size.p50},{size.sigma},{size.most}"]
+            found.append(_compared(f"{clients} clients", expected, options, folder))
+    return found
+
+
+def _compared(load: str, expected: Forecast, options: list[str], folder: str) -> Compared:
+    command = [sys.executable, "-m", "benchmarks", "run", *options, "--out", folder]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if ended.returncode not in (0, 3):  # 3: a self-check failed; the figures are there
+        raise EngineFailed(f"{' '.join(command)}: {ended.stderr.strip()[-2000:]}")
+    [result] = json.loads((Path(folder) / "run.json").read_text())
+    got, host = result["figures"], result["host_load"]
+    ttft, itl, latency = got["ttft_s"], got["itl_s"], got["latency_s"]
+    values = (got["output_tokens_per_s"], ttft["p50"], ttft["p95"], itl["mean"], latency["p95"])
+    forecast = {name: getattr(expected, name) for name in FIGURES}
+    measured = dict(zip(FIGURES, values, strict=True))
+    return Compared(load, forecast, measured, got["failed"], host["others"] + host["stolen"])
+
+
+def described(found: list[Compared]) -> str:
+    lines = [f"{'forecast / measured':<20}" + "".join(f"{name:>26}" for name in FIGURES) + "  others"]
+    for one in found:
+        pairs = [(one.forecast[name], one.measured[name]) for name in FIGURES]
+        cells = (f"{said:.4g} / {was:.4g} ({said / was - 1:+.0%})" if was else "-" for said, was in pairs)
+        failed = f", {one.failed} failed" if one.failed else ""
+        lines.append(f"{one.load:<20}" + "".join(f"{cell:>26}" for cell in cells) + f"  {one.others:.0%}{failed}")
+    return "\n".join(lines)

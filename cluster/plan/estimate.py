@@ -1,0 +1,115 @@
+"""Step models of replicas that were not measured: a roofline, held to published figures where there are any.
+
+A step of decoding reads all weights and the sequences' KV cache (bandwidth); every token costs two operations for each
+parameter (compute). What a card reaches of its data sheet is assumed, or found by least squares from the published
+throughputs of TensorRT-LLM (build/trtllm/perf_anchors.json). Both are estimates, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from cluster.plan.replica import Replica
+from cluster.plan.scenario import Accelerator
+from contract import step_model
+from contract.errors import InvalidArgument
+from contract.step_model import StepModel
+
+ANCHORS = Path(__file__).resolve().parents[2] / "build" / "trtllm" / "perf_anchors.json"
+_TABLE = "trt_engine_flow_v0.17"
+# Memory in GB, bandwidth in TB/s, dense bf16 and fp8 TFLOPS, of the data sheets; the column of the published table.
+CARDS: Mapping[str, tuple[float, float, float, float, str]] = {
+    "a100-80gb": (80, 2.04, 312, 312, "A100-80GB FP16"),
+    "l40s": (45, 0.864, 362, 733, "L40S FP8"),
+    "h100": (79, 3.35, 989, 1979, "H100 80GB FP8"),
+    "gh200": (95, 4.0, 989, 1979, "GH200 FP8"),
+    "h200": (140, 4.8, 989, 1979, "H200 141GB FP8"),
+    "b200": (179, 8.0, 2250, 4500, ""),
+}
+BANDWIDTH, COMPUTE = 0.7, 0.5  # what is reached of the data sheet where nothing was published
+LAUNCH_S = 0.002  # of a step: kernels, scheduler and, of several cards, their exchange
+KV_PART = 0.9  # of the memory beside weights that the KV cache gets
+
+
+def replica(given: Accelerator, place: str) -> Replica:
+    """Return the estimate. place: of the table, for errors. Raises InvalidArgument."""
+    if given.card not in CARDS:
+        raise InvalidArgument(f"{place}.card", f"must be one of {', '.join(CARDS)}, got {given.card!r}")
+    memory_gb = CARDS[given.card][0] * given.cards
+    weights_gb = given.parameters * given.weight_bytes
+    kv_tokens = int(KV_PART * (memory_gb - weights_gb) * 1e9 / kv_bytes_per_token(given))
+    if kv_tokens < given.max_num_tokens:
+        problem = f"must hold {weights_gb:.0f} GB of weights and a KV cache beside them, {memory_gb:.0f} GB do not"
+        raise InvalidArgument(f"{place}.cards", f"{problem}; got {given.cards} of {given.card}")
+    bandwidth, compute, source, errors = BANDWIDTH, COMPUTE, step_model.ROOFLINE, (0.0, 0.0)
+    if given.published:
+        bandwidth, compute, *errors_found = _fitted(given, kv_tokens, place)
+        source, errors = step_model.PUBLISHED, (errors_found[0], errors_found[1])
+    model = _roofline(given, bandwidth, compute, source, errors)
+    return Replica(model, given.max_batch_size, given.max_num_tokens, kv_tokens)
+
+
+def kv_bytes_per_token(given: Accelerator) -> float:
+    return 2 * given.layers * given.kv_heads * given.head_dim * given.kv_bytes
+
+
+def _roofline(
+    given: Accelerator, bandwidth: float, compute: float, source: str, errors: tuple[float, float] = (0.0, 0.0)
+) -> StepModel:
+    _, tb_per_s, bf16, fp8, _ = CARDS[given.card]
+    bytes_per_s = tb_per_s * 1e12 * given.cards * bandwidth
+    token_s = 2 * given.parameters * 1e9 / ((fp8 if given.weight_bytes <= 1 else bf16) * 1e12 * given.cards * compute)
+    return StepModel(
+        manifest_sha256="",
+        machine=f"{given.cards} x {given.card}",
+        source=source,
+        made="",
+        step_s=LAUNCH_S + given.parameters * 1e9 * given.weight_bytes / bytes_per_s,
+        sequence_s=token_s,
+        context_token_s=kv_bytes_per_token(given) / bytes_per_s,
+        prefill_token_s=token_s,
+        request_s=0.01,
+        error_p50_percent=errors[0],
+        error_p95_percent=errors[1],
+    )
+
+
+@cache
+def _published(model: str, card: str, cards: int) -> dict[tuple[int, int], float]:
+    """Return output tokens per second at full load by (prompt, answer) tokens."""
+    table = json.loads(ANCHORS.read_text("utf-8"))[_TABLE]
+    column = table["columns"].index(CARDS[card][4]) if CARDS[card][4] else None
+    rows = table.get(f"{model} tp{cards}", {})
+    found = {} if column is None else {lengths: values[column] for lengths, values in rows.items()}
+    return {
+        (int(lengths.split("/")[0]), int(lengths.split("/")[1])): value for lengths, value in found.items() if value
+    }
+
+
+def _fitted(given: Accelerator, kv_tokens: int, place: str) -> tuple[float, float, float, float]:
+    """Return the parts of bandwidth and of compute with the least error over the published rows, and the errors."""
+    rows = _published(given.published, given.card, given.cards)
+    if len(rows) < 3:
+        problem = f"has no throughputs for {given.cards} x {given.card} in {ANCHORS.name}, got {given.published!r}"
+        raise InvalidArgument(f"{place}.published", problem)
+    best: tuple[float, float, float, list[float]] = (0.0, 0.0, float("inf"), [])
+    parts = [n / 20 for n in range(3, 21)]
+    for bandwidth, compute in itertools.product(parts, parts):
+        model = _roofline(given, bandwidth, compute, step_model.PUBLISHED)
+        errors = [full_load(model, kv_tokens, *lengths) / known - 1 for lengths, known in rows.items()]
+        missed = sum(error * error for error in errors)
+        if missed < best[2]:
+            best = bandwidth, compute, missed, sorted(100 * abs(error) for error in errors)
+    bandwidth, compute, _, percent = best
+    return bandwidth, compute, percent[len(percent) // 2], percent[round(0.95 * (len(percent) - 1))]
+
+
+def full_load(model: StepModel, kv_tokens: int, input_tokens: int, output_tokens: int) -> float:
+    """Return output tokens per second with as many sequences as the KV cache holds, at most 2048."""
+    context = input_tokens + output_tokens / 2
+    sequences = max(1, min(2048, kv_tokens // (input_tokens + output_tokens)))
+    return sequences / model.seconds(sequences, sequences * context, sequences * input_tokens / output_tokens)

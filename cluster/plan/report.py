@@ -1,0 +1,74 @@
+"""A plan for people: tables and a plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from cluster.plan.planner import PoolPlan
+from cluster.plan.scenario import HOURS
+from contract.errors import InvalidArgument, NotFound
+
+SUFFIXES = (".svg", ".png", ".pdf")
+
+
+def described(plan: PoolPlan, currency: str) -> str:
+    """Return the tables of one pool."""
+    at, cost = plan.forecast, plan.cost
+    origin = "measured" if plan.source == "measured" else f"an ESTIMATE, {plan.source}"
+    origin += f"; its points are within {plan.error_p50_percent:.0f} % (p50), {plan.error_p95_percent:.0f} % (p95)"
+    shares = ", ".join(f"{name} {part:.0%}" for name, part in plan.shares.items())
+    bounds = f"{plan.slots} slots; KV cache for {plan.kv_sequences:.0f} sequences; ITL for {plan.decode_batch}"
+    latencies = f"TTFT p50 {at.ttft_p50_s:.3f}, p95 {at.ttft_p95_s:.3f}; ITL mean {at.itl_mean_s:.4f}"
+    rows = [
+        ("machine", plan.machine),
+        ("step model", origin),
+        ("a request", f"{plan.input_tokens:.0f} tokens in, {plan.output_tokens:.0f} out, in the mean"),
+        ("one replica", f"{plan.rate:.3g} requests/s, {plan.rate * plan.output_tokens:.0f} tokens/s out"),
+        ("its batch", f"{at.sequences:.1f} sequences, busy {at.busy:.0%} of the time; a step is {shares}"),
+        ("seconds", f"{latencies}, p95 {at.itl_p95_s:.4f}; end to end p95 {at.e2e_p95_s:.2f}"),
+        ("bounds", bounds),
+        ("binds", f"{plan.binds}; {plan.moves}"),
+        ("peak", f"{max(plan.requests_per_s):.3g} requests/s, {plan.little:.0f} at once (Little's law)"),
+        ("replicas", f"{max(plan.replicas)} at the peak, with {plan.headroom:.0%} headroom"),
+    ]
+    if cost.day:
+        per = f"{currency}{cost.per_1000_tokens:.4g} per 1,000 tokens, {cost.per_1000_output_tokens:.4g} of answers"
+        elastic = f"{cost.on_demand_hours:.0f} on-demand hours, {cost.spot_hours:.0f} spot hours a day"
+        rows.append(("cost", f"{currency}{cost.month:,.0f} a month; {per}"))
+        rows.append(("paid for", f"{cost.reserved} reserved replicas; {elastic}"))
+    lines = [f"pool {plan.name}", *(f"  {name:<16}{text}" for name, text in rows), ""]
+    lines.append(_row("hour", range(HOURS), 6))
+    lines.append(_row("requests/s", (f"{rate:.3g}" for rate in plan.requests_per_s), 6))
+    lines += [_row("replicas", plan.replicas, 6), ""]
+    lines.append(_row(f"{'cost' if cost.day else 'replica-hours'}, if", ("-20 %", "+20 %"), 9))
+    for name, changes in plan.sensitivity.items():
+        cells = ("missed" if change == math.inf else f"{change:+.0f} %" for change in changes)
+        lines.append(_row(name, cells, 9))
+    return "\n".join([*lines, "", f"  check: {plan.check}"])
+
+
+def _row(name: str, cells: Iterable[object], width: int) -> str:
+    return f"  {name:<18}" + "".join(f"{cell!s:>{width}}" for cell in cells)
+
+
+def plot(plans: Sequence[PoolPlan], path: Path) -> None:
+    """Draw replicas and requests per second by hour. Raises InvalidArgument, NotFound without matplotlib."""
+    if path.suffix not in SUFFIXES:
+        raise InvalidArgument("plot", f"must end in {', '.join(SUFFIXES)}, got {path}")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as exc:
+        raise NotFound("plots need matplotlib: pip install -r requirements/bench.txt") from exc
+    figure = Figure(figsize=(8, 3 * len(plans)), layout="tight")
+    for axis, plan in zip(figure.subplots(len(plans), 1, squeeze=False)[:, 0], plans, strict=True):
+        axis.bar(range(HOURS), plan.replicas, color="#0072B2")
+        axis.set(title=f"{plan.name}: {plan.machine}, {plan.source}", xlabel="hour", ylabel="replicas (bars)")
+        right = axis.twinx()
+        right.plot(range(HOURS), plan.requests_per_s, color="#E69F00")
+        right.set(ylabel="requests/s (line)", ylim=(0, None))
+    try:
+        figure.savefig(path)
+    except OSError as exc:
+        raise InvalidArgument("plot", f"must be a file that can be written, got {path}: {exc.strerror}") from exc

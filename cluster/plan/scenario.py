@@ -1,0 +1,252 @@
+"""A scenario: who asks for how much when, what they are promised, and what replicas cost (docs/capacity.md).
+
+Every field is checked by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from contract import prometheus, toml_table
+from contract.errors import InvalidArgument
+
+HOURS = 24
+MOST_BYTES = 4 * 1024 * 1024  # of a metrics page
+_Z95 = 1.6449  # standard deviations from the median to the 95th percentile of a normal
+_Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
+_Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+_Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+_Part = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _by_hour(value: object) -> object:
+    """A number holds for every hour."""
+    return [value] * HOURS if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
+ByHour = Annotated[tuple[_Amount, ...], BeforeValidator(_by_hour), Field(min_length=HOURS, max_length=HOURS)]
+
+
+class Lengths(_Table):
+    """A log-normal distribution of tokens. p50, p95: percentiles; equal ones are a fixed length. most: the longest."""
+
+    p50: _Positive
+    p95: _Positive
+    most: _Tokens = 1_000_000
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Lengths:
+        if self.p95 < self.p50:
+            raise ValueError(f"p95: must be at least p50, got {self.p95:g}")
+        return self
+
+    @property
+    def sigma(self) -> float:
+        return math.log(self.p95 / self.p50) / _Z95
+
+    def draw(self, rng: random.Random) -> int:
+        return min(self.most, max(1, round(rng.lognormvariate(math.log(self.p50), self.sigma))))
+
+    def scaled(self, factor: float) -> Lengths:
+        return Lengths(p50=self.p50 * factor, p95=self.p95 * factor, most=self.most)
+
+
+def _fixed(value: object) -> object:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return {"p50": value, "p95": value, "most": value} if whole else value
+
+
+_Lengths = Annotated[Lengths, BeforeValidator(_fixed)]
+
+
+class Class(_Table):
+    """Requests of one kind, by one of four sources.
+
+    requests_per_s: by hour, or a number for every hour. users: likewise, and requests_per_user_hour of each.
+    trace: JSON lines of at_s, input_tokens and output_tokens, as the benchmarks replay them: rate and lengths.
+    metrics: of a gateway, http://HOST:PORT/metrics: rate and lengths of its pool of this name, over ``seconds``.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=100)]
+    requests_per_s: ByHour | None = None
+    users: ByHour | None = None
+    requests_per_user_hour: _Positive = 10.0
+    input: _Lengths | None = None
+    output: _Lengths | None = None
+    trace: str = ""
+    metrics: Annotated[str, Field(pattern=r"^(https?://.+)?$")] = ""
+    seconds: Annotated[float, Field(ge=1, le=3600)] = 10.0
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Class:
+        told = [name for name in ("requests_per_s", "users", "trace", "metrics") if getattr(self, name)]
+        if len(told) != 1:
+            raise ValueError(
+                f"requests_per_s: must be given, or users, trace or metrics, one of them; got {told or 'none'}"
+            )
+        for name in () if self.trace or self.metrics else ("input", "output"):
+            if getattr(self, name) is None:
+                raise ValueError(f"{name}: must be a number of tokens or a table of p50, p95 and most, got none")
+        return self
+
+    def rates(self) -> tuple[float, ...]:
+        """Return requests per second by hour."""
+        if self.users is not None:
+            return tuple(users * self.requests_per_user_hour / 3600 for users in self.users)
+        assert self.requests_per_s is not None, "a trace was read"
+        return self.requests_per_s
+
+
+class Slo(_Table):
+    """Objectives at the 95th percentile, in seconds; inf: none. itl_s: between two tokens."""
+
+    ttft_s: Annotated[float, Field(gt=0)] = math.inf
+    itl_s: Annotated[float, Field(gt=0)] = math.inf
+    e2e_s: Annotated[float, Field(gt=0)] = math.inf
+
+
+class Price(_Table):
+    """Of a replica-hour; 0 for a kind that is not to be had. spot_share: most of the replicas beyond the reserved ones
+    that may be spot ones, which can be taken away."""
+
+    on_demand: _Amount = 0.0
+    reserved: _Amount = 0.0
+    spot: _Amount = 0.0
+    spot_share: _Part = 0.0
+
+
+class Accelerator(_Table):
+    """A replica that is not built yet: its model and what it runs on; cluster/plan/estimate.py.
+
+    card: by name. cards: of one replica (tensor parallel). published: a model of the TensorRT-LLM tables, or "".
+    parameters: in units of 10^9. weight_bytes, kv_bytes: of one parameter, and of one number in the KV cache.
+    """
+
+    card: str
+    cards: Annotated[int, Field(ge=1, le=64)] = 1
+    published: str = ""
+    parameters: _Positive
+    layers: Annotated[int, Field(ge=1, le=1000)]
+    kv_heads: Annotated[int, Field(ge=1, le=1024)]
+    head_dim: Annotated[int, Field(ge=1, le=1024)]
+    weight_bytes: Annotated[float, Field(ge=0.25, le=4)] = 2.0
+    kv_bytes: Annotated[float, Field(ge=0.25, le=4)] = 2.0
+    max_batch_size: Annotated[int, Field(ge=1, le=100_000)] = 256
+    max_num_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 8192
+
+
+class Pool(_Table):
+    """A kind of replica, ``engine`` (a folder with step_model.json) or ``estimate``, and what it serves."""
+
+    engine: str = ""
+    estimate: Accelerator | None = None
+    classes: Annotated[tuple[Class, ...], Field(min_length=1)]
+    slo: Slo = Slo()
+    price: Price = Price()
+    headroom: Annotated[float, Field(ge=0, le=10)] = 0.3
+    min_replicas: Annotated[int, Field(ge=0, le=100_000)] = 1
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Pool:
+        if bool(self.engine) == (self.estimate is not None):
+            raise ValueError("engine: must be a folder, or estimate must be given, one of them")
+        return self
+
+
+class Scenario(_Table):
+    """Pools by name. currency: of the prices. seed: of every random choice."""
+
+    pools: Annotated[dict[str, Pool], Field(min_length=1)]
+    currency: str = "$"
+    seed: int = 0
+
+
+def read(path: Path) -> Scenario:
+    """Raises InvalidArgument: names file, field and what is allowed."""
+    return of_table(toml_table.read(path), path)
+
+
+def of_table(table: Mapping[str, Any], path: Path = Path("scenario")) -> Scenario:
+    """Return a scenario; traces are read, relative to the file. Raises InvalidArgument."""
+    found = toml_table.checked(Scenario, table, str(path))
+    pools = {name: _measured(pool, f"pools.{name}", path) for name, pool in found.pools.items()}
+    return found.model_copy(update={"pools": pools})
+
+
+def _measured(pool: Pool, place: str, path: Path) -> Pool:
+    classes = []
+    for number, one in enumerate(pool.classes):
+        where = f"{path}: {place}.classes.{number}"
+        if one.trace:
+            one = _of_trace(one, path.parent / one.trace, f"{where}.trace")
+        elif one.metrics:
+            one = _of_metrics(one, f"{where}.metrics")
+        classes.append(one)
+    return pool.model_copy(update={"classes": tuple(classes)})
+
+
+def _of_metrics(one: Class, place: str) -> Class:
+    """Return the class with what the gateway's pool did between two readings; of lengths only the means are known."""
+
+    def reading() -> tuple[float, float, float]:
+        try:
+            with urllib.request.urlopen(one.metrics, timeout=5) as response:
+                page = prometheus.parse(response.read(MOST_BYTES).decode(), ("gen_ai_", "trident_gateway_pool_"))
+        except (OSError, ValueError) as exc:
+            raise InvalidArgument(place, f"must be a gateway's metrics page, got {one.metrics}: {exc}") from exc
+        directions = {
+            labels.get("direction"): value
+            for labels, value in page.matching("trident_gateway_pool_tokens_total", pool=one.name)
+        }
+        requests = page.value("gen_ai_server_request_duration_seconds_count", pool=one.name)
+        return requests, directions.get("input", 0.0), directions.get("output", 0.0)
+
+    before = reading()
+    time.sleep(one.seconds)
+    requests, input_tokens, output_tokens = (now - then for now, then in zip(reading(), before, strict=True))
+    if not (requests > 0 and input_tokens > 0 and output_tokens > 0):
+        problem = f"must have requests of a pool {one.name!r} within {one.seconds:g} s, got none at {one.metrics}"
+        raise InvalidArgument(place, problem)
+    told = {name: _of_mean(total / requests) for name, total in (("input", input_tokens), ("output", output_tokens))}
+    return one.model_copy(update={"requests_per_s": (requests / one.seconds,) * HOURS, **told})
+
+
+def _of_mean(mean: float) -> Lengths:
+    """Return a log-normal distribution of this mean whose 95th percentile is three times the median."""
+    p50 = mean / math.exp((math.log(3) / _Z95) ** 2 / 2)
+    return Lengths(p50=p50, p95=3 * p50)
+
+
+def _of_trace(one: Class, trace: Path, place: str) -> Class:
+    """Return the class with rate and lengths of its trace: at every hour the trace's mean rate."""
+    try:
+        rows = [json.loads(line) for line in trace.read_text("utf-8").splitlines() if line.strip()]
+        seconds = max(float(row["at_s"]) for row in rows)
+        sizes = {name: sorted(int(row[f"{name}_tokens"]) for row in rows) for name in ("input", "output")}
+        if not (seconds > 0 and sizes["input"][0] > 0 and sizes["output"][0] > 0):
+            raise ValueError("seconds and tokens must be above 0")
+    except OSError as exc:
+        raise InvalidArgument(place, f"must be a file that can be read, got {trace}: {exc.strerror}") from exc
+    except (ValueError, KeyError, TypeError) as exc:
+        form = "JSON lines of at_s, input_tokens and output_tokens"
+        raise InvalidArgument(place, f"must have {form}, got {trace}: {exc}") from exc
+    told = {
+        name: Lengths(
+            p50=size[len(size) // 2], p95=max(size[len(size) // 2], size[int(0.95 * (len(size) - 1))]), most=size[-1]
+        )
+        for name, size in sizes.items()
+    }
+    return one.model_copy(update={"requests_per_s": (len(rows) / seconds,) * HOURS, **told})

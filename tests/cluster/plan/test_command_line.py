@@ -1,0 +1,67 @@
+"""`python -m cluster plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.plan import planner
+from cluster.plan.command_line import main
+
+FILE = """
+[pools.main]
+[pools.main.estimate]
+card = "l40s"
+parameters = 8.0
+layers = 32
+kv_heads = 8
+head_dim = 128
+[pools.main.price]
+on_demand = 1.0
+[[pools.main.classes]]
+name = "chat"
+requests_per_s = 10
+input = 200
+output = 50
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.setattr(planner, "REQUESTS", 40)
+    monkeypatch.setattr(planner, "ROUNDS", 0)
+    monkeypatch.setattr(planner, "SEARCH", 2)
+    (tmp_path / "a.toml").write_text(FILE)
+    return tmp_path / "a.toml"
+
+
+def test_a_plan_is_printed_for_people_and_as_json(scenario: Path, capsys):
+    assert main([str(scenario)]) == 0
+    text = capsys.readouterr().out
+    for words in ("pool main", "an ESTIMATE, roofline", "Little's law", "per 1,000 tokens", "-20 %", "check: "):
+        assert words in text
+    assert main([str(scenario), "--json"]) == 0
+    [plan] = json.loads(capsys.readouterr().out)
+    assert len(plan["replicas"]) == 24 and plan["forecast"]["ttft_p95_s"] > 0
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_a_plot_is_drawn(scenario: Path, suffix, capsys):
+    pytest.importorskip("matplotlib", reason="plots need requirements/bench.txt")
+    assert main([str(scenario), "--plot", str(scenario.with_suffix(f".{suffix}"))]) == 0
+    assert scenario.with_suffix(f".{suffix}").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--plot", "a.txt"], "plot: must end in .svg, .png, .pdf, got a.txt"),
+        (["--check", "other"], "check: must be one of main, got 'other'"),
+        (["--check", "main"], "pools.main.engine: must be an engine that runs here"),
+    ],
+)
+def test_what_cannot_be_done_is_said(scenario: Path, arguments, problem, capsys):
+    assert main([str(scenario), *arguments]) == 2
+    assert problem in capsys.readouterr().err

@@ -1,0 +1,62 @@
+"""One replica, step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.plan.replica import Replica, Request, closed_loop, figures, forecast, serve
+from tests.cluster.plan.scenarios import REPLICA, STEP
+
+requests = st.lists(
+    st.builds(Request, st.floats(0, 5), st.integers(1, 600), st.integers(1, 60)), min_size=1, max_size=40
+)
+
+
+def test_a_request_alone_takes_the_steps_of_the_model():
+    run = serve(REPLICA, [Request(1.0, 300, 3)])
+    [done] = run.done
+    first = STEP.seconds(0, 0, 256) + STEP.seconds(0, 0, 44)
+    assert done.first_s == pytest.approx(1 + first)
+    assert done.end_s - done.first_s == pytest.approx(STEP.seconds(1, 300, 0) + STEP.seconds(1, 301, 0))
+    found = figures(REPLICA, run, 0, 5)
+    assert found.ttft_p95_s == pytest.approx(first + STEP.request_s) and found.requests == 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(requests, st.integers(1, 4), st.integers(64, 512))
+def test_every_request_that_fits_ends_once_in_order_of_its_parts(load, slots, chunk):
+    replica = Replica(STEP, slots, chunk, 700)
+    sent = [dataclasses.replace(one) for one in load]
+    run = serve(replica, sent)
+    assert len(run.done) == sum(one.input_tokens + one.output_tokens <= 700 for one in load)
+    assert all(one.at_s < one.first_s <= one.end_s for one in run.done)
+    assert sum(tokens for _, tokens in run.steps) == sum(one.output_tokens - 1 for one in run.done)
+    ends = sorted((one.at_s, 1) for one in run.done) and [(one.first_s, 0, one) for one in run.done]
+    for at_s, _, _ in ends:  # no more at once than slots
+        assert sum(one.first_s <= at_s < one.end_s for one in run.done) <= slots
+
+
+def test_more_load_never_shortens_and_slots_hold():
+    def at(rate):
+        return forecast(REPLICA, [Request(n / rate, 100, 20) for n in range(200)], 50)
+
+    slow, fast, over = at(2), at(20), at(200)
+    assert slow.ttft_p95_s <= fast.ttft_p95_s < over.ttft_p95_s and slow.stable and fast.stable and not over.stable
+    assert fast.tokens_per_s == pytest.approx(20 * 20, rel=0.1) and over.full_slots > 0.9
+    assert over.requests_per_s < 200
+
+
+def test_littles_law_holds():
+    found = forecast(REPLICA, [Request(n / 10, 100, 20) for n in range(400)], 100)
+    inside_s = found.e2e_mean_s - STEP.request_s
+    assert found.sequences == pytest.approx(found.requests_per_s * inside_s, rel=0.1)
+
+
+def test_a_closed_loop_keeps_so_many_in_the_batch():
+    found = closed_loop(REPLICA, iter(lambda: (50, 30), None), 8, 20.0, 2.0)
+    step = STEP.seconds(8, 8 * 65, 8 * 50 / 30)
+    assert found.tokens_per_s == pytest.approx(8 / step, rel=0.12) and 7 < found.sequences <= 8

@@ -1,0 +1,115 @@
+"""Scenario files: what is read, and errors that name the field."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from cluster.plan.scenario import of_table, read
+from contract.errors import InvalidArgument
+from tests.cluster.plan.scenarios import table
+
+
+def classes(**fields):
+    return table(classes=[table()["pools"]["main"]["classes"][0] | fields])
+
+
+def without(name):
+    found = classes()
+    del found["pools"]["main"]["classes"][0][name]
+    return found
+
+
+def test_a_number_holds_for_every_hour_and_users_send_what_one_of_them_does():
+    [one] = of_table(table()).pools["main"].classes
+    assert one.rates() == (20.0,) * 24 and one.input is not None and one.input.p95 == 200
+    users = classes(users=[3600] * 24, requests_per_user_hour=2.0) | {}
+    del users["pools"]["main"]["classes"][0]["requests_per_s"]
+    assert of_table(users).pools["main"].classes[0].rates() == (2.0,) * 24
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "problem"),
+    [
+        ({}, "pools", "must be set"),
+        ({"pools": {}}, "pools", "at least 1"),
+        (table() | {"hours": 3}, "hours", "is not known: must be one of pools, currency, seed"),
+        (table(replicas=3), "pools.main.replicas", "is not known: must be one of engine, "),
+        (table(engine="engines/demo"), "pools.main.engine", "one of them"),
+        (table(headroom=-1), "pools.main.headroom", "greater than or equal to 0, got -1"),
+        (table(slo={"ttft_s": 0}), "pools.main.slo.ttft_s", "greater than 0, got 0"),
+        (table(slo={"ttft": 1}), "pools.main.slo.ttft", "is not known: must be one of ttft_s, itl_s, e2e_s"),
+        (table(price={"spot_share": 2}), "pools.main.price.spot_share", "less than or equal to 1, got 2"),
+        (classes(requests_per_s=[1.0] * 23), "pools.main.classes.0.requests_per_s", "24"),
+        (classes(requests_per_s=[1.0] * 23 + ["many"]), "pools.main.classes.0.requests_per_s.23", "got 'many'"),
+        (classes(users=5), "pools.main.classes.0.requests_per_s", "one of them; got ['requests_per_s', 'users']"),
+        (classes(input={"p50": 9, "p95": 3}), "pools.main.classes.0.input.p95", "must be at least p50, got 3"),
+        (classes(output=0), "pools.main.classes.0.output.p50", "greater than 0, got 0"),
+        (without("requests_per_s"), "pools.main.classes.0.requests_per_s", "one of them; got none"),
+        (without("output"), "pools.main.classes.0.output", "must be a number of tokens or a table"),
+        (without("name"), "pools.main.classes.0.name", "must be set"),
+    ],
+)
+def test_what_is_wrong_is_named(given, field, problem):
+    with pytest.raises(InvalidArgument) as caught:
+        of_table(given)
+    assert caught.value.field == f"scenario: {field}" and problem in caught.value.problem
+
+
+def test_a_trace_gives_rate_and_lengths(tmp_path: Path):
+    rows = [{"at_s": n, "input_tokens": 10 + n, "output_tokens": 5} for n in range(101)]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = table(classes=[{"name": "chat", "trace": "trace.jsonl"}])
+    [one] = of_table(given, tmp_path / "a.toml").pools["main"].classes
+    assert one.rates()[0] == pytest.approx(1.01) and one.input is not None and one.output is not None
+    assert (one.input.p50, one.input.p95, one.input.most, one.output.p95) == (60, 105, 110, 5)
+    for text in ("", '{"at_s": 1}', "many"):
+        (tmp_path / "trace.jsonl").write_text(text)
+        with pytest.raises(InvalidArgument, match="classes.0.trace: must have JSON lines of at_s"):
+            of_table(given, tmp_path / "a.toml")
+    with pytest.raises(InvalidArgument, match="classes.0.trace: must be a file that can be read"):
+        of_table(given, tmp_path / "elsewhere" / "a.toml")
+
+
+def test_a_gateways_metrics_give_rate_and_mean_lengths(monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    pages = [(100, 1000, 500), (120, 5000, 1500)]
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            requests, told, made = pages.pop(0)
+            text = (
+                f'gen_ai_server_request_duration_seconds_count{{pool="chat",model="m"}} {requests}\n'
+                f'trident_gateway_pool_tokens_total{{pool="chat",direction="input"}} {told}\n'
+                f'trident_gateway_pool_tokens_total{{pool="chat",direction="output"}} {made}\n'
+            )
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *args):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=lambda: [server.handle_request() for _ in range(2)])
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}/metrics"
+        given = table(classes=[{"name": "chat", "metrics": url, "seconds": 1}])
+        [one] = of_table(given).pools["main"].classes
+        thread.join()
+    assert one.rates()[0] == 20 and one.input is not None
+    assert one.input.p50 < 200 < one.input.p95
+    with pytest.raises(InvalidArgument, match="classes.0.metrics: must be a gateway's metrics page"):
+        of_table(given)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
+    with pytest.raises(InvalidArgument, match="none.toml: must be a file"):
+        read(tmp_path / "none.toml")
+    (tmp_path / "a.toml").write_text("pools = [")
+    with pytest.raises(InvalidArgument, match="a.toml: must be TOML"):
+        read(tmp_path / "a.toml")
