@@ -100,10 +100,11 @@ _OPTIONS: dict[str, tuple[Callable[[str], object], str, str]] = {
     "input": (str, "TOKENS", f"prompts: {lengths.FORMS}"),
     "max_tokens": (_count, "N", "of a stream"),
     "metrics_url": (str, "URL", "its metrics (TRIDENT_METRICS_URL)"),
-    "model": (str, "NAME", "demo or bench-160m"),
+    "model": (str, "NAME", "demo, bench-160m, or the folder of a Llama checkpoint"),
     "only": (str, "NAME,…", "a part of what is measured"),
     "out": (_out, "FOLDER", "of the results (default benchmarks/results/…)"),
     "output": (str, "TOKENS", "answers: likewise"),
+    "precision": (str, "NAME", "of the weights, bf16 or int8; the demo's are compared in f32"),
     "prefix_groups": (int, "N", "prompts share one of N prefixes …"),
     "prefix_tokens": (int, "N", "… of N tokens"),
     "protocols": (str, "NAME,…", "of slow streams and bursts"),
@@ -206,7 +207,8 @@ def parser() -> argparse.ArgumentParser:
     about = "NVIDIA's AIPerf against the OpenAI gateway; --url is that of a gateway that runs already"
     command("aiperf", run_aiperf, about, engine="demo", url=None, **theirs | {"rates": "4"})
     about = "our server beside vLLM, llama.cpp and transformers serve"
-    compared: dict[str, object] = {"model": "demo", "only": ",".join(peer_servers.PEERS), "concurrency": "1,8,32"}
+    compared: dict[str, object] = {"model": "demo", "precision": "bf16"}
+    compared |= {"only": ",".join(peer_servers.PEERS), "concurrency": "1,8,32"}
     command("peers", run_peers, about, **compared, rounds=2, duration=4.0, input="128", output="64", out=None)
     about = "latency and CPU that the gateway adds, and its limits, beside LiteLLM and a plain relay"
     parts: dict[str, object] = {"only": ",".join(gateway_run.PARTS), "protocols": "http,grpc"}
@@ -246,7 +248,7 @@ def run_aiperf(arguments: argparse.Namespace) -> int:
 
 def run_peers(arguments: argparse.Namespace) -> int:
     load = arguments.rounds, arguments.duration, arguments.input, arguments.output
-    plan = peers.Plan(peer_servers.subject(arguments.model), tuple(arguments.concurrency), *load)
+    plan = peers.Plan(peer_servers.subject(arguments.model, arguments.precision), tuple(arguments.concurrency), *load)
     return peers.run(arguments.only.split(","), plan, _folder(arguments, "peers"))
 
 

@@ -1,9 +1,9 @@
 """Convert a Hugging Face Llama checkpoint to a GGUF file for llama.cpp. Runs in llama.cpp's environment, with gguf:
 
-    .cache/peers/llama.cpp/bin/python benchmarks/gguf_checkpoint.py CHECKPOINT OUT.gguf f32|bf16
+    .cache/peers/llama.cpp/bin/python benchmarks/gguf_checkpoint.py CHECKPOINT OUT.gguf f32|bf16|int8
 
 llama.cpp's own converter identifies tokenizers by a digest of an encoded text and refuses unknown ones, as ours; this
-one writes any byte-level BPE tokenizer, with GPT-2's pre-tokenization.
+one writes any byte-level BPE tokenizer, with GPT-2's pre-tokenization, or SmolLM's if it splits off every digit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-PRECISIONS = ("f32", "bf16")
+PRECISIONS = {"f32": "F32", "bf16": "BF16", "int8": "Q8_0"}  # and their names in GGUF
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -66,6 +66,12 @@ def adds_begin(tokenizer: dict) -> bool:
     return any("SpecialToken" in template["single"][0] for template in templates)
 
 
+def splits_digits(tokenizer: dict) -> bool:
+    """Return whether every digit is a token of its own."""
+    pre = tokenizer.get("pre_tokenizer") or {}
+    return any(one["type"] == "Digits" and one["individual_digits"] for one in pre.get("pretokenizers", [pre]) if one)
+
+
 def write(checkpoint: Path, out: Path, precision: str) -> None:
     """Write the GGUF file. Norms stay f32, as llama.cpp requires."""
     import gguf
@@ -76,10 +82,10 @@ def write(checkpoint: Path, out: Path, precision: str) -> None:
         raise ValueError(f"architectures: must be LlamaForCausalLM, got {config['architectures']} in {checkpoint}")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // heads
-    kind = gguf.GGMLQuantizationType[precision.upper()]
+    kind = gguf.GGMLQuantizationType[PRECISIONS[precision]]
     writer = gguf.GGUFWriter(out, "llama")
     writer.add_name(checkpoint.name)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if precision == "f32" else gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if precision == 'f32' else 'MOSTLY'}_{PRECISIONS[precision]}"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -94,7 +100,7 @@ def write(checkpoint: Path, out: Path, precision: str) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     tokens, special, merges = vocabulary(tokenizer, config["vocab_size"])
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre("smollm" if splits_digits(tokenizer) else "gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL if is_special else gguf.TokenType.NORMAL for is_special in special])
     writer.add_token_merges(merges)

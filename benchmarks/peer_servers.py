@@ -23,6 +23,7 @@ from benchmarks import child_process, processes, random_model
 from benchmarks.child_process import ROOT
 from benchmarks.environments import FOLDER, Environment
 from benchmarks.openai_target import OpenAITarget
+from benchmarks.server_process import ENGINES
 from benchmarks.target import DeltaTarget, EnsembleTarget
 from benchmarks.workload import PlannedRequest
 from contract.errors import EngineFailed, InvalidArgument, TridentError
@@ -81,7 +82,7 @@ class Subject:
     """The model that all serve.
 
     checkpoint: Hugging Face folder; engine: name of our engine of it.
-    precision: of arithmetic, "f32" or "bf16"; kv_cache: precision of our KV cache.
+    precision: of arithmetic, "f32" or "bf16", or "int8" for 8-bit weights; kv_cache: precision of our KV cache.
     max_len: tokens of prompt and answer.
     """
 
@@ -202,15 +203,22 @@ def gateway(engine: str) -> Iterator[str]:
         server.stop()
 
 
-def subject(name: str) -> Subject:
-    """Return a model by name; the random one and its engine are made if needed."""
+def subject(name: str, precision: str = "bf16") -> Subject:
+    """Return a model by name or by its checkpoint folder; the random one and our engine are made if needed.
+
+    precision: of the weights, "bf16" or "int8"; the demo model is compared in f32 only.
+    """
     if name == "demo":
         return Subject("demo", ROOT / "build" / "demo_model" / "checkpoint", "demo", "f32", "f32", 1024)
-    if name == random_model.NAME:
-        folder = random_model.folder("bf16")
-        kv_cache = json.loads((folder / "manifest.json").read_text())["kv_cache_precision"]
-        return Subject(name, random_model.CHECKPOINT, random_model.NAME, "bf16", kv_cache, 1024)
-    raise InvalidArgument("model", f"must be demo or {random_model.NAME}, got {name!r}")
+    if precision not in ("bf16", "int8"):
+        raise InvalidArgument("precision", f"must be bf16 or int8, got {precision!r}")
+    checkpoint = random_model.checkpoint() if name == random_model.NAME else Path(name).absolute()
+    if not (checkpoint / "model.safetensors").is_file():
+        allowed = f"demo, {random_model.NAME} or a folder with config.json and model.safetensors"
+        raise InvalidArgument("model", f"must be {allowed}, got {name!r}")
+    engine = random_model.engine(precision, checkpoint)
+    kv_cache = json.loads((ENGINES / engine / "manifest.json").read_text())["kv_cache_precision"]
+    return Subject(checkpoint.name, checkpoint, engine, precision, kv_cache, 1024)
 
 
 def endless(of: Subject) -> Path:
@@ -245,7 +253,11 @@ def gguf(of: Subject) -> Path:
 
 
 def _torch_name(of: Subject) -> str:
-    return {"f32": "float32", "bf16": "bfloat16"}[of.precision]
+    return {"f32": "float32"}.get(of.precision, "bfloat16")
+
+
+def _llama_cache(of: Subject) -> str:
+    return {"int8": "f16"}.get(of.precision, of.precision)
 
 
 def _local(port: int) -> str:
@@ -309,7 +321,7 @@ LLAMA = Peer(
         *(str(_LLAMA.folder / "build" / "bin" / "llama-server"), "--model", str(gguf(of))),
         *("--host", "127.0.0.1", "--port", str(port), "--alias", of.name, "--threads", str(CORES)),
         *("--parallel", str(SLOTS), "--ctx-size", str(SLOTS * of.max_len)),
-        *("--cache-type-k", of.precision, "--cache-type-v", of.precision),
+        *("--cache-type-k", _llama_cache(of), "--cache-type-v", _llama_cache(of)),
     ],
     lambda of, port: OpenAITarget(_local(port), of.name, _WITH_USAGE),
     f"llama-server built here from the source in {LLAMA_CPP}, {SLOTS} slots, {CORES} threads",

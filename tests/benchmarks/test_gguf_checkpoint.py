@@ -19,6 +19,25 @@ def test_a_llama_becomes_a_file_with_llama_cpps_names_and_the_same_values(tmp_pa
     np.testing.assert_array_equal(stored["blk.0.attn_k.weight"], keys)
 
 
+def test_eight_bit_weights_are_blocks_of_llama_cpps_and_norms_stay(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    values = checkpoints.write(tmp_path / "model", checkpoints.CONFIGS["llama_gqa"], dtype="F32")
+    gguf_checkpoint.write(tmp_path / "model", tmp_path / "m.gguf", "int8")
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    down, norm = stored["blk.1.ffn_down.weight"], stored["output_norm.weight"]
+    assert down.tensor_type.name == "Q8_0" and norm.tensor_type.name == "F32"
+    weight = values["model.layers.1.mlp.down_proj.weight"]
+    widened = gguf.quants.dequantize(down.data, down.tensor_type)
+    np.testing.assert_allclose(widened, weight, atol=abs(weight).max() / 100)
+
+
+def test_a_tokenizer_that_splits_off_every_digit_is_smollms():
+    digits = {"type": "Digits", "individual_digits": True}
+    assert gguf_checkpoint.splits_digits({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [digits]}})
+    assert not gguf_checkpoint.splits_digits({"pre_tokenizer": {"type": "ByteLevel"}})
+    assert not gguf_checkpoint.splits_digits({})
+
+
 def test_a_tensor_that_a_llama_does_not_have_is_refused(tmp_path):
     pytest.importorskip("gguf")
     checkpoints.write(tmp_path / "model", checkpoints.CONFIGS["llama_gqa"] | {"attention_bias": True}, dtype="F32")

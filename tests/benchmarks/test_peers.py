@@ -107,7 +107,7 @@ def test_prompts_depend_on_the_round_and_the_level_alone(subject):
 def test_an_unknown_peer_or_model_is_named(subject, tmp_path):
     with pytest.raises(InvalidArgument, match="only: must be of trident, trident-openai, vllm.*, got 'nobody'"):
         peers.run(["nobody"], plan(subject), tmp_path)
-    with pytest.raises(InvalidArgument, match="model: must be demo or bench-160m, got 'huge'"):
+    with pytest.raises(InvalidArgument, match="model: must be demo, bench-160m or a folder .*, got 'huge'"):
         peer_servers.subject("huge")
 
 
