@@ -58,6 +58,7 @@ _BUILDER = (
     "model/exported_graph.py",
     "model/detokenizer.py",
     "package/draft.py",
+    "package/tuning.py",
     "model/gptq.py",
     "model/graph.py",
     "model/lora_adapter.py",
@@ -162,9 +163,10 @@ def _try(
 ) -> None:
     """Builds and measures one setting; ``folder`` is the engine if it passes, and untouched if not (BeyondBudget)."""
     from build.model.openvino_engine import OpenVinoEngine
-    from build.package import compile_cpu
+    from build.package import compile_cpu, tuning
     from build.package import draft as drafts
     from build.quality import evaluation
+    from build.quality.comparison import BeyondBudget
 
     size = _engine_bytes(recipe, checkpoint)
     if draft is not None:
@@ -174,13 +176,27 @@ def _try(
         compile_cpu.compile_cpu(checkpoint, recipe, partial, against.notify)
         if draft is not None:
             drafts.build(checkpoint, draft, recipe, partial, against.notify)
-        properties = compile_cpu.properties(recipe)
         if checkpoint.graph is not None:
-            compile_cpu.require_servable(partial, properties)
-        engine = OpenVinoEngine(partial, properties, checkpoint.architecture.vocab_size)
-        scores = evaluation.evaluate(recipe.name, engine, against, recipe.quality, accept=accept, spare=spare)
+            compile_cpu.require_servable(partial, compile_cpu.properties(recipe))
+        measured = tuning.measure(partial, recipe, checkpoint.architecture.num_parameters(), against.notify)
+        for setting in measured:
+            engine = OpenVinoEngine(partial, setting.properties, checkpoint.architecture.vocab_size)
+            is_last = setting is measured[-1]  # the plugin's own, the only one whose quality may be accepted
+            reason, cautious = accept if is_last else None, spare or not is_last
+            try:
+                scores = evaluation.evaluate(
+                    recipe.name, engine, against, recipe.quality, accept=reason, spare=cautious
+                )
+                break
+            except BeyondBudget as error:
+                if is_last:
+                    raise
+                against.notify(f"{setting.words()}: refused, {'; '.join(error.verdict.problems)}")
+        if setting.steps_s:
+            others = [each.record() for each in measured if each is not setting]
+            scores["tuning"] = {"chosen": setting.record(), "others": others}
         if draft is not None:
-            scores["draft"] = drafts.measure(engine, draft, recipe, partial, against, accept)
+            scores["draft"] = drafts.measure(engine, draft, setting.properties, recipe, partial, against, accept)
         if recipe.automatic:
             scores["choice"] = {"chosen": choice.words(recipe), "why": _why(tried), "tried_before": tried}
         small = draft.architecture if draft is not None else None
@@ -189,7 +205,7 @@ def _try(
             memory_bytes=memory.footprint(recipe, checkpoint.architecture, small).total_bytes,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             files=hash_files(partial),
-            properties=properties,
+            properties=setting.properties,
             evaluation=scores,
             adapter_first_token_id=compile_cpu.adapter_first_token_id(checkpoint, recipe),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +96,7 @@ def gain(agreement: float, cost: float, length: int) -> float:
 def measure(
     engine: OpenVinoEngine,
     draft: Checkpoint,
+    properties: Mapping[str, str],
     recipe: Recipe,
     folder: Path,
     against: ReferenceRun,
@@ -103,6 +104,7 @@ def measure(
 ) -> dict[str, object]:
     """Return the draft model's scores for the manifest: agreement on held-out text, and the time of a token.
 
+    properties: of both.
     folder: of ``engine``, with the draft model in it.
     accept: why it is used even where it gains nothing.
 
@@ -111,7 +113,7 @@ def measure(
     """
     spec, inside = recipe.speculative_decoding, folder / DRAFT
     assert spec is not None
-    small = OpenVinoEngine(inside, compile_cpu.properties(recipe), draft.architecture.vocab_size)
+    small = OpenVinoEngine(inside, properties, draft.architecture.vocab_size)
     pairs = comparison.compare(engine.logits(against.blocks), {DRAFT: small.logits(against.blocks)}, against.blocks)
     agreement = pairs[DRAFT].top1_agreement
     cost = _step_s(small, against.blocks[0]) / _step_s(engine, against.blocks[0])
