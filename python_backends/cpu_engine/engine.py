@@ -281,6 +281,7 @@ class Engine:
                 request.stop_ids,
                 request.priority,
                 request.guide,
+                stream.num_cached_tokens,
             )
             self._link.send(command)
 

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections import OrderedDict
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from contract.generation import Guide, SamplingParams
 from python_backends.cpu_engine.drafting import Drafting
 from python_backends.cpu_engine.partial_blocks import PartialBlocks
 from python_backends.cpu_engine.pipeline import open_drafting, open_pipeline
+from python_backends.cpu_engine.step_budget import StepBudget
 from python_backends.cpu_engine.top_log_probs import TopLogProbsModel
 from python_backends.ensemble.stream_state import StreamEvent
 from python_backends.ensemble.token_increment import TopLogProbs
@@ -33,6 +35,7 @@ from python_backends.grammar.pipeline import structured_output
 from python_backends.limits import BLOCK_TOKENS, EngineLimits
 
 _NICE = 5
+_PIECE_IDS = 2**62  # beyond those of all sequences
 
 
 class StepLoop:
@@ -45,7 +48,9 @@ class StepLoop:
         connection: Connection,
         drafting: Drafting,
         partial_blocks: PartialBlocks,
+        step_budget: StepBudget | None,
     ) -> None:
+        """step_budget: None where prompts cannot be read in pieces: without a prefix cache or chunked prefill."""
         self._pipeline = pipeline
         self._top_log_probs = top_log_probs
         self._connection = connection
@@ -56,6 +61,12 @@ class StepLoop:
         self._ended: list[StepOutput] = []  # what the next report begins with
         self._drafting = drafting
         self._partial_blocks = partial_blocks
+        self._step_budget = step_budget
+        self._prompts: OrderedDict[int, tuple[AddSequence, genai.GenerationConfig]] = OrderedDict()  # not started yet
+        self._read_tokens: dict[int, int] = {}  # of each of those, in the prefix cache
+        self._piece: genai.GenerationHandle | None = None  # of the first prompt, in the next step
+        self._pieces = 0
+        self._prompt_tokens = 0  # of the next step
         self._computed: dict[int, tuple[np.ndarray, list[int]]] = {}  # prompt and generated ids
         self._scheduled = 0  # requests in the last step
         self._cache_usage = 0.0  # of the fuller pipeline
@@ -70,19 +81,34 @@ class StepLoop:
             self._drain_commands()
             start_ns = time.monotonic_ns()
             self._score_prompt()
+            self._start_prompts()
             self._advance(start_ns)
 
     def _advance(self, start_ns: int) -> None:
         """Step once, and report."""
-        self._step(drafts=len(self._drafting) > 0, plain=len(self._handles) > len(self._drafting))
+        running, tokens, self._prompt_tokens = self._decoding(), self._prompt_tokens, 0
+        began_s = time.perf_counter()
+        self._step(drafts=len(self._drafting) > 0, plain=self._plain() > 0)
+        if self._step_budget is not None and self._plain() and not self._drafting:
+            self._step_budget.observe(running, tokens, time.perf_counter() - began_s)
+        if self._piece is not None and self._piece.get_status() != genai.GenerationStatus.RUNNING:
+            self._piece = None
         self._report(start_ns)
+
+    def _plain(self) -> int:
+        """Return the requests of the plain pipeline."""
+        return len(self._handles) - len(self._drafting) + (self._piece is not None)
+
+    def _decoding(self) -> int:
+        """Return the sequences whose prompts are read."""
+        return sum(id not in self._without_token for id in self._handles)
 
     def _step(self, *, drafts: bool, plain: bool) -> None:
         """Step the pipelines that have sequences, or blocks of a cancelled one to free; read their gauges."""
         self._scheduled, self._cache_usage = 0, 0.0
         if failpoint.value("engine.step") is not None:
             raise RuntimeError("failpoint engine.step")
-        if plain or len(self._handles) == len(self._drafting):
+        if plain or not self._plain():
             self._partial_blocks.stepped()
         for pipeline in filter(None, [self._drafting.pipeline] * drafts + [self._pipeline] * plain):
             pipeline.step()
@@ -92,7 +118,8 @@ class StepLoop:
 
     def _drain_commands(self) -> None:
         # Blocks only when there is nothing to step: an idle engine uses no CPU.
-        while self._connection.poll(0 if self._handles or self._unscored or self._ended else None):
+        busy = self._handles, self._prompts, self._piece, self._unscored, self._ended
+        while self._connection.poll(0 if any(busy) else None):
             command = self._connection.recv()
             if not isinstance(command, AddSequence):
                 self._end(command.id)
@@ -128,11 +155,10 @@ class StepLoop:
             self._ended.append(StepOutput(command.id, [], [], StreamEvent.LENGTH))
             return
         config = generation_config(command.max_tokens, command.sampling, command.stop_ids, command.guide)
-        pipeline = self._drafting.pipeline
-        if not self._drafting.admit(command, config, len(self._handles)):
+        if not self._drafting.admit(command, config, len(self._handles) + len(self._prompts)):
             self._leave_drafting()
-            pipeline = self._pipeline
-        if not self._start(pipeline, command, config):
+            self._prompts[command.id], self._read_tokens[command.id] = (command, config), command.cached_tokens
+        elif not self._start(self._drafting.pipeline, command, config):
             return
         if not command.sampling.top_log_probs:
             self._top_log_probs.close(command.id)
@@ -140,13 +166,39 @@ class StepLoop:
             self._top_log_probs.open(command.id, command.input_ids, command.sampling.top_log_probs)
         self._without_token[command.id] = command.input_ids.size
 
+    def _start_prompts(self) -> None:
+        """Start the prompts that the next step reads to their ends, and a piece of the one that it does not."""
+        if self._piece is not None:
+            return
+        left = self._step_budget.tokens(self._decoding(), len(self._prompts)) if self._step_budget else sys.maxsize
+        while self._prompts and left > 0:
+            id, (command, config) = next(iter(self._prompts.items()))
+            unread = command.input_ids.size - self._read_tokens[id]
+            if unread > left:
+                self._start_piece(command, left // BLOCK_TOKENS * BLOCK_TOKENS)
+                return
+            del self._prompts[id], self._read_tokens[id]
+            self._prompt_tokens += unread
+            left -= unread
+            self._start(self._pipeline, command, config)
+
+    def _start_piece(self, command: AddSequence, tokens: int) -> None:
+        """Read further tokens of a prompt, whole blocks, into the prefix cache, where the sequence finds them."""
+        if not tokens:
+            return
+        self._read_tokens[command.id] += tokens
+        ids = command.input_ids[: self._read_tokens[command.id]]
+        self._keep_apart(ids)
+        self._pieces += 1
+        self._prompt_tokens += tokens
+        config = generation_config(1, SamplingParams(top_k=1), frozenset())
+        self._piece = self._pipeline.add_request(_PIECE_IDS + self._pieces, ov.Tensor(ids[None]), config)
+
     def _start(
         self, pipeline: genai.ContinuousBatchingPipeline, command: AddSequence, config: genai.GenerationConfig
     ) -> bool:
         """Add a sequence to a pipeline; return False, with its end in the next report, if that refuses it."""
-        if not self._partial_blocks.add(command.input_ids):
-            self._advance(time.monotonic_ns())
-            self._partial_blocks.add(command.input_ids)
+        self._keep_apart(command.input_ids)
         try:
             self._handles[command.id] = pipeline.add_request(command.id, ov.Tensor(command.input_ids[None]), config)
         except RuntimeError as exc:
@@ -155,6 +207,12 @@ class StepLoop:
             return False
         self._computed[command.id] = command.input_ids, []
         return True
+
+    def _keep_apart(self, ids: np.ndarray) -> None:
+        """Step now if these ids must not start together with others that start in the next step."""
+        if not self._partial_blocks.add(ids):
+            self._advance(time.monotonic_ns())
+            self._partial_blocks.add(ids)
 
     def _leave_drafting(self) -> None:
         """Continue in the plain pipeline, from the ids they have, all sequences of the other that can be moved."""
@@ -168,7 +226,7 @@ class StepLoop:
             self._step(drafts=True, plain=False)  # frees their blocks
 
     def _end(self, id: int) -> None:
-        handle, unscored = self._handles.pop(id, None), self._unscored.pop(id, None)
+        handle, unscored = self._handles.pop(id, None), self._unscored.pop(id, None) or self._prompts.pop(id, None)
         drafted = id in self._drafting
         self._forget(id)
         if handle is None and unscored is None:
@@ -177,13 +235,14 @@ class StepLoop:
         if handle is not None:
             handle.cancel()
             # A pipeline frees a cancelled sequence's blocks in its next step, and no live sequence of it causes one.
-            if not (len(self._drafting) if drafted else len(self._handles) - len(self._drafting)):
+            if not (len(self._drafting) if drafted else self._plain()):
                 self._step(drafts=drafted, plain=not drafted)
             if not self._handles:
                 self._report(time.monotonic_ns())
 
     def _forget(self, id: int) -> None:
         self._without_token.pop(id, None)
+        self._read_tokens.pop(id, None)
         self._top_log_probs.close(id)
         self._drafting.end(id)
         self._leave_cached(id)
@@ -328,7 +387,9 @@ def main() -> None:
         top_log_probs = TopLogProbsModel(engine_dir / "openvino_model.xml", manifest.properties)
         limits = EngineLimits.from_manifest(manifest)
         partial_blocks = PartialBlocks(limits.kv_cache_blocks if manifest.recipe["prefix_reuse"] else 0)
-        StepLoop(pipeline, top_log_probs, connection, drafting, partial_blocks).run()
+        cuts_prompts = manifest.recipe["prefix_reuse"] and manifest.recipe["chunked_context"]
+        budget = StepBudget(manifest.max_num_tokens) if cuts_prompts else None
+        StepLoop(pipeline, top_log_probs, connection, drafting, partial_blocks, budget).run()
     except (EOFError, ConnectionError):
         return  # the engine model closed the connection
     except Exception as exc:

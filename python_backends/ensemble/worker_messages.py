@@ -22,6 +22,7 @@ class AddSequence:
     stop_ids: ids that end the sequence.
     priority: 0 (last) to 1 (first).
     guide: what the output must match, in a form that the worker can compile; None for free text.
+    cached_tokens: of the prompt, that the worker's prefix cache is estimated to hold.
     """
 
     id: int
@@ -31,6 +32,7 @@ class AddSequence:
     stop_ids: frozenset[int]
     priority: float = NORMAL
     guide: Guide | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,59 @@
+"""How many prompt tokens the next step reads beside the running sequences, by the steps measured so far.
+
+OpenVINO GenAI fills every step with prompt tokens up to a number that is fixed when it loads: small, and a prompt takes
+long to read; large, and each step of it is a pause in all other streams. So the worker hands it prompts in pieces.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from python_backends.limits import BLOCK_TOKENS
+
+SLOWER = 1.7  # a step that reads prompts may take so many times one that does not; 2 with what steps vary by
+_UNKNOWN = 4 * BLOCK_TOKENS  # tokens, before enough steps were seen
+_ENOUGH = 8  # steps
+_DRIFT = 0.002  # what each coefficient may change from step to step, as a variance in that of a step's time
+_UNCERTAIN = 100.0  # the variance of a coefficient before the first step, and at most
+_OUTLIER = 1.5  # times what was expected: the process waited for a core
+_SCALES = np.array([1.0, 32.0, 128.0])  # so that all three coefficients are of one size
+
+
+class StepBudget:
+    """A linear model of a step's time, in seconds, fitted to the latest steps by a Kalman filter.
+
+    most: tokens of a step.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._seconds = np.zeros(3)  # of a step, of 32 running sequences, of 128 prompt tokens
+        self._covariance = np.eye(3) * _UNCERTAIN
+        self._seen = 0
+
+    def observe(self, running: int, tokens: int, taken_s: float) -> None:
+        """Take in a step. running: sequences that got their next token. tokens: of prompts."""
+        inputs = np.array([1.0, running, tokens]) / _SCALES
+        if self._seen >= _ENOUGH:
+            taken_s = min(taken_s, _OUTLIER * max(float(inputs @ self._seconds), taken_s / 10))
+        gain = self._covariance @ inputs / (1 + inputs @ self._covariance @ inputs)
+        self._seconds += gain * (taken_s - inputs @ self._seconds)
+        self._covariance -= np.outer(gain, inputs) @ self._covariance
+        self._covariance += np.diag(np.where(self._covariance.diagonal() < _UNCERTAIN, _DRIFT, 0.0))
+        self._seen += 1
+
+    def tokens(self, running: int, waiting: int) -> int:
+        """Return the prompt tokens of the next step, a block at least.
+
+        running: sequences whose next token the step makes; without any it is as long as it may be.
+        waiting: prompts that are not read. The more of them wait for each running sequence, the longer is the step.
+        """
+        room = max(BLOCK_TOKENS, self._most - running)
+        if not running:
+            return room
+        if self._seen < _ENOUGH:
+            return min(room, _UNKNOWN)
+        step_s, of_running_s, of_tokens_s = self._seconds / _SCALES
+        without_s = max(step_s + of_running_s * running, 1e-6)
+        longer_s = (SLOWER - 1 + waiting / running) * without_s
+        return int(np.clip(longer_s / max(of_tokens_s, 1e-9), BLOCK_TOKENS, room))
