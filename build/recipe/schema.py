@@ -270,7 +270,10 @@ class AnyRecipe(NamedRecipe):
     max_batch_size: Annotated[int, _integer(1, 4096)] = Field(description="sequences that run at once")
     max_num_tokens: Annotated[int, _integer(1, 1_048_576)] = Field(description="tokens of one step, of all sequences")
     prefix_reuse: Annotated[bool, _SWITCH] = Field(True, description="prompts that begin alike share KV blocks")
-    chunked_context: Annotated[bool, _SWITCH] = Field(True, description="long prompts are prefilled in several steps")
+    chunked_context: Annotated[bool, _SWITCH] = Field(
+        True,
+        description="long prompts are prefilled in several steps, on the CPU shorter ones beside running sequences",
+    )
     group_size: Annotated[int, _one_of((32, 64, 128, 256))] = Field(
         128, description="input columns that share a weight scale, of int4 and AWQ weights"
     )
