@@ -265,6 +265,7 @@ class TokenDelta:
     error: ``errors.to_text`` of the failure when finish_reason is ERROR.
     top_log_probs: for each new id the likeliest (id, log probability), likeliest first, or empty if not requested.
     sections: what was separated from the text; None where nothing was. An ensemble sends text only.
+    prompt_ids: how many of ``token_ids`` are an echoed prompt's, where a response is the first and not the last.
     """
 
     text: str = ""
@@ -277,6 +278,7 @@ class TokenDelta:
     error: str = ""
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
     sections: Sections | None = None
+    prompt_ids: int = 0
 
 
 def _ids(name: str, ids: tuple[int, ...]) -> None:

@@ -72,6 +72,7 @@ class Continuation:
         self._limit = limit
         self._ids: list[int] = []
         self._complete = True  # every text came with its ids
+        self._echoed = 0  # ids of an echoed prompt in front
         self._seed = 0
         self.count = self.losses = 0
         self.tried: frozenset[str] = frozenset()
@@ -80,6 +81,8 @@ class Continuation:
 
     def observe(self, delta: TokenDelta) -> None:
         """Take note of what was relayed."""
+        if not self._ids:
+            self._echoed = delta.prompt_ids
         self._ids += delta.token_ids
         if delta.text and not delta.token_ids:
             self._complete = False
@@ -87,8 +90,9 @@ class Continuation:
 
     def allows(self, request: GenerationRequest) -> bool:
         """Return whether the request may go on after another loss."""
-        # An echoed prompt's ids cannot be told from generated ones before the end.
-        return 0 < self._limit >= self.losses and self._complete and not request.echo
+        echoes = bool(request.echo and self._ids and not request.continue_ids)
+        told = not echoes or 0 < self._echoed < len(self._ids)  # which ids are the prompt's
+        return 0 < self._limit >= self.losses and self._complete and told
 
     @property
     def exhausted(self) -> bool:
@@ -112,11 +116,15 @@ class Continuation:
         if self._limit and needs_seed(request):
             self._seed = self._seed or random.getrandbits(64)
             changes["sampling"] = dataclasses.replace(request.sampling, seed=self._seed)
+        if self._ids and request.sampling.prompt_log_probs:  # they were relayed
+            sampling = changes.get("sampling", request.sampling)
+            changes["sampling"] = dataclasses.replace(sampling, prompt_log_probs=False)
         return dataclasses.replace(request, continue_ids=self.ids(request), **changes)
 
     def ids(self, request: GenerationRequest) -> tuple[int, ...]:
-        """Return the ids of the output so far."""
-        return request.continue_ids + tuple(self._ids)
+        """Return the ids of the output so far, without an echoed prompt's."""
+        echoed = self._echoed if request.echo and not request.continue_ids else 0
+        return request.continue_ids + tuple(self._ids[echoed:])
 
 
 def is_loss(error: TridentError, in_band: bool, ran_s: float, began: bool) -> bool:

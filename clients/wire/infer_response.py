@@ -33,7 +33,7 @@ _SLOTS = {
 }
 _FRACTIONS = ("output_log_probs", "top_log_probs")
 _NOTHING: tuple = ("", (), (), (), (), "", "", "", (), (), (), (), (), (), (), ())
-_REASON = _SLOTS["finish_reason"]
+_REASON, _INPUTS = _SLOTS["finish_reason"], _SLOTS["num_input_tokens"]
 _REASONS = {reason.value: reason for reason in FinishReason}
 
 
@@ -205,7 +205,9 @@ def _delta(values: list) -> TokenDelta:
     text_output, ids, log_probs, top_ids, top_values, reason_text = values[: _REASON + 1]
     top = _top_log_probs(len(log_probs or ids), top_ids, top_values) if top_ids else ()
     if not reason_text:
-        return TokenDelta(text_output, ids, log_probs, None, "", None, None, "", top)
+        echoed, generated = values[_INPUTS : _INPUTS + 2]
+        prompt_ids = echoed[0] if echoed and not generated else 0
+        return TokenDelta(text_output, ids, log_probs, None, "", None, None, "", top, None, prompt_ids)
     reason = _REASONS.get(reason_text)
     if reason is None:
         allowed = ", ".join(_REASONS)

@@ -234,7 +234,7 @@ class KServeEndpoint(GrpcEndpoint):
                 hidden |= request_timings(request)
             request.model_name = service.settings.triton_model
             set_adapter(request, request_context.model.adapter)
-            generation.relay(request.SerializeToString(), partial(continued, request) if not echoes(request) else None)
+            generation.relay(request.SerializeToString(), partial(continued, request))
             error = await self._relay(generation, hidden, writer, request_context)
             writer.set_trailers(choices.headers)
             return error
@@ -349,6 +349,7 @@ def read(request: service_pb2.ModelInferRequest, timeout_s: float) -> Generation
         input_ids=_integers(request, "input_ids") if turns is None and prompt is None else None,
         truncate_prompt_tokens=_integer(request, "truncate_prompt_tokens"),
         continue_ids=_integers(request, "continue_ids") or (),
+        echo=echoes(request),
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max(1, max_tokens),
         timeout_s=timeout_s,
         request_id=_quotable(request.id),
@@ -386,6 +387,8 @@ def continued(request: service_pb2.ModelInferRequest, ids: tuple[int, ...]) -> b
     """Return the serialised request that goes on behind ``ids``."""
     request = service_pb2.ModelInferRequest.FromString(request.SerializeToString())
     _put(request, "continue_ids", "INT32", ids)
+    if ids:  # those of an echoed prompt were relayed
+        _put(request, "return_prompt_log_probs", "BOOL", ())
     return request.SerializeToString()
 
 

@@ -139,6 +139,8 @@ def _outputs(state: StreamState | None, increment: TextIncrement, received_ns: i
         outputs["top_log_probs_ids"] = np.array([[ids for ids, _ in increment.top_log_probs]], dtype=np.int32)
         outputs["top_log_probs"] = np.array([[log_probs for _, log_probs in increment.top_log_probs]], dtype=np.float32)
     if increment.finish_reason is None:
+        if increment.echoed_ids:
+            outputs["num_input_tokens"] = row([increment.echoed_ids])
         return outputs
     outputs["finish_reason"] = texts(increment.finish_reason.value)
     outputs["num_output_tokens"] = row([increment.num_output_tokens])

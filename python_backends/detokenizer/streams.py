@@ -37,6 +37,7 @@ class TextIncrement(NamedTuple):
     num_output_tokens: generated ids of the whole stream; the last increment only.
     timings: the client requested the instants of every step.
     tokenized_ns: CLOCK_MONOTONIC, the prompt's ids were ready.
+    echoed_ids: how many of ``token_ids`` are an echoed prompt's; not told by the last increment.
     """
 
     text: str
@@ -50,6 +51,7 @@ class TextIncrement(NamedTuple):
     num_output_tokens: int = 0
     timings: bool = False
     tokenized_ns: int = 0
+    echoed_ids: int = 0
 
 
 @dataclass
@@ -113,7 +115,8 @@ class Streams:
         token_ids, stream.held_ids = stream.held_ids, []
         log_probs, stream.held_log_probs = stream.held_log_probs, []
         top, stream.held_top = stream.held_top, []
-        return TextIncrement(text, token_ids, log_probs, top, stream.cum_log_prob)
+        echoed = stream.echoed_ids if stream.ids == len(token_ids) else 0  # in the first response
+        return TextIncrement(text, token_ids, log_probs, top, stream.cum_log_prob, echoed_ids=echoed)
 
     def fail(self, state: StreamState) -> None:
         """Drop a stream whose client was sent an error, and its later increments."""

@@ -16,6 +16,7 @@ from tests.gateway.running import gateway, until
 
 PROMPTS = [f"def function_{n}(first, second):" for n in range(4)]
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.0}
+ECHO = {**LONG, "max_tokens": 200, "echo": True, "log_probs": True, "prompt_log_probs": True}
 PENALISED = {**LONG, "max_tokens": 200, "temperature": 1.0, "seed": 5, "presence_penalty": 0.5}
 
 
@@ -46,7 +47,7 @@ async def test_streams_of_a_replica_that_dies_go_on_at_the_other(pair, end):
     }
     async with gateway(**settings) as served, ours(served) as client:
         await until(lambda: len(served.service.replicas.ready()) == 2)
-        asked = [(prompt, LONG) for prompt in PROMPTS] + [(PROMPTS[0], PENALISED)]
+        asked = [(prompt, LONG) for prompt in PROMPTS] + [(PROMPTS[0], PENALISED), (PROMPTS[1], ECHO)]
         whole = await asyncio.gather(*(client.generate(prompt, **options).complete() for prompt, options in asked))
         streams = [client.generate(prompt, **options) for prompt, options in asked]
         began = [[await stream.__anext__() for _ in range(3)] for stream in streams]
@@ -55,6 +56,7 @@ async def test_streams_of_a_replica_that_dies_go_on_at_the_other(pair, end):
             deltas = [*first, *[delta async for delta in stream]]
             assert "".join(delta.text for delta in deltas) == expected.text
             assert sum((delta.token_ids for delta in deltas), ()) == expected.token_ids
+            assert sum((len(delta.log_probs) for delta in deltas), 0) == len(expected.log_probs)
             assert deltas[-1].usage.output_tokens == expected.usage.output_tokens
         page = await served.metrics()
         assert page['trident_gateway_continuations_total{result="continued"}'] >= 2

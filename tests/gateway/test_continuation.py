@@ -223,6 +223,23 @@ def test_what_must_be_generated_again_has_a_seed_from_the_start():
         assert again.sampling == first.sampling and again.continue_ids == (7,)
 
 
+def test_an_echo_goes_on_behind_the_ids_that_were_generated():
+    scored = SamplingParams(log_probs=True, prompt_log_probs=True)
+    request = GenerationRequest("x", max_tokens=9, echo=True, sampling=scored)
+    state = Continuation(2)
+    assert state.allows(request) and state.request(request) == request
+    state.observe(TokenDelta("x y", (1, 2, 3), prompt_ids=2))
+    state.observe(TokenDelta(" z", (4,)))
+    further = state.request(request)
+    assert state.allows(request) and further.continue_ids == (3, 4) and not further.sampling.prompt_log_probs
+    state = Continuation(2)  # of another gateway, which goes on with the request that goes on
+    state.observe(TokenDelta(" a", (5,)))
+    assert state.allows(further) and state.request(further).continue_ids == (3, 4, 5)
+    untold = Continuation(2)
+    untold.observe(TokenDelta("x y", (1, 2, 3)))
+    assert not untold.allows(request)
+
+
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), max_size=6), st.integers(0, 3), st.integers(0, 5))
 def test_it_goes_on_behind_all_ids_and_never_more_often_than_allowed(parts, limit, losses):
     state, request = Continuation(limit), GenerationRequest("x", continue_ids=(1, 2))
@@ -232,7 +249,8 @@ def test_it_goes_on_behind_all_ids_and_never_more_often_than_allowed(parts, limi
         state.lose(EngineFailed("gone"), f"r{n}", True)
     assert state.ids(request) == (1, 2, *(token for part in parts for token in part))
     assert state.allows(request) == (0 < limit and losses <= limit)
-    assert not state.allows(dataclasses.replace(request, echo=True))
+    echoing = dataclasses.replace(request, echo=True, continue_ids=())  # whose ids are the prompt's was not told
+    assert state.allows(echoing) == (0 < limit and losses <= limit and not any(parts))
     state.observe(TokenDelta("text without ids"))
     assert not state.allows(request)
 

@@ -61,6 +61,12 @@ def test_responses_are_read_by_name_whatever_their_order_and_length(texts, ids, 
         assert (delta, final, error) == (TokenDelta(text, tuple(ids[n]), log_probs), False, "")
 
 
+def test_the_first_response_of_an_echo_tells_how_many_ids_are_the_prompts() -> None:
+    values = {"text_output": ["ab"], "output_ids": [4, 5, 6], "num_input_tokens": [2]}
+    delta, _, _ = infer_response.ResponseDecoder().decode(response(values))
+    assert delta == TokenDelta("ab", (4, 5, 6), prompt_ids=2)
+
+
 def test_the_last_response_carries_usage_timings_and_both_reasons() -> None:
     last = {
         "text_output": ["bye"],

@@ -223,6 +223,8 @@ def test_an_echoed_prompt_is_text_but_neither_counted_nor_searched_nor_given_log
     assert reader.text == reader.tokenizer.decode(prompt + generated)[: -len("fox")]
     assert reader.ids == prompt + generated and reader.log_probs == [-float(n) for n in generated]
     assert last.num_output_tokens == len(generated) and last.stop_reason == "fox"
+    assert [increment.echoed_ids for increment in reader.increments if increment.echoed_ids] == [len(prompt)]
+    assert reader.increments[0].echoed_ids
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=9), st.lists(st.integers(1, 300), max_size=9), st.booleans())
