@@ -1,4 +1,4 @@
-"""``python -m gateway release start|shift|status|rollback``: through the configuration file, or through a gateway."""
+"""``python -m gateway release ACTION``: through the configuration file, or through a gateway."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 from contract.errors import InvalidArgument, Unavailable
 from gateway import banner
 from gateway.config import configuration, pools, release_file
+from gateway.config.pools import Pools
 from gateway.config.settings import Settings, variable
 
 TIMEOUT_S = 5.0
@@ -32,14 +33,17 @@ _COLUMNS = (
 
 
 def add(commands: Any) -> None:
-    """Add the command and its four actions to a parser's subcommands."""
-    release = commands.add_parser("release", help="start, shift, roll back a release, or show all (docs/releases.md)")
+    """Add the command and its actions to a parser's subcommands."""
+    release = commands.add_parser(
+        "release", help="start, shift, roll back or finish a release, or show all (docs/releases.md)"
+    )
     actions = release.add_subparsers(title="actions", metavar="ACTION", required=True)
     made = {}
     for action, run, summary in (
         ("start", change, "begin a release, or begin again one that was rolled back"),
         ("shift", change, "change the percentage that the candidate gets"),
         ("rollback", change, "send nothing to the candidate any more"),
+        ("finish", change, "put a candidate that has all requests in the stable pool's place, and end the release"),
         ("status", status, "show both pools of every release, as the gateways measure them"),
     ):
         made[action] = parser = actions.add_parser(action, help=summary, description=summary)
@@ -63,9 +67,9 @@ def add(commands: Any) -> None:
 
 
 def change(arguments: argparse.Namespace) -> None:
-    """Start, shift or roll back a release. Raises: TridentError."""
+    """Start, shift, roll back or finish a release. Raises: TridentError."""
     names = {"start": ("kind", "stable", "candidate", "weight"), "shift": ("to",), "rollback": ("reason",)}
-    fields = {name: getattr(arguments, name) for name in names[arguments.action]}
+    fields = {name: getattr(arguments, name) for name in names.get(arguments.action, ())}
     fields = {name: value for name, value in fields.items() if value is not None}
     if getattr(arguments, "rollback", None) is not None:
         fields["rollback"] = {"automatic": arguments.rollback}
@@ -76,13 +80,18 @@ def change(arguments: argparse.Namespace) -> None:
             print(f"release {arguments.name}: {arguments.action} taken by {url}")
         return
 
-    def check(table: Any) -> None:
-        if arguments.action != "rollback":  # which nothing may stand in the way of
-            settings = Settings.from_environment(os.environ)
-            configuration.reading(str(path), table, os.environ, pools.of(settings))
+    def check(table: Any) -> Pools | None:
+        if arguments.action == "rollback":  # which nothing may stand in the way of
+            return None
+        settings = Settings.from_environment(os.environ)
+        return configuration.reading(str(path), table, os.environ, pools.of(settings)).pools
 
-    rules = release_file.apply(path, arguments.action, arguments.name, fields, check)
+    there = check(configuration.table(path)) if arguments.action == "finish" else None
+    shares = there.generating if there is not None else {}
+    rules = release_file.apply(path, arguments.action, arguments.name, fields, check, shares)
     part = "nothing" if rules.rolled_back else f"{rules.weight:g} % of {rules.stable}"
+    if arguments.action == "finish":
+        part = f"everything in place of {rules.stable}; the release has ended"
     print(f"release {arguments.name}: {rules.kind}, {rules.candidate} gets {part}")
     print(f"Gateways that read {path} follow within a second.", file=sys.stderr)
 

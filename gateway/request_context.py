@@ -23,6 +23,7 @@ class RequestContext:
     session: the conversation id that session affinity uses; "" for none.
     own_priority: the ``request_priority`` that the caller sent, 0 to 1.
     model: that serves it.
+    user: of the caller's, as the body names it; "" for none.
     """
 
     tenant: Tenant
@@ -33,3 +34,9 @@ class RequestContext:
     session: str = ""
     own_priority: float = NORMAL
     model: ServedModel = ServedModel()
+    user: str = ""
+
+    @property
+    def caller(self) -> str:
+        """What stays in one pool, and on one side of a release: the conversation, else the user; "" for neither."""
+        return self.session or (f"{self.tenant.name}\n{self.user}" if self.user else "")

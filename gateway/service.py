@@ -187,15 +187,18 @@ class Service:
         } | ({None: shadow} if shadow is not None else {})
 
     async def change_release(self, name: str, action: str, fields: Mapping[str, Any]) -> None:
-        """Start, shift or roll back a release, here at once and in the file; a rollback also where that cannot be
-        written. Raises: what release_file.apply raises, and NotFound without a configuration file."""
+        """Change a release, here at once and in the file; a rollback also where that cannot be written.
+
+        Raises: what release_file.apply raises, and NotFound without a configuration file.
+        """
         path = self.configuration.path
         if path is None:
             raise NotFound("this gateway has no configuration file, in which releases stand")
         if action == "rollback" and fields.keys() <= {"reason"} and name in self.releases.current:
             self.releases.roll_back(name, str(fields.get("reason") or "by an operator"))
             return
-        await asyncio.to_thread(release_file.apply, path, action, name, fields, self.configuration.check)
+        check, shares = self.configuration.check, self.configuration.pools.generating
+        await asyncio.to_thread(release_file.apply, path, action, name, fields, check, shares)
         await self.configuration.reload()
 
     def _rolled_back(self, name: str, reason: str) -> None:
@@ -399,7 +402,7 @@ class Service:
         with self.metrics.waiting.track_inprogress(), self.metrics.queue.time(), self.live.admitting():
             down = not self.replicas.serves(tenant.pool)
             targets, tokens = context.model.rules.fallbacks or None, self._prompt_tokens(context)
-            permit = await self.admission.admit(requests, tenant, accepts, down, context.session, targets, tokens)
+            permit = await self.admission.admit(requests, tenant, accepts, down, context.caller, targets, tokens)
             try:
                 self.live.check_not_cut_off()
             except TridentError:

@@ -221,6 +221,8 @@ async def _routed(
 ) -> tuple[list[GenerationRequest], RequestContext, CutterRules | None]:
     """Return the choices of a body, the context with their model, whose name the response carries, and what is cut."""
     requests = body.generations(service.settings, timeout_s)
+    user = getattr(body, "safety_identifier", None) or body.user or ""
+    context = replace(context, user=user[:MAX_REQUEST_ID])
     context = await service.routed(body.model, requests, context)
     if service.models.configured:
         body.model = context.model.name

@@ -140,7 +140,7 @@ class _Sampling(GuidedBody):
     presence_penalty: Annotated[_Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[_Number, Field(ge=-2, le=2)] | None = None
     max_tokens: _Positive | None = None
-    user: StrictStr | None = None  # accepted and not stored
+    user: StrictStr | None = None  # stays on one side of a release; not stored
     metadata: Annotated[dict[str, StrictStr], EntryLimit] | None = None
     logit_bias: Annotated[Annotated[dict[str, _Number], EntryLimit] | None, _only({})] = None
     top_k: Annotated[StrictInt, Field(ge=-1, lt=2**31), WHOLE] | None = None

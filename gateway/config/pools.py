@@ -29,10 +29,15 @@ class Pools:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The weight of every pool."""
+        """The weight of every pool, 0 of encoders."""
         if self.weights is None:
             return {pool: float(pool not in self.encoders | self.candidates) for pool in self.sources}
         return {pool: self.weights.get(pool, 0.0) for pool in self.sources}
+
+    @property
+    def generating(self) -> dict[str, float]:
+        """The weight of every pool with generating models."""
+        return {pool: weight for pool, weight in self.shares.items() if pool not in self.encoders}
 
     def changed(self, path: str, rules: Mapping[str, PoolRules], candidates: frozenset[str] = frozenset()) -> Pools:
         """Return these pools with the changes of the file.

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tomlkit
@@ -18,7 +19,7 @@ from contract.errors import InvalidArgument, NotFound
 from gateway.config import policy, release
 from gateway.config.release import ReleaseRules
 
-ACTIONS = ("start", "shift", "rollback")
+ACTIONS = ("start", "shift", "rollback", "finish")
 
 
 def apply(
@@ -27,11 +28,14 @@ def apply(
     name: str,
     fields: Mapping[str, Any],
     check: Callable[[Mapping[str, Any]], object] = lambda table: None,
+    shares: Mapping[str, float] = MappingProxyType({}),
 ) -> ReleaseRules:
     """Change one release in the file, atomically, and return its rules.
 
     action: ``start``: a new release, or one that begins again, with ``fields``. ``shift``: to the weight ``to``, in
         percent. ``rollback``: no request to the candidate any more, for ``reason``; once, until it is started again.
+        ``finish``: one that has all requests takes the stable pool's place everywhere in the file, and its table goes.
+    shares: the weight of every pool with generating models, as they hold now; for ``finish``.
     check: raises InvalidArgument for a table that the file may not hold.
     Raises: NotFound for a release that is not there; InvalidArgument for a field, and a file that cannot be written.
     """
@@ -43,11 +47,13 @@ def apply(
             policy.read(str(path), {"releases": found}, {})
             changed = _changed(found.get(name, {}), action, name, fields)
             rules = policy.read(str(path), {"releases": {**found, name: changed}}, {}).releases
-            if found.get(name) == changed:
+            if found.get(name) == changed and action != "finish":
                 return rules[name]
             release.check(str(path), rules, {}, frozenset())
             releases = document.setdefault("releases", tomlkit.table(is_super_table=True))
-            if name in releases:
+            if action == "finish":
+                _finish(document, name, rules[name], shares)
+            elif name in releases:
                 releases[name].update(changed)
                 for field in releases[name].keys() - changed.keys():
                     del releases[name][field]
@@ -71,6 +77,7 @@ def _changed(table: dict[str, Any], action: str, name: str, fields: Mapping[str,
         "start": {*ReleaseRules.model_fields} - {"started", "rolled_back"},
         "shift": {"to"},
         "rollback": {"reason"},
+        "finish": set(),
     }
     for field in fields.keys() - allowed[action]:
         raise InvalidArgument(field, f"is not known: must be one of {', '.join(sorted(allowed[action]))}")
@@ -84,6 +91,11 @@ def _changed(table: dict[str, Any], action: str, name: str, fields: Mapping[str,
         raise NotFound(f"there is no release {name!r:.100}; start it first")
     if action == "rollback":
         return table if table.get("rolled_back") else {**table, "rolled_back": fields.get("reason") or "by an operator"}
+    if action == "finish":
+        if table.get("rolled_back") or table.get("weight") != 100 or table.get("kind") == "shadow":
+            problem = "must have all requests at its candidate to be finished: shift it to 100 first"
+            raise InvalidArgument(f"releases.{name}", problem)
+        return table
     weight = fields.get("to")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 100:
         raise InvalidArgument("to", f"must be a percentage from 0 to 100, got {weight!r:.50}")
@@ -91,6 +103,33 @@ def _changed(table: dict[str, Any], action: str, name: str, fields: Mapping[str,
         problem = f"was rolled back ({table['rolled_back']}); start it again first"
         raise InvalidArgument(f"releases.{name}", problem)
     return {**table, "weight": weight}
+
+
+def _finish(document: tomlkit.TOMLDocument, name: str, rules: ReleaseRules, shares: Mapping[str, float]) -> None:
+    """Put the candidate in the stable pool's place, with its weight, and remove the release."""
+    del document["releases"][name]  # type: ignore[union-attr]
+    if not document["releases"]:
+        del document["releases"]
+    _rename(document, rules.stable, rules.candidate)
+    if not shares.get(rules.stable):  # callers reach it by its name only
+        return
+    pools = document.setdefault("pools", tomlkit.table())
+    for pool, weight in {**shares, rules.candidate: shares[rules.stable], rules.stable: 0.0}.items():
+        if isinstance(pools.get(pool), Mapping):
+            pools[pool]["weight"] = weight
+        else:
+            pools[pool] = weight
+
+
+def _rename(table: Any, old: str, new: str) -> None:
+    """Replace a pool's name where models, tenants and targets name it."""
+    for field, value in table.items():
+        if field == "pool" and value == old:
+            table[field] = new
+        elif field == "pools" and isinstance(value, list):
+            table[field] = [new if pool == old else pool for pool in value if pool != new]
+        elif isinstance(value, Mapping):
+            _rename(value, old, new)
 
 
 @contextlib.contextmanager

@@ -288,6 +288,7 @@ function showReleases(releases) {
     for (const control of card.querySelectorAll(".shift input, .shift button")) control.disabled = stopped;
     card.querySelector(".danger").disabled = stopped;
     card.querySelector(".again").hidden = !stopped;
+    card.querySelector(".finish").hidden = stopped || release.weight !== 100 || release.kind === "shadow";
   });
 }
 
@@ -297,6 +298,10 @@ function releaseCard(release) {
   const shift = element("button", { type: "button", text: "Shift" });
   const back = element("button", { type: "button", class: "danger", text: "Roll back" });
   const again = element("button", { type: "button", class: "again", text: "Start again" });
+  const finish = element("button", { type: "button", class: "finish", text: "Finish" });
+  finish.addEventListener("click", () =>
+    ask(`End ${name}: ${release.candidate.pool} takes the place of ${release.stable.pool || "default"} in the file?`, "Finish", () => changeRelease(name, { action: "finish" })),
+  );
   shift.addEventListener("click", () => {
     if (!weight.reportValidity() || weight.value === "") return;
     const to = Number(weight.value);
@@ -321,7 +326,7 @@ function releaseCard(release) {
     element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)),
     element("p", { class: "note burn" }),
     element("p", { class: "note copies" }),
-    element("div", { class: "buttons" }, element("span", { class: "shift" }, weight, element("span", { text: "%" }), shift), back, again),
+    element("div", { class: "buttons" }, element("span", { class: "shift" }, weight, element("span", { text: "%" }), shift), back, again, finish),
   );
 }
 

@@ -91,7 +91,7 @@ class ResponsesRequest(StrictModel):
         dict[Annotated[StrictStr, Field(max_length=64)], Annotated[StrictStr, Field(max_length=512)]],
         Field(max_length=16),
     ] = {}
-    user: StrictStr | None = None  # accepted and only returned, as the next field
+    user: StrictStr | None = None
     safety_identifier: StrictStr | None = None
     tools: Annotated[list[Annotated[FunctionTool, _Function]], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedFunction, _Function] = "auto"
@@ -135,7 +135,7 @@ class ResponsesRequest(StrictModel):
             "original": self,
             "inputs": items[len(items) - given :],
         }
-        same = ("model", "stream", "temperature", "top_p", "parallel_tool_calls")
+        same = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "user", "safety_identifier")
         chat: ResponsesChat = checked(ResponsesChat, fields | {name: getattr(self, name) for name in same})
         return chat
 

@@ -49,6 +49,34 @@ def test_a_release_starts_moves_ends_and_begins_again_and_the_rest_of_the_file_s
     assert path.read_text().startswith(TEXT) and releases(path) == {"r": again}
 
 
+def test_a_finished_release_has_its_candidate_in_the_stable_pools_place(path: Path):
+    path.write_text(TEXT + '[orgs.acme]\npool = "stable"\n[overflow.own]\npool = "stable"\n[shadow]\npool = "other"\n')
+    release_file.apply(path, "start", "r", {**NEW, "weight": 50})
+    with pytest.raises(InvalidArgument, match=r"releases.r: must have all requests at its candidate"):
+        release_file.apply(path, "finish", "r", {})
+    release_file.apply(path, "shift", "r", {"to": 100})
+    shares = {"stable": 1.0, "next": 0.0, "other": 2.0}
+    assert release_file.apply(path, "finish", "r", {}, shares=shares).candidate == "next"
+    found = table(path)
+    assert found["pools"] == {"stable": 0.0, "next": 1.0, "other": 2.0} and "releases" not in found
+    assert found["models"]["small"]["pools"] == ["next"] and found["overflow"]["own"]["pool"] == "next"
+    assert found["orgs"]["acme"]["pool"] == "next" and found["shadow"]["pool"] == "other"
+    assert path.read_text().startswith("# the head\n[pools]  # shares\n")
+    with pytest.raises(NotFound):
+        release_file.apply(path, "finish", "r", {})
+    release_file.apply(path, "start", "back", {"stable": "next", "candidate": "stable", "weight": 100})
+
+
+def test_a_shadow_and_what_was_rolled_back_are_not_finished(path: Path):
+    release_file.apply(path, "start", "r", {**NEW, "kind": "shadow", "weight": 100})
+    with pytest.raises(InvalidArgument, match="releases.r"):
+        release_file.apply(path, "finish", "r", {})
+    release_file.apply(path, "start", "r", {"kind": "canary"})
+    release_file.apply(path, "rollback", "r", {})
+    with pytest.raises(InvalidArgument, match="releases.r"):
+        release_file.apply(path, "finish", "r", {})
+
+
 def test_limits_that_a_new_start_does_not_name_stay(path: Path):
     release_file.apply(path, "start", "r", {**NEW, "rollback": {"errors": 0.5}})
     rules = release_file.apply(path, "start", "r", {"rollback": {"automatic": False}})
@@ -97,7 +125,7 @@ WRONG = [
     ("start", "new", {"stable": "stable"}, InvalidArgument, "releases.new.candidate: is missing"),
     ("start", "new", NEW, InvalidArgument, "releases.new.stable: must be a pool of one release"),
     ("start", "a b", {"stable": "a", "candidate": "b"}, InvalidArgument, "releases.a b: "),
-    ("stop", "r", {}, InvalidArgument, "action: must be one of start, shift, rollback, got 'stop'"),
+    ("stop", "r", {}, InvalidArgument, "action: must be one of start, shift, rollback, finish, got 'stop'"),
 ]
 
 
