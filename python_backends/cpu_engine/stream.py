@@ -190,7 +190,7 @@ class Stream:
             event,
             self.stop_id,
             self.request.prompt_ids.size,
-            self.num_cached_tokens,
+            min(self.num_cached_tokens, self.request.prompt_ids.size),  # continued ids are no part of the prompt
             self.request.arrival_ns,
             self.first_scheduled_ns,
             self.first_token_ns,

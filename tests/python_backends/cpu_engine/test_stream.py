@@ -57,6 +57,14 @@ def test_the_first_chunk_names_the_stream_and_carries_its_options():
     assert times == (1, 5, 10, 10, 20)
 
 
+def test_cached_ids_of_a_continued_output_are_no_cached_prompt():
+    one = stream(continued=2)
+    one.num_cached_tokens = 3
+    add(one, 1)
+    state = one.take(20).state
+    assert (state.num_input_tokens, state.num_cached_tokens) == (1, 1)
+
+
 def test_later_chunks_carry_what_is_new_and_no_options():
     one = stream()
     add(one, 1)
