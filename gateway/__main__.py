@@ -182,6 +182,13 @@ async def serve_with_workers(settings: Settings, configuration: Configuration) -
         if not await parent.start():
             return 2
         _announce(settings, http_port, grpc_port, monitoring_port, configuration.keyless)
+        if not settings.redis:
+            _LOG.warning(
+                "without %s a retry with an idempotency-key finds its stream, and a cached response is found, at the "
+                "same one of %d workers only; budgets, caps, queues and slots are shared",
+                variable("redis"),
+                settings.workers,
+            )
         await parent.wait()
         return 0
     finally:

@@ -37,7 +37,7 @@ from gateway.routing.backend_errors import from_backend
 from gateway.routing.fallback import Fallback
 from gateway.routing.replicas import Replicas, Route
 from gateway.routing.shadow import Copy
-from gateway.routing.upstream import Upstream, UpstreamStream
+from gateway.routing.upstream import Spend, Upstream, UpstreamStream
 from gateway.telemetry import replica_spans, request_log
 from gateway.telemetry.metrics import Metrics, error_type
 from gateway.telemetry.tracing import Tracing, end_span, traceparent
@@ -179,7 +179,11 @@ class Generation:
         if self._cut_error is not None:
             raise self._cut_error
         self._opened_s = time.monotonic()
-        self._stream = self._opened()
+        spend = await self.upstream.reserve(self.request) if self.upstream is not None else None
+        if spend is not None and (self._closed or self._cut_error is not None):
+            spend.settle(None)
+            raise self._cut_error or Cancelled(LEFT)
+        self._stream = self._opened(spend)
         return self._stream
 
     def _shown(self, error: TridentError) -> TridentError:
@@ -528,14 +532,14 @@ class Generation:
             return None
         return Usage(self.prompt_count.likely if self.prompt_count else 0, self.tokens)
 
-    def _opened(self) -> TokenStream | UpstreamStream:
+    def _opened(self, spend: Spend | None) -> TokenStream | UpstreamStream:
         upstream, runtime = self.upstream, self._runtime
         relayed = bool(self._payload)
         request_id = self.id if upstream is None and not relayed else self.request.request_id
         changes: dict[str, Any] = {"request_id": request_id, "timeout_s": self.remaining_s}
-        if upstream is None:
+        if upstream is None or spend is None:
             request = self._continuation.request(self.request, **changes)
             return TokenStream(self._open_route(), request, runtime.replicas.schedule(), relayed)
         request = dataclasses.replace(self.request, **changes)
         self._replica_span = runtime.tracing.child(self._span, "upstream", SpanKind.CLIENT)
-        return upstream.stream(request, traceparent(self._replica_span, self._context.carrier))
+        return upstream.stream(request, spend, traceparent(self._replica_span, self._context.carrier))

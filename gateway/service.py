@@ -29,6 +29,7 @@ from gateway.admission.prompt_tokens import PromptTokens, load_tokenizer
 from gateway.admission.request_class import HEADER as CLASS_HEADER
 from gateway.admission.request_class import classified
 from gateway.admission.shared_state import GatewayCaps, SharedState
+from gateway.admission.spending import Spending
 from gateway.choices import Choices
 from gateway.config import release_file
 from gateway.config.configuration import Configuration
@@ -91,7 +92,8 @@ class Service:
         self.live = LiveGenerations(self.watchdog, self.metrics.in_flight)
         self.bodies = BodyBudget(settings.own_max_bodies_bytes, settings.max_body_bytes)
         self.replicas = replicas or Replicas(settings)
-        self.overflow = Overflow(self.replicas.ready, BreakerPolicy(settings.breaker_failures, settings.breaker_open_s))
+        breaker = BreakerPolicy(settings.breaker_failures, settings.breaker_open_s)
+        self.overflow = Overflow(self.replicas.ready, breaker, link.spending if link else lambda name: Spending())
         policy = configuration.policy
         lease_s = budget_lease_s(settings, configuration)
         self._redis = connect(policy.budgets.redis) if policy.budgets.redis else None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import aiohttp
 
 from contract.generation import GenerationRequest
+from gateway.admission.spending import Spending
 from gateway.config.policy import OverflowTarget
 from gateway.routing.circuit_breaker import BreakerPolicy
 from gateway.routing.replicas import RoutedReplica
@@ -21,11 +22,16 @@ class Overflow:
     """The targets by name. ``start`` it on the loop that uses it.
 
     ready: returns the replicas that can serve now.
-    breaker: the circuit breaker policy of upstreams.
+    breaker: the circuit breaker policy of upstreams. spending: makes that of an endpoint, by its name.
     """
 
-    def __init__(self, ready: Callable[[], list[RoutedReplica]], breaker: BreakerPolicy) -> None:
-        self._ready, self._breaker = ready, breaker
+    def __init__(
+        self,
+        ready: Callable[[], list[RoutedReplica]],
+        breaker: BreakerPolicy,
+        spending: Callable[[str], Spending] = lambda name: Spending(),
+    ) -> None:
+        self._ready, self._breaker, self._spending = ready, breaker, spending
         self._session: aiohttp.ClientSession | None = None
         self._targets: Mapping[str, OverflowTarget] = {}
         self._upstreams: dict[str, Upstream] = {}
@@ -47,7 +53,7 @@ class Overflow:
             for name, endpoint in named.items():
                 known = self._upstreams.get(name)
                 if known is None or not unchanged:
-                    spending = known.spending if known else None
+                    spending = known.spending if known else self._spending(name)
                     known = Upstream(self._session, name, endpoint, rules.model, self._breaker, spending)
                 upstreams[name] = known
         self._targets, self._upstreams, self._members = targets, upstreams, members

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -34,6 +35,7 @@ from contract.generation import (
     ToolCallDelta,
     Usage,
 )
+from gateway.admission.spending import Spending
 from gateway.config.policy import UpstreamEndpoint
 from gateway.routing.circuit_breaker import Breaker, BreakerPolicy, BreakerState, blames_replica
 
@@ -48,24 +50,6 @@ _NEUTRAL = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", 
 _SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 _PARAMETERS = frozenset({"messages", "tools", "prompt", "max_tokens", "stop", "seed", *_SAMPLING})
 _ENDS = {"length": FinishReason.LENGTH}
-
-
-class Spending:
-    """What one endpoint has cost. total: in all, in the currency of the prices. running: what running ones may cost."""
-
-    def __init__(self) -> None:
-        self.total = self.running = 0.0
-        self._day, self._before = -1, 0.0  # the UTC day, and what was spent before it
-
-    def today(self) -> float:
-        day = int(time.time() // 86_400)
-        if day != self._day:
-            self._day, self._before = day, self.total
-        return self.total - self._before
-
-    def add(self, cost: float) -> None:
-        self.today()  # before the first of a day
-        self.total += cost
 
 
 class Upstream:
@@ -95,7 +79,7 @@ class Upstream:
     def accepts(self, request: GenerationRequest) -> bool:
         """Return whether it can serve the request now."""
         limit = self._endpoint.spend_per_day
-        affordable = limit is None or self.spending.today() + self.spending.running + self.cost(request) <= limit
+        affordable = limit is None or self.spending.used() + self.cost(request) <= limit
         return affordable and self.understands(request) and self.wait_s() <= 0
 
     def cost(self, request: GenerationRequest) -> float:
@@ -108,9 +92,15 @@ class Upstream:
         """Return its weight among the endpoints of a target. slowest_s: the longest mean time to first token there."""
         return (1.0 - self.errors) ** 4 * slowest_s / (self.first_s or slowest_s) if slowest_s else 1.0
 
-    def used(self, usage: Usage) -> None:
-        """Take note of the tokens of a request."""
-        self.spending.add(self._endpoint.price.cost(usage))
+    async def reserve(self, request: GenerationRequest) -> Spend:
+        """Return the reserved cost of a request. Raises Unavailable if the day may cost no more."""
+        cost = self.cost(request)
+        number = await self.spending.reserve(cost, self._endpoint.spend_per_day)
+        if number is None:
+            error = Unavailable(f"{self.name} may cost no more today: spend_per_day")
+            error.internal = True
+            raise error
+        return Spend(self, number, cost)
 
     def began(self, first_s: float) -> None:
         """Take note of a time to first token."""
@@ -138,12 +128,15 @@ class Upstream:
             pause_s = max(self.breaker.until_s - now_s, 1.0)
         return max(self._cool_until_s - now_s, pause_s)
 
-    def stream(self, request: GenerationRequest, traceparent: str = "") -> UpstreamStream:
-        """Send the request and return its stream. Needs a running event loop."""
+    def price(self, usage: Usage) -> float:
+        """Return what ``usage`` costs here."""
+        return self._endpoint.price.cost(usage)
+
+    def stream(self, request: GenerationRequest, spend: Spend, traceparent: str = "") -> UpstreamStream:
+        """Send the request and return its stream. spend: of ``reserve``. Needs a running event loop."""
         self.breaker = self.breaker.sent(time.monotonic())
         self.outstanding += 1
-        self.spending.running += self.cost(request)
-        return UpstreamStream(self, self._events(request, traceparent), request)
+        return UpstreamStream(self, self._events(request, traceparent), request, spend)
 
     def over(self, error: TridentError | None, silent_s: float) -> None:
         self.outstanding -= 1
@@ -200,6 +193,23 @@ class Upstream:
         return error
 
 
+@dataclass
+class Spend:
+    """The reserved cost of one request at an upstream; ``settle`` it in any case."""
+
+    upstream: Upstream
+    number: int
+    cost: float
+    settled: bool = False
+
+    def settle(self, usage: Usage | None) -> None:
+        """Charge ``usage`` instead. A second call does nothing."""
+        if not self.settled:
+            self.settled = True
+            spent = self.upstream.price(usage) if usage is not None else 0.0
+            self.upstream.spending.settle(self.number, self.cost, spent)
+
+
 class UpstreamStream:
     """One generation at an upstream: deltas, the last with ``finish_reason``; raises TridentError.
 
@@ -209,8 +219,10 @@ class UpstreamStream:
     attempts = 1
     message, deferred_error, finished = b"", None, False  # see TokenStream; upstreams send no messages to relay
 
-    def __init__(self, upstream: Upstream, events: AsyncIterator[dict[str, Any]], request: GenerationRequest) -> None:
-        self._upstream, self._request = upstream, request
+    def __init__(
+        self, upstream: Upstream, events: AsyncIterator[dict[str, Any]], request: GenerationRequest, spend: Spend
+    ) -> None:
+        self._upstream, self._request, self._spend = upstream, request, spend
         self.url = upstream.url
         self._arrived: asyncio.Queue[TokenDelta | TridentError | None] = asyncio.Queue(maxsize=64)
         self._sent_s = time.monotonic()
@@ -255,9 +267,7 @@ class UpstreamStream:
         return end
 
     def _ended(self, reading: asyncio.Task) -> None:
-        self._upstream.spending.running -= self._upstream.cost(self._request)
-        if self._counted is not None or self._tokens:
-            self._upstream.used(self._counted or self._estimated())
+        self._spend.settle(self._counted or (self._estimated() if self._tokens else None))
         if not reading.cancelled():
             self._upstream.over(reading.result(), 0.0 if self._tokens else time.monotonic() - self._sent_s)
             return

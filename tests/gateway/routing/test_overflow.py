@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from contract.errors import Overloaded, Unavailable
-from contract.generation import Usage
+from contract.generation import GenerationRequest, Usage
 from gateway.config.policy import OverflowTarget
 from gateway.routing.circuit_breaker import BreakerPolicy, BreakerState
 from gateway.routing.overflow import Overflow
@@ -420,13 +420,28 @@ async def test_the_cheapest_endpoint_serves_until_its_day_is_spent() -> None:
             )
 
 
+async def test_a_user_stays_on_one_side_of_a_release_and_others_are_drawn() -> None:
+    release = '[releases.r]\nstable = "stable"\ncandidate = "next"\nweight = 50\n'
+    async with FakeReplica() as stable, FakeReplica() as other:
+        where = {"replicas": f"stable={stable.url};next={other.url}", "metrics_urls": {}}
+        async with gateway(config=release, **where) as running:
+            for user in "abcdefgh":
+                before = len(stable.seen), len(other.seen)
+                for n in range(4):
+                    status, _, body = await running.post(COMPLETIONS, {**REQUEST, "prompt": f"{n}", "user": user})
+                    assert status == 200, body
+                grown = len(stable.seen) - before[0], len(other.seen) - before[1]
+                assert grown in ((4, 0), (0, 4))
+            assert stable.seen and other.seen
+
+
 async def test_other_rules_of_an_endpoint_do_not_give_it_a_new_day() -> None:
     targets = Overflow(list, BreakerPolicy())
     targets.start()
     for limit in (5.0, 7.0):
         target = {"url": "http://far", "price": {"input": 1.0}, "spend_per_day": limit}
         targets.change({"far": OverflowTarget.model_validate({"model": "m", "endpoints": {"one": target}})})
-        targets.upstream("far/one").used(Usage(2000, 1))
+        (await targets.upstream("far/one").reserve(GenerationRequest("x", max_tokens=1))).settle(Usage(2000, 1))
     assert targets.upstream("far/one").spending.today() == 4.0
     await targets.close()
 

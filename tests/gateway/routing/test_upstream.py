@@ -38,7 +38,7 @@ async def target(**script: Any) -> AsyncIterator[tuple[Upstream, OpenAIUpstream]
 
 
 async def read(far: Upstream, request: GenerationRequest = REQUEST) -> list[Any]:
-    stream, deltas = far.stream(request), []
+    stream, deltas = far.stream(request, await far.reserve(request)), []
     with contextlib.suppress(StopAsyncIteration):
         while True:
             deltas.append(await anext(stream))
@@ -96,7 +96,7 @@ async def test_consecutive_failures_open_its_breaker():
 
 async def test_a_cancelled_stream_raises_cancelled_and_frees_the_upstream():
     async with target(hangs=True) as (far, _):
-        stream = far.stream(REQUEST)
+        stream = far.stream(REQUEST, await far.reserve(REQUEST))
         stream.cancel()
         with pytest.raises(Cancelled):
             await anext(stream)
@@ -187,8 +187,10 @@ async def test_what_runs_counts_for_the_bound_of_a_day() -> None:
         far = Upstream(
             session, "far", UpstreamEndpoint(url=server.url, price=price, spend_per_day=0.017), "m", BreakerPolicy()
         )
-        running = [far.stream(REQUEST) for _ in range(2)]
+        running = [far.stream(REQUEST, await far.reserve(REQUEST)) for _ in range(2)]
         assert not far.accepts(REQUEST)
+        with pytest.raises(Unavailable, match="spend_per_day"):
+            await far.reserve(REQUEST)
         for stream in running:
             stream.cancel()
         await until(lambda: far.outstanding == 0)
