@@ -54,7 +54,9 @@ return state
 """
 # ARGV: gateway, lease in ms, life in ms, number of the first item, how many field arguments, fields, items.
 _WRITE = f"""{_NOW}
-if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[1] then return 0 end
+local owner = redis.call('HGET', KEYS[1], 'owner')
+if not owner then return 2 end
+if owner ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[1], 'ends', now + ARGV[2])
 local fields = tonumber(ARGV[5])
 for i = 6, 5 + fields, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
@@ -189,8 +191,8 @@ class Record:
                 return
             del self._pending[:batch], self._fields[: len(named)]
             self._count += batch
-            if not kept:
-                self.lost = True
+            if kept != 1:  # 2: a Redis that lost its data; the stream goes on here and is read here only
+                self.lost = not kept
                 self.disown()
 
     async def generate(self, deltas: ChoiceDeltas) -> AsyncGenerator[ChoiceDelta, None]:

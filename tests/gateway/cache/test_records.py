@@ -161,6 +161,18 @@ async def test_a_gateway_that_stood_still_does_not_go_on_with_a_stream_that_was_
 
 
 @pytest.mark.slow
+async def test_a_redis_that_comes_back_empty_ends_no_stream(redis_socket: Path):
+    async with FakeReplica(lambda seen: script(0.02)) as replica, pair(replica, redis_socket) as (one, two):
+        running = asyncio.create_task(read(one.base_url, "k"))
+        await until(lambda: replica.counts.running == 1)
+        await asyncio.sleep(0.1)
+        await one.service.shared_state.redis.flushall()
+        status, whole = await running
+        assert status == 200 and whole.count(b"\n\n") == TOKENS + 2 and b"error" not in whole
+        assert (await read(two.base_url, "k"))[0] == 200 and replica.counts.started == 2
+
+
+@pytest.mark.slow
 async def test_without_redis_a_stream_is_its_gateways_and_does_not_wait():
     async with FakeReplica(lambda seen: script(0.0)) as replica:
         async with gateway(replica, redis="redis://127.0.0.1:1/0") as running:
