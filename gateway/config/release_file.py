@@ -107,7 +107,7 @@ def _changed(table: dict[str, Any], action: str, name: str, fields: Mapping[str,
 
 def _finish(document: tomlkit.TOMLDocument, name: str, rules: ReleaseRules, shares: Mapping[str, float]) -> None:
     """Put the candidate in the stable pool's place, with its weight, and remove the release."""
-    del document["releases"][name]  # type: ignore[union-attr]
+    del document["releases"][name]
     if not document["releases"]:
         del document["releases"]
     _rename(document, rules.stable, rules.candidate)

@@ -168,7 +168,7 @@ function showPools(state, replicas, sample) {
       ),
     (card, [pool, seen]) => {
       const own = replicas.filter((replica) => replica.pool === pool && replica.of("replica_healthy") !== undefined);
-      const healthy = own.filter((replica) => replica.of("replica_healthy")).length;
+      const healthy = own.filter((replica) => replica.of("replica_healthy") && replica.of("breaker_state") !== 2).length;
       const starting = sample("pool_starting", { pool }) || 0;
       const state_ = card.querySelector(".state");
       put(state_, `${healthy} of ${own.length} healthy${starting ? `, ${starting} start` : ""}`);
