@@ -23,7 +23,7 @@ OTHERWISE := demo
 ENGINES := $(or $(TRIDENT_ENGINES_DIR),engines)
 BUILT = $(if $(or $(GIVEN),$(filter-out smollm2,$(ENGINE))),$(ENGINE),$(shell [ -e '$(ENGINES)/smollm2/manifest.json' ] && echo smollm2 || echo $(OTHERWISE)))
 ifndef GIVEN
-bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf chaos: ENGINE := demo
+bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf bench-clients bench-all chaos: ENGINE := demo
 endif
 SERVED = $(if $(GIVEN),$(call quoted,ENGINE),$(BUILT))
 
@@ -47,7 +47,7 @@ export TRIDENT_GATEWAY_METRICS_PORT ?= $(METRICS_PORT)
 export TRIDENT_GATEWAY_BATCH_DB ?= .triton/batches.sqlite
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-build setup-fleet fleet fleet-load test-fleet plan-capacity demo demo-model serve gateway up chat build-engine plan-engine quality test-build simulate test-simulator test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf chaos clean
+.PHONY: help setup setup-build setup-fleet fleet fleet-load test-fleet plan-capacity demo demo-model serve gateway up chat build-engine plan-engine quality test-build simulate test-simulator test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf bench-clients bench-all chaos clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -219,6 +219,13 @@ bench-peers: build-engine ## our server beside vLLM, llama.cpp and transformers 
 
 bench-aiperf: build-engine ## NVIDIA's AIPerf against the OpenAI endpoint
 	$(BIN)/python -m benchmarks aiperf --engine $(call quoted,ENGINE)
+
+bench-clients: build-engine ## our load generator beside perf_analyzer and AIPerf: do they agree?
+	$(BIN)/python -m benchmarks clients --engine $(call quoted,ENGINE)
+
+bench-all: build-engine $(VENV)/.bench-installed ## every table in an hour at most; QUICK=1: five minutes, ONLY=PART,…, OUT=FOLDER, KEEP=1
+	$(BIN)/python -m benchmarks all $(if $(QUICK),--quick) $(if $(KEEP),--keep) \
+	  $(if $(ONLY),--only $(call quoted,ONLY)) $(if $(OUT),--out $(call quoted,OUT))
 
 $(VENV)/.bench-installed: $(VENV)/.installed requirements/bench.txt
 	$(PIP) -c constraints.txt -r requirements/bench.txt

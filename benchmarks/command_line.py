@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    agreement,
     aiperf,
     arrivals,
     calibrate,
@@ -28,6 +29,7 @@ from benchmarks import (
     perf_analyzer,
     plots,
     report,
+    suite,
 )
 from benchmarks.driver import Extent
 from benchmarks.figures import Slo
@@ -128,6 +130,8 @@ _LOAD: dict[str, object] = {
     **{"slo_ttft_ms": 500.0, "slo_latency_s": 5.0, "stop_at_end": False, "unary": False, "out": None},
 }
 _FLAGS = {
+    "keep": "make this run the one that later ones are compared with, and draw docs/performance.md",
+    "quick": "the shorter parts, about five minutes",
     "stop_at_end": "answers may end early, at the model's end token",
     "unary": "no streaming: one response per answer",
 }
@@ -216,6 +220,20 @@ def parser() -> argparse.ArgumentParser:
     slow = gateway_run.STREAMS
     relay.add_argument("--streams", type=_count, default=slow, metavar="N", help="slow streams (default %(default)s)")
     relay.add_argument("--without-peers", action="store_true", help="the gateway alone")
+    about = "our load generator beside perf_analyzer and AIPerf: the same load in turns, and whether they agree"
+    turns: dict[str, object] = {"engine": "demo", "concurrency": "1,8", "requests": 40, "rounds": 3, "out": None}
+    command(
+        "clients",
+        lambda a: agreement.run(a.engine, a.concurrency, a.requests, a.rounds, _folder(a, "clients")),
+        about,
+        **turns,
+    )
+    command(
+        "all",
+        lambda a: suite.run([*filter(None, a.only.split(","))], a.quick, a.keep, _folder(a, "all")),
+        "every part in bounded time, compared with the last kept run of this machine kind",
+        **{"only": "", "quick": False, "keep": False, "out": None},
+    )
     drawn = command("plot", plot, "plots of what run or sweep wrote", out=None)
     drawn.add_argument("result", type=Path, metavar="RESULT.json")
     return whole

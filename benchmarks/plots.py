@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,13 +39,7 @@ def draw(result: Path, out: Path) -> list[Path]:
 
     Raises: InvalidArgument for a file that is no result, NotFound without matplotlib.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError as exc:
-        raise NotFound("plots need matplotlib: pip install -r requirements/bench.txt") from exc
+    plt = _matplotlib()
     runs = _read(result)
     out.mkdir(parents=True, exist_ok=True)
     written = []
@@ -54,6 +50,40 @@ def draw(result: Path, out: Path) -> list[Path]:
         for run in runs if len(runs) == 1 else runs[-1:]:
             written.append(_timeline(plt, run, out / f"{result.stem}-timeline.png"))
     return written
+
+
+def ranges(rows: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
+    """Plot the median of each row's values, with a line from the smallest to the largest, as a small SVG.
+
+    Raises: NotFound without matplotlib.
+    """
+    plt = _matplotlib()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context({**STYLE, "svg.fonttype": "none", "svg.hashsalt": "trident", "axes.grid.axis": "x"}):
+        figure, axis = plt.subplots(figsize=(8, 0.8 + 0.22 * len(rows)))
+        middle = [float(np.median(values)) for values in rows.values()]
+        axis.barh(list(rows), middle, color=BLUE, alpha=0.7)
+        low, high = ([edge(values) for values in rows.values()] for edge in (min, max))
+        axis.hlines(list(rows), low, high, color=GREY, linewidth=2)
+        for row, value in enumerate(middle):
+            axis.annotate(f" {value:.3g}", (high[row], row), va="center", fontsize=7)
+        axis.set_title(title)
+        axis.invert_yaxis()
+        axis.tick_params(labelsize=7)
+        figure.tight_layout()
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError as exc:
+        raise NotFound("plots need matplotlib: pip install -r requirements/bench.txt") from exc
+    return plt
 
 
 def _read(result: Path) -> list[dict]:
