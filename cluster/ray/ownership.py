@@ -59,14 +59,17 @@ class Owned:
         self.file, self._lock = file, lock
         pid, status_file, gpus, *stopped = file.read_text().splitlines()
         self.pid, self._status_file, self.gpus = int(pid), Path(status_file), set(filter(None, gpus.split(",")))
+        self._stopped = bool(stopped)
         self._supervisor = os.pidfd_open(self.pid)
-        if stopped or not self._is_same():
+        if not self._is_same():
             os.close(self._supervisor)
             raise ProcessLookupError(pid)
 
     @property
     def state(self) -> str:
-        """What the status file says."""
+        """What the status file says, and "draining" from the stop on."""
+        if self._stopped:
+            return "draining"
         try:
             return str(json.loads(self._status_file.read_text())["state"])
         except (OSError, ValueError, KeyError):
@@ -74,6 +77,7 @@ class Owned:
 
     def stop(self) -> None:
         """Let the server withdraw and drain. No other worker adopts it."""
+        self._stopped = True
         with self._lock:
             self._lock.write(f"{STOP}\n")  # Ray replaces print() in its workers by one that writes its arguments' tuple
 

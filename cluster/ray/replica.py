@@ -48,7 +48,8 @@ class TritonReplica:
         folder.mkdir(parents=True, exist_ok=True)
         gpus = environment["CUDA_VISIBLE_DEVICES"]
         engines = environment.get("TRIDENT_ENGINES_DIR") or Path(root, "engines")
-        kind = kind_of(Path(engines, engine), root, python, engine, dict(environ), environment["TRIDENT_HOST"], gpus)
+        rest = (root, python, engine, orphan_s, dict(environ), environment["TRIDENT_HOST"], gpus)
+        kind = kind_of(Path(engines, engine), *rest)
         command = [python, "-m", "server", "--engine", engine, "--free-ports", "--"]
         file = folder / f"replica-{kind}-{name or os.getpid()}.owner"
         adopted = ownership.adopted(folder, f"replica-{kind}-", gpus)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.ray import replica
+from cluster.ray import ownership, replica
 from cluster.ray.replica import TritonReplica, environment_of
 
 # Runs what follows `--`, as the supervisor does, and says when that ended.
@@ -22,6 +22,7 @@ echo "{\\"state\\": \\"ready\\", \\"started\\": $(cut -d' ' -f22 /proc/$$/stat)}
 env >"$TRIDENT_STATE_DIR/environ"
 while [ "$1" != -- ]; do shift; done; shift
 TRIDENT_STATUS_FILE="$status" "$@"
+sleep "${DRAIN:-0}"
 echo "$?" >"$TRIDENT_STATE_DIR/ended"
 """
 
@@ -88,7 +89,7 @@ def orphan(tmp_path: Path, python: str, engine: str = "demo", orphan_s: float = 
 
 def test_a_server_whose_worker_died_is_adopted_by_the_next_and_by_no_other(tmp_path, python):
     orphan(tmp_path, python)
-    one, other = start(tmp_path, python), start(tmp_path, python)
+    one, other = start(tmp_path, python, 3), start(tmp_path, python, 3)
     assert len(list(tmp_path.glob("status-*"))) == 2 and one._owned.pid != other._owned.pid
     asyncio.run(one.check_health())
     one.__del__()
@@ -109,7 +110,7 @@ def test_a_server_of_another_kind_is_not_adopted(tmp_path, python):
 
 def test_an_adopted_server_has_its_time_without_a_worker_again(tmp_path, python):
     orphan(tmp_path, python, orphan_s=1)
-    orphan(tmp_path, python)  # adopts it, and dies
+    orphan(tmp_path, python, orphan_s=1)  # adopts it, and dies
     time.sleep(0.6)
     assert len(list(tmp_path.glob("status-*"))) == 1 and not ended(tmp_path, 0.0)
     assert ended(tmp_path)
@@ -117,6 +118,10 @@ def test_an_adopted_server_has_its_time_without_a_worker_again(tmp_path, python)
 
 def test_a_server_of_another_kind_on_the_same_gpu_is_drained_first(tmp_path, python, monkeypatch):
     orphan(tmp_path, python, "old", CUDA_VISIBLE_DEVICES="0,1")
+    ownership.adopted(tmp_path, "replica-other-", "0,1")
+    (tmp_path / "ended").unlink()
+    orphan(tmp_path, python, "old", 0.0, CUDA_VISIBLE_DEVICES="0,1", DRAIN="0.3")
+    time.sleep(0.1)  # it drains already
     one = start(tmp_path, python, CUDA_VISIBLE_DEVICES="1,2")
     assert ended(tmp_path, 0.0)
     one.__del__()
