@@ -52,7 +52,8 @@ class Load:
                 self.ended += 1
             else:
                 self.failed.append(reason if reason != "length" else f"{text!r} instead of {self.text!r}")
-            await asyncio.sleep(self.pause_s)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(stop.wait(), self.pause_s)
 
     async def _over_http(self, http: aiohttp.ClientSession) -> tuple[str, str]:
         body = {

@@ -6,12 +6,13 @@ import contextlib
 import ctypes
 import json
 import math
+import multiprocessing
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -36,6 +37,8 @@ from contract.errors import InvalidArgument, Unavailable
 
 NAMESPACE = "trident"
 WATCH_S = 0.5
+GONE_S = 10.0  # without an answer of Serve until Ray is taken to have died; its controller restarts in 2 s
+NEVER_SERVED = 3  # exit code
 HTTP_PORT = 9000  # of the gateway, where the environment sets none
 MONITORING_OFFSET = 2
 OBJECT_STORE_BYTES = 80 * 2**20  # the least that Ray takes; nothing is stored there
@@ -89,12 +92,50 @@ def run(folder: Path, changes: Mapping[str, Any], bounds: Mapping[str, Any]) -> 
     Fleet("", "", server, **bounds).check()
     with _gateway(token, checked(server)) as (process, http, monitoring):
         server["register"] = http
-        with _ray(folder, server["cpus"] * bounds["max"]) as address:
-            fleet = Fleet(address, monitoring, server, **bounds)
-            fleet.deploy()
-            fleet.save(folder)
-            print(f"fleet: http://{http}, metrics {monitoring}; Ctrl-C drains and stops it", flush=True)
-            return _watch(process, http, token.read_text(), stop)
+        Fleet("", monitoring, server, **bounds).save(folder)
+        try:
+            return _keep_ray(folder, process, stop)
+        finally:
+            (folder / "fleet.json").unlink(missing_ok=True)
+
+
+def _keep_ray(folder: Path, gateway: subprocess.Popen, stop: threading.Event) -> int:
+    """Run Ray until ``stop``; when it dies run another one, whose replicas adopt the servers; return the exit code."""
+    while True:
+        # A short path: Ray makes Unix sockets in it. In a process of its own: Ray may end its driver with it.
+        with tempfile.TemporaryDirectory(prefix="trident-ray-", ignore_cleanup_errors=True) as temporary:
+            child = multiprocessing.get_context("spawn").Process(target=_serve, args=(folder, temporary))
+            child.start()
+            while child.is_alive() and gateway.poll() is None and not stop.wait(WATCH_S):
+                pass
+            gone = gateway.poll() is not None
+            if gone:
+                print("fleet: the gateway ended", flush=True)
+            if child.is_alive() and child.pid:
+                os.kill(child.pid, signal.SIGINT)  # at SIGTERM Ray prints its stack
+            child.join()
+        if gone or stop.is_set():
+            return int(gone)
+        if child.exitcode == NEVER_SERVED or not _known(folder)["ray"]:
+            return 1
+        print("fleet: Ray has died; another one adopts its servers", flush=True)
+
+
+def _serve(folder: Path, temporary: str) -> None:
+    """Run Ray with the fleet of fleet.json until SIGINT; exit with NEVER_SERVED if no replica ever served."""
+    os.setsid()  # Ctrl-C in a terminal is for the parent
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with it, without a drain: the next fleet adopts the servers
+    stop = threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: stop.set())
+    fleet = Fleet(**_known(folder))
+    server = checked(fleet.arguments)
+    with _ray(folder, server.cpus * fleet.max, temporary) as address:
+        fleet = replace(fleet, ray=address)
+        fleet.deploy()
+        fleet.save(folder)
+        print(f"fleet: http://{server.register_at}, metrics {fleet.monitoring}; Ctrl-C drains and stops it", flush=True)
+        served = _watch(server.register_at, Path(server.token_file).read_text(), stop)
+    sys.exit(0 if served else NEVER_SERVED)
 
 
 def change(folder: Path, changes: Mapping[str, Any], bounds: Mapping[str, Any]) -> None:
@@ -103,7 +144,7 @@ def change(folder: Path, changes: Mapping[str, Any], bounds: Mapping[str, Any]) 
     Raises Unavailable if there is none, InvalidArgument, NotFound.
     """
     try:
-        known = json.loads((folder / "fleet.json").read_text())
+        known = _known(folder)
         host, _, port = known["ray"].rpartition(":")
         socket.create_connection((host, int(port)), timeout=5).close()  # Ray itself would try for minutes
     except OSError:
@@ -123,32 +164,32 @@ def change(folder: Path, changes: Mapping[str, Any], bounds: Mapping[str, Any]) 
     fleet.save(folder)
 
 
+def _known(folder: Path) -> dict[str, Any]:
+    """Return the fields of the folder's Fleet. Raises OSError."""
+    return dict(json.loads((folder / "fleet.json").read_text()))
+
+
 @contextmanager
-def _ray(folder: Path, cpus: float) -> Iterator[str]:
+def _ray(folder: Path, cpus: float, temporary: str) -> Iterator[str]:
     """Run a small Ray with Serve, without proxies and dashboard; drain all replicas at the end.
 
-    cpus: of all replicas; twice as many are booked, since new versions start beside old ones.
+    cpus: of all replicas; twice as many are booked, since new versions start beside old ones. temporary: for its files.
     """
     _set_up_ray(folder)
-    temporary = tempfile.mkdtemp(prefix="trident-ray-")  # a short path: Ray makes Unix sockets in it
     import ray
     from ray import serve
 
+    context = ray.init(
+        num_cpus=max(1, math.ceil(2 * cpus)), object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False,
+        log_to_driver=False, logging_level="ERROR", namespace=NAMESPACE, _temp_dir=temporary,
+    )  # fmt: skip
+    serve.start(proxy_location="Disabled")
     try:
-        context = ray.init(
-            num_cpus=max(1, math.ceil(2 * cpus)), object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False,
-            log_to_driver=False, logging_level="ERROR", namespace=NAMESPACE, _temp_dir=temporary,
-        )  # fmt: skip
-        serve.start(proxy_location="Disabled")
-        try:
-            yield str(context.address_info["gcs_address"])
-        finally:
-            print("fleet: draining", flush=True)
-            (folder / "fleet.json").unlink(missing_ok=True)
-            serve.shutdown()
-            ray.shutdown()
+        yield str(context.address_info["gcs_address"])
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        print("fleet: draining", flush=True)
+        serve.shutdown()
+        ray.shutdown()
 
 
 def _set_up_ray(folder: Path) -> None:
@@ -204,36 +245,59 @@ def _gateway(token: Path, server: ServerArguments) -> Iterator[tuple[subprocess.
         process.wait()
 
 
-def _watch(gateway: subprocess.Popen, http: str, token: str, stop: threading.Event) -> int:
-    """Print every change of the replicas, by Serve and by the gateway, until ``stop``; return the exit code."""
+def _watch(http: str, token: str, stop: threading.Event) -> bool:
+    """Print every change of the replicas, by Serve and by the gateway, until ``stop``.
+
+    Return whether any replica served; False also if the first one does not start.
+    """
+    from ray.exceptions import RayError
+
     began_s, shown, served = time.monotonic(), "", False
-    while not stop.wait(WATCH_S):
-        if gateway.poll() is not None:
-            print("fleet: the gateway ended", flush=True)
-            return 1
-        line, failed = _by_serve()
-        states = registered(http, token)
-        served = served or "serves" in states.values()
-        line += "; at the gateway: " + (", ".join(map(" ".join, states.items())) or "none")
-        if line != shown:
-            print(f"{time.monotonic() - began_s:7.1f} s  {line}", flush=True)
-            shown = line
-        if failed and not served:
-            return 1
-    return 0
+    with _answers() as answered:
+        while not stop.wait(WATCH_S):
+            try:
+                line, failed = _by_serve()
+                answered.set()
+            except (RayError, RuntimeError, ConnectionError) as error:
+                line, failed = f"Ray does not answer ({type(error).__name__}); servers go on for orphan_s", False
+            states = registered(http, token)
+            served = served or "serves" in states.values()
+            line += "; at the gateway: " + (", ".join(map(" ".join, states.items())) or "none")
+            if line != shown:
+                print(f"{time.monotonic() - began_s:7.1f} s  {line}", flush=True)
+                shown = line
+            if failed and not served:
+                return False
+    return True
+
+
+@contextmanager
+def _answers() -> Iterator[threading.Event]:
+    """End this process when the event is not set for GONE_S: a call of a Ray that has died may never return."""
+    answered, done = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while answered.wait(GONE_S) or done.is_set():
+            answered.clear()
+            if done.wait(WATCH_S):
+                return
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield answered
+    finally:
+        done.set()
 
 
 def _by_serve() -> tuple[str, bool]:
     """Return a line with the number of replicas by state, and whether the latest deployment has failed."""
     from ray import serve
-    from ray.exceptions import RayError
 
     try:
         found = serve.status().applications[APPLICATION]
     except KeyError:
         return "nothing is deployed", False
-    except (RayError, RuntimeError, ConnectionError) as error:
-        return f"Ray does not answer ({type(error).__name__}); servers go on for orphan_s", False
     counts: Counter[str] = Counter()
     for deployment in found.deployments.values():
         counts.update(deployment.replica_states)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ up_cooldown_s = 1.0
 down_cooldown_s = 5.0
 start_s = 5.0
 slow_start_s = 1.0
-tokens_per_s = 80.0
+tokens_per_s = 10.0
 time_of_day = false
 """
 
@@ -46,7 +47,7 @@ class Running:
         self.before = set(psutil.pids())
         with self.output.open("wb") as output:
             words = ("--engine", "demo", "--min", "1", "--max", "1", "--scaling", str(folder / "rules.toml"))
-            command = self._command("fleet", *words, "--orphan-s", "15")
+            command = self._command("fleet", *words, "--orphan-s", "90")
             self.process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=output)
 
     def _command(self, *words: str) -> list[str]:
@@ -67,6 +68,19 @@ class Running:
         mine = (process for process in psutil.process_iter(["pid", "cmdline"]) if process.pid not in self.before)
         return [one.pid for one in mine if " ".join(one.info["cmdline"] or ()).startswith(title)]
 
+    def find(self, victim: str) -> int:
+        """The pid of a process: supervisor, tritonserver, gateway, raylet, or of one of Ray's with this title."""
+        mine = set(psutil.pids()) - self.before
+        if victim == "gateway":
+            return next(pid for pid in mine if cmdline(pid)[1:3] == ["-m", "gateway"])
+        if victim == "raylet":
+            return next(pid for pid in mine if cmdline(pid) and cmdline(pid)[0].endswith("/raylet"))
+        if victim in ("supervisor", "tritonserver"):
+            supervisor = next(pid for pid in mine if cmdline(pid)[1:3] == ["-m", "server"])
+            children = psutil.Process(supervisor).children(recursive=True)
+            return supervisor if victim == "supervisor" else next(c.pid for c in children if c.name() == victim)
+        return self.workers(victim)[0]
+
     async def kill(self, title: str) -> None:
         await self.until(lambda: bool(self.workers(title)))
         os.kill(self.workers(title)[0], signal.SIGKILL)
@@ -81,3 +95,9 @@ class Running:
             if time.monotonic() > deadline_s:
                 pytest.fail(self.said())
             await asyncio.sleep(0.05)
+
+
+def cmdline(pid: int) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).cmdline()
+    return []
