@@ -7,7 +7,7 @@ import asyncio
 from clients.replica_set import costs
 from clients.replica_set.costs import Costs, Observation, Pace
 from clients.wire.response_reader import ResponseReader
-from contract.generation import GenerationRequest
+from contract.generation import GenerationRequest, Usage
 
 
 class Work:
@@ -64,6 +64,14 @@ class Reservation:
         self._running = (self._running_at_start + self._work.outstanding) / 2
         self._work.subtract(self._left_tokens)
         self._work.release()
+
+    def learn_seen(self, usage: Usage, decode_s: float) -> None:
+        """Learn from a complete response that another program relayed. decode_s: from its first token to its last; 0 if
+        that was not seen. What its prompt cost cannot be told from the time in the replica's queue."""
+        self._costs.observe_size(self._prompt_bytes, usage.input_tokens)
+        seen = Observation(0.0, 0, decode_s, usage.output_tokens, self._running)
+        self._costs.observe(seen)
+        self._work.pace.observe(seen)
 
     def learn(self, response: ResponseReader) -> None:
         """Learn from a complete response what its request did cost."""

@@ -24,6 +24,7 @@ from gateway.telemetry import request_log
 from gateway.telemetry.metrics import error_type
 
 OnCut = Callable[[TridentError], object]
+LEAST_DECODE_S = 0.01  # parts that come closer together were sent together
 MOST_ENDPOINTS = 4  # the first, and those that Envoy tries after it
 _NOT_READ = GenerationRequest(text_input="", max_tokens=1)
 _BY_STATUS = {kind.http_status: kind for kind in reversed(errors.BY_NAME.values())} | {502: Unavailable}
@@ -51,6 +52,7 @@ class Pick:
         self._reservations: list[Reservation] = []
         self._usage: ResponseUsage | None = None
         self._first_s = 0.0
+        self._decoding_s = 0.0, 0.0  # when the first tokens came, and the latest
         self._cut = self._closed = False
         service.live.add(self)
 
@@ -119,8 +121,14 @@ class Pick:
             self._first_s = time.monotonic()
             for reservation in self._reservations:
                 reservation.began()
-        if self._usage is not None:
-            self._usage.feed(data)
+        if self._usage is None:
+            return
+        before = self._usage.tokens
+        self._usage.feed(data)
+        if (grown := self._usage.tokens - before) and self._route is not None:
+            now_s = time.monotonic()
+            self._decoding_s = self._decoding_s[0] or now_s, now_s
+            self._route.made_tokens(grown)
 
     def check(self, now_s: float) -> None:
         """End it at its deadline."""
@@ -147,6 +155,8 @@ class Pick:
         self._permit.settle(usage)
         if replica is not None:
             replica.ended(error, 0.0)
+        if error is None and self._usage is not None:
+            self._learn(self._usage)
         metrics, context = self._service.metrics, self._context
         input_tokens, output_tokens = (usage.input_tokens, usage.output_tokens) if usage else (0, 0)
         pool, url = (replica.pool, replica.url) if replica else ("", "")
@@ -166,6 +176,16 @@ class Pick:
         if usage is not None:
             metrics.used(context.tenant.name, usage, model=context.model.name, cost=context.model.cost(usage))
         request_log.write(context, error, self._began_s, replica=url, pool=pool, output_tokens=output_tokens)
+
+    def _learn(self, seen: ResponseUsage) -> None:
+        """Learn the replica's pace and what it has cached, as far as its response tells."""
+        usage, (first_s, last_s) = seen.usage, self._decoding_s
+        if usage is None or len(self._reservations) != 1 or self._route is None:
+            return
+        decode_s = last_s - first_s if last_s - first_s > LEAST_DECODE_S else 0.0
+        self._reservations[0].learn_seen(usage, decode_s)
+        if seen.cached_tokens is not None:
+            self._route.read_usage(usage)
 
     def _used(self, complete: bool) -> Usage | None:
         """Return what the request used: as the response told, else as counted, else, unseen, all that it might."""

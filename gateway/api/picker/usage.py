@@ -18,7 +18,8 @@ _INPUT = (b"prompt", b"input")
 class ResponseUsage:
     """What a response has used so far.
 
-    tokens: counted, an event as one where ids are not read. error: that a gRPC response carried in band.
+    tokens: counted, an event as one where ids are not read. cached_tokens: of the prompt, as a replica told over gRPC;
+    None where that is not known. error: that a gRPC response carried in band.
     """
 
     def __init__(self, request: GenerationRequest, content_type: str) -> None:
@@ -27,12 +28,13 @@ class ResponseUsage:
         self._kept = b""
         self._input = self._output = 0  # as the endpoint told them
         self.tokens = 0
+        self.cached_tokens: int | None = None
         self.error: TridentError | None = None
 
     @property
     def usage(self) -> Usage | None:
         """As the endpoint told it; None before."""
-        return Usage(self._input, self._output) if self._output else None
+        return Usage(self._input, self._output, self.cached_tokens or 0) if self._output else None
 
     def feed(self, data: bytes) -> None:
         """Read the next bytes."""
@@ -65,3 +67,5 @@ class ResponseUsage:
                 self.tokens += len(delta.token_ids)
                 self._input += delta.usage.input_tokens if delta.usage else 0  # of each request of the stream
                 self._output += delta.usage.output_tokens if delta.usage else 0
+                if delta.usage:
+                    self.cached_tokens = (self.cached_tokens or 0) + delta.usage.cached_tokens

@@ -30,3 +30,14 @@ async def test_an_answer_teaches_what_a_token_takes():
     response.last = TokenDelta(finish_reason=FinishReason.STOP, usage=Usage(200, 10))
     reservation.learn(response)
     assert costs.estimate(400, 50).prefill == pytest.approx(200 * costs.prefill_weight)
+
+
+def test_a_response_that_another_program_relayed_teaches_length_and_pace():
+    work, known = Work(), Costs()
+    for _ in range(16):
+        reservation = Reservation(work, known, GenerationRequest("x" * 80, max_tokens=100))
+        reservation.release()
+        reservation.learn_seen(Usage(10, 5), decode_s=0.4)
+    assert work.pace.tokens_per_s(1) == pytest.approx(10.0)
+    assert known.estimate(80, 100).decode == pytest.approx(5.0)
+    assert known.estimate(80, 100).prefill == pytest.approx(10 * Costs().prefill_weight)

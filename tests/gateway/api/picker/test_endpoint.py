@@ -120,6 +120,25 @@ async def test_a_request_gets_an_endpoint_and_fallbacks_and_its_body_goes_on():
         assert (metrics[tokens % "input"], metrics[tokens % "output"]) == (11, 5)
 
 
+async def test_a_relayed_stream_teaches_the_pace_of_its_replica():
+    async with pool(1) as running:
+        [replica] = running.running.service.replicas.all()
+        for _ in range(16):  # LEAST_SEEN
+            async with stream(running) as envoy:
+                picked = where(await envoy.begin(CHAT))
+                await envoy.receive()
+                await envoy.answer(served=picked[0], **{"content-type": "text/event-stream"})
+                told = {"usage": {"prompt_tokens": 11, "completion_tokens": 3}}
+                for n, event in enumerate(({}, {}, told)):
+                    end = n == 2
+                    data = b"data: " + json.dumps(event).encode() + b"\n\n"
+                    await envoy.send(response_body={"body": data, "end_of_stream": end})
+                    await envoy.receive()
+                    await asyncio.sleep(0 if end else 0.01)
+                await until(lambda: idle(running))
+        assert replica.tokens == 48 and 4 < replica.work.pace.tokens_per_s(8) < 800
+
+
 async def test_the_endpoint_that_served_is_booked_and_those_before_it_count_as_failed():
     async with pool(2) as running, stream(running) as envoy:
         picked = where(await envoy.begin(CHAT))
