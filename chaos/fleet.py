@@ -261,15 +261,21 @@ class Fleet:
 
     async def keep(self) -> None:
         """Start again what ended, until it is cancelled."""
+        await asyncio.gather(*map(self._keep_replica, self.replicas), self._keep_processes())
+
+    async def _keep_processes(self) -> None:
         while True:
             for process in self.processes.values():
                 process.keep()
-            for name, replica in list(self.replicas.items()):
-                if replica.process.poll() is not None:
-                    await asyncio.sleep(RESTART_S)
-                    with contextlib.suppress(TridentError):  # it is tried again
-                        await asyncio.to_thread(self._start_replica, name)
             await asyncio.sleep(0.1)
+
+    async def _keep_replica(self, name: str) -> None:
+        while True:
+            await asyncio.sleep(0.1)
+            if self.replicas[name].process.poll() is not None:
+                await asyncio.sleep(RESTART_S)
+                with contextlib.suppress(TridentError):  # it is tried again
+                    await asyncio.to_thread(self._start_replica, name)
 
     def pids(self, target: str, process: str) -> list[int]:
         """Return the processes that a signal is for; none where it does not run now."""

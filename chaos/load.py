@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -86,12 +87,16 @@ class Outcome:
 
 @dataclass
 class Load:
-    """http, grpc: HOST:PORT of each gateway by name. keys: API key of each tenant. outcomes: in the order sent."""
+    """http, grpc: HOST:PORT of each gateway by name. keys: API key of each tenant. outcomes: in the order sent.
+
+    stored: (seconds, what is wrong) of stored responses that a tenant could not read, or another one could.
+    """
 
     http: Mapping[str, str]
     grpc: Mapping[str, str]
     keys: Mapping[str, str]
     outcomes: list[Outcome] = field(default_factory=list)
+    stored: list[tuple[float, str]] = field(default_factory=list)
 
     async def run(self, seed: int, duration_s: float, rate: float) -> None:
         """Send requests for ``duration_s`` and wait for the end of all."""
@@ -106,6 +111,8 @@ class Load:
                     source.choice(PROMPTS), source.choice(("http", "grpc")), source.choice(sorted(self.http)), 0.0
                 )
                 tasks.append(asyncio.create_task(self._send(outcome, session)))
+                if len(self.outcomes) % 8 == 0:
+                    tasks.append(asyncio.create_task(self._store(outcome.gateway, session)))
                 at_s += source.expovariate(rate)
             await asyncio.gather(*tasks)
 
@@ -122,6 +129,24 @@ class Load:
         except (ValueError, KeyError, TypeError, WireError) as exc:
             outcome.fail("Malformed", repr(exc))
         outcome.ended_s = time.monotonic()
+
+    async def _store(self, gateway: str, session: aiohttp.ClientSession) -> None:
+        """Store a response at a gateway; its tenant can read it there, another one cannot."""
+        url, body = f"http://{self.http[gateway]}/v1/responses", {"model": "demo", "input": "x", "max_output_tokens": 4}
+        own, other = ({"authorization": f"Bearer {self.keys[tenant]}"} for tenant in TENANTS[:2])
+        problem = ""
+        with contextlib.suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):  # the outcomes tell of those
+            async with session.post(url, json=body, headers=own) as answer:
+                if answer.status != 200:
+                    problem = f"storing got {answer.status}" if answer.status not in (429, 503, 504) else ""
+                else:
+                    name = (await answer.json())["id"]
+                    for headers, statuses in ((own, (200, 503)), (other, (404, 503))):
+                        async with session.get(f"{url}/{name}", headers=headers) as found:
+                            if found.status not in statuses:
+                                problem = f"reading got {found.status}: must be {statuses[0]}"
+        if problem:
+            self.stored.append((time.monotonic(), f"{problem}, at {gateway}"))
 
     async def _over_http(self, outcome: Outcome, session: aiohttp.ClientSession) -> None:
         prompt = outcome.prompt

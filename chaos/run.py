@@ -52,7 +52,7 @@ async def _observed(fleet: Fleet, scenario: Scenario) -> Record:
     try:
         doing = [asyncio.create_task(_do(fleet, fault, begun_s, record)) for fault in scenario.faults]
         await asyncio.gather(load.run(scenario.seed, scenario.duration_s, scenario.rate), *doing)
-        record.outcomes, record.load_ended_s = load.outcomes, time.monotonic()
+        record.outcomes, record.stored, record.load_ended_s = load.outcomes, load.stored, time.monotonic()
         await _settle(fleet, record)
     finally:
         for task in watching:
@@ -141,11 +141,11 @@ async def _read_redis(fleet: Fleet, record: Record) -> None:
     from redis.asyncio import Redis
 
     async with Redis.from_url(fleet.redis_url, decode_responses=True) as redis:
-        for key in [key async for key in redis.scan_iter("trident:*")]:
-            if key.endswith(":tokens:metered/chaos"):
-                stored = await redis.hgetall(key)
-                held = float(stored["held"])
-                record.budgets = BUDGET_TOKENS - float(stored["balance"]) - held, held
-            elif "{caps}" in key and await redis.type(key) == "hash":
-                counts = await redis.hvals(key)
-                record.caps += sum(int(count) for count in counts if str(count).isdigit())
+        stored = await redis.hgetall("trident:{metered}:tokens:metered/chaos")
+        if stored:
+            held = float(stored["held"])
+            record.budgets = BUDGET_TOKENS - float(stored["balance"]) - held, held
+        alive = await redis.zrangebyscore("trident:{caps}:gateways", time.time() * 1000, "+inf")
+        for key in [key async for key in redis.scan_iter("trident:{caps}:*", _type="hash")]:
+            held_by = await redis.hgetall(key)
+            record.caps += sum(int(count) for gateway, count in held_by.items() if gateway in alive)

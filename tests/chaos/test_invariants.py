@@ -100,7 +100,7 @@ def test_recovery_is_bounded():
     kill = [(2.0, "kill.gateway", "gateway-1")]
     dead = [outcome(error=CUT, text="", ends=0, sent_s=3.0 + n, ended_s=3.0 + n) for n in range(8)]
     late = outcome(sent_s=13.0, ended_s=14.0)
-    assert "recovery" in violated(record(*dead, late, faults=kill))
+    assert "recovery" in violated(record(*dead, late, faults=kill, load_ended_s=14.0, settled_s=14.0))
     assert "recovery" not in violated(record(*dead[:3], outcome(), faults=kill))
     assert violated(record(settled_s=0.0)) == {"recovery"}
     assert violated(record(settled_s=19.0)) == {"recovery"}
@@ -121,3 +121,7 @@ def test_alerts_fire_and_clear():
     assert violated(record(alerts={}, alerts_left=["TridentQueueGrows"])) == {"alerts"}
     gone = {"gateway-2": WELL["gateway-2"]}
     assert invariants.spans([(1.0, WELL), (2.0, gone), (3.0, gone)], "gateway") == [(2.0, 3.0)]
+
+
+def test_stored_responses_are_their_tenants():
+    assert violated(record(stored=[(4.0, "reading got 200: must be 404")])) == {"isolation"}

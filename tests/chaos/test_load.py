@@ -1,5 +1,8 @@
 """How streams end, as the load reads them."""
 
+import contextlib
+from collections.abc import AsyncIterator
+
 import aiohttp
 import pytest
 from aiohttp import web
@@ -56,14 +59,36 @@ async def sent_to(answer) -> list[Outcome]:
 
     application = web.Application()
     application.router.add_post("/v1/completions", handle)
+    async with serving(application) as load, aiohttp.ClientSession() as session:
+        await load._send(Outcome(PROMPTS[0], "http", "one", 0.0), session)
+    return load.outcomes
+
+
+@contextlib.asynccontextmanager
+async def serving(application: web.Application) -> AsyncIterator[Load]:
     runner = web.AppRunner(application)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    load = Load({"one": f"127.0.0.1:{runner.addresses[0][1]}"}, {}, dict.fromkeys(TENANTS, "key"))
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        async with aiohttp.ClientSession() as session:
-            await load._send(Outcome(PROMPTS[0], "http", "one", 0.0), session)
+        yield Load({"one": f"127.0.0.1:{runner.addresses[0][1]}"}, {}, {tenant: tenant for tenant in TENANTS})
     finally:
         await runner.cleanup()
-    return load.outcomes
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "problem"),
+    [(200, 404, ""), (200, 200, "reading got 200: must be 404"), (404, 404, "reading got 404: must be 200")],
+)
+async def test_who_can_read_a_stored_response_is_found_out(own: int, other: int, problem: str):
+    async def post(request: web.Request) -> web.Response:
+        return web.json_response({"id": "resp_1"})
+
+    async def get(request: web.Request) -> web.Response:
+        return web.Response(status=own if "plain" in request.headers["authorization"] else other)
+
+    application = web.Application()
+    application.router.add_post("/v1/responses", post)
+    application.router.add_get("/v1/responses/resp_1", get)
+    async with serving(application) as load, aiohttp.ClientSession() as session:
+        await load._store("one", session)
+    assert [text for _, text in load.stored] == ([f"{problem}, at one"] if problem else [])
