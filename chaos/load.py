@@ -7,7 +7,7 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -224,11 +224,11 @@ def _of_status(status: int | str | None) -> str:
     return next((name for name, cls in errors.BY_NAME.items() if cls.http_status == status), f"HTTP {status}")
 
 
-async def undisturbed(url: str, prompts: Sequence[Prompt] = PROMPTS) -> dict[str, str]:
-    """Return the text of each prompt, asked one after the other directly at a replica."""
-    texts = {}
+async def undisturbed(url: str) -> dict[str, str]:
+    """Return the text of each prompt, asked directly at a replica."""
     async with AsyncClient(url) as client:
-        for prompt in prompts:
-            stream = client.generate(prompt.text, max_tokens=prompt.max_tokens, temperature=0.0, ignore_eos=True)
-            texts[prompt.text] = (await stream.complete()).text
-    return texts
+        streams = [
+            client.generate(one.text, max_tokens=one.max_tokens, temperature=0.0, ignore_eos=True) for one in PROMPTS
+        ]
+        found = await asyncio.gather(*(stream.complete() for stream in streams))
+    return {prompt.text: one.text for prompt, one in zip(PROMPTS, found, strict=True)}
