@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--limit-s", type=float, default=600.0, help="begin no scenario after so many seconds (600)")
     parser.add_argument("--shrink", type=int, default=6, help="runs to shorten a failing scenario (6); 0: none")
     parser.add_argument("--plant", default="", help="defects of tests/chaos/planted.py, joined by commas")
-    parser.add_argument("--expect", default="", help="invariants that must be violated, joined by commas, and no other")
+    parser.add_argument("--expect", default="", help="invariants that must be violated, joined by commas")
     parser.add_argument("--show", action="store_true", help="print the scenarios and run none")
     parser.add_argument("--known", action="store_true", help="run the scripts of the listed findings, too")
     given = parser.parse_args(argv)
@@ -58,7 +58,7 @@ async def _main(given: argparse.Namespace) -> int:
     if given.expect:
         found = {violation.invariant for violation in await _once(scripts[0], given)}
         print(f"violated: {', '.join(sorted(found)) or 'nothing'}; expected: {given.expect}")
-        return found != set(given.expect.split(","))
+        return not set(given.expect.split(",")) <= found
     for script in scripts:
         if time.monotonic() > limit_s:
             print(f"seed {script.seed} is left out: {given.limit_s:g} s are over")

@@ -88,7 +88,8 @@ class Outcome:
 class Load:
     """http, grpc: HOST:PORT of each gateway by name. keys: API key of each tenant. outcomes: in the order sent.
 
-    patience_s: in which every stream must end. stored: (seconds, what is wrong) of stored responses that a tenant could not read, or another one could.
+    patience_s: in which every stream must end.
+    stored: (seconds, what is wrong) of stored responses that a tenant could not read, or another one could.
     """
 
     http: Mapping[str, str]
