@@ -208,10 +208,9 @@ class Load:
                 outcome.fail(CUT, "the stream closed without an end")
         except grpc.aio.AioRpcError as exc:
             status, details = exc.code().name, exc.details() or ""
-            # What gRPC itself says of a connection that broke; an error of the gateway carries its own words.
-            broken = any(
-                word in details for word in ("Socket closed", "connect", "reset", "GOAWAY", "RST_STREAM", "EOF")
-            )
+            # What gRPC itself says of a connection that broke; an error of the gateway names its request or a limit.
+            words = ("Socket closed", "onnect", "reset", "GOAWAY", "RST_STREAM", "EOF")
+            broken = "quote request" not in details and any(word in details for word in words)
             own = errors.BY_GRPC_STATUS.get(status)
             outcome.ends += not broken
             outcome.fail(CUT if broken else own.__name__ if own else status, f"{status} {details}")
