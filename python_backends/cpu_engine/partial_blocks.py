@@ -1,8 +1,8 @@
 """Tell which prompts must not start in the same step: OpenVINO GenAI's prefix cache would mix them up (2026.4.1).
 
-The cache keeps the last block of an ended text even if it is only partly filled. Two different prompts that begin with
-all ids of such a text and start in one step are both given that block, and write into it what follows in their own.
-A step apart each gets its own.
+The cache has the last block of an ended text, and of a prompt from its first step on, even if it is only partly filled.
+Two different prompts that begin with all ids of such a text and start in one step are both given that block, and write
+into it what follows in their own. A step apart each gets its own.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ class PartialBlocks:
         return True
 
     def stepped(self) -> None:
+        """Take note that the added prompts start: while they run, the cache has their blocks already."""
+        for ids in self._starting:
+            self.ended(ids)
         self._starting.clear()
 
     def _mixed_up(self, one: np.ndarray, other: np.ndarray) -> bool:

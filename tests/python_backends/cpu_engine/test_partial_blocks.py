@@ -31,6 +31,16 @@ def test_two_continuations_of_a_text_start_a_step_apart_and_equal_prompts_togeth
     assert blocks.add(ids(1, 2, 4))
 
 
+def test_prompts_that_begin_with_one_that_runs_start_a_step_apart():
+    """Found by chaos: streams of one prompt that lost their replica went on at another one with wrong ids."""
+    blocks = PartialBlocks(100)
+    assert blocks.add(ids(1, 2)) and blocks.add(ids(1, 2, 3))
+    blocks.stepped()
+    assert blocks.add(ids(1, 2, 3, 4)) and not blocks.add(ids(1, 2, 3, 5)) and blocks.add(ids(1, 4))
+    blocks.stepped()
+    assert blocks.add(ids(1, 2, 3, 5))
+
+
 def test_only_so_many_texts_are_remembered():
     blocks = PartialBlocks(2)
     for number in range(3):
@@ -88,6 +98,37 @@ def test_continuations_of_one_text_sent_at_once_get_what_they_get_alone(triton_t
                     sent.append(number)
                     prompt = np.array([*begun, *tail], np.int64)
                     link.send(AddSequence(number, prompt, 12, greedy, frozenset()))
+                    if not at_once:
+                        listener.wait(lambda number=number: number in ended(listener) or listener.dead)
+                listener.wait(lambda sent=sent: ended(listener).issuperset(sent) or listener.dead)
+                assert not listener.dead
+                outputs = [o for report in listener.reports for o in report.outputs]
+                found += [[token for o in outputs if o.id == id for token in o.token_ids] for id in sent]
+            return found
+        finally:
+            link.close()
+            listener.wait(lambda: listener.dead)
+
+    assert texts(at_once=True) == texts(at_once=False)
+
+
+@pytest.mark.slow
+def test_continuations_of_a_prompt_that_runs_get_what_they_get_alone(triton_types, tiny_engine):
+    greedy, tails = SamplingParams(top_k=1), ([13, 14, 15], [16, 17], [18], [19, 20, 21, 22], [13, 14, 16, 17, 18])
+
+    def texts(at_once: bool) -> list[list[int]]:
+        listener, found = Listener(), []
+        link = WorkerLink(tiny_engine, listener)
+        listener.wait(lambda: listener.ready or listener.dead)
+        try:
+            for start in range(4):
+                begun, first = [7, 8, 9, 10, 11, 12, start], 100 * start + 1
+                if at_once:
+                    link.send(AddSequence(first, np.array(begun, np.int64), 200, greedy, frozenset()))
+                    listener.wait(lambda id=first: any(o.id == id for r in listener.reports for o in r.outputs))
+                sent = range(first + 1, first + 1 + len(tails))
+                for number, tail in zip(sent, tails, strict=True):
+                    link.send(AddSequence(number, np.array([*begun, *tail], np.int64), 12, greedy, frozenset()))
                     if not at_once:
                         listener.wait(lambda number=number: number in ended(listener) or listener.dead)
                 listener.wait(lambda sent=sent: ended(listener).issuperset(sent) or listener.dead)
