@@ -39,6 +39,8 @@ def configuration(redis: str) -> str:
     """Return the gateways' file. No response is reused: each must come from an engine."""
     return f"""
 salt = "00112233445566778899aabbccddeeff"
+[admission]
+max_wait_s = 300
 [reuse]
 coalesce = false
 cache_bytes = 0

@@ -11,8 +11,6 @@ from chaos.scenario import Fault
 from contract.prometheus import Metrics
 
 RECOVERY_S = 10.0
-# After its end a fault may still be felt: a process restarts, a breaker is open, a connection is made anew.
-ECHO_S = 10.0
 MORE_DESCRIPTORS, MORE_BYTES = 24, 100_000_000
 # Of gateways and of replicas, 0 once no request is under way.
 GAUGES = (
@@ -39,8 +37,9 @@ class Happened:
     begun_s: float
     ended_s: float
 
-    def touches(self, since_s: float, until_s: float) -> bool:
-        return self.begun_s <= until_s and since_s <= self.ended_s + ECHO_S
+    def touches(self, since_s: float, until_s: float, recovery_s: float) -> bool:
+        """Return whether it may be felt in that time, its recovery included."""
+        return self.begun_s <= until_s and since_s <= self.ended_s + recovery_s
 
 
 @dataclass(frozen=True)
@@ -119,15 +118,16 @@ def _stored(record: Record) -> Iterator[Violation]:
 
 def _errors(record: Record) -> Iterator[Violation]:
     for one in record.outcomes:
-        if one.error and one.error != LATE and not allowed(one, record.happened):
+        if one.error and one.error != LATE and not allowed(one, record.happened, record.recovery_s):
             yield Violation("errors", f"no fault explains it: {one}", one.sent_s)
 
 
-def allowed(one: Outcome, happened: Sequence[Happened]) -> bool:
+def allowed(one: Outcome, happened: Sequence[Happened], recovery_s: float) -> bool:
     """Return whether docs/chaos.md allows that a request ends so beside these faults."""
     if one.error == "Overloaded" and one.prompt.tenant == "capped":
         return True
-    near = [(KINDS[this.fault.kind], this.fault.target) for this in happened if this.touches(one.sent_s, one.ended_s)]
+    felt = [this.fault for this in happened if this.touches(one.sent_s, one.ended_s, recovery_s)]
+    near = [(KINDS[fault.kind], fault.target) for fault in felt]
     if one.error == CUT:
         return any(kind.gateway_out and target == one.gateway for kind, target in near)
     if one.error not in ("Unavailable", "DeadlineExceeded", "EngineFailed"):

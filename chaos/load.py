@@ -221,7 +221,8 @@ class Load:
 def _of_status(status: int | str | None) -> str:
     """Return the name of the error class with an HTTP status, or with the code of an event."""
     status = _CODES.get(str(status), status)
-    return next((name for name, cls in errors.BY_NAME.items() if cls.http_status == status), f"HTTP {status}")
+    kinds = list(errors.BY_NAME.items())[1:]  # without the base of all
+    return next((name for name, cls in kinds if cls.http_status == status), f"HTTP {status}")
 
 
 async def undisturbed(url: str) -> dict[str, str]:
