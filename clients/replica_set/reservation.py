@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from clients.replica_set import costs
 from clients.replica_set.costs import Costs, Observation, Pace
 from clients.wire.response_reader import ResponseReader
 from contract.generation import GenerationRequest, Usage
+
+LEAST_DECODE_S = 0.01  # tokens that come closer together were sent together
 
 
 class Work:
@@ -52,10 +55,11 @@ class Reservation:
         self._left_tokens = self._cost.total
         work.reserve(self._left_tokens)
         self._running_at_start = work.outstanding
-        self._running = 0.0
+        self._running = self._began_s = 0.0
 
     def began(self) -> None:
         """Subtract the prompt's work: the first token is here."""
+        self._began_s = time.monotonic()
         self._work.subtract(self._cost.prefill)
         self._left_tokens -= self._cost.prefill
 
@@ -66,9 +70,12 @@ class Reservation:
         self._work.release()
 
     def learn_seen(self, usage: Usage, decode_s: float) -> None:
-        """Learn from a complete response that another program relayed. decode_s: from its first token to its last; 0 if
-        that was not seen. What its prompt cost cannot be told from the time in the replica's queue."""
+        """Learn from a complete response whose replica does not tell its instants.
+
+        decode_s: from its first token to its last, as seen here. What its prompt cost cannot be told from its queue.
+        """
         self._costs.observe_size(self._prompt_bytes, usage.input_tokens)
+        decode_s = decode_s if decode_s > LEAST_DECODE_S else 0.0
         seen = Observation(0.0, 0, decode_s, usage.output_tokens, self._running)
         self._costs.observe(seen)
         self._work.pace.observe(seen)
@@ -79,9 +86,9 @@ class Reservation:
         if last is None or last.usage is None:
             return
         usage, timings = last.usage, last.timings
-        self._costs.observe_size(self._prompt_bytes, usage.input_tokens)
         if timings is None:
-            return  # the client alone cannot tell queueing from prefill
+            return self.learn_seen(usage, time.monotonic() - self._began_s if self._began_s else 0.0)
+        self._costs.observe_size(self._prompt_bytes, usage.input_tokens)
         prefill_s = (timings.first_token_ns - timings.first_scheduled_ns) / 1e9
         decode_s = (timings.last_token_ns - timings.first_token_ns) / 1e9
         uncached = usage.input_tokens - usage.cached_tokens

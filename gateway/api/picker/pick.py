@@ -24,7 +24,6 @@ from gateway.telemetry import request_log
 from gateway.telemetry.metrics import error_type
 
 OnCut = Callable[[TridentError], object]
-LEAST_DECODE_S = 0.01  # parts that come closer together were sent together
 MOST_ENDPOINTS = 4  # the first, and those that Envoy tries after it
 _NOT_READ = GenerationRequest(text_input="", max_tokens=1)
 _BY_STATUS = {kind.http_status: kind for kind in reversed(errors.BY_NAME.values())} | {502: Unavailable}
@@ -182,8 +181,7 @@ class Pick:
         usage, (first_s, last_s) = seen.usage, self._decoding_s
         if usage is None or len(self._reservations) != 1 or self._route is None:
             return
-        decode_s = last_s - first_s if last_s - first_s > LEAST_DECODE_S else 0.0
-        self._reservations[0].learn_seen(usage, decode_s)
+        self._reservations[0].learn_seen(usage, last_s - first_s)
         if seen.cached_tokens is not None:
             self._route.read_usage(usage)
 

@@ -1,5 +1,6 @@
 import pytest
 
+from clients.replica_set import reservation as reservation_module
 from clients.replica_set.costs import Costs
 from clients.replica_set.reservation import Reservation, Work
 from clients.wire.response_reader import ResponseReader
@@ -41,3 +42,16 @@ def test_a_response_that_another_program_relayed_teaches_length_and_pace():
     assert work.pace.tokens_per_s(1) == pytest.approx(10.0)
     assert known.estimate(80, 100).decode == pytest.approx(5.0)
     assert known.estimate(80, 100).prefill == pytest.approx(10 * Costs().prefill_weight)
+
+
+def test_a_replica_that_tells_no_instants_is_measured_by_what_arrives(monkeypatch: pytest.MonkeyPatch):
+    work, now_s = Work(), 100.0
+    monkeypatch.setattr(reservation_module.time, "monotonic", lambda: now_s)
+    for spread_s in [0.4] * 16 + [0.0001]:  # the last one's tokens came together, which says nothing
+        reservation, response = Reservation(work, Costs(), ASKED), ResponseReader(ASKED)
+        reservation.began()
+        now_s += spread_s
+        reservation.release()
+        response.last = TokenDelta(finish_reason=FinishReason.STOP, usage=Usage(10, 5))
+        reservation.learn(response)
+    assert work.pace.tokens_per_s(1) == pytest.approx(10.0)
