@@ -220,3 +220,22 @@ async def test_the_breaker_opens_for_a_replica_that_falls_silent_at_either_proto
                         pass
             assert known.breaker.state is BreakerState.OPEN
             assert (await running.post("/v1/completions", REQUEST))[0] == 503
+
+
+async def test_a_calibrated_replica_has_a_pace_and_a_weight_before_its_first_request():
+    async with FakeReplica(slots=8) as plain, FakeReplica(slots=8) as calibrated:
+        page = calibrated.metrics_page
+        terms = {"step_s": 0.01, "sequence_s": 0.001, "prefill_token_s": 0.0005}
+        lines = "".join(f'trident_engine_step_seconds{{term="{name}"}} {s}\n' for name, s in terms.items())
+        engine = f'trident_engine_info{{engine="fake",manifest_sha256="{"a" * 64}"}} 1\n'
+        calibrated.metrics_page = lambda: page() + engine + lines
+        async with gateway(plain, calibrated) as running:
+            replicas = running.service.replicas
+            found = {replica.url: replica for replica in replicas.all()}
+            known = found[calibrated.url]
+            await until(lambda: known.metrics.step is not None)
+            assert known.tokens_per_s(8) == pytest.approx(8 / 0.018) and found[plain.url].tokens_per_s(8) == 0
+            assert replicas.costs_of(known).prefill_weight == pytest.approx(0.0005 * 8 / 0.018)
+            assert replicas.costs_of(found[plain.url]).prefill_weight == 0.1
+            name = f'trident_gateway_replica_tokens_per_second{{pool="",replica="{known.url}"}}'
+            assert (await running.metrics())[name] == pytest.approx(8 / 0.018)

@@ -1,5 +1,6 @@
 """The Triton model ``detokenizer`` as a whole, in front of an engine of ours."""
 
+import dataclasses
 import json
 import threading
 import uuid
@@ -8,11 +9,13 @@ import numpy as np
 import pytest
 import tokenizers
 
+from contract import manifest, step_model
 from python_backends.detokenizer import model as model_module
 from python_backends.detokenizer.model import TritonPythonModel
 from python_backends.ensemble.control import ControlListener, ControlMessage, Verb
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.stream_state import StreamEvent, StreamState
+from tests.contract.test_step_model import SOME
 
 EPOCH = 77
 
@@ -279,3 +282,18 @@ def test_the_detokenizers_share_of_the_first_token_is_observed_once_per_stream(t
     labels = {"model": "detokenizer", "phase": "detokenize"}
     assert triton.metric_value("trident_time_to_first_token_phase_seconds", **labels) == 2
     assert triton.metric_value("trident_open_streams", model="detokenizer") == 0
+
+
+def test_a_calibrated_engine_exports_what_its_steps_take(triton, tiny_engine, monkeypatch):
+    digest = manifest.sha256_file(tiny_engine / manifest.FILE_NAME)
+    known = dataclasses.replace(SOME, manifest_sha256=digest, machine=step_model.machine_kind())
+    path = known.save(tiny_engine)
+    try:
+        monkeypatch.setenv("TRIDENT_ENGINE_DIR", str(tiny_engine))
+        monkeypatch.setenv("TRIDENT_CONTROL_SOCKET", f"trident-test-{uuid.uuid4()}")
+        model = TritonPythonModel()
+        model.initialize({})
+        model.finalize()
+    finally:
+        path.unlink()
+    assert triton.metric_value(step_model.METRIC, term="step_s") == SOME.step_s
