@@ -9,6 +9,7 @@ sequences. The requests of an open load are written as a trace, which the bench 
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -52,6 +53,9 @@ def run(scenario: Scenario, pool: str, seconds: float = SECONDS) -> list[Compare
         raise InvalidArgument(f"{place}.engine", "must be an engine that runs here: an estimate cannot be checked")
     replica, (load, _) = kind_of(given, place), load_of(given, scenario.seed)
     rate, most, _ = operating_point(replica, load, given.slo, place)
+    if not seconds >= 1:
+        raise InvalidArgument("seconds", f"must be at least 1, got {seconds:g}")
+    os.environ["TRIDENT_ENGINES_DIR"] = str(Path(given.engine).absolute().parent)  # where the bench looks for it
     timing = ["--duration", f"{seconds}", "--warmup", f"{WARMUP_S}", "--engine", Path(given.engine).name]
     found, end_s = [], WARMUP_S + seconds
     with tempfile.TemporaryDirectory() as folder:

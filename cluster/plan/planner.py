@@ -56,7 +56,8 @@ class PoolPlan:
     kv_sequences: that the KV cache holds. decode_batch: sequences whose step keeps itl_s, prompts counted.
     shares: of a step's seconds at the operating point: fixed, context (bandwidth), sequences, prefill (compute).
     replicas: by hour. sensitivity: change in per cent of a day's cost, or of its replica-hours where nothing is priced,
-    by input, for 20 per cent less and more of it. check: the command that checks the forecast.
+    by input, for 20 per cent less and more of it; None where the objectives are missed.
+    check: the command that checks the forecast.
     """
 
     name: str
@@ -79,7 +80,7 @@ class PoolPlan:
     headroom: float
     replicas: tuple[int, ...]
     cost: Cost
-    sensitivity: dict[str, tuple[float, float]]
+    sensitivity: dict[str, tuple[float | None, float | None]]
     check: str
 
 
@@ -124,7 +125,7 @@ def kind_of(pool: Pool, place: str) -> Replica:
         return estimate.replica(pool.estimate, f"{place}.estimate")
     folder = Path(pool.engine)
     try:
-        model, engine = step_model.of_engine(folder), manifests.load(folder)
+        engine, model = manifests.load(folder), step_model.of_engine(folder)
     except TridentError as exc:
         raise InvalidArgument(f"{place}.engine", f"must be a calibrated engine: {exc}") from exc
     cache = engine.kv_cache_tokens or engine.max_batch_size * engine.max_seq_len
@@ -282,7 +283,7 @@ def _sensitivity(
     place: str,
     cost: Cost,
     replicas: Sequence[int],
-) -> dict[str, tuple[float, float]]:
+) -> dict[str, tuple[float | None, float | None]]:
     """Return the change of cost, else of replica-hours, in per cent for each input less and more 20 per cent."""
 
     def value(cost: Cost, replicas: Sequence[int]) -> float:
@@ -290,7 +291,7 @@ def _sensitivity(
 
     base = value(cost, replicas)
 
-    def changed(what: str, factor: float) -> float:
+    def changed(what: str, factor: float) -> float | None:
         other, kind, mix, rates = pool, replica, load, hourly
         if what == "requests":
             rates = tuple(rate * factor for rate in hourly)
@@ -312,7 +313,7 @@ def _sensitivity(
         try:
             rate, _, _ = operating_point(kind, mix, other.slo, place)
         except InvalidArgument:
-            return math.inf  # the objectives cannot be met any more
+            return None
         count = replicas_by_hour(other, rates, rate)
         return 100 * (value(_priced(other, count, rates, *mix.means()), count) / base - 1) if base else 0.0
 

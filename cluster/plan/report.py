@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -44,7 +43,7 @@ def described(plan: PoolPlan, currency: str) -> str:
     lines += [_row("replicas", plan.replicas, 6), ""]
     lines.append(_row(f"{'cost' if cost.day else 'replica-hours'}, if", ("-20 %", "+20 %"), 9))
     for name, changes in plan.sensitivity.items():
-        cells = ("missed" if change == math.inf else f"{change:+.0f} %" for change in changes)
+        cells = ("missed" if change is None else f"{change:+.0f} %" for change in changes)
         lines.append(_row(name, cells, 9))
     return "\n".join([*lines, "", f"  check: {plan.check}"])
 

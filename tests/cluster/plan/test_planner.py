@@ -98,10 +98,10 @@ def test_a_plan_holds_together(monkeypatch):
     assert found.little == pytest.approx(20 * found.forecast.e2e_mean_s)
     assert found.cost.month == pytest.approx(730 * 2.0 * found.replicas[0])
     assert found.sensitivity["price"] == pytest.approx((-20, 20))
-    assert all(less <= 1e-6 <= more + 2e-6 for name, (less, more) in found.sensitivity.items() if name != "objectives")
+    assert all(None not in changes for changes in found.sensitivity.values())
 
 
 def test_an_engine_that_was_not_calibrated_is_named(tmp_path: Path):
     given = of_table(table(estimate=None, engine=str(tmp_path)))
-    with pytest.raises(InvalidArgument, match="pools.main.engine: must be a calibrated engine: .*calibrate"):
+    with pytest.raises(InvalidArgument, match="pools.main.engine: must be a calibrated engine: .*half-built"):
         planner.plan(given, Path("a.toml"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from cluster.plan import planner, report
 from cluster.plan.scenario import of_table
 from tests.cluster.plan.scenarios import table
@@ -14,6 +12,6 @@ def test_an_input_with_which_the_objectives_are_missed_says_so(monkeypatch, tmp_
     monkeypatch.setattr(planner, "ROUNDS", 0)
     monkeypatch.setattr(planner, "SEARCH", 2)
     [found] = planner.plan(of_table(table(price={})), tmp_path)
-    found.sensitivity["output"] = (-3.0, math.inf)
+    found.sensitivity["output"] = (-3.0, None)
     text = report.described(found, "$")
     assert "missed" in text and "-3 %" in text and "replica-hours, if" in text and "a month" not in text
