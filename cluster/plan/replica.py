@@ -16,15 +16,33 @@ import numpy as np
 from contract.errors import InvalidArgument
 from contract.step_model import StepModel
 
+BLOCK_TOKENS = 32  # of a prompt, read at least by a step that reads any
+
 
 @dataclass(frozen=True)
 class Replica:
-    """A kind of replica. slots: sequences at once. chunk_tokens: of one step. kv_tokens: of the KV cache."""
+    """A kind of replica.
+
+    slots: sequences at once. chunk_tokens: of one step. kv_tokens: of the KV cache.
+    slower: a step that reads prompts beside streams may take so many times one that does not, and longer by the number
+        of prompts for each stream (decision 0034); 0 if steps are filled up to chunk_tokens.
+    """
 
     step: StepModel
     slots: int
     chunk_tokens: int
     kv_tokens: int
+    slower: float = 0.0
+
+    def room(self, decoding: int, context_tokens: int, prompts: int) -> int:
+        """Return the prompt tokens that a step may read."""
+        room = max(BLOCK_TOKENS, self.chunk_tokens - decoding)
+        if not (self.slower and decoding and prompts):
+            return room
+        plain_s = self.step.seconds(decoding, context_tokens, 0)
+        token_s = (self.step.seconds(decoding, context_tokens, room) - plain_s) / room
+        longer_s = (self.slower - 1 + prompts / decoding) * plain_s
+        return room if token_s * room <= longer_s else max(BLOCK_TOKENS, int(longer_s / token_s))
 
 
 @dataclass(slots=True)
@@ -103,8 +121,7 @@ def serve(
                 now_s = max(now_s, coming[-1].at_s)
             continue
         decoding = len(ends)
-        room, begun = max(1, replica.chunk_tokens - decoding), []
-        prefill = 0
+        room, prefill, begun = replica.room(decoding, context, len(reading)), 0, []
         while reading and prefill < room:
             part = min(reading[0][1], room - prefill)
             prefill, reading[0][1] = prefill + part, reading[0][1] - part

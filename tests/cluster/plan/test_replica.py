@@ -50,6 +50,17 @@ def test_more_load_never_shortens_and_slots_hold():
     assert over.requests_per_s < 200
 
 
+@settings(max_examples=30)
+@given(st.integers(1, 15), st.integers(0, 5000), st.integers(1, 40))
+def test_a_step_that_reads_prompts_beside_streams_stays_short(streams, context, prompts):
+    short = dataclasses.replace(REPLICA, slower=1.7)
+    room, plain_s = short.room(streams, context, prompts), STEP.seconds(streams, context, 0)
+    longest_s = max((1.7 + prompts / streams) * plain_s, STEP.seconds(streams, context, 32))
+    assert 32 <= room <= REPLICA.room(streams, context, prompts)
+    assert STEP.seconds(streams, context, room) <= longest_s * 1.001
+    assert short.room(0, 0, prompts) == 256
+
+
 def test_littles_law_holds():
     found = forecast(REPLICA, [Request(n / 10, 100, 20) for n in range(400)], 100)
     inside_s = found.e2e_mean_s - STEP.request_s
