@@ -61,6 +61,7 @@ class Workers:
         await asyncio.wait((started, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
         if not started.done():
             started.cancel()
+            await asyncio.gather(started, return_exceptions=True)
             return False
         return True
 

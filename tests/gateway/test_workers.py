@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -217,3 +218,13 @@ async def test_a_release_is_measured_over_all_workers_and_rolled_back_in_all_of_
             await asyncio.gather(*(post(url) for _ in range(20)))
             assert other.counts.started == before
             assert 'rolled_back = "a test"' in config.read_text()
+
+
+async def test_a_gateway_that_is_stopped_while_its_workers_start_ends_without_a_complaint():
+    settings = {"REPLICAS": "127.0.0.1:1", "HTTP_PORT": "0", "GRPC_PORT": "0", "MONITORING_PORT": "0", "WORKERS": "2"}
+    environ = os.environ | {f"TRIDENT_GATEWAY_{name}": value for name, value in (settings | QUIET).items()}
+    gateway = await asyncio.create_subprocess_exec(sys.executable, "-m", "gateway", env=environ, stdout=-1, stderr=-1)
+    await until(lambda: len(children(gateway.pid)) == 2)
+    gateway.send_signal(signal.SIGTERM)
+    _, stderr = await asyncio.wait_for(gateway.communicate(), 60)
+    assert stderr == b""
