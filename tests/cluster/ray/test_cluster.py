@@ -26,6 +26,7 @@ from tests.stream_load import Load
 
 ROOT = Path(__file__).resolve().parents[3]
 BIN = ROOT / ".venv-fleet" / "bin"
+pytestmark = pytest.mark.skipif(not os.environ.get("SOAK_S"), reason="takes minutes: `make soak-fleet`")
 RIGHT = "127.0.0.2"  # Ray replaces 127.0.0.1 by an address of the machine
 
 
