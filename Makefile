@@ -158,8 +158,8 @@ SCENARIO ?= simulator/scenarios/flash-crowd.toml
 simulate: setup ## what the gateway and the scaling law make of SCENARIO, in virtual time (docs/simulator.md)
 	$(BIN)/python -m simulator run $(call quoted,SCENARIO) --seed $(SEED)
 
-test-simulator: setup ## the scenarios that ship, days of the scaling law and fairness under the simulator (a minute)
-	$(BIN)/python -m pytest -q -m simulation tests/simulator
+test-simulator: setup ## the scenarios that ship, worked examples, fairness under the simulator (a minute; DAYS=1: days too, ten minutes)
+	$(BIN)/python -m pytest -q -m "simulation$(if $(DAYS),, and not days)" tests/simulator
 
 test-fleet: setup setup-fleet ## a fleet under a real Ray that scales, rolls out and loses processes and Ray itself (3 minutes)
 	$(BIN)/python -m pytest -q tests/cluster/ray/test_fleet.py

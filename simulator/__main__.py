@@ -26,8 +26,20 @@ def main(arguments: Sequence[str]) -> int:
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
     one.add_argument("--plot", type=Path, metavar="OUT", help="draw a picture there (.png, .svg)")
+    real = commands.add_parser("fidelity", help="compare forecasts with real runs of a calibrated engine")
+    real.add_argument("--engine", default="demo")
+    real.add_argument("--seconds", type=float, default=30.0, help="of each of three loads")
+    real.add_argument("--input", default="lognormal:64,0.5", help="tokens of prompts, as a persona's")
+    real.add_argument("--output", default="lognormal:64,0.5", help="tokens of answers")
+    real.add_argument("--seed", type=int, default=0)
+    real.add_argument("--keep", action="store_true", help="tell what was found with every forecast from now on")
     options = parser.parse_args(arguments)
     try:
+        if options.command == "fidelity":
+            found = fidelity.compare(options.engine, options.seconds, options.input, options.output, options.seed)
+            if options.keep:
+                fidelity.keep(options.engine, found)
+            return 0
         read = [scenario.read(path) for path in options.scenarios]
         results = [_simulated(one, options.seed) for one in read]
         told = [report.of(result, fidelity.known(result.scenario)) for result in results]

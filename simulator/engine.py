@@ -13,14 +13,8 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from simulator.scenario import Pool
-
-
-class StepModel(Protocol):
-    def seconds(self, sequences: float, context_tokens: float, prefill_tokens: float) -> float:
-        """Return the seconds of a step: sequences that decode, the tokens of their contexts, prompt tokens read."""
 
 
 @dataclass(eq=False)
@@ -60,7 +54,6 @@ class Sequence:
 class Engine:
     """One engine of a pool. ``submit`` and ``cancel`` sequences. slow: factor of its steps' time."""
 
-    model: StepModel
     pool: Pool
     rng: random.Random
     slow: float = 1.0
@@ -144,26 +137,28 @@ class Engine:
             if self.reserved + sequence.reserved > self.pool.kv_tokens and self.running:
                 break
             heapq.heappop(self._waiting)
-            self._admit(sequence, now_s)
+            self._admit(sequence)
         if not self.running:
             return
         while self._ends and self._ends[0][2].state == "ended":
             heapq.heappop(self._ends)
         reading, steps, each_s = 0, 1, 0.0
-        if self._reading:
-            reading = min(self.pool.prefill_chunk, sum(sequence.left for sequence in self._reading))
-        else:
+        for sequence in self._reading:
+            if reading < self.pool.prefill_chunk:
+                sequence.scheduled_s = sequence.scheduled_s or now_s
+                reading += min(sequence.left, self.pool.prefill_chunk - reading)
+        if not reading:
             steps = max(1, self._ends[0][0] - self.steps)
-            each_s = self.model.seconds(self._decoding, self._context, 0) * self.slow
+            each_s = self.pool.step.seconds(self._decoding, self._context, 0) * self.slow
             steps = max(1, min(steps, int(self.pool.send_s / each_s)))
         context = self._context + self._decoding * (steps - 1) // 2
-        step_s = self.model.seconds(self._decoding, context, reading) * self.slow
+        step_s = self.pool.step.seconds(self._decoding, context, reading) * self.slow
         if self.pool.noise:
             step_s *= self.rng.lognormvariate(0.0, self.pool.noise)
         self._span = now_s, steps, reading, step_s
         self._timer = self._loop.call_at(now_s + steps * step_s, self._finish)
 
-    def _admit(self, sequence: Sequence, now_s: float) -> None:
+    def _admit(self, sequence: Sequence) -> None:
         key, shared = sequence.prefix
         if key and key in self._cache:
             self._cache.move_to_end(key)
@@ -174,7 +169,7 @@ class Engine:
             while self._cached > self.pool.kv_tokens and len(self._cache) > 1:
                 self._cached -= self._cache.popitem(last=False)[1]
         sequence.left = max(1, sequence.prompt - sequence.cached)
-        sequence.scheduled_s, sequence.state = now_s, "reading"
+        sequence.state = "reading"
         self.reserved += sequence.reserved
         self.running[sequence] = None
         self._reading.append(sequence)

@@ -1,17 +1,103 @@
-"""How far forecasts were from real runs: kept beside the code, and told with every forecast."""
+"""How far forecasts are from real runs: the same load on a real replica behind a real gateway, and simulated.
+
+What was found is kept in fidelity.json beside this module, and told with every forecast.
+"""
 
 from __future__ import annotations
 
 import json
+import random
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from simulator.scenario import Scenario
+import numpy as np
+
+from benchmarks import generator_processes
+from benchmarks.arrivals import Poisson
+from benchmarks.driver import Extent
+from benchmarks.gateway import contenders
+from benchmarks.generator_processes import Load
+from benchmarks.lengths import parse
+from benchmarks.prompts import Prompts
+from benchmarks.record import Record
+from benchmarks.report import ms, share, table
+from benchmarks.server_process import running_server
+from benchmarks.target import EnsembleTarget
+from benchmarks.workload import Workload
+from simulator.run import run
+from simulator.scenario import Persona, Pool, Scenario
 
 KNOWN = Path(__file__).with_name("fidelity.json")
+GOALS = {"ttft": 0.15, "latency": 0.10}  # errors of the 95th percentile, at most
+LOADS = 0.25, 0.5, 0.75  # of what the step model says that the replica can do
 
 
 def known(scenario: Scenario) -> dict[str, Any]:
     """Return for each pool what the comparison of its engine with real runs found; nothing where there is none."""
     compared = json.loads(KNOWN.read_text("utf-8")) if KNOWN.exists() else {}
     return {name: compared.get(pool.engine, {}) for name, pool in scenario.pools.items()}
+
+
+def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, seed: int) -> dict[str, Any]:
+    """Run three loads on a replica of ``engine`` and simulate them; print and return the errors.
+
+    seconds: of each load. input_tokens, output_tokens: distributions, as those of a persona.
+    Raises InvalidArgument for an engine without a step model, EngineFailed.
+    """
+    pool = Pool.model_validate({"engine": engine, "send_s": 0.0})
+    prompts_of, answers = parse(input_tokens, "input"), parse(output_tokens, "output")
+    rng, busy = random.Random(seed), min(8, pool.slots)
+    mean_in, mean_out = (sum(one.draw(rng) for _ in range(400)) / 400 for one in (prompts_of, answers))
+    decode_s = mean_out / pool.step.decode_tokens_per_s(busy, mean_in + mean_out / 2)
+    request_s = pool.step.prompt_s(int(mean_in), pool.prefill_chunk) + decode_s
+    rows: list[tuple[str, ...]] = []
+    errors: dict[str, list[float]] = {}
+    with TemporaryDirectory() as logs, running_server(engine) as server:
+        settings = {"CONFIG": "", "METRICS_URLS": f"{server.url}={server.metrics_url}"}
+        with contenders.gateway(server.url, Path(logs), settings=settings) as gateway:
+            for part in LOADS:
+                workload = Workload(None, Poisson(part / request_s), prompts_of, answers, seed=seed)
+                prompts = partial(Prompts.for_engine, server.engine_folder)
+                target = partial(EnsembleTarget, gateway.urls["grpc"])
+                result = generator_processes.run(Load(workload, Extent(seconds, 2.0), target, prompts))
+                real = [record for record in result.records if record.ok]
+                trace = Path(logs) / f"{part}.jsonl"
+                trace.write_text("".join(_line(record, result.started_s) for record in real), "utf-8")
+                people = {"all": Persona.model_validate({"arrivals": f"trace:{trace}"})}
+                simulated = run(
+                    Scenario(duration_s=seconds + 2.0, pools={"main": pool}, personas=people), seed
+                ).everyone
+                for what in ("ttft", "latency"):
+                    for q in (50, 95):
+                        measured, forecast = (_percentile(records, what, q) for records in (real, simulated))
+                        error = forecast / measured - 1
+                        errors[f"{what}_p{q}_error"] = [*errors.get(f"{what}_p{q}_error", []), error]
+                        load = f"{part:.0%}, {len(real)} requests"
+                        rows.append((f"{load}: {what} p{q}", ms(measured), ms(forecast), share(error)))
+    print(table(rows, ("load", "measured, ms", "simulated, ms", "error")))
+    worst = {name: max(values, key=abs) for name, values in errors.items()}
+    found: dict[str, Any] = {name: round(error, 4) for name, error in worst.items()}
+    found |= {"when": datetime.now(timezone.utc).date().isoformat(), "seconds": seconds, "loads": list(LOADS)}
+    for what, goal in GOALS.items():
+        error = worst[f"{what}_p95_error"]
+        print(f"  {'met   ' if abs(error) <= goal else 'MISSED'}  {what} p95 within {goal:.0%}: {error:+.1%} at worst")
+    return found
+
+
+def keep(engine: str, found: dict[str, Any]) -> None:
+    """Keep what was found, for the forecasts to come."""
+    compared = json.loads(KNOWN.read_text("utf-8")) if KNOWN.exists() else {}
+    KNOWN.write_text(json.dumps({**compared, engine: found}, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def _line(record: Record, began_s: float) -> str:
+    at_s = record.intended_s - began_s
+    return json.dumps({"at_s": at_s, "input_tokens": record.input_tokens, "output_tokens": record.tokens}) + "\n"
+
+
+def _percentile(records: list[Record], what: str, q: int) -> float:
+    values = [getattr(record, f"{what}_s") for record in records]
+    return float(np.percentile([value for value in values if value is not None], q))

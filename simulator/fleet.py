@@ -28,7 +28,7 @@ from gateway.routing.registrations import Registered
 from gateway.routing.replica_metrics import ReplicaMetrics
 from gateway.routing.replicas import Replicas, RoutedReplica
 from gateway.service import Service
-from simulator.engine import Engine, StepModel
+from simulator.engine import Engine
 from simulator.replica import Channel, Replica
 from simulator.scenario import Fault, Pool, Scenario
 
@@ -46,7 +46,6 @@ class Fleet:
         self._scenario, self._seed = scenario, seed
         self._rng = random.Random(f"{seed} fleet")
         self._loop = asyncio.get_running_loop()
-        self._models = {name: step_model(name, pool) for name, pool in scenario.pools.items()}
         self.replicas: dict[str, list[Replica]] = {name: [] for name in scenario.pools}
         self.hosts: dict[str, Replica] = {}
         self.wanted = {name: pool.replicas for name, pool in scenario.pools.items()}
@@ -140,7 +139,7 @@ class Fleet:
     def _start(self, pool: str, rules: Pool, after_s: float) -> None:
         number = len(self.hosts) + 1
         rng = random.Random(f"{self._seed} engine {pool} {number}")
-        replica = Replica(pool, number, partial(Engine, self._models[pool], rules, rng), self._loop.time() + after_s)
+        replica = Replica(pool, number, partial(Engine, rules, rng), self._loop.time() + after_s)
         if not after_s:
             replica.state = "ready"
         self.hosts[replica.host] = replica
@@ -166,13 +165,6 @@ class Fleet:
     def _keep(self, task: asyncio.Task) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def step_model(name: str, pool: Pool) -> StepModel:
-    """Return the step model of a pool. Raises InvalidArgument for an engine without one."""
-    if pool.step is not None:
-        return pool.step
-    raise InvalidArgument(f"pools.{name}.engine", "must be an engine with a step model")
 
 
 class _Replicas(Replicas):

@@ -197,9 +197,9 @@ class Call:
             self._wake()
 
     def _after(self, act: Any, *arguments: Any) -> None:
-        """Act when it has gone over the network."""
-        if self._replica.delay_s:
-            self._loop.call_later(self._replica.delay_s, act, *arguments)
+        """Act when it has gone over the network, and through what stands before and behind the engine."""
+        if delay_s := self._replica.delay_s + self._replica.engine.pool.step.request_s / 2:
+            self._loop.call_later(delay_s, act, *arguments)
         else:
             act(*arguments)
 

@@ -9,9 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from benchmarks import arrivals, lengths
+from benchmarks.server_process import ENGINES
 from cluster.scaling.rules import Rules
-from contract import toml_table
-from contract.errors import InvalidArgument
+from contract import manifest, step_model, toml_table
+from contract.errors import InvalidArgument, TridentError
+from contract.step_model import StepModel
 
 _TABLE = ConfigDict(extra="forbid", frozen=True, strict=True)
 _Seconds = Annotated[float, Field(ge=0, le=31 * 86_400, allow_inf_nan=False)]
@@ -22,28 +24,16 @@ _CountOrZero = Annotated[int, Field(ge=0, le=10_000_000)]
 _Part = Annotated[float, Field(ge=0, le=1)]
 
 
-class Step(BaseModel):
-    """Seconds of an engine's step, as in a step model: of any step, for each sequence that decodes, for each token of
-    their contexts, of a step that reads a prompt, for each token of it; request_s: of a request outside of steps."""
-
-    model_config = _TABLE
-    step_s: _Positive
-    sequence_s: _Amount = 0.0
-    context_token_s: _Amount = 0.0
-    prefill_s: _Amount = 0.0
-    prefill_token_s: _Amount = 0.0
-    request_s: _Amount = 0.0
-
-    def seconds(self, sequences: float, context_tokens: float, prefill_tokens: float) -> float:
-        decode_s = self.step_s + self.sequence_s * sequences + self.context_token_s * context_tokens
-        return decode_s + self.prefill_s * bool(prefill_tokens) + self.prefill_token_s * prefill_tokens
+_GIVEN = {"manifest_sha256": "", "machine": "", "source": step_model.ROOFLINE, "made": "", "format": step_model.FORMAT}
 
 
 class Pool(BaseModel):
     """Replicas of one kind.
 
-    engine: whose step model was measured; or step: one that is given. Exactly one of them.
-    replicas: at the start. slots, kv_tokens: of one replica. prefill_chunk: prompt tokens read in one step.
+    engine: whose step model was measured (``python -m benchmarks calibrate``); or step: terms of a StepModel. Exactly
+    one of them; afterwards ``step`` is the StepModel.
+    replicas: at the start. slots, kv_tokens: of one replica. prefill_chunk: prompt tokens read in one step. Those of an
+    engine are its manifest's.
     start_s: from the order of a replica until it is ready. start_spread: largest part by which it varies.
     noise: standard deviation of the logarithm of a step's time.
     send_s: seconds between two messages of a stream; 0: one for each step, the most exact and the slowest.
@@ -52,7 +42,7 @@ class Pool(BaseModel):
 
     model_config = _TABLE
     engine: str = ""
-    step: Step | None = None
+    step: Any = None  # StepModel
     replicas: _CountOrZero = 1
     slots: _Count = 64
     kv_tokens: _Count = 200_000
@@ -63,11 +53,22 @@ class Pool(BaseModel):
     send_s: _Seconds = 1.0
     price_hour: _Amount = 0.0
 
-    @model_validator(mode="after")
-    def _one(self) -> Pool:
-        if bool(self.engine) == (self.step is not None):
+    @model_validator(mode="before")
+    @classmethod
+    def _measured(cls, table: dict[str, Any]) -> dict[str, Any]:
+        engine, step = table.get("engine", ""), table.get("step")
+        if bool(engine) == (step is not None):
             raise ValueError("step: must be set if engine is not, else left out")
-        return self
+        try:
+            if not engine:
+                terms = {"sequence_s": 0.0, "prefill_token_s": 0.0, **dict(step or ())}
+                return table | {"step": StepModel.from_json(_GIVEN | terms)}
+            folder = ENGINES / engine
+            built, model = manifest.load(folder), step_model.of_engine(folder)
+        except (TridentError, TypeError) as exc:
+            raise ValueError(f"{'engine' if engine else 'step'}: must be measured or given: {exc}") from exc
+        own = {"slots": built.max_batch_size, "prefill_chunk": built.max_num_tokens, "step": model}
+        return own | ({"kv_tokens": built.kv_cache_tokens} if built.kv_cache_tokens else {}) | table | {"step": model}
 
 
 class Gateways(BaseModel):

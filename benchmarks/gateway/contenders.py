@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -80,15 +81,24 @@ def scripted(kind: str, logs: Path) -> Iterator[str]:
 
 @contextmanager
 def gateway(
-    replica: str, logs: Path, running: int = 100_000, waiting: int = 100_000, wait_s: float = 60.0, workers: int = 1
+    replica: str,
+    logs: Path,
+    running: int = 100_000,
+    waiting: int = 100_000,
+    wait_s: float = 60.0,
+    workers: int = 1,
+    settings: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Contender]:
-    """Start our gateway in front of one replica. running, waiting: its limits; wait_s: of the queue."""
+    """Start our gateway in front of one replica. running, waiting: its limits; wait_s: of the queue.
+
+    settings: further ones, by the rest of the variable's name.
+    """
     logs, name = (logs, GATEWAY) if workers == 1 else (logs / "workers", f"{GATEWAY}, {workers} workers")
     rules = logs / "gateway.toml"
     rules.parent.mkdir(parents=True, exist_ok=True)
     rules.write_text(_RULES.format(running=running, waiting=max(1, waiting), wait_s=wait_s))
     monitoring = free_address()
-    settings = {
+    named = {
         "HTTP_PORT": "0",
         "GRPC_PORT": "0",
         "MONITORING_PORT": monitoring.rpartition(":")[2],
@@ -100,7 +110,7 @@ def gateway(
         "SLOW_START_S": "0",
         "WORKERS": str(workers),
     }
-    environ = {f"TRIDENT_GATEWAY_{name}": value for name, value in settings.items()}
+    environ = {f"TRIDENT_GATEWAY_{name}": value for name, value in (named | dict(settings)).items()}
     log = logs / "gateway.log"
     with process([sys.executable, "-m", "gateway"], log, environ) as child:
         urls = _announced(child, log)

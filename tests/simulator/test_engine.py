@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from simulator import virtual_time
 from simulator.engine import Engine, Sequence
-from simulator.scenario import Pool, Step
+from simulator.scenario import Pool
 
-STEP = Step(step_s=0.02, sequence_s=0.001, context_token_s=1e-6, prefill_token_s=0.0001)
+STEP = {"step_s": 0.02, "sequence_s": 0.001, "context_token_s": 1e-6, "prefill_token_s": 0.0001}
 
 
 def served(
@@ -23,7 +23,7 @@ def served(
 
     async def work() -> list[list[tuple[float, int]]]:
         loop = asyncio.get_running_loop()
-        engine = Engine(STEP, Pool(**{"step": STEP, "slots": 4, **pool}), random.Random(0))
+        engine = Engine(Pool(**{"step": STEP, "slots": 4, **pool}), random.Random(0))
         began_s, messages = loop.time(), [[] for _ in requests]
         sequences = []
         for (at_s, prompt, answer), mine in zip(requests, messages, strict=True):
@@ -66,7 +66,7 @@ def test_slots_and_blocks_bound_what_runs():
 def test_a_shared_prefix_is_read_once():
     async def work() -> list[float]:
         loop, ends = asyncio.get_running_loop(), []
-        engine = Engine(STEP, Pool(step=STEP), random.Random(0))
+        engine = Engine(Pool(step=STEP), random.Random(0))
         for _ in range(2):
             began_s, done = loop.time(), asyncio.Event()
             engine.submit(Sequence(1000, 1, 1, lambda *_, done=done: done.set(), prefix=("a", 900)))
@@ -99,7 +99,7 @@ def test_few_messages_take_as_long_as_many(requests):
 def test_a_hang_delays_and_nothing_is_lost():
     async def work() -> tuple[float, int]:
         loop, made, done = asyncio.get_running_loop(), [], asyncio.Event()
-        engine = Engine(STEP, Pool(step=STEP), random.Random(0))
+        engine = Engine(Pool(step=STEP), random.Random(0))
 
         def send(sequence: Sequence, tokens: int, end: bool) -> None:
             made.append(tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from contract.errors import InvalidArgument
-from tests.simulator.test_run import CHAT, POOL, simulated
+from tests.simulator.test_run import POOL, simulated
 
 
 def test_the_law_starts_replicas_that_serve_when_they_are_ready():
@@ -52,8 +52,3 @@ def test_a_policy_that_cannot_be_simulated_is_refused(tmp_path, policy, problem)
 def test_settings_are_the_gateways():
     with pytest.raises(InvalidArgument, match="TRIDENT_GATEWAY_MAX_IN_FLIGHT"):
         simulated(gateway={"settings": {"max_in_flight": "many"}})
-
-
-def test_an_engine_that_was_not_measured_is_refused():
-    with pytest.raises(InvalidArgument, match="pools.main.engine"):
-        simulated(pools={"main": {"engine": "no-such-engine"}}, personas={"chat": CHAT})

@@ -15,13 +15,13 @@ from contract.generation import GenerationRequest
 from simulator import virtual_time
 from simulator.engine import Engine
 from simulator.replica import Channel, Prompt, Replica, Sent
-from simulator.scenario import Pool, Step
+from simulator.scenario import Pool
 
-POOL = Pool(step=Step(step_s=0.1))
+POOL = Pool(step={"step_s": 0.1})
 
 
 def replica() -> Replica:
-    made = Replica("main", 1, partial(Engine, POOL.step, POOL, random.Random(0)), 0.0)
+    made = Replica("main", 1, partial(Engine, POOL, random.Random(0)), 0.0)
     made.state = "ready"
     return made
 

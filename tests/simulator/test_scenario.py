@@ -31,7 +31,10 @@ def test_files_are_relative_to_the_scenario(tmp_path):
     [
         ({"pools": {}}, "pools", "at least 1 item"),
         ({"duration_s": "x"}, "duration_s", "must be a valid number, got 'x'"),
-        ({"pools": {"m": {"step": {"fixed": 1}}}}, "pools.m.step.step_s", "must be set"),
+        ({"pools": {"m": {"step": {"fixed": 1}}}}, "pools.m.step", "fixed: is no field of a step model"),
+        ({"pools": {"m": {"step": {}}}}, "pools.m.step", "step_s: is missing"),
+        ({"pools": {"m": {"step": 3}}}, "pools.m.step", "must be measured or given"),
+        ({"pools": {"m": {"engine": "no-such"}}}, "pools.m.engine", "there is no engine at"),
         ({"pools": {"m": {}}}, "pools.m.step", "must be set if engine is not, else left out"),
         ({"pools": {"m": {**POOLS["m"], "slot": 1}}}, "pools.m.slot", "is not known: must be one of engine, step, "),
         ({"personas": {"a": {}}}, "personas.a.users", "must be set if arrivals is not, else left out"),
