@@ -149,8 +149,12 @@ class Generation:
                 self._waiting_since_s = 0.0
                 if self.finish_reason or self._closed:
                     raise
+                # Cut while its reader held the latest delta, as a pause of this whole process does.
+                if self._silence is not None and await self._continue(self._silence):
+                    self._stream = None
+                    continue
                 ended = EngineFailed("the replica ended its stream without a finish_reason")
-                raise self._cut_error or from_backend(ended) from None
+                raise self._cut_error or self._continuation.error or from_backend(ended) from None
             except TridentError as exc:
                 error = self._shown(exc)
                 if not (await self._retry_elsewhere(error) or await self._continue(error)):

@@ -160,6 +160,7 @@ class TokenStream:
                 await self._failed(error, RetryHint())
             except asyncio.CancelledError:
                 if self._ended:  # closed by another task; this task was not cancelled
+                    self.message = b""
                     raise Cancelled(f"request {self.request_id} was closed while it was being read") from None
                 if self._abandoned is None or is_cancelled():
                     self.cancel()
@@ -196,6 +197,8 @@ class TokenStream:
             if self._response.complete and not self._ended:
                 await self._drain()
             if self._ended:
+                if not self._response.ended:
+                    self.message = b""  # the latest one was returned
                 raise StopAsyncIteration
             if self._response.remaining_s <= 0:
                 self._end(error := self._response.deadline_error())

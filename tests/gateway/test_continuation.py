@@ -65,6 +65,33 @@ async def test_a_lost_replica_does_not_show_in_the_stream(script):
             assert second.inputs["continue_ids"] == list(range(5)) and (len(one.seen), len(two.seen)) == (1, 1)
 
 
+@pytest.mark.parametrize("continuations", [2, 0])
+async def test_a_pause_of_the_gateway_neither_ends_nor_doubles_a_stream(continuations: int):
+    """Found by chaos: it counted as the replica's silence when the next message had arrived, but was not read."""
+    async with FakeReplica(lambda seen: WHOLE) as one, FakeReplica(lambda seen: WHOLE) as two:
+        async with runtime(f"{one.url},{two.url}", continuations=continuations, idle_timeout_s=5) as here:
+            choices = await here.choices(requests(max_tokens=12))
+            (generation,) = choices.generations
+            deltas = [await anext(generation)]
+            read = generation._stream._next
+
+            async def late() -> bytes:
+                data = await read()
+                generation.check(time.monotonic() + 6)  # as the watchdog does before the reader gets its turn
+                return data
+
+            generation._stream._next = late
+            ended = []
+            try:
+                deltas += [delta async for delta in generation]
+            except TridentError as error:
+                ended.append(error)
+                assert isinstance(error, DeadlineExceeded) and generation.message == b""
+            text = "".join(delta.text for delta in deltas)
+            assert text == "".join(TEXT) if continuations else ended and "".join(TEXT).startswith(text)
+            choices.close()
+
+
 async def test_text_in_front_of_an_error_is_generated_again(monkeypatch):
     """A detokenizer that is told of an error sends with it what it had held back, half a character as U+FFFD."""
     made = fake_replica.content
