@@ -179,11 +179,10 @@ $(VENV)/.chart-installed: $(VENV)/.installed requirements/chart.txt requirements
 	@touch $@
 
 COUNT    ?= 4
-SCENARIO ?=
 PLANT    ?=
 EXPECT   ?=
 chaos: build-engine ## faults on a real fleet from SEED= on, or of SCENARIO=file; PLANT=defect is to be found (docs/chaos.md)
-	$(BIN)/python -m chaos --seed $(SEED) --count $(COUNT) --known $(if $(SCENARIO),--scenario $(call quoted,SCENARIO)) $(if $(PLANT),--plant $(PLANT)) $(if $(EXPECT),--expect $(EXPECT))
+	$(BIN)/python -m chaos --seed $(SEED) --count $(COUNT) --known $(if $(filter command environment,$(firstword $(origin SCENARIO))),--scenario $(call quoted,SCENARIO)) $(if $(PLANT),--plant $(PLANT)) $(if $(EXPECT),--expect $(EXPECT))
 
 check: setup $(VENV)/.chart-installed ## lint, formatting, types, the model repository, what cluster/ deploys; writes nothing
 	$(BIN)/ruff check .

@@ -44,7 +44,7 @@ async def shrink(scenario: Scenario, fails: Fails, runs: int) -> Scenario:
 
 def script(name: str, folder: Path = FOLDER) -> Path:
     """Return the file of a finding's script."""
-    return folder / f"{re.sub('[^A-Za-z0-9.]+', '-', name)}.chaos"
+    return folder / f"{re.sub('[^A-Za-z0-9.]+', '-', name)[:120]}.chaos"
 
 
 def keep(name: str, scenario: Scenario, violations: Sequence[Violation], folder: Path = FOLDER) -> Path:

@@ -169,3 +169,17 @@ def test_a_python_that_cannot_serve_is_refused_with_a_sentence(version):
     ran = subprocess.run([found[0], ROOT / "server" / "python_version.py"], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 1
     assert "Trident needs Python 3.10, 3.11 or 3.12" in ran.stderr and "Traceback" not in ran.stderr
+
+
+def test_chaos_draws_from_a_seed_unless_a_scenario_is_given(environment_folder):
+    assert make(environment_folder, "chaos", "SEED=3")[-1][0] == [
+        "-m",
+        "chaos",
+        "--seed",
+        "3",
+        "--count",
+        "4",
+        "--known",
+    ]
+    given_one = make(environment_folder, "chaos", "SEED=3", "COUNT=1", "SCENARIO=a b.chaos", "PLANT=lost_token")[-1][0]
+    assert given_one[4:] == ["--count", "1", "--known", "--scenario", "a b.chaos", "--plant", "lost_token"]
