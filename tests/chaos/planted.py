@@ -9,13 +9,13 @@ import sys
 
 
 def leaked_permit() -> None:
-    """Every tenth permit is never settled."""
+    """Every fifth permit is never settled."""
     from gateway.admission.fair_admission import Permit
 
     settle, count = Permit.settle, itertools.count(1)
 
     def leaking(self, usage) -> None:
-        if next(count) % 10:
+        if next(count) % 5:
             settle(self, usage)
 
     Permit.settle = leaking
