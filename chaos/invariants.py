@@ -187,7 +187,7 @@ def _resources(record: Record) -> Iterator[Violation]:
 def _recovery(record: Record) -> Iterator[Violation]:
     last_s = max([this.ended_s for this in record.happened], default=0.0)
     until_s = max(last_s, record.load_ended_s) + record.recovery_s
-    for name in {one.gateway for one in record.outcomes}:
+    for name in {one.gateway for one in record.outcomes} if record.happened else ():
         later = [one for one in record.outcomes if one.gateway == name and one.sent_s >= last_s]
         served_s = min((one.ended_s for one in later if one.ok), default=until_s)
         if len(later) >= 3 and served_s > last_s + record.recovery_s:

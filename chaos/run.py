@@ -19,6 +19,7 @@ from chaos.fleet import BUDGET_TOKENS, CAPPED_REQUESTS, KEYS, LEAST_REPLICAS, Fl
 from chaos.invariants import Happened, Record, Violation
 from chaos.load import Load, undisturbed
 from chaos.scenario import Fault, Scenario
+from contract.prometheus import Metrics
 
 SAMPLE_S = 0.25
 WARM_S = 2.0
@@ -56,12 +57,12 @@ async def _observed(fleet: Fleet, scenario: Scenario) -> Record:
         doing = [asyncio.create_task(_do(fleet, fault, begun_s, record)) for fault in scenario.faults]
         await asyncio.gather(load.run(scenario.seed, scenario.duration_s, scenario.rate), *doing)
         record.outcomes, record.stored, record.load_ended_s = load.outcomes, load.stored, time.monotonic()
-        await _settle(fleet, record)
+        pages = await _settle(fleet, record)
     finally:
         for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
-    record.samples.append((time.monotonic(), await fleet.read()))
+    record.samples.append((time.monotonic(), pages))  # a later reading may meet a probe
     record.resources = before, fleet.resources()
     record.admitted = CAPPED_REQUESTS + int((time.monotonic() - begun_s) / 60) + 1
     await _read_redis(fleet, record)
@@ -110,17 +111,17 @@ async def _sample(fleet: Fleet, record: Record) -> None:
         await asyncio.sleep(SAMPLE_S)
 
 
-async def _settle(fleet: Fleet, record: Record) -> None:
-    """Wait until every process is well, gauges are 0 and no alert fires."""
+async def _settle(fleet: Fleet, record: Record) -> Mapping[str, Metrics]:
+    """Wait until every process is well, gauges are 0 and no alert fires; return the metrics then."""
     deadline_s = time.monotonic() + SETTLE_S
-    while time.monotonic() < deadline_s:
+    while True:
         pages = await fleet.read()
         well = fleet.is_well(pages)
         if well and not record.settled_s:
             record.settled_s = time.monotonic()
         record.alerts_left = await _alerts_now(fleet)
-        if well and not invariants.left(pages) and not record.alerts_left:
-            return
+        if (well and not invariants.left(pages) and not record.alerts_left) or time.monotonic() > deadline_s:
+            return pages
         await asyncio.sleep(SAMPLE_S)
 
 
