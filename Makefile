@@ -23,7 +23,7 @@ OTHERWISE := demo
 ENGINES := $(or $(TRIDENT_ENGINES_DIR),engines)
 BUILT = $(if $(or $(GIVEN),$(filter-out smollm2,$(ENGINE))),$(ENGINE),$(shell [ -e '$(ENGINES)/smollm2/manifest.json' ] && echo smollm2 || echo $(OTHERWISE)))
 ifndef GIVEN
-bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf bench-clients bench-all chaos: ENGINE := demo
+bench bench-efficiency bench-hops bench-textbook bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf bench-clients bench-all chaos: ENGINE := demo
 endif
 SERVED = $(if $(GIVEN),$(call quoted,ENGINE),$(BUILT))
 
@@ -47,7 +47,7 @@ export TRIDENT_GATEWAY_METRICS_PORT ?= $(METRICS_PORT)
 export TRIDENT_GATEWAY_BATCH_DB ?= .triton/batches.sqlite
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-build setup-fleet fleet fleet-load test-fleet soak-fleet plan-capacity demo demo-model serve gateway up chat build-engine plan-engine quality test-build simulate test-simulator test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf bench-clients bench-all chaos clean
+.PHONY: help setup setup-build setup-fleet fleet fleet-load test-fleet soak-fleet plan-capacity demo demo-model serve gateway up chat build-engine plan-engine quality test-build simulate test-simulator test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-textbook bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf bench-clients bench-all chaos clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -206,6 +206,10 @@ bench-efficiency: build-engine ## the ensemble against the engine itself, in one
 
 bench-hops: build-engine ## what every hop of the ensemble costs
 	$(BIN)/python -m benchmarks hops --engine $(call quoted,ENGINE)
+
+bench-textbook: build-engine ## a response of ours beside one of a textbook ensemble, and how many one replica can pass
+	$(BIN)/python -m benchmarks textbook --engine $(call quoted,ENGINE); \
+	$(BIN)/python -m benchmarks textbook --engine $(call quoted,ENGINE) --step-ms 0 --concurrency 32,128,512
 
 bench-cancel: build-engine ## how soon a cancel frees the engine
 	$(BIN)/python -m benchmarks cancel --engine $(call quoted,ENGINE)

@@ -30,6 +30,7 @@ from benchmarks import (
     plots,
     report,
     suite,
+    textbook_cost,
 )
 from benchmarks.driver import Extent
 from benchmarks.figures import Slo
@@ -118,6 +119,7 @@ _OPTIONS: dict[str, tuple[Callable[[str], object], str, str]] = {
     "seed": (int, "N", "of every random choice"),
     "slo_latency_s": (_positive, "S", "at P95"),
     "slo_ttft_ms": (_positive, "MS", "at P95"),
+    "step_ms": (_seconds, "MS", "between two tokens of a stream; 0: as fast as they pass"),
     "tokenizer": (Path, "FOLDER", "its tokenizer.json counts prompt tokens"),
     "tokens": (_count, "N", "of an answer"),
     "url": (str, "HOST:PORT", "a server that runs already (TRIDENT_URL, 127.0.0.1:8001)"),
@@ -203,6 +205,12 @@ def parser() -> argparse.ArgumentParser:
     about = "how long the engine's steps take; writes engines/NAME/step_model.json (docs/capacity.md)"
     limits: dict[str, object] = {"rounds": 2, "seconds": 180.0, "out": None}
     command("calibrate", run_calibrate, about, **_SERVER, **limits)
+    command(
+        "textbook",
+        lambda a: textbook_cost.run(a.engine, a.step_ms, a.concurrency, a.tokens, a.rounds, _folder(a, "textbook")),
+        "CPU per response and per token beside a textbook ensemble, with an engine that computes nothing",
+        **{"engine": "demo", "concurrency": "8,32,128", "tokens": 128, "rounds": 3, "step_ms": 12.0, "out": None},
+    )
     about = "how soon a cancelled request's slot is free, under load"
     command("cancel", run_cancel, about, **_SERVER, samples=50, max_tokens=480, out=None)
     about = "NVIDIA's perf_analyzer, streaming and unary"

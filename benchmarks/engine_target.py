@@ -32,6 +32,10 @@ class EngineTarget(DeltaTarget):
         if self._channel is not None:
             await self._channel.close()
 
+    @staticmethod
+    def _ids(delta: TokenDelta) -> tuple[int, ...]:
+        return delta.token_ids
+
     async def _read(self, payload: bytes, input_tokens: int) -> AsyncGenerator[TokenDelta, None]:
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(self._url, CHANNEL_OPTIONS)
@@ -40,7 +44,7 @@ class EngineTarget(DeltaTarget):
         try:
             async for data in call:
                 delta, final = read_message(decode, data)
-                ids = delta.token_ids if delta else ()
+                ids = self._ids(delta) if delta else ()
                 output_tokens += len(ids)
                 if final:
                     yield TokenDelta("", ids, (), FinishReason.LENGTH, usage=Usage(input_tokens, output_tokens))

@@ -21,8 +21,9 @@ MAY_IMPORT = {
     "cluster": {"contract", "clients"},  # only the simulator imports it
     "chaos": {"contract", "clients", "server"},  # and nobody imports it
     "gateway": {"contract", "clients", "python_backends"},  # the chat template, for /tokenize
-    # Measures from outside through clients/, and parts of the backends by themselves.
-    "benchmarks": {"contract", "clients", "python_backends"},
+    # Measures from outside through clients/, parts of the backends by themselves, and a tritonserver that server/ does
+    # not supervise.
+    "benchmarks": {"contract", "clients", "python_backends", "server"},
     # Runs the gateway's and the scaling law's own code, and tells what came of it as the benchmarks do.
     "simulator": {"contract", "clients", "gateway", "cluster", "benchmarks"},
 }
@@ -43,7 +44,10 @@ OUTER_EDGES = (
 # them, and no package imports a command.
 BUILD_ORDER = ("demo_model", "base", "model", "recipe", "quantise", "quality", "package")
 
-SOURCES = sorted(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))
+TEXTBOOK = ROOT / "benchmarks" / "textbook"  # models of another server, written as tutorials do
+SOURCES = sorted(
+    path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py") if TEXTBOOK not in path.parents
+)
 
 
 def package_of(path):

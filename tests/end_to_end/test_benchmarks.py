@@ -43,3 +43,11 @@ def test_a_cancel_gives_its_place_to_the_next_in_line(benchmark):
     figures = kept["figures"]
     assert figures["count"] == 2 and figures["streams"] > 0
     assert 0 < figures["p50"] <= figures["max"] and "next request" in output
+
+
+def test_a_textbook_ensemble_is_measured_beside_ours(benchmark):
+    _, kept = benchmark("textbook", "--rounds", "1", "--concurrency", "2", "--tokens", "8", "--step-ms", "2")
+    batches = {batch["path"]: batch for batch in kept["batches"]}
+    assert set(batches) == {"textbook", "ours, 1 token/msg", "ours"}
+    assert {batch["tokens"] for batch in batches.values()} == {2 * 8}
+    assert all(batch["serving_cpu_s"].keys() >= {"tritonserver", "engine stub"} for batch in batches.values())

@@ -1,0 +1,3 @@
+"""The textbook ensemble's model ``detokenizer``."""
+
+from benchmarks.textbook.models import Detokenizer as TritonPythonModel  # noqa: F401

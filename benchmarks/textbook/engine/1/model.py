@@ -1,0 +1,3 @@
+"""The textbook ensemble's model ``engine``."""
+
+from benchmarks.textbook.models import Engine as TritonPythonModel  # noqa: F401

@@ -1,0 +1,152 @@
+"""Measure what a response and a token cost in our ensemble and in a textbook one (``benchmarks/textbook``), in turn.
+
+Both have the same engine, which computes nothing and makes a token for every sequence at a fixed pace; at pace 0 the
+table shows how much one replica can pass. Counted is the CPU of tritonserver and its stubs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks import machine, report
+from benchmarks.child_process import ROOT, process
+from benchmarks.efficiency import EVERY_TOKEN_ENV, Batch, ServingPath, closing
+from benchmarks.engine_target import EngineTarget
+from benchmarks.lengths import Fixed
+from benchmarks.measurement import ServerUnderTest
+from benchmarks.prompts import Prompts
+from benchmarks.server_process import ENGINES
+from benchmarks.target import DeltaStream, EnsembleTarget
+from benchmarks.workload import PlannedRequest, Workload
+from clients.wire import infer_request
+from contract.errors import EngineFailed, TridentError
+from contract.generation import TokenDelta
+from server import installation, ports, shared_memory, triton_command
+from server.admin import fetch
+from server.settings import PORT_FIELDS, Settings
+
+TEXTBOOK, EVERY_TOKEN, OURS = "textbook", "ours, 1 token/msg", "ours"
+_COSTS: tuple[Callable[[Batch], float], ...] = (  # µs per response and per token
+    lambda batch: batch.serving_us * batch.tokens / batch.messages,
+    lambda batch: batch.serving_us,
+)
+INPUT_TOKENS, START_S = 64, 60.0
+_MOCK = "from benchmarks.mock_engine import TritonPythonModel  # noqa: F401\n"
+# SCHED_BATCH (3), as the supervisor starts its own, so that the two differ in nothing else.
+_EXEC = (
+    "import os, sys; os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)); os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+class TextbookTarget(EngineTarget):
+    """The textbook ensemble of one server: every response is a token."""
+
+    def open(self, request: PlannedRequest) -> DeltaStream:
+        inputs: list[tuple[str, str, list]] = [
+            ("text_input", "BYTES", [request.prompt]),
+            ("max_tokens", "INT32", [request.max_tokens]),
+        ]
+        parameters: dict[str, bool | int | str] = {"triton_enable_empty_final_response": True}
+        payload = infer_request.infer_request("ensemble", str(request.index), inputs, parameters)
+        return self._read(payload, INPUT_TOKENS)
+
+    @staticmethod
+    def _ids(delta: TokenDelta) -> tuple[int, ...]:
+        return (0,)
+
+
+@contextmanager
+def triton(repository: Path, engine: str, env: Mapping[str, str]) -> Iterator[ServerUnderTest]:
+    """Run tritonserver alone, without our supervisor, which knows no ensemble but ours."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="trident-bench-")))
+        free: dict[str, Any] = dict(zip(PORT_FIELDS, ports.free(3), strict=True))
+        settings = Settings(model_repository=repository, state_dir=folder, engine=engine, **free)
+        found, prefix = installation.find(), shared_memory.port_prefix(settings.grpc_port)
+        argv = triton_command.arguments(settings, found, found.link_backends(folder), prefix)
+        variables = triton_command.environment(settings, found, ENGINES / engine, prefix, env)
+        log = folder / "log"
+        stack.callback(shared_memory.clean, prefix)
+        child = stack.enter_context(process([sys.executable, "-c", _EXEC, *argv], log, variables, pipe_output=False))
+        until_s = time.monotonic() + START_S
+        while True:
+            with suppress(TridentError):
+                fetch(f"{settings.http_url}/v2/models/ensemble/ready", timeout_s=2.0)
+                break
+            if child.poll() is not None or time.monotonic() > until_s:
+                raise EngineFailed(f"tritonserver does not serve {repository}:\n{log.read_text()[-3000:]}")
+            time.sleep(0.1)
+        yield ServerUnderTest(settings.grpc_url)
+
+
+def measure(
+    engine: str, step_ms: float, concurrencies: Sequence[int], tokens: int, rounds: int
+) -> dict[int, dict[str, list[Batch]]]:
+    """Return the batches by concurrency and path. The first round warms up."""
+    prompts = Prompts.for_engine(ENGINES / engine)
+    env = os.environ | {"MOCK_STEP_MS": str(step_ms)}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="trident-bench-")))
+        mock = shutil.copytree(ROOT / "model_repository", folder / "models")
+        (mock / "engine" / "1" / "model.py").write_text(_MOCK)
+        textbook = stack.enter_context(triton(ROOT / "benchmarks" / "textbook", engine, env))
+        paths = {TEXTBOOK: ServingPath(TEXTBOOK, textbook, TextbookTarget(textbook.url, prompts), prompts)}
+        for name, more in ((EVERY_TOKEN, EVERY_TOKEN_ENV), (OURS, {})):
+            server = stack.enter_context(triton(mock, engine, env | more))
+            paths[name] = ServingPath(name, server, EnsembleTarget(server.url, timings=False), prompts)
+        found: dict[int, dict[str, list[Batch]]] = {at: {name: [] for name in paths} for at in concurrencies}
+
+        async def batches() -> None:
+            for n in range(rounds + 1):
+                for concurrency in concurrencies:
+                    for name, path in paths.items():
+                        lengths = Fixed(INPUT_TOKENS), Fixed(tokens)
+                        load = Workload(concurrency, None, *lengths, seed=n * 1000 + concurrency)
+                        batch = await path.batch(load, concurrency, n)
+                        found[concurrency][name] += [batch] if n else []
+
+        asyncio.run(closing(paths.values(), batches()))
+    return found
+
+
+def described(found: dict[int, dict[str, list[Batch]]]) -> str:
+    """Format the medians, and each path's ratios to the textbook batch of the same round."""
+    rows = []
+    for concurrency, paths in found.items():
+        for name, batches in paths.items():
+            cells = []
+            for cost in _COSTS:
+                ratios = [cost(one) / cost(other) for one, other in zip(batches, paths[TEXTBOOK], strict=True)]
+                cells += [report.number(statistics.median(map(cost, batches))), _range(ratios)]
+            rates = [(b.tokens / b.messages, b.messages / b.wall_s, b.tokens_per_s) for b in batches]
+            cells += [report.number(statistics.median(values), 2) for values in zip(*rates, strict=True)]
+            rows.append((name, concurrency, *cells))
+    header = ("CPU µs", "at", "per response", "of textbook", "per token", "of textbook")
+    return report.table(rows, (*header, "tok/msg", "messages/s", "tokens/s"))
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+
+
+def run(engine: str, step_ms: float, concurrencies: Sequence[int], tokens: int, rounds: int, out: Path) -> int:
+    """Measure, print, write textbook.json."""
+    conditions = machine.described()
+    found = measure(engine, step_ms, concurrencies, tokens, rounds)
+    about = f"{tokens} tokens out, a step every {step_ms:g} ms, {rounds} rounds, medians (ranges)"
+    print(f"{about}; {report.on(conditions)}\n\n{described(found)}")
+    every = [batch for paths in found.values() for batches in paths.values() for batch in batches]
+    print(report.disturbance(statistics.mean(batch.others_share for batch in every)), flush=True)
+    kept = [asdict(batch) for batch in every]
+    return report.write_json({"conditions": conditions, "step_ms": step_ms, "batches": kept}, out, "textbook")
