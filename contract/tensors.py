@@ -152,6 +152,5 @@ ENGINE_OUTPUTS = (
     _t("first_scheduled_time_ns", "INT64"),
     _t("first_token_time_ns", "INT64"),
     _t("last_token_time_ns", "INT64"),
-    _t("stream_state", "INT64", -1, ours=True),  # see python_backends/ensemble/stream_state.py
-    _t("stream_note", "BYTES", ours=True),  # first response: stream_options; last one: the error, if any
+    _t("stream_state", "INT64", -1, ours=True),  # the whole response, see python_backends/ensemble/token_increment.py
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from functools import partial
 from pathlib import Path
@@ -39,7 +38,6 @@ from python_backends.triton_io import (
     parameters,
     response,
     row,
-    texts,
 )
 
 
@@ -55,14 +53,21 @@ class ResponseSink:
         self._output_count = inputs.scalar("return_num_output_tokens", False)
 
     def send(self, increment: TokenIncrement, request: EngineRequest) -> None:
+        outputs = {}
+        if self._requested != {"stream_state"}:
+            outputs = {name: array for name, array in self._contract(increment).items() if name in self._requested}
+        if "stream_state" in self._requested:
+            outputs["stream_state"] = increment.to_array()
+        # The final flag is sent with the last tokens, so that no empty response follows them.
+        self._sender.send(response(outputs), flags=FINAL if increment.state.event.last else 0)
+
+    def _contract(self, increment: TokenIncrement) -> dict[str, np.ndarray]:
+        """Return the outputs of TensorRT-LLM's contract."""
         state = increment.state
         outputs = {
             "output_ids": np.array([[increment.token_ids]], dtype=np.int32),
             "sequence_length": row([len(increment.token_ids)]),
-            "stream_state": state.to_array(),
         }
-        if increment.options or increment.error:
-            outputs["stream_note"] = texts(json.dumps({"options": increment.options, "error": increment.error}))
         if self._log_probs and (increment.log_probs or state.event.last):
             outputs["output_log_probs"] = np.array([[increment.log_probs]], dtype=np.float32)
             outputs["cum_log_probs"] = row([increment.cum_log_prob], np.float32)
@@ -79,9 +84,7 @@ class ResponseSink:
             outputs["first_scheduled_time_ns"] = row([state.first_scheduled_ns], np.int64)
             outputs["first_token_time_ns"] = row([state.first_token_ns], np.int64)
             outputs["last_token_time_ns"] = row([state.last_token_ns], np.int64)
-        requested = {name: array for name, array in outputs.items() if name in self._requested}
-        # The final flag is sent with the last tokens, so that no empty response follows them.
-        self._sender.send(response(requested), flags=FINAL if state.event.last else 0)
+        return outputs
 
     def refuse(self, error: TridentError) -> None:
         self._sender.send(error_response(error), flags=FINAL)

@@ -1,4 +1,4 @@
-"""The tensor ``stream_state`` INT64[1, FIELDS], which a Python engine sends the detokenizer with every response.
+"""How a stream stands, at the head of the tensor ``stream_state`` of a Python engine's responses (token_increment.py).
 
 The C++ ``tensorrtllm`` backend has no such output; with it the detokenizer identifies streams by request id.
 """
@@ -50,10 +50,11 @@ class StreamState(NamedTuple):
     sent_ns: int = 0
     first: int = 0
 
-    def to_array(self) -> np.ndarray:
-        return np.array([self], dtype=np.int64)
-
     @classmethod
     def from_array(cls, array: np.ndarray) -> StreamState:
-        epoch, key, event, *rest = array.reshape(-1).tolist()
+        """Read the first FIELDS values of an INT64 array of one dimension."""
+        epoch, key, event, *rest = array[:FIELDS].tolist()
         return cls(epoch, key, StreamEvent(event), *rest)
+
+
+FIELDS = len(StreamState._fields)

@@ -1,11 +1,18 @@
-"""What one response of an engine adds to a stream: the same type at the engine's and at the detokenizer's end."""
+"""What one response of an engine adds to a stream: the same type at the engine's and at the detokenizer's end.
+
+A Python engine sends all of it as one tensor, ``stream_state``, because a response costs more with every tensor that it
+has and with every output that the ensemble's step names, sent or not (benchmarks/LOG.md).
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from python_backends.ensemble.stream_state import StreamState
+import numpy as np
+
+from python_backends.ensemble.stream_state import FIELDS, StreamState
 
 
 class TopLogProbs(NamedTuple):
@@ -40,3 +47,23 @@ class TokenIncrement(NamedTuple):
     num_output_tokens: int = 0
     options: str = ""
     error: str = ""
+
+    def to_array(self) -> np.ndarray:
+        """Return INT64[1, n]: the state, the number of ids, the ids; then JSON of the rest, if it says anything."""
+        values = np.array([*self.state, len(self.token_ids), *self.token_ids], dtype=np.int64)
+        if self.log_probs or self.options or self.error:
+            rest = self.log_probs, self.top_log_probs, self.cum_log_prob, self.num_output_tokens
+            text = json.dumps((*rest, self.options, self.error)).encode()
+            values = np.append(values, np.frombuffer(text + b" " * (-len(text) % 8), dtype=np.int64))
+        return values[None]
+
+    @classmethod
+    def from_array(cls, array: np.ndarray) -> TokenIncrement:
+        """Read what ``to_array`` made."""
+        values = array.reshape(-1)
+        state, end = StreamState.from_array(values[:FIELDS]), FIELDS + 1 + int(values[FIELDS])
+        token_ids = values[FIELDS + 1 : end].tolist()
+        if end == values.size:
+            return cls(state, token_ids)
+        log_probs, top, *others = json.loads(values[end:].tobytes())
+        return cls(state, token_ids, log_probs, [TopLogProbs(*entry) for entry in top], *others)

@@ -174,11 +174,11 @@ WRONG = [
     ),
     (
         "engine",
-        '{ name: "stream_note" data_type: TYPE_STRING dims: [1] }',
+        '{ name: "stream_state" data_type: TYPE_INT64 dims: [-1] }',
         '{ name: "note" data_type: TYPE_STRING dims: [1] }',
         ERROR,
         "contract",
-        "output 'stream_note' of contract/tensors.py is missing",
+        "output 'stream_state' of contract/tensors.py is missing",
     ),
     ("engine", "KIND_CPU count: 1", "KIND_CPU count: 2", ERROR, "instances", "a second engine"),
     ("engine", 'name: "engine"', 'name: "motor"', ERROR, "name", "called 'motor', its folder 'engine'"),

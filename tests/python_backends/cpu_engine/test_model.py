@@ -1,6 +1,5 @@
 """The Triton model ``engine`` as a whole: tensors in, a real worker behind it, responses as the server gets them."""
 
-import json
 import shutil
 import threading
 import time
@@ -14,7 +13,8 @@ from contract.tensors import ENGINE_INPUTS, ENGINE_OUTPUTS
 from python_backends.cpu_engine.model import TritonPythonModel
 from python_backends.ensemble.control import ControlMessage, ControlSender, Verb
 from python_backends.ensemble.stream_options import StreamOptions
-from python_backends.ensemble.stream_state import StreamEvent, StreamState
+from python_backends.ensemble.stream_state import StreamEvent
+from python_backends.ensemble.token_increment import TokenIncrement
 from python_backends.settings import Settings
 
 DATATYPES = {tensor.name: tensor.datatype for tensor in ENGINE_INPUTS}
@@ -83,7 +83,7 @@ def held(model, monkeypatch):
 
 
 def state(answer):
-    return StreamState.from_array(answer["stream_state"])
+    return TokenIncrement.from_array(answer["stream_state"]).state
 
 
 def ids(found):
@@ -131,8 +131,9 @@ def test_a_stream_is_well_formed_from_its_first_response_to_its_last(send, answe
     assert [one.event.last for one in states] == [False] * (len(states) - 1) + [True]
     assert states[-1].event is StreamEvent.LENGTH and states[-1].num_input_tokens == 3
     assert sum(one.first for one in states) == 1
-    assert json.loads(found[0]["stream_note"].item())["options"] == "{}"
-    assert all("stream_note" not in answer for answer in found[1:])
+    increments = [TokenIncrement.from_array(answer["stream_state"]) for answer in found]
+    assert [one.options for one in increments] == ["{}"] + [""] * (len(found) - 1)
+    assert [token for one in increments for token in one.token_ids] == ids(found)
     for answer in found:
         assert answer["sequence_length"].tolist() == [[answer["output_ids"].shape[2]]]
     assert len(ids(found)) == 8
@@ -178,7 +179,7 @@ def test_nothing_comes_that_was_not_asked_for(send, answers):
     for answer in answers(send(streaming=True, outputs=["output_ids"], return_log_probs=True)):
         assert list(answer) == ["output_ids"]
     for answer in answers(send(streaming=True)):
-        assert answer.keys() <= {"output_ids", "sequence_length", "stream_state", "stream_note"}
+        assert answer.keys() <= {"output_ids", "sequence_length", "stream_state"}
 
 
 def test_an_echo_puts_the_prompt_in_front(send, answers):
@@ -246,7 +247,7 @@ def test_a_cancel_on_the_control_socket_ends_a_stream(model, held, send, answers
     control = ControlSender(model.control_socket)
     sender = send(request_output_len=250, streaming=True)
     wait_until(lambda: sender.responses)
-    first = StreamState.from_array(sender.responses[0].output_tensors()[2].as_numpy())
+    first = TokenIncrement.from_array(sender.responses[0].output_tensors()[2].as_numpy()).state
     assert control.send(ControlMessage(Verb.CANCEL, first.epoch, first.key))
     found = answers(sender)
     assert state(found[-1]).event is StreamEvent.CANCELLED and len(ids(found)) < 250
@@ -261,8 +262,9 @@ def test_a_deadline_ends_a_stream_in_band_once_it_has_begun(held, send, answers)
         return
     last = answers(sender)[-1]
     assert state(last).event is StreamEvent.ERROR
-    note = json.loads(last["stream_note"].item())
-    assert note["error"].startswith("DeadlineExceeded: the deadline passed while it was generating")
+    assert TokenIncrement.from_array(last["stream_state"]).error.startswith(
+        "DeadlineExceeded: the deadline passed while it was generating"
+    )
 
 
 def test_too_many_requests_are_refused_at_once_and_retryably(triton_types, held, send, answers):

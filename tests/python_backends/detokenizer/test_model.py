@@ -1,7 +1,6 @@
 """The Triton model ``detokenizer`` as a whole, in front of an engine of ours."""
 
 import dataclasses
-import json
 import threading
 import uuid
 
@@ -15,6 +14,7 @@ from python_backends.detokenizer.model import TritonPythonModel
 from python_backends.ensemble.control import ControlListener, ControlMessage, Verb
 from python_backends.ensemble.stream_options import StreamOptions
 from python_backends.ensemble.stream_state import StreamEvent, StreamState
+from python_backends.ensemble.token_increment import TokenIncrement
 from tests.contract.test_step_model import SOME
 
 EPOCH = 77
@@ -78,21 +78,12 @@ def say(triton, model):
     """``say(ids, key=…, …)``: one response of the engine; gives the request that the detokenizer got of it."""
     begun = set()
 
-    def say(ids=(), key=1, event=StreamEvent.RUNNING, cancelled=False, log_probs=None, top=None, note=None, **more):
+    def say(ids=(), key=1, event=StreamEvent.RUNNING, cancelled=False, log_probs=(), top=(), note=None, **more):
         options = StreamOptions(**{"stream": True} | more.pop("options", {}))
-        state = StreamState(EPOCH, key, event, **more)
-        tensors = {"output_ids": ("INT32", [[list(ids)]]), "stream_state": ("INT64", state.to_array())}
-        if key not in begun:
-            note = {"options": options.to_json(), "error": ""} | (note or {})
-            begun.add(key)
-        if note is not None:
-            tensors["stream_note"] = ("BYTES", [[note if isinstance(note, str) else json.dumps(note)]])
-        if log_probs is not None:
-            tensors["output_log_probs"] = ("FP32", [[log_probs]])
-        if top is not None:
-            tensors["top_log_probs_ids"] = ("INT32", [[ids for ids, _ in top]])
-            tensors["top_log_probs"] = ("FP32", [[values for _, values in top]])
-        request = triton.incoming(tensors)
+        note = ({} if key in begun else {"options": options.to_json()}) | (note or {})
+        begun.add(key)
+        increment = TokenIncrement(StreamState(EPOCH, key, event, **more), list(ids), log_probs, top, **note)
+        request = triton.incoming({"stream_state": ("INT64", increment.to_array())})
         request.cancelled = cancelled
         model.execute([request])
         assert request.get_response_sender().closed, "every step of an ensemble has one final response"
@@ -180,7 +171,7 @@ def test_the_engines_instants_come_with_the_end_where_asked(hear, encode):
 
 def test_an_error_of_the_engine_is_the_streams_end_in_band(hear, encode):
     hear(encode("fox"))
-    last = hear(event=StreamEvent.ERROR, note={"options": "", "error": "EngineFailed: killed; it is being restarted"})
+    last = hear(event=StreamEvent.ERROR, note={"error": "EngineFailed: killed; it is being restarted"})
     assert last["finish_reason"].item() == b"error"
     assert last["error_message"].item() == b"EngineFailed: killed; it is being restarted"
 
@@ -214,7 +205,7 @@ def test_options_that_cannot_be_read_end_the_stream_in_band(hear):
         assert failed["finish_reason"].item() == b"error" and failed["error_message"].item()
 
 
-@pytest.mark.parametrize("tensors", [{}, {"output_ids": ("INT32", [[[1]]])}, {"stream_state": ("INT64", [[1, 2]])}])
+@pytest.mark.parametrize("tensors", [{}, {"stream_state": ("INT64", [[1, 2]])}])
 def test_even_a_step_without_its_tensors_gets_a_well_formed_answer(triton, model, answer_of, tensors):
     request = triton.incoming(tensors)
     model.execute([request])
@@ -223,11 +214,8 @@ def test_even_a_step_without_its_tensors_gets_a_well_formed_answer(triton, model
 
 
 def test_one_bad_step_does_not_take_its_batch_with_it(triton, model, say, encode):
-    good = StreamState(EPOCH, 9, StreamEvent.LENGTH).to_array()
-    requests = [
-        triton.incoming({}),
-        triton.incoming({"output_ids": ("INT32", [[encode("ok")]]), "stream_state": ("INT64", good)}),
-    ]
+    good = TokenIncrement(StreamState(EPOCH, 9, StreamEvent.LENGTH), encode("ok")).to_array()
+    requests = [triton.incoming({}), triton.incoming({"stream_state": ("INT64", good)})]
     model.execute(requests)
     assert [len(request.get_response_sender().responses) for request in requests] == [1, 1]
 
