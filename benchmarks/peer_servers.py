@@ -322,6 +322,8 @@ LLAMA = Peer(
         *("--host", "127.0.0.1", "--port", str(port), "--alias", of.name, "--threads", str(CORES)),
         *("--parallel", str(SLOTS), "--ctx-size", str(SLOTS * of.max_len)),
         *("--cache-type-k", _llama_cache(of), "--cache-type-v", _llama_cache(of)),
+        # Its repacked 8-bit weights make 0.3.36 crash on CPUs with AMX.
+        *(["--no-repack"] if of.precision == "int8" else []),
     ],
     lambda of, port: OpenAITarget(_local(port), of.name, _WITH_USAGE),
     f"llama-server built here from the source in {LLAMA_CPP}, {SLOTS} slots, {CORES} threads",

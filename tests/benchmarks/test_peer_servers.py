@@ -28,10 +28,13 @@ def test_an_endless_checkpoint_has_no_end_tokens_and_the_same_weights(monkeypatc
     assert peer_servers.endless(demo) == folder  # again, over the first
 
 
-def test_every_peer_serves_the_subject_at_the_port_it_is_given(tmp_path):
+def test_every_peer_serves_the_subject_at_the_port_it_is_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(peer_servers, "gguf", lambda of: tmp_path / "a.gguf")
     subject = Subject("small", tmp_path, "small", "bf16", "f16", 512)
     for name in ("trident", "trident-openai", "vllm"):
         assert "17000" in peer_servers.PEERS[name].command(subject, 17_000)
+    eight_bits = Subject("small", tmp_path, "small", "int8", "u8", 512)
+    assert "--no-repack" in peer_servers.PEERS["llama.cpp"].command(eight_bits, 17_000)
     variables = peer_servers.PEERS["trident-openai"].variables(subject, 17_000)
     assert variables["TRIDENT_GATEWAY_REPLICAS"] == "127.0.0.1:17000"
     assert variables["TRIDENT_GATEWAY_HTTP_PORT"] == "17003"
