@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import generator_processes
+from benchmarks import generator_processes, machine, report, self_check
 from benchmarks.arrivals import Poisson
 from benchmarks.driver import Extent
 from benchmarks.gateway import contenders
@@ -27,6 +28,7 @@ from benchmarks.report import ms, share, table
 from benchmarks.server_process import running_server
 from benchmarks.target import EnsembleTarget
 from benchmarks.workload import Workload
+from contract.errors import Unavailable
 from simulator.run import run
 from simulator.scenario import Persona, Pool, Scenario
 
@@ -53,6 +55,7 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
     mean_in, mean_out = (sum(one.draw(rng) for _ in range(400)) / 400 for one in (prompts_of, answers))
     decode_s = mean_out / pool.step.decode_tokens_per_s(busy, mean_in + mean_out / 2)
     request_s = pool.step.prompt_s(int(mean_in), pool.prefill_chunk) + decode_s
+    before, used_s = machine.cpu_time(), _used_s()
     rows: list[tuple[str, ...]] = []
     errors: dict[str, list[float]] = {}
     with TemporaryDirectory() as logs, running_server(engine) as server:
@@ -77,10 +80,17 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
                         errors[f"{what}_p{q}_error"] = [*errors.get(f"{what}_p{q}_error", []), error]
                         load = f"{part:.0%}, {len(real)} requests"
                         rows.append((f"{load}: {what} p{q}", ms(measured), ms(forecast), share(error)))
+    others = machine.host_load(before, machine.cpu_time(), _used_s() - used_s).others
+    print(report.disturbance(others))
     print(table(rows, ("load", "measured, ms", "simulated, ms", "error")))
     worst = {name: max(values, key=abs) for name, values in errors.items()}
     found: dict[str, Any] = {name: round(error, 4) for name, error in worst.items()}
-    found |= {"when": datetime.now(timezone.utc).date().isoformat(), "seconds": seconds, "loads": list(LOADS)}
+    found |= {
+        "when": datetime.now(timezone.utc).date().isoformat(),
+        "seconds": seconds,
+        "loads": list(LOADS),
+        "others": round(others, 4),
+    }
     for what, goal in GOALS.items():
         error = worst[f"{what}_p95_error"]
         print(f"  {'met   ' if abs(error) <= goal else 'MISSED'}  {what} p95 within {goal:.0%}: {error:+.1%} at worst")
@@ -88,9 +98,17 @@ def compare(engine: str, seconds: float, input_tokens: str, output_tokens: str, 
 
 
 def keep(engine: str, found: dict[str, Any]) -> None:
-    """Keep what was found, for the forecasts to come."""
+    """Keep what was found, for the forecasts to come. Raises Unavailable if other processes took too much meanwhile."""
+    if found["others"] > self_check.OTHERS_SHARE:
+        raise Unavailable(f"nothing is kept: other processes used {found['others']:.0%} of the machine")
     compared = json.loads(KNOWN.read_text("utf-8")) if KNOWN.exists() else {}
     KNOWN.write_text(json.dumps({**compared, engine: found}, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def _used_s() -> float:
+    """Return the CPU seconds of this process and of those that it started and that have ended."""
+    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(use.ru_utime + use.ru_stime for use in uses)
 
 
 def _line(record: Record, began_s: float) -> str:

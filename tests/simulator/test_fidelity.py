@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from contract.errors import Unavailable
 from simulator import fidelity
 from simulator.scenario import of
 
@@ -16,3 +19,13 @@ def test_what_was_compared_is_told_by_pool(tmp_path, monkeypatch):
     measured = {**scenario.pools, "a": scenario.pools["a"].model_copy(update={"engine": "demo"})}
     scenario = scenario.model_copy(update={"pools": measured})
     assert fidelity.known(scenario) == {"a": {"ttft_p95_error": 0.1}, "b": {}}
+
+
+def test_what_was_found_is_kept_unless_others_used_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(fidelity, "KNOWN", tmp_path / "known.json")
+    fidelity.keep("demo", {"ttft_p95_error": 0.1, "others": 0.01})
+    fidelity.keep("big", {"ttft_p95_error": 0.2, "others": 0.0})
+    with pytest.raises(Unavailable, match="other processes used 60% of the machine"):
+        fidelity.keep("demo", {"ttft_p95_error": 0.9, "others": 0.6})
+    known = json.loads((tmp_path / "known.json").read_text())
+    assert {name: found["ttft_p95_error"] for name, found in known.items()} == {"demo": 0.1, "big": 0.2}
