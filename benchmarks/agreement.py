@@ -147,6 +147,7 @@ def run(engine: str, concurrencies: Sequence[int], requests: int, rounds: int, o
             for n in range(rounds):
                 one.add(ours(target(), prompts, concurrency, count, 1000 * n + concurrency), theirs(concurrency, count))
             found.append(one)
+            print(described([one]), flush=True)  # a run that is cut off has shown what it measured
 
     try:
         made = perf_analyzer.environment()
@@ -166,8 +167,6 @@ def run(engine: str, concurrencies: Sequence[int], requests: int, rounds: int, o
             compare(AIPERF, lambda: OpenAITarget(url, engine, {"ignore_eos": True}), prompts, theirs)
     except (NotFound, EngineFailed) as error:
         skipped[AIPERF] = str(error)
-    if found:
-        print(described(found))
     for client, reason in skipped.items():
         print(f"  skipped: {client}: {reason}")
     table: dict[str, object] = {

@@ -191,7 +191,8 @@ def run(only: Sequence[str], quick: bool, keep: bool, out: Path, parts: Sequence
     regressed = compare(figures, before)
     print(_comparison(figures, before, kind, kept.get(kind, {}).get("when", "")))
     written = {name: asdict(one) for name, one in figures.items()}
-    entry = {"when": time.strftime("%Y-%m-%d", time.gmtime()), "commit": _commit(), "figures": written}
+    load = f"{conditions['load_average_1min']:.1f}"
+    entry = {"when": time.strftime("%Y-%m-%d", time.gmtime()), "commit": _commit(), "load": load, "figures": written}
     table = {"machine": kind, "conditions": conditions, **entry, "failed": failed, "regressed": regressed}
     report.write_json(table, out, "all")
     if keep:
@@ -266,10 +267,10 @@ def draw(kind: str, entry: Mapping[str, Any], page: Path = PAGE) -> None:
         "Written by `make bench-all KEEP=1`, not by hand: medians, lines from smallest to largest round.",
         "Losses, conditions: [the log](../benchmarks/LOG.md). Method: [decision 0008](decisions/0008-benchmarks.md).",
         "",
-        f"{kind}; {entry['when']}, commit {entry['commit']}.",
+        f"{kind}; {entry['when']}, commit {entry['commit']}; load average {entry['load']} before.",
     ]
     for name, figures in groups.items():
-        path = folder / f"{''.join(c if c.isalnum() else '-' for c in name.lower()).strip('-')}.svg"
+        path = folder / f"{''.join(c if c.isascii() and c.isalnum() else '-' for c in name.lower()).strip('-')}.svg"
         better = next(iter(figures.values())).better
         plots.ranges({label: one.values for label, one in figures.items()}, f"{name} ({better} is better)", path)
         lines += ["", f"## {name[0].upper()}{name[1:]}", f"![{name}]({folder.name}/{path.name})"]

@@ -67,7 +67,7 @@ def test_the_page_has_a_plot_for_each_group(tmp_path):
     pytest.importorskip("matplotlib")
     figures = {"hops: CPU, µs: a": {"better": "lower", "values": [1.0, 2.0]}}
     figures["hops: CPU, µs: b"] = {"better": "lower", "values": [3.0]}
-    entry = {"when": "2026-11-23", "commit": "abc", "figures": figures}
+    entry = {"when": "2026-11-23", "commit": "abc", "load": "0.1", "figures": figures}
     suite.draw("a machine", entry, tmp_path / "performance.md")
     page = (tmp_path / "performance.md").read_text()
     [plot] = (tmp_path / "performance").iterdir()
