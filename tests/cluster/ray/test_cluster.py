@@ -232,7 +232,9 @@ async def test_replicas_of_two_nodes_and_a_head_that_comes_back_with_redis(clust
         old = cluster.in_use()
         await asyncio.to_thread(cluster.deploy, 2, ROLLOUT="1")
         await cluster.until(lambda: len(cluster.in_use()) == 2 and not cluster.in_use() & old)
-        await cluster.until(lambda: len(cluster.servers()) == 2)
+        await cluster.until(
+            lambda: len(cluster.servers()) == len(cluster.workers("left") | cluster.workers("right")) == 2
+        )
         assert not load.failed
 
         # The head: the replica of the right node does not notice, and the other one is adopted or replaced.
