@@ -127,7 +127,9 @@ def described(found: dict[int, dict[str, list[Batch]]]) -> str:
         for name, batches in paths.items():
             cells = []
             for cost in _COSTS:
-                ratios = [cost(one) / cost(other) for one, other in zip(batches, paths[TEXTBOOK], strict=True)]
+                pairs = zip(map(cost, batches), map(cost, paths[TEXTBOOK]), strict=True)
+                # A short batch may take no tick of CPU.
+                ratios = [own / textbook for own, textbook in pairs if textbook]
                 cells += [report.number(statistics.median(map(cost, batches))), _range(ratios)]
             rates = [(b.tokens / b.messages, b.messages / b.wall_s, b.tokens_per_s) for b in batches]
             cells += [report.number(statistics.median(values), 2) for values in zip(*rates, strict=True)]
@@ -137,6 +139,8 @@ def described(found: dict[int, dict[str, list[Batch]]]) -> str:
 
 
 def _range(values: Sequence[float]) -> str:
+    if not values:
+        return "–"
     return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 

@@ -14,3 +14,8 @@ def test_a_response_and_a_token_are_held_against_the_textbooks_of_the_same_round
     assert len(lines) == 4
     assert "1.50 (1.00–2.00)" in lines[3] and "0.75 (0.50–1.00)" in lines[3]
     assert lines[3].split()[-3:] == ["2.00", "250.00", "500.00"]
+
+
+def test_a_textbook_batch_too_short_to_be_measured_has_no_ratio():
+    lines = textbook_cost.described({8: {TEXTBOOK: [batch(0.0, 8, 8)], OURS: [batch(0.1, 8, 8)]}}).splitlines()
+    assert lines[3].split().count("–") == 2

