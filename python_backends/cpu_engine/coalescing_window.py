@@ -8,29 +8,30 @@ load the tokens of all streams are sent after the same step. A stream's first to
 
 from __future__ import annotations
 
-from python_backends.cpu_engine.serving_cost import ServingCost
-
-# Of the CPU that is there, what responses are to take; where tokens would wait too long for it they take more.
-SHARE = 0.1
-# Longest wait, and up to how many streams. At the client 2 to 5 ms more pass until a burst has arrived.
-FEW, WAIT_OF_FEW_NS, WAIT_OF_MANY_NS = 32, 18_000_000, 45_000_000
+# A response costs ~0.4 ms of CPU from here to the client, so this limits responses to a third of a core, or to two
+# thirds where a third would delay tokens by more than COMFORT_NS.
+PER_STREAM_NS = 1_100_000
+COMFORT_NS = 18_000_000
+# Minimum: 250 tokens a second to each client, a quarter of a 60 Hz frame. A response for each of more frequent steps
+# would take half of a small machine from the engine.
+MIN_NS = 4_000_000
 
 
 class CoalescingWindow:
     """Closes with the last step that keeps the oldest token's wait within the window. Not thread-safe."""
 
-    def __init__(self, max_ns: int, cost: ServingCost) -> None:
+    def __init__(self, max_ns: int) -> None:
         """max_ns: upper bound of the window, which grows with the streams; 0 sends every token with its step."""
         self._max_ns = max_ns
-        self._cost = cost
         self._opened_ns: int | None = None  # when the oldest waiting token came
         self._last_step_ns = 0
         self._steps_ns = (0, 0)  # the last two steps: one beside which a burst is sent takes longer
 
     def width_ns(self, live_streams: int) -> int:
-        wait_ns = WAIT_OF_FEW_NS if live_streams <= FEW else WAIT_OF_MANY_NS
-        burst_s = live_streams * self._cost.response_s
-        return min(self._max_ns, wait_ns, int(1e9 * burst_s / (SHARE * self._cost.cores)))
+        return min(
+            self._max_ns,
+            max(MIN_NS, min(COMFORT_NS, live_streams * PER_STREAM_NS), live_streams * PER_STREAM_NS // 2),
+        )
 
     def add_step(self, now_ns: int, live_streams: int) -> bool:
         """Record a step's tokens; return whether all waiting tokens are sent now."""

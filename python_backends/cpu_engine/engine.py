@@ -21,7 +21,6 @@ from python_backends.cpu_engine.prefix_cache_estimate import PrefixCacheEstimate
 from python_backends.cpu_engine.request import EngineRequest
 from python_backends.cpu_engine.response_senders import ResponseSenders
 from python_backends.cpu_engine.scheduler import Scheduler
-from python_backends.cpu_engine.serving_cost import ServerCpu, ServingCost
 from python_backends.cpu_engine.stream import Sink, Stream
 from python_backends.cpu_engine.stream_table import StreamTable
 from python_backends.cpu_engine.ticker import Ticker
@@ -74,20 +73,18 @@ class Engine:
         self._lock = threading.RLock()
         self._streams = StreamTable()
         self._scheduler = Scheduler(limits.max_batch_size, limits.kv_cache_blocks, max_waiting)
+        self._window = CoalescingWindow(max_coalesce_ns)
         self._prefixes = PrefixCacheEstimate(limits.kv_cache_blocks if prefix_reuse else 0, limits.block_tokens)
         self._starts = WorkerStarts()
         self._last_step = StepReport(0, 0)
         self._steps = 0
         self._closing = False  # accepts no more requests
         self._senders = ResponseSenders(sender_threads, self._on_sent, self._on_lost, clock_ns)
-        cost = ServingCost(ServerCpu().read)
-        self._window = CoalescingWindow(max_coalesce_ns, cost)
         self._ticker = Ticker(
             self._lock,
             self._streams,
             self._scheduler,
             self._window,
-            cost,
             self._senders,
             metrics,
             HttpDisconnects(count_close_wait),

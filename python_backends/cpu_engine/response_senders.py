@@ -31,7 +31,6 @@ class ResponseSenders:
         self._on_sent = on_sent
         self._on_lost = on_lost
         self._clock_ns = clock_ns
-        self.sent = 0  # responses; roughly, as several threads count
         self._threads = [threading.Thread(target=self._send, name=f"sender-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -82,7 +81,6 @@ class ResponseSenders:
             self._lose(stream, exc)
         else:
             if increment is not None:
-                self.sent += 1
                 self._on_sent(stream, increment)
         with stream.lock:
             stream.queued = False

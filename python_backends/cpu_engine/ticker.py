@@ -13,7 +13,6 @@ from python_backends.cpu_engine.http_disconnects import HttpDisconnects
 from python_backends.cpu_engine.metrics import EngineLoad, EngineMetrics
 from python_backends.cpu_engine.response_senders import ResponseSenders
 from python_backends.cpu_engine.scheduler import Scheduler
-from python_backends.cpu_engine.serving_cost import ServingCost
 from python_backends.cpu_engine.stream import Stream
 from python_backends.cpu_engine.stream_table import StreamTable
 from python_backends.ensemble.stream_state import StreamEvent
@@ -46,7 +45,6 @@ class Ticker:
         streams: StreamTable,
         scheduler: Scheduler,
         window: CoalescingWindow,
-        cost: ServingCost,
         senders: ResponseSenders,
         metrics: EngineMetrics,
         http_disconnects: HttpDisconnects,
@@ -64,7 +62,6 @@ class Ticker:
         self._streams = streams
         self._scheduler = scheduler
         self._window = window
-        self._cost = cost
         self._senders = senders
         self._metrics = metrics
         self._http_disconnects = http_disconnects
@@ -97,7 +94,6 @@ class Ticker:
         while not self._closed:
             self._work.wait()
             self._end_disconnected()
-            self._cost.update(self._clock_ns(), self._senders.sent)
             with self._lock:
                 self._check_streams(self._clock_ns())
                 idle = not self._streams and not self._scheduler.running

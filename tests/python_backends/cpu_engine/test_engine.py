@@ -646,11 +646,11 @@ def test_tokens_held_back_by_the_window_are_sent_by_the_ticker(open_setting):
     setting.wait_until_sent(key, sink, [1])
     setting.link.report((key, [2], StreamEvent.RUNNING))  # nothing is known of the pace of steps: it leaves
     setting.wait_until_sent(key, sink, [1, 2])
-    setting.link.report((key, [3], StreamEvent.RUNNING))  # within the window, which 2 responses give: the clock stands
+    setting.link.report((key, [3], StreamEvent.RUNNING))  # within the window of 4 ms: the clock stands
     looks = setting.clock.looks
     wait_until(lambda: setting.clock.looks > looks + 3)
     assert sink.ids() == [1, 2]
-    setting.clock.move(0.02)
+    setting.clock.move(0.005)
     sink.wait(lambda sink: sink.ids() == [1, 2, 3])
 
 

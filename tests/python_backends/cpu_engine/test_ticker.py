@@ -9,7 +9,6 @@ from python_backends.cpu_engine.coalescing_window import CoalescingWindow
 from python_backends.cpu_engine.http_disconnects import HttpDisconnects
 from python_backends.cpu_engine.metrics import EngineLoad
 from python_backends.cpu_engine.scheduler import Scheduler
-from python_backends.cpu_engine.serving_cost import ServingCost
 from python_backends.cpu_engine.stream_table import StreamTable
 from python_backends.cpu_engine.ticker import Ticker
 from python_backends.ensemble.stream_state import StreamEvent
@@ -21,11 +20,11 @@ class Recorder:
     """Stands for the senders and the metrics."""
 
     def __init__(self):
-        self.put_keys, self.sent, self.loads = [], 0, []
+        self.sent, self.loads = [], []
 
     def put(self, found):
         found.queued = True
-        self.put_keys.append(found.key)
+        self.sent.append(found.key)
 
     def show(self, load):
         self.loads.append(load)
@@ -35,13 +34,11 @@ class Setting:
     def __init__(self):
         self.recorder, self.streams, self.ended = Recorder(), StreamTable(), []
         self.scheduler, self.now_ns = Scheduler(slots=2, blocks=8, max_waiting=4), 10**12
-        cost = ServingCost(lambda: None)
         self.ticker = Ticker(
             threading.RLock(),
             self.streams,
             self.scheduler,
-            CoalescingWindow(0, cost),
-            cost,
+            CoalescingWindow(0),
             self.recorder,
             self.recorder,
             HttpDisconnects(lambda: 0),
@@ -107,5 +104,5 @@ def test_a_stream_past_its_deadline_is_ended(setting):
 def test_a_silent_stream_is_probed(setting):
     one = setting.add()
     setting.now_ns += 10**9
-    until(lambda: setting.recorder.put_keys)
-    assert one.probe_due and setting.recorder.put_keys == [one.key]
+    until(lambda: setting.recorder.sent)
+    assert one.probe_due and setting.recorder.sent == [one.key]
