@@ -170,12 +170,14 @@ class StepLoop:
         """Start the prompts that the next step reads to their ends, and a piece of the one that it does not."""
         if self._piece is not None:
             return
-        left = self._step_budget.tokens(self._decoding(), len(self._prompts)) if self._step_budget else sys.maxsize
-        while self._prompts and left > 0:
+        left = short = sys.maxsize
+        if self._step_budget is not None:
+            left, short = self._step_budget.tokens(self._decoding(), len(self._prompts)), self._step_budget.short
+        while self._prompts:
             id, (command, config) = next(iter(self._prompts.items()))
             unread = command.input_ids.size - self._read_tokens[id]
-            if unread > left:
-                self._start_piece(command, left // BLOCK_TOKENS * BLOCK_TOKENS)
+            if unread > max(left, short):
+                self._start_piece(command, max(0, left) // BLOCK_TOKENS * BLOCK_TOKENS)
                 return
             del self._prompts[id], self._read_tokens[id]
             self._prompt_tokens += unread

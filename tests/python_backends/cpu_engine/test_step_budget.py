@@ -57,3 +57,7 @@ def test_steps_that_are_all_alike_and_one_that_waited_for_a_core_do_no_harm():
         budget.observe(32, 0, 0.084)
         budget.observe(32, 96, 0.084 + 96 * 0.0006)
     assert budget.tokens(32, 0) == pytest.approx((SLOWER - 1) * 0.084 / 0.0006, rel=0.1)
+
+
+def test_a_short_prompt_is_never_longer_than_a_step():
+    assert StepBudget(64).short == 64 and StepBudget(2048).short == 256
