@@ -18,7 +18,7 @@ from chaos.faults import KINDS
 from chaos.fleet import BUDGET_TOKENS, CAPPED_REQUESTS, KEYS, LEAST_REPLICAS, Fleet
 from chaos.invariants import Happened, Record, Violation
 from chaos.load import Load, undisturbed
-from chaos.scenario import Fault, Scenario
+from chaos.scenario import Fault, Scenario, possible
 from contract.prometheus import Metrics
 
 SAMPLE_S = 0.25
@@ -36,7 +36,7 @@ async def run(scenario: Scenario, folder: Path, plant: str = "") -> tuple[list[V
     fleet = Fleet(folder, plant)
     try:
         await fleet.start()
-        record = await _observed(fleet, scenario)
+        record = await _observed(fleet, possible(scenario, fleet.without))
     finally:
         await fleet.close()
     return invariants.check(record), record, fleet.without

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -47,23 +48,23 @@ class Scenario:
         return "\n".join([*head, *map(str, self.faults)]) + "\n"
 
 
-def draw(seed: int, duration_s: float = 25.0, rate: float = 5.0, without: Collection[str] = ()) -> Scenario:
-    """Return the scenario of a seed: faults every few seconds, some of them in pairs.
-
-    without: what is not there, "redis" or "envoy". Kinds that need it are left out after the draw, so that the other
-    faults are the same everywhere.
-    """
+def draw(seed: int, duration_s: float = 25.0, rate: float = 5.0) -> Scenario:
+    """Return the scenario of a seed: faults every few seconds, some of them in pairs."""
     source = random.Random(seed)
     faults, at_s = [], EARLIEST_S + source.uniform(0, 2)
     while at_s < duration_s - TAIL_S:
         kind = source.choice(sorted(KINDS))
         longest = KINDS[kind].for_s
         for_s = round(source.uniform(*longest), 1) if longest else 0.0
-        fault = Fault(round(at_s, 1), kind, source.choice(KINDS[kind].targets), for_s)
-        if KINDS[kind].needs not in without or not KINDS[kind].needs:
-            faults.append(fault)
+        faults.append(Fault(round(at_s, 1), kind, source.choice(KINDS[kind].targets), for_s))
         at_s += source.uniform(0, 1) if source.random() < PAIRED else source.uniform(3, 8)
     return Scenario(seed, duration_s, rate, tuple(faults))
+
+
+def possible(scenario: Scenario, without: Collection[str]) -> Scenario:
+    """Return the scenario without the faults of what is not installed. without: "redis", "envoy"."""
+    faults = tuple(fault for fault in scenario.faults if KINDS[fault.kind].needs not in without)
+    return dataclasses.replace(scenario, faults=faults)
 
 
 def parse(text: str) -> Scenario:
