@@ -102,9 +102,8 @@ class RoutedReplica(Replica):
 
     def tokens_per_s(self, slots: int) -> float:
         """Return the pace with all slots taken: as learned from requests, before that as calibrated; 0 if unknown."""
-        step = self.metrics.step
-        calibrated = step.decode_tokens_per_s(slots, TYPICAL_CONTEXT) if step else 0.0
-        return self.work.pace.tokens_per_s(slots) or calibrated
+        learned, step = self.work.pace.tokens_per_s(slots), self.metrics.step
+        return learned or (step.decode_tokens_per_s(slots, TYPICAL_CONTEXT) if step else 0.0)
 
     @property
     def own(self) -> int:

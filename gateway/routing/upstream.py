@@ -84,9 +84,7 @@ class Upstream:
 
     def cost(self, request: GenerationRequest) -> float:
         """Return what the request costs at most, by its estimated prompt."""
-        return self._endpoint.price.cost(
-            Usage(math.ceil(costs.prompt_bytes(request) / _BYTES_PER_TOKEN), request.max_tokens)
-        )
+        return self.price(Usage(math.ceil(costs.prompt_bytes(request) / _BYTES_PER_TOKEN), request.max_tokens))
 
     def weight(self, slowest_s: float) -> float:
         """Return its weight among the endpoints of a target. slowest_s: the longest mean time to first token there."""
