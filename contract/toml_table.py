@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -45,13 +45,13 @@ def checked(model: type[_Model], table: Mapping[str, Any], path: str) -> _Model:
         name, _, problem = words.partition(": ") if not words.startswith("must") else ("", "", words)
         place += [name] if name else []
     elif error["type"] == "extra_forbidden":
-        problem = f"is not known: must be one of {', '.join(_fields(model, place[:-1]))}"
+        problem = f"is not known: must be one of {', '.join(allowed(model, place[:-1]))}"
     elif error["type"] == "missing":
         problem = "must be set"
     raise InvalidArgument(f"{path}: {'.'.join(place)}", problem)
 
 
-def _fields(model: type[BaseModel], place: list[str]) -> list[str]:
+def allowed(model: type[BaseModel], place: Sequence[str]) -> list[str]:
     """Return the names allowed in the table at ``place``."""
     for part in place:  # a key of a mapping, or the place in a list, changes nothing
         if part in model.model_fields:

@@ -20,9 +20,10 @@ from pydantic import (
     model_validator,
 )
 
+from contract import toml_table
 from contract.errors import InvalidArgument
 from contract.generation import Usage
-from gateway.config.release import ReleaseRules, RollbackRules
+from gateway.config.release import ReleaseRules
 
 # A tenant's turn in tokens, times its weight. Well below a chat's answer: rounds cost nothing, and turns of several
 # answers in a row let a tenant with a large weight run against its share and lose what it could not send meanwhile.
@@ -385,27 +386,9 @@ def _named(path: str, failed: ValidationError) -> InvalidArgument:
     parts = [str(part) for part in error["loc"] if part != "[key]"]
     field, problem = f"{path}: {'.'.join(parts)}", error["msg"]
     if error["type"] == "extra_forbidden":
-        allowed = _fields(Policy, parts[:-1])
-        return InvalidArgument(field, f"is not known: must be one of {', '.join(allowed)}")
+        allowed = ", ".join(toml_table.allowed(Policy, parts[:-1]))
+        return InvalidArgument(field, f"is not known: must be one of {allowed}")
     if error["type"] == "missing":
         return InvalidArgument(field, "is missing")
     problem = problem.removeprefix("Value error, ")
     return InvalidArgument(field, problem[:1].lower() + problem[1:])
-
-
-def _fields(model: type[BaseModel], parts: list[str]) -> list[str]:
-    """Return the names allowed in the section at ``parts``."""
-    by_section: dict[str, type[BaseModel]] = {
-        "admission": AdmissionRules,
-        "classes": ClassRules,
-        "degradation": DegradationRules,
-        "overflow": UpstreamEndpoint if "endpoints" in parts[1:] else OverflowTarget,
-        "budgets": BudgetRules,
-        "reuse": ReuseRules,
-        "shadow": ShadowRules,
-        "pools": PoolRules,
-        "models": ModelPrice if parts[-1:] == ["price"] else ModelRules,
-        "releases": RollbackRules if parts[-1:] == ["rollback"] else ReleaseRules,
-        "prices": Prices,
-    }
-    return list((by_section[parts[0]] if parts else model).model_fields)
