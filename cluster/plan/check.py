@@ -25,8 +25,6 @@ from contract.errors import EngineFailed, InvalidArgument
 PARTS = (0.3, 0.6, 0.9)
 SECONDS, WARMUP_S = 24.0, 4.0
 ROOT = Path(__file__).resolve().parents[2]
-
-
 FIGURES = ("tokens_per_s", "ttft_p50_s", "ttft_p95_s", "itl_mean_s", "e2e_p95_s")
 
 

@@ -242,7 +242,7 @@ def _plan(name: str, pool: Pool, seed: int, path: Path) -> PoolPlan:
         headroom=pool.headroom,
         replicas=replicas,
         cost=cost,
-        sensitivity=_sensitivity(pool, replica, load, hourly, place, cost, replicas),
+        sensitivity=_sensitivity(pool, replica, load, hourly, place, rate, cost, replicas),
         check=_check(name, pool, path, rate),
     )
 
@@ -283,10 +283,14 @@ def _sensitivity(
     load: _Load,
     hourly: tuple[float, ...],
     place: str,
+    rate: float,
     cost: Cost,
     replicas: Sequence[int],
 ) -> dict[str, tuple[float | None, float | None]]:
-    """Return the change of cost, else of replica-hours, in per cent for each input less and more 20 per cent."""
+    """Return the change of cost, else of replica-hours, in per cent for each input less and more 20 per cent.
+
+    rate: the operating point, which requests, headroom and prices do not change.
+    """
 
     def value(cost: Cost, replicas: Sequence[int]) -> float:
         return cost.day or float(sum(replicas))
@@ -312,11 +316,13 @@ def _sensitivity(
             prices = pool.price.model_dump()
             scaled = {name: prices[name] * factor for name in ("on_demand", "reserved", "spot")}
             other = pool.model_copy(update={"price": Price(**prices | scaled)})
-        try:
-            rate, _, _ = operating_point(kind, mix, other.slo, place)
-        except InvalidArgument:
-            return None
-        count = replicas_by_hour(other, rates, rate)
+        point = rate
+        if (kind, mix, other.slo) != (replica, load, pool.slo):
+            try:
+                point, _, _ = operating_point(kind, mix, other.slo, place)
+            except InvalidArgument:
+                return None
+        count = replicas_by_hour(other, rates, point)
         return 100 * (value(_priced(other, count, rates, *mix.means()), count) / base - 1) if base else 0.0
 
     inputs = ["requests", "input", "output", "step time", "headroom"]
