@@ -71,7 +71,7 @@ def design(engine: EngineManifest) -> list[Trial]:
     most = min(engine.max_num_tokens, engine.max_seq_len // 2)
     trials += [Trial(0, 0, most // part) for part in (1, 2, 4, 8, 16) if most // part >= 16]
     for n in (4, 16, 32):
-        # Short ones: the CPU engine reads longer ones in several steps beside streams.
+        # Short ones: the CPU engine reads those of more than 256 tokens in several steps beside streams.
         if n < engine.max_batch_size and n + 2 * SHORT <= most:
             trials += [Trial(n, SHORT, SHORT), Trial(n, SHORT, 2 * SHORT)]
     return trials

@@ -18,7 +18,7 @@ from contract import step_model
 from contract.errors import InvalidArgument, TridentError
 
 MONTH_H = 730.0
-SLOWER = 1.7  # of the CPU engine (python_backends/cpu_engine/step_budget.py)
+SLOWER, SHORT_TOKENS = 1.7, 256  # of the CPU engine (python_backends/cpu_engine/step_budget.py)
 REQUESTS, ROUNDS = 600, 10  # of a simulated load: so many, and so many more for each sequence that a replica holds
 SEARCH = 9  # halvings of the interval in which the operating point is
 WHAT_MOVES = {
@@ -131,7 +131,8 @@ def kind_of(pool: Pool, place: str) -> Replica:
         raise InvalidArgument(f"{place}.engine", f"must be a calibrated engine: {exc}") from exc
     cache = engine.kv_cache_tokens or engine.max_batch_size * engine.max_seq_len
     pieces = engine.kind == "cpu" and engine.recipe.get("chunked_context") and engine.recipe.get("prefix_reuse")
-    return Replica(model, engine.max_batch_size, engine.max_num_tokens, cache, SLOWER if pieces else 0.0)
+    rule = (SLOWER, min(SHORT_TOKENS, engine.max_num_tokens)) if pieces else ()
+    return Replica(model, engine.max_batch_size, engine.max_num_tokens, cache, *rule)
 
 
 def load_of(pool: Pool, seed: int) -> tuple[_Load, tuple[float, ...]]:

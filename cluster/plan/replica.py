@@ -26,6 +26,7 @@ class Replica:
     slots: sequences at once. chunk_tokens: of one step. kv_tokens: of the KV cache.
     slower: a step that reads prompts beside streams may take so many times one that does not, and longer by the number
         of prompts for each stream (decision 0034); 0 if steps are filled up to chunk_tokens.
+    short_tokens: prompts up to this length are read whole all the same.
     """
 
     step: StepModel
@@ -33,10 +34,15 @@ class Replica:
     chunk_tokens: int
     kv_tokens: int
     slower: float = 0.0
+    short_tokens: int = 0
+
+    def whole(self, decoding: int) -> int:
+        """Return the prompt tokens that a step beside streams has places for."""
+        return max(BLOCK_TOKENS, self.chunk_tokens - decoding)
 
     def room(self, decoding: int, context_tokens: int, prompts: int) -> int:
-        """Return the prompt tokens that a step may read."""
-        room = max(BLOCK_TOKENS, self.chunk_tokens - decoding)
+        """Return the tokens of long prompts that a step may read."""
+        room = self.whole(decoding)
         if not (self.slower and decoding and prompts):
             return room
         plain_s = self.step.seconds(decoding, context_tokens, 0)
@@ -122,8 +128,11 @@ def serve(
             continue
         decoding = len(ends)
         room, prefill, begun = replica.room(decoding, context, len(reading)), 0, []
-        while reading and prefill < room:
-            part = min(reading[0][1], room - prefill)
+        while reading:
+            limit = replica.whole(decoding) if reading[0][0].input_tokens <= replica.short_tokens else room
+            if prefill >= limit:
+                break
+            part = min(reading[0][1], limit - prefill)
             prefill, reading[0][1] = prefill + part, reading[0][1] - part
             if reading[0][1] == 0:
                 begun.append(reading.popleft()[0])

@@ -11,7 +11,7 @@ import numpy as np
 from python_backends.limits import BLOCK_TOKENS
 
 SLOWER = 1.7  # a step that reads prompts may take so many times one that does not; 2 with what steps vary by
-_SHORT = 256  # tokens
+SHORT = 256  # tokens
 _UNKNOWN = 4 * BLOCK_TOKENS  # tokens, before enough steps were seen
 _ENOUGH = 8  # steps
 _DRIFT = 0.002  # what each coefficient may change from step to step, as a variance in that of a step's time
@@ -28,7 +28,7 @@ class StepBudget:
     """
 
     def __init__(self, most: int) -> None:
-        self._most, self.short = most, min(_SHORT, most)
+        self._most, self.short = most, min(SHORT, most)
         self._seconds = np.zeros(3)  # of a step, of 32 running sequences, of 128 prompt tokens
         self._covariance = np.eye(3) * _UNCERTAIN
         self._seen = 0

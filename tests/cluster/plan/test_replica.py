@@ -71,3 +71,15 @@ def test_a_closed_loop_keeps_so_many_in_the_batch():
     found = closed_loop(REPLICA, iter(lambda: (50, 30), None), 8, 20.0, 2.0)
     step = STEP.seconds(8, 8 * 65, 8 * 50 / 30)
     assert found.tokens_per_s == pytest.approx(8 / step, rel=0.12) and 7 < found.sequences <= 8
+
+
+def test_short_prompts_beside_streams_are_read_in_one_step_and_long_ones_are_not():
+    replica = dataclasses.replace(REPLICA, chunk_tokens=512, slower=1.7, short_tokens=100)
+    streams = [Request(0.0, 10, 400) for _ in range(2)]
+    took = {}
+    for tokens in (100, 101):
+        late = Request(1.0, tokens, 1)
+        run = serve(replica, [*streams, late])
+        took[tokens] = late.first_s
+        assert len(run.done) == 3
+    assert took[100] < took[101]
