@@ -28,7 +28,6 @@ from benchmarks.workload import Workload
 from contract.errors import EngineFailed, NotFound
 
 TOKENS = (128, 64)  # of a prompt and of an answer
-LEAST_NOISE = 0.05
 WARMUP = 4  # requests before the first round
 PERF_ANALYZER, AIPERF = "perf_analyzer", "AIPerf"
 FIGURES = ("requests/s", "latency p50, ms", "TTFT p50, ms")
@@ -56,8 +55,8 @@ class Comparison:
         return statistics.median(self.theirs[name]) / statistics.median(self.ours[name])
 
     def noise(self, name: str) -> float:
-        """Return the largest over the smallest round of either client, less 1; at least LEAST_NOISE."""
-        return max(LEAST_NOISE, *(max(values) / min(values) - 1 for values in (self.ours[name], self.theirs[name])))
+        """Return by how much the rounds of either client differ."""
+        return max(figures.noise(values) for values in (self.ours[name], self.theirs[name]))
 
     def agrees(self, name: str) -> bool:
         ratio = self.ratio(name)

@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.record import Record
 
+LEAST_NOISE = 0.05  # runs of one round have no range
 QUANTILES = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
 
 
@@ -167,3 +168,8 @@ def _met_at_p95(awaited: Sequence[Record], slo: Slo) -> bool:
     # "higher": with a failure above the 95th percentile, interpolation would yield infinity or nan.
     reached = [np.percentile(values, 95, method="higher") for values in (ttfts, latencies)]
     return bool(reached[0] < slo.ttft_s and reached[1] < slo.latency_s)
+
+
+def noise(values: Sequence[float]) -> float:
+    """Return by how much rounds of one figure differ: the largest over the smallest, less 1; at least LEAST_NOISE."""
+    return max(LEAST_NOISE, max(values) / min(values) - 1)

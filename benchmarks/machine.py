@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
+
+from contract import step_model
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,8 @@ def host_load(before: CpuTime, after: CpuTime, ours_s: float) -> HostLoad:
 
 def described() -> dict[str, object]:
     """Return the conditions for reports; the load average is that of this moment."""
-    model = ""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
     return {
-        "cpu": model or platform.processor(),
+        "cpu": step_model.processor(),
         "cores": os.cpu_count(),
         "load_average_1min": os.getloadavg()[0],
         "python": platform.python_version(),

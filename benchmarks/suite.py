@@ -18,11 +18,12 @@ from typing import Any
 
 from benchmarks import machine, plots, report
 from benchmarks.child_process import ROOT, process
+from benchmarks.figures import noise
+from contract import step_model
 from contract.errors import InvalidArgument
 
 BASELINE = ROOT / "benchmarks" / "baseline.json"
 PAGE = ROOT / "docs" / "performance.md"
-LEAST_NOISE = 0.05  # runs of one round have no range
 LOWER, HIGHER = "lower", "higher"
 
 
@@ -39,8 +40,8 @@ class Figure:
 
     @property
     def noise(self) -> float:
-        """Largest over smallest round, less 1; at least LEAST_NOISE."""
-        return max(LEAST_NOISE, max(self.values) / min(self.values) - 1)
+        """By how much the rounds differ."""
+        return noise(self.values)
 
     def worse_by(self, before: Figure) -> float:
         """Return by which factor it is worse than ``before``, less 1."""
@@ -87,12 +88,8 @@ def _efficiency(table: Any) -> Figures:
         speed = {(b["path"], b["concurrency"], b["round"]): b["tokens"] / b["wall_s"] for b in batches}
         for b in batches:
             if b["path"] != "raw engine":
-                label, path, key = (
-                    f"{engine}, {b['path']}, {b['concurrency']}",
-                    b["path"],
-                    (b["concurrency"], b["round"]),
-                )
-                ratio = speed[(path, *key)] / speed[("raw engine", *key)]
+                label, key = f"{engine}, {b['path']}, {b['concurrency']}", (b["concurrency"], b["round"])
+                ratio = speed[(b["path"], *key)] / speed[("raw engine", *key)]
                 found.setdefault(f"speed of the raw engine's: {label}", []).append(ratio)
                 serving_us = 1e6 * sum(b["serving_cpu_s"].values()) / b["tokens"]
                 found.setdefault(f"serving CPU of a token, µs: {label}", []).append(serving_us)
@@ -172,7 +169,7 @@ def run(only: Sequence[str], quick: bool, keep: bool, out: Path, parts: Sequence
     if unknown := set(only) - {part.name for part in parts}:
         raise InvalidArgument("only", f"must be of {', '.join(part.name for part in parts)}, got {min(unknown)!r}")
     conditions = machine.described()
-    kind = f"{conditions['cpu']}, {conditions['cores']} cores"
+    kind = step_model.machine_kind()
     figures: Figures = {}
     failed: dict[str, str] = {}
     for part in parts:

@@ -223,15 +223,20 @@ def fit(points: Sequence[Point]) -> tuple[dict[str, float], float, float]:
     return dict(zip(TERMS, map(float, best), strict=True)), p50, p95
 
 
-def machine_kind() -> str:
-    """Return what this machine is, as far as the speed of an engine depends on it: processor and cores."""
+def processor() -> str:
+    """Return the name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def machine_kind() -> str:
+    """Return what this machine is, as far as the speed of an engine depends on it: processor and cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{named[0] if named else platform.processor() or platform.machine()}, {cores} cores"
+    return f"{processor()}, {cores} cores"
 
 
 TERMS = (

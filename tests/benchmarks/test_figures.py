@@ -79,3 +79,7 @@ def test_rates_are_of_what_fell_into_the_window():
     found = figures.compute([early, inside, late], (2.0, 4.0))
     assert found.output_tokens_per_s == 8 / 2 and found.requests_per_s == 2 / 2 and found.input_tokens_per_s == 10 / 2
     assert found.requests == 2 and found.latency_s.max == pytest.approx(5.1)
+
+
+def test_noise_is_how_far_rounds_are_apart():
+    assert figures.noise([2.0, 3.0, 2.5]) == 0.5 and figures.noise([2.0]) == figures.LEAST_NOISE

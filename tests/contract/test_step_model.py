@@ -158,3 +158,7 @@ def test_a_file_without_a_field_or_without_json_says_so(tmp_path):
         path.write_text(text)
         with pytest.raises(EngineFailed, match="step_model.json: "):
             step_model.load(path)
+
+
+def test_the_kind_of_a_machine_names_its_processor_and_cores():
+    assert step_model.processor() and step_model.machine_kind().startswith(f"{step_model.processor()}, ")

@@ -70,6 +70,14 @@ def test_prompts_part_exactly_where_a_text_ends_in_the_block_in_which_they_begin
     assert blocks.add(second) is not mixed_up
 
 
+def generated(listener, sent):
+    """Wait until all of ``sent`` have ended; return the ids of each."""
+    listener.wait(lambda: ended(listener).issuperset(sent) or listener.dead)
+    assert not listener.dead
+    outputs = [o for report in listener.reports for o in report.outputs]
+    return [[token for o in outputs if o.id == id for token in o.token_ids] for id in sent]
+
+
 @pytest.mark.slow
 def test_continuations_of_one_text_sent_at_once_get_what_they_get_alone(triton_types, tiny_engine):
     text, tails = [7, 8, 9, 10, 11, 12], ([13, 14, 15], [16, 17], [18], [19, 20, 21, 22])
@@ -100,10 +108,7 @@ def test_continuations_of_one_text_sent_at_once_get_what_they_get_alone(triton_t
                     link.send(AddSequence(number, prompt, 12, greedy, frozenset()))
                     if not at_once:
                         listener.wait(lambda number=number: number in ended(listener) or listener.dead)
-                listener.wait(lambda sent=sent: ended(listener).issuperset(sent) or listener.dead)
-                assert not listener.dead
-                outputs = [o for report in listener.reports for o in report.outputs]
-                found += [[token for o in outputs if o.id == id for token in o.token_ids] for id in sent]
+                found += generated(listener, sent)
             return found
         finally:
             link.close()
@@ -131,10 +136,7 @@ def test_continuations_of_a_prompt_that_runs_get_what_they_get_alone(triton_type
                     link.send(AddSequence(number, np.array([*begun, *tail], np.int64), 12, greedy, frozenset()))
                     if not at_once:
                         listener.wait(lambda number=number: number in ended(listener) or listener.dead)
-                listener.wait(lambda sent=sent: ended(listener).issuperset(sent) or listener.dead)
-                assert not listener.dead
-                outputs = [o for report in listener.reports for o in report.outputs]
-                found += [[token for o in outputs if o.id == id for token in o.token_ids] for id in sent]
+                found += generated(listener, sent)
             return found
         finally:
             link.close()
