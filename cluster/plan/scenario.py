@@ -1,4 +1,4 @@
-"""A scenario: who asks for how much when, what they are promised, and what replicas cost (docs/capacity.md).
+"""A scenario: the requests of every hour, their objectives, and prices of replicas (docs/capacity.md).
 
 Every field is checked by name.
 """

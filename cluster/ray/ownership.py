@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import random
 import select
 import sys
 import time
@@ -32,7 +33,7 @@ def keep(file: Path, orphan_s: float) -> None:
         except BrokenPipeError:  # the worker died while the server started, and another server starts by now
             return
         while True:
-            fcntl.flock(shared, fcntl.LOCK_EX)  # returns when the worker has said stop, or died
+            fcntl.flock(shared, fcntl.LOCK_SH)  # returns when the worker has said stop, or died
             alone_s = time.monotonic()
             while True:
                 if STOP in file.read_text().splitlines():
@@ -43,7 +44,7 @@ def keep(file: Path, orphan_s: float) -> None:
                 fcntl.flock(shared, fcntl.LOCK_UN)
                 time.sleep(min(POLL_S, orphan_s))
                 try:
-                    fcntl.flock(shared, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(shared, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
                     break
 
@@ -110,11 +111,17 @@ def locked(file: Path, flags: int = 0) -> IO[str]:
     """Return the open file of a server, locked. Raises OSError if another worker owns it. flags: as of os.open."""
     lock = os.fdopen(os.open(file, os.O_RDWR | os.O_APPEND | flags, 0o600), "a")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except BlockingIOError:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # fails if owned: an owner's lock is exclusive
+                fcntl.flock(lock, fcntl.LOCK_UN)  # the program beside the server looked at its file: try again
+                time.sleep(random.random() / 1000)
     except OSError:
         lock.close()
         raise
-    return lock
 
 
 def adopted(folder: Path, prefix: str, gpus: str) -> Owned | None:

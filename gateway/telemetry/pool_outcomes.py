@@ -77,6 +77,7 @@ class Outcomes:
 class PoolOutcomes:
     """The outcomes of every pool, in slices of SLICE_S, for LONGEST_S. ``fold`` them once a second."""
 
+    # The clock is looked up at every call: simulator/virtual_time.py replaces it.
     def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._clock = clock
         self._fresh: defaultdict[str, Outcomes] = defaultdict(Outcomes)

@@ -35,6 +35,7 @@ class ReplicaSeconds:
     healthy: returns the number of healthy replicas now.
     """
 
+    # The clock is looked up at every call: simulator/virtual_time.py replaces it.
     def __init__(self, healthy: Callable[[], int], clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._healthy, self._clock = healthy, clock
         self._at_s, self._count, self._total = clock(), 0, 0.0

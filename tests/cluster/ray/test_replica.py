@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -114,6 +116,17 @@ def test_an_adopted_server_has_its_time_without_a_worker_again(tmp_path, python)
     time.sleep(0.6)
     assert len(list(tmp_path.glob("status-*"))) == 1 and not ended(tmp_path, 0.0)
     assert ended(tmp_path)
+
+
+def test_a_server_is_adopted_while_the_program_beside_it_looks_at_its_file(tmp_path, python):
+    orphan(tmp_path, python)
+    (file,) = tmp_path.glob("replica-*.owner")
+    with file.open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        threading.Timer(0.2, fcntl.flock, [looking, fcntl.LOCK_UN]).start()
+        one = start(tmp_path, python, 3)
+    assert len(list(tmp_path.glob("status-*"))) == 1
+    one.__del__()
 
 
 def test_a_server_of_another_kind_on_the_same_gpu_is_drained_first(tmp_path, python, monkeypatch):

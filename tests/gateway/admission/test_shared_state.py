@@ -157,7 +157,7 @@ async def test_a_caller_that_leaves_while_it_waits_leaves_nothing(redis_socket: 
             (end,) = await asyncio.gather(asking, return_exceptions=True)
             if not isinstance(end, BaseException):
                 end.release()
-        await until(lambda: not any(+state._held or state._released for state, _ in made))
+        await until(lambda: not any(+s._held or s._released or s._writing.locked() for s, _ in made))
         assert await made[0][1].acquire(capped(2), 1, 2)
 
 
