@@ -1,12 +1,14 @@
 """Status file of a supervisor: a small JSON file for people and tools.
 
 ``.triton/status-<grpc port>.json`` exists from start to clean stop; after a failure it stays and gives the reason.
+Its supervisor sets its modification time every BEAT_S, so that one that hangs is noticed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,12 +17,15 @@ from contract import failpoint
 from server.process import start_ticks
 from server.recovery import State
 
+BEAT_S = 1.0
+HUNG_S = 10.0  # without a beat
+
 
 @dataclass(frozen=True)
 class Status:
     """Content of the status file.
 
-    state: a recovery.State, or "dead" if the supervisor was killed.
+    state: a recovery.State, "dead" if the supervisor was killed, or "hung" if it is stopped or does not run.
     since: when the state was entered, UTC, ISO 8601.
     restarts, reloads: server restarts and model reloads since the supervisor started.
     reason: one sentence or "".
@@ -64,13 +69,18 @@ def write(file: Path, status: Status) -> None:
 
 
 def read(file: Path) -> Status | None:
-    """Read the status in ``file``, with state "dead" if its supervisor was killed; None if there is no file."""
+    """Read the status in ``file``, with state "dead" or "hung" if its supervisor is; None if there is no file."""
     try:
         status = Status(**json.loads(file.read_text()))
+        silent_s = time.time() - file.stat().st_mtime
     except FileNotFoundError:
         return None
-    if status.state != State.FAILED.value and start_ticks(status.pid) != status.started:
+    if status.state == State.FAILED.value:
+        return status
+    if start_ticks(status.pid) != status.started:
         return replace(status, state="dead", reason="its supervisor was killed")
+    if silent_s > HUNG_S:
+        return replace(status, state="hung", reason=f"its supervisor has not run for {silent_s:.0f} s")
     return status
 
 

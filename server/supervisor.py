@@ -161,6 +161,7 @@ class Supervisor:
 
     async def _serve(self, command: Sequence[str]) -> int:
         self._write_status()
+        self._renew_status()
         if self._settings.register_:
             self._registration = self._register()
         self._begin_recovery(self._start(delay_s=0))
@@ -313,6 +314,11 @@ class Supervisor:
 
     def _print(self, text: str) -> None:
         print(f"trident: {text}", file=self._err, flush=True)
+
+    def _renew_status(self) -> None:
+        with contextlib.suppress(OSError):
+            os.utime(self._status_file)
+        asyncio.get_running_loop().call_later(status.BEAT_S, self._renew_status)
 
     def _write_status(self) -> None:
         record, settings = self._record, self._settings

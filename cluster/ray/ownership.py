@@ -11,11 +11,13 @@ import json
 import os
 import random
 import select
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import IO
 
+HUNG_S = 10.0  # without a beat of the status file, server/status.py
 POLL_S = 0.5  # of an orphan; an owned server is watched by a wait for the lock
 STOP = "stop"
 
@@ -68,19 +70,24 @@ class Owned:
 
     @property
     def state(self) -> str:
-        """What the status file says, and "draining" from the stop on."""
+        """What the status file says, "draining" from the stop on, "hung" if its supervisor does not run."""
         if self._stopped:
             return "draining"
         try:
+            if time.time() - self._status_file.stat().st_mtime > HUNG_S:
+                return "hung"
             return str(json.loads(self._status_file.read_text())["state"])
         except (OSError, ValueError, KeyError):
             return "without a status file"
 
     def stop(self) -> None:
-        """Let the server withdraw and drain. No other worker adopts it."""
+        """Let the server withdraw and drain. No other worker adopts it. One whose supervisor hangs is killed."""
+        hangs = self.state == "hung"
         self._stopped = True
         with self._lock:
             self._lock.write(f"{STOP}\n")  # Ray replaces print() in its workers by one that writes its arguments' tuple
+        if hangs:
+            signal.pidfd_send_signal(self._supervisor, signal.SIGKILL)  # its server ends with it
 
     def wait(self) -> None:
         """Return when the supervisor has ended."""
@@ -128,7 +135,7 @@ def adopted(folder: Path, prefix: str, gpus: str) -> Owned | None:
     """Return a server that serves and has no owner, now this process's; None if there is none.
 
     folder, prefix: of the files of such servers. gpus: that the server is to have. Other orphans that have one
-    of them are drained first, since only one server fits there.
+    of them are drained first, since only one server fits there, and those that hang are killed.
     """
     for file in sorted(folder.glob("replica-*.owner")):
         try:
@@ -144,7 +151,7 @@ def adopted(folder: Path, prefix: str, gpus: str) -> Owned | None:
             continue
         if file.name.startswith(prefix) and found.state == "ready":
             return found
-        if found.gpus & set(filter(None, gpus.split(","))):
+        if found.state == "hung" or found.gpus & set(filter(None, gpus.split(","))):
             found.stop()
             found.wait()
             found.forget()

@@ -45,6 +45,16 @@ def test_a_killed_supervisor_is_dead_also_when_its_pid_is_reused(tmp_path):
     assert status.read(file).state == "failed"
 
 
+def test_a_supervisor_that_does_not_run_is_hung(tmp_path):
+    file = status.path(tmp_path, 8001)
+    status.write(file, STATUS)
+    os.utime(file, (1, 1))
+    assert status.read(file).state == "hung" and "has not run for" in status.read(file).reason
+    status.write(file, replace(STATUS, state="failed"))
+    os.utime(file, (1, 1))
+    assert status.read(file).state == "failed"
+
+
 def test_the_description_has_state_counts_and_reason():
     line = status.describe(replace(STATUS, state="failed", reason="no weights\nmore"))
     assert "failed since" in line and "1 restarts, 2 reloads" in line and line.endswith(": no weights")

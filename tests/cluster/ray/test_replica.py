@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -138,6 +139,27 @@ def test_a_server_of_another_kind_on_the_same_gpu_is_drained_first(tmp_path, pyt
     one = start(tmp_path, python, CUDA_VISIBLE_DEVICES="1,2")
     assert ended(tmp_path, 0.0)
     one.__del__()
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process is gone, or a zombie that init has not reaped yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_server_whose_supervisor_hangs_is_killed(tmp_path, python):
+    orphan(tmp_path, python, "old")
+    (old,) = tmp_path.glob("status-*")
+    os.utime(old, (1, 1))
+    one = start(tmp_path, python)
+    os.kill(one._owned.pid, signal.SIGSTOP)
+    assert has_ended(int(old.name.removeprefix("status-"))) and one._owned.state == "ready"
+    os.utime(one._owned._status_file, (1, 1))
+    assert one._owned.state == "hung"
+    one.__del__()
+    assert has_ended(one._owned.pid)
 
 
 def test_a_worker_ends_when_its_supervisor_does(tmp_path, python, monkeypatch):
