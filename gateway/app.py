@@ -25,7 +25,6 @@ from gateway.api.completions import CompletionFormatter
 from gateway.api.encoder_http import EncoderEndpoint
 from gateway.api.encoder_schemas import BODIES as ENCODER_BODIES
 from gateway.api.openai_http import OpenAIEndpoint
-from gateway.api.request_body import bearer_token
 from gateway.api.responses.endpoint import ResponsesEndpoint
 from gateway.api.responses.store import ResponseStore
 from gateway.api.tokenization import BODIES as TOKENIZATION_BODIES
@@ -63,7 +62,7 @@ def build(service: Service) -> ASGIApp:
 
         async def endpoint(request: Request) -> Response:
             try:
-                tenant = service.tenant(bearer_token(request.headers.get("authorization", "")))
+                tenant = await service.tenant(request.headers)
                 fields = await handle(request, tenant)
             except TridentError as error:
                 return error_responses.response(*error_responses.http(error))

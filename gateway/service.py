@@ -39,6 +39,7 @@ from gateway.config.tenant import Tenant
 from gateway.config.tenants import Keys
 from gateway.encoding import Encoding
 from gateway.generation import GenerationRuntime
+from gateway.identity.authentication import Authentication
 from gateway.live_generations import LiveGenerations
 from gateway.models import HEADER, Models, ServedModel
 from gateway.releases import Releases
@@ -86,6 +87,7 @@ class Service:
     ) -> None:
         self.settings, self.configuration = settings, configuration
         self.keys = keys or configuration
+        self.authentication = Authentication(settings, self.keys)
         self.metrics = Metrics()
         self.tracing = tracing or Tracing(settings.otlp_endpoint)
         self.watchdog = Watchdog(settings.shortest_timeout_s, self.metrics.lag.observe)
@@ -298,9 +300,9 @@ class Service:
         }
         return [pool for pool in self.replicas.pools if pool in public or pool in pinned]
 
-    def tenant(self, api_key: str) -> Tenant:
-        """Return the tenant of a key. Raises Unauthenticated."""
-        return self.keys.tenant(api_key)
+    async def tenant(self, headers: Mapping[str, str]) -> Tenant:
+        """Return the tenant of a request. headers: keys in lower case. Raises Unauthenticated."""
+        return await self.authentication.tenant(headers)
 
     async def routed(
         self, model: str, requests: Sequence[GenerationRequest], context: RequestContext

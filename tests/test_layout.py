@@ -145,6 +145,7 @@ def test_no_module_imports_itself_in_a_circle():
 GATEWAY_LAYERS = (
     ("config", "database", "request_key", "watchdog"),
     ("admission",),
+    ("identity",),
     ("models",),
     ("request_context",),
     ("routing",),

@@ -1,23 +1,24 @@
-"""Serve the operators' endpoints under /admin/, with the token of TRIDENT_GATEWAY_ADMIN_TOKEN_FILE."""
+"""Serve the endpoints of operators and tenant admins under /admin/."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
-from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, TridentError, Unauthenticated
+from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, TridentError
 from gateway.admission.body_budget import BodyBudget
 from gateway.api import error_responses, request_body, schemas
 from gateway.api.console import Console, ScalingReport, page_routes
-from gateway.api.request_body import BodyTooLarge, bearer_token
+from gateway.api.request_body import BodyTooLarge
+from gateway.identity.principal import Principal
 from gateway.routing.registrations import Registration
 from gateway.service import Service
 
@@ -25,16 +26,29 @@ MAX_BODY_BYTES = 64 * 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\[\]-]{0,199}")
 Body = TypeVar("Body")
 Handle = Callable[[Request], Awaitable[Any]]
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class AdminRoute(Route):
+    """A route that is not there while there can be no operator or tenant admin."""
+
+    def __init__(self, service: Service, path: str, endpoint: Endpoint, methods: Sequence[str] = ("GET",)) -> None:
+        super().__init__(path, endpoint, methods=list(methods))
+        self._authentication = service.authentication
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return super().matches(scope) if self._authentication.administered else (Match.NONE, {})
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the operators' endpoints and their page; none where no token is set."""
-    token = service.settings.admin_token
-    if not token:
-        return []
+    """Return the operators' endpoints and their page."""
 
     def route(path: str, method: str, handle: Handle) -> Route:
-        return Route(f"/admin/{path}", _guarded(token, handle), methods=[method])
+        async def for_operators(request: Request, principal: Principal) -> Any:
+            principal.check_operator()
+            return await handle(request)
+
+        return AdminRoute(service, f"/admin/{path}", guarded(service, for_operators), [method])
 
     registrations = service.replicas.registrations
 
@@ -74,7 +88,7 @@ def routes(service: Service) -> list[Route]:
         return {}
 
     return [
-        *page_routes(),
+        *(AdminRoute(service, route.path, route.endpoint) for route in page_routes()),
         route("events", "GET", console.events),
         route("scaling", "PUT", report),
         route("releases", "GET", releases),
@@ -102,16 +116,12 @@ async def body(service: Service, request: Request, kind: type[Body]) -> Body:
     return found
 
 
-def _guarded(token: bytes, handle: Handle) -> Callable[[Request], Awaitable[Response]]:
-    """Return the endpoint that sends what ``handle`` returns, as JSON if it is no response, or its error, to callers
-    with the token."""
+def guarded(service: Service, handle: Callable[[Request, Principal], Awaitable[Any]]) -> Endpoint:
+    """Return the endpoint that sends what ``handle`` returns, as JSON if it is no response, or its error."""
 
     async def endpoint(request: Request) -> Response:
         try:
-            given = bearer_token(request.headers.get("authorization", "")).encode()
-            if not hmac.compare_digest(given, token):
-                raise Unauthenticated("the operators' endpoints need the token of TRIDENT_GATEWAY_ADMIN_TOKEN_FILE")
-            fields = await handle(request)
+            fields = await handle(request, await service.authentication.principal(request.headers))
         except TridentError as error:
             return error_responses.response(*error_responses.http(error))
         if isinstance(fields, Response):

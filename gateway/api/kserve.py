@@ -47,7 +47,6 @@ from contract.generation import GenerationRequest, Guide
 from gateway.api import error_responses
 from gateway.api.caller_errors import for_caller
 from gateway.api.grpc_endpoint import GrpcEndpoint
-from gateway.api.request_body import bearer_token
 from gateway.config.tenant import Tenant
 from gateway.generation import Generation
 from gateway.request_context import RequestContext
@@ -109,7 +108,7 @@ class KServeEndpoint(GrpcEndpoint):
 
         async def handle(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
             try:
-                tenant = self._service.tenant(bearer_token(_carrier(context).get("authorization", "")))
+                tenant = await self._service.tenant(_carrier(context))
                 replicas = self._service.replicas.ready()
                 if not method.endswith("ServerMetadata"):
                     model = self._service.models.find(_name(request), tenant)
@@ -199,7 +198,7 @@ class KServeEndpoint(GrpcEndpoint):
     ) -> TridentError | None:
         """Serve one request of ``size`` bytes. Returns the error that was sent in band; raises one that was not."""
         service = self._service
-        tenant = service.tenant(bearer_token(carrier.get("authorization", "")))
+        tenant = await service.tenant(carrier)
         with service.bodies.lease(tenant.name, alone=service.configuration.keyless) as lease:
             try:
                 lease.take(size)

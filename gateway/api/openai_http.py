@@ -24,7 +24,7 @@ from gateway.api import error_responses, request_body, schemas
 from gateway.api.caller_errors import for_caller
 from gateway.api.chat import ChatFormatter
 from gateway.api.completions import CompletionFormatter
-from gateway.api.request_body import BodyTooLarge, bearer_token
+from gateway.api.request_body import BodyTooLarge
 from gateway.api.response_stream import Headers, ResponseStream
 from gateway.api.schemas import ChatRequest, CompletionRequest
 from gateway.api.sections import ChoiceCutters, CutDeltas
@@ -63,7 +63,7 @@ class OpenAIEndpoint:
         request_id = request.headers.get("x-request-id") or new_request_id()
         service = self._service
         try:
-            tenant = service.tenant(bearer_token(request.headers.get("authorization", "")))
+            tenant = await service.tenant(request.headers)
         except TridentError as exc:  # before the body, so that no memory is held for a client without a key
             await self._reject(receive, send, error_responses.http(exc), request_id)
             return

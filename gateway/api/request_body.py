@@ -62,9 +62,3 @@ async def discard(receive: Receive) -> None:
 
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(drain(), LINGER_S)
-
-
-def bearer_token(header: str) -> str:
-    """Return the token of an ``authorization`` header; empty for another scheme."""
-    scheme, _, token = header.partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""

@@ -21,7 +21,6 @@ from clients.wire.connection import new_request_id
 from clients.wire.request import can_travel
 from contract.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Overloaded, TridentError
 from gateway.api import error_responses, schemas
-from gateway.api.request_body import bearer_token
 from gateway.api.strict_model import StrictModel
 from gateway.batch import multipart
 from gateway.batch.store import OUTPUT_PURPOSE, PURPOSE, Batch, BatchStore, File, FileTooLarge
@@ -60,7 +59,7 @@ class BatchRequest(StrictModel):
 class BatchEndpoints:
     """The routes of files and batches.
 
-    tenant: returns the tenant of an API key.
+    tenant: returns the tenant of a request with these headers.
     wake: called when a batch was created or cancelled.
     timeout_s: longest silence of a client that sends a body.
     requests: counts responses by protocol, operation (files or batches) and status.
@@ -69,7 +68,7 @@ class BatchEndpoints:
     def __init__(
         self,
         store: BatchStore,
-        tenant: Callable[[str], Tenant],
+        tenant: Callable[[Mapping[str, str]], Awaitable[Tenant]],
         webhooks: Webhooks,
         wake: Callable[[], None],
         timeout_s: float,
@@ -199,7 +198,7 @@ class BatchEndpoints:
         async def endpoint(request: Request) -> Response:
             handler = handlers["GET" if request.method == "HEAD" else request.method]
             try:
-                response = await handler(request, self._tenant(bearer_token(request.headers.get("authorization", ""))))
+                response = await handler(request, await self._tenant(request.headers))
             except TridentError as error:
                 response = _error_response(error, close=not await _drain(request))
             request_id = request.headers.get("x-request-id", "")

@@ -46,6 +46,7 @@ class Tenant:
     classes: that its requests may name; empty: those that are not more urgent.
     class_rules: of a classified request; None without a class.
     levels: organisation, team and key, whose limits all apply; empty without API keys.
+    administers: the level whose keys and usage this key manages, ``acme`` or ``acme/research``; "" for none.
     """
 
     name: str = "anonymous"
@@ -57,3 +58,4 @@ class Tenant:
     classes: tuple[str, ...] = ()
     class_rules: ClassRules | None = None
     levels: tuple[Level, ...] = ()
+    administers: str = ""

@@ -98,10 +98,10 @@ async def test_keys_decide_who_may_call_and_whether_cache_hits_are_reported(tmp_
     rules = f'salt = "{salt}"\n[orgs.acme.teams.r.keys.k]\nhash = "{hashed}"'
     async with FakeReplica() as replica, service(replica, tmp_path, rules) as here:
         with pytest.raises(Unauthenticated):
-            here.tenant("wrong")
+            await here.tenant({"authorization": "Bearer wrong"})
         assert not here.reports_cached_tokens
     async with FakeReplica() as replica, service(replica, tmp_path) as here:
-        assert here.tenant("") == Tenant() and here.reports_cached_tokens
+        assert await here.tenant({}) == Tenant() and here.reports_cached_tokens
 
 
 async def test_without_keys_one_tenant_may_use_all_slots_and_the_whole_queue(tmp_path: Path):

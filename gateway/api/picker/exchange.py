@@ -18,7 +18,6 @@ from gateway.api.openai_http import check_request_id, requested_timeout_s
 from gateway.api.picker import ext_proc_pb2 as pb
 from gateway.api.picker import messages, request
 from gateway.api.picker.pick import OnCut, Pick
-from gateway.api.request_body import bearer_token
 from gateway.request_context import RequestContext
 from gateway.service import Service
 
@@ -96,7 +95,7 @@ class Exchange:
                 names = " or ".join(map(pb.BodySendMode.Name, allowed))
                 raise InvalidArgument(name, f"must be {names}, got {pb.BodySendMode.Name(mode)}")
             self._sees_response = mode != pb.NONE
-        tenant = service.tenant(bearer_token(headers.get("authorization", "")))
+        tenant = await service.tenant(headers)
         request_id = headers.get("x-request-id") or new_request_id()
         check_request_id(request_id)
         operation = "chat" if headers.get(":path", "").startswith("/v1/chat/") else "text_completion"

@@ -19,7 +19,6 @@ from contract.errors import InvalidArgument, NotFound, TridentError
 from gateway.api import error_responses
 from gateway.api.chat import ChatFormatter
 from gateway.api.openai_http import JSON, OpenAIEndpoint
-from gateway.api.request_body import bearer_token
 from gateway.api.response_stream import Headers, ResponseStream
 from gateway.api.responses.events import ResponseEvents, ResponseFold
 from gateway.api.responses.items import plain_items
@@ -126,7 +125,7 @@ class ResponsesEndpoint(OpenAIEndpoint):
         async def endpoint(request: Request) -> Response:
             handler = handlers["GET" if request.method == "HEAD" else request.method]
             try:
-                tenant = self._service.tenant(bearer_token(request.headers.get("authorization", "")))
+                tenant = await self._service.tenant(request.headers)
                 response = Response(await handler(request, tenant.name), media_type="application/json")
             except TridentError as error:
                 parts = error_responses.http(error)

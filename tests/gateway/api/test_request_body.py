@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from gateway.admission.body_budget import BodyBudget
 from gateway.api import request_body
-from gateway.api.request_body import BodyTooLarge, bearer_token
+from gateway.api.request_body import BodyTooLarge
 
 LEFT = {"type": "http.disconnect"}
 
@@ -67,11 +67,3 @@ async def test_a_rejected_body_is_discarded_to_its_end(last: dict[str, Any]) -> 
 async def test_a_body_without_an_end_is_discarded_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_body, "LINGER_S", 0.01)
     await request_body.discard(receiver(part(b"x")))
-
-
-@pytest.mark.parametrize(
-    ("header", "token"),
-    [("", ""), ("Bearer k", "k"), ("bearer  k ", "k"), ("Basic k", ""), ("Bearer", ""), ("k", "")],
-)
-def test_the_token_of_the_bearer_scheme_counts(header: str, token: str) -> None:
-    assert bearer_token(header) == token

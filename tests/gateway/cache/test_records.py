@@ -139,7 +139,7 @@ async def test_the_stream_of_a_gateway_that_is_killed_goes_on_at_another_and_is_
             living.terminate()
             await living.communicate()
     async with gateway(FakeReplica(), config=config) as third:
-        standing = await third.service.budgets.reserve(third.service.tenant(ALICE).levels, 0)
+        standing = await third.service.budgets.reserve(third.service.configuration.tenant(ALICE).levels, 0)
         (tokens,) = [one.balance for one in standing.standings if one.demand.unit == "tokens"]
         assert 1_000_000 - tokens < 2 * TOKENS + 10  # no reservation is left of the one that died
 

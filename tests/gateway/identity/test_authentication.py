@@ -1,0 +1,59 @@
+"""Who sends a request."""
+
+from __future__ import annotations
+
+import pytest
+
+from contract.errors import Unauthenticated
+from gateway.config.settings import Settings
+from gateway.config.tenant import Tenant
+from gateway.identity import secret_file
+from gateway.identity.authentication import Authentication, bearer_token
+
+TOKEN = "an-operators-token-0123"
+
+
+class Keys:
+    def tenant(self, api_key: str) -> Tenant:
+        if api_key != "k":
+            raise Unauthenticated("this API key is not known here")
+        return Tenant("acme/research")
+
+    def named(self, tenant: str, key: str) -> Tenant | None:
+        return None
+
+
+def headers(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+async def test_the_operators_token_makes_an_operator_and_a_key_a_caller(tmp_path, monkeypatch):
+    monkeypatch.setattr(secret_file, "CHECK_S", 0.0)
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    authentication = Authentication(Settings(admin_token_file=path), Keys())
+    assert (await authentication.principal(headers(TOKEN))).role == "operator"
+    found = await authentication.principal(headers("k"))
+    assert (found.role, found.tenant) == ("caller", Tenant("acme/research"))
+    for token in ("", "wrong", TOKEN[:-1], "é" * 20):
+        with pytest.raises(Unauthenticated):
+            await authentication.principal(headers(token))
+    path.write_text("another-token-456789")  # the mounted file was replaced
+    with pytest.raises(Unauthenticated):
+        await authentication.principal(headers(TOKEN))
+    assert (await authentication.principal(headers("another-token-456789"))).role == "operator"
+
+
+async def test_without_a_token_file_nobody_is_an_operator():
+    authentication = Authentication(Settings(), Keys())
+    assert not authentication.administered
+    with pytest.raises(Unauthenticated):
+        await authentication.principal({})
+
+
+@pytest.mark.parametrize(
+    ("header", "token"),
+    [("", ""), ("Bearer k", "k"), ("bearer  k ", "k"), ("Basic k", ""), ("Bearer", ""), ("k", "")],
+)
+def test_the_token_of_the_bearer_scheme_counts(header: str, token: str) -> None:
+    assert bearer_token(header) == token
