@@ -4,8 +4,9 @@
 
 The load is work that arrives, in tokens of decoding per second, and work that waits and would not be begun in time by
 the replicas that are ready or starting. Replicas are added while their capacity leaves less than ``least_headroom`` of
-it, and removed while one less would still leave ``most_headroom``. Between the two nothing changes, so that noise does
-not move the number. What is unknown is not zero: without a load, or with a part of it, no replica is removed.
+it, and removed while one less would still leave ``most_headroom`` of the load and of what it varies by: the fewer
+requests make it up, the wider is the band between the two in which nothing changes. What is unknown is not zero:
+without a load, or with a part of it, no replica is removed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cluster.scaling.rules import PoolRules
 
 BUCKETS, BUCKET_S = 96, 900  # the load by time of day: a mean for each quarter of an hour
 MOST = 1_000_000  # replicas; larger numbers are errors
-_LEVEL_S, _TREND_S = 60.0, 300.0  # memory of the arriving load and of its trend
+_LEVEL_S, _TREND_S, _NOISE_S = 60.0, 300.0, 900.0  # memory of the arriving load, of its trend and of its variation
 _GAP_S = 300.0  # after so long without a load its trend is forgotten
 _LATE = 3.0  # a start that takes so many times as long as usual is not counted on
 _TRIFLE = 0.01  # of a replica: a load below this is none
@@ -89,7 +90,8 @@ class _State(BaseModel):
 
     wanted: the latest decision, -1 for none. up_s, changed_s: the latest addition, the latest change.
     recent: (time, replicas needed), each larger than those after it: the first is the most within the cooldown.
-    level, trend, level_s: of the arriving work, and when it was taken.
+    level, trend, level_s: of the arriving work, and when it was taken. noise: mean deviation of what arrives from the
+        level, as a part of it. requests: mean of those that hold a slot.
     days: mean arriving work by time of day, -1 where none is known. bucket: (number, sum, samples) of the current one.
     ordered: when each starting replica was ordered. ready: replicas at the latest load. start_s: measured; 0: not yet.
     busy_s: when there was work last. tokens_per_s, slots: of a replica, as last measured.
@@ -103,6 +105,8 @@ class _State(BaseModel):
     level: _Amount = 0.0
     trend: Annotated[float, Field(ge=-1e12, le=1e12)] = 0.0
     level_s: _Time = _NEVER
+    noise: Annotated[float, Field(ge=0, le=1)] = 0.0
+    requests: _Amount = 0.0
     days: Annotated[list[Annotated[float, Field(ge=-1, le=1e15)]], Field(min_length=BUCKETS, max_length=BUCKETS)] = [
         -1.0
     ] * BUCKETS
@@ -152,16 +156,23 @@ class _State(BaseModel):
         self.ordered, self.ready = self.ordered[come:], load.ready
         self.order(now - load.ready, now_s)
         if load.arrived_per_s is not None and load.complete:
-            self._arrives(load.arrived_per_s * load.cost, now_s)
+            self._arrives(load.arrived_per_s * load.cost, load.running_requests, now_s)
+        else:
+            self.requests = max(self.requests, load.running_requests)
 
-    def _arrives(self, work: float, now_s: float) -> None:
-        """Take in the arriving work: its level, its trend and its time of day."""
+    def _arrives(self, work: float, requests: float, now_s: float) -> None:
+        """Take in the arriving work: its level, its variation, its trend and its time of day."""
         passed_s, before = now_s - self.level_s, self.level
         if passed_s > _GAP_S:
-            self.level, self.trend = work, 0.0
+            self.level, self.trend, self.requests = work, 0.0, requests
         elif passed_s > 0:
-            expected = max(0.0, before + self.trend * passed_s)
-            self.level = expected + (work - expected) * (1 - math.exp(-passed_s / _LEVEL_S))
+            expected, new = max(0.0, before + self.trend * passed_s), 1 - math.exp(-passed_s / _LEVEL_S)
+            self.level, self.requests = (
+                expected + (work - expected) * new,
+                self.requests + (requests - self.requests) * new,
+            )
+            away = min(1.0, abs(work - expected) / expected) if expected else 0.0
+            self.noise += (away - self.noise) * (1 - math.exp(-passed_s / _NOISE_S))
             self.trend += ((self.level - before) / passed_s - self.trend) * (1 - math.exp(-passed_s / _TREND_S))
         self.level_s = now_s
         (number, total, samples), current = self.bucket, int(now_s // BUCKET_S % BUCKETS)
@@ -204,14 +215,17 @@ def _decided(rules: PoolRules, load: Load, state: _State, now: int, now_s: float
 
     def needed(headroom: float) -> int:
         by_tokens = demand * (1 + headroom) / capacity if capacity else 0.0
-        requests = load.running_requests + (0.0 if capacity else load.queued_requests)
+        # What finds no slot now waits, and is counted there; their mean is that of the arriving work.
+        requests = state.requests if capacity else load.running_requests + load.queued_requests
         by_slots = requests * (1 + headroom) / slots if slots else 0.0
         count = math.ceil(min(MOST / 2, max(by_tokens, by_slots)) - _TRIFLE)
         return max(count, int(load.any)) + rules.warm_replicas
 
     least, roomy = needed(rules.least_headroom), needed(rules.most_headroom)
+    # The noise of single readings is about twice the standard deviation of their mean over a minute or two.
+    enough = needed((1 + rules.most_headroom) * (1 + state.noise) - 1)
     certain = load.complete and bool(capacity or slots or not load.any)
-    state.needs(roomy if certain else max(now, roomy), now_s, rules.down_cooldown_s)
+    state.needs(enough if certain else max(now, enough), now_s, rules.down_cooldown_s)
     last = int(now_s - state.busy_s < rules.zero_after_s)  # the last replica stays so long
     lasting = max(state.recent[0][1], last)
     wanted, rule, reason = now, "steady", _in_words(load, forecast, demand, capacity, slots, least)
@@ -220,7 +234,7 @@ def _decided(rules: PoolRules, load: Load, state: _State, now: int, now_s: float
             rule, reason = "cooldown", f"{reason}; the latest addition was {now_s - state.up_s:.0f} s ago"
         else:
             wanted, rule = min(roomy, now + rules.step_up), "load"
-    elif roomy < now and now > rules.min_replicas:
+    elif enough < now and now > rules.min_replicas:
         if not certain:
             rule, reason = "partial", f"{reason}; not all of the load is known, so none is removed"
         elif lasting >= now or now_s - state.changed_s < rules.down_cooldown_s:

@@ -27,7 +27,7 @@ PREFIXES = _POOL, _REPLICA  # of what is read of a page
 _ARRIVED, _BACKLOG = f"{_POOL}arrived_tokens_total", f"{_POOL}backlog_tokens"
 MAX_BYTES, LARGEST = 4 * 1024 * 1024, 1e15
 TIMEOUT_S = 2.0  # of one page
-_RATE_S = 15.0  # arriving tokens are counted over so long
+_RATE_S = 15.0  # arriving tokens are counted over so long, or since the reading before
 
 
 @dataclass(eq=False)
@@ -52,7 +52,9 @@ class _Page:
         arrived = metrics.by_label(_ARRIVED, "pool")
         if self.arrived and any(tokens < self.arrived[-1][1].get(pool, 0.0) for pool, tokens in arrived.items()):
             self.arrived = ()  # the gateway was started again
-        self.arrived = (*(item for item in self.arrived if now_s - item[0] < _RATE_S), (now_s, arrived))
+        while len(self.arrived) > 1 and now_s - self.arrived[1][0] >= _RATE_S:
+            self.arrived = self.arrived[1:]
+        self.arrived = (*self.arrived, (now_s, arrived))
         self.metrics, self.read_s = metrics, now_s
 
     def rate(self, pool: str) -> float | None:

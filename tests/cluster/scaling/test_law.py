@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import random
@@ -201,6 +202,30 @@ def test_a_noisy_load_does_not_move_it_to_and_fro(per_s, seed):
 
     pool.run(noisy, 720)
     assert changes(pool.run(noisy, 720)) <= 1  # an hour each; it may go up by one noise that was not met before
+
+
+@pytest.mark.parametrize("every_s", [5.0, 15.0])
+def test_few_long_requests_do_not_move_it_to_and_fro(every_s):
+    """0.3 requests/s of 100 tokens, each 24 s on one of 4 slots: what arrives within 15 s varies by half."""
+    rng, rules = random.Random(5), PoolRules(max_replicas=20)
+    at_s, ready, state, wanted = 0.0, 2, None, []
+    instants: list[float] = []
+    while at_s < 5 * 3600:
+        instants.append(at_s := at_s + rng.expovariate(0.3))
+    for number in range(int(5 * 3600 / every_s)):
+        now_s = (number + 1) * every_s
+        come = bisect.bisect(instants, now_s) - bisect.bisect(instants, now_s - 15)
+        held = bisect.bisect(instants, now_s) - bisect.bisect(instants, now_s - 24)
+        running, queued = min(held, 4 * ready), max(0, held - 4 * ready)
+        load = Load(
+            True, {1: 100.0 * queued}, {1: 100.0 * running}, queued, running, 100 * come / 15, 1.0, ready,
+            tokens_per_s=17.0, slots=4.0,
+        )  # fmt: skip
+        decision = decide(rules, load, state, NOW_S + now_s)
+        state, ready = decision.state, decision.wanted
+        wanted.append(ready)
+    settled = wanted[len(wanted) // 5 :]
+    assert changes(settled) <= 6 and 2 < min(settled) and max(settled) <= 6  # by single readings 26 changes
 
 
 @pytest.mark.slow

@@ -109,6 +109,19 @@ async def test_what_the_whole_pool_drains_stands_in_for_a_capacity_that_is_not_m
     assert reader.load("main").tokens_per_s == 600 * 0.5 / 2
 
 
+async def test_pages_that_are_read_rarely_tell_the_rate_all_the_same(
+    pages: Pages, clock, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("cluster.scaling.reader.time", SimpleNamespace(monotonic=clock))
+    reader = pages.reader("1")
+    async with session() as http:
+        for arrived, rate in ((1000, 0), (1600, 10), (2800, 20)):
+            pages.texts = {"1": page(arrived=arrived)}
+            await reader.read(http)
+            assert (reader.load("main").arrived_per_s or 0) == pytest.approx(rate)
+            clock.advance(60)
+
+
 async def test_a_gateway_that_starts_again_does_not_turn_the_rate_negative(pages: Pages):
     reader = pages.reader("1")
     async with session() as http:
