@@ -6,6 +6,7 @@ phases of the first token, cancellations and errors by kind.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ from python_backends.metrics import (
     Metrics,
 )
 
+_GAPS_SHOWN = 4  # latencies between responses that one update observes: each is a call to the server process
 _LENGTHS = (10, 50, 100, 500, 1000)  # tokens
 # Description and label of each family of gauges.
 _GAUGES = {
@@ -89,8 +91,9 @@ class EngineMetrics:
         self._tpot = histogram(name, what, TPOT_BUCKETS)
         name, what = "gen_ai_server_request_duration_seconds", "From arrival to the last token's response"
         self._duration = histogram(name, what, DURATION_BUCKETS)
-        name, what = "trident_inter_token_latency_seconds", "Time between responses over tokens in the later one"
+        name, what = "trident_inter_token_latency_seconds", "Time between responses over tokens in the later, sampled"
         self._itl = histogram(name, what, TPOT_BUCKETS)
+        self._gaps_s: list[float] = []
         self._phases = {
             phase: metrics.histogram(PHASES, PHASES_HELP, TTFT_BUCKETS, model=model, phase=phase)
             for phase in ("tokenize", "queue", "prefill", "first_decode")
@@ -152,7 +155,7 @@ class EngineMetrics:
             self._phases["prefill"]((stream.first_token_ns - stream.first_scheduled_ns) / 1e9)
             self._phases["first_decode"]((state.sent_ns - stream.first_token_ns) / 1e9)
         elif stream.since_last_ns and increment.token_ids:
-            self._itl(stream.since_last_ns / 1e9 / len(increment.token_ids))
+            self._gaps_s.append(stream.since_last_ns / 1e9 / len(increment.token_ids))
 
     def finished(self, stream: Stream, now_ns: int) -> None:
         """Observe a stream that has ended."""
@@ -168,6 +171,9 @@ class EngineMetrics:
 
     def show(self, load: EngineLoad) -> None:
         """Set the gauges and send everything pending to Triton; called by the ticker only."""
+        gaps_s, self._gaps_s = self._gaps_s, []
+        for gap_s in random.sample(gaps_s, min(len(gaps_s), _GAPS_SHOWN)):
+            self._itl(gap_s)
         for family, figures in _figures(load).items():
             for value, figure in figures.items():
                 self._gauges[family, value](figure)

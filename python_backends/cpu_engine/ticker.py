@@ -78,7 +78,8 @@ class Ticker:
 
     def wake(self) -> None:
         """Tick until no stream is left. Call it after every change that ``EngineMetrics.show`` must send."""
-        self._work.set()
+        if not self._work.is_set():  # cheaper than setting it again
+            self._work.set()
 
     @property
     def idle(self) -> bool:

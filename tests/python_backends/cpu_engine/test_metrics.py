@@ -96,3 +96,13 @@ def test_an_engine_without_drafts_has_no_series_of_theirs(metrics, triton):
     metrics.drafted(3, 2)
     metrics.show(load())
     assert not [name for name in triton.families if "speculative" in name]
+
+
+def test_the_time_between_responses_is_observed_of_a_sample(metrics, triton):
+    one, name = stream(), "trident_inter_token_latency_seconds"
+    for nth in range(1, 101):
+        add(one, 1)
+        metrics.sent(one, one.take(nth * SECOND))
+    metrics.show(load())
+    metrics.show(load())
+    assert triton.metric_value(name, **NAMES) == 4
