@@ -84,7 +84,7 @@ class Fleet:
                 for replica in replicas:
                     if replica.state == "starting" and now_s >= replica.ready_s:
                         replica.state = "ready"
-                        replica.engine.resume()
+                        replica.engine.resume(now_s)
                     self.used_s[pool] += (replica.state != "gone") * (now_s - before_s)
                     self._beat(replica)
                 replicas[:] = [replica for replica in replicas if replica.state != "gone"]

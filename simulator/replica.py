@@ -15,11 +15,12 @@ import grpc
 import grpc.aio
 
 from clients.wire import infer_request, infer_response
+from cluster.plan.engine import Sequence
 from contract.errors import DeadlineExceeded, Unavailable
 from contract.generation import FinishReason, GenerationRequest, Timings, TokenDelta, Usage
 from gateway.routing.registrations import Registration
 from gateway.routing.replica_metrics import ReplicaMetrics
-from simulator.engine import Engine, Sequence
+from simulator.engine import Engine
 from simulator.virtual_time import replaced
 
 Message = tuple[TokenDelta, bool, str]
@@ -184,7 +185,7 @@ class Call:
         if self._ended:
             return False
         self._end()
-        self._replica.engine.cancel(self._sequence)
+        self._replica.engine.cancel(self._sequence, self._loop.time())
         if self._reader is not None and not self._reader.done():
             self._reader.cancel()
         return True
@@ -192,7 +193,7 @@ class Call:
     def fail(self, code: grpc.StatusCode, details: str) -> None:
         if not self._ended:
             self._end()
-            self._replica.engine.cancel(self._sequence)
+            self._replica.engine.cancel(self._sequence, self._loop.time())
             self._error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
             self._wake()
 
@@ -205,7 +206,7 @@ class Call:
 
     def _submit(self) -> None:
         if not self._ended:
-            self._replica.engine.submit(self._sequence)
+            self._replica.engine.submit(self._sequence, self._loop.time())
 
     def _tell(self, sequence: Sequence, tokens: int, end: bool) -> None:
         first = sequence.first_id + sequence.sent - tokens

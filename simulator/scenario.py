@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from benchmarks import arrivals, lengths
 from benchmarks.server_process import ENGINES
+from cluster.plan.engine import Replica
 from cluster.scaling.rules import Rules
-from contract import manifest, step_model, toml_table
+from contract import step_model, toml_table
 from contract.errors import InvalidArgument, TridentError
 from contract.step_model import StepModel
 
@@ -32,8 +33,9 @@ class Pool(BaseModel):
 
     engine: whose step model was measured (``python -m benchmarks calibrate``); or step: terms of a StepModel. Exactly
     one of them; afterwards ``step`` is the StepModel.
-    replicas: at the start. slots, kv_tokens: of one replica. prefill_chunk: prompt tokens read in one step. Those of an
-    engine are its manifest's.
+    replicas: at the start. slots, kv_tokens: of one replica. prefill_chunk: tokens of one step, of prompts and of
+        streams. slower, short_tokens: how steps read prompts beside streams, as cluster.plan.engine.Replica. An engine
+        has its own.
     start_s: from the order of a replica until it is ready. start_spread: largest part by which it varies.
     noise: standard deviation of the logarithm of a step's time.
     send_s: seconds between two messages of a stream; 0: one for each step, the most exact and the slowest.
@@ -47,6 +49,8 @@ class Pool(BaseModel):
     slots: _Count = 64
     kv_tokens: _Count = 200_000
     prefill_chunk: _Count = 512
+    slower: _Amount = 0.0
+    short_tokens: _CountOrZero = 0
     start_s: _Seconds = 60.0
     start_spread: _Part = 0.0
     noise: _Part = 0.0
@@ -63,12 +67,15 @@ class Pool(BaseModel):
             if not engine:
                 terms = {"sequence_s": 0.0, "prefill_token_s": 0.0, **dict(step or ())}
                 return table | {"step": StepModel.from_json(_GIVEN | terms)}
-            folder = ENGINES / engine
-            built, model = manifest.load(folder), step_model.of_engine(folder)
+            own = vars(Replica.of_engine(ENGINES / engine))
         except (TridentError, TypeError) as exc:
             raise ValueError(f"{'engine' if engine else 'step'}: must be measured or given: {exc}") from exc
-        own = {"slots": built.max_batch_size, "prefill_chunk": built.max_num_tokens, "step": model}
-        return own | ({"kv_tokens": built.kv_cache_tokens} if built.kv_cache_tokens else {}) | table | {"step": model}
+        own["prefill_chunk"] = own.pop("chunk_tokens")
+        return own | table | {"step": own["step"]}
+
+    @property
+    def kind(self) -> Replica:
+        return Replica(self.step, self.slots, self.prefill_chunk, self.kv_tokens, self.slower, self.short_tokens)
 
 
 class Gateways(BaseModel):

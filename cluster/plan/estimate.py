@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from cluster.plan.replica import Replica
+from cluster.plan.engine import Replica
 from cluster.plan.scenario import Accelerator
 from contract import step_model
 from contract.errors import InvalidArgument

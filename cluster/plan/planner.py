@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from cluster.plan import estimate
-from cluster.plan.replica import Forecast, Replica, Request, forecast
+from cluster.plan.engine import Replica
+from cluster.plan.replica import Forecast, Request, forecast
 from cluster.plan.scenario import HOURS, Class, Pool, Price, Scenario, Slo
-from contract import manifest as manifests
-from contract import step_model
 from contract.errors import InvalidArgument, TridentError
 
 MONTH_H = 730.0
-SLOWER, SHORT_TOKENS = 1.7, 256  # of the CPU engine (python_backends/cpu_engine/step_budget.py)
 REQUESTS, ROUNDS = 600, 10  # of a simulated load: so many, and so many more for each sequence that a replica holds
 SEARCH = 9  # halvings of the interval in which the operating point is
 WHAT_MOVES = {
@@ -124,15 +122,10 @@ def kind_of(pool: Pool, place: str) -> Replica:
     """Return the pool's kind of replica. Raises InvalidArgument for ``place``, NotFound, EngineFailed."""
     if pool.estimate is not None:
         return estimate.replica(pool.estimate, f"{place}.estimate")
-    folder = Path(pool.engine)
     try:
-        engine, model = manifests.load(folder), step_model.of_engine(folder)
+        return Replica.of_engine(Path(pool.engine))
     except TridentError as exc:
         raise InvalidArgument(f"{place}.engine", f"must be a calibrated engine: {exc}") from exc
-    cache = engine.kv_cache_tokens or engine.max_batch_size * engine.max_seq_len
-    pieces = engine.kind == "cpu" and engine.recipe.get("chunked_context") and engine.recipe.get("prefix_reuse")
-    rule = (SLOWER, min(SHORT_TOKENS, engine.max_num_tokens)) if pieces else ()
-    return Replica(model, engine.max_batch_size, engine.max_num_tokens, cache, *rule)
 
 
 def load_of(pool: Pool, seed: int) -> tuple[_Load, tuple[float, ...]]:

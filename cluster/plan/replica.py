@@ -1,54 +1,16 @@
-"""One replica under a load, step by step: its queue, its batch and its KV cache, with the step model's seconds.
-
-Requests wait for a slot and for KV blocks of prompt and answer; each step gives every decoding sequence a token and
-reads prompts, first come first served, up to max_num_tokens. No randomness: the requests are given.
-"""
+"""One replica under a load: the model of its engine, and the figures of the requests. No randomness: they are given."""
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from cluster.plan.engine import Engine, Replica
+from cluster.plan.engine import Sequence as Running
 from contract.errors import InvalidArgument
-from contract.step_model import StepModel
-
-BLOCK_TOKENS = 32  # of a prompt, read at least by a step that reads any
-
-
-@dataclass(frozen=True)
-class Replica:
-    """A kind of replica.
-
-    slots: sequences at once. chunk_tokens: of one step. kv_tokens: of the KV cache.
-    slower: a step that reads prompts beside streams may take so many times one that does not, and longer by the number
-        of prompts for each stream (decision 0034); 0 if steps are filled up to chunk_tokens.
-    short_tokens: prompts up to this length are read whole all the same.
-    """
-
-    step: StepModel
-    slots: int
-    chunk_tokens: int
-    kv_tokens: int
-    slower: float = 0.0
-    short_tokens: int = 0
-
-    def whole(self, decoding: int) -> int:
-        """Return the prompt tokens that a step beside streams has places for."""
-        return max(BLOCK_TOKENS, self.chunk_tokens - decoding)
-
-    def room(self, decoding: int, context_tokens: int, prompts: int) -> int:
-        """Return the tokens of long prompts that a step may read."""
-        room = self.whole(decoding)
-        if not (self.slower and decoding and prompts):
-            return room
-        plain_s = self.step.seconds(decoding, context_tokens, 0)
-        token_s = (self.step.seconds(decoding, context_tokens, room) - plain_s) / room
-        longer_s = (self.slower - 1 + prompts / decoding) * plain_s
-        return room if token_s * room <= longer_s else max(BLOCK_TOKENS, int(longer_s / token_s))
 
 
 @dataclass(slots=True)
@@ -89,11 +51,13 @@ class Forecast:
 
 @dataclass
 class _Run:
-    steps: list[tuple[float, int]] = field(default_factory=list)  # seconds, tokens of decoding
+    """steps: seconds, and tokens of decoding. lacked: steps in which requests waited for "slots" or "kv"."""
+
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    lacked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("slots", "kv", ""), 0))
     done: list[Request] = field(default_factory=list)
+    busy_s: float = 0.0
     sequence_seconds: float = 0.0
-    full_slots: int = 0
-    full_kv: int = 0
 
 
 def serve(
@@ -102,64 +66,40 @@ def serve(
     """Run all requests, in the order of their instants; return them with their instants. Those that do not fit the KV
     cache by themselves are left out. after: returns the request that follows one, for closed loops."""
     coming = sorted(requests, key=lambda request: request.at_s, reverse=True)
-    waiting: deque[Request] = deque()
-    reading: deque[list] = deque()  # [request, tokens left]
-    ends: list[tuple[int, int, Request]] = []  # decoding: (number of its last step, tie-breaker, request)
-    run, now_s, step, context, held, order = _Run(), 0.0, 0, 0, 0, 0
-    seconds = replica.step.seconds
-    while coming or waiting or reading or ends:
-        while coming and coming[-1].at_s <= now_s:
-            waiting.append(coming.pop())
-        while waiting and len(reading) + len(ends) < replica.slots:
-            need = waiting[0].input_tokens + waiting[0].output_tokens
-            if held + need > replica.kv_tokens:
-                if not reading and not ends:  # it never fits
-                    waiting.popleft()
-                    continue
-                run.full_kv += 1
-                break
-            held += need
-            reading.append([waiting[0], waiting.popleft().input_tokens])
-        else:
-            run.full_slots += bool(waiting)
-        if not reading and not ends:
-            if coming:
-                now_s = max(now_s, coming[-1].at_s)
-            continue
-        decoding = len(ends)
-        room, prefill, begun = replica.room(decoding, context, len(reading)), 0, []
-        while reading:
-            limit = replica.whole(decoding) if reading[0][0].input_tokens <= replica.short_tokens else room
-            if prefill >= limit:
-                break
-            part = min(reading[0][1], limit - prefill)
-            prefill, reading[0][1] = prefill + part, reading[0][1] - part
-            if reading[0][1] == 0:
-                begun.append(reading.popleft()[0])
-        took_s = seconds(decoding, context, prefill)
-        now_s, step = now_s + took_s, step + 1
-        run.sequence_seconds += took_s * (decoding + len(reading) + len(begun))
+    run = _Run()
+
+    def stepped(step_s: float, steps: int, decoding: int, lacked: str) -> None:
+        run.lacked[lacked] += steps
+        run.busy_s += steps * step_s
         if decoding:
-            run.steps.append((took_s, decoding))
-        context += decoding
-        for request in begun:
-            request.first_s = now_s
-            context += request.input_tokens
-            order += 1
-            heapq.heappush(ends, (step + request.output_tokens - 1, order, request))
-        while ends and ends[0][0] <= step:
-            request = heapq.heappop(ends)[2]
-            request.end_s = now_s
-            size = request.input_tokens + request.output_tokens
-            held, context = held - size, context - size + 1
+            run.steps.append((step_s, decoding * steps))
+
+    engine = Engine(replica, stepped=stepped)
+
+    def submit(request: Request) -> None:
+        def told(sequence: Running, tokens: int, end: bool) -> None:
+            request.first_s, request.end_s = sequence.first_s, sequence.last_s
+            if not end:
+                return
+            run.sequence_seconds += sequence.last_s - sequence.scheduled_s
             run.done.append(request)
             if (follower := after(request)) is not None:
                 coming.append(follower)
                 coming.sort(key=lambda request: request.at_s, reverse=True)
+
+        engine.submit(Running(request.input_tokens, request.output_tokens, request.output_tokens, told), request.at_s)
+
+    while coming or engine.due_s < math.inf:
+        if not coming or coming[-1].at_s > engine.due_s:
+            engine.finish()
+        elif coming[-1].input_tokens + coming[-1].output_tokens <= replica.kv_tokens:
+            submit(coming.pop())
+        else:
+            coming.pop()
     return run
 
 
-def forecast(replica: Replica, requests: Sequence[Request], warmup: int = 0) -> Forecast:
+def forecast(replica: Replica, requests: list[Request], warmup: int = 0) -> Forecast:
     """Return the figures of an open load, without its first ``warmup`` requests."""
     return figures(replica, serve(replica, requests), requests[warmup].at_s, requests[-1].at_s)
 
@@ -201,9 +141,9 @@ def figures(replica: Replica, run: _Run, from_s: float, to_s: float) -> Forecast
         e2e_mean_s=float(took_s.mean()),
         e2e_p95_s=float(np.percentile(took_s, 95)),
         sequences=run.sequence_seconds / last_s,
-        busy=min(1.0, float(steps.sum()) / last_s),
-        full_slots=run.full_slots / len(steps),
-        full_kv=run.full_kv / len(steps),
+        busy=min(1.0, run.busy_s / last_s),
+        full_slots=run.lacked["slots"] / sum(run.lacked.values()),
+        full_kv=run.lacked["kv"] / sum(run.lacked.values()),
         # A queue that grows keeps the last requests waiting longer than the first ones.
         stable=bool(waited_s[-quarter:].mean() - waited_s[:quarter].mean() <= 0.1 * window_s),
     )

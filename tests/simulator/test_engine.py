@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.plan.engine import Sequence
 from simulator import virtual_time
-from simulator.engine import Engine, Sequence
+from simulator.engine import Engine
 from simulator.scenario import Pool
 
 STEP = {"step_s": 0.02, "sequence_s": 0.001, "context_token_s": 1e-6, "prefill_token_s": 0.0001}
@@ -32,9 +33,9 @@ def served(
                 mine.append((round(loop.time() - began_s, 9), tokens))
 
             sequences.append(Sequence(prompt, answer, answer, send))
-            loop.call_at(began_s + at_s, engine.submit, sequences[-1])
+            loop.call_at(began_s + at_s, engine.submit, sequences[-1], began_s + at_s)
         for number, at_s in (cancelled or {}).items():
-            loop.call_at(began_s + at_s, engine.cancel, sequences[number])
+            loop.call_at(began_s + at_s, engine.cancel, sequences[number], began_s + at_s)
         await asyncio.sleep(1000.0)
         assert not engine.running and not engine.waiting and not engine.kv_usage and not engine._context
         return messages
@@ -69,7 +70,7 @@ def test_a_shared_prefix_is_read_once():
         engine = Engine(Pool(step=STEP), random.Random(0))
         for _ in range(2):
             began_s, done = loop.time(), asyncio.Event()
-            engine.submit(Sequence(1000, 1, 1, lambda *_, done=done: done.set(), prefix=("a", 900)))
+            engine.submit(Sequence(1000, 1, 1, lambda *_, done=done: done.set(), prefix=("a", 900)), began_s)
             await done.wait()
             ends.append(loop.time() - began_s)
         return ends
@@ -110,9 +111,9 @@ def test_a_hang_delays_and_nothing_is_lost():
                 done.set()
 
         began_s = loop.time()
-        engine.submit(Sequence(10, 20, 20, send))
+        engine.submit(Sequence(10, 20, 20, send), began_s)
         loop.call_later(0.1, engine.stop)
-        loop.call_later(5.1, engine.resume)
+        loop.call_later(5.1, engine.resume, began_s + 5.1)
         await done.wait()
         return loop.time() - began_s, sum(made)
 

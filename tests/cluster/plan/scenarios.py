@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.plan.replica import Replica
+from cluster.plan.engine import Replica
 from contract.step_model import StepModel
 
 STEP = StepModel(

@@ -13,7 +13,6 @@ from cluster.plan import planner
 from cluster.plan.planner import cost_of, operating_point, replicas_by_hour
 from cluster.plan.scenario import Price, Slo, of_table
 from contract.errors import InvalidArgument
-from python_backends.cpu_engine import step_budget
 from tests.cluster.plan.scenarios import REPLICA, table
 
 POOL = of_table(table()).pools["main"]
@@ -106,7 +105,3 @@ def test_an_engine_that_was_not_calibrated_is_named(tmp_path: Path):
     given = of_table(table(estimate=None, engine=str(tmp_path)))
     with pytest.raises(InvalidArgument, match="pools.main.engine: must be a calibrated engine: .*half-built"):
         planner.plan(given, Path("a.toml"))
-
-
-def test_the_planner_reads_prompts_by_the_engines_rule():
-    assert (planner.SLOWER, planner.SHORT_TOKENS) == (step_budget.SLOWER, step_budget.SHORT)

@@ -1,0 +1,40 @@
+"""How steps read prompts; the engine itself is tested on the simulation's clock, in tests/simulator/test_engine.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.plan import engine
+from cluster.plan.replica import Request, serve
+from python_backends.cpu_engine import step_budget
+from tests.cluster.plan.scenarios import REPLICA, STEP
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 15), st.integers(0, 5000), st.integers(1, 40))
+def test_a_step_that_reads_prompts_beside_streams_stays_short(streams, context, prompts):
+    short = dataclasses.replace(REPLICA, slower=1.7)
+    room, plain_s = short.room(streams, context, prompts), STEP.seconds(streams, context, 0)
+    longest_s = max((1.7 + prompts / streams) * plain_s, STEP.seconds(streams, context, 32))
+    assert 32 <= room <= REPLICA.room(streams, context, prompts)
+    assert STEP.seconds(streams, context, room) <= longest_s * 1.001
+    assert short.room(0, 0, prompts) == 256
+
+
+def test_short_prompts_beside_streams_are_read_in_one_step_and_long_ones_are_not():
+    replica = dataclasses.replace(REPLICA, chunk_tokens=512, slower=1.7, short_tokens=100)
+    streams = [Request(0.0, 10, 400) for _ in range(2)]
+    took = {}
+    for tokens in (100, 101):
+        late = Request(1.0, tokens, 1)
+        run = serve(replica, [*streams, late])
+        took[tokens] = late.first_s
+        assert len(run.done) == 3
+    assert took[100] < took[101]
+
+
+def test_the_planner_reads_prompts_by_the_engines_rule():
+    assert (engine.SLOWER, engine.SHORT_TOKENS) == (step_budget.SLOWER, step_budget.SHORT)
