@@ -1,4 +1,4 @@
-"""``python -m gateway [serve]``: serve. ``new-key``, ``hash-key``, ``check``, ``release``: its configuration."""
+"""``python -m gateway [serve]``: serve. ``new-key``, ``hash-key``, ``check``, ``release``, ``prompt``: its files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from contract import interpreter
 from contract.errors import InvalidArgument
-from gateway import release_commands
+from gateway import prompt_commands, release_commands
 from gateway.config import configuration, pools, tenants
 from gateway.config.settings import PREFIX, Settings, unknown, variable
 
@@ -42,6 +42,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     check = commands.add_parser("check", help="read the settings and the file, and say what is wrong")
     check.set_defaults(run=check_all)
     release_commands.add(commands)
+    prompt_commands.add(commands)
     return parser.parse_args(arguments)
 
 

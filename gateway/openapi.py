@@ -122,6 +122,12 @@ def _add_rules(schemas: dict[str, Any], settings: Settings) -> None:
         {"not": {"required": list(both), "properties": both}},
         _only_with("top_logprobs", "integer", "logprobs"),
     ]
+    if settings.prompts is None:
+        chat["required"].append("messages")
+        for schema in (chat, schemas["ResponsesRequest"]):
+            schema["properties"]["prompt"] = _NULL
+    else:
+        chat["allOf"].append({"anyOf": [{"required": ["messages"]}, {"required": ["prompt"]}]})
     forms = completion["properties"]["prompt"]["anyOf"]
     single_choice, no_ids = {"enum": [1, None]}, {"continue_ids": _NONE}
     chat["allOf"].append(_any_of(no_ids, {"n": single_choice, "response_format": _NULL, "tools": _NONE}))

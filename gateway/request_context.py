@@ -24,6 +24,8 @@ class RequestContext:
     own_priority: the ``request_priority`` that the caller sent, 0 to 1.
     model: that serves it.
     user: of the caller's, as the body names it; "" for none.
+    notes: what became of its prompt, by name (``prompt``, ``context``, …): headers of the response (x-trident-NAME),
+        attributes of its span (trident.NAME) and fields of its log line.
     """
 
     tenant: Tenant
@@ -35,6 +37,7 @@ class RequestContext:
     own_priority: float = NORMAL
     model: ServedModel = ServedModel()
     user: str = ""
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def caller(self) -> str:

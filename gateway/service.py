@@ -34,7 +34,7 @@ from gateway.choices import Choices
 from gateway.config import release_file
 from gateway.config.configuration import Configuration
 from gateway.config.policy import Capability, ModelRules, Policy, ShadowRules
-from gateway.config.settings import Settings
+from gateway.config.settings import Settings, variable
 from gateway.config.tenant import Tenant
 from gateway.config.tenants import Keys
 from gateway.encoding import Encoding
@@ -42,6 +42,7 @@ from gateway.generation import GenerationRuntime
 from gateway.identity.authentication import Authentication
 from gateway.live_generations import LiveGenerations
 from gateway.models import HEADER, Models, ServedModel
+from gateway.prompts.registry import Registry
 from gateway.releases import Releases
 from gateway.request_context import RequestContext
 from gateway.routing.circuit_breaker import BreakerPolicy
@@ -117,6 +118,9 @@ class Service:
             rng=rng,
         )
         self.models = Models(settings.model, settings.triton_model, settings.tokenizer, self.replicas.adapters)
+        self.prompts = Registry(settings.prompts) if settings.prompts else None
+        if self.prompts is not None and self.prompts.problems:
+            raise InvalidArgument(variable("prompts"), f"must hold valid prompts: {self.prompts.problems[0]}")
         self._prepare(policy)
         self.models.change(self._table(policy))
         self.fallback = Fallback(self.overflow, self.replicas, self._overflow_targets, self.admission.degraded)
@@ -161,6 +165,8 @@ class Service:
         self.watchdog.add(self.admission)
         self.watchdog.add(self.releases)
         self._tasks = [asyncio.create_task(self.watchdog.run()), asyncio.create_task(self.configuration.watch())]
+        if self.prompts is not None:
+            self._tasks.append(asyncio.create_task(self.prompts.watch()))
 
     def apply(self) -> None:
         """Apply the current configuration to later requests."""
@@ -396,8 +402,9 @@ class Service:
             raise
 
     def context_headers(self, context: RequestContext) -> dict[str, str]:
-        """Return the response headers that tell the model, where there is a table of models, and the class."""
+        """Return the response headers: the model, where there is a table of models, the class, the notes."""
         headers = {HEADER: context.model.name} if self.models.configured else {}
+        headers |= {f"x-trident-{name.replace('_', '-')}": text for name, text in context.notes.items()}
         return headers | ({CLASS_HEADER: context.tenant.request_class} if context.tenant.class_rules else {})
 
     async def admit(self, requests: Sequence[GenerationRequest], context: RequestContext) -> Permit:
@@ -425,6 +432,7 @@ class Service:
             "gen_ai.provider.name": "trident",
             "gen_ai.request.model": context.model.name,
             "trident.source": source,
+            **{f"trident.{name}": text for name, text in context.notes.items()},
             **more,
         }
         return self.tracing.start(f"{context.operation} {context.model.name}", context.carrier, attributes)

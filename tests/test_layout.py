@@ -147,7 +147,7 @@ GATEWAY_LAYERS = (
     ("admission",),
     ("identity",),
     ("models",),
-    ("request_context",),
+    ("prompts", "request_context"),
     ("routing",),
     ("telemetry",),
     ("continuation", "live_generations", "releases"),
@@ -160,7 +160,7 @@ GATEWAY_LAYERS = (
     ("batch",),
     ("openapi", "banner"),
     ("app",),
-    ("release_commands", "sighup", "worker_metrics"),
+    ("prompt_commands", "release_commands", "sighup", "worker_metrics"),
     ("command_line", "workers"),
     ("__main__",),
 )

@@ -20,7 +20,7 @@ from clients.wire.request import MAX_REQUEST_ID, can_travel
 from contract.errors import EngineFailed, InvalidArgument, TridentError
 from contract.generation import GenerationRequest
 from gateway.admission.body_budget import Lease
-from gateway.api import error_responses, request_body, schemas
+from gateway.api import error_responses, prompting, request_body, schemas
 from gateway.api.caller_errors import for_caller
 from gateway.api.chat import ChatFormatter
 from gateway.api.completions import CompletionFormatter
@@ -220,10 +220,16 @@ async def _routed(
     service: Service, body: Body, context: RequestContext, timeout_s: float
 ) -> tuple[list[GenerationRequest], RequestContext, CutterRules | None]:
     """Return the choices of a body, the context with their model, whose name the response carries, and what is cut."""
-    requests = body.generations(service.settings, timeout_s)
     user = getattr(body, "safety_identifier", None) or body.user or ""
     context = replace(context, user=user[:MAX_REQUEST_ID])
+    used = None
+    if isinstance(body, ChatRequest) and body.prompt is not None:
+        used = prompting.prepared(service.prompts, body.prompt, context)
+        body.use(used)
+    requests = body.generations(service.settings, timeout_s)
     context = await service.routed(body.model, requests, context)
+    if used is not None:
+        context = await prompting.weighed(used, requests[0], context)
     if service.models.configured:
         body.model = context.model.name
     form = chat_format.configured(service.settings, context.model.rules)

@@ -27,6 +27,7 @@ from contract.chat import check_tool_turns
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest, Guide, SamplingParams
 from gateway.api.guides import GuidedBody
+from gateway.api.prompting import Prepared, PromptReference
 from gateway.api.strict_model import WHOLE, StrictModel
 from gateway.api.tool_schemas import NamedTool, Tool, ToolCall, ToolChoice, Tools, plain_tools
 from gateway.config.settings import Settings
@@ -235,9 +236,11 @@ class _Sampling(GuidedBody):
 
 
 class ChatRequest(_Sampling):
-    """The body of POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions. prompt: a template, whose messages stand around ``messages``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), EntryLimit]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), EntryLimit] = []
+    prompt: PromptReference | None = None
+    _prepared: Prepared | None = None
     max_completion_tokens: _Positive | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20), WHOLE] | None = None
@@ -255,9 +258,22 @@ class ChatRequest(_Sampling):
     safety_identifier: StrictStr | None = None  # the newer name of user
     prompt_cache_key: StrictStr | None = None  # a hint: the prefix cache finds equal prompts without it
 
+    def use(self, used: Prepared) -> None:
+        """Take the messages of a template, and its parameters where the request has none."""
+        self._prepared = used
+        for name, value in used.template.parameters.model_dump(exclude_none=True).items():
+            self.set_default(name, value)
+
+    def set_default(self, name: str, value: Any) -> None:
+        """Set a field that the request leaves out."""
+        if getattr(self, name) is None and not (name == "max_tokens" and self.max_completion_tokens is not None):
+            setattr(self, name, value)
+
     def generations(self, settings: Settings, timeout_s: float) -> list[GenerationRequest]:
         """Return one request for each choice. Raises: InvalidArgument."""
         self.check()
+        if not self.messages and self._prepared is None:
+            raise InvalidArgument("messages", "is missing")
         if self.store:
             raise InvalidArgument("store", "must be false, got true: responses are not stored")
         if self.top_logprobs is not None and not self.logprobs:
@@ -267,7 +283,7 @@ class ChatRequest(_Sampling):
             raise InvalidArgument("max_tokens", "must equal max_completion_tokens, its newer name; send one of them")
         messages = tuple(message.plain(f"messages.{index}") for index, message in enumerate(self.messages))
         check_tool_turns(messages)
-        prompt: dict[str, Any] = {"messages": messages}
+        prompt: dict[str, Any] = {"messages": self._prepared.around(messages) if self._prepared else messages}
         if self._template_variables:
             prompt["chat_template_kwargs"] = orjson.dumps(self._template_variables).decode()
         prompt |= self._tool_fields()

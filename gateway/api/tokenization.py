@@ -12,10 +12,8 @@ import orjson
 from pydantic import ConfigDict, Field, StrictBool, StrictStr
 from starlette.requests import Request
 
-from contract import manifest as manifests
 from contract.chat import check_tool_turns
 from contract.errors import InvalidArgument, NotFound, PromptTooLong
-from gateway.admission.prompt_tokens import load_tokenizer
 from gateway.api import openai_http, schemas
 from gateway.api.openai_http import OpenAIEndpoint
 from gateway.api.response_stream import ResponseStream
@@ -23,8 +21,8 @@ from gateway.api.schemas import EntryLimit, Message, TokenId
 from gateway.api.strict_model import StrictModel
 from gateway.api.tool_schemas import Tools, plain_tools
 from gateway.config.tenant import Tenant
+from gateway.prompts.chat_tokens import chat_tokens
 from gateway.service import Service
-from python_backends.tokenizer.chat_template import ChatTemplate
 
 MAX_BYTES = 1024 * 1024  # of a text, or of a chat as JSON
 MAX_IDS = 256 * 1024
@@ -70,18 +68,11 @@ BODIES: dict[str, type[TokenizeRequest] | type[DetokenizeRequest]] = {
 
 
 class ModelTokenizer:
-    """The tokenizer of one model, and what lies beside it.
-
-    max_model_len: of the engine, None where no manifest.json tells it.
-    """
+    """The tokenizer of one model, and what lies beside it."""
 
     def __init__(self, tokenizer_json: Path) -> None:
-        folder = tokenizer_json.parent
-        self._library = load_tokenizer(tokenizer_json)
-        self._template = ChatTemplate(folder)
-        has_manifest = (folder / manifests.FILE_NAME).is_file()
-        self.max_model_len = manifests.load(folder).max_seq_len if has_manifest else None
-        config = folder / "tokenizer_config.json"
+        self._chat = chat_tokens(tokenizer_json)
+        config = tokenizer_json.parent / "tokenizer_config.json"
         self._config: dict[str, Any] = json.loads(config.read_text("utf-8")) if config.is_file() else {}
 
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
@@ -95,26 +86,25 @@ class ModelTokenizer:
         if len(text.encode()) > MAX_BYTES:
             name = "prompt" if body.messages is None else "messages"
             raise PromptTooLong(name, f"must have at most {MAX_BYTES} bytes, got {len(text.encode())}")
-        # Of the library's methods only those for batches let other threads run meanwhile.
-        ids = self._library.encode_batch_fast([text], add_special_tokens=special)[0].ids
-        strings = [self._library.id_to_token(token) for token in ids] if body.return_token_strs else None
-        return {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": strings}
+        ids = self._chat.ids(text, special)
+        strings = [self._chat.library.id_to_token(token) for token in ids] if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self._chat.max_model_len, "tokens": ids, "token_strs": strings}
 
     def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
         """Return the response to ``body``. Raises: InvalidArgument."""
         if len(body.tokens) > MAX_IDS:
             raise PromptTooLong("tokens", f"must hold at most {MAX_IDS} ids, got {len(body.tokens)}")
-        size = self._library.get_vocab_size(with_added_tokens=True)
+        size = self._chat.library.get_vocab_size(with_added_tokens=True)
         wrong = next((token for token in body.tokens if token >= size), None)
         if wrong is not None:
             raise InvalidArgument("tokens", f"must hold ids from 0 to {size - 1}, got {wrong}")
-        return {"prompt": self._library.decode_batch([body.tokens], skip_special_tokens=False)[0]}
+        return {"prompt": self._chat.library.decode_batch([body.tokens], skip_special_tokens=False)[0]}
 
     def info(self) -> dict[str, Any]:
         """Return the response of /tokenizer_info: special tokens as texts, the chat template, and the class."""
-        tokens = {name: text for name, text in self._template.tokens.items() if text}
-        about = {"tokenizer_class": self._config.get("tokenizer_class"), "chat_template": self._template.source}
-        return {**about, **tokens, "max_model_len": self.max_model_len}
+        tokens = {name: text for name, text in self._chat.template.tokens.items() if text}
+        about = {"tokenizer_class": self._config.get("tokenizer_class"), "chat_template": self._chat.template.source}
+        return {**about, **tokens, "max_model_len": self._chat.max_model_len}
 
     def _rendered(self, body: TokenizeRequest) -> str:
         messages = [message.plain(f"messages.{index}") for index, message in enumerate(body.messages or ())]
@@ -124,7 +114,7 @@ class ModelTokenizer:
         data = orjson.dumps(messages)
         if len(data) > MAX_BYTES:
             raise PromptTooLong("messages", f"must have at most {MAX_BYTES} bytes, got {len(data)}")
-        return self._template.render(data.decode(), tools, variables, body.add_generation_prompt)
+        return self._chat.template.render(data.decode(), tools, variables, body.add_generation_prompt)
 
 
 @lru_cache(maxsize=64)

@@ -34,6 +34,12 @@ def _existing(path: Path) -> Path:
     return path
 
 
+def _folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise ValueError(f"must be a folder, got {path}: there is none")
+    return path
+
+
 def _pairs(value: Any) -> Any:
     """Parse ``a=1,b=2`` as ``{"a": "1", "b": "2"}``."""
     if not isinstance(value, str):
@@ -253,6 +259,9 @@ class Settings(EnvironmentSettings):
         10_000, description="stored responses of a tenant; those used longest ago go first"
     )
     response_max_bytes: BatchBytes = Field(64 * 1024 * 1024, description="bytes of all stored responses of a tenant")
+    prompts: Annotated[AbsolutePath | None, AfterValidator(lambda path: path and _folder(path))] = Field(
+        None, description="folder of prompt templates (docs/prompts.md); unset: requests may name none"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
     log_format: Literal["auto", "json", "text"] = Field(
         "auto", description="auto: text if standard error is a terminal, else json"

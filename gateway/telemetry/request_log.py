@@ -26,6 +26,7 @@ def write(context: RequestContext, error: TridentError | None, began_s: float, *
         # The text of a client's own mistake may quote its prompt.
         "error": str(error) if error and (error.internal or not isinstance(error, InvalidArgument)) else "",
         "duration_s": round(time.monotonic() - began_s, 6),
+        **context.notes,
         **more,
     }
     level = logging.ERROR if error and error.http_status == 500 else logging.INFO

@@ -45,12 +45,7 @@ class ChatTemplate:
         jinja_path = tokenizer_dir / "chat_template.jinja"
         if jinja_path.exists():
             source, tool_source = jinja_path.read_text("utf-8"), None
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        environment = sandbox()
         self.source: str | None = source
         self._template = environment.from_string(source) if source else None
         self._tool_template = environment.from_string(tool_source) if tool_source else self._template
@@ -119,6 +114,20 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as exc:
             raise InvalidArgument("messages", f"must suit the model's chat template, got {exc}") from exc
+
+
+def sandbox(undefined: type[jinja2.Undefined] = jinja2.Undefined) -> ImmutableSandboxedEnvironment:
+    """Return a Jinja environment as chat templates expect it. undefined: what a name without a value is."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
+        undefined=undefined,
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
 
 
 def _token_text(token: str | dict[str, Any] | None) -> str:

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt,
 
 from contract.errors import InvalidArgument
 from contract.generation import GenerationRequest
+from gateway.api.prompting import Prepared, PromptReference
 from gateway.api.responses.items import Items, messages_of
 from gateway.api.schemas import WHOLE, ChatRequest, EntryLimit, checked, fields_of
 from gateway.api.strict_model import StrictModel
@@ -24,7 +25,7 @@ _NAMES = (
     (r"(tools\.\d+|tool_choice)\.function(.*)", r"\1\2"),
     (r"response_format(?:\.json_schema)?(.*)", r"text.format\1"),
 )
-_INSTEAD = {"conversation": "use previous_response_id", "prompt": "use instructions and input"}
+_INSTEAD = {"conversation": "use previous_response_id"}
 _NOT_RETURNED = {"model", "input", "stream", "stream_options", "include", "chat_template_kwargs"}
 
 
@@ -80,6 +81,7 @@ class ResponsesRequest(StrictModel):
     model: StrictStr
     input: StrictStr | Items = []
     instructions: StrictStr | None = None
+    prompt: PromptReference | None = None
     previous_response_id: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
     store: StrictBool = True
     stream: StrictBool = False
@@ -135,7 +137,9 @@ class ResponsesRequest(StrictModel):
             "original": self,
             "inputs": items[len(items) - given :],
         }
-        same = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "user", "safety_identifier")
+        same = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "user", "safety_identifier", "prompt")
+        if not messages and self.prompt is not None:  # the template has all of them
+            del fields["messages"]
         chat: ResponsesChat = checked(ResponsesChat, fields | {name: getattr(self, name) for name in same})
         return chat
 
@@ -145,6 +149,18 @@ class ResponsesChat(ChatRequest):
 
     original: ResponsesRequest
     inputs: list[dict[str, Any]]
+
+    def use(self, used: Prepared) -> None:
+        super().use(used)
+        assert self.original.prompt is not None, "it named the template"
+        self.original.prompt.id, _, self.original.prompt.version = used.version.partition("@")
+
+    def set_default(self, name: str, value: Any) -> None:
+        own = "max_output_tokens" if name == "max_tokens" else name
+        if own not in self.original.model_fields_set:
+            setattr(self, name, value)
+            if own in ResponsesRequest.model_fields:
+                setattr(self.original, own, value)
 
     def held(
         self, requests: list[GenerationRequest], form: ChatFormat, settings: Settings
@@ -167,7 +183,7 @@ def parse(data: bytes) -> ResponsesRequest:
         raise InvalidArgument("top_logprobs", "must be left out without message.output_text.logprobs in include")
     if body.text.format.type == "json_schema" and body.text.format.schema_ is None:
         raise InvalidArgument("text.format.schema", "is missing")
-    if body.input == [] and body.previous_response_id is None:
+    if body.input == [] and body.previous_response_id is None and body.prompt is None:
         raise InvalidArgument("input", "is missing")
     return body
 

@@ -83,7 +83,6 @@ def test_a_response_repeats_its_request() -> None:
     [
         ({"background": True}, "background", "input should be False"),
         ({"conversation": "c"}, "conversation", "use previous_response_id"),
-        ({"prompt": {"id": "p"}}, "prompt", "use instructions and input"),
         ({"max_tool_calls": 1}, "max_tool_calls", "is not supported; leave it out"),
         ({"seed": 1}, "seed", "is not supported; leave it out"),
         ({"tools": [{"type": "web_search"}]}, "tools.0", "must be of type function, got 'web_search'"),

@@ -1,0 +1,258 @@
+"""Prompt templates by name and version: a folder of ``NAME/VERSION.toml``; ``NAME/release.toml`` says what is served.
+
+The folder is read again when it changes. A file that cannot be used changes nothing: what was read of it before stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import tomlkit
+from pydantic import BaseModel, ConfigDict, Field
+
+from contract import toml_table
+from contract.errors import InvalidArgument, NotFound
+from gateway.config.tenant import Tenant
+from gateway.prompts.template import Names, Template, load
+
+POLL_S = 0.5
+RELEASE = "release.toml"
+LATEST = "latest"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NUMBER = r"(?:0|[1-9][0-9]{0,8})"
+_VERSION = re.compile(rf"({_NUMBER})\.({_NUMBER})\.({_NUMBER})(?:-([0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*))?")
+_SELECTOR = re.compile(rf"{LATEST}|{_NUMBER}(\.{_NUMBER})?|{_VERSION.pattern}")
+_LOG = logging.getLogger(__name__)
+
+
+class Version(NamedTuple):
+    """A semantic version; tuples of it compare by its precedence. ``final`` is 0 for a pre-release."""
+
+    major: int
+    minor: int
+    patch: int
+    final: int
+    before: tuple[tuple[int, int, str], ...]
+
+    @classmethod
+    def of(cls, text: str) -> Version | None:
+        """Return the version, or None if the text is none."""
+        found = _VERSION.fullmatch(text)
+        if found is None:
+            return None
+        major, minor, patch, before = found.groups()
+        parts = before.split(".") if before else []  # numbers come before words
+        keys = tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts)
+        return cls(int(major), int(minor), int(patch), 0 if parts else 1, keys)
+
+
+class Release(BaseModel):
+    """What of a prompt is served. weights: share of each version in requests that name no version.
+
+    withdrawn: versions that only requests with their exact version get.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
+    weights: Mapping[str, Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]] = {}
+    withdrawn: Names = ()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt. versions: by their text, oldest first."""
+
+    name: str
+    versions: Mapping[str, Template]
+    release: Release
+
+    def of(self, tenant: Tenant) -> Prompt:
+        """Return the prompt with the versions that a tenant may use."""
+        names = {tenant.name, *(level.name for level in tenant.levels)}
+        usable = {text: one for text, one in self.versions.items() if not one.tenants or names & {*one.tenants}}
+        return self if len(usable) == len(self.versions) else replace(self, versions=usable)
+
+    @cached_property
+    def served(self) -> list[str]:
+        """The versions that are not withdrawn, oldest first."""
+        return [text for text in self.versions if text not in self.release.withdrawn]
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """The share of each version in requests that name none; the latest alone without weights."""
+        weights = {text: self.release.weights.get(text, 0.0) for text in self.served}
+        total = sum(weights.values())
+        return {text: weight / total for text, weight in weights.items() if weight} if total else {self.latest(): 1.0}
+
+    def latest(self, start: str = "") -> str:
+        """Return the newest served version that begins with ``start``; a pre-release only where there is no other."""
+        found = [text for text in self.served if text.startswith(start)]
+        if not found:
+            problem = f"must be one of the versions {', '.join(self.versions)}, got {start.rstrip('.') or LATEST!r}"
+            raise InvalidArgument("prompt.version", f"{problem}, of which none is served")
+        return ([text for text in found if "-" not in text] or found)[-1]
+
+    def pick(self, selector: str | None, caller: str) -> str:
+        """Return the version of a selector: ``1.2.0``, ``1.2``, ``1``, ``latest``, or None for the shares.
+
+        caller: one caller stays at one version while the shares stand; "" draws.
+        """
+        if selector is None:
+            if len(self.shares) == 1:
+                return next(iter(self.shares))
+            hashed = hashlib.sha256(f"{self.name}\n{caller}".encode(errors="replace")).digest()
+            place = int.from_bytes(hashed[:8], "big") / 2**64 if caller else random.random()  # noqa: S311
+            for text, share in self.shares.items():
+                place -= share
+                if place < 0:
+                    return text
+            return list(self.shares)[-1]  # where rounding left a rest
+        if selector in self.versions:
+            return selector
+        if not _SELECTOR.fullmatch(selector) or Version.of(selector):
+            there = f"must be one of {', '.join(self.versions)}, the beginning of one such as 1, or {LATEST}"
+            raise InvalidArgument("prompt.version", f"{there}, got {selector!r:.100}")
+        return self.latest("" if selector == LATEST else f"{selector}.")
+
+
+class Registry:
+    """The prompts of a folder. problems: what is wrong in its files, each with the file's name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.prompts: Mapping[str, Prompt] = {}
+        self.problems: list[str] = []
+        self._seen: object = None
+        self.read()
+
+    def read(self) -> None:
+        """Read all files; of one that cannot be used the last good reading stays."""
+        self._seen = self._signature()
+        found: dict[str, Prompt] = {}
+        problems: list[str] = []
+        for folder in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():
+            if not folder.is_dir() or folder.name.startswith("."):
+                continue
+            old = self.prompts.get(folder.name) or Prompt(folder.name, {}, Release())
+            prompt = _read(folder, old, problems)
+            if prompt.versions:
+                found[folder.name] = prompt
+        if not self.folder.is_dir():
+            found, problems = dict(self.prompts), [f"{self.folder}: must be a folder that can be read"]
+        for problem in problems:
+            if problem not in self.problems:
+                _LOG.error("the prompt stays as it was: %s", problem)
+        self.prompts, self.problems = found, problems
+
+    def find(self, name: str, selector: str | None, tenant: Tenant, caller: str) -> tuple[str, Template]:
+        """Return the version and its template. name: may have the selector, as NAME@1.2.0.
+
+        Raises: InvalidArgument, also for one that the tenant may not use.
+        """
+        base, at, own = name.partition("@")
+        if at and selector is not None:
+            raise InvalidArgument("prompt.version", f"must be left out beside a version in the id, got {name!r:.100}")
+        there = [one.name for one in self.prompts.values() if one.of(tenant).versions]
+        if base not in there:
+            raise InvalidArgument("prompt.id", f"must be one of {', '.join(there) or 'none'}, got {base!r:.100}")
+        prompt = self.prompts[base].of(tenant)
+        version = prompt.pick(own if at else selector, caller)
+        return version, prompt.versions[version]
+
+    async def watch(self) -> None:
+        """Read the folder whenever it changes, until cancelled."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            if await asyncio.to_thread(self._signature) != self._seen:
+                await asyncio.to_thread(self.read)
+                _LOG.info("the prompts were read again: %d, %d problems", len(self.prompts), len(self.problems))
+
+    def _signature(self) -> object:
+        found = []
+        for folder, folders, names in os.walk(self.folder, followlinks=True):
+            folders[:] = [name for name in folders if not name.startswith(".")] if folder == str(self.folder) else []
+            for name in names:
+                try:
+                    status = os.stat(os.path.join(folder, name))
+                    found.append((folder, name, status.st_mtime_ns, status.st_size, status.st_ino))
+                except OSError:
+                    continue
+        return sorted(found)
+
+
+def roll_back(folder: Path, name: str, to: str | None = None) -> Prompt:
+    """Withdraw the newest served version of a prompt, or all that are newer than ``to``; return the prompt then.
+
+    Raises: NotFound; InvalidArgument for ``to``, where no version would be left, and for a file that cannot be written.
+    """
+    prompt = Registry(folder).prompts.get(name)
+    if prompt is None:
+        raise NotFound(f"the prompt {name!r:.100} does not exist in {folder}")
+    order = list(prompt.versions)
+    if to is None:
+        if len(prompt.served) < 2:
+            problem = f"must have an older served version, got {name} with {', '.join(prompt.served) or 'none'}"
+            raise InvalidArgument("NAME", problem)
+        to = prompt.served[-2]
+    if to not in order:
+        raise InvalidArgument("--to", f"must be one of {', '.join(order)}, got {to!r:.100}")
+    withdrawn = tuple(order[order.index(to) + 1 :])
+    path = folder / name / RELEASE
+    document = tomlkit.parse(path.read_text("utf-8")) if path.exists() else tomlkit.document()
+    document["withdrawn"] = list(withdrawn)
+    fresh = path.with_name(f".{RELEASE}.new")
+    try:
+        fresh.write_text(tomlkit.dumps(document), "utf-8")
+        os.replace(fresh, path)
+    except OSError as exc:
+        raise InvalidArgument(str(path), f"cannot be written: {exc.strerror or exc}") from exc
+    return replace(prompt, release=prompt.release.model_copy(update={"withdrawn": withdrawn}))
+
+
+def _read(folder: Path, old: Prompt, problems: list[str]) -> Prompt:
+    """Return the prompt of a folder. problems: what is wrong is added."""
+    versions: dict[str, Template] = {}
+    if not _NAME.fullmatch(folder.name):
+        problems.append(f"{folder}: must be named with letters, digits, '.', '_' and '-', at most 64")
+        return old
+    for path in folder.glob("*.toml"):
+        if path.name == RELEASE or path.name.startswith("."):
+            continue
+        text = path.name.removesuffix(".toml")
+        try:
+            if Version.of(text) is None:
+                raise InvalidArgument(str(path), "must be named MAJOR.MINOR.PATCH.toml, such as 1.0.0.toml")
+            versions[text] = load(path)
+            if text in old.versions and old.versions[text] != versions[text]:
+                _LOG.warning("%s changed and kept its version: answers of the same version differ now", path)
+        except InvalidArgument as exc:
+            problems.append(str(exc))
+            if text in old.versions:
+                versions[text] = old.versions[text]
+    versions = dict(sorted(versions.items(), key=lambda entry: _precedence(entry[0])))
+    path, release = folder / RELEASE, Release()
+    if path.exists():
+        try:
+            release = toml_table.checked(Release, toml_table.read(path), str(path))
+            if unknown := release.weights.keys() - versions.keys():
+                problem = f"must name versions of {', '.join(versions) or 'none'}, got {min(unknown)!r:.100}"
+                raise InvalidArgument(f"{path}: weights", problem)
+        except InvalidArgument as exc:
+            problems.append(str(exc))
+            release = old.release
+    return Prompt(folder.name, versions, release)
+
+
+def _precedence(text: str) -> Version:
+    version = Version.of(text)
+    assert version is not None, text
+    return version

@@ -1,0 +1,271 @@
+"""One version of a prompt template: a TOML file with messages, typed variables, defaults of parameters and budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jinja2
+import jinja2.meta
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from contract import toml_table
+from contract.errors import InvalidArgument, PromptTooLong
+from python_backends.tokenizer.chat_template import sandbox
+
+MAX_RENDERED = 1024 * 1024  # characters of a message
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
+_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+Names = Annotated[tuple[str, ...], _LIST]
+_Count = Annotated[int, Field(ge=1, lt=2**31)]
+Part = Literal["system", "examples", "context", "user"]
+PARTS: tuple[Part, ...] = ("system", "examples", "context", "user")
+_PART_OF: dict[str, Part] = {"system": "system", "user": "user", "assistant": "examples"}
+_TYPES: dict[str, tuple[str, Any]] = {
+    "integer": ("an integer", (int,)),
+    "number": ("a number", (int, float)),
+    "boolean": ("true or false", (bool,)),
+}
+_JINJA = sandbox(jinja2.StrictUndefined)
+
+
+class Variable(BaseModel):
+    """What a request may put into a template.
+
+    values: of an enum. items: the type of a list's entries. minimum, maximum: of numbers, also of those in a list.
+    max_length: characters of a text, and of each text of a list. max_items: entries of a list.
+    default: in a request without it; None: it must be sent. example: in ``prompt diff`` and ``prompt check``.
+    """
+
+    model_config = _STRICT
+    type: Literal["string", "integer", "number", "boolean", "enum", "list"] = "string"
+    values: Names = ()
+    items: Literal["string", "integer", "number"] = "string"
+    minimum: float | None = None
+    maximum: float | None = None
+    max_length: _Count = 100_000
+    max_items: _Count = 1000
+    default: Any = None
+    example: Any = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Variable:
+        if (self.type == "enum") != bool(self.values):
+            raise ValueError("values: must be the allowed texts of an enum, and left out of other types")
+        for name in ("default", "example"):
+            if getattr(self, name) is not None:
+                try:
+                    self.checked(name, getattr(self, name))
+                except InvalidArgument as exc:
+                    raise ValueError(f"{exc.field}: {exc.problem}") from None
+        return self
+
+    def checked(self, field: str, value: Any) -> Any:
+        """Return the value. field: names it in the error. Raises: InvalidArgument."""
+        if self.type != "list":
+            return self._one(field, value, self.type)
+        if not isinstance(value, list) or len(value) > self.max_items:
+            got = f"{len(value)} entries" if isinstance(value, list) else f"{value!r:.100}"
+            raise InvalidArgument(field, f"must be a list of at most {self.max_items} entries, got {got}")
+        return [self._one(f"{field}.{index}", entry, self.items) for index, entry in enumerate(value)]
+
+    def _one(self, field: str, value: Any, kind: str) -> Any:
+        if kind == "enum":
+            if value not in self.values or not isinstance(value, str):
+                raise InvalidArgument(field, f"must be one of {', '.join(self.values)}, got {value!r:.100}")
+        elif kind == "string":
+            if not isinstance(value, str):
+                raise InvalidArgument(field, f"must be a text, got {value!r:.100}")
+            if len(value) > self.max_length:
+                raise InvalidArgument(field, f"must have at most {self.max_length} characters, got {len(value)}")
+        else:
+            named, types = _TYPES[kind]
+            if kind == "integer" and isinstance(value, float) and value.is_integer():
+                value = int(value)  # as JSON Schema counts 3.0
+            if not isinstance(value, types) or (isinstance(value, bool) and kind != "boolean"):
+                raise InvalidArgument(field, f"must be {named}, got {value!r:.100}")
+            if self.minimum is not None and value < self.minimum:
+                raise InvalidArgument(field, f"must be at least {self.minimum:g}, got {value!r:.100}")
+            if self.maximum is not None and value > self.maximum:
+                raise InvalidArgument(field, f"must be at most {self.maximum:g}, got {value!r:.100}")
+        return value
+
+    @property
+    def sample(self) -> Any:
+        """Any allowed value: the example, else the default, else a short one of the type."""
+        for value in (self.example, self.default):
+            if value is not None:
+                return value
+        number = self.minimum if self.minimum is not None else min(1.0, 1.0 if self.maximum is None else self.maximum)
+        plain: dict[str, Any] = {"integer": int(number), "number": number, "boolean": True, "list": []}
+        return self.values[0] if self.values else plain.get(self.type, "…"[: self.max_length])
+
+
+class Text(BaseModel):
+    """A piece of a message's content that counts to a part of its own."""
+
+    model_config = _STRICT
+    part: Part
+    text: str
+
+
+class TemplateMessage(BaseModel):
+    """A message, or with role ``request`` the place of the request's own messages, which follow all others otherwise.
+
+    part: that it counts to; None: by its role, an assistant's to the examples.
+    """
+
+    model_config = _STRICT
+    role: Literal["system", "user", "assistant", "request"]
+    part: Part | None = None
+    content: str | Annotated[tuple[Text, ...], _LIST, Field(min_length=1)] = ""
+
+    @property
+    def texts(self) -> list[tuple[Part, str]]:
+        """Its pieces of Jinja text, each with its part."""
+        if isinstance(self.content, str):
+            return [(self.part or _PART_OF[self.role], self.content)] if self.role != "request" else []
+        return [(piece.part, piece.text) for piece in self.content]
+
+
+class Parameters(BaseModel):
+    """Values of a request's fields that it leaves out."""
+
+    model_config = _STRICT
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    max_tokens: _Count | None = None
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=100)] | None = None
+
+
+class Budget(BaseModel):
+    """tokens: of a part at most. over: what happens to a request with more."""
+
+    model_config = _STRICT
+    tokens: _Count
+    over: Literal["warn", "refuse"] = "warn"
+
+
+_Budget = Annotated[Budget, BeforeValidator(lambda value: {"tokens": value} if isinstance(value, int) else value)]
+
+
+class Template(BaseModel):
+    """A file's content. tenants: names of organisations, teams or keys that may use it; empty: all."""
+
+    model_config = _STRICT
+    description: str = ""
+    tenants: Names = ()
+    variables: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")], Variable] = {}
+    messages: Annotated[tuple[TemplateMessage, ...], _LIST, Field(min_length=1)]
+    parameters: Parameters = Parameters()
+    budgets: Mapping[Part, _Budget] = {}
+
+    @model_validator(mode="after")
+    def _renders(self) -> Template:
+        for index, message in enumerate(self.messages):
+            for _, source in message.texts:
+                try:
+                    names = jinja2.meta.find_undeclared_variables(_JINJA.parse(source))
+                except jinja2.TemplateError as exc:
+                    raise ValueError(f"messages.{index}.content: must be a Jinja text, got {exc}") from None
+                if unknown := sorted(names - self.variables.keys() - _JINJA.globals.keys()):
+                    problem = f"must use only variables of [variables], got {unknown[0]!r}"
+                    raise ValueError(f"messages.{index}.content: {problem}")
+        if sum(message.role == "request" for message in self.messages) > 1:
+            raise ValueError("messages: must have role request at most once")
+        try:
+            self.render(self.samples)
+        except InvalidArgument as exc:
+            raise ValueError(f"messages: cannot be rendered with the variables' examples: {exc}") from None
+        return self
+
+    def render(self, variables: Mapping[str, Any], path: str = "prompt.variables") -> Rendered:
+        """Return the messages. path: names the variables in errors. Raises: InvalidArgument."""
+        for name in variables:
+            if name not in self.variables:
+                allowed = ", ".join(self.variables) or "none"
+                raise InvalidArgument(f"{path}.{name:.64}", f"is not known: allowed are {allowed}")
+        values = {}
+        for name, variable in self.variables.items():
+            value = variables.get(name, variable.default)
+            if value is None:
+                raise InvalidArgument(f"{path}.{name}", "is missing")
+            values[name] = variable.checked(f"{path}.{name}", value)
+        before: list[dict[str, Any]] = []
+        after: list[dict[str, Any]] = []
+        parts: list[tuple[Part, str]] = []
+        target = before
+        for message in self.messages:
+            if message.role == "request":
+                target = after
+                continue
+            texts = [(part, _rendered(source, values, path)) for part, source in message.texts]
+            target.append({"role": message.role, "content": "".join(text for _, text in texts)})
+            parts += texts
+        return Rendered(tuple(before), tuple(after), tuple(parts))
+
+    @property
+    def samples(self) -> dict[str, Any]:
+        """An allowed value of every variable."""
+        return {name: variable.sample for name, variable in self.variables.items()}
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The messages of a template, before and after the request's own, and their texts by part."""
+
+    before: tuple[dict[str, Any], ...]
+    after: tuple[dict[str, Any], ...]
+    parts: tuple[tuple[Part, str], ...]
+
+    def tokens(self, count: Callable[[Sequence[str]], int], own: Sequence[str] = ()) -> dict[str, int]:
+        """Return the tokens of each part. own: the texts of the request's messages, which count to the user's part."""
+        texts: dict[str, list[str]] = {part: [] for part in PARTS}
+        for part, text in self.parts:
+            texts[part].append(text)
+        texts["user"] += own
+        return {part: count(found) for part, found in texts.items()}
+
+
+def over_budget(budgets: Mapping[Part, Budget], tokens: Mapping[str, int]) -> str:
+    """Return what is over its budget, as "system 57 of 50 tokens"; "" for nothing.
+
+    Raises: PromptTooLong where the budget refuses.
+    """
+    over = []
+    for part, budget in budgets.items():
+        if tokens[part] > budget.tokens:
+            if budget.over == "refuse":
+                problem = f"must have at most {budget.tokens} tokens in the part {part}, got {tokens[part]}"
+                raise PromptTooLong("prompt", problem)
+            over.append(f"{part} {tokens[part]} of {budget.tokens} tokens")
+    return ", ".join(over)
+
+
+def load(path: Path) -> Template:
+    """Read a version's file. Raises: InvalidArgument that names the file, the field and what is allowed."""
+    return toml_table.checked(Template, toml_table.read(path), str(path))
+
+
+@lru_cache(maxsize=4096)
+def _compiled(source: str) -> jinja2.Template:
+    return _JINJA.from_string(source)
+
+
+def _rendered(source: str, values: Mapping[str, Any], path: str) -> str:
+    try:
+        text = _compiled(source).render(values)
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as exc:
+        raise InvalidArgument(path, f"must suit the template, got {exc}") from exc
+    if len(text) > MAX_RENDERED:
+        raise InvalidArgument(path, f"must make messages of at most {MAX_RENDERED} characters, got {len(text)}")
+    return text

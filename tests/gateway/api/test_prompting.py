@@ -1,0 +1,136 @@
+"""Requests that name a prompt template, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from gateway.api.prompting import PromptReference
+from gateway.telemetry.tracing import Tracing
+from tests.fakes.replica import FakeReplica, Script
+from tests.gateway.running import gateway, until
+
+TEXT = """
+[variables.product]
+max_length = 8
+[[messages]]
+role = "system"
+content = "About {{ product }}, VERSION."
+[[messages]]
+role = "request"
+[[messages]]
+role = "user"
+content = "Be short."
+[parameters]
+max_tokens = 7
+temperature = 0.25
+[budgets]
+system = 1
+"""
+ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    prompts = tmp_path / "prompts"
+    (prompts / "support").mkdir(parents=True)
+    for version in ("1.0.0", "1.1.0"):
+        (prompts / "support" / f"{version}.toml").write_text(TEXT.replace("VERSION", version))
+    return prompts
+
+
+def said(replica: FakeReplica) -> list[tuple[str, str]]:
+    return [(one["role"], one["content"]) for one in json.loads(replica.seen[-1].value("messages"))]
+
+
+def named(**more: Any) -> dict[str, Any]:
+    return {"prompt": {"id": "support", "variables": {"product": "tea"}, **more}}
+
+
+async def test_a_template_stands_around_the_chat_and_is_told_everywhere(folder: Path, caplog):
+    caplog.set_level(logging.INFO)
+    exporter = InMemorySpanExporter()
+    script = Script((" my", " answer"))
+    async with FakeReplica(lambda seen: script) as replica:
+        async with gateway(replica, prompts=folder, tracing=Tracing(exporter=exporter)) as running:
+            status, headers, _ = await running.post("/v1/chat/completions", {**ASK, **named(version="1.0.0")})
+            assert (status, headers["x-trident-prompt"]) == (200, "support@1.0.0")
+            assert headers["x-trident-prompt-warnings"].startswith("system ")
+            assert said(replica) == [("system", "About tea, 1.0.0."), ("user", "hi"), ("user", "Be short.")]
+            seen = replica.seen[-1]
+            assert (seen.value("max_tokens"), seen.value("temperature")) == (7, 0.25)
+            # What the request has wins, also under its other name, and no messages are needed.
+            own = {"model": "demo", "max_completion_tokens": 3, "temperature": 1.0, **named()}
+            _, headers, _ = await running.post("/v1/chat/completions", own)
+            assert headers["x-trident-prompt"] == "support@1.1.0"
+            assert said(replica) == [("system", "About tea, 1.1.0."), ("user", "Be short.")]
+            assert replica.seen[-1].value("max_tokens") == 3 and replica.seen[-1].value("temperature") == 1.0
+            # The version is in the place where it is asked for, and of another folder within a second.
+            (folder / "support" / "1.2.0.toml").write_text(TEXT.replace("VERSION", "new"))
+            await until(lambda: "1.2.0" in running.service.prompts.prompts["support"].versions)
+            _, headers, _ = await running.post("/v1/chat/completions", {**ASK, **named(id="support@1")})
+            assert headers["x-trident-prompt"] == "support@1.2.0"
+            _, headers, _ = await running.post("/v1/chat/completions", ASK)
+            assert "x-trident-prompt" not in headers
+    roots = [span for span in exporter.get_finished_spans() if span.name == "chat demo"]
+    assert [span.attributes.get("trident.prompt") for span in roots] == [
+        "support@1.0.0",
+        "support@1.1.0",
+        "support@1.2.0",
+        None,
+    ]
+    logged = [record.fields for record in caplog.records if "operation" in getattr(record, "fields", {})]
+    assert [fields.get("prompt") for fields in logged[:2]] == ["support@1.0.0", "support@1.1.0"]
+
+
+async def test_responses_name_a_template_as_openai_does(folder: Path):
+    async with FakeReplica(lambda seen: Script((" x",))) as replica, gateway(replica, prompts=folder) as running:
+        variables = {"product": {"type": "input_text", "text": "tea"}}
+        asked = {"model": "demo", "prompt": {"id": "support", "version": "1", "variables": variables}}
+        status, headers, response = await running.post("/v1/responses", asked)
+        assert status == 200 and headers["x-trident-prompt"] == "support@1.1.0"
+        assert said(replica) == [("system", "About tea, 1.1.0."), ("user", "Be short.")]
+        assert (response["temperature"], response["max_output_tokens"]) == (0.25, 7)
+        assert response["prompt"] == {"id": "support", "version": "1.1.0", "variables": variables}
+        more = {"model": "demo", "input": "more", "previous_response_id": response["id"], "temperature": 0.5, **named()}
+        _, _, response = await running.post("/v1/responses", more)
+        assert [role for role, _ in said(replica)] == ["system", "assistant", "user", "user"]
+        assert response["temperature"] == 0.5
+
+
+async def test_a_wrong_reference_is_refused_by_its_field(folder: Path):
+    wrong = (
+        ({"id": "other"}, "prompt.id"),
+        ({"id": "support"}, "prompt.variables.product"),
+        ({"id": "support", "variables": {"product": "x" * 9}}, "prompt.variables.product"),
+        ({"id": "support", "variables": {"product": "x", "y": 1}}, "prompt.variables.y"),
+        ({"id": "support", "variables": {"product": "x"}, "version": "2"}, "prompt.version"),
+        ({"id": "support", "variables": {"product": "x"}, "name": "2"}, "prompt.name"),
+        ({"id": ""}, "prompt.id"),
+        ("support", "prompt"),
+    )
+    async with FakeReplica() as replica, gateway(replica, prompts=folder) as running:
+        for prompt, field in wrong:
+            for path, body in (("/v1/chat/completions", ASK), ("/v1/responses", {"model": "demo", "input": "hi"})):
+                status, _, answer = await running.post(path, {**body, "prompt": prompt})
+                assert (status, answer["error"]["param"]) == (400, field), answer
+
+
+async def test_without_a_folder_templates_are_refused_and_messages_are_needed():
+    async with FakeReplica() as replica, gateway(replica) as running:
+        status, _, answer = await running.post("/v1/chat/completions", {**ASK, **named()})
+        assert status == 400 and "TRIDENT_GATEWAY_PROMPTS" in answer["error"]["message"]
+        status, _, answer = await running.post("/v1/chat/completions", {"model": "demo"})
+        assert (status, answer["error"]["param"]) == (400, "messages")
+
+
+def test_a_variable_may_be_a_text_object():
+    reference = PromptReference.model_validate(
+        {"id": "x", "variables": {"a": {"type": "input_text", "text": "b"}, "c": [1]}}
+    )
+    assert reference.values == {"a": "b", "c": [1]}
