@@ -87,8 +87,7 @@ class Service:
         rng: random.Random | None = None,
     ) -> None:
         self.settings, self.configuration = settings, configuration
-        self.keys = keys or configuration
-        self.authentication = Authentication(settings, self.keys)
+        self.authentication = Authentication(settings, configuration, keys)
         self.metrics = Metrics()
         self.tracing = tracing or Tracing(settings.otlp_endpoint)
         self.watchdog = Watchdog(settings.shortest_timeout_s, self.metrics.lag.observe)
@@ -171,6 +170,7 @@ class Service:
     def apply(self) -> None:
         """Apply the current configuration to later requests."""
         policy, pools = self.configuration.policy, self.configuration.pools
+        self.authentication.apply()
         self.models.change(self._table(policy))
         self.replicas.encoders, self.replicas.held = pools.encoders, pools.held
         self.releases.change(policy.releases)
@@ -279,6 +279,7 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.authentication.close()
         await self.shadow.close()
         await self.replicas.close()
         await self.overflow.close()
@@ -307,7 +308,7 @@ class Service:
         return [pool for pool in self.replicas.pools if pool in public or pool in pinned]
 
     async def tenant(self, headers: Mapping[str, str]) -> Tenant:
-        """Return the tenant of a request. headers: keys in lower case. Raises Unauthenticated."""
+        """Return the tenant of a request; see Authentication."""
         return await self.authentication.tenant(headers)
 
     async def routed(

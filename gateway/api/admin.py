@@ -37,7 +37,8 @@ class AdminRoute(Route):
         self._authentication = service.authentication
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        return super().matches(scope) if self._authentication.administered else (Match.NONE, {})
+        found = super().matches(scope)
+        return found if found[0] == Match.NONE or self._authentication.administered else (Match.NONE, {})
 
 
 def routes(service: Service) -> list[Route]:

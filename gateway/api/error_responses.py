@@ -72,7 +72,7 @@ def hints(error: TridentError) -> dict[str, str]:
     """Return the headers, or trailers, that tell a client when to retry and how to authenticate."""
     found = dict(error.headers)
     if isinstance(error, Unauthenticated):
-        found["www-authenticate"] = "Bearer"
+        found.setdefault("www-authenticate", "Bearer")
     after_s = retry_after_s(error)
     if after_s is not None:
         found["retry-after"] = str(max(1, math.ceil(after_s)))

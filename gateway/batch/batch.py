@@ -41,7 +41,7 @@ class Batches:
         self.worker = BatchWorker(
             self._store,
             self._complete,
-            service.keys.named,
+            service.authentication.named,
             signals,
             service.metrics.registry,
             on_cut=signals.forget,

@@ -34,6 +34,11 @@ class Reading:
     policy: Policy
     pools: Pools
 
+    @property
+    def keyed(self) -> bool:
+        """Whether callers need a key or a token."""
+        return bool(self.keys) or bool(self.policy.identity.issuers)
+
 
 def read(path: Path | None, environ: Mapping[str, str], pools: Pools | Mapping[str, str]) -> Reading:
     """Read keys, rules and pools.
@@ -54,7 +59,10 @@ def reading(
     there = start.changed(path, rules.pools, candidates)
     policy.check_pools(path, rules, there.sources)
     release.check(path, rules.releases, there.weights or {}, there.encoders)
-    return Reading(tenants.read(path, found, environ), rules, there)
+    keys, default_team = tenants.read(path, found, environ), rules.identity.default_team
+    if default_team and not keys.has_team(default_team):
+        raise InvalidArgument(f"{path}: identity.default_team", f"must be a team of the file, got {default_team!r}")
+    return Reading(keys, rules, there)
 
 
 def table(path: Path) -> dict[str, Any]:
@@ -82,6 +90,7 @@ class Configuration:
         self.changed: Callable[[], None] = lambda: None
         self.prepare: Callable[[Policy], None] = lambda policy: None
         self.problem = ""
+        self.stored_keys = False  # whether there are keys that the file does not have
         self._reloading = asyncio.Lock()
 
     @property
@@ -103,12 +112,21 @@ class Configuration:
 
     @property
     def keyless(self) -> bool:
-        """Whether there are no API keys; then all callers are one tenant, for private networks."""
-        return not self._reading.keys
+        """Whether there are no API keys and no issuers; then all callers are one tenant, for private networks."""
+        return not self._reading.keyed and not self.stored_keys
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether a caller can be more than a caller."""
+        return self.stored_keys or bool(self.policy.identity.issuers) or self._reading.keys.has_admins()
 
     def tenant(self, api_key: str) -> Tenant:
         """Return the tenant of the key, "" if none was sent. Raises Unauthenticated."""
         return Tenant() if self.keyless else self._reading.keys.tenant(api_key)
+
+    def member(self, org: str, team: str, key: str) -> Tenant | None:
+        """Return the tenant of a caller whose key is not in the file; None for an unknown team."""
+        return self._reading.keys.member(org, team, key, self.policy.identity.default_team)
 
     def pinned_pools(self) -> set[str]:
         """Return the pools that tenants are pinned to."""
@@ -139,8 +157,8 @@ class Configuration:
             try:
                 # Thousands of keys take a while to read, and streams must not stand still meanwhile.
                 reading = await asyncio.to_thread(read, self._path, self._environ, self._pools)
-                if not reading.keys and not self.keyless:
-                    problem = "has no keys any more; a restart opens the gateway to everybody"
+                if not reading.keyed and not self.keyless and not self.stored_keys:
+                    problem = "has no keys and issuers any more; a restart opens the gateway to everybody"
                     raise InvalidArgument(str(self._path), problem)
                 await asyncio.to_thread(self.prepare, reading.policy)
             except InvalidArgument as exc:

@@ -23,6 +23,7 @@ from pydantic import (
 from contract import toml_table
 from contract.errors import InvalidArgument
 from contract.generation import Usage
+from gateway.config.identity import IdentityRules
 from gateway.config.release import ReleaseRules
 
 # A tenant's turn in tokens, times its weight. Well below a chat's answer: rounds cost nothing, and turns of several
@@ -296,6 +297,7 @@ class Policy(BaseModel):
     models: Mapping[_ModelName, ModelRules] = {}
     releases: Mapping[_ReleaseName, ReleaseRules] = {}
     prices: Prices | None = None
+    identity: IdentityRules = IdentityRules()
 
     @field_validator("classes")
     @classmethod

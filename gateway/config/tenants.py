@@ -58,6 +58,7 @@ class KeyTable:
 
     # salt, and by the first 8 bytes of the hash the whole hash and the tenant
     salted: tuple[tuple[bytes, Mapping[bytes, tuple[bytes, Tenant]]], ...] = ()
+    file: _File | None = None
 
     def __len__(self) -> int:
         """Return the number of keys."""
@@ -71,6 +72,10 @@ class KeyTable:
         if found is None:
             raise Unauthenticated("this API key is not known here")
         return found
+
+    def has_admins(self) -> bool:
+        """Return whether a key manages others."""
+        return any(tenant.administers for _, tenants in self.salted for _, tenant in tenants.values())
 
     def pools(self) -> set[str]:
         """Return the pools that tenants are pinned to."""
@@ -92,6 +97,17 @@ class KeyTable:
         known = (tenant for _, tenants in self.salted for _, tenant in tenants.values())
         return next((tenant for tenant in known if tenant.levels[-1].name == key), None)
 
+    def member(self, org: str, team: str, key: str, default_team: str) -> Tenant | None:
+        """Return the tenant of a caller whose key is not in the file; None for an unknown team.
+
+        default_team: ORG/TEAM, whose limits and models a team has that is not in the file; "" for none.
+        """
+        return self.file.member(org, team, key, default_team) if self.file is not None else None
+
+    def has_team(self, name: str) -> bool:
+        """Return whether the file has a team, ORG/TEAM."""
+        return self.file is not None and self.file.has(*name.split("/"))
+
 
 def _indexed(tenants: Mapping[bytes, Tenant]) -> dict[bytes, tuple[bytes, Tenant]]:
     return {hashed[:8]: (hashed, tenant) for hashed, tenant in tenants.items()}
@@ -100,11 +116,12 @@ def _indexed(tenants: Mapping[bytes, Tenant]) -> dict[bytes, tuple[bytes, Tenant
 def read(path: str, table: Mapping, environ: Mapping[str, str]) -> KeyTable:
     """Return the keys in a file's table and in the environment. Raises InvalidArgument that names the place."""
     file, from_environment = _File(path, table), environ.get(API_KEYS, "")
-    salted = [(salt(path, table), _indexed(file.tenants()))] if file.orgs else []
+    tenants = file.tenants()
+    salted = [(salt(path, table), _indexed(tenants))] if tenants else []
     if from_environment:
         own = secrets.token_bytes(16)
         salted.append((own, _indexed(_from_environment(file, from_environment, own))))
-    return KeyTable(tuple(salted))
+    return KeyTable(tuple(salted), file)
 
 
 def salt(path: str, table: Mapping) -> bytes:
@@ -167,16 +184,43 @@ class _File:
         team_table = self._child(teams, f"orgs.{org}.teams", team)
         keys = self._child(team_table, f"orgs.{org}.teams.{team}", "keys")
         key_table = self._child(keys, f"orgs.{org}.teams.{team}.keys", key)
+        where, name = f"orgs.{org}.teams.{team}.keys.{key}", f"{org}/{team}"
         levels = (
             Level(org, self._limits(org_table, f"orgs.{org}", "teams")),
-            Level(f"{org}/{team}", self._limits(team_table, f"orgs.{org}.teams.{team}", "keys", *_TENANT)),
-            Level(
-                f"{org}/{team}/{key}", self._limits(key_table, f"orgs.{org}.teams.{team}.keys.{key}", "hash", "class")
-            ),
+            Level(name, self._limits(team_table, f"orgs.{org}.teams.{team}", "keys", *_TENANT)),
+            Level(f"{name}/{key}", self._limits(key_table, where, "hash", "class", "administers")),
         )
-        tenant = Tenant(**self._team(team_table, f"orgs.{org}.teams.{team}"), name=f"{org}/{team}", levels=levels)
-        own = self._class(key_table, f"orgs.{org}.teams.{team}.keys.{key}")
+        managed = {"": "", "team": name, "org": org}
+        administers = str(key_table.get("administers", ""))
+        if administers not in managed:
+            raise self._wrong(f"{where}.administers", f"must be team or org, got {administers!r}")
+        tenant = Tenant(
+            **self._team(team_table, f"orgs.{org}.teams.{team}"),
+            name=name,
+            levels=levels,
+            administers=managed[administers],
+        )
+        own = self._class(key_table, where)
         return replace(tenant, request_class=own) if own else tenant
+
+    def has(self, org: str, team: str) -> bool:
+        return team in self.orgs.get(org, {}).get("teams", {})
+
+    def member(self, org: str, team: str, key: str, default_team: str) -> Tenant | None:
+        """See KeyTable.member."""
+        name = f"{org}/{team}"
+        like = name if self.has(org, team) else default_team
+        if not like:
+            return None
+        like_org, _, like_team = like.partition("/")
+        table = self.orgs[like_org]["teams"][like_team]
+        limits_of = org if org in self.orgs else like_org
+        levels = (
+            Level(org, self._limits(self.orgs[limits_of], f"orgs.{limits_of}", "teams")),
+            Level(name, self._limits(table, f"orgs.{like_org}.teams.{like_team}", "keys", *_TENANT)),
+            Level(f"{name}/{key}"),
+        )
+        return Tenant(**self._team(table, f"orgs.{like_org}.teams.{like_team}"), name=name, levels=levels)
 
     def _keys(self) -> Iterator[tuple[str, str, str, Mapping]]:
         for org in self.orgs:

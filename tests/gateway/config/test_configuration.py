@@ -123,7 +123,7 @@ async def test_a_file_that_became_wrong_changes_nothing_until_it_is_right_again(
         path.write_text(broken)
         await found.poll()
         assert found.tenant(ALICE).levels[0].limits.tokens_per_minute == 6000 and found.problem
-    assert "has no keys any more" in found.problem  # it would have been open to everybody
+    assert "has no keys and issuers any more" in found.problem  # it would have been open to everybody
     path.unlink()
     await found.poll()
     await found.poll()

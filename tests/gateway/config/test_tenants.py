@@ -55,6 +55,14 @@ def test_a_key_leads_to_its_tenant_with_the_limits_of_every_level(tmp_path: Path
     )
 
 
+@pytest.mark.parametrize(("given", "managed"), [("", ""), ("team", "acme/research"), ("org", "acme")])
+def test_a_key_may_manage_its_team_or_organisation(tmp_path: Path, given: str, managed: str) -> None:
+    keys = _keys(tmp_path, f'{FILE}administers = "{given}"')
+    assert keys.tenant(BOB).administers == managed and keys.has_admins() == bool(given)
+    with pytest.raises(InvalidArgument, match="keys.bob.administers: must be team or org, got 'all'"):
+        _keys(tmp_path, f'{FILE}administers = "all"')
+
+
 def test_keys_of_a_team_are_one_tenant(tmp_path: Path) -> None:
     keys = _keys(tmp_path)
     assert keys.tenant(ALICE).name == keys.tenant(BOB).name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from contract.errors import Unauthenticated
+from gateway.config.configuration import Configuration
 from gateway.config.settings import Settings
 from gateway.config.tenant import Tenant
 from gateway.identity import secret_file
@@ -31,7 +32,7 @@ async def test_the_operators_token_makes_an_operator_and_a_key_a_caller(tmp_path
     monkeypatch.setattr(secret_file, "CHECK_S", 0.0)
     path = tmp_path / "token"
     path.write_text(TOKEN)
-    authentication = Authentication(Settings(admin_token_file=path), Keys())
+    authentication = Authentication(Settings(admin_token_file=path), Configuration(None, {}, {}), Keys())
     assert (await authentication.principal(headers(TOKEN))).role == "operator"
     found = await authentication.principal(headers("k"))
     assert (found.role, found.tenant) == ("caller", Tenant("acme/research"))
@@ -45,7 +46,7 @@ async def test_the_operators_token_makes_an_operator_and_a_key_a_caller(tmp_path
 
 
 async def test_without_a_token_file_nobody_is_an_operator():
-    authentication = Authentication(Settings(), Keys())
+    authentication = Authentication(Settings(), Configuration(None, {}, {}), Keys())
     assert not authentication.administered
     with pytest.raises(Unauthenticated):
         await authentication.principal({})

@@ -18,6 +18,7 @@ from gateway.api.picker import messages
 from gateway.api.picker.endpoint import SERVICE
 from tests.gateway.api.picker.endpoints import Pool, pool
 from tests.gateway.config.test_configuration import ALICE, keys
+from tests.gateway.identity.issuer import SECTION, issuer
 from tests.gateway.running import until
 
 pytestmark = pytest.mark.slow
@@ -230,6 +231,14 @@ async def test_a_request_of_a_tenant_without_a_key_is_401():
             assert refusal(await envoy.begin(CHAT))[0] == 401
         async with stream(running) as envoy:
             assert where(await envoy.begin(CHAT, authorization=f"Bearer {ALICE}"))
+
+
+async def test_a_token_of_an_issuer_is_a_key():
+    async with issuer() as served, pool(config=SECTION.format(url=served.url, refetch_s=1000.0)) as running:
+        async with stream(running) as envoy:
+            assert refusal(await envoy.begin(CHAT, authorization=f"Bearer {served.token(aud='x')}"))[0] == 401
+        async with stream(running) as envoy:
+            assert where(await envoy.begin(CHAT, authorization=f"Bearer {served.token()}"))
 
 
 @pytest.mark.parametrize(
