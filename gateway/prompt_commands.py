@@ -15,7 +15,7 @@ from contract.errors import InvalidArgument, NotFound
 from gateway.admission.prompt_tokens import load_tokenizer
 from gateway.config.settings import Settings, variable
 from gateway.prompts.chat_tokens import counted
-from gateway.prompts.registry import Prompt, Registry, roll_back
+from gateway.prompts.registry import Registry, roll_back
 from gateway.prompts.template import PARTS, Rendered, Template, over_budget
 
 Count = Callable[[Sequence[str]], int]
@@ -37,7 +37,6 @@ def add(commands: Any) -> None:
         parser.add_argument("--prompts", type=Path, metavar="FOLDER", help=f"else {variable('prompts')}")
         if action in ("check", "diff"):
             parser.add_argument("--tokenizer", type=Path, metavar="FILE", help=f"else {variable('tokenizer')}")
-    made["list"].add_argument("--json", action="store_true", help="print it as JSON")
     for name in ("before", "after"):
         made["diff"].add_argument(name, metavar="NAME@VERSION")
     made["diff"].add_argument("--variables", type=_object, default={}, help="values as JSON, else examples")
@@ -47,15 +46,12 @@ def add(commands: Any) -> None:
 
 def show_all(arguments: argparse.Namespace) -> None:
     """Print every prompt. Raises: InvalidArgument."""
-    prompts = Registry(_folder(arguments)).prompts.values()
-    if arguments.json:
-        print(json.dumps({prompt.name: _described(prompt) for prompt in prompts}, indent=2))
-        return
-    for prompt in prompts:
+    for prompt in Registry(_folder(arguments)).prompts.values():
         print(prompt.name)
-        for version, fields in _described(prompt)["versions"].items():
-            share = "withdrawn" if fields["withdrawn"] else f"{fields['share']:7.1%}"
-            print(f"  {version:<16}{share:>10}  {fields['description']}".rstrip())
+        shares = prompt.shares if prompt.served else {}
+        for version, template in prompt.versions.items():
+            share = f"{shares.get(version, 0.0):.1%}" if version in prompt.served else "withdrawn"
+            print(f"  {version:<16}{share:>10}  {template.description}".rstrip())
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -99,18 +95,6 @@ def rollback(arguments: argparse.Namespace) -> None:
     shares = ", ".join(f"{version} {share:.0%}" for version, share in prompt.shares.items())
     print(f"prompt {prompt.name}: serves {shares}; withdrawn: {', '.join(prompt.release.withdrawn) or 'none'}")
     print(f"Gateways that read {_folder(arguments)} follow within a second.", file=sys.stderr)
-
-
-def _described(prompt: Prompt) -> dict[str, Any]:
-    versions = {
-        version: {
-            "share": prompt.shares.get(version, 0.0) if prompt.served else 0.0,
-            "withdrawn": version not in prompt.served,
-            "description": template.description,
-        }
-        for version, template in prompt.versions.items()
-    }
-    return {"latest": prompt.latest() if prompt.served else None, "versions": versions}
 
 
 def _folder(arguments: argparse.Namespace) -> Path:

@@ -42,6 +42,7 @@ from gateway.generation import GenerationRuntime
 from gateway.identity.authentication import Authentication
 from gateway.live_generations import LiveGenerations
 from gateway.models import HEADER, Models, ServedModel
+from gateway.prompts.chat_tokens import context_limit
 from gateway.prompts.registry import Registry
 from gateway.releases import Releases
 from gateway.request_context import RequestContext
@@ -264,6 +265,9 @@ class Service:
                     load_tokenizer(rules.tokenizer)
                 except InvalidArgument as exc:
                     raise InvalidArgument(f"models.{name}.tokenizer", exc.problem) from exc
+            if rules.context is not None and context_limit(rules) is None:
+                problem = "must have a tokenizer beside it, and context_length where no manifest.json lies beside that"
+                raise InvalidArgument(f"models.{name}.context", problem)
 
     @property
     def draining(self) -> bool:

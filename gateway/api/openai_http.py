@@ -230,6 +230,8 @@ async def _routed(
     context = await service.routed(body.model, requests, context)
     if used is not None:
         context = await prompting.weighed(used, requests[0], context)
+    if context.model.rules.context is not None:
+        requests, context = await prompting.bounded(service, requests, context, used)
     if service.models.configured:
         body.model = context.model.name
     form = chat_format.configured(service.settings, context.model.rules)

@@ -1,23 +1,34 @@
-"""What the gateway does to a chat before it is sent: the template that it names."""
+"""What happens to a chat before it is sent: the template that it names, and what is left out where it is too long."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Field, StrictStr
 
-from contract.errors import InvalidArgument
-from contract.generation import GenerationRequest
+from clients.wire.request import MAX_REQUEST_ID
+from contract.errors import EngineFailed, InvalidArgument, NotFound, PromptTooLong, TridentError
+from contract.generation import GenerationRequest, SamplingParams
 from gateway.admission.prompt_tokens import COUNTED_AT_ONCE, texts_of
 from gateway.api.strict_model import StrictModel
+from gateway.choices import together
+from gateway.config.context import ContextRules
 from gateway.config.settings import variable
-from gateway.prompts.chat_tokens import counted
+from gateway.prompts import long_chat
+from gateway.prompts.chat_tokens import chat_tokens, context_limit, counted
+from gateway.prompts.long_chat import Chat, Message
 from gateway.prompts.registry import Registry
 from gateway.prompts.template import Rendered, Template, over_budget
 from gateway.request_context import RequestContext
+from gateway.service import Service
+
+_SUMMARY_TEXT = 24  # tokens around a summary in the system message, on the high side
+_SUMMARY_ID = "-summary"
+_LOG = logging.getLogger(__name__)
 
 
 class PromptReference(StrictModel):
@@ -41,11 +52,17 @@ class PromptReference(StrictModel):
         }
 
 
+@dataclass(frozen=True)
 class Prepared:
-    """The template of one request, rendered."""
+    """The template of one request, rendered. version: NAME@VERSION."""
 
-    def __init__(self, version: str, template: Template, rendered: Rendered) -> None:
-        self.version, self.template, self.rendered = version, template, rendered
+    version: str
+    template: Template
+    rendered: Rendered
+
+    def own(self, request: GenerationRequest) -> range:
+        """Return the indices of the request's own messages among those of ``around``."""
+        return range(len(self.rendered.before), len(request.messages or ()) - len(self.rendered.after))
 
     def around(self, messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
         """Return the template's messages with the request's own in their place."""
@@ -70,8 +87,8 @@ async def weighed(used: Prepared, request: GenerationRequest, context: RequestCo
     """
     notes, budgets = {**context.notes, "prompt": used.version}, used.template.budgets
     if budgets:
-        first, last = len(used.rendered.before), len(request.messages or ()) - len(used.rendered.after)
-        own = texts_of(replace(request, messages=(request.messages or ())[first:last], tools=None))
+        messages = tuple((request.messages or ())[index] for index in used.own(request))
+        own = texts_of(replace(request, messages=messages, tools=None))
         tokenizer = context.model.rules.tokenizer
 
         def count() -> str:
@@ -81,3 +98,104 @@ async def weighed(used: Prepared, request: GenerationRequest, context: RequestCo
         if warning := count() if size <= COUNTED_AT_ONCE else await asyncio.to_thread(count):
             notes["prompt_warnings"] = warning
     return replace(context, notes=notes)
+
+
+async def bounded(
+    service: Service, requests: list[GenerationRequest], context: RequestContext, used: Prepared | None
+) -> tuple[list[GenerationRequest], RequestContext]:
+    """Return the requests with a chat that fits their model, and the context with what was left out of it.
+
+    used: the template of the request, whose messages stay.
+    Raises: PromptTooLong where no part of the chat fits.
+    """
+    request, rules, model = requests[0], context.model.rules.context, context.model.rules
+    limit, messages = context_limit(model), request.messages
+    if rules is None or limit is None or not messages or request.truncate_prompt_tokens is not None:
+        return requests, context
+    most = min(limit - request.max_tokens, rules.prompt_tokens or limit)
+    if most < 1:
+        return requests, context  # the replica says what max_tokens may be
+    assert model.tokenizer is not None, "context_limit knows it"
+    count, variables = chat_tokens(model.tokenizer), request.chat_template_kwargs
+
+    def fits(chat: Chat, room: int = most) -> bool:
+        return count.fits(chat, request.tools, variables, room)
+
+    own = used.own(request) if used is not None else range(len(messages))
+    order = long_chat.drop_order(messages, rules.policy != "drop_oldest", own)
+    summarises = rules.policy == "summarise"
+    room = most - rules.summary_tokens - _SUMMARY_TEXT if summarises else most
+
+    def cut() -> tuple[list[Message], list[Message]] | None:
+        if fits(messages):
+            return list(messages), []
+        shorter = long_chat.shortened(messages, order, lambda chat: fits(chat, room)) if room > 0 else None
+        return shorter or (long_chat.shortened(messages, order, fits) if summarises else None)
+
+    try:
+        found = await asyncio.to_thread(cut)
+    except (InvalidArgument, NotFound):
+        return requests, context  # the replica tells what is wrong with it
+    if found is None:
+        problem = f"must have at most {most} tokens, and what {rules.policy} may not leave out has more"
+        raise PromptTooLong("messages", problem)
+    stays, dropped = found
+    if not dropped:
+        return requests, context
+    done: str = rules.policy
+    if summarises:
+        try:
+            text, tokens = await asyncio.wait_for(_summary(service, rules, dropped, context), rules.summary_timeout_s)
+            shorter = long_chat.with_summary(stays, text)
+            if not text.strip() or not await asyncio.to_thread(fits, shorter):
+                raise EngineFailed("the summary is empty or too long")
+            stays, done = shorter, f"summarise; summary_tokens={tokens}"
+        except (TridentError, asyncio.TimeoutError) as exc:
+            _LOG.warning("a long chat has no summary: %s", type(exc).__name__, extra={"fields": {}})  # no text of it
+            found = await asyncio.to_thread(long_chat.shortened, messages, order, fits)
+            assert found is not None, "the chat with room for a summary fits"
+            (stays, dropped), done = found, f"keep_system; instead_of=summarise; reason={type(exc).__name__}"
+    texts = texts_of(replace(request, messages=tuple(dropped), tools=None))
+    lost = await asyncio.to_thread(counted, model.tokenizer, texts)
+    note = f"{done}; dropped_messages={len(dropped)}; dropped_tokens={lost}"
+    kept = tuple(stays)  # one object: what has the same prompt is told by identity
+    return [replace(one, messages=kept) for one in requests], replace(context, notes={**context.notes, "context": note})
+
+
+async def _summary(
+    service: Service, rules: ContextRules, dropped: list[Message], context: RequestContext
+) -> tuple[str, int]:
+    """Return a summary and its tokens, charged to the caller. Raises: TridentError."""
+    assert rules.summary_model is not None, "checked by ContextRules"
+    inner = replace(
+        context,
+        tenant=replace(context.tenant, models=()),  # the operator chose the model, whatever the caller may name
+        operation="chat",
+        request_id=f"{context.request_id[: MAX_REQUEST_ID - len(_SUMMARY_ID)]}{_SUMMARY_ID}",
+        notes={},
+    )
+
+    def request_of(messages: Chat) -> GenerationRequest:
+        chat = tuple(long_chat.summary_prompt(messages, rules.summary_tokens // 2))
+        sampling = SamplingParams(temperature=0.0)
+        timeout_s = rules.summary_timeout_s
+        return GenerationRequest(messages=chat, max_tokens=rules.summary_tokens, sampling=sampling, timeout_s=timeout_s)
+
+    inner = await service.routed(rules.summary_model, [request_of(dropped)], inner)
+    limit, tokenizer = context_limit(inner.model.rules), inner.model.rules.tokenizer
+    if limit is not None and tokenizer is not None:
+        count, order = chat_tokens(tokenizer), [[index] for index in range(len(dropped) - 1)]
+
+        def fits(chat: Chat) -> bool:
+            return count.fits(request_of(chat).messages or (), None, None, limit - rules.summary_tokens)
+
+        newest = await asyncio.to_thread(long_chat.shortened, dropped, order, fits)
+        if newest is None:
+            raise PromptTooLong("messages", "must fit the model that summarises them")
+        dropped = newest[0]
+    choices = await service.choices([request_of(dropped)], inner)
+    try:
+        [completion] = await together(aiter(choices), inner.request_id)
+    finally:
+        choices.close()
+    return completion.text, completion.usage.output_tokens if completion.usage else 0

@@ -23,6 +23,7 @@ from pydantic import (
 from contract import toml_table
 from contract.errors import InvalidArgument
 from contract.generation import Usage
+from gateway.config.context import ContextRules
 from gateway.config.identity import IdentityRules
 from gateway.config.release import ReleaseRules
 
@@ -253,6 +254,7 @@ class ModelRules(BaseModel):
     capabilities: what it can do; None: not checked here.
     context_length: prompt and output, in tokens; a router leaves out a model that is too small.
     tokenizer: its tokenizer.json; None: prompts are estimated.
+    context: what is left out of a chat that is too long; None: it is refused.
     tool_format, reasoning_format: as TRIDENT_GATEWAY_TOOL_FORMAT and _REASONING_FORMAT, which hold where it is auto.
     """
 
@@ -268,9 +270,12 @@ class ModelRules(BaseModel):
     tool_format: ToolFormat = "auto"
     reasoning_format: ReasoningFormat = "auto"
     price: ModelPrice | None = None
+    context: ContextRules | None = None
 
     @model_validator(mode="after")
     def _one(self) -> ModelRules:
+        if self.router and self.context:
+            raise ValueError("context must be left out of a router: it holds of the models that it names")
         if bool(self.router) == bool(self.pools or self.fallbacks):
             raise ValueError("must have either router, or pools or fallbacks")
         return self
@@ -355,6 +360,10 @@ def _check_models(path: str, models: Mapping[str, ModelRules]) -> None:
             if alias in names:
                 raise InvalidArgument(f"{path}: models.{name}.aliases", f"{alias!r} is the name of another model too")
             names.append(alias)
+        summariser = rules.context and rules.context.summary_model
+        if summariser and summariser not in {*models, *(alias for one in models.values() for alias in one.aliases)}:
+            problem = f"must be one of the models {', '.join(models)}, got {summariser!r}"
+            raise InvalidArgument(f"{path}: models.{name}.context.summary_model", problem)
         for listed in rules.router:
             if listed not in direct:
                 problem = f"must be one of the models with replicas or upstreams, {', '.join(direct)}, got {listed!r}"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from contract import manifest as manifests
-from gateway.admission.prompt_tokens import load_tokenizer, size_by_bytes
+from gateway.admission.prompt_tokens import MOST_COUNTED, load_tokenizer, size_by_bytes
+from gateway.config.policy import ModelRules
 from python_backends.tokenizer.chat_template import ChatTemplate
 
 
@@ -30,9 +31,15 @@ class ChatTokens:
         found: list[int] = self.library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return found
 
-    def count(self, messages: Sequence[Mapping[str, Any]], tools: str | None, variables: str | None) -> int:
-        """Return the tokens of a chat's prompt. tools, variables: JSON. Raises: as ChatTemplate.render."""
-        return len(self.ids(self.template.render(orjson.dumps(list(messages)).decode(), tools, variables)))
+    def fits(self, messages: Sequence[Mapping[str, Any]], tools: str | None, variables: str | None, most: int) -> bool:
+        """Return whether a chat's prompt has at most ``most`` tokens. Raises: as ChatTemplate.render."""
+        text = self.template.render(orjson.dumps(list(messages)).decode(), tools, variables)
+        size = len(text.encode())  # no token is shorter than a byte, and normalizers shorten text at most fourfold
+        return size <= most or (size <= 4 * self._longest_token_bytes * most and len(self.ids(text)) <= most)
+
+    @cached_property
+    def _longest_token_bytes(self) -> int:
+        return max(len(token.encode()) for token in self.library.get_vocab(with_added_tokens=True))
 
 
 @lru_cache(maxsize=64)
@@ -41,9 +48,17 @@ def chat_tokens(tokenizer_json: Path) -> ChatTokens:
     return ChatTokens(tokenizer_json)
 
 
+def context_limit(rules: ModelRules) -> int | None:
+    """Return the tokens of prompt and output of a model; None if they, or its tokenizer, are not known."""
+    if rules.tokenizer is None:
+        return None
+    limits = [limit for limit in (rules.context_length, chat_tokens(rules.tokenizer).max_model_len) if limit]
+    return min(limits, default=None)
+
+
 def counted(tokenizer_json: Path | None, texts: Sequence[str]) -> int:
-    """Return the tokens of texts without a chat template; estimated from their bytes without a tokenizer."""
-    if tokenizer_json is None:
+    """Return the tokens of texts without a chat template; estimated without a tokenizer, and beyond MOST_COUNTED."""
+    if tokenizer_json is None or sum(map(len, texts)) > MOST_COUNTED:
         return round(size_by_bytes(texts)[0])
     whole = [text.encode(errors="replace").decode() for text in texts]  # JSON can hold lone surrogates
     return sum(map(len, load_tokenizer(tokenizer_json).encode_batch_fast(whole, add_special_tokens=False)))

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import tomlkit
 from pydantic import BaseModel, ConfigDict, Field
@@ -35,25 +35,15 @@ _SELECTOR = re.compile(rf"{LATEST}|{_NUMBER}(\.{_NUMBER})?|{_VERSION.pattern}")
 _LOG = logging.getLogger(__name__)
 
 
-class Version(NamedTuple):
-    """A semantic version; tuples of it compare by its precedence. ``final`` is 0 for a pre-release."""
-
-    major: int
-    minor: int
-    patch: int
-    final: int
-    before: tuple[tuple[int, int, str], ...]
-
-    @classmethod
-    def of(cls, text: str) -> Version | None:
-        """Return the version, or None if the text is none."""
-        found = _VERSION.fullmatch(text)
-        if found is None:
-            return None
-        major, minor, patch, before = found.groups()
-        parts = before.split(".") if before else []  # numbers come before words
-        keys = tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts)
-        return cls(int(major), int(minor), int(patch), 0 if parts else 1, keys)
+def precedence(text: str) -> tuple[int, int, int, bool, list[tuple[bool, int, str]]] | None:
+    """Return what orders semantic versions; None for a text that is none."""
+    found = _VERSION.fullmatch(text)
+    if found is None:
+        return None
+    major, minor, patch, before = found.groups()
+    parts = before.split(".") if before else []  # numbers come before words, a pre-release before its version
+    keys = [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
+    return int(major), int(minor), int(patch), not parts, keys
 
 
 class Release(BaseModel):
@@ -118,7 +108,7 @@ class Prompt:
             return list(self.shares)[-1]  # where rounding left a rest
         if selector in self.versions:
             return selector
-        if not _SELECTOR.fullmatch(selector) or Version.of(selector):
+        if not _SELECTOR.fullmatch(selector) or precedence(selector):
             there = f"must be one of {', '.join(self.versions)}, the beginning of one such as 1, or {LATEST}"
             raise InvalidArgument("prompt.version", f"{there}, got {selector!r:.100}")
         return self.latest("" if selector == LATEST else f"{selector}.")
@@ -229,7 +219,7 @@ def _read(folder: Path, old: Prompt, problems: list[str]) -> Prompt:
             continue
         text = path.name.removesuffix(".toml")
         try:
-            if Version.of(text) is None:
+            if precedence(text) is None:
                 raise InvalidArgument(str(path), "must be named MAJOR.MINOR.PATCH.toml, such as 1.0.0.toml")
             versions[text] = load(path)
             if text in old.versions and old.versions[text] != versions[text]:
@@ -238,7 +228,7 @@ def _read(folder: Path, old: Prompt, problems: list[str]) -> Prompt:
             problems.append(str(exc))
             if text in old.versions:
                 versions[text] = old.versions[text]
-    versions = dict(sorted(versions.items(), key=lambda entry: _precedence(entry[0])))
+    versions = dict(sorted(versions.items(), key=lambda entry: precedence(entry[0]) or ()))
     path, release = folder / RELEASE, Release()
     if path.exists():
         try:
@@ -250,9 +240,3 @@ def _read(folder: Path, old: Prompt, problems: list[str]) -> Prompt:
             problems.append(str(exc))
             release = old.release
     return Prompt(folder.name, versions, release)
-
-
-def _precedence(text: str) -> Version:
-    version = Version.of(text)
-    assert version is not None, text
-    return version

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from contract.errors import InvalidArgument
 from gateway.api.prompting import PromptReference
+from gateway.config import policy
+from gateway.prompts.chat_tokens import chat_tokens
 from gateway.telemetry.tracing import Tracing
 from tests.fakes.replica import FakeReplica, Script
 from tests.gateway.running import gateway, until
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TOKENIZER = Path(__file__).resolve().parents[3] / "build" / "demo_model" / "checkpoint" / "tokenizer.json"
+TURN = ("user", "assistant")
 TEXT = """
 [variables.product]
 max_length = 8
@@ -134,3 +146,107 @@ def test_a_variable_may_be_a_text_object():
         {"id": "x", "variables": {"a": {"type": "input_text", "text": "b"}, "c": [1]}}
     )
     assert reference.values == {"a": "b", "c": [1]}
+
+
+MODELS = f"""
+[pools]
+main = {{ replicas = "MAIN" }}
+small = {{ replicas = "SMALL" }}
+[models.demo]
+pools = ["main"]
+context_length = 150
+tokenizer = "{TOKENIZER}"
+[models.demo.context]
+CONTEXT
+[models.small]
+pools = ["small"]
+context_length = 150
+tokenizer = "{TOKENIZER}"
+"""
+LONG = [
+    {"role": "system", "content": "Be kind."},
+    *({"role": role, "content": f"{role} {n} " + "def f(x): pass " * 3} for n in range(6) for role in TURN),
+    {"role": "user", "content": "last"},
+]
+
+
+@contextlib.asynccontextmanager
+async def serving(rules: str, small: Script, **more: Any):
+    async with FakeReplica(lambda seen: Script((" x",))) as main, FakeReplica(lambda seen: small) as other:
+        config = MODELS.replace("MAIN", main.url).replace("SMALL", other.url).replace("CONTEXT", rules)
+        urls = {replica.url: replica.metrics_url for replica in (main, other)}
+        async with gateway(config=config, metrics_urls=urls, **more) as running:
+            await until(lambda: len(running.service.replicas.ready()) == 2)
+            yield main, other, running
+
+
+def tokens_of(replica: FakeReplica) -> int:
+    counter, chat = chat_tokens(TOKENIZER), replica.seen[-1].value("messages")
+    return len(counter.ids(counter.template.render(chat)))
+
+
+def noted(headers: dict[str, str]) -> dict[str, str]:
+    policy, *rest = headers["x-trident-context"].split("; ")
+    return {"policy": policy, **dict(entry.split("=") for entry in rest)}
+
+
+@pytest.mark.parametrize("name", ["drop_oldest", "keep_system"])
+async def test_a_chat_that_is_too_long_loses_its_oldest_turns(name: str):
+    async with serving(f'policy = "{name}"', Script()) as (main, _, running):
+        ask = {"model": "demo", "messages": LONG, "max_tokens": 20}
+        status, headers, _ = await running.post("/v1/chat/completions", ask)
+        assert status == 200 and tokens_of(main) <= 130
+        sent = said(main)
+        assert sent[-1] == ("user", "last") and len(sent) < len(LONG)
+        assert (sent[0] == ("system", "Be kind.")) == (name == "keep_system")
+        assert (LONG[1]["content"] in [text for _, text in sent]) == (name == "keep_system")
+        note = noted(headers)
+        assert note["policy"] == name and int(note["dropped_messages"]) == len(LONG) - len(sent)
+        assert int(note["dropped_tokens"]) > 20
+        # What fits is not touched, and what cannot fit is refused by its field.
+        kept = [{"role": role, "content": text} for role, text in sent]
+        status, headers, _ = await running.post("/v1/chat/completions", {**ask, "messages": kept})
+        assert status == 200 and "x-trident-context" not in headers and said(main) == sent
+        huge = [*LONG, {"role": "user", "content": "a b " * 200}]
+        status, _, answer = await running.post("/v1/chat/completions", {**ask, "messages": huge})
+        assert (status, answer["error"]["param"]) == (400, "messages"), answer
+
+
+async def test_a_summary_stands_in_place_of_what_is_left_out(caplog):
+    caplog.set_level(logging.INFO)
+    rules = 'policy = "summarise"\nsummary_model = "small"\nsummary_tokens = 24'
+    async with serving(rules, Script((" They", " met."))) as (main, small, running):
+        ask = {"model": "demo", "input": LONG, "max_output_tokens": 20}
+        status, headers, response = await running.post("/v1/responses", ask)
+        assert status == 200 and tokens_of(main) <= 130
+        assert said(main)[0][1].endswith("Summary of the earlier conversation:\nThey met.")
+        assert noted(headers)["policy"] == "summarise" and noted(headers)["summary_tokens"] == "2"
+        assert tokens_of(small) <= 150 - 24 and said(small)[-1][1].count("user ") < 6
+        # All of the conversation is stored, and shortened again.
+        more = {"model": "demo", "input": "more", "previous_response_id": response["id"], "max_output_tokens": 20}
+        status, headers, _ = await running.post("/v1/responses", more)
+        assert status == 200 and int(noted(headers)["dropped_messages"]) >= 8
+    logged = [record.fields for record in caplog.records if "operation" in getattr(record, "fields", {})]
+    assert logged[0]["request_id"].endswith("-summary") and logged[0]["model"] == "small"
+    assert logged[1]["context"].startswith("summarise; ") and logged[1]["tenant"] == logged[0]["tenant"]
+
+
+async def test_without_a_summary_in_time_the_turns_are_left_out():
+    rules = 'policy = "summarise"\nsummary_model = "small"\nsummary_tokens = 24\nsummary_timeout_s = 0.2'
+    async with serving(rules, Script((" late",), first_token_s=30.0)) as (main, small, running):
+        ask = {"model": "demo", "messages": LONG, "max_tokens": 20}
+        status, headers, _ = await running.post("/v1/chat/completions", ask)
+        assert status == 200 and tokens_of(main) <= 130
+        assert noted(headers)["policy"] == "keep_system" and noted(headers)["instead_of"] == "summarise"
+        await until(lambda: small.counts.running == 0)
+
+
+def test_a_policy_needs_a_limit_and_a_model_that_there_is():
+    for rules, problem in (
+        ('policy = "summarise"\n', "summary_model must be set"),
+        ('policy = "summarise"\nsummary_model = "other"', "must be one of the models demo, small, got 'other'"),
+        ('policy = "newest"\n', "models.demo.context.policy"),
+    ):
+        with pytest.raises(InvalidArgument) as raised:
+            policy.read("f", tomllib.loads(MODELS.replace("CONTEXT", rules)), {})
+        assert problem in str(raised.value)

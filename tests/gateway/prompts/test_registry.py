@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from contract.errors import InvalidArgument, NotFound
 from gateway.config.tenant import Level, Tenant
-from gateway.prompts.registry import Registry, Version, roll_back
+from gateway.prompts.registry import Registry, precedence, roll_back
 
 TEXT = '[[messages]]\nrole = "system"\ncontent = "{}"\n'
 
@@ -53,7 +53,7 @@ def test_a_selector_names_the_newest_version_that_it_begins(folder: Path):
 @given(st.lists(st.sampled_from(("1.0.0-alpha", "1.0.0-alpha.1", "1.0.0-2", "1.0.0", "1.0.1", "1.1.0", "2.0.0"))))
 def test_versions_have_the_order_of_semantic_versions(texts):
     order = ("1.0.0-2", "1.0.0-alpha", "1.0.0-alpha.1", "1.0.0", "1.0.1", "1.1.0", "2.0.0")
-    assert sorted(texts, key=Version.of) == sorted(texts, key=order.index)
+    assert sorted(texts, key=precedence) == sorted(texts, key=order.index)
 
 
 def test_weights_divide_callers_and_each_stays_at_its_version(folder: Path):
