@@ -32,6 +32,7 @@ VENV := .venv
 BIN  := $(VENV)/bin
 BUILD_VENV := .venv-build
 FLEET_VENV := .venv-fleet
+EVALS_VENV := .venv-evals
 BUILD_BIN  := $(BUILD_VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 BUILD_PIP := $(BUILD_BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -47,7 +48,7 @@ export TRIDENT_GATEWAY_METRICS_PORT ?= $(METRICS_PORT)
 export TRIDENT_GATEWAY_BATCH_DB ?= .triton/batches.sqlite
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-build setup-fleet fleet fleet-load test-fleet soak-fleet plan-capacity demo demo-model serve gateway up chat build-engine plan-engine quality test-build simulate test-simulator test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-textbook bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf bench-clients bench-all chaos clean
+.PHONY: help setup setup-build setup-fleet setup-evals eval fleet fleet-load test-fleet soak-fleet plan-capacity demo demo-model serve gateway up chat build-engine plan-engine quality test-build simulate test-simulator test test-fast fast-gateway fast-build fast-rest search check format bench bench-efficiency bench-hops bench-textbook bench-cancel bench-perf-analyzer bench-gateway bench-peers bench-aiperf bench-clients bench-all chaos clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +81,15 @@ $(FLEET_VENV)/.installed: constraints.txt requirements/fleet.txt
 	$(PYTHON) -m venv $(FLEET_VENV)
 	@echo "installing Ray into $(FLEET_VENV) (half a minute, 500 MB)"
 	$(FLEET_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements/fleet.txt
+	@touch $@
+
+setup-evals: $(EVALS_VENV)/.installed ## create .venv-evals with lm-eval
+
+$(EVALS_VENV)/.installed: constraints.txt requirements/evals.txt
+	$(PYTHON) server/python_version.py
+	$(PYTHON) -m venv $(EVALS_VENV)
+	@echo "installing lm-eval into $(EVALS_VENV) (half a minute, 600 MB)"
+	$(EVALS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements/evals.txt
 	@touch $@
 
 WANTED = --engine $(call quoted,ENGINE) $(if $(value MODEL),--model $(call quoted,MODEL)) $(if $(value PRECISION),--precision $(call quoted,PRECISION))
@@ -177,6 +187,14 @@ $(VENV)/.chart-installed: $(VENV)/.installed requirements/chart.txt requirements
 	tar xzf aws_cdk/*/_jsii/*.tgz package/lib/layer.zip && $$unpack package/lib/layer.zip . && install helm/helm ../bin/helm
 	@rm -rf $(VENV)/helm
 	@touch $@
+
+URL   ?=
+TASKS ?=
+LIMIT ?=
+eval: $(if $(value URL),setup,build-engine) ## the tasks of evals/ on ENGINE, or on any OpenAI endpoint: URL=, MODEL= (docs/evals.md; LIMIT=N cases of each)
+	@$(MAKE) --no-print-directory setup-evals || echo "lm-eval cannot be installed; its tasks are skipped"
+	$(BIN)/python -m evals run $(if $(value URL),--url $(call quoted,URL)$(if $(value MODEL), --model $(call quoted,MODEL)),--engine $(SERVED)) \
+	  $(if $(TASKS),--tasks $(call quoted,TASKS)) $(if $(LIMIT),--limit $(call quoted,LIMIT)) $(if $(OUT),--out $(call quoted,OUT))
 
 COUNT    ?= 4
 PLANT    ?=

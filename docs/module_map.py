@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "modules.md"
 # In the order in which a reader meets them; imports run from later ones to contract (tests/test_layout.py).
 PACKAGES = ("contract", "python_backends", "server", "clients", "gateway", "cluster", "build", "benchmarks")
-PACKAGES += ("chaos", "simulator")
+PACKAGES += ("chaos", "simulator", "evals")
 _HEADER = """# Modules
 Every module and what it does, package by package, from the docstrings. Written by
 `.venv/bin/python docs/module_map.py`; a test holds it to the source.

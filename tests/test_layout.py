@@ -24,6 +24,8 @@ MAY_IMPORT = {
     # Measures from outside through clients/, parts of the backends by themselves, and a tritonserver that server/ does
     # not supervise.
     "benchmarks": {"contract", "clients", "python_backends", "server"},
+    # Asks any OpenAI endpoint; the benchmarks start one for it.
+    "evals": {"contract", "clients", "benchmarks"},
     # Runs the gateway's and the scaling law's own code, and tells what came of it as the benchmarks do.
     "simulator": {"contract", "clients", "gateway", "cluster", "benchmarks"},
 }

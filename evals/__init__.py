@@ -1,0 +1,1 @@
+"""Evaluations of a model behind an OpenAI endpoint, and the gate that compares a candidate with its baseline"""

@@ -1,0 +1,100 @@
+"""Run the tasks that lm-eval has no kind for, chats with schemas, tools and rules, through OpenAI's client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+
+from evals import checks
+from evals.results import Case
+from evals.task import Task
+
+KEPT_CHARACTERS = 4000
+GIVE_UP_AFTER = 8  # failures one after the other: the endpoint is gone
+_SCORES: Mapping[str, Callable[..., float]] = {
+    "schema": checks.schema,
+    "tools": checks.tools,
+    "instructions": checks.instructions,
+}
+
+
+@dataclass
+class Endpoint:
+    """An OpenAI endpoint with bounded tries.
+
+    url: ends with /v1. timeout_s, tries: of one request. price: input and output, for each 1,000 tokens.
+    """
+
+    url: str
+    model: str
+    api_key: str
+    timeout_s: float = 60.0
+    tries: int = 3
+    concurrency: int = 4
+    price: tuple[float, float] | None = None
+    failures: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.client = openai.OpenAI(
+            base_url=self.url, api_key=self.api_key, timeout=self.timeout_s, max_retries=self.tries - 1
+        )
+
+    def cost(self, usage: Any) -> float | None:
+        """Return the price of a request's tokens."""
+        if self.price is None or usage is None:
+            return None
+        return (usage.prompt_tokens * self.price[0] + usage.completion_tokens * self.price[1]) / 1000
+
+    def chat(self, **request: Any) -> Any:
+        """Return the completion of a chat. Raises openai.OpenAIError after the last try."""
+        if self.failures >= GIVE_UP_AFTER:
+            raise openai.OpenAIError("the endpoint was given up after failures one after the other")
+        try:
+            found = self.client.chat.completions.create(model=self.model, **request)
+            if not found.choices:
+                raise openai.OpenAIError("the answer has no choice")
+        except openai.OpenAIError:
+            self.failures += 1
+            raise
+        self.failures = 0
+        return found
+
+
+def run(endpoint: Endpoint, task: Task, limit: int | None) -> Iterator[Case]:
+    """Yield the answers to a task's cases, in order."""
+    with ThreadPoolExecutor(endpoint.concurrency) as threads:
+        yield from threads.map(lambda case: _answered(endpoint, task, case), task.cases[:limit])
+
+
+def _answered(endpoint: Endpoint, task: Task, case: Mapping[str, Any]) -> Case:
+    request = {"messages": [{"role": "user", "content": case["prompt"]}], **task.settings.get("request", {})}
+    if task.kind == "schema":
+        request["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": case["schema"], "strict": True},
+        }
+    if task.kind == "tools":
+        request |= {"tools": case["tools"], "tool_choice": case.get("tool_choice", "auto")}
+    began_s = time.monotonic()
+    try:
+        found = endpoint.chat(**request)
+    except openai.OpenAIError as exc:
+        return Case(id=case["id"], error=str(exc)[:200] or type(exc).__name__)
+    choice = found.choices[0]
+    text, calls = choice.message.content or "", choice.message.tool_calls or ()
+    called = [(call.function.name, call.function.arguments) for call in calls]
+    output = "\n".join([text, *(f"{name}({arguments})" for name, arguments in called)]).strip()
+    return Case(
+        id=case["id"],
+        score=_SCORES[task.kind](case, text, called),
+        output=output[:KEPT_CHARACTERS],
+        refused=checks.refused(text, choice.finish_reason),
+        tokens=found.usage.completion_tokens if found.usage else None,
+        latency_s=time.monotonic() - began_s,
+        cost=endpoint.cost(found.usage),
+    )

@@ -1,0 +1,85 @@
+"""Tasks: a YAML file and a JSONL file of the same name with the cases, in a folder (docs/evals.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from contract.errors import InvalidArgument
+from evals import checks
+
+FOLDER = Path(__file__).resolve().parent / "tasks"
+LM_EVAL, CHAT = "lm-eval", "chat"
+# By kind: the fields of a case beside id and prompt.
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "schema": ("schema",),
+    "tools": ("tools", "expected"),
+    "instructions": ("rules",),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """runner: LM_EVAL or CHAT. sha256: over both files. settings: of the YAML file. cases: of the JSONL file."""
+
+    name: str
+    kind: str
+    about: str
+    runner: str
+    sha256: str
+    settings: Mapping[str, Any]
+    cases: Sequence[Mapping[str, Any]]
+
+    @property
+    def is_chat(self) -> bool:
+        return self.runner == CHAT or self.settings["output_type"] == "generate_until"
+
+
+def read(folder: Path = FOLDER, names: Sequence[str] = ()) -> list[Task]:
+    """Return the tasks of a folder, or those named. Raises InvalidArgument that names file, line and field."""
+    known = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    for name in names:
+        if name not in known:
+            raise InvalidArgument("tasks", f"must be among {', '.join(known) or 'none'} of {folder}, got {name!r}")
+    return [_task(known[name]) for name in names or known]
+
+
+def _task(path: Path) -> Task:
+    lines = path.with_suffix(".jsonl")
+    try:
+        settings, content = yaml.safe_load(path.read_text("utf-8")), lines.read_text("utf-8")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
+        raise InvalidArgument(str(path), f"must be a readable YAML file beside a .jsonl file: {exc}") from exc
+    lm_eval = isinstance(settings, dict) and "output_type" in settings
+    said = settings.get("metadata", {}) if lm_eval else settings
+    kind = said.get("kind") if isinstance(said, dict) else None
+    if not isinstance(kind, str) or not (lm_eval or kind in _FIELDS):
+        allowed = f"one of {', '.join(_FIELDS)}, or any word in metadata of a task with lm-eval's output_type"
+        raise InvalidArgument(f"{path}: kind", f"must be {allowed}, got {kind!r}")
+    cases = []
+    for number, line in enumerate(content.splitlines(), 1):
+        cases.append(_case(f"{lines}:{number}", line, () if lm_eval else ("prompt", *_FIELDS[kind])))
+    if len({case["id"] for case in cases}) < max(1, len(cases)):
+        raise InvalidArgument(f"{lines}: id", "must be there and different in every line")
+    digest = hashlib.sha256(path.read_bytes() + content.encode()).hexdigest()
+    runner = LM_EVAL if lm_eval else CHAT
+    return Task(path.stem, kind, str(said.get("about", "")), runner, digest, settings, cases)
+
+
+def _case(place: str, line: str, fields: Sequence[str]) -> dict[str, Any]:
+    try:
+        case = json.loads(line)
+    except ValueError as exc:
+        raise InvalidArgument(place, f"must be a JSON object: {exc}") from exc
+    for field in ("id", *fields):
+        if not isinstance(case, dict) or field not in case:
+            raise InvalidArgument(f"{place}: {field}", "must be set")
+    for rule in case.get("rules", ()):
+        checks.checked(f"{place}: rules", rule)
+    return case

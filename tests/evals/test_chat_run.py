@@ -1,0 +1,68 @@
+import contextlib
+
+from evals import chat_run
+from evals.chat_run import GIVE_UP_AFTER, Endpoint
+from evals.task import Task
+from tests.evals.endpoint import endpoint, said
+
+
+def of(kind, *cases):
+    numbered = [{"id": str(number), "prompt": "?", **case} for number, case in enumerate(cases)]
+    return Task("one", kind, "", "chat", "", {"kind": kind, "request": {"max_tokens": 5}}, numbered)
+
+
+@contextlib.contextmanager
+def client(answer, **limits):
+    with endpoint(answer) as url:
+        made = Endpoint(url, "m", "key", **limits)
+        with made.client:
+            yield made
+
+
+def test_every_kind_asks_in_its_form_and_is_scored():
+    asked = []
+
+    def answer(path, body):
+        asked.append(body)
+        if "tools" in body:
+            return 200, said("", [("add", '{"a": 1}')])
+        return 200, said("[]" if "response_format" in body else "I'm sorry, but I can't.")
+
+    with client(answer, price=(1.0, 2.0)) as made:
+        [schema] = chat_run.run(made, of("schema", {"schema": {"type": "array"}}), None)
+        tool = {"tools": [{"type": "function"}], "tool_choice": "required"}
+        [tools] = chat_run.run(made, of("tools", tool | {"expected": {"name": "add", "arguments": {"a": 1}}}), None)
+        rules = {"rules": [{"rule": "contains", "value": "sorry"}]}
+        [refused, _] = chat_run.run(made, of("instructions", rules, rules, rules), 2)
+    assert (schema.score, tools.score, refused.score, refused.refused) == (1, 1, 1, True)
+    assert tools.output == 'add({"a": 1})' and schema.tokens == 5 and schema.cost == (10 + 2 * 5) / 1000
+    assert schema.latency_s > 0 and len(asked) == 4
+    assert asked[0]["response_format"]["json_schema"] == {"name": "answer", "schema": {"type": "array"}, "strict": True}
+    assert asked[0]["max_tokens"] == 5 and asked[1]["tool_choice"] == "required"
+
+
+def test_a_failure_is_counted_and_not_scored_and_a_try_that_helps_is_used():
+    tries = []
+
+    def answer(path, body):
+        tries.append(1)
+        return (503, {"error": {"message": "busy"}}) if len(tries) < 3 else (200, said("[]"))
+
+    task = of("schema", {"schema": {}})
+    with client(answer, tries=2, concurrency=1) as made:
+        [failed] = chat_run.run(made, task, None)
+        [good] = chat_run.run(made, task, None)
+    assert failed.score is None and "503" in failed.error and (good.score, good.error) == (1, "")
+
+
+def test_an_endpoint_that_is_gone_is_given_up():
+    tries = []
+
+    def answer(path, body):
+        tries.append(1)
+        return 400, {"error": {"message": "no"}}
+
+    with client(answer, tries=3, concurrency=1) as made:
+        found = list(chat_run.run(made, of("schema", *[{"schema": {}}] * 30), None))
+    assert len(tries) == GIVE_UP_AFTER and all(case.score is None for case in found)
+    assert "given up" in found[-1].error

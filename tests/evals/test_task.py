@@ -1,0 +1,65 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from contract.errors import InvalidArgument
+from evals import task
+
+
+def written(folder, name, yaml, *cases):
+    (folder / f"{name}.yaml").write_text(yaml)
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
+
+
+def test_the_tasks_that_ship_are_of_every_kind():
+    tasks = task.read()
+    assert {one.kind for one in tasks} == {"choice", "cloze", "likelihood", "exact", "schema", "tools", "instructions"}
+    assert sum(len(one.cases) for one in tasks) >= 250 and all(one.about for one in tasks)
+    assert [one.name for one in tasks if one.is_chat] == ["answers", "extract", "instructions", "schema", "tools"]
+
+
+def test_the_digest_is_of_both_files(tmp_path):
+    written(tmp_path, "one", "kind: instructions", {"id": "a", "prompt": "?", "rules": []})
+    before = task.read(tmp_path)[0].sha256
+    written(tmp_path, "one", "kind: instructions", {"id": "b", "prompt": "?", "rules": []})
+    assert task.read(tmp_path)[0].sha256 != before
+
+
+@pytest.mark.parametrize(
+    "yaml,case,problem",
+    [
+        ("kind: song", {"id": "a"}, r"one\.yaml: kind: must be one of schema, tools, instructions, .* got 'song'"),
+        ("[1]", {"id": "a"}, "kind: must be one of"),
+        ("output_type: multiple_choice", {"id": "a"}, "kind: must be one of"),
+        ("kind: tools", {"id": "a", "prompt": "?", "tools": []}, r"one\.jsonl:1: expected: must be set"),
+        ("kind: schema", {"prompt": "?", "schema": {}}, r"one\.jsonl:1: id: must be set"),
+        ("kind: schema", [1], r"one\.jsonl:1: id: must be set"),
+        (
+            "kind: instructions",
+            {"id": "a", "prompt": "?", "rules": [{"rule": "rhymes"}]},
+            r"rules: must be one of words_at_most, .* got 'rhymes'",
+        ),
+        (
+            "kind: instructions",
+            {"id": "a", "prompt": "?", "rules": [{"rule": "bullets", "value": "3"}]},
+            r"rules\.bullets: must have a value of type int, got '3'",
+        ),
+        ("kind: [", {"id": "a"}, "must be a readable YAML file"),
+    ],
+)
+def test_a_wrong_task_is_refused_by_file_line_and_field(tmp_path, yaml, case, problem):
+    written(tmp_path, "one", yaml, case)
+    with pytest.raises(InvalidArgument, match=problem):
+        task.read(tmp_path)
+
+
+def test_ids_are_there_once(tmp_path):
+    case = {"id": "a", "prompt": "?", "rules": []}
+    written(tmp_path, "one", "kind: instructions", case, case)
+    with pytest.raises(InvalidArgument, match="id: must be there and different in every line"):
+        task.read(tmp_path)
+    with pytest.raises(InvalidArgument, match="tasks: must be among one of .*, got 'two'"):
+        task.read(tmp_path, ["two"])
+    with pytest.raises(InvalidArgument, match="must be among none"):
+        task.read(Path(tmp_path / "empty"), ["two"])
