@@ -65,6 +65,8 @@ class Choices:
         for index, (request, turn) in enumerate(zip(permit.requests, permit.turns, strict=True)):
             count, on_end = permit.counts[index], partial(self._ended, index)
             self.generations.append(Generation(runtime, request, permit, turn, count, context, began_s, span, on_end))
+            if self.generations[-1].recording is not None:
+                self.generations[-1].recording.choice = index
 
     def __aiter__(self) -> ChoiceDeltas:
         return _OneChoice(*self.generations) if len(self.generations) == 1 else _merged(self.generations)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from contract import interpreter
 from contract.errors import InvalidArgument
-from gateway import prompt_commands, release_commands
+from gateway import prompt_commands, release_commands, sample_commands
 from gateway.config import configuration, pools, tenants
 from gateway.config.settings import PREFIX, Settings, unknown, variable
 
@@ -43,6 +43,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     check.set_defaults(run=check_all)
     release_commands.add(commands)
     prompt_commands.add(commands)
+    sample_commands.add(commands)
     return parser.parse_args(arguments)
 
 

@@ -38,6 +38,7 @@ from gateway.routing.fallback import Fallback
 from gateway.routing.replicas import Replicas, Route
 from gateway.routing.shadow import Copy
 from gateway.routing.upstream import Spend, Upstream, UpstreamStream
+from gateway.samples.recorder import Recording
 from gateway.telemetry import replica_spans, request_log
 from gateway.telemetry.metrics import Metrics, error_type
 from gateway.telemetry.tracing import Tracing, end_span, traceparent
@@ -56,6 +57,7 @@ class GenerationRuntime:
     fallback: where a failed request goes next.
     live: the registry of generations in flight.
     shadow: begins the shadow copy of a request that a pool serves; returns None for most.
+    record: begins the recording of a request for samples; returns None for one that is not recorded.
     suspects: prompts that are not continued.
     reports_cached_tokens: whether callers may see prefix cache hits. All tenants share the replicas' prefix cache, so
         the number would tell one tenant about the prompts of another.
@@ -69,6 +71,7 @@ class GenerationRuntime:
     tracing: Tracing
     shadow: Callable[[GenerationRequest, str], Copy | None] = lambda request, pool: None
     reports_cached_tokens: Callable[[], bool] = lambda: True
+    record: Callable[[GenerationRequest, RequestContext], Recording | None] = lambda request, context: None
     suspects: SuspectPrompts = field(default_factory=SuspectPrompts)
 
 
@@ -133,6 +136,7 @@ class Generation:
         self._opened_s = 0.0  # when the current attempt began
         self._silence: TridentError | None = None  # why a continuable attempt was cancelled
         self._shadow = runtime.shadow(request, turn.pool)
+        self.recording = runtime.record(request, context)
         self._closed = False
         runtime.live.add(self)
 
@@ -384,6 +388,8 @@ class Generation:
                 replica_spans.record(self._runtime.tracing, self._replica_span, delta.timings, self._answered_ns)
         if self._shadow is not None:
             self._shadow.observe(delta)
+        if self.recording is not None:
+            self.recording.observe(delta)
 
     def relay(self, payload: bytes, continued: Callable[[tuple[int, ...]], bytes] | None) -> None:
         """Send this serialised ModelInferRequest in place of one made from ``request``, and keep each message.
@@ -505,8 +511,7 @@ class Generation:
             attempts=attempts,
             tenant=self._context.tenant,
         )
-        if self._shadow is not None:
-            self._shadow.ended(error)
+        self._keep(error, pool, usage)
         location = {"server.address": replica, "trident.attempts": attempts}
         end_span(self._replica_span, error, end_ns=self._answered_ns, **location)
         request_log.write(
@@ -522,6 +527,24 @@ class Generation:
             input_tokens=usage.input_tokens if usage else 0,
             output_tokens=usage.output_tokens if usage else 0,
         )
+
+    def _keep(self, error: TridentError | None, pool: str, usage: Usage | None) -> None:
+        """Hand the outcome to the shadow copy and to the samples, which wait for the copy's text."""
+        recording = self.recording
+        if recording is not None:
+            recording.error = error
+            recording.end = {
+                "pool": pool,
+                "finish_reason": self.finish_reason,
+                "ttft_s": round(self.first_s - self.began_s, 6) if self.first_s else None,
+                "duration_s": round(time.monotonic() - self.began_s, 6),
+                "input_tokens": usage.input_tokens if usage else 0,
+                "output_tokens": usage.output_tokens if usage else 0,
+            }
+        if self._shadow is not None:
+            self._shadow.ended(error, *([recording.put] if recording is not None else []))
+        elif recording is not None:
+            recording.put()
 
     def _location(self) -> tuple[str, str]:
         """Return (pool or overflow target, URL of the replica or upstream); empty before the first attempt."""

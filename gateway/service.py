@@ -51,6 +51,7 @@ from gateway.routing.fallback import Fallback
 from gateway.routing.overflow import Overflow
 from gateway.routing.replicas import Replicas
 from gateway.routing.shadow import Shadow
+from gateway.samples.recorder import Samples
 from gateway.telemetry import request_log
 from gateway.telemetry.metrics import ENGINE, Metrics, refusal_reason
 from gateway.telemetry.state_metrics import PoolState, ReplicaSeconds, StateMetrics
@@ -128,6 +129,7 @@ class Service:
         self.releases = Releases(self.metrics.outcomes, self._rolled_back, self.tell_workers, self.replicas.ready_in)
         self.replicas.on_call, self.admission.on_refusal = self.metrics.called, self.metrics.refused
         self.state_metrics = self._state_metrics()
+        self.samples = Samples(settings, self.metrics.registry, rng)
         self.shadow = Shadow(self.replicas, rng or random.Random(), self.metrics.copied, self.metrics.generated)
         self._runtime = GenerationRuntime(
             settings,
@@ -138,6 +140,7 @@ class Service:
             self.tracing,
             self.shadow.begin,
             lambda: self.reports_cached_tokens,
+            self.samples.begin,
         )
         self.replicas.encoders = configuration.pools.encoders
         self.encoding = Encoding(settings, self.replicas, self.admission, self.live, self.metrics, self.tracing)
@@ -185,6 +188,7 @@ class Service:
         self.admission.change(rules, policy.degradation)
         if self.link is not None:
             self.link.change(rules, tuple(pools.sources))
+        self.samples.change(policy.samples, self.configuration.keyless, self.configuration.sampled())
         self._release()
 
     def _release(self) -> None:
@@ -258,7 +262,9 @@ class Service:
         return found
 
     def _prepare(self, policy: Policy) -> None:
-        """Load the tokenizers of all models. Raises InvalidArgument."""
+        """Load the tokenizers of all models, and check that samples have a folder. Raises InvalidArgument."""
+        if policy.samples is not None and policy.samples.keeps and self.settings.samples is None:
+            raise InvalidArgument("samples", f"keeps text and needs {variable('samples')}, the folder for it")
         for name, rules in self._table(policy).items():
             if rules.tokenizer is not None:
                 try:
@@ -285,6 +291,7 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.authentication.close()
         await self.shadow.close()
+        await self.samples.close()
         await self.replicas.close()
         await self.overflow.close()
         self.models.close()
@@ -404,6 +411,7 @@ class Service:
             end_span(span, exc)
             if isinstance(exc, TridentError):
                 self.refused(context, exc, began_s)
+                self.samples.refused(requests, context, exc)
             raise
 
     def context_headers(self, context: RequestContext) -> dict[str, str]:

@@ -21,6 +21,7 @@ _SAME = tuple(
         "replica_slots",
         "replica_tokens_per_second",
         "pool_",
+        "quality_drift",
         "queue_depth",
         "replica_seconds",
         "cost_total",

@@ -132,6 +132,10 @@ class Configuration:
         """Return the pools that tenants are pinned to."""
         return self._reading.keys.pools()
 
+    def sampled(self) -> set[str]:
+        """Return the tenants whose prompts and answers may be kept."""
+        return self._reading.keys.sampled()
+
     def named(self, tenant: str, key: str) -> Tenant | None:
         """See tenants.Keys."""
         found = Tenant() if self.keyless and not key else self._reading.keys.named(key)

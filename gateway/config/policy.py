@@ -26,6 +26,7 @@ from contract.generation import Usage
 from gateway.config.context import ContextRules
 from gateway.config.identity import IdentityRules
 from gateway.config.release import ReleaseRules
+from gateway.config.samples import SampleRules
 
 # A tenant's turn in tokens, times its weight. Well below a chat's answer: rounds cost nothing, and turns of several
 # answers in a row let a tenant with a large weight run against its share and lose what it could not send meanwhile.
@@ -303,6 +304,7 @@ class Policy(BaseModel):
     releases: Mapping[_ReleaseName, ReleaseRules] = {}
     prices: Prices | None = None
     identity: IdentityRules = IdentityRules()
+    samples: SampleRules | None = None
 
     @field_validator("classes")
     @classmethod

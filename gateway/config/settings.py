@@ -262,6 +262,13 @@ class Settings(EnvironmentSettings):
     prompts: Annotated[AbsolutePath | None, AfterValidator(lambda path: path and _folder(path))] = Field(
         None, description="folder of prompt templates (docs/prompts.md); unset: requests may name none"
     )
+    samples: AbsolutePath | None = Field(
+        None,
+        description="folder of the prompts and answers that `[samples]` of CONFIG keeps (docs/samples.md); unset: none",
+    )
+    samples_keys: File | None = Field(
+        None, description="file with the keys that encrypt them, the newest first; unset: they are not encrypted"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
     log_format: Literal["auto", "json", "text"] = Field(
         "auto", description="auto: text if standard error is a terminal, else json"

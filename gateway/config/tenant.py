@@ -45,6 +45,7 @@ class Tenant:
     request_class: of its requests by default; of a classified request, the request's.
     classes: that its requests may name; empty: those that are not more urgent.
     class_rules: of a classified request; None without a class.
+    samples: its prompts and answers may be kept.
     levels: organisation, team and key, whose limits all apply; empty without API keys.
     administers: the level whose keys and usage this key manages, ``acme`` or ``acme/research``; "" for none.
     """
@@ -57,5 +58,6 @@ class Tenant:
     request_class: str = ""
     classes: tuple[str, ...] = ()
     class_rules: ClassRules | None = None
+    samples: bool = False
     levels: tuple[Level, ...] = ()
     administers: str = ""

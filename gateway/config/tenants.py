@@ -27,7 +27,7 @@ LEAST_KEY_LENGTH = 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _LIMITS = tuple(declared.name for declared in fields(Limits))
-_TENANT = ("class", "classes", "models", "pool", "priority", "weight")
+_TENANT = ("class", "classes", "models", "pool", "priority", "samples", "weight")
 
 
 class Keys(Protocol):
@@ -80,6 +80,10 @@ class KeyTable:
     def pools(self) -> set[str]:
         """Return the pools that tenants are pinned to."""
         return {tenant.pool for _, tenants in self.salted for _, tenant in tenants.values() if tenant.pool}
+
+    def sampled(self) -> set[str]:
+        """Return the tenants whose prompts and answers may be kept."""
+        return {tenant.name for _, tenants in self.salted for _, tenant in tenants.values() if tenant.samples}
 
     def _find(self, api_key: str) -> Tenant | None:
         """Return the tenant of a key. The look-up is by a salted hash, which a caller cannot choose; the whole hash is
@@ -249,12 +253,15 @@ class _File:
     def _team(self, table: Mapping, where: str) -> dict:
         models, pool = table.get("models", []), table.get("pool", "")
         priority, weight = table.get("priority", 1), table.get("weight", 1.0)
+        samples = table.get("samples", False)
         if not isinstance(models, list) or not all(isinstance(model, str) and model for model in models):
             raise self._wrong(f"{where}.models", f"must be a list of model names, got {models!r}")
         if not isinstance(pool, str):
             raise self._wrong(f"{where}.pool", f"must be the name of a pool, got {pool!r}")
         if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= LOWEST_PRIORITY:
             raise self._wrong(f"{where}.priority", f"must be an integer from 0 to {LOWEST_PRIORITY}, got {priority!r}")
+        if not isinstance(samples, bool):
+            raise self._wrong(f"{where}.samples", f"must be true or false, got {samples!r}")
         number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
         if not number or not 0.001 <= weight <= 1000:
             raise self._wrong(f"{where}.weight", f"must be a number from 0.001 to 1000, got {weight!r}")
@@ -271,6 +278,7 @@ class _File:
             "weight": float(weight),
             "request_class": own,
             "classes": tuple(classes),
+            "samples": samples,
         }
 
     def _class(self, table: Mapping, where: str) -> str:

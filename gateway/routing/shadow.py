@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import random
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ from gateway.request_key import deterministic
 from gateway.routing.replicas import Replicas
 
 _Result = TypeVar("_Result")
+Keep = Callable[[str, str | None], None]
 # agree, differ: the texts of a deterministic request; undetermined: both are there and need not be equal;
 # failed: the copy; unfinished: the original; full: no copy was made, too many run.
 RESULTS = ("agree", "differ", "undetermined", "failed", "unfinished", "full")
@@ -54,16 +54,18 @@ class Shadow:
         rules = self.rules.get(pool) or self.rules.get(None)
         return Copy(self, rules, request) if rules is not None and self._rng.random() < rules.fraction else None
 
-    def start(self, request: GenerationRequest, rules: ShadowRules) -> asyncio.Task[str] | None:
+    def start(self, request: GenerationRequest, rules: ShadowRules) -> asyncio.Task[str | None] | None:
         if self._running[rules.pool] >= rules.max_running:
             self.count(rules.pool, "full")
             return None
         self._running[rules.pool] += 1
-        return self._task(self._digest(request, rules.pool))
+        return self._task(self._output(request, rules.pool))
 
-    def compare(self, copy: asyncio.Task[str], pool: str, original: str, determined: bool) -> None:
-        """Count the result once the copy has ended. original: digest of the text; "" if it is incomplete."""
-        self._task(self._compare(copy, pool, original, determined))
+    def compare(
+        self, copy: asyncio.Task[str | None], pool: str, original: str | None, determined: bool, keep: Keep
+    ) -> None:
+        """Count the result once the copy has ended. original: the text; None if it is incomplete."""
+        self._task(self._compare(copy, pool, original, determined, keep))
 
     def _task(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
         task = asyncio.ensure_future(work)
@@ -77,37 +79,44 @@ class Shadow:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _compare(self, copy: asyncio.Task[str], pool: str, original: str, determined: bool) -> None:
-        found = await copy
-        if not found:
+    async def _compare(
+        self, copy: asyncio.Task[str | None], pool: str, original: str | None, determined: bool, keep: Keep
+    ) -> None:
+        found = None
+        try:
+            found = await copy
+        finally:
+            keep(pool, found)
+        if found is None:
             self.count(pool, "failed")
-        elif not original:
+        elif original is None:
             self.count(pool, "unfinished")
         elif not determined:
             self.count(pool, "undetermined")
         else:
             self.count(pool, "agree" if found == original else "differ")
 
-    async def _digest(self, request: GenerationRequest, pool: str) -> str:
-        """Return the digest of the copy's text at ``pool``; "" if it fails."""
+    async def _output(self, request: GenerationRequest, pool: str) -> str | None:
+        """Return the copy's text at ``pool``; None if it fails."""
         copy = dataclasses.replace(request, request_id=new_request_id(), stream=True)
         route = self._replicas.route(copy, pool)
         route.priority = 0.0  # behind all requests of callers
         schedule = RetrySchedule(NO_RETRY, RetryBudget(), self._rng)
-        began_s, first_s, text, usage = time.monotonic(), 0.0, hashlib.sha256(), Usage(0, 0)
+        began_s, first_s, usage = time.monotonic(), 0.0, Usage(0, 0)
+        parts: list[str] = []
         try:
             async for delta in TokenStream(route, copy, schedule):
                 first_s = first_s or time.monotonic()
-                text.update(delta.text.encode(errors="surrogatepass"))
+                parts.append(delta.text)
                 usage = delta.usage or usage
         except TridentError:
-            return ""
+            return None
         finally:
             self._running[pool] -= 1
         decoding_s, tokens = time.monotonic() - first_s, usage.output_tokens
         per_token_s = decoding_s / (tokens - 1) if tokens > 1 else None
         self._generated(pool, usage.input_tokens, tokens, first_s - began_s if first_s else None, per_token_s)
-        return text.hexdigest()
+        return "".join(parts)
 
 
 class Copy:
@@ -115,18 +124,21 @@ class Copy:
 
     def __init__(self, shadow: Shadow, rules: ShadowRules, request: GenerationRequest) -> None:
         self._shadow, self._rules, self._request = shadow, rules, request
-        self._text = hashlib.sha256()
-        self._task: asyncio.Task[str] | None = None
+        self._parts: list[str] = []
+        self._task: asyncio.Task[str | None] | None = None
         self._begun = self._whole = False
 
     def observe(self, delta: TokenDelta) -> None:
-        self._text.update(delta.text.encode(errors="surrogatepass"))
+        self._parts.append(delta.text)
         self._whole = self._whole or delta.finish_reason is not None
         if not self._begun:
             self._begun = True
             self._task = self._shadow.start(self._request, self._rules)
 
-    def ended(self, error: TridentError | None) -> None:
+    def ended(self, error: TridentError | None, keep: Keep = lambda pool, output: None) -> None:
+        """Compare the outputs. keep: called once, with the copy's pool and text; None where there is no whole one."""
         if self._task is not None:
-            original = self._text.hexdigest() if self._whole and error is None else ""
-            self._shadow.compare(self._task, self._rules.pool, original, deterministic(self._request))
+            original = "".join(self._parts) if self._whole and error is None else None
+            self._shadow.compare(self._task, self._rules.pool, original, deterministic(self._request), keep)
+        else:
+            keep(self._rules.pool, None)

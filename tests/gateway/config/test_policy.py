@@ -12,6 +12,7 @@ from contract.errors import InvalidArgument
 from gateway.config import policy, tenants
 from gateway.config.policy import AdmissionRules, DegradationRules, OverflowTarget, Policy, PoolRules
 from gateway.config.release import RollbackRules
+from gateway.config.samples import CheckRules
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -103,8 +104,8 @@ def test_the_documented_file_is_valid_and_shows_every_field():
         name
         for section in Policy.model_fields
         for name in getattr(getattr(policy, f"{section.title().rstrip('s')}Rules", None), "model_fields", ())
-        if f"{name} = " not in rules
+        if f"{name} = " not in rules and f".{name}]" not in rules
     ]
-    missing += [name for name in RollbackRules.model_fields if f"{name} = " not in rules]
+    missing += [name for kind in (RollbackRules, CheckRules) for name in kind.model_fields if f"{name} = " not in rules]
     assert found.releases["next"].rollback == RollbackRules()
     assert not missing

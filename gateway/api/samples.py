@@ -1,0 +1,89 @@
+"""Take feedback of callers for their requests, and show and delete samples for operators."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints, model_validator
+from starlette.requests import Request
+from starlette.routing import Route
+
+from clients.wire.request import MAX_REQUEST_ID
+from contract.errors import InvalidArgument, PermissionDenied
+from gateway.api.admin import AdminRoute, body, guarded
+from gateway.api.strict_model import StrictModel
+from gateway.identity.principal import Principal
+from gateway.service import Service
+
+_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")  # of responses' ids
+_Id = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID + 16)]
+_Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,63}$")]
+
+
+class Feedback(StrictModel):
+    """How good an answer was.
+
+    request_id, response_id: the answer's ``x-request-id`` or ``id``; one of them.
+    choice: its index; None for all choices.
+    rating, score: one of them or both; a score from 0.5 is ``up``.
+    """
+
+    request_id: _Id | None = None
+    response_id: _Id | None = None
+    choice: Annotated[int, Field(ge=0, lt=2**31, strict=True)] | None = None
+    rating: Literal["up", "down"] | None = None
+    score: Annotated[float, Field(ge=0, le=1, strict=True)] | None = None
+    comment: Annotated[str, Field(max_length=4096)] = ""
+    labels: Annotated[list[_Label], Field(max_length=16)] = []
+
+    @model_validator(mode="after")
+    def _one(self) -> Feedback:
+        if (self.request_id is None) == (self.response_id is None):
+            raise InvalidArgument("request_id", "must be set if response_id is not, else left out")
+        if self.rating is None and self.score is None:
+            raise InvalidArgument("rating", "must be up or down, or score must be set, got neither")
+        return self
+
+    def fields(self) -> dict[str, Any]:
+        """Return what is stored."""
+        request_id = self.request_id or self.response_id or ""
+        if self.request_id is None:
+            prefix = next((prefix for prefix in _PREFIXES if request_id.startswith(prefix)), "")
+            request_id = request_id.removeprefix(prefix)
+        rating = self.rating or ("up" if (self.score or 0.0) >= 0.5 else "down")
+        kept = self.model_dump(include={"choice", "score", "comment", "labels"})
+        return {"request_id": request_id, **kept, "rating": rating, "time": time.time()}
+
+
+def routes(service: Service) -> list[Route]:
+    """Return the endpoints; none where no folder of samples is set."""
+    samples, store = service.samples, service.samples.store
+    if store is None:
+        return []
+
+    async def feedback(request: Request, principal: Principal) -> Any:
+        if principal.tenant is None:
+            raise PermissionDenied("feedback is for callers, with the key of their request")
+        sent = await body(service, request, Feedback)
+        return {"object": "feedback", **await samples.rate(principal.tenant.name, sent.fields())}
+
+    async def summary(request: Request, principal: Principal) -> Any:
+        if principal.role == "caller":
+            principal.check_operator()
+        rows = [row for row in await asyncio.to_thread(store.summary) if principal.manages(row["tenant"])]
+        return {"encrypted": store.encrypted, "tenants": rows}
+
+    async def delete(request: Request, principal: Principal) -> Any:
+        tenant = request.query_params.get("tenant", "")
+        principal.check_manages(tenant)
+        if not tenant:
+            raise InvalidArgument("tenant", "must be the name of a tenant, such as acme/research, got none")
+        return {"tenant": tenant, "deleted_bytes": await asyncio.to_thread(store.delete, tenant)}
+
+    return [
+        Route("/v1/feedback", guarded(service, feedback), methods=["POST"]),
+        AdminRoute(service, "/admin/samples", guarded(service, summary)),
+        AdminRoute(service, "/admin/samples", guarded(service, delete), ["DELETE"]),
+    ]

@@ -1,0 +1,95 @@
+"""The section ``[samples]`` of the configuration file: what is kept of requests, and what is checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ImportString, model_validator
+
+from contract.redaction import PATTERNS
+
+Reason = Literal["failure", "refused", "length", "refusal", "empty", "schema", "loop", "drift", "up", "down", "pair"]
+REFUSALS = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"\bI(?:'m| am)? ?(?:sorry|afraid)\b.{0,80}\b(?:can(?:'t|not)|unable|won't)\b",
+        r"^\W*I (?:can(?:'t|not)|am unable to|'m unable to|won't) (?:help|assist|answer|provide|comply|fulfil|do that)",
+        r"\bas an AI(?: language model)?\b.{0,60}\b(?:can(?:'t|not)|unable|not able)\b",
+    )
+)
+_RULES = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, strict=True)
+_Fraction = Annotated[float, Field(ge=0, le=1)]
+_Bytes = Annotated[int, Field(ge=64 * 1024, lt=2**48)]
+_Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+_Pattern = re.Pattern[str]
+
+
+class CheckRules(BaseModel):
+    """Checks of answers, of which only counts are kept.
+
+    fraction: of the requests of all tenants that is checked.
+    window_s: length of a window; it is compared with the ``windows`` before it.
+    min_answers: a window, and the baseline, with fewer answers are not compared.
+    drift: the population stability index from which on a model's answers count as drifted.
+    refusals: regular expressions, one of which (`(?i)` ignores case) the first 500 characters of a refusal match.
+    """
+
+    model_config = _RULES
+    fraction: _Fraction = 1.0
+    window_s: Annotated[float, Field(ge=1, le=86_400)] = 3600.0
+    windows: Annotated[int, Field(ge=1, le=168)] = 24
+    min_answers: Annotated[int, Field(ge=10, le=1_000_000)] = 100
+    drift: Annotated[float, Field(gt=0, le=10)] = 0.2
+    refusals: Annotated[Sequence[_Pattern], Field(min_length=1, max_length=50)] = REFUSALS
+
+
+class SampleRules(BaseModel):
+    """Which requests of the tenants with ``samples = true`` are kept, and for how long.
+
+    keyless: whether those of a gateway without API keys are.
+    fraction: of the requests, whatever their end.
+    keep: reasons to keep a request beside that.
+    ttft_s, duration_s: requests are kept whose first token, or end, took longer; None for none.
+    per_minute: samples of a tenant in each process. sample_bytes: of one prompt and answer in UTF-8; larger ones are
+        not kept.
+    days, bytes: of a tenant's samples; the oldest go first.
+    hold_s, hold_bytes: of requests that wait for the ``up`` or ``down`` that keeps them.
+    patterns: regular expressions whose matches are removed, beside those of contract/redaction.py. redact: a function
+        from text to text, MODULE:FUNCTION, which is called after them.
+    checks: None for none.
+    """
+
+    model_config = _RULES
+    keyless: bool = False
+    fraction: _Fraction = 0.0
+    keep: Sequence[Reason] = ()
+    ttft_s: _Seconds | None = None
+    duration_s: _Seconds | None = None
+    per_minute: Annotated[int, Field(ge=1, le=1_000_000)] = 60
+    sample_bytes: Annotated[int, Field(ge=256, le=4 * 1024 * 1024)] = 64 * 1024
+    days: Annotated[float, Field(ge=1, le=3650)] = 30.0
+    bytes: _Bytes = 256 * 1024 * 1024
+    hold_s: Annotated[float, Field(ge=60, le=30 * 86_400)] = 86_400.0
+    hold_bytes: _Bytes = 64 * 1024 * 1024
+    patterns: Mapping[Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]{0,31}$")], _Pattern] = {}
+    redact: ImportString[Callable[[str], str]] | None = None
+    checks: CheckRules | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> SampleRules:
+        if "drift" in self.keep and self.checks is None:
+            raise ValueError("keep with drift must have [samples.checks] beside it: nothing else measures drift")
+        if self.sample_bytes > min(self.bytes, self.hold_bytes) // 4:
+            raise ValueError("sample_bytes must be at most a quarter of bytes and of hold_bytes")
+        if taken := PATTERNS.keys() & self.patterns.keys():
+            raise ValueError(f"patterns must have other names than the built-in ones, got {', '.join(sorted(taken))}")
+        return self
+
+    @property
+    def keeps(self) -> bool:
+        """Whether any text is kept."""
+        return bool(self.keep or self.fraction or self.ttft_s or self.duration_s)

@@ -1,0 +1,314 @@
+"""Record requests for samples and checks: gathered on the event loop; checked, redacted and written by a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from clients.wire.connection import new_request_id
+from contract.errors import Cancelled, NotFound, Overloaded, TridentError
+from contract.generation import GenerationRequest, TokenDelta
+from contract.redaction import PATTERNS, redact
+from gateway.config.samples import REFUSALS, CheckRules, SampleRules
+from gateway.config.settings import Settings
+from gateway.request_context import RequestContext
+from gateway.samples import checks
+from gateway.samples.store import HELD, KEPT, SampleStore
+
+NO_STORE = "x-trident-no-store"  # header of a caller whose request is neither kept nor checked
+FLUSH_S, ROUND_S = 0.25, 30.0
+QUEUE_BYTES = 16 * 1024 * 1024
+MAX_RATING = 64  # feedback that is being stored
+RATINGS, LOSSES = ("up", "down"), ("queue", "rate", "size", "disk", "deleted", "failed")
+_LOG = logging.getLogger(__name__)
+
+
+class Recording:
+    """What one generation adds. kept: its tenant has opted in. checked: its answer is checked. choice: its index."""
+
+    def __init__(
+        self, samples: Samples, request: GenerationRequest, context: RequestContext, kept: bool, checked: bool
+    ) -> None:
+        self._samples, self.request, self.context = samples, request, context
+        self.kept, self.checked, self.choice, self.began_s = kept, checked, 0, time.time()
+        self.parts: list[str] = []
+        self.size = 0  # characters
+        self.end: Mapping[str, Any] = {}
+        self.error: TridentError | None = None
+        self.pair: dict[str, Any] | None = None
+
+    def observe(self, delta: TokenDelta) -> None:
+        """Take over a response. What is larger than a sample may be is cut here, and not kept."""
+        if self.size <= self._samples.rules.sample_bytes:
+            self.parts.append(delta.text)
+            self.size += len(delta.text)
+
+    def put(self, pool: str = "", output: str | None = None) -> None:
+        """Hand the ended generation to the thread. output: of its copy at ``pool``; None where there is none."""
+        if output is not None:
+            self.pair = {"pool": pool, "output": output}
+            self.size += len(output)
+        self._samples.put(self)
+
+
+class Samples:
+    """The samples and checks of one process; nothing is done before ``change`` gives rules.
+
+    Raises: InvalidArgument for a folder or keys that cannot be used.
+    """
+
+    def __init__(self, settings: Settings, registry: CollectorRegistry, rng: random.Random | None = None) -> None:
+        folder = settings.samples
+        self.store = SampleStore(folder, settings.samples_keys) if folder is not None else None
+        self.rules = SampleRules()
+        self._active, self._keyless = False, False
+        self._given: tuple[SampleRules | None, bool, str] = (None, False, "")
+        self._rng = rng or random.Random()
+        self._drift, self._drifted = checks.Drift(CheckRules()), set[tuple[str, str]]()
+        self._queued: list[Recording] = []
+        self._queued_bytes, self._rating = 0, 0
+        self._minutes: dict[str, tuple[int, int]] = {}  # by tenant, the minute and its samples
+        self._queue_lock, self._flushing = threading.Lock(), threading.Lock()
+        self._closing, self._scored = threading.Event(), set[tuple[str, str, str]]()
+        self._thread: threading.Thread | None = None
+        text = "Samples by what became of them: kept, held for a rating, none of the rules matched"
+        self._samples = Counter("trident_gateway_samples", text, ("result",), registry=registry)
+        text = f"Samples that were lost: {', '.join(LOSSES)}"
+        self._lost = Counter("trident_gateway_samples_lost", text, ("reason",), registry=registry)
+        self._feedback = Counter("trident_gateway_feedback", "Ratings of requests", ("rating",), registry=registry)
+        labels = ("model", "pool", "finding")
+        text = "Checked answers by what was found: ok, empty, schema, loop, refusal"
+        self._findings = Counter("trident_gateway_quality_answers", text, labels, registry=registry)
+        text = "How far a window's answers are from those before it: population stability index of a feature"
+        labels = ("model", "pool", "feature")
+        self._index = Gauge("trident_gateway_quality_drift", text, labels, registry=registry)
+
+    def change(self, rules: SampleRules | None, keyless: bool, opted_in: Iterable[str]) -> None:
+        """Apply rules to later requests, and log what is kept. opted_in: the tenants whose requests may be."""
+        tenants = ", ".join(["all callers"] * rules.keyless if keyless and rules else sorted(opted_in))
+        if (given := (rules, keyless, tenants)) == self._given:
+            return
+        self._given = given
+        self._active, self.rules, self._keyless = rules is not None, rules or SampleRules(), keyless
+        if rules is None:
+            _LOG.info("samples: nothing is kept or checked any more")
+            return
+        if self.store is not None and rules.keeps and tenants:
+            secret = "encrypted" if self.store.encrypted else "NOT ENCRYPTED"
+            text = f"prompts and answers of {tenants} are kept in {self.store.folder}, redacted and {secret}"
+            _LOG.info("samples: %s, for %g days", text.replace("%", "%%"), rules.days)
+        else:
+            _LOG.info("samples: no text is kept; answers are %s", "checked" if rules.checks else "not checked")
+        if rules.checks is not None:
+            self._drift.rules = rules.checks
+        for metric, names in ((self._feedback, RATINGS), (self._lost, LOSSES)):
+            for name in names:
+                metric.labels(name)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
+            self._thread.start()
+
+    def begin(self, request: GenerationRequest, context: RequestContext) -> Recording | None:
+        """Return what records a generation; None for one that is neither kept nor checked."""
+        if not self._active or context.carrier.get(NO_STORE, "false").strip().lower() not in ("false", "0"):
+            return None
+        rules, tenant = self.rules, context.tenant
+        opted_in = rules.keyless if self._keyless else tenant.samples
+        kept = self.store is not None and rules.keeps and opted_in
+        checked = rules.checks is not None and self._rng.random() < rules.checks.fraction
+        return Recording(self, request, context, kept, checked) if kept or checked else None
+
+    def refused(self, requests: Sequence[GenerationRequest], context: RequestContext, error: TridentError) -> None:
+        """Record requests that were refused before generation."""
+        for choice, request in enumerate(requests if "refused" in self.rules.keep else ()):
+            recording = self.begin(request, context)
+            if recording is not None:
+                recording.choice, recording.error = choice, error
+                recording.put()
+
+    def put(self, recording: Recording) -> None:
+        """Queue a recording for the thread; never blocks."""
+        with self._queue_lock:
+            full = self._queued_bytes + recording.size > QUEUE_BYTES or len(self._queued) >= QUEUE_BYTES // 1024
+            if not full:
+                self._queued.append(recording)
+                self._queued_bytes += recording.size
+        if full:
+            self._lost.labels("queue").inc()
+
+    async def rate(self, tenant: str, feedback: dict[str, Any]) -> dict[str, Any]:
+        """Store feedback for a request of the tenant, and return it as stored.
+
+        Raises: NotFound without a sample of the tenant's request, Overloaded, InvalidArgument.
+        """
+        if self.store is None or not self._active:
+            raise NotFound("this gateway keeps no samples that could be rated")
+        if self._rating >= MAX_RATING:
+            raise Overloaded("too much feedback at once", 1.0)
+        self._rating += 1
+        try:
+            stored = await asyncio.to_thread(self._rate, self.store, tenant, feedback)
+            if stored is None:  # another process may not have written it yet
+                await asyncio.sleep(2 * FLUSH_S)
+                stored = await asyncio.to_thread(self._rate, self.store, tenant, feedback)
+        finally:
+            self._rating -= 1
+        if stored is None:
+            raise NotFound(f"no sample of yours has the id {feedback['request_id']:.200}")
+        if stored["time"] == feedback["time"]:
+            self._feedback.labels(stored["rating"]).inc()
+        return stored
+
+    def _rate(self, store: SampleStore, tenant: str, feedback: dict[str, Any]) -> dict[str, Any] | None:
+        self.flush()
+        return store.rate(tenant, feedback | {"comment": self._redacted(feedback["comment"])}, self.rules)
+
+    async def close(self) -> None:
+        """Write what is queued and end the thread."""
+        self._closing.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        round_s = 0.0
+        while not self._closing.wait(FLUSH_S):
+            if self._queued:
+                self.flush()
+            if self._active and time.monotonic() >= round_s:
+                round_s = time.monotonic() + min(ROUND_S, self._drift.rules.window_s / 4)
+                self._round()
+        self.flush()
+
+    def _round(self) -> None:
+        """Remove what is too old, and say how far answers have drifted."""
+        try:
+            if self.store is not None:
+                self.store.purge(self.rules, time.time())
+        except OSError as exc:
+            _LOG.error("samples: the folder cannot be used: %s", exc)
+        scores = list(self._drift.scores()) if self.rules.checks is not None else []
+        for model, pool, feature, score in scores:
+            self._index.labels(model, pool, feature).set(score)
+        self._drifted = {(model, pool) for model, pool, _, score in scores if score >= self._drift.rules.drift}
+        scored = {(model, pool, feature) for model, pool, feature, _ in scores}
+        for gone in self._scored - scored:
+            self._index.remove(*gone)
+        self._scored = scored
+
+    def flush(self) -> None:
+        """Check, redact and write what is queued."""
+        with self._flushing:
+            with self._queue_lock:
+                taken, self._queued, self._queued_bytes = self._queued, [], 0
+            written: defaultdict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+            for recording in taken:
+                try:
+                    kind, sample = self._sample(recording)
+                    if kind:
+                        written[recording.context.tenant.name, kind].append(sample)
+                except Exception:  # an operator's function or pattern, and no other sample may suffer
+                    self._lost.labels("failed").inc()
+                    _LOG.error("samples: a sample could not be made", exc_info=True)
+            for (tenant, kind), samples in written.items():
+                assert self.store is not None, "nothing is kept without it"
+                try:
+                    deleted = self.store.append(tenant, kind, samples, self.rules)
+                except OSError as exc:
+                    self._lost.labels("disk").inc(len(samples))
+                    _LOG.error("samples: %d could not be written: %s", len(samples), exc)
+                    continue
+                self._lost.labels("deleted").inc(deleted)
+                self._samples.labels(kind).inc(len(samples) - deleted)
+
+    def _sample(self, recording: Recording) -> tuple[str, dict[str, Any]]:
+        """Check an answer, and return where its sample goes, "" for nowhere, and the sample."""
+        rules, request, context, end = self.rules, recording.request, recording.context, recording.end
+        output, language, found = "".join(recording.parts), "", ""
+        if end.get("finish_reason"):
+            refusals = rules.checks.refusals if rules.checks is not None else REFUSALS
+            found, language = checks.finding(output, request.guide, refusals), checks.language(output)
+            if recording.checked:
+                model, pool = context.model.name, end["pool"]
+                for one in checks.FINDINGS:  # rates need the series before its first increment
+                    self._findings.labels(model, pool, one).inc(one == found)
+                self._drift.add(model, pool, end["output_tokens"], language, found)
+        if not recording.kept:
+            return "", {}
+        reasons = self._reasons(recording, found)
+        kind = KEPT if reasons else HELD if {*RATINGS}.intersection(rules.keep) and end.get("finish_reason") else ""
+        if not kind:
+            self._samples.labels("none").inc()
+            return "", {}
+        prompt = {name: getattr(request, name) for name in ("text_input", "messages", "input_ids", "tools")}
+        prompt = {name: value for name, value in prompt.items() if value is not None}
+        if len(str(prompt).encode(errors="replace")) + len(output.encode(errors="replace")) > rules.sample_bytes:
+            self._lost.labels("size").inc()
+            return "", {}
+        if kind == KEPT and not self._within_rate(context.tenant.name):
+            self._lost.labels("rate").inc()
+            return "", {}
+        sampling = request.sampling
+        text = self._redacted(
+            {**prompt, "output": output, "stop": request.stop, "guide": request.guide and vars(request.guide)}
+            | ({"pair": recording.pair} if recording.pair else {})
+        )
+        return kind, {
+            "id": new_request_id(),
+            "time": recording.began_s,
+            "request_id": context.request_id,
+            "choice": recording.choice,
+            "tenant": context.tenant.name,
+            "operation": context.operation,
+            "model": context.model.name,
+            "max_tokens": request.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "error": type(recording.error).__name__ if recording.error else "",
+            **end,
+            **text,
+            "language": language,
+            "finding": found,
+            "reasons": reasons,
+        }
+
+    def _reasons(self, recording: Recording, found: str) -> list[str]:
+        """Return why the rules keep a request; none for one that they do not keep."""
+        rules, end, error = self.rules, recording.end, recording.error
+        drifted = (recording.context.model.name, end.get("pool", "")) in self._drifted
+        refused = error is not None and error.http_status < Cancelled.http_status
+        holds = {
+            "failure": error is not None and error.http_status > Cancelled.http_status,
+            "refused": refused,
+            "length": end.get("finish_reason") == "length",
+            "drift": drifted and bool(found),
+            "pair": recording.pair is not None,
+            found: bool(found),
+        }
+        limits = {"ttft_s": rules.ttft_s, "duration_s": rules.duration_s}
+        slow = any(limit is not None and (end.get(name) or 0.0) > limit for name, limit in limits.items())
+        reasons = [name for name, held in holds.items() if held and name in rules.keep] + ["slow"] * slow
+        return reasons or ["fraction"] * (bool(found) and self._rng.random() < rules.fraction)
+
+    def _within_rate(self, tenant: str) -> bool:
+        minute = int(time.monotonic() / 60)
+        latest, count = self._minutes.get(tenant, (minute, 0))
+        self._minutes[tenant] = (minute, count + 1 if latest == minute else 1)
+        return self._minutes[tenant][1] <= self.rules.per_minute
+
+    def _redacted(self, value: Any) -> Any:
+        """Return a value with all texts in it redacted."""
+        if isinstance(value, str):
+            text = redact(value, {**PATTERNS, **self.rules.patterns})
+            return self.rules.redact(text) if self.rules.redact is not None else text
+        if isinstance(value, Mapping):
+            return {key: self._redacted(inner) for key, inner in value.items()}
+        return [self._redacted(inner) for inner in value] if isinstance(value, list | tuple) else value
