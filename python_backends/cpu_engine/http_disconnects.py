@@ -3,7 +3,8 @@
 Triton 2.51 does not read a connection while its request runs, and no model learns which connection a request came by. A
 connection that the client has closed stays in CLOSE_WAIT until its request ends, and each has one request. So when
 there are as many of them as requests in the engine, the clients of all these requests have disconnected; when there are
-fewer, it cannot be known which (docs/decisions/0013).
+fewer, it cannot be known which (docs/decisions/0013). Other calls, such as a probe of a server that is loading a model,
+leave such connections too, so only requests that answer once are compared: one with a stream shows it at a response.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class HttpDisconnects:
         They have if at two checks in a row, a second apart, the same requests were live and as many connections were
         half closed.
 
-        live: keys of every request in the engine.
+        live: keys of the requests in the engine that answer once.
         now_ns: any monotonic clock.
         """
         self._checked_ns = now_ns

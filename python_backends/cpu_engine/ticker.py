@@ -112,12 +112,15 @@ class Ticker:
         self._metrics.show(load)
 
     def _end_disconnected(self) -> None:
-        """End the requests whose HTTP clients have disconnected; reads /proc/net outside the lock, which takes long."""
+        """End the requests without a stream whose HTTP clients have disconnected: those of others show at a response.
+
+        Reads /proc/net outside the lock, which takes long.
+        """
         now_ns = self._clock_ns()
         if not self._http_disconnects.due(now_ns):
             return
         with self._lock:
-            live = frozenset(self._streams)
+            live = frozenset(key for key, stream in self._streams.items() if not stream.request.streaming)
         disconnected = self._http_disconnects.check(live, now_ns)
         with self._lock:
             for key in disconnected:

@@ -33,7 +33,7 @@ class Recorder:
 class Setting:
     def __init__(self):
         self.recorder, self.streams, self.ended = Recorder(), StreamTable(), []
-        self.scheduler, self.now_ns = Scheduler(slots=2, blocks=8, max_waiting=4), 10**12
+        self.scheduler, self.now_ns, self.closed = Scheduler(slots=2, blocks=8, max_waiting=4), 10**12, 0
         self.ticker = Ticker(
             threading.RLock(),
             self.streams,
@@ -41,7 +41,7 @@ class Setting:
             CoalescingWindow(0),
             self.recorder,
             self.recorder,
-            HttpDisconnects(lambda: 0),
+            HttpDisconnects(lambda: self.closed),
             end=self._end,
             load=lambda: EngineLoad(self.scheduler.running, self.scheduler.waiting, 2, 8, StepReport(0, 0), 0),
             clock_ns=lambda: self.now_ns,
@@ -106,3 +106,15 @@ def test_a_silent_stream_is_probed(setting):
     setting.now_ns += 10**9
     until(lambda: setting.recorder.sent)
     assert one.probe_due and setting.recorder.sent == [one.key]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_closed_http_connections_end_requests_that_answer_once_and_no_stream(setting, streaming):
+    one, setting.closed = setting.add(streaming=streaming), 1
+    for _ in range(5):
+        setting.now_ns += 10**9
+        shown = len(setting.recorder.loads)
+        until(lambda shown=shown: len(setting.recorder.loads) > shown or setting.ticker.idle)
+    if not streaming:
+        until(lambda: setting.ended)
+    assert setting.ended == ([] if streaming else [(one.key, StreamEvent.CANCELLED, "client")])
